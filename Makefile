@@ -1,0 +1,105 @@
+# Thin by rule: every target calls a script, a tool or the flotilla command line.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3.11
+PYTHON312 ?= python3.12
+BIN := .venv/bin
+TOOLS := .venv-tools
+STACK ?=
+RELEASE := $(shell git describe --tags --abbrev=0 2>/dev/null)
+# A suite is a folder of tests/; its target test-<suite> exists when the folder holds tests.
+LIGHT := $(addprefix libs/,core algorithms launch client) services/coordinator services/reward
+SUITES := $(sort $(patsubst tests/%/,%,$(dir $(wildcard tests/*/test_*.py))))
+
+.PHONY: help
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@printf "  %-16s %s\n" $(foreach suite,$(SUITES),test-$(suite) "Run the tests in tests/$(suite)")
+
+.PHONY: setup
+setup:  ## Build .venv from the lock and install all packages (a no-op when current)
+	@PYTHON=$(PYTHON) scripts/setup.sh .venv
+
+.PHONY: up down ps logs doctor
+up: setup  ## Start a local fleet (STACK=my.yaml for another one)
+	@$(BIN)/flotilla up $(if $(STACK),--stack $(STACK))
+
+down: setup  ## Stop the local fleet
+	@$(BIN)/flotilla down
+
+ps: setup  ## List the services of the fleet
+	@$(BIN)/flotilla ps
+
+logs: setup  ## Show the logs of the fleet
+	@$(BIN)/flotilla logs
+
+doctor: setup  ## Check this machine and the fleet
+	@$(BIN)/flotilla doctor
+
+.PHONY: demo
+demo: setup  ## Train a small model on arithmetic, end to end
+	@$(BIN)/python examples/arithmetic/demo.py
+
+.PHONY: bench
+bench: setup  ## Measure and print one table
+	@$(BIN)/python bench/run.py
+
+.PHONY: test test-unit
+test: setup  ## Run the unit, contract and integration tests
+	@$(MAKE) --no-print-directory --keep-going \
+		test-unit $(patsubst %,test-%,$(filter contract,$(SUITES)) $(filter integration,$(SUITES)))
+
+test-unit: setup  ## Run the unit tests of libs and services
+	@echo "==> unit tests"
+	@$(BIN)/pytest -q libs services
+
+.PHONY: $(SUITES:%=test-%)
+$(SUITES:%=test-%): test-%: setup
+	@echo "==> $* tests"
+	@$(BIN)/pytest -q tests/$*
+
+.PHONY: test-py312
+test-py312:  ## Run the unit tests of what needs no torch on Python 3.12, in .venv-py312
+	@PYTHON=$(PYTHON312) scripts/setup.sh .venv-py312 requirements/light.txt
+	@.venv-py312/bin/pytest -q $(LIGHT)
+
+.PHONY: lint format
+lint: setup proto-lint proto-check  ## Check style, types, imports and contracts
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: setup  ## Rewrite the code in house style
+	$(BIN)/ruff check --fix-only
+	$(BIN)/ruff format
+
+.PHONY: proto proto-check proto-lint proto-breaking
+proto: $(TOOLS)/.ready  ## Generate libs/proto from protos/
+	@$(TOOLS)/bin/python scripts/generate_protos.py
+
+proto-check: $(TOOLS)/.ready  ## Fail when libs/proto is stale
+	@$(TOOLS)/bin/python scripts/generate_protos.py --check
+
+proto-lint: setup  ## Check the style of protos/
+	$(BIN)/buf lint protos
+
+proto-breaking: setup  ## Compare protos/ with the last release
+	@if [ -z "$(RELEASE)" ]; then echo "no release tag yet: nothing to compare protos/ with"; \
+	else $(BIN)/buf breaking protos --against '.git#tag=$(RELEASE),subdir=protos'; fi
+
+$(TOOLS)/.ready: requirements/tools.txt
+	@echo "==> code generator: building $(TOOLS)"
+	@$(PYTHON) -m venv $(TOOLS)
+	@$(TOOLS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements/tools.txt
+	@touch $@
+
+.PHONY: lock
+lock: setup  ## Resolve requirements/*.in into locks (UPGRADE=1 takes newer releases)
+	@$(BIN)/python scripts/lock.py $(if $(UPGRADE),--upgrade)
+
+.PHONY: clean
+clean:  ## Remove caches and build products (environments and runs stay)
+	@find . -path './.venv*' -prune -o \( -name __pycache__ -o -name '*.egg-info' \) -type d -prune -exec rm -rf {} +
+	@rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

@@ -1,0 +1,138 @@
+"""Five steps at staleness 0 and 1 on a host with two GPUs: one trainer, one generator, weights by NCCL in bfloat16.
+
+Makes a Qwen3-0.6B-shaped model with random weights (accuracy means nothing here), brings the fleet up as a user would,
+runs, checks that trainer and generator agree, and prints one JSON object a run. `python bench/gpu/smoke.py --out DIR`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+FLOTILLA = [str(Path(sysconfig.get_path("scripts")) / "flotilla")]
+SHAPE = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 4096,
+}
+FIGURES = (
+    "time/step_s",
+    "time/rollout_s",
+    "time/train_s",
+    "time/sync_s",
+    "sync/bytes",
+    "sync/stage_s",
+    "sync/stall_s",
+    "canary/mean",
+    "canary/max",
+    "probs_diff/mean",
+    "probs_diff/max",
+    "tokens_per_s",
+    "staleness/max",
+)
+
+
+def make_model(folder: Path, tokenizer: Path) -> None:
+    """Random weights in the shape of a Qwen3-0.6B, with the example's tokenizer."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(**SHAPE, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0)
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / name, folder / name)
+
+
+def main() -> int:
+    """Up, two runs, down."""
+    cli = argparse.ArgumentParser(description=__doc__)
+    cli.add_argument("--out", type=Path, required=True)
+    out: Path = cli.parse_args().out
+    work = out / "work"
+    work.mkdir(parents=True)
+    for script, name in (("make_model.py", "tokenizer"), ("make_data.py", "data")):
+        subprocess.run(
+            [sys.executable, ROOT / "examples/arithmetic" / script, "--out", work / name], check=True
+        )
+    make_model(work / "model", work / "tokenizer")
+    stack = {
+        "name": "gpu",
+        "model": str(work / "model"),
+        "state_dir": str(work / "state"),
+        "generator": {"dtype": "bfloat16", "memory_fraction": 0.5, "max_model_tokens": 1024},
+        "trainer": {"dtype": "bfloat16", "nproc": 1},
+    }
+    (work / "stack.yaml").write_text(yaml.safe_dump(stack))
+    try:
+        started = time.monotonic()
+        _flotilla("up", work)
+        print(json.dumps({"up_s": round(time.monotonic() - started, 1)}), flush=True)
+        for staleness in (0, 1):
+            _run(work, staleness)
+    finally:
+        logs = work / "state" / "gpu" / "logs"
+        for log in logs.glob("*.log"):
+            shutil.copy(log, out / log.name)
+        _flotilla("down", work)
+    return 0
+
+
+def _run(work: Path, staleness: int) -> None:
+    run: dict[str, Any] = {
+        "name": f"smoke-{staleness}",
+        "steps": 5,
+        "data": {"train": str(work / "data" / "rl.jsonl")},
+        "rollout": {
+            "prompts_per_step": 32,
+            "samples_per_prompt": 8,
+            "max_staleness": staleness,
+            "sampling": {"max_response_tokens": 512},
+        },
+        "rewards": [{"reward": "exact"}],
+        "optimizer": {"learning_rate": 1.0e-6, "schedule": "constant"},
+        "batching": {"tokens_per_microbatch": 16384},
+        "weights": {"bucket_mib": 256, "canary": {"prompts": 16, "tokens": 32}},
+        "export_final": False,
+    }
+    file = work / f"run-{staleness}.yaml"
+    file.write_text(yaml.safe_dump(run))
+    done = _flotilla("run", work, "start", str(file), "--wait", "--json")
+    finished = json.loads(done)
+    print(json.dumps({"state": finished["state"], "reason": finished["reason"]}), flush=True)
+    metrics = Path(finished["directory"]) / "metrics.jsonl"
+    for line in metrics.read_text().splitlines() if metrics.exists() else []:
+        step = json.loads(line)
+        print(
+            json.dumps({"staleness": staleness, "step": step["step"]} | {k: step.get(k) for k in FIGURES}),
+            flush=True,
+        )
+
+
+def _flotilla(command: str, work: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        [*FLOTILLA, command, *arguments, "--stack", str(work / "stack.yaml")],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    return done.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())

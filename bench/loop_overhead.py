@@ -1,0 +1,174 @@
+"""What the loop itself costs: nothing decodes and nothing trains, everything else is as in production.
+
+The `sim` engine answers at once, the trainer only accepts; interceptors, telemetry, reward calls and the durable
+ledger (`synchronous=FULL`) are on. One coordinator, one generator, one reward replica and NATS share the machine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from fleet import MODEL, Fleet, fleet
+from processes import StackProcesses
+from table import Row
+
+SECONDS = float(os.environ.get("FLOTILLA_BENCH_SECONDS", "60"))
+WARM_UP_STEPS = 3
+WARM_UP_LIMIT_S = 60.0
+BACKLOG_NOISE = 64
+RESPONSE_TOKENS = 512
+BAR = 1500.0
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One run, from the end of its warm-up on."""
+
+    rate: float
+    """Samples a second."""
+    early_backlog: float
+    late_backlog: float
+    cpu_seconds: dict[str, float]
+    """CPU seconds per 1,000 samples, by process."""
+
+    @property
+    def backlog_is_steady(self) -> bool:
+        return self.late_backlog <= self.early_backlog + BACKLOG_NOISE
+
+
+def measure() -> list[Row]:
+    """Samples a second in groups of 8 (the bar) and of 1, and where the CPU time goes."""
+    groups = _figures(prompts=64, samples=8)
+    singles = _figures(prompts=256, samples=1)
+    return [
+        Row(
+            f"loop overhead, groups of 8, {RESPONSE_TOKENS} tokens",
+            f"{groups.rate:,.0f} samples/s",
+            f">= {BAR:,.0f}",
+            groups.rate >= BAR and groups.backlog_is_steady,
+        ),
+        Row(
+            "  ledger backlog, first and last third",
+            f"{groups.early_backlog:.0f}, {groups.late_backlog:.0f}",
+            "does not grow",
+        ),
+        *_cpu_rows(groups),
+        Row(f"loop overhead, groups of 1, {RESPONSE_TOKENS} tokens", f"{singles.rate:,.0f} samples/s"),
+        *_cpu_rows(singles),
+    ]
+
+
+def _cpu_rows(figures: Figures) -> list[Row]:
+    used = {"all": sum(figures.cpu_seconds.values()), **figures.cpu_seconds}
+    return [Row(f"  CPU per 1,000 samples: {name}", f"{seconds:.3f} s") for name, seconds in used.items()]
+
+
+def _figures(prompts: int, samples: int) -> Figures:
+    with tempfile.TemporaryDirectory(prefix="flotilla-bench-model-") as folder:
+        return _run(_long_model(Path(folder)), prompts, samples)
+
+
+def _long_model(folder: Path) -> Path:
+    """The example's model with room for long responses; nothing loads its weights here."""
+    model = Path(shutil.copytree(MODEL, folder / "model"))
+    config = json.loads((model / "config.json").read_text())
+    config["max_position_embeddings"] = 2 * RESPONSE_TOKENS
+    (model / "config.json").write_text(json.dumps(config))
+    return model
+
+
+def _run(model: Path, prompts: int, samples: int) -> Figures:
+    stack = {
+        "name": "bench-loop",
+        "model": str(model),
+        "generator": {
+            "engine": "sim",
+            "sim": {"response_tokens": RESPONSE_TOKENS},
+        },
+        "trainer": {"replicas": 0},
+    }
+    with fleet(stack) as running:
+        trainer = _accepting_trainer(running)
+        try:
+            run = running.flotilla("run", "start", str(_run_file(running, prompts, samples)))
+            metrics_file = Path(run["directory"]) / "metrics.jsonl"
+            first = len(_wait_for_steps(metrics_file, WARM_UP_STEPS))
+            processes = StackProcesses(running.state_dir)
+            before = processes.cpu_seconds()
+            time.sleep(SECONDS)
+            after = processes.cpu_seconds()
+            steps = _steps(metrics_file)[first - 1 :]
+            running.flotilla("run", "stop", run["run_id"])
+            return _evaluate(steps, prompts * samples, {name: after[name] - before[name] for name in after})
+        finally:
+            trainer.send_signal(signal.SIGTERM)
+            trainer.wait(20)
+
+
+def _accepting_trainer(running: Fleet) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "flotilla_testing.accepting_trainer", "--name", "trainer"]
+    log = (running.state_dir / "trainer.log").open("wb")
+    return subprocess.Popen([*command, "--stack", str(running.stack_file)], stdout=log, stderr=log)
+
+
+def _run_file(running: Fleet, prompts: int, samples: int) -> Path:
+    data = running.state_dir / "prompts.jsonl"
+    with data.open("w") as file:
+        for a, b in itertools.product(range(100), range(100)):
+            file.write(json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) + "\n")
+    run: dict[str, Any] = {
+        "name": "loop-overhead",
+        "steps": 1_000_000,
+        "data": {"train": str(data)},
+        "algorithm": {"type": "grpo", "baseline": "group" if samples > 1 else "batch"},
+        "rollout": {
+            "prompts_per_step": prompts,
+            "samples_per_prompt": samples,
+            "max_staleness": 1,
+            "sampling": {"max_response_tokens": RESPONSE_TOKENS},
+        },
+        "rewards": [{"reward": "exact"}],
+        "weights": {"canary": {"prompts": 0}},
+        "export_final": False,
+    }
+    path = running.state_dir / "run.yaml"
+    path.write_text(yaml.safe_dump(run))
+    return path
+
+
+def _wait_for_steps(metrics_file: Path, count: int) -> list[dict[str, float]]:
+    deadline = time.monotonic() + WARM_UP_LIMIT_S
+    while len(steps := _steps(metrics_file)) < count:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"{len(steps)} of {count} steps were done within {WARM_UP_LIMIT_S:g} s")
+        time.sleep(0.05)
+    return steps
+
+
+def _steps(metrics_file: Path) -> list[dict[str, float]]:
+    lines = metrics_file.read_text().splitlines(keepends=True) if metrics_file.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _evaluate(steps: list[dict[str, float]], samples_per_step: int, cpu: dict[str, float]) -> Figures:
+    samples = samples_per_step * (len(steps) - 1)
+    backlog = [step["ledger/backlog"] for step in steps]
+    third = max(1, len(backlog) // 3)
+    return Figures(
+        rate=samples / (steps[-1]["time"] - steps[0]["time"]),
+        early_backlog=max(backlog[:third]),
+        late_backlog=max(backlog[-third:]),
+        cpu_seconds={name: 1000 * seconds / samples for name, seconds in cpu.items()},
+    )

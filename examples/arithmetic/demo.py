@@ -1,0 +1,146 @@
+"""`make demo`: a small model learns to add, through the whole fleet.
+
+Makes the model and the data if they are not there, starts the fleet, teaches the untrained model about half of the
+sums by imitation, then trains it with GRPO. Everything goes through the `flotilla` command, as a user would do it.
+Exits with 0 only when held-out accuracy rises from at most 0.65 to at least 0.90; with `--control`, where rewards
+are shuffled, only when it ends at or below its start. A fleet that this script started is always stopped again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+EXAMPLE = HERE.relative_to(ROOT)
+FLOTILLA = Path(sys.executable).with_name("flotilla")
+
+HIGHEST_START = 0.65
+LOWEST_END = 0.90
+
+
+class DemoFailed(Exception):
+    """The demo did not show what it promises; the message says why."""
+
+
+def flotilla(*arguments: str) -> dict[str, Any]:
+    """Run the command line with its talk on our terminal; returns the object that it prints."""
+    done = subprocess.run(
+        [FLOTILLA, *arguments, "--json"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise DemoFailed(
+            f"flotilla {' '.join(arguments)} ended with exit code {done.returncode}{_why(done.stdout)}"
+        )
+    result: dict[str, Any] = json.loads(done.stdout)
+    if result.get("state") == "stopped":
+        raise DemoFailed(f"run {result['run_id']} was stopped at step {result['step']}: {result['reason']}")
+    return result
+
+
+def _why(output: str) -> str:
+    try:
+        reason = json.loads(output).get("reason")
+    except (ValueError, AttributeError):
+        return ""
+    return f": {reason}" if reason else ""
+
+
+@contextmanager
+def fleet() -> Iterator[None]:
+    """The fleet of this example: started if it does not run, and stopped again if it was started here."""
+    stack = ("--stack", str(EXAMPLE / "stack.yaml"))
+    try:
+        ours = True
+        ours = flotilla("up", *stack)["changed"]
+        yield
+    finally:
+        if ours:
+            flotilla("down", *stack)
+
+
+def train(files: list[str], *overrides: str) -> dict[str, Any]:
+    """Start a run and follow it to its end."""
+    stack = ("--stack", str(EXAMPLE / "stack.yaml"))
+    return flotilla("run", "start", *(str(EXAMPLE / file) for file in files), *overrides, *stack, "--wait")
+
+
+def demo(seed: int, *, control: bool) -> None:
+    """The whole story; raises `DemoFailed` where it ends otherwise."""
+    say("fleet: starting")
+    with fleet():
+        say(f"warm-up: imitation until held-out accuracy is 0.45 or more (seed {seed})")
+        warm = train(["sft.yaml"], f"seed={seed}")
+        say(f"warm-up: {warm['step']} updates, accuracy {warm['metrics']['eval/accuracy']:.3f}")
+
+        say(
+            "control: the same training on shuffled rewards"
+            if control
+            else "GRPO: learning from rewards alone"
+        )
+        files = ["grpo.yaml", "grpo-control.yaml"] if control else ["grpo.yaml"]
+        run = train(files, f"seed={seed}", f"initial_weights={warm['directory']}/model")
+        timeline = Path(run["directory"]) / "timeline.json"
+        stack = ("--stack", str(EXAMPLE / "stack.yaml"))
+        flotilla("timeline", run["run_id"], "-o", str(timeline), *stack)
+    report(run, timeline)
+    judge(run["metrics"]["eval/accuracy_before"], run["metrics"]["eval/accuracy"], control=control)
+
+
+def report(run: dict[str, Any], timeline: Path) -> None:
+    """What a user wants to open next."""
+    directory = Path(run["directory"])
+    before, after = run["metrics"]["eval/accuracy_before"], run["metrics"]["eval/accuracy"]
+    print()
+    print(f"held-out accuracy before  {before:.3f}")
+    print(f"held-out accuracy after   {after:.3f}")
+    print(f"reward curve              {directory / 'plots' / 'reward.png'}")
+    print(f"timeline                  {timeline}  (open in ui.perfetto.dev)")
+    print(f"run directory             {directory}")
+
+
+def judge(before: float, after: float, *, control: bool) -> None:
+    """Raise unless the run showed what it should."""
+    if control:
+        if after > before:
+            raise DemoFailed(
+                f"the control rose from {before:.3f} to {after:.3f}: something but the rewards teaches"
+            )
+        return
+    if before > HIGHEST_START:
+        raise DemoFailed(f"accuracy before is {before:.3f}, above {HIGHEST_START}: nothing is left to learn")
+    if after < LOWEST_END:
+        raise DemoFailed(f"accuracy after is {after:.3f}, below {LOWEST_END}")
+
+
+def say(text: str) -> None:
+    print(f"==> {text}", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0, help="seed of both runs (%(default)s)")
+    parser.add_argument("--control", action="store_true", help="shuffle the rewards: must not learn")
+    arguments = parser.parse_args()
+    started = time.monotonic()
+    try:
+        demo(arguments.seed, control=arguments.control)
+    except DemoFailed as failure:
+        print(f"demo failed: {failure}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    say(f"done in {time.monotonic() - started:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""Makes the model of this example: a Qwen3 of 0.8 million parameters and its character tokenizer.
+
+The same seed always writes the same weights. The folder is an ordinary Hugging Face one: transformers, vLLM
+and the bare `tokenizers` library load it unchanged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import Qwen3Config
+
+HERE = Path(__file__).resolve().parent
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+ALPHABET = "0123456789+-="
+VOCABULARY = (PAD, EOS, UNKNOWN, *ALPHABET)
+MAX_POSITIONS = 64
+# A conversation is its messages, one after the other: "12+34=" in, "46" out.
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+TOKENIZER_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "pad_token": PAD,
+    "eos_token": EOS,
+    "unk_token": UNKNOWN,
+    "model_max_length": MAX_POSITIONS,
+    "padding_side": "left",
+    "clean_up_tokenization_spaces": False,
+    "chat_template": CHAT_TEMPLATE,
+}
+
+
+def build_tokenizer() -> Tokenizer:
+    """One token a character; a character outside the alphabet is `<unk>`."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+
+    ids = {token: index for index, token in enumerate(VOCABULARY)}
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[], unk_token=UNKNOWN, fuse_unk=False))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (PAD, EOS, UNKNOWN)])
+    return tokenizer
+
+
+def build_config() -> Qwen3Config:
+    """Small enough for two CPU cores, with what real models have: grouped heads, q/k norms, a tied head."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        vocab_size=len(VOCABULARY),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        # Smaller and training is slow to start and fragile; larger and it memorises instead of generalising.
+        initializer_range=0.03,
+        pad_token_id=VOCABULARY.index(PAD),
+        eos_token_id=VOCABULARY.index(EOS),
+        bos_token_id=None,
+        dtype="float32",
+    )
+
+
+def make_model(out: Path, *, seed: int = 0) -> None:
+    """Write the untrained model and its tokenizer to `out`, which is there in full or not at all."""
+    import torch
+    from transformers import GenerationConfig, Qwen3ForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(build_config())
+    model.generation_config = GenerationConfig(
+        pad_token_id=VOCABULARY.index(PAD), eos_token_id=VOCABULARY.index(EOS), bos_token_id=None
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".making-") as temporary:
+        folder = Path(temporary) / out.name
+        model.save_pretrained(folder)
+        build_tokenizer().save(str(folder / "tokenizer.json"))
+        settings = json.dumps(TOKENIZER_CONFIG, indent=2) + "\n"
+        (folder / "tokenizer_config.json").write_text(settings, encoding="utf-8")
+        if out.exists():
+            shutil.rmtree(out)
+        folder.rename(out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=HERE / "model", help="folder to write (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (%(default)s)")
+    arguments = parser.parse_args()
+    make_model(arguments.out, seed=arguments.seed)
+    print(json.dumps({"model": str(arguments.out), "seed": arguments.seed}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""The asyncio client of one coordinator.
+
+Invariants: every call has a deadline; every failure is a `flotilla_core.errors.FlotillaError`; run files are
+resolved here (merged, checked, paths made absolute), so the coordinator never depends on where it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from flotilla.common.v1.registration_pb2 import ServiceKind
+from flotilla.coordinator.v1 import coordinator_pb2 as pb
+from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from flotilla.coordinator.v1.run_pb2 import Plan, Run, RunEvent
+from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
+from flotilla_client.discovery import find_coordinator
+from flotilla_core import rpc
+from flotilla_core.config import RunConfig, dump_yaml, load
+from flotilla_core.errors import Unavailable
+from flotilla_core.ids import new_request_id
+
+if TYPE_CHECKING:
+    # A class of the typed stubs only.
+    from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
+
+_CALL_S = 30.0
+_SCALE_S = 300.0
+_TIMELINE_IDLE_S = 60.0
+# A step may take very long; that the coordinator lives is keepalive's business.
+_WATCH_IDLE_S = 24 * 3600.0
+_RECONNECT_S = 30.0
+
+
+class Client:
+    """Calls of one coordinator; `async with Client.find() as client`."""
+
+    def __init__(self, address: str, *, token: str | None = None) -> None:
+        self.address = address
+        self._channel = rpc.connect(address, token=token)
+        self._stub: CoordinatorServiceAsyncStub = CoordinatorServiceStub(self._channel)
+
+    @classmethod
+    def find(
+        cls, stack: str = "local", state_dir: str | Path = ".flotilla", coordinator: str | None = None
+    ) -> Self:
+        """The coordinator of a stack on this host, or the one at an address."""
+        found = find_coordinator(stack, state_dir, coordinator)
+        return cls(found.address, token=found.token)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def plan_run(self, files: RunFiles, overrides: Sequence[str] = ()) -> Plan:
+        """What a run would do, and why it would be refused; starts nothing."""
+        request = pb.PlanRunRequest(config_yaml=resolve_run(files, overrides))
+        return (await rpc.unary(self._stub.PlanRun, request, timeout_s=_CALL_S)).plan
+
+    async def start_run(self, files: RunFiles, overrides: Sequence[str] = ()) -> Run:
+        """Returns as soon as the run is admitted."""
+        request = pb.StartRunRequest(request_id=new_request_id(), config_yaml=resolve_run(files, overrides))
+        return (await rpc.unary(self._stub.StartRun, request, timeout_s=_CALL_S)).run
+
+    async def get_run(self, run_id: str = "latest") -> Run:
+        """By id, unique prefix, or "latest"."""
+        return (await self.get_run_and_config(run_id)).run
+
+    async def get_run_and_config(self, run_id: str = "latest") -> pb.GetRunResponse:
+        """The run and its resolved configuration."""
+        return await rpc.unary(self._stub.GetRun, pb.GetRunRequest(run_id=run_id), timeout_s=_CALL_S)
+
+    async def list_runs(self, limit: int = 20) -> list[Run]:
+        """The newest first."""
+        answer = await rpc.unary(self._stub.ListRuns, pb.ListRunsRequest(limit=limit), timeout_s=_CALL_S)
+        return list(answer.runs)
+
+    async def watch_run(self, run_id: str = "latest", after_sequence: int = 0) -> AsyncGenerator[RunEvent]:
+        """Past events, then live ones, until the run has ended; goes on after a coordinator restart."""
+        run_id = (await self.get_run(run_id)).run_id
+        while True:
+            request = pb.WatchRunRequest(run_id=run_id, after_sequence=after_sequence)
+            events = rpc.server_stream(self._stub.WatchRun, request, idle_timeout_s=_WATCH_IDLE_S)
+            try:
+                async with aclosing(events):
+                    async for answer in events:
+                        after_sequence = answer.event.sequence
+                        yield answer.event
+                return
+            except Unavailable:
+                # It may be restarting: raises when it does not come back. A new one numbers from the start.
+                await rpc.unary(
+                    self._stub.GetRun, pb.GetRunRequest(run_id=run_id), timeout_s=_RECONNECT_S, attempts=30
+                )
+                after_sequence = 0
+
+    async def wait_run(self, run_id: str = "latest") -> Run:
+        """The run after it has ended."""
+        run_id = (await self.get_run(run_id)).run_id
+        async for _ in self.watch_run(run_id):
+            pass
+        return await self.get_run(run_id)
+
+    async def stop_run(self, run_id: str = "latest", reason: str = "") -> Run:
+        """Ends after the step that is under way."""
+        request = pb.StopRunRequest(run_id=run_id, request_id=new_request_id(), reason=reason)
+        return (await rpc.unary(self._stub.StopRun, request, timeout_s=_CALL_S)).run
+
+    async def list_services(self) -> list[pb.Service]:
+        """Everything in the registry."""
+        answer = await rpc.unary(self._stub.ListServices, pb.ListServicesRequest(), timeout_s=_CALL_S)
+        return list(answer.services)
+
+    async def list_samples(
+        self,
+        run_id: str = "latest",
+        *,
+        step: int | None = None,
+        state: pb.SampleState.ValueType = pb.SAMPLE_STATE_UNSPECIFIED,
+        limit: int = 100,
+        page_token: str = "",
+    ) -> pb.ListSamplesResponse:
+        """One page of samples, as the ledger has them."""
+        request = pb.ListSamplesRequest(
+            run_id=run_id, step=step, state=state, limit=limit, page_token=page_token
+        )
+        return await rpc.unary(self._stub.ListSamples, request, timeout_s=_CALL_S)
+
+    async def timeline(self, run_id: str = "latest", *, step: int | None = None) -> AsyncGenerator[bytes]:
+        """Chrome trace JSON in chunks."""
+        request = pb.QueryTimelineRequest(run_id=run_id, step=step)
+        chunks = rpc.server_stream(self._stub.QueryTimeline, request, idle_timeout_s=_TIMELINE_IDLE_S)
+        async with aclosing(chunks):
+            async for answer in chunks:
+                yield answer.chunk
+
+    async def scale(self, kind: ServiceKind.ValueType, replicas: int) -> list[ProcessStatus]:
+        """Replicas of a kind; returns when they are as wanted."""
+        request = pb.ScaleServiceRequest(request_id=new_request_id(), kind=kind, replicas=replicas)
+        return list((await rpc.unary(self._stub.ScaleService, request, timeout_s=_SCALE_S)).processes)
+
+
+RunFiles = str | Path | Iterable[str | Path]
+
+
+def resolve_run(files: RunFiles, overrides: Sequence[str] = ()) -> str:
+    """One run configuration, as YAML: files merged left to right, overrides applied, paths absolute."""
+    paths = [files] if isinstance(files, str | Path) else list(files)
+    return dump_yaml(load(RunConfig, paths, overrides, resolve_paths=True))

@@ -1,0 +1,120 @@
+"""The same client without asyncio: every method waits.
+
+Invariant: one background thread runs one event loop; it ends with `close` or the `with` block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from flotilla.common.v1.registration_pb2 import ServiceKind
+from flotilla.coordinator.v1 import coordinator_pb2 as pb
+from flotilla.coordinator.v1.run_pb2 import Plan, Run, RunEvent
+from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
+from flotilla_client.client import Client, RunFiles
+
+Result = TypeVar("Result")
+_END: Any = object()
+
+
+def connect(
+    stack: str = "local", state_dir: str | Path = ".flotilla", coordinator: str | None = None
+) -> SyncClient:
+    """A client of the stack's coordinator; use it in a `with` block or call `close`."""
+    return SyncClient(stack, state_dir, coordinator)
+
+
+class SyncClient:
+    """See `Client` for what each method does."""
+
+    def __init__(self, stack: str, state_dir: str | Path, coordinator: str | None) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="flotilla client", daemon=True)
+        self._thread.start()
+
+        async def find() -> Client:
+            return Client.find(stack, state_dir, coordinator)
+
+        try:
+            self._client = self._wait(find())
+        except BaseException:
+            # Whatever stopped the connection, the thread must not outlive it.
+            self._end_thread()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._wait(self._client.close())
+        self._end_thread()
+
+    def plan_run(self, files: RunFiles, overrides: Sequence[str] = ()) -> Plan:
+        return self._wait(self._client.plan_run(files, overrides))
+
+    def start_run(self, files: RunFiles, overrides: Sequence[str] = ()) -> Run:
+        return self._wait(self._client.start_run(files, overrides))
+
+    def get_run(self, run_id: str = "latest") -> Run:
+        return self._wait(self._client.get_run(run_id))
+
+    def list_runs(self, limit: int = 20) -> list[Run]:
+        return self._wait(self._client.list_runs(limit))
+
+    def watch_run(self, run_id: str = "latest", after_sequence: int = 0) -> Iterator[RunEvent]:
+        return self._iterate(self._client.watch_run(run_id, after_sequence))
+
+    def wait_run(self, run_id: str = "latest") -> Run:
+        return self._wait(self._client.wait_run(run_id))
+
+    def stop_run(self, run_id: str = "latest", reason: str = "") -> Run:
+        return self._wait(self._client.stop_run(run_id, reason))
+
+    def list_services(self) -> list[pb.Service]:
+        return self._wait(self._client.list_services())
+
+    def list_samples(
+        self,
+        run_id: str = "latest",
+        *,
+        step: int | None = None,
+        state: pb.SampleState.ValueType = pb.SAMPLE_STATE_UNSPECIFIED,
+        limit: int = 100,
+        page_token: str = "",
+    ) -> pb.ListSamplesResponse:
+        page = self._client.list_samples(run_id, step=step, state=state, limit=limit, page_token=page_token)
+        return self._wait(page)
+
+    def timeline(self, run_id: str = "latest", *, step: int | None = None) -> Iterator[bytes]:
+        return self._iterate(self._client.timeline(run_id, step=step))
+
+    def scale(self, kind: ServiceKind.ValueType, replicas: int) -> list[ProcessStatus]:
+        return self._wait(self._client.scale(kind, replicas))
+
+    def _wait(self, call: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+
+    def _iterate(self, items: AsyncGenerator[Result]) -> Iterator[Result]:
+        async def following() -> Result:
+            return await anext(items, _END)
+
+        try:
+            while (item := self._wait(following())) is not _END:
+                yield item
+        finally:
+            self._wait(items.aclose())
+
+    def _end_thread(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

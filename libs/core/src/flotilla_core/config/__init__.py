@@ -1,0 +1,65 @@
+"""The one configuration system: models, loader and schema of `stack.yaml` and `run.yaml`."""
+
+from __future__ import annotations
+
+from flotilla_core.config.loader import load, load_text
+from flotilla_core.config.model import ConfigModel
+from flotilla_core.config.output import dump_yaml, json_schema
+from flotilla_core.config.run import (
+    AlgorithmConfig,
+    BatchingConfig,
+    CanaryConfig,
+    DataConfig,
+    EvaluationConfig,
+    GrpoConfig,
+    OptimizerConfig,
+    RewardTermConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    SftConfig,
+    StopConfig,
+    WeightSyncConfig,
+)
+from flotilla_core.config.stack import (
+    BindConfig,
+    CoordinatorConfig,
+    GeneratorConfig,
+    NatsConfig,
+    RewardServiceConfig,
+    SimConfig,
+    StackConfig,
+    TelemetryConfig,
+    TrainerConfig,
+)
+
+__all__ = [
+    "AlgorithmConfig",
+    "BatchingConfig",
+    "BindConfig",
+    "CanaryConfig",
+    "ConfigModel",
+    "CoordinatorConfig",
+    "DataConfig",
+    "EvaluationConfig",
+    "GeneratorConfig",
+    "GrpoConfig",
+    "NatsConfig",
+    "OptimizerConfig",
+    "RewardServiceConfig",
+    "RewardTermConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SamplingConfig",
+    "SftConfig",
+    "SimConfig",
+    "StackConfig",
+    "StopConfig",
+    "TelemetryConfig",
+    "TrainerConfig",
+    "WeightSyncConfig",
+    "dump_yaml",
+    "json_schema",
+    "load",
+    "load_text",
+]

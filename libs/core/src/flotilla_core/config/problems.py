@@ -1,0 +1,111 @@
+"""One message for everything that is wrong with a configuration.
+
+Invariant: each line names the place (file:line or override), the key path and what is expected; an unknown
+key comes with the key that was probably meant, also where that one belongs to another section.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import ValidationError
+
+from flotilla_core.config.document import Document, KeyPath, describe, join
+from flotilla_core.config.model import ConfigModel
+from flotilla_core.errors import InvalidConfig
+
+
+def explain(failure: ValidationError, model: type[ConfigModel], document: Document) -> InvalidConfig:
+    """The error for everything that validation found."""
+    lines: list[str] = []
+    for problem in failure.errors(include_url=False):
+        path = _written_path(problem["loc"], problem["type"], document.values)
+        message = _message(problem, path, model)
+        place = document.origin(path) or _mentioned_origin(message, document)
+        line = f"{place}: {message}" if place else message
+        if line not in lines:
+            lines.append(line)
+    if len(lines) == 1:
+        return InvalidConfig(lines[0])
+    return InvalidConfig(
+        f"{len(lines)} problems in the configuration:\n" + "\n".join(f"  {line}" for line in lines)
+    )
+
+
+def _message(problem: Any, path: KeyPath, model: type[ConfigModel]) -> str:
+    kind, value = problem["type"], problem["input"]
+    if kind == "extra_forbidden":
+        meant = _probably_meant(path, model)
+        return f"unknown key {join(path)}" + (f"; did you mean {meant}?" if meant else "")
+    if kind == "missing":
+        return f"{join(path)} is missing"
+    if kind == "union_tag_not_found":
+        return f"{join(path)}.type is missing"
+    text = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    text = text.partition(", unable to parse")[0]
+    text = re.sub(r"^(\w+) should ", lambda kind: f"a {kind[1].lower()} that should ", text)
+    if kind == "value_error":
+        return f"{join(path)}: {text}" if path else text
+    if kind == "model_type":
+        text = "a mapping of keys to values"
+    return f"{join(path)}: expected {text[0].lower()}{text[1:]}, got {describe(value)}"
+
+
+def _written_path(location: tuple[str | int, ...], kind: str, values: Any) -> KeyPath:
+    """The key path as written: without the names of union members that validation puts in between."""
+    path: KeyPath = ()
+    for position, part in enumerate(location):
+        last = position == len(location) - 1
+        if isinstance(values, dict):
+            if part in values:
+                values = values[part]
+            elif not (last and kind == "missing"):
+                continue
+        elif isinstance(values, list) and isinstance(part, int) and part < len(values):
+            values = values[part]
+        elif not (isinstance(values, list) and last and kind == "missing"):
+            continue
+        path = (*path, part)
+    return path
+
+
+def _probably_meant(path: KeyPath, model: type[ConfigModel]) -> str:
+    *around, key = path
+    models = {model}
+    for part in around:
+        if isinstance(part, str):
+            models = {below for one in models if part in one.model_fields for below in _models_of(one, part)}
+    siblings = [name for one in models for name in one.model_fields]
+    near = difflib.get_close_matches(str(key), siblings, n=1)
+    if near:
+        return join((*around, near[0]))
+    elsewhere = [place for place in _all_paths(model) if place.rpartition(".")[2] == key]
+    return elsewhere[0] if elsewhere else ""
+
+
+def _all_paths(model: type[ConfigModel], prefix: str = "") -> Iterator[str]:
+    for name in model.model_fields:
+        yield prefix + name
+        for below in _models_of(model, name):
+            yield from _all_paths(below, f"{prefix}{name}.")
+
+
+def _models_of(model: type[ConfigModel], name: str) -> list[type[ConfigModel]]:
+    """The models that the field `name` may hold, directly, in a union or in a list."""
+    found: list[type[ConfigModel]] = []
+    pending = [model.model_fields[name].annotation]
+    while pending:
+        annotation = pending.pop()
+        if isinstance(annotation, type) and issubclass(annotation, ConfigModel):
+            found.append(annotation)
+        pending.extend(typing.get_args(annotation))
+    return found
+
+
+def _mentioned_origin(message: str, document: Document) -> str:
+    """Checks over several keys start their message with the key to change."""
+    return document.origin(tuple(message.split(" ", 1)[0].split(".")))

@@ -1,0 +1,250 @@
+"""`run.yaml`: one training run, the same for every fleet.
+
+Names carry units. Nothing has to divide anything: accumulation, packing and data-parallel shares are derived.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from flotilla_core.config.model import ConfigModel
+
+
+class DataConfig(ConfigModel):
+    """Prompts to train on."""
+
+    train: Path
+    """JSONL file with one object a line."""
+    prompt_field: str = "prompt"
+    """Column with the prompt: text, or a list of chat messages."""
+    answer_field: str = "answer"
+    """Column with the right answer; may be absent where no reward needs it."""
+    apply_chat_template: bool = False
+    """Render the prompt by the tokenizer's chat template (always done for lists of messages)."""
+    max_prompt_tokens: int = Field(default=1024, ge=1)
+    """Longer prompts are handled by `overlong_prompts`."""
+    overlong_prompts: Literal["drop", "truncate", "error"] = "drop"
+    """What happens to longer prompts; drops and truncations are counted."""
+    shuffle: bool = True
+    """New order every epoch, derived from the run's seed."""
+
+
+class SamplingConfig(ConfigModel):
+    """How responses are drawn."""
+
+    temperature: float = Field(default=1.0, ge=0)
+    """0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Below 1 is refused for training rollouts: the trainer could not reproduce the logprobs."""
+    top_k: int = Field(default=0, ge=0)
+    """0 is off; above 0 is refused for training rollouts."""
+    max_response_tokens: int = Field(default=256, ge=1)
+    """Longest response."""
+    min_response_tokens: int = Field(default=0, ge=0)
+    """No end of sequence before so many tokens."""
+
+
+class RolloutConfig(ConfigModel):
+    """What one step generates."""
+
+    prompts_per_step: int = Field(default=64, ge=1)
+    """Prompts drawn for a step."""
+    samples_per_prompt: int = Field(default=8, ge=1)
+    """Size of a group."""
+    max_staleness: int = Field(default=0, ge=0, le=1)
+    """0: samples come from the version that they train. 1: generation overlaps one step."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Sampling of training rollouts."""
+    sample_timeout_s: float = Field(default=300.0, gt=0)
+    """A group that is not done after so long is issued again."""
+    max_attempts: int = Field(default=5, ge=1)
+    """Times that a sample is issued before the run fails, naming the generators' last error."""
+    max_reward_failure_rate: float = Field(default=0.5, ge=0, le=1)
+    """Share of a step's samples that may end as reward error or timeout; above it the run fails."""
+
+
+class RewardTermConfig(ConfigModel):
+    """One term of the weighted sum."""
+
+    reward: str
+    """Built-in name, entry point, or path.py:function."""
+    weight: float = 1.0
+    """Factor of this term."""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the reward."""
+    timeout_s: float = Field(default=10.0, gt=0)
+    """Limit for one sample; then it counts as a timeout, never as a score."""
+
+    def with_paths_from(self, directory: Path) -> Self:
+        file, colon, function = self.reward.rpartition(":")
+        if not (colon and file.endswith(".py")):
+            return self
+        return self.model_copy(update={"reward": f"{directory / Path(file).expanduser()}:{function}"})
+
+
+class GrpoConfig(ConfigModel):
+    """Group-relative policy optimisation."""
+
+    type: Literal["grpo"] = "grpo"
+    clip_low: float = Field(default=0.2, gt=0)
+    """Ratio floor is 1 - clip_low."""
+    clip_high: float = Field(default=0.2, gt=0)
+    """Ratio ceiling is 1 + clip_high."""
+    baseline: Literal["group", "batch"] = "group"
+    """What a reward is compared with: the mean of its prompt's samples, or that of the whole update."""
+    normalize_std: bool = True
+    """Divide centred rewards by their standard deviation (of the group or of the update, as `baseline`)."""
+    shuffle_rewards: bool = False
+    """Control experiment: permute the rewards of an update. Such a run must not learn."""
+
+
+class SftConfig(ConfigModel):
+    """Supervised next-token training on the answers."""
+
+    type: Literal["sft"] = "sft"
+
+
+AlgorithmConfig = Annotated[GrpoConfig | SftConfig, Field(discriminator="type")]
+
+
+class OptimizerConfig(ConfigModel):
+    """AdamW and its schedule."""
+
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak."""
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """Shape after the warm-up."""
+    warmup_updates: int = Field(default=0, ge=0)
+    """Updates of linear warm-up."""
+    final_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Learning rate at the end, as a share of the peak."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Moment decays."""
+    epsilon: float = Field(default=1e-8, gt=0)
+    """Added to the denominator."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled."""
+    max_grad_norm: float = Field(default=1.0, ge=0)
+    """Global clip; 0 is off."""
+    max_skipped_updates: int = Field(default=3, ge=1)
+    """Non-finite updates in a row before the run fails."""
+
+
+class BatchingConfig(ConfigModel):
+    """How an update is cut for memory. Never changes the result."""
+
+    tokens_per_microbatch: int = Field(default=8192, ge=1)
+    """Padded tokens of one forward pass on one rank."""
+    logprob_chunk_tokens: int = Field(default=2048, ge=1)
+    """Tokens whose logits exist at one time."""
+
+
+class EvaluationConfig(ConfigModel):
+    """Greedy evaluation on held-out prompts, before, during and after."""
+
+    data: Path
+    """JSONL file with the same columns as the training data."""
+    every_steps: int = Field(default=0, ge=0)
+    """0: only before and after."""
+    max_prompts: int = Field(default=500, ge=1)
+    """Prompts taken from the file."""
+    max_response_tokens: int | None = Field(default=None, ge=1)
+    """Empty takes the rollout's limit."""
+
+
+class StopConfig(ConfigModel):
+    """End early on an evaluation."""
+
+    accuracy_at_least: float
+    """Stop at the first evaluation that reaches it."""
+    accuracy_at_most: float | None = None
+    """The run fails when the evaluation that stopped it is above."""
+
+
+class CanaryConfig(ConfigModel):
+    """Trainer against generator logprobs on the same tokens after every sync."""
+
+    prompts: int = Field(default=8, ge=0)
+    """0 is off."""
+    tokens: int = Field(default=16, ge=1)
+    """Tokens generated for each prompt."""
+    temperatures: tuple[float, ...] = (1.0,)
+    """One pass for each."""
+    warn_at: float = Field(default=0.005, gt=0)
+    """Mean difference that raises a warning."""
+    fail_at: float = Field(default=0.01, gt=0)
+    """Mean difference that fails the run: the generator does not hold the trainer's weights."""
+
+
+class WeightSyncConfig(ConfigModel):
+    """How new weights reach the generators."""
+
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """`auto` takes nccl where trainer and generators have GPUs."""
+    bucket_mib: int = Field(default=32, ge=1)
+    """Size of one broadcast."""
+    kv_policy: Literal["recompute", "reuse", "drain"] = "recompute"
+    """KV cache of running requests at a commit; `recompute` is exact."""
+    timeout_s: float = Field(default=60.0, gt=0)
+    """Longest wait for one member in one sync; then it is evicted and the others go on."""
+    canary: CanaryConfig = CanaryConfig()
+    """The live check."""
+
+
+class RunConfig(ConfigModel):
+    """A whole run."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")
+    """Names the run; the id adds date and random digits."""
+    seed: int = Field(default=0, ge=0)
+    """Every other seed derives from it."""
+    steps: int = Field(ge=1)
+    """Steps of the loop; one optimizer update each."""
+    initial_weights: Path | None = None
+    """Hugging Face folder to start from; empty takes the stack's model."""
+    data: DataConfig
+    """Training prompts."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Generation; `sft` uses `prompts_per_step` alone."""
+    rewards: tuple[RewardTermConfig, ...] = ()
+    """Weighted sum; evaluation uses the same terms."""
+    algorithm: AlgorithmConfig = GrpoConfig()
+    """What is optimised."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW."""
+    batching: BatchingConfig = BatchingConfig()
+    """Memory, never the result."""
+    evaluation: EvaluationConfig | None = None
+    """Held-out accuracy: share of prompts whose reward total is at least 1."""
+    stop: StopConfig | None = None
+    """End early."""
+    weights: WeightSyncConfig = WeightSyncConfig()
+    """Weight synchronisation."""
+    export_final: bool = True
+    """Write the final policy as a Hugging Face folder into the run directory."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        if self.algorithm.type == "grpo":
+            if self.rollout.samples_per_prompt < 2 and self.algorithm.baseline == "group":
+                raise ValueError(
+                    "rollout.samples_per_prompt is 1, but grpo compares the samples of one prompt with each "
+                    "other: set it to 2 or more (8 is usual), or algorithm.baseline to batch"
+                )
+            if not self.rewards:
+                raise ValueError("rewards is empty: grpo needs at least one reward term")
+            if self.rollout.sampling.temperature == 0:
+                raise ValueError("rollout.sampling.temperature is 0: greedy samples of a group are all equal")
+            if self.rollout.sampling.top_p < 1 or self.rollout.sampling.top_k > 0:
+                raise ValueError(
+                    "rollout.sampling.top_p below 1 or top_k above 0 changes the logprobs in a way that the "
+                    "trainer cannot reproduce: leave them at 1 and 0 for training rollouts"
+                )
+        if self.stop is not None and (self.evaluation is None or self.evaluation.every_steps == 0):
+            raise ValueError("stop needs evaluation.every_steps above 0")
+        if self.evaluation is not None and not self.rewards:
+            raise ValueError("evaluation needs at least one reward term")
+        return self

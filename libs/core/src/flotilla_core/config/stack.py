@@ -1,0 +1,160 @@
+"""`stack.yaml`: the fleet, one description for every launcher.
+
+Owns what is fixed while a process lives: which model it holds, how many ranks it has, where it binds.
+What a run may choose is in `run.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from flotilla_core.config.model import ConfigModel
+
+DType = Literal["float32", "bfloat16"]
+
+
+class BindConfig(ConfigModel):
+    """Where a service listens and what its peers dial."""
+
+    host: str = "127.0.0.1"
+    """Address to bind. Anything but loopback needs `token_file`."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """0 takes a free port; the registry tells peers which."""
+    advertise_host: str | None = None
+    """Host that peers dial, where it differs from `host`."""
+    token_file: Path | None = None
+    """File with the shared bearer token of the stack."""
+
+
+class NatsConfig(ConfigModel):
+    """The registry and event bus."""
+
+    url: str | None = None
+    """An existing server; empty starts our own for this stack."""
+
+
+class TelemetryConfig(ConfigModel):
+    """Where spans go. The coordinator's own store always gets them."""
+
+    enabled: bool = True
+    """Record spans at all."""
+    otlp_endpoint: str | None = None
+    """A further OTLP/gRPC collector (Jaeger, Tempo), host:port."""
+
+
+class SimConfig(ConfigModel):
+    """Latency model of the `sim` engine."""
+
+    time_to_first_token_s: float = Field(default=0.0, ge=0)
+    """Wait before the first token of a sample."""
+    seconds_per_token: float = Field(default=0.0, ge=0)
+    """Wait for each further token."""
+    commit_s: float = Field(default=0.0, ge=0)
+    """Pause of a weight commit."""
+    response_tokens: int | None = Field(default=None, ge=1)
+    """Length of every response; empty draws one up to `max_response_tokens`."""
+
+
+class GeneratorConfig(ConfigModel):
+    """One generator replica."""
+
+    replicas: int = Field(default=1, ge=0)
+    """Replicas that the launcher starts."""
+    engine: Literal["vllm", "sim"] = "vllm"
+    """`vllm` decodes; `sim` is for load and fault tests."""
+    dtype: DType = "float32"
+    """Type of the weights in the engine."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Workers that one replica is split over; where there are GPUs each takes one, after those of the trainer."""
+    max_model_tokens: int | None = Field(default=None, ge=8)
+    """Longest prompt plus response; empty takes the model's own limit."""
+    max_running_samples: int = Field(default=1024, ge=1)
+    """Samples that one replica decodes at a time; more wait in its queue."""
+    memory_fraction: float = Field(default=0.9, gt=0, le=1)
+    """Share of the accelerator's memory for the engine (GPU only)."""
+    kv_cache_gib: float = Field(default=1.0, gt=0)
+    """KV cache of one worker (CPU only)."""
+    enforce_eager: bool = True
+    """Skip compilation and graph capture: starts in seconds, decodes slower on GPUs."""
+    sim: SimConfig = SimConfig()
+    """Used by the `sim` engine alone."""
+    attach: tuple[str, ...] = ()
+    """Addresses of replicas that someone else started."""
+
+
+class TrainerConfig(ConfigModel):
+    """The policy trainer: a front process and its ranks."""
+
+    replicas: int = Field(default=1, ge=0, le=1)
+    """0: the launcher starts none; one that is started by hand registers itself."""
+    nproc: int = Field(default=1, ge=1)
+    """FSDP2 ranks; where there are GPUs each takes one, the first of the host."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Collectives of the ranks; `auto` takes nccl where there are GPUs."""
+    dtype: DType = "float32"
+    """Type of forward and backward; masters and reductions stay float32."""
+    rank_timeout_s: float = Field(default=60.0, gt=0)
+    """A rank that is silent for so long within one command is named, dumped and replaced with its gang."""
+    attach: str | None = None
+    """Address of a trainer that someone else started."""
+
+
+class RewardServiceConfig(ConfigModel):
+    """One reward replica."""
+
+    replicas: int = Field(default=1, ge=0)
+    """Replicas that the launcher starts."""
+    workers: int = Field(default=2, ge=1)
+    """Killable processes for checkers and user functions."""
+    attach: tuple[str, ...] = ()
+    """Addresses of replicas that someone else started."""
+
+
+class CoordinatorConfig(ConfigModel):
+    """The coordinator of the stack."""
+
+    attach: str | None = None
+    """Address of a coordinator that someone else started."""
+    span_retention_runs: int = Field(default=50, ge=1)
+    """Runs whose spans are kept."""
+
+
+class StackConfig(ConfigModel):
+    """A whole fleet."""
+
+    name: str = Field(default="local", pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")
+    """Names the stack; two stacks with different names live side by side."""
+    model: Path | str = Path("examples/arithmetic/model")
+    """Hugging Face folder (or hub name) that trainer and generators load."""
+    state_dir: Path = Path(".flotilla")
+    """Everything that the stack writes goes to `<state_dir>/<name>/`."""
+    bind: BindConfig = BindConfig()
+    """Applied to every service of the stack."""
+    nats: NatsConfig = NatsConfig()
+    """Registry and event bus."""
+    telemetry: TelemetryConfig = TelemetryConfig()
+    """Spans."""
+    generator: GeneratorConfig = GeneratorConfig()
+    """Generator replicas."""
+    trainer: TrainerConfig = TrainerConfig()
+    """The policy trainer."""
+    reward: RewardServiceConfig = RewardServiceConfig()
+    """Reward replicas."""
+    coordinator: CoordinatorConfig = CoordinatorConfig()
+    """The coordinator."""
+    ready_timeout_s: float = Field(default=180.0, gt=0)
+    """Longest wait for one process to become ready."""
+    restart_budget: int = Field(default=5, ge=0)
+    """Restarts of one process within ten minutes before it is given up."""
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _folder_or_name(cls, value: object) -> object:
+        """A Path where the folder exists, else the name as it was written."""
+        if not isinstance(value, str | Path):
+            return value
+        folder = Path(value).expanduser()
+        return folder if folder.is_dir() else str(value)

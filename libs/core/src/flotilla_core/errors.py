@@ -1,0 +1,169 @@
+"""Every failure that Flotilla reports on purpose, as one class a reason.
+
+Invariants: an error says what failed, where, why and what to do next, and it keeps all four when it travels
+over gRPC (`flotilla_core.rpc.status`). There is exactly one class for every `ErrorReason` of the contract.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from flotilla.common.v1 import error_pb2 as pb
+
+
+class FlotillaError(Exception):
+    """A failure with a reason that a caller can act on."""
+
+    reason: ClassVar[pb.ErrorReason.ValueType] = pb.ERROR_REASON_INTERNAL
+    retry: ClassVar[pb.RetryVerdict.ValueType] = pb.RETRY_VERDICT_NEVER
+
+    def __init__(self, what: str, *, where: str = "", why: str = "", next_step: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.why = why
+        self.next_step = next_step
+
+    def __str__(self) -> str:
+        message = self.what
+        if self.where:
+            message += f" ({self.where})"
+        if self.why:
+            message += f": {self.why}"
+        if self.next_step:
+            separator = "" if message.endswith((".", "\n")) else "."
+            message += f"{separator} {self.next_step}"
+        return message
+
+
+class InvalidConfig(FlotillaError):
+    """A configuration file or option is wrong; the message names the key."""
+
+    reason = pb.ERROR_REASON_INVALID_CONFIG
+
+
+class InvalidRequest(FlotillaError):
+    """A request is wrong; the message names the field."""
+
+    reason = pb.ERROR_REASON_INVALID_REQUEST
+
+
+class NotFound(FlotillaError):
+    """Something named does not exist."""
+
+    reason = pb.ERROR_REASON_NOT_FOUND
+
+
+class AlreadyExists(FlotillaError):
+    """Something named exists already."""
+
+    reason = pb.ERROR_REASON_ALREADY_EXISTS
+
+
+class FailedPrecondition(FlotillaError):
+    """The service is not in a state that allows the call."""
+
+    reason = pb.ERROR_REASON_FAILED_PRECONDITION
+
+
+class StaleVersion(FlotillaError):
+    """The caller's policy version, group epoch or lease is older than the service's."""
+
+    reason = pb.ERROR_REASON_STALE_VERSION
+
+
+class WeightsMismatch(FlotillaError):
+    """Weights that arrived differ from what was sent; the message names the tensor."""
+
+    reason = pb.ERROR_REASON_WEIGHTS_MISMATCH
+
+
+class WeightGroupFailed(FlotillaError):
+    """A member of a weight group failed; a new epoch may succeed."""
+
+    reason = pb.ERROR_REASON_WEIGHT_GROUP_FAILED
+
+
+class Unavailable(FlotillaError):
+    """A service that is needed is not there, or went away."""
+
+    reason = pb.ERROR_REASON_UNAVAILABLE
+    retry = pb.RETRY_VERDICT_SAFE
+
+
+class DeadlineExceeded(FlotillaError):
+    """Something did not answer in time; the message says what was waited for, and how long."""
+
+    reason = pb.ERROR_REASON_DEADLINE
+    retry = pb.RETRY_VERDICT_AFTER_DELAY
+
+
+class Exhausted(FlotillaError):
+    """A limit is reached: queue, memory or message size."""
+
+    reason = pb.ERROR_REASON_EXHAUSTED
+    retry = pb.RETRY_VERDICT_AFTER_DELAY
+
+
+class RankFailed(FlotillaError):
+    """A trainer rank died or is stuck; the message names it."""
+
+    reason = pb.ERROR_REASON_RANK_FAILED
+    retry = pb.RETRY_VERDICT_AFTER_DELAY
+
+
+class NotFinite(FlotillaError):
+    """A loss, gradient, reward or logprob is not finite."""
+
+    reason = pb.ERROR_REASON_NOT_FINITE
+
+
+class Mismatch(FlotillaError):
+    """Two services disagree: tokenizer, model shape, protocol or logprobs."""
+
+    reason = pb.ERROR_REASON_MISMATCH
+
+
+class UserCodeError(FlotillaError):
+    """User code raised: a reward function or a plugin."""
+
+    reason = pb.ERROR_REASON_USER_CODE
+
+
+class PortInUse(FlotillaError):
+    """The port to bind belongs to another process."""
+
+    reason = pb.ERROR_REASON_PORT_IN_USE
+
+
+class Cancelled(FlotillaError):
+    """The work was cancelled on request."""
+
+    reason = pb.ERROR_REASON_CANCELLED
+
+
+class Unauthenticated(FlotillaError):
+    """The call carries no valid token."""
+
+    reason = pb.ERROR_REASON_UNAUTHENTICATED
+
+
+class PermissionDenied(FlotillaError):
+    """The caller is known, but may not do this."""
+
+    reason = pb.ERROR_REASON_PERMISSION_DENIED
+
+
+class Internal(FlotillaError):
+    """A defect of Flotilla; details carry the traceback."""
+
+    reason = pb.ERROR_REASON_INTERNAL
+
+
+class Unimplemented(FlotillaError):
+    """This build of the service does not know the call."""
+
+    reason = pb.ERROR_REASON_UNIMPLEMENTED
+
+
+BY_REASON: dict[int, type[FlotillaError]] = {kind.reason: kind for kind in FlotillaError.__subclasses__()}

@@ -1,0 +1,40 @@
+"""Where a model lives on this host.
+
+Invariants: a folder is used as it is; a hub name becomes the local snapshot of that model, downloaded once;
+nothing is downloaded while HF_HUB_OFFLINE is set.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flotilla_core.errors import NotFound
+
+FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
+
+
+def model_folder(model: Path | str) -> Path:
+    """The Hugging Face folder of a model given as a folder or as a hub name."""
+    folder = Path(model)
+    if folder.is_dir():
+        return folder.resolve()
+    if str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
+        raise NotFound(
+            "the model folder does not exist",
+            where=str(model),
+            next_step="set `model` in stack.yaml to a Hugging Face folder or a hub name (organisation/model)",
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt"])
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise NotFound(
+            f"there is no folder {model}, and the hub did not give the model",
+            where="model in stack.yaml",
+            why=str(error).splitlines()[0],
+            next_step="check the name, log in with `hf auth login`, or give a local folder",
+        ) from error

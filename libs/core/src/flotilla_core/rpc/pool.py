@@ -1,0 +1,263 @@
+"""The replicas of one kind: who may get work, and who gets the next.
+
+Invariants: only a replica that is READY in the registry and that has not failed since its last SERVING gets
+work; a caller whose call failed ejects the replica at once, long before the registry notices; an ejected one
+comes back through its health alone; a channel stays open until the last lease on it is given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import grpc
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from flotilla.common.v1 import registration_pb2 as reg
+from flotilla_core.errors import FlotillaError, Mismatch, Unavailable
+from flotilla_core.protocol import check_protocol
+from flotilla_core.rpc.calls import unary
+from flotilla_core.rpc.replica import Replica
+
+StubT = TypeVar("StubT")
+
+PROBE_INTERVAL_S = 0.5
+_PROBE_TIMEOUT_S = 2.0
+# A replica that fails again soon after it came back stays out longer each time.
+_LONGEST_PROBE_INTERVAL_S = 10.0
+_STABLE_AFTER_S = 30.0
+_NAME_THE_WAIT_AFTER_S = 10.0
+# `allowed` may depend on what the pool does not see, so a waiting caller looks again.
+_LOOK_AGAIN_S = 0.25
+
+logger = structlog.get_logger()
+
+
+class ReplicaPool(Generic[StubT]):
+    """Channels to the instances of one kind, fed with registry snapshots by `update`."""
+
+    def __init__(
+        self,
+        kind: reg.ServiceKind.ValueType,
+        stub: Callable[[grpc.aio.Channel], StubT],
+        connect: Callable[[str], grpc.aio.Channel],
+    ) -> None:
+        self._kind = kind
+        self._stub = stub
+        self._connect = connect
+        self._replicas: dict[str, Replica[StubT]] = {}
+        self._refused: set[str] = set()
+        self._probes: dict[str, asyncio.Task[None]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._turn = 0
+
+    async def update(self, snapshot: dict[str, reg.Registration]) -> None:
+        """Take in who exists now."""
+        ours = {key: one for key, one in snapshot.items() if one.kind == self._kind and self._acceptable(one)}
+        for instance_id in [key for key in self._replicas if key not in ours]:
+            self._retire(self._replicas.pop(instance_id), "it left the registry")
+        for instance_id, registration in ours.items():
+            known = self._replicas.get(instance_id)
+            if known is not None and known.address != registration.address:
+                self._retire(self._replicas.pop(instance_id), "its address changed")
+                known = None
+            if known is not None:
+                known.registration = registration
+            elif registration.state == reg.INSTANCE_STATE_READY and not self._superseded(registration, ours):
+                channel = self._connect(registration.address)
+                known = Replica(registration, channel, self._stub(channel))
+                self._replicas[instance_id] = known
+            if known is not None:
+                self._follow_registration(known, self._superseded(registration, ours))
+        self._notify()
+
+    def replicas(self) -> list[Replica[StubT]]:
+        """Those that may get work now."""
+        return [replica for replica in self._replicas.values() if replica.state == "ready"]
+
+    def everyone(self) -> list[Replica[StubT]]:
+        """All that are known, whatever their state."""
+        return list(self._replicas.values())
+
+    @contextmanager
+    def lease(
+        self, cost: int, *, allowed: Callable[[Replica[StubT]], bool] | None = None
+    ) -> Iterator[Replica[StubT]]:
+        """The allowed replica with the least outstanding cost, charged with `cost` inside the block."""
+        replica = self._take(cost, allowed)
+        if replica is None:
+            raise Unavailable(f"no {self._kind_name()} can take work", why=self._standing())
+        try:
+            yield replica
+        finally:
+            self.release(replica, cost)
+
+    async def acquire(
+        self,
+        cost: int,
+        *,
+        allowed: Callable[[Replica[StubT]], bool] | None = None,
+        timeout_s: float,
+        what: str,
+    ) -> Replica[StubT]:
+        """The same without a block: waits for a replica. Every `acquire` is paired with one `release`."""
+        taken: list[Replica[StubT]] = []
+
+        def done() -> bool:
+            replica = self._take(cost, allowed)
+            taken.extend([replica] if replica is not None else [])
+            return bool(taken)
+
+        await self._until(done, timeout_s, what)
+        return taken[0]
+
+    def release(self, replica: Replica[StubT], cost: int) -> None:
+        """Give back what `acquire` took."""
+        replica.outstanding -= cost
+        replica.leases -= 1
+        if replica.leases == 0 and self._replicas.get(replica.instance_id) is not replica:
+            self._close(replica)
+        self._notify()
+
+    def eject(self, instance_id: str, why: str) -> None:
+        """No more work until its health says SERVING again; for callers whose call failed."""
+        replica = self._replicas.get(instance_id)
+        if replica is None or replica.state != "ready":
+            return
+        now = asyncio.get_running_loop().time()
+        replica.ejections = replica.ejections + 1 if now - replica.returned_at < _STABLE_AFTER_S else 1
+        replica.state, replica.why = "ejected", why
+        logger.warning("replica ejected", replica=replica.name, instance_id=instance_id, why=why)
+        self._probes[instance_id] = asyncio.create_task(self._probe(replica), name=f"probe {replica.name}")
+        self._notify()
+
+    async def wait_for(self, count: int, timeout_s: float, what: str) -> None:
+        """Wait until `count` replicas may get work."""
+        await self._until(lambda: len(self.replicas()) >= count, timeout_s, what)
+
+    async def wait_changed(self) -> None:
+        """Wait for the next change of any kind: membership, state, or a release."""
+        await self._changed.wait()
+
+    async def close(self) -> None:
+        """Close every channel; calls that still run are cancelled."""
+        replicas, self._replicas = self._replicas, {}
+        tasks = [*self._probes.values()]
+        self._probes.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, *self._closing, return_exceptions=True)
+        await asyncio.gather(*(replica.channel.close() for replica in replicas.values()))
+
+    def _take(self, cost: int, allowed: Callable[[Replica[StubT]], bool] | None) -> Replica[StubT] | None:
+        candidates = [replica for replica in self.replicas() if allowed is None or allowed(replica)]
+        if not candidates:
+            return None
+        replica = min(candidates, key=lambda one: (one.outstanding, one.turn))
+        self._turn += 1
+        replica.turn = self._turn
+        replica.outstanding += cost
+        replica.leases += 1
+        return replica
+
+    async def _until(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        named = False
+        while not done():
+            waited_s = loop.time() - started
+            if waited_s >= timeout_s:
+                raise Unavailable(
+                    f"waited {timeout_s:g} s for {what}", why=self._standing(), next_step="See flotilla ps."
+                )
+            if waited_s >= _NAME_THE_WAIT_AFTER_S and not named:
+                named = True
+                logger.info("waiting", what=what, limit_s=timeout_s, standing=self._standing())
+            try:
+                await asyncio.wait_for(self._changed.wait(), min(_LOOK_AGAIN_S, timeout_s - waited_s))
+            except TimeoutError:
+                pass  # Look again.
+
+    def _acceptable(self, registration: reg.Registration) -> bool:
+        """Whether its build can talk to ours; a refusal is logged once."""
+        try:
+            check_protocol(registration)
+        except Mismatch as error:
+            if registration.instance_id not in self._refused:
+                self._refused.add(registration.instance_id)
+                logger.error("replica refused", replica=registration.name, why=str(error))
+            return False
+        return True
+
+    def _superseded(self, registration: reg.Registration, ours: dict[str, reg.Registration]) -> bool:
+        """Whether a later process fills the same slot: then this one is dead, registered or not."""
+        return any(
+            other.name == registration.name
+            and other.instance_id != registration.instance_id
+            and other.started_at.ToNanoseconds() > registration.started_at.ToNanoseconds()
+            for other in ours.values()
+        )
+
+    def _follow_registration(self, replica: Replica[StubT], superseded: bool) -> None:
+        if superseded:
+            self._retire(self._replicas.pop(replica.instance_id), "its slot was started again")
+        elif replica.registration.state != reg.INSTANCE_STATE_READY and replica.state != "draining":
+            self._stop_probe(replica)
+            replica.state = "draining"
+            state = reg.InstanceState.Name(replica.registration.state)
+            replica.why = state.removeprefix("INSTANCE_STATE_").lower()
+
+    def _retire(self, replica: Replica[StubT], why: str) -> None:
+        self._stop_probe(replica)
+        replica.state, replica.why = "draining", why
+        logger.info("replica gone", replica=replica.name, instance_id=replica.instance_id, why=why)
+        if replica.leases == 0:
+            self._close(replica)
+
+    def _close(self, replica: Replica[StubT]) -> None:
+        task = asyncio.create_task(replica.channel.close(), name=f"close {replica.name}")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _stop_probe(self, replica: Replica[StubT]) -> None:
+        probe = self._probes.pop(replica.instance_id, None)
+        if probe is not None:
+            probe.cancel()
+
+    async def _probe(self, replica: Replica[StubT]) -> None:
+        health: Any = health_pb2_grpc.HealthStub(replica.channel)
+        interval_s = min(PROBE_INTERVAL_S * 2 ** (replica.ejections - 1), _LONGEST_PROBE_INTERVAL_S)
+        while True:
+            await asyncio.sleep(interval_s)
+            try:
+                request = health_pb2.HealthCheckRequest()
+                answer = await unary(health.Check, request, timeout_s=_PROBE_TIMEOUT_S, attempts=1)
+            except FlotillaError:
+                continue
+            if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                break
+        self._probes.pop(replica.instance_id, None)
+        replica.state, replica.why = "ready", ""
+        replica.returned_at = asyncio.get_running_loop().time()
+        logger.info("replica is back", replica=replica.name, instance_id=replica.instance_id)
+        self._notify()
+
+    def _notify(self) -> None:
+        # Each waiter holds the event of its time: a new one for the next change.
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _kind_name(self) -> str:
+        return reg.ServiceKind.Name(self._kind).removeprefix("SERVICE_KIND_").lower()
+
+    def _standing(self) -> str:
+        if not self._replicas:
+            return f"no {self._kind_name()} is registered"
+        return ", ".join(
+            f"{one.name} is {one.state}" + (f" ({one.why})" if one.why else "")
+            for one in self._replicas.values()
+        )

@@ -1,0 +1,47 @@
+"""One replica as a pool sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Generic, Literal, TypeVar
+
+import grpc
+
+from flotilla.common.v1.registration_pb2 import Registration
+
+StubT = TypeVar("StubT")
+
+# ready: takes work. ejected: a call failed, its health is probed. draining: it never takes work again.
+ReplicaState = Literal["ready", "ejected", "draining"]
+
+
+@dataclass(eq=False)
+class Replica(Generic[StubT]):
+    """A channel to one instance, and what it works on for us."""
+
+    registration: Registration
+    channel: grpc.aio.Channel
+    stub: StubT
+    state: ReplicaState = "ready"
+    outstanding: int = 0
+    """Cost of the work that is leased out to it."""
+    leases: int = 0
+    """How many leases that is; the channel stays open until none is left."""
+    why: str = ""
+    """Why it is not ready."""
+    turn: int = 0
+    """When it got its last lease: equals take turns."""
+    ejections: int = field(default=0, repr=False)
+    returned_at: float = field(default=0.0, repr=False)
+
+    @property
+    def instance_id(self) -> str:
+        return self.registration.instance_id
+
+    @property
+    def name(self) -> str:
+        return self.registration.name
+
+    @property
+    def address(self) -> str:
+        return self.registration.address

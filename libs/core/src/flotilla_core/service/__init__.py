@@ -1,0 +1,9 @@
+"""What every service process shares: arguments, life cycle, the operate service, activities."""
+
+from __future__ import annotations
+
+from flotilla_core.service.activities import Activities
+from flotilla_core.service.host import Host, Service
+from flotilla_core.service.run import run_service
+
+__all__ = ["Activities", "Host", "Service", "run_service"]

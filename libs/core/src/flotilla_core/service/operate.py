@@ -1,0 +1,135 @@
+"""OperateService: what every service answers, whatever else it does.
+
+Invariant: these answers need no state of the service beyond its own hooks, so they work while it boots,
+while it is busy and while it drains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from flotilla.common.v1 import operate_pb2 as pb
+from flotilla.common.v1 import operate_pb2_grpc
+from flotilla.common.v1.registration_pb2 import Registration
+from flotilla_core.errors import InvalidRequest, NotFound
+from flotilla_core.service.host import Host, Service
+from flotilla_core.service.stacks import format_stacks, sample_stacks
+
+SERVICE_NAME = "flotilla.common.v1.OperateService"
+_POLL_S = 0.2
+_BLOCK_BYTES = 64 * 1024
+_LONGEST_PROFILE_S = 120.0
+_LOW_DISK_BYTES = 2 * 1024**3
+
+
+class OperateServicer(operate_pb2_grpc.OperateServiceServicer):
+    """Answers for one service process."""
+
+    def __init__(
+        self, host: Host, service: Service, registration: Registration, drain: Callable[[float | None], None]
+    ) -> None:
+        self._host = host
+        self._service = service
+        self._registration = registration
+        self._drain = drain
+
+    async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:
+        module = sys.modules[type(self._service).__module__]
+        return pb.DescribeResponse(
+            registration=self._registration,
+            log_path=str(self._log_path()),
+            source_path=str(getattr(module, "__file__", "")),
+        )
+
+    async def Check(self, request: pb.CheckRequest, context: Any) -> pb.CheckResponse:
+        return pb.CheckResponse(
+            results=[self._check_nats(), self._check_disk(), *await self._service.check()]
+        )
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
+        self._drain(request.grace.ToTimedelta().total_seconds() if request.HasField("grace") else None)
+        return pb.DrainResponse()
+
+    async def DumpStacks(self, request: pb.DumpStacksRequest, context: Any) -> pb.DumpStacksResponse:
+        own = pb.ProcessStacks(process="main", pid=os.getpid(), text=format_stacks())
+        return pb.DumpStacksResponse(processes=[own, *await self._service.dump_stacks()])
+
+    async def GetActivity(self, request: pb.GetActivityRequest, context: Any) -> pb.GetActivityResponse:
+        return pb.GetActivityResponse(activities=self._host.activities.current())
+
+    async def TailLog(self, request: pb.TailLogRequest, context: Any) -> AsyncIterator[pb.TailLogResponse]:
+        path = self._log_path()
+        if not path.exists():
+            raise NotFound(
+                f"{self._host.name} has no log file",
+                where=str(path),
+                why="it was started by hand, so its log is where its output goes",
+            )
+        with path.open("rb") as file:
+            for line in _last_lines(file, request.lines):
+                yield pb.TailLogResponse(line=line)
+            rest = b""
+            while request.follow:
+                # The block is small and local: reading it does not hold up the loop.
+                rest += file.read(_BLOCK_BYTES)
+                *lines, rest = rest.split(b"\n")
+                for raw in lines:
+                    yield pb.TailLogResponse(line=raw.decode(errors="replace"))
+                if not lines:
+                    await asyncio.sleep(_POLL_S)
+
+    async def Profile(self, request: pb.ProfileRequest, context: Any) -> pb.ProfileResponse:
+        duration_s = request.duration.ToTimedelta().total_seconds()
+        if not 0 < duration_s <= _LONGEST_PROFILE_S or not 1 <= request.samples_per_second <= 1000:
+            raise InvalidRequest(
+                "a profile takes up to 120 s at 1 to 1000 samples a second",
+                why=f"asked for {duration_s:g} s at {request.samples_per_second}",
+            )
+        stacks = await asyncio.to_thread(sample_stacks, duration_s, request.samples_per_second)
+        return pb.ProfileResponse(collapsed_stacks=stacks)
+
+    def _log_path(self) -> Path:
+        return self._host.state_dir / "logs" / f"{self._host.name}.log"
+
+    def _check_nats(self) -> pb.CheckResult:
+        url = self._host.bus.url
+        if self._host.bus.connected:
+            return pb.CheckResult(name="nats", status=pb.CHECK_STATUS_PASSED, finding=f"connected to {url}")
+        return pb.CheckResult(
+            name="nats",
+            status=pb.CHECK_STATUS_FAILED,
+            finding=f"no connection to {url}",
+            remedy="Restart the stack's NATS server; services reconnect by themselves.",
+        )
+
+    def _check_disk(self) -> pb.CheckResult:
+        free = shutil.disk_usage(self._host.state_dir).free
+        finding = f"{free / 1024**3:.1f} GiB free in {self._host.state_dir}"
+        if free >= _LOW_DISK_BYTES:
+            return pb.CheckResult(name="disk", status=pb.CHECK_STATUS_PASSED, finding=finding)
+        return pb.CheckResult(
+            name="disk",
+            status=pb.CHECK_STATUS_WARNING,
+            finding=finding,
+            remedy="Free space or move state_dir.",
+        )
+
+
+def _last_lines(file: Any, count: int) -> list[str]:
+    """The last `count` whole lines; leaves the file at the end of the last one."""
+    position = end = file.seek(0, os.SEEK_END)
+    data = b""
+    while position > 0 and data.count(b"\n") <= count:
+        position = max(0, position - _BLOCK_BYTES)
+        file.seek(position)
+        data = file.read(end - position)
+    whole, newline, rest = data.rpartition(b"\n")
+    file.seek(end - len(rest))
+    lines = whole.split(b"\n") if newline else []
+    return [line.decode(errors="replace") for line in lines[-count:]] if count else []

@@ -1,0 +1,230 @@
+"""The life of a service process, the same for every service.
+
+Order: telemetry, NATS, build, open port (health NOT_SERVING, announce file), `start`, READY. SIGTERM: DRAINING,
+`drain`, `stop`, flush, exit 0; a second signal ends the process at once.
+Invariants: health and registry never say READY before `start` has returned, nor after draining has begun; the
+service is stopped exactly once, whatever came before; the registration is withdrawn before the process ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import platform
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from importlib import metadata
+
+import structlog
+
+from flotilla.common.v1 import operate_pb2_grpc
+from flotilla.common.v1 import registration_pb2 as reg
+from flotilla_core import ids, rpc, telemetry
+from flotilla_core.bus import Bus, Registry
+from flotilla_core.protocol import PROTOCOL_VERSION
+from flotilla_core.service import announcement
+from flotilla_core.service.arguments import Arguments
+from flotilla_core.service.host import Host, Service
+from flotilla_core.service.loop_watch import LoopWatch
+from flotilla_core.service.operate import SERVICE_NAME, OperateServicer
+
+DRAIN_GRACE_S = 5.0
+NATS_TIMEOUT_S = 20.0
+# Peers learn from the registry that we drain; until then their calls are still served.
+_SPREAD_THE_WORD_S = 0.2
+_SERVER_GRACE_S = 1.0
+
+logger = structlog.get_logger()
+
+
+class ServiceProcess:
+    """Runs one service from its build to its end."""
+
+    def __init__(
+        self,
+        kind: reg.ServiceKind.ValueType,
+        kind_name: str,
+        arguments: Arguments,
+        build: Callable[[Host], Service],
+    ) -> None:
+        self._kind = kind
+        self._kind_name = kind_name
+        self._arguments = arguments
+        self._build = build
+        self._ending = asyncio.Event()
+        self._error: BaseException | None = None
+        self._grace_s = DRAIN_GRACE_S
+
+    async def run(self) -> int:
+        """0 after an ordered end; raises what made the service fail."""
+        async with self._host() as host:
+            service = self._build(host)
+            registration = self._registration(host)
+            server = rpc.RpcServer(
+                host.stack.bind.model_copy(update={"port": self._arguments.port}), token=host.token
+            )
+            server.add(
+                operate_pb2_grpc.add_OperateServiceServicer_to_server,
+                OperateServicer(host, service, registration, self._end),
+                SERVICE_NAME,
+            )
+            service.add_to(server)
+            # From here on a signal means an ordered end; before, the process dies of it at once.
+            for signum in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(signum, self._on_signal, signum)
+            await self._serve(host, service, server, registration)
+        if self._error is not None:
+            raise self._error
+        logger.info("stopped")
+        return 0
+
+    @contextlib.asynccontextmanager
+    async def _host(self) -> AsyncIterator[Host]:
+        """Telemetry and NATS around everything else."""
+        given = self._arguments
+        instance_id = ids.new_instance_id(given.name)
+        structlog.contextvars.bind_contextvars(instance_id=instance_id)
+        token = rpc.read_token(given.stack.bind)
+        given.state_dir.mkdir(parents=True, exist_ok=True)
+        telemetry.start(self._kind_name, instance_id, list(given.otlp))
+        try:
+            bus = await Bus.connect(given.nats_url, name=instance_id, timeout_s=NATS_TIMEOUT_S)
+            try:
+                yield Host(
+                    kind=self._kind,
+                    name=given.name,
+                    instance_id=instance_id,
+                    stack=given.stack,
+                    state_dir=given.state_dir,
+                    bus=bus,
+                    registry=Registry(bus),
+                    token=token,
+                    fail=self._fail,
+                )
+            finally:
+                await bus.close()
+        finally:
+            await asyncio.to_thread(telemetry.stop)
+
+    async def _serve(
+        self, host: Host, service: Service, server: rpc.RpcServer, registration: reg.Registration
+    ) -> None:
+        """From the open port to the closed one."""
+        announced = None
+        try:
+            registration.address = await server.start()
+            announced = announcement.announce(
+                host.state_dir,
+                name=host.name,
+                kind=self._kind_name,
+                address=registration.address,
+                instance_id=host.instance_id,
+            )
+            await host.registry.announce(registration)
+            logger.info("starting", address=registration.address, pid=os.getpid())
+            if await self._started(host, service):
+                await self._be_ready(host, service, server, registration)
+                watch = LoopWatch()
+                await self._ending.wait()
+                await self._drain(host, service, server, registration)
+                watch.stop()
+        except BaseException as error:
+            # The registry must not say READY of a service that ends, whatever ended it.
+            registration.state = reg.INSTANCE_STATE_FAILED
+            await host.registry.update(state=registration.state)
+            self._error = self._error or error
+            raise
+        finally:
+            await self._close(host, service, server)
+            if announced is not None:
+                announcement.withdraw(announced)
+
+    async def _started(self, host: Host, service: Service) -> bool:
+        """Whether `start` came through; False when the end was asked for meanwhile."""
+        with host.activities.doing("starting"):
+            starting = asyncio.create_task(service.start(), name="start")
+            ending = asyncio.create_task(self._ending.wait(), name="ending")
+            await asyncio.wait({starting, ending}, return_when=asyncio.FIRST_COMPLETED)
+            ending.cancel()
+            if starting.done():
+                starting.result()
+                return not self._ending.is_set()
+            starting.cancel()
+            await asyncio.wait({starting})
+            return False
+
+    async def _be_ready(
+        self, host: Host, service: Service, server: rpc.RpcServer, registration: reg.Registration
+    ) -> None:
+        service.describe(registration)
+        registration.state = reg.INSTANCE_STATE_READY
+        server.set_serving(True)
+        await host.registry.announce(registration)
+        # Measured: with thousands of live stream objects full collections cost half of the loop's time. What
+        # exists after the start lives as long as the process, so it is never looked at again.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(100_000, 50, 1000)
+        logger.info("ready", address=registration.address)
+
+    async def _drain(
+        self, host: Host, service: Service, server: rpc.RpcServer, registration: reg.Registration
+    ) -> None:
+        server.set_serving(False)
+        if self._error is not None:
+            registration.state = reg.INSTANCE_STATE_FAILED
+            await host.registry.update(state=registration.state)
+            return
+        registration.state = reg.INSTANCE_STATE_DRAINING
+        await host.registry.update(state=registration.state)
+        logger.info("draining", grace_s=self._grace_s)
+        with host.activities.doing("draining"):
+            await asyncio.sleep(_SPREAD_THE_WORD_S)
+            try:
+                async with asyncio.timeout(self._grace_s):
+                    await service.drain(self._grace_s)
+            except TimeoutError:
+                logger.warning("running work was cut", grace_s=self._grace_s)
+
+    async def _close(self, host: Host, service: Service, server: rpc.RpcServer) -> None:
+        """Every step runs, whatever happened before it."""
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(host.registry.withdraw)
+            stack.push_async_callback(service.stop)
+            stack.push_async_callback(server.stop, _SERVER_GRACE_S)
+
+    def _registration(self, host: Host) -> reg.Registration:
+        registration = reg.Registration(
+            kind=self._kind,
+            instance_id=host.instance_id,
+            name=host.name,
+            state=reg.INSTANCE_STATE_STARTING,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            protocol_version=PROTOCOL_VERSION,
+            versions={"flotilla": metadata.version("flotilla-core"), "python": platform.python_version()},
+        )
+        registration.started_at.FromNanoseconds(time.time_ns())
+        return registration
+
+    def _on_signal(self, signum: int) -> None:
+        if self._ending.is_set():
+            logger.warning("second signal: ending at once", signal=signal.Signals(signum).name)
+            os._exit(128 + signum)
+        logger.info("asked to stop", signal=signal.Signals(signum).name)
+        self._end(None)
+
+    def _end(self, grace_s: float | None) -> None:
+        if grace_s is not None:
+            self._grace_s = grace_s
+        self._ending.set()
+
+    def _fail(self, error: BaseException) -> None:
+        if self._error is None:
+            self._error = error
+            logger.error("the service cannot go on", error=str(error))
+        self._ending.set()

@@ -1,0 +1,23 @@
+"""OpenTelemetry spans of every process: `start` once, `span` around the work, `stop` at the end."""
+
+from __future__ import annotations
+
+from flotilla_core.telemetry import names
+from flotilla_core.telemetry.carrier import current_carrier, current_environment, from_carrier
+from flotilla_core.telemetry.provider import dropped_spans, endpoints, start, stop
+from flotilla_core.telemetry.spans import ROOT, fail, span, start_span
+
+__all__ = [
+    "ROOT",
+    "current_carrier",
+    "current_environment",
+    "dropped_spans",
+    "endpoints",
+    "fail",
+    "from_carrier",
+    "names",
+    "span",
+    "start",
+    "start_span",
+    "stop",
+]

@@ -1,0 +1,134 @@
+"""Sends ended spans to one OTLP endpoint from a thread of its own.
+
+Invariants: ending a span never waits, the queue is bounded and what falls out of it is counted, an endpoint
+that is away costs one warning an outage, and `shutdown` returns within its limit whatever the endpoint does.
+A batch that could not be sent is kept and sent again, so a restart of the receiver loses nothing that still
+fits the queue.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+
+import grpc
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceServiceStub
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
+
+QUEUE_SPANS = 16_384
+BATCH_SPANS = 256
+SCHEDULE_DELAY_S = 0.5
+EXPORT_TIMEOUT_S = 5.0
+SHUTDOWN_TIMEOUT_S = 2.0
+_LONGEST_PAUSE_S = 5.0
+
+_CHANNEL_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_send_message_length", 64 << 20),
+)
+# The receiver refuses the batch itself: sending it again cannot help.
+_REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAUTHENTICATED)
+
+logger = logging.getLogger(__name__)
+
+
+class OtlpProcessor(SpanProcessor):
+    """The way of every span of this process to one endpoint."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.dropped = 0
+        self._queue: deque[ReadableSpan] = deque()
+        self._pending = threading.Event()
+        self._stopping = threading.Event()
+        self._deadline = float("inf")
+        self._away = False
+        self._channel = grpc.insecure_channel(endpoint, options=_CHANNEL_OPTIONS)
+        self._stub = TraceServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._thread = threading.Thread(target=self._run, name=f"otlp-{endpoint}", daemon=True)
+        self._thread.start()
+
+    def on_end(self, span: ReadableSpan) -> None:
+        context = span.context
+        if context is None or not context.trace_flags.sampled:
+            return
+        if len(self._queue) >= QUEUE_SPANS:
+            self.dropped += 1
+            return
+        self._queue.append(span)
+        if not self._pending.is_set():
+            self._pending.set()
+
+    def shutdown(self) -> None:
+        """Send what is queued, for `SHUTDOWN_TIMEOUT_S` at most."""
+        if self._stopping.is_set():
+            return
+        self._deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
+        self._stopping.set()
+        self._pending.set()
+        self._thread.join(SHUTDOWN_TIMEOUT_S)
+        self._channel.close()
+        lost = len(self._queue) + self.dropped
+        if lost:
+            logger.warning("%d spans were not delivered to %s", lost, self.endpoint)
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        """Wait until the queue is empty."""
+        deadline = time.monotonic() + timeout_millis / 1000
+        while self._queue and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return not self._queue
+
+    def _run(self) -> None:
+        pause_s = SCHEDULE_DELAY_S
+        while True:
+            self._pending.wait()
+            self._stopping.wait(pause_s)
+            self._pending.clear()
+            delivered = self._send_queue()
+            if self._stopping.is_set() and (not self._queue or time.monotonic() >= self._deadline):
+                return
+            pause_s = SCHEDULE_DELAY_S if delivered else min(pause_s * 2, _LONGEST_PAUSE_S)
+            if self._stopping.is_set():
+                time.sleep(0.05)
+            if self._queue:
+                self._pending.set()
+
+    def _send_queue(self) -> bool:
+        """Send batch after batch; a batch leaves the queue only once it is delivered or refused for good."""
+        while self._queue:
+            count = min(len(self._queue), BATCH_SPANS)
+            timeout_s = min(EXPORT_TIMEOUT_S, self._deadline - time.monotonic())
+            if timeout_s <= 0:
+                return False
+            # Only this thread takes from the left end, so the first `count` spans stay where they are.
+            request = encode_spans([self._queue[index] for index in range(count)])
+            try:
+                answer = self._stub.Export(request, timeout=timeout_s)
+            except grpc.RpcError as error:
+                if error.code() not in _REFUSED:
+                    self._went_away(error)
+                    return False
+                self.dropped += count
+                self._went_away(error)
+            else:
+                self.dropped += answer.partial_success.rejected_spans
+                self._came_back()
+            for _ in range(count):
+                self._queue.popleft()
+        return True
+
+    def _went_away(self, error: grpc.RpcError) -> None:
+        if not self._away:
+            self._away = True
+            logger.warning("spans cannot be sent to %s now: %s", self.endpoint, error.details())
+
+    def _came_back(self) -> None:
+        if self._away:
+            self._away = False
+            logger.info("spans reach %s again; dropped so far: %d", self.endpoint, self.dropped)

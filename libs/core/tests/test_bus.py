@@ -1,0 +1,230 @@
+"""The bus against a real NATS server: registry views, event streams, outages."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from flotilla.common.v1.registration_pb2 import (
+    INSTANCE_STATE_DRAINING,
+    INSTANCE_STATE_READY,
+    Registration,
+)
+from flotilla_core.bus import Bus, EventStream, NatsServer, Registry
+from flotilla_core.bus.events import MAX_EVENT_BYTES
+from flotilla_core.errors import InvalidRequest, PortInUse, Unavailable
+
+TTL_S = 1.5
+HEARTBEAT_S = 0.3
+View = dict[str, Registration]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def nats(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[NatsServer]:
+    server = await NatsServer.start(tmp_path_factory.mktemp("nats"))
+    yield server
+    await server.stop()
+
+
+@pytest_asyncio.fixture
+async def bus(nats: NatsServer) -> AsyncIterator[Bus]:
+    connection = await Bus.connect(nats.url)
+    yield connection
+    await connection.close()
+
+
+def registry(bus: Bus) -> Registry:
+    return Registry(bus, ttl_s=TTL_S, heartbeat_s=HEARTBEAT_S)
+
+
+def instance(instance_id: str) -> Registration:
+    return Registration(instance_id=instance_id, state=INSTANCE_STATE_READY)
+
+
+class Watcher:
+    """Collects the views of a registry and waits for one that fits."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.views: list[View] = []
+        self._grew = asyncio.Condition()
+        self._task = asyncio.create_task(self._collect(registry(bus)))
+
+    async def _collect(self, watched: Registry) -> None:
+        async with contextlib.aclosing(watched.watch()) as views:
+            async for view in views:
+                async with self._grew:
+                    self.views.append(view)
+                    self._grew.notify_all()
+
+    async def until(self, fits: Callable[[View], bool], timeout_s: float = 10.0) -> View:
+        async with self._grew, asyncio.timeout(timeout_s):
+            await self._grew.wait_for(lambda: bool(self.views) and fits(self.views[-1]))
+            return self.views[-1]
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+@pytest_asyncio.fixture
+async def watcher(bus: Bus) -> AsyncIterator[Watcher]:
+    collecting = Watcher(bus)
+    yield collecting
+    await collecting.stop()
+
+
+async def test_a_state_change_is_seen_and_a_withdrawn_instance_is_gone_at_once(
+    bus: Bus, watcher: Watcher
+) -> None:
+    own = registry(bus)
+    await own.announce(instance("gen-a"))
+    await watcher.until(lambda view: "gen-a" in view)
+    await own.update(state=INSTANCE_STATE_DRAINING)
+    await watcher.until(lambda view: view["gen-a"].state == INSTANCE_STATE_DRAINING)
+    before = time.monotonic()
+    await own.withdraw()
+    await watcher.until(lambda view: "gen-a" not in view)
+    assert time.monotonic() - before < TTL_S / 2
+
+
+async def test_the_first_view_of_a_new_watcher_is_complete(bus: Bus) -> None:
+    owners = [registry(bus) for _ in range(8)]
+    for index, owner in enumerate(owners):
+        await owner.announce(instance(f"full-{index}"))
+    late = Watcher(bus)
+    await late.until(lambda view: True)
+    assert {f"full-{index}" for index in range(8)} <= late.views[0].keys()
+    await late.stop()
+    for owner in owners:
+        await owner.withdraw()
+
+
+async def test_an_instance_without_heartbeat_expires_and_a_living_one_stays(
+    nats: NatsServer, bus: Bus, watcher: Watcher
+) -> None:
+    living = registry(bus)
+    await living.announce(instance("living"))
+    doomed_bus = await Bus.connect(nats.url)
+    doomed = registry(doomed_bus)
+    await doomed.announce(instance("doomed"))
+    await watcher.until(lambda view: {"living", "doomed"} <= view.keys())
+    await doomed_bus.close()
+    await watcher.until(lambda view: "doomed" not in view, timeout_s=3 * TTL_S)
+    assert "living" in watcher.views[-1]
+    await living.withdraw()
+    await doomed.withdraw()
+
+
+async def test_no_living_instance_leaves_any_view_while_nats_is_away(tmp_path: Path) -> None:
+    server = await NatsServer.start(tmp_path)
+    port = int(server.url.rsplit(":", 1)[1])
+    owner_bus, watching_bus = await Bus.connect(server.url), await Bus.connect(server.url)
+    owner, dead = registry(owner_bus), registry(watching_bus)
+    await owner.announce(instance("gen-b"))
+    await dead.announce(instance("dies-meanwhile"))
+    watching = Watcher(watching_bus)
+    await watching.until(lambda view: len(view) == 2)
+    os.kill(server.pid, signal.SIGKILL)
+    await server.wait()
+    assert dead._heartbeat is not None
+    dead._heartbeat.cancel()
+    away = asyncio.get_running_loop().time() + 2 * TTL_S
+    with pytest.raises(TimeoutError):  # longer than any lifetime: nobody may expire meanwhile
+        async with asyncio.timeout_at(away):
+            await watching.until(lambda view: len(view) < 2)
+    server = await NatsServer.start(tmp_path, port)
+    await watching.until(lambda view: view.keys() == {"gen-b"})
+    assert all("gen-b" in view for view in watching.views if len(view) > 0)
+    assert watching.views[-2].keys() == {"gen-b", "dies-meanwhile"}
+    await watching.stop()
+    await owner.withdraw()
+    await owner_bus.close()
+    await watching_bus.close()
+    await server.stop()
+
+
+async def _read(stream: EventStream, run_id: str, count: int, after: int = 0) -> list[tuple[int, str, bytes]]:
+    found: list[tuple[int, str, bytes]] = []
+    async with asyncio.timeout(10), contextlib.aclosing(stream.subscribe(run_id, after)) as events:
+        async for event in events:
+            found.append((event.position, event.event_id, event.payload))
+            if len(found) == count:
+                break
+    return found
+
+
+async def test_events_arrive_in_order_once_and_from_a_position_on(bus: Bus) -> None:
+    stream = EventStream(bus)
+    for index in [*range(50), 7, 8]:  # 7 and 8 are sent twice
+        stream.publish("order", f"event-{index}", str(index).encode())
+    stream.publish("another-run", "x", b"not mine")
+    stream.publish("order", "last", b"last")
+    assert await stream.flush(10)
+    found = await _read(stream, "order", 51)
+    assert [payload for _, _, payload in found] == [*(str(index).encode() for index in range(50)), b"last"]
+    rest = await _read(stream, "order", 10, after=found[40][0])
+    assert rest == found[41:]
+    await stream.close()
+
+
+async def test_events_published_while_nats_is_killed_arrive_once_at_a_subscriber(tmp_path: Path) -> None:
+    server = await NatsServer.start(tmp_path)
+    port = int(server.url.rsplit(":", 1)[1])
+    writing, reading = await Bus.connect(server.url), await Bus.connect(server.url)
+    stream = EventStream(writing)
+    stream.publish("killed", "before", b"before")
+    assert await stream.flush(10)
+    subscriber = asyncio.create_task(_read(EventStream(reading), "killed", 22))
+    os.kill(server.pid, signal.SIGKILL)
+    await server.wait()
+    for index in range(20):
+        stream.publish("killed", f"during-{index}", b"during")
+    server = await NatsServer.start(tmp_path, port)
+    stream.publish("killed", "after", b"after")
+    found = await subscriber
+    assert [event_id for _, event_id, _ in found] == ["before", *(f"during-{i}" for i in range(20)), "after"]
+    assert stream.dropped == 0
+    await stream.close()
+    await writing.close()
+    await reading.close()
+    await server.stop()
+
+
+async def test_publishing_does_not_wait_and_a_huge_event_is_refused_with_its_limit(bus: Bus) -> None:
+    stream = EventStream(bus)
+    before = time.monotonic()
+    for index in range(1000):
+        stream.publish("quick", f"quick-{index}", b"x")
+    assert time.monotonic() - before < 0.5
+    with pytest.raises(InvalidRequest, match=str(MAX_EVENT_BYTES)):
+        stream.publish("quick", "huge", b"x" * (MAX_EVENT_BYTES + 1))
+    assert await stream.flush(20)
+    await stream.close()
+
+
+async def test_a_missing_server_is_named_in_time() -> None:
+    with pytest.raises(Unavailable, match=r"nats://127\.0\.0\.1:9"):
+        await Bus.connect("nats://127.0.0.1:9", timeout_s=0.5)
+
+
+async def test_a_taken_port_is_named(nats: NatsServer, tmp_path: Path) -> None:
+    port = int(nats.url.rsplit(":", 1)[1])
+    with pytest.raises(PortInUse, match=str(port)):
+        await NatsServer.start(tmp_path, port)
+
+
+async def test_a_stopped_server_leaves_no_process_and_no_open_port(tmp_path: Path) -> None:
+    server = await NatsServer.start(tmp_path)
+    assert server.running
+    await server.stop()
+    assert not server.running
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))

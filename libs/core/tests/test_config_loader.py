@@ -1,0 +1,146 @@
+"""Configuration files: what is accepted, and what a user reads when it is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flotilla_core.config import RunConfig, StackConfig, dump_yaml, json_schema, load, load_text
+from flotilla_core.errors import InvalidConfig
+
+RUN = """\
+name: arithmetic
+steps: 20
+data:
+  train: train.jsonl
+rewards:
+  - reward: exact
+"""
+
+
+def problem(text: str, *overrides: str, model: type[RunConfig] | type[StackConfig] = RunConfig) -> str:
+    with pytest.raises(InvalidConfig) as caught:
+        load_text(model, text, source="run.yaml", overrides=overrides)
+    return str(caught.value)
+
+
+def test_later_files_win_and_overrides_win_over_files(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(RUN + "optimizer: {learning_rate: 1e-6, warmup_updates: 5}\n")
+    (tmp_path / "b.yaml").write_text("optimizer: {learning_rate: 2e-5}\nsteps: 30\n")
+    files = [tmp_path / "a.yaml", tmp_path / "b.yaml"]
+    config = load(RunConfig, files, ["steps=40", "rewards.0.weight=0.5", "evaluation.data=eval.jsonl"])
+    assert config.steps == 40
+    assert (config.optimizer.learning_rate, config.optimizer.warmup_updates) == (2e-5, 5)
+    assert config.rewards[0].weight == 0.5
+    assert config.evaluation is not None
+    assert config.evaluation.data == Path("eval.jsonl")
+
+
+def test_unknown_key_names_place_path_and_what_was_meant() -> None:
+    message = problem(RUN + "rollout:\n  prompts_per_stpe: 4\n")
+    assert (
+        message == "run.yaml:8: unknown key rollout.prompts_per_stpe; did you mean rollout.prompts_per_step?"
+    )
+
+
+def test_key_of_another_section_is_found() -> None:
+    message = problem(RUN + "learning_rate: 1e-6\n")
+    assert message == "run.yaml:7: unknown key learning_rate; did you mean optimizer.learning_rate?"
+
+
+def test_unknown_key_inside_list_and_union() -> None:
+    message = problem(RUN + "    wieght: 2\nalgorithm: {type: grpo, clip_hihg: 0.3}\n")
+    assert "run.yaml:7: unknown key rewards[0].wieght; did you mean rewards[0].weight?" in message
+    assert "run.yaml:8: unknown key algorithm.clip_hihg; did you mean algorithm.clip_high?" in message
+
+
+def test_all_problems_come_at_once() -> None:
+    message = problem("name: Bad Name\nsteps: many\nrollout: 7\nseeed: 1\n", "optimizer.betas=[1]")
+    assert message.startswith("6 problems in the configuration:\n")
+    for part in (
+        "run.yaml:1: name: expected a string that should match pattern",
+        "run.yaml:2: steps: expected a valid integer, got the text 'many'",
+        "run.yaml:3: rollout: expected a mapping of keys to values, got the number 7",
+        "run.yaml:4: unknown key seeed; did you mean seed?",
+        "data is missing",
+        "override optimizer.betas=[1]: optimizer.betas[1] is missing",
+    ):
+        assert part in message
+
+
+def test_rule_over_several_keys_names_the_line_of_the_key_to_change() -> None:
+    message = problem(RUN + "rollout:\n  samples_per_prompt: 1\n")
+    assert message.startswith("run.yaml:8: rollout.samples_per_prompt is 1, but grpo compares")
+
+
+def test_override_is_named_as_the_place() -> None:
+    assert problem(RUN, "rollout.samples_per_prompt=x").startswith(
+        "override rollout.samples_per_prompt=x: rollout.samples_per_prompt: expected a valid integer"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "message"),
+    [
+        ("", None, "the configuration is empty (run.yaml)"),
+        ("# only a comment\n", None, "the configuration is empty (run.yaml)"),
+        ("- a\n", None, "a configuration is a mapping of keys to values (run.yaml): this is a list"),
+        ("steps: [1\n", None, "this is not valid YAML (run.yaml:2)"),
+        (RUN + "steps: 3\n", None, "steps is set twice (run.yaml:2)"),
+        (RUN, "steps", "cannot read the override 'steps'. Write key.path=value, for example steps=20."),
+        (RUN, "rewards.3.weight=1", "rewards has no item 3 (override rewards.3.weight=1): it has 1 items"),
+    ],
+)
+def test_unreadable_input(text: str, override: str | None, message: str) -> None:
+    assert problem(text, *([override] if override else [])).startswith(message)
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        InvalidConfig, match=r"cannot read the configuration file \(.*none\.yaml\): No such file"
+    ):
+        load(RunConfig, [tmp_path / "none.yaml"])
+
+
+def test_relative_paths_start_at_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = RUN.replace("exact", "rewards/mine.py:score")
+    as_written = load_text(RunConfig, text)
+    assert as_written.data.train == Path("train.jsonl")
+    resolved = load_text(RunConfig, text, resolve_paths=True)
+    assert resolved.data.train == tmp_path / "train.jsonl"
+    assert resolved.rewards[0].reward == f"{tmp_path}/rewards/mine.py:score"
+
+
+def test_model_is_a_path_where_the_folder_exists_else_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    assert load_text(StackConfig, "model: model", resolve_paths=True).model == tmp_path / "model"
+    assert load_text(StackConfig, "model: org/model", resolve_paths=True).model == "org/model"
+
+
+def test_what_is_written_reads_back_equal() -> None:
+    run = load_text(
+        RunConfig, RUN, overrides=["evaluation={data: e.jsonl, every_steps: 5}", "optimizer.epsilon=1e-9"]
+    )
+    assert load_text(RunConfig, dump_yaml(run)) == run
+    stack = load_text(StackConfig, "name: x\nmodel: org/model", resolve_paths=True)
+    assert load_text(StackConfig, dump_yaml(stack)) == stack
+
+
+def test_schema_describes_every_field() -> None:
+    for model in (RunConfig, StackConfig):
+        schema = json_schema(model)
+        sections = [schema, *schema["$defs"].values()]
+        undescribed = [
+            name
+            for section in sections
+            for name, field in section["properties"].items()
+            if "description" not in field
+        ]
+        assert set(undescribed) <= {"type"}

@@ -1,0 +1,194 @@
+"""Who gets work: the pool against real servers, one of them killed."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from flotilla.common.v1 import registration_pb2 as reg
+from flotilla_core import rpc
+from flotilla_core.config import BindConfig
+from flotilla_core.errors import Unavailable
+from flotilla_core.rpc import Replica, ReplicaPool
+from flotilla_core.subprocess_group import ProcessGroup
+
+Pool = ReplicaPool[Any]
+Snapshot = dict[str, reg.Registration]
+
+SERVER = """
+import asyncio
+from flotilla_core import rpc
+from flotilla_core.config import BindConfig
+
+async def main():
+    server = rpc.RpcServer(BindConfig())
+    address = await server.start()
+    server.set_serving(True)
+    print(address, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def registration(name: str, address: str = "127.0.0.1:1", **fields: Any) -> reg.Registration:
+    fields = {
+        "kind": reg.SERVICE_KIND_GENERATOR,
+        "instance_id": f"{name}-a",
+        "state": reg.INSTANCE_STATE_READY,
+        "protocol_version": "1.0",
+        **fields,
+    }
+    return reg.Registration(name=name, address=address, **fields)
+
+
+def snapshot(*registrations: reg.Registration) -> Snapshot:
+    return {one.instance_id: one for one in registrations}
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[Pool]:
+    one: Pool = ReplicaPool(reg.SERVICE_KIND_GENERATOR, health_pb2_grpc.HealthStub, rpc.connect)
+    yield one
+    await one.close()
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[tuple[rpc.RpcServer, str]]:
+    one = rpc.RpcServer(BindConfig())
+    address = await one.start()
+    one.set_serving(True)
+    yield one, address
+    await one.stop(0)
+
+
+def names(pool: Pool) -> set[str]:
+    return {replica.name for replica in pool.replicas()}
+
+
+async def check(replica: Replica[Any]) -> None:
+    await rpc.unary(replica.stub.Check, health_pb2.HealthCheckRequest(), timeout_s=5, attempts=1)
+
+
+async def test_only_ready_instances_of_the_kind_get_work(pool: Pool) -> None:
+    await pool.update(
+        snapshot(
+            registration("generator-0"),
+            registration("generator-1", state=reg.INSTANCE_STATE_STARTING),
+            registration("reward-0", kind=reg.SERVICE_KIND_REWARD),
+            registration("generator-2", protocol_version="2.0"),
+        )
+    )
+    assert names(pool) == {"generator-0"}
+
+
+async def test_work_goes_to_the_least_loaded_and_equals_take_turns(pool: Pool) -> None:
+    await pool.update(snapshot(registration("generator-0"), registration("generator-1")))
+    with pool.lease(100) as loaded, pool.lease(10) as other:
+        assert loaded is not other
+        for _ in range(3):
+            with pool.lease(1) as third:
+                assert third is other
+    assert [replica.outstanding for replica in pool.replicas()] == [0, 0]
+    taken: list[str] = []
+    for _ in range(4):
+        with pool.lease(1) as replica:
+            taken.append(replica.name)
+    assert sorted(taken[:2]) == sorted(taken[2:]) == ["generator-0", "generator-1"]
+
+
+async def test_a_draining_replica_gets_nothing_new_and_keeps_what_it_has(
+    pool: Pool, server: tuple[rpc.RpcServer, str]
+) -> None:
+    ready = registration("generator-0", server[1])
+    await pool.update(snapshot(ready))
+    replica = await pool.acquire(1, timeout_s=1, what="a generator")
+    await pool.update(snapshot(registration("generator-0", server[1], state=reg.INSTANCE_STATE_DRAINING)))
+    with pytest.raises(Unavailable, match="generator-0 is draining"), pool.lease(1):
+        pass
+    await pool.update({})
+    await check(replica)
+    pool.release(replica, 1)
+
+
+async def test_allowed_chooses_among_the_ready(pool: Pool) -> None:
+    await pool.update(snapshot(registration("generator-0"), registration("generator-1")))
+    with pool.lease(1, allowed=lambda replica: replica.name == "generator-1") as replica:
+        assert replica.name == "generator-1"
+    with pytest.raises(Unavailable), pool.lease(1, allowed=lambda replica: False):
+        pass
+
+
+async def test_acquire_gets_the_replica_that_arrives_while_it_waits(pool: Pool) -> None:
+    waiting = asyncio.create_task(pool.acquire(1, timeout_s=10, what="a generator"))
+    changed = asyncio.create_task(pool.wait_changed())
+    await asyncio.sleep(0)
+    await pool.update(snapshot(registration("generator-0")))
+    assert (await asyncio.wait_for(waiting, 1)).name == "generator-0"
+    await asyncio.wait_for(changed, 1)
+
+
+async def test_a_wait_that_fails_says_what_for_and_who_is_there(pool: Pool) -> None:
+    await pool.update(snapshot(registration("generator-0")))
+    with pytest.raises(Unavailable, match=r"waited 0\.1 s for two generators: generator-0 is ready"):
+        await pool.wait_for(2, 0.1, "two generators")
+    pool.eject("generator-0-a", "it hung up")
+    with pytest.raises(Unavailable, match=r"generator-0 is ejected \(it hung up\)"):
+        await pool.acquire(1, timeout_s=0.1, what="a generator")
+
+
+async def test_an_ejected_replica_comes_back_once_its_health_serves(
+    pool: Pool, server: tuple[rpc.RpcServer, str]
+) -> None:
+    server[0].set_serving(False)
+    await pool.update(snapshot(registration("generator-0", server[1])))
+    pool.eject("generator-0-a", "a call failed")
+    # A new snapshot is no proof of health.
+    await pool.update(snapshot(registration("generator-0", server[1])))
+    with pytest.raises(Unavailable):
+        await pool.wait_for(1, 0.8, "a generator")
+    server[0].set_serving(True)
+    await pool.wait_for(1, 5, "a generator")
+    await check(pool.replicas()[0])
+
+
+async def test_a_restarted_slot_replaces_the_old_process_at_once(pool: Pool) -> None:
+    old = registration("generator-0", "127.0.0.1:1")
+    old.started_at.FromSeconds(1000)
+    new = registration("generator-0", "127.0.0.1:2", instance_id="generator-0-b")
+    new.started_at.FromSeconds(2000)
+    await pool.update(snapshot(old))
+    await pool.update(snapshot(old, new))
+    assert [replica.instance_id for replica in pool.replicas()] == ["generator-0-b"]
+
+
+async def test_a_killed_replica_is_noticed_by_the_failing_call(
+    pool: Pool, server: tuple[rpc.RpcServer, str]
+) -> None:
+    group = await ProcessGroup.start([sys.executable, "-c", SERVER], stdout=asyncio.subprocess.PIPE)
+    assert group.process.stdout is not None
+    address = (await asyncio.wait_for(group.process.stdout.readline(), 20)).decode().strip()
+    both = snapshot(registration("generator-0", address), registration("generator-1", server[1]))
+    await pool.update(both)
+    victim = next(replica for replica in pool.replicas() if replica.name == "generator-0")
+    await check(victim)
+    await group.kill()
+
+    answered: list[str] = []
+    async with asyncio.timeout(5):
+        while len(answered) < 10:
+            with pool.lease(1) as replica:
+                try:
+                    await check(replica)
+                    answered.append(replica.name)
+                except Unavailable as error:
+                    pool.eject(replica.instance_id, str(error))
+    assert set(answered) == {"generator-1"}
+    # The registry still lists it: that alone brings nothing back.
+    await pool.update(both)
+    assert names(pool) == {"generator-1"}

@@ -1,0 +1,1 @@
+"""Launchers that place, supervise and stop the processes of a stack."""

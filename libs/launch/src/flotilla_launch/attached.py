@@ -1,0 +1,62 @@
+"""A service that someone else started, for example under a debugger.
+
+Invariant: it is looked at and listed, never started, restarted or signalled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import structlog
+
+from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
+from flotilla_core.errors import Unavailable
+from flotilla_launch.health import is_serving
+from flotilla_launch.placement import Slot, kind_name
+
+log = structlog.get_logger()
+
+_POLL_S = 0.5
+
+
+class AttachedService:
+    """One address of `attach` in the stack file."""
+
+    def __init__(self, slot: Slot, token: str | None) -> None:
+        assert slot.attached is not None
+        self._slot = slot
+        self._address = slot.attached
+        self._token = token
+        self._status = ProcessStatus(
+            name=slot.name,
+            kind=slot.kind,
+            address=slot.attached,
+            state=ProcessState.PROCESS_STATE_ATTACHED,
+        )
+        self._status.since.GetCurrentTime()
+
+    def status(self) -> ProcessStatus:
+        copy = ProcessStatus()
+        copy.CopyFrom(self._status)
+        return copy
+
+    async def refresh(self) -> bool:
+        serving = await is_serving(self._address, self._token)
+        self._status.error = "" if serving else "its health does not say SERVING"
+        return serving
+
+    async def wait_serving(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        log.info("waiting for an attached service", process=self._slot.name, limit_s=timeout_s)
+        while not await self.refresh():
+            if time.monotonic() > deadline:
+                kind = kind_name(self._slot.kind)
+                raise Unavailable(
+                    f"the attached {kind} does not serve",
+                    where=self._address,
+                    why=f"no SERVING health within {timeout_s:.0f} s",
+                    next_step=f"start it by hand: flotilla-{kind} --name {kind}-a --stack FILE --port "
+                    f"{self._address.rpartition(':')[2]}, or remove it from {kind}.attach",
+                )
+            await asyncio.sleep(_POLL_S)

@@ -1,0 +1,83 @@
+"""The launcher of a stack, as its callers see it: the command line and the coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from flotilla.common.v1.registration_pb2 import ServiceKind
+from flotilla.launcher.v1 import launcher_pb2 as pb
+from flotilla.launcher.v1.launcher_pb2_grpc import LauncherServiceStub
+from flotilla_core import rpc
+from flotilla_core.config import StackConfig, dump_yaml
+from flotilla_core.errors import Unavailable
+from flotilla_core.ids import new_request_id
+from flotilla_launch.paths import StackPaths
+from flotilla_launch.state import LauncherFile
+
+if TYPE_CHECKING:
+    # A class of the typed stubs only.
+    from flotilla.launcher.v1.launcher_pb2_grpc import LauncherServiceAsyncStub
+
+_QUICK_S = 5.0
+# A service may use its whole grace, one after the other: services, coordinator, NATS.
+_STOP_LIMIT_S = 60.0
+
+
+class LauncherClient:
+    """Calls to one supervisor over its unix socket."""
+
+    def __init__(self, stub: LauncherServiceAsyncStub) -> None:
+        self._stub = stub
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, file: LauncherFile) -> AsyncIterator[LauncherClient]:
+        """A client for the time of the block."""
+        channel = rpc.connect(f"unix:{file.socket}")
+        try:
+            yield cls(LauncherServiceStub(channel))
+        finally:
+            await channel.close()
+
+    async def state(self) -> pb.ListResponse:
+        return await rpc.unary(self._stub.List, pb.ListRequest(), timeout_s=_QUICK_S)
+
+    async def apply(self, stack: StackConfig) -> pb.ApplyResponse:
+        request = pb.ApplyRequest(request_id=new_request_id(), stack_yaml=dump_yaml(stack))
+        return await rpc.unary(self._stub.Apply, request, timeout_s=2 * stack.ready_timeout_s)
+
+    async def start(self, name: str, *, timeout_s: float) -> pb.ProcessStatus:
+        request = pb.StartRequest(request_id=new_request_id(), name=name)
+        return (await rpc.unary(self._stub.Start, request, timeout_s=timeout_s)).process
+
+    async def stop(self, name: str = "") -> None:
+        """One process; the whole stack and its supervisor when `name` is empty."""
+        request = pb.StopRequest(request_id=new_request_id(), name=name)
+        await rpc.unary(self._stub.Stop, request, timeout_s=_STOP_LIMIT_S, attempts=1)
+
+    async def scale(
+        self, kind: ServiceKind.ValueType, replicas: int, *, timeout_s: float
+    ) -> list[pb.ProcessStatus]:
+        """Returns when the new replicas are READY and the superfluous ones are gone."""
+        request = pb.ScaleRequest(request_id=new_request_id(), kind=kind, replicas=replicas)
+        return list((await rpc.unary(self._stub.Scale, request, timeout_s=timeout_s)).processes)
+
+
+def find(paths: StackPaths) -> LauncherFile | None:
+    """The supervisor of the stack, if one lives."""
+    file = LauncherFile.read(paths.launcher_file)
+    return file if file is not None and file.identity.alive() else None
+
+
+def require(paths: StackPaths) -> LauncherFile:
+    """The supervisor of the stack, or an error that says how to start it."""
+    file = find(paths)
+    if file is None:
+        raise Unavailable(
+            f"stack {paths.directory.name!r} is not running",
+            where=str(paths.directory),
+            next_step="start it: flotilla up",
+        )
+    return file

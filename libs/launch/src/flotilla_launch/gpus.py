@@ -1,0 +1,91 @@
+"""Which GPUs of this host each process of a stack gets.
+
+Invariants: the trainer has the first `trainer.nproc` GPUs and generator i the i-th `tensor_parallel_size` after them,
+so a process keeps its GPUs over restarts and while other replicas come and go; a process sees its own GPUs and no
+others; a stack that needs more than there are is refused before anything starts. On a host without GPUs nothing is
+set. CUDA_VISIBLE_DEVICES of the launcher narrows what there is: empty hides all GPUs, a number given twice is shared.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from flotilla.common.v1.registration_pb2 import ServiceKind
+from flotilla_core.config import StackConfig
+from flotilla_core.errors import FailedPrecondition
+from flotilla_launch.placement import Slot
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_PROC = Path("/proc/driver/nvidia/gpus")
+_TOOL_LIMIT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """The GPUs that a launcher may hand out, by the names that CUDA_VISIBLE_DEVICES takes."""
+
+    names: tuple[str, ...]
+    numbered_by_bus: bool = False
+    """Names are numbers in the order of the PCI bus, which is not CUDA's own order."""
+
+    @classmethod
+    def of_host(cls, environment: Mapping[str, str] = os.environ) -> Gpus:
+        """What is there, or what the environment leaves of it."""
+        if VISIBLE in environment:
+            names = (name.strip() for name in environment[VISIBLE].split(","))
+            return cls(tuple(name for name in names if name not in ("", "-1")))
+        return cls(tuple(map(str, range(_count()))), numbered_by_bus=True)
+
+    def require(self, stack: StackConfig, generators: int) -> None:
+        """Refuse a stack with this many generator replicas that does not fit."""
+        trainer, each = _trainer(stack), _generator(stack)
+        needed = trainer + generators * each
+        if not self.names or needed <= len(self.names):
+            return
+        raise FailedPrecondition(
+            f"the stack needs {needed} GPUs and this host has {len(self.names)}",
+            where=f"stack {stack.name!r}",
+            why=f"the trainer takes {trainer} (trainer.nproc) and {generators} generators take {each} each "
+            "(generator.tensor_parallel_size)",
+            next_step="lower trainer.nproc, generator.replicas or generator.tensor_parallel_size; "
+            f"or run on the CPU: {VISIBLE}= flotilla up ...",
+        )
+
+    def environment(self, slot: Slot, stack: StackConfig) -> dict[str, str]:
+        """The variables that give one process its GPUs."""
+        if not self.names:
+            return {}
+        first, count = 0, 0
+        if slot.kind == ServiceKind.SERVICE_KIND_TRAINER:
+            count = _trainer(stack)
+        elif slot.kind == ServiceKind.SERVICE_KIND_GENERATOR:
+            count = _generator(stack)
+            first = _trainer(stack) + slot.index * count
+        order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if self.numbered_by_bus else {}
+        return {VISIBLE: ",".join(self.names[first : first + count]), **order}
+
+
+def _trainer(stack: StackConfig) -> int:
+    """None for one that computes on the CPU, that someone else runs, or that is not there."""
+    ours = stack.trainer.replicas and stack.trainer.attach is None
+    return stack.trainer.nproc if ours and stack.trainer.backend != "gloo" else 0
+
+
+def _generator(stack: StackConfig) -> int:
+    return stack.generator.tensor_parallel_size if stack.generator.engine == "vllm" else 0
+
+
+def _count() -> int:
+    """By nvidia-smi, which knows what a container or a job may use; by the driver's own list where it is missing."""
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_TOOL_LIMIT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return sum(1 for _ in _PROC.iterdir()) if _PROC.is_dir() else 0
+    return len(re.findall(r"^GPU \d+:", listed.stdout, re.MULTILINE))

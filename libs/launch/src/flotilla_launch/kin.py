@@ -1,0 +1,83 @@
+"""Every process that descends from one service process, dead or alive.
+
+A service is started as the leader of its own session. Its kin are all processes in that session or process
+group, those that still descend from it, and those that carry its mark in their environment (a grandchild that
+made a session of its own). Invariant: nothing is signalled unless it is kin of a process that we started,
+which is decided by start time and boot, never by pid alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from flotilla_launch.state import ProcessIdentity, StatFields, boot_id, stat_fields
+
+MARK = "FLOTILLA_PROCESS"
+"""Environment variable that descendants inherit; its value is unique to one start of one service."""
+
+
+def kin_of(leader: ProcessIdentity, mark: str) -> list[ProcessIdentity]:
+    """The living kin of `leader`, itself included, in no particular order."""
+    if leader.boot_id != boot_id():
+        return []
+    table = _process_table()
+    seen = table.get(leader.pid)
+    if seen is not None and seen.start_ticks != leader.start_ticks:
+        # The pid is someone else's now, and with it any session or group of that number.
+        ids: set[int] = set()
+    else:
+        ids = {pid for pid, fields in table.items() if leader.pid in (fields.session, fields.group)}
+    ids |= {pid for pid in table if _carries(pid, mark)}
+    ids |= _descendants(ids, table)
+    ids.discard(os.getpid())
+    return [
+        ProcessIdentity(pid, table[pid].start_ticks, leader.boot_id)
+        for pid in ids
+        if table[pid].state not in "ZX" and table[pid].start_ticks >= leader.start_ticks
+    ]
+
+
+def kill_all(processes: Iterable[ProcessIdentity], number: int = signal.SIGKILL) -> None:
+    for process in processes:
+        if process.alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+
+def end_kin(leader: ProcessIdentity, mark: str, *, timeout_s: float = 5.0) -> list[ProcessIdentity]:
+    """Kill all kin and wait until they are gone. Returns what could not be ended (normally nothing)."""
+    deadline = time.monotonic() + timeout_s
+    while (left := kin_of(leader, mark)) and time.monotonic() < deadline:
+        kill_all(left)
+        time.sleep(0.01)
+    return left
+
+
+def _process_table() -> dict[int, StatFields]:
+    table = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (fields := stat_fields(int(entry.name))) is not None:
+            table[int(entry.name)] = fields
+    return table
+
+
+def _carries(pid: int, mark: str) -> bool:
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+    return f"{MARK}={mark}".encode() in environment.split(b"\0")
+
+
+def _descendants(roots: set[int], table: dict[int, StatFields]) -> set[int]:
+    found: set[int] = set()
+    frontier = set(roots)
+    while frontier:
+        frontier = {pid for pid, fields in table.items() if fields.parent in frontier} - found - roots
+        found |= frontier
+    return found

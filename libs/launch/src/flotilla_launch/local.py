@@ -1,0 +1,214 @@
+"""Bring a stack up on this host and take it down: what `flotilla up` and `flotilla down` do.
+
+Invariants: one command at a time works on a stack; a stack that does not come up, or whose start is
+interrupted, leaves nothing behind; after `down` no process, socket or announcement of the stack is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sysconfig
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
+from flotilla_core.config import StackConfig, dump_yaml
+from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, FlotillaError, Internal, Unavailable
+from flotilla_launch.claim import claim
+from flotilla_launch.client import LauncherClient, find
+from flotilla_launch.logs import failure_excerpt
+from flotilla_launch.paths import StackPaths
+from flotilla_launch.report import read_report
+from flotilla_launch.state import LauncherFile, ProcessIdentity
+from flotilla_launch.sweep import sweep
+
+_PROGRESS_EVERY_S = 0.5
+_STOP_LIMIT_S = 60.0
+_SWEEP_LIMIT_S = 20.0
+
+Result = TypeVar("Result")
+Progress = Callable[[list[ProcessStatus]], None]
+
+
+@dataclass(frozen=True)
+class UpResult:
+    """What `up` did."""
+
+    changed: bool
+    launcher: LauncherFile
+    processes: list[ProcessStatus]
+
+
+def executables_directory() -> Path:
+    """Where this environment has its commands; a stack's services run from the same one."""
+    return Path(sysconfig.get_path("scripts"))
+
+
+async def up(
+    stack: StackConfig,
+    *,
+    executables: Path | None = None,
+    on_progress: Progress = lambda _: None,
+    on_wait: Callable[[str], None] = lambda _: None,
+) -> UpResult:
+    """Make the stack run; a stack that runs already and is the same stays untouched."""
+    paths = StackPaths.of(stack.state_dir, stack.name)
+    paths.make()
+    async with _one_at_a_time(paths, 2 * stack.ready_timeout_s, on_wait):
+        file = find(paths)
+        if file is not None:
+            async with LauncherClient.open(file) as launcher:
+                changed = (await _answered(launcher.apply(stack), file)).changed
+        else:
+            await _start_supervisor(stack, paths, executables or executables_directory(), on_progress)
+            file, changed = find(paths), True
+        if file is None:
+            log_path = paths.log_file("launcher")
+            raise Internal("the supervisor ended as soon as the stack was up", where=str(log_path))
+        async with LauncherClient.open(file) as launcher:
+            return UpResult(changed, file, list((await launcher.state()).processes))
+
+
+async def down(paths: StackPaths, *, on_wait: Callable[[str], None] = lambda _: None) -> bool:
+    """Whether anything was there to stop."""
+    if not paths.directory.is_dir():
+        return False
+    async with _one_at_a_time(paths, _STOP_LIMIT_S, on_wait):
+        file = find(paths)
+        if file is None:
+            stale = paths.launcher_file.exists() or paths.processes_file.exists()
+            with claim(paths.claim_file, timeout_s=_SWEEP_LIMIT_S) as claimed:
+                return bool(claimed and sweep(paths)) or stale
+        async with LauncherClient.open(file) as launcher:
+            await _answered(launcher.stop(), file)
+        await _ended(file.identity, _STOP_LIMIT_S)
+        return True
+
+
+async def _start_supervisor(
+    stack: StackConfig, paths: StackPaths, executables: Path, on_progress: Progress
+) -> None:
+    paths.stack_file.write_text(dump_yaml(stack), encoding="utf-8")
+    log_path = paths.log_file("launcher")
+    log_start = log_path.stat().st_size if log_path.exists() else 0
+    reading, writing = os.pipe()
+    try:
+        supervisor = _spawn(executables / "flotilla-launcher", paths, writing)
+    except FlotillaError:
+        os.close(reading)
+        raise
+    finally:
+        os.close(writing)
+    try:
+        line = await _report_line(reading, paths, on_progress)
+    except asyncio.CancelledError:
+        supervisor.terminate()
+        await asyncio.to_thread(supervisor.wait)
+        raise
+    failure = read_report(line) if line else _died_silently(log_path, log_start)
+    if failure is not None:
+        await asyncio.to_thread(supervisor.wait)
+        raise failure
+
+
+def _spawn(executable: Path, paths: StackPaths, report: int) -> subprocess.Popen[bytes]:
+    """A session of its own: the supervisor outlives this command and its terminal."""
+    command = [str(executable), "--stack", str(paths.stack_file), "--report-fd", str(report)]
+    try:
+        with paths.log_file("launcher").open("ab") as log_file:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=log_file,
+                pass_fds=[report],
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise FailedPrecondition(
+            "the supervisor cannot be started",
+            where=str(executable),
+            why=str(error),
+            next_step="install the packages into this environment: make setup",
+        ) from error
+
+
+def _died_silently(log_path: Path, log_start: int) -> FlotillaError:
+    error_line, last = failure_excerpt(log_path, start=log_start)
+    return FailedPrecondition(
+        "the supervisor died while it started the stack",
+        where=str(log_path),
+        why="\n".join([error_line, *(f"  {text}" for text in last), ""]),
+        next_step="run: flotilla doctor",
+    )
+
+
+async def _report_line(reading: int, paths: StackPaths, on_progress: Progress) -> bytes:
+    """The supervisor's report, empty when it died without one; progress is shown meanwhile."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    transport, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(reading, "rb")
+    )
+    line = asyncio.create_task(reader.readline(), name="report of the supervisor")
+    try:
+        while not (await asyncio.wait({line}, timeout=_PROGRESS_EVERY_S))[0]:
+            file = find(paths)
+            if file is not None:
+                with contextlib.suppress(FlotillaError):
+                    async with LauncherClient.open(file) as launcher:
+                        on_progress(list((await launcher.state()).processes))
+        return line.result()
+    finally:
+        line.cancel()
+        transport.close()
+
+
+@contextlib.asynccontextmanager
+async def _one_at_a_time(
+    paths: StackPaths, timeout_s: float, on_wait: Callable[[str], None]
+) -> AsyncIterator[None]:
+    with contextlib.ExitStack() as held:
+        if not held.enter_context(claim(paths.up_lock_file, timeout_s=0)):
+            on_wait("another flotilla up or down works on this stack: waiting for it to end")
+            if not await asyncio.to_thread(
+                held.enter_context, claim(paths.up_lock_file, timeout_s=timeout_s)
+            ):
+                raise DeadlineExceeded(
+                    "another flotilla up or down still works on this stack",
+                    where=str(paths.up_lock_file),
+                    why=f"it did not end within {timeout_s:.0f} s",
+                    next_step="see who holds the lock: fuser -v " + str(paths.up_lock_file),
+                )
+        yield
+
+
+async def _answered(call: Awaitable[Result], file: LauncherFile) -> Result:
+    try:
+        return await call
+    except Unavailable as error:
+        raise Unavailable(
+            "the supervisor of the stack does not answer",
+            where=f"pid {file.pid}, {file.socket}",
+            why=error.why or error.what,
+            next_step=f"kill -9 {file.pid}, then run the command again: it cleans up what is left",
+        ) from error
+
+
+async def _ended(identity: ProcessIdentity, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while identity.alive() and time.monotonic() < deadline:  # noqa: ASYNC110 (another process: nothing tells)
+        await asyncio.sleep(0.02)
+    if identity.alive():
+        raise DeadlineExceeded(
+            "the supervisor is still there",
+            where=f"pid {identity.pid}",
+            why=f"it did not end within {timeout_s:.0f} s after it had stopped everything",
+            next_step=f"kill -9 {identity.pid}, then run `flotilla down` again: it cleans up what is left",
+        )

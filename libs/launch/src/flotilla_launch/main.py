@@ -1,0 +1,41 @@
+"""`flotilla-launcher`: the supervisor process of one stack.
+
+Usually `flotilla up` starts it detached. By hand it stays in the foreground: flotilla-launcher --stack
+stack.yaml
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    """Bring the stack up, serve `LauncherService` until it is stopped, leave nothing behind."""
+    parser = argparse.ArgumentParser(
+        prog="flotilla-launcher", description="Supervises the processes of one stack."
+    )
+    parser.add_argument("--stack", type=Path, required=True, help="stack file")
+    parser.add_argument("--report-fd", type=int, help="gets one JSON line when the stack is up or has failed")
+    arguments = parser.parse_args()
+
+    import asyncio
+
+    from flotilla_core.config import StackConfig, load
+    from flotilla_core.errors import FlotillaError
+    from flotilla_launch.report import Report
+    from flotilla_launch.serve import serve
+
+    report = Report(arguments.report_fd)
+    try:
+        stack = load(StackConfig, [arguments.stack], resolve_paths=True)
+        asyncio.run(serve(stack, report, executables=Path(sys.argv[0]).absolute().parent))
+    except FlotillaError as error:
+        report.failed(error)
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

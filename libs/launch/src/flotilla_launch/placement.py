@@ -1,0 +1,108 @@
+"""What processes a stack file asks for: one slot each.
+
+Invariant: no port is fixed here. The coordinator's port alone is chosen before it starts, because every other
+process sends its spans there; it lies outside the range from which the kernel hands out ports, so that it is
+still free when the coordinator is restarted.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from flotilla.common.v1.registration_pb2 import ServiceKind
+from flotilla_core.config import StackConfig
+from flotilla_core.errors import Exhausted
+
+SCALABLE = (ServiceKind.SERVICE_KIND_GENERATOR, ServiceKind.SERVICE_KIND_REWARD)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One process of the stack, or one that someone else runs."""
+
+    name: str
+    kind: ServiceKind.ValueType
+    attached: str | None = None
+    """Address of the one that someone else started."""
+    index: int = 0
+    """Of a replica among its kind."""
+
+
+def kind_name(kind: ServiceKind.ValueType) -> str:
+    """`generator` for SERVICE_KIND_GENERATOR."""
+    return ServiceKind.Name(kind).removeprefix("SERVICE_KIND_").lower()
+
+
+def replica(kind: ServiceKind.ValueType, index: int) -> Slot:
+    return Slot(f"{kind_name(kind)}-{index}", kind, index=index)
+
+
+def slots_of(stack: StackConfig) -> list[Slot]:
+    """In start order: what boots longest comes first."""
+    generator, reward = ServiceKind.SERVICE_KIND_GENERATOR, ServiceKind.SERVICE_KIND_REWARD
+    return [
+        *(replica(generator, index) for index in range(stack.generator.replicas)),
+        *_trainer(stack),
+        _single(ServiceKind.SERVICE_KIND_COORDINATOR, stack.coordinator.attach),
+        *(replica(reward, index) for index in range(stack.reward.replicas)),
+        *_attached(generator, stack.generator.attach),
+        *_attached(reward, stack.reward.attach),
+    ]
+
+
+def difference(running: StackConfig, wanted: StackConfig) -> list[str]:
+    """`key: old -> new` of everything that cannot change while the stack lives (replica counts can)."""
+    old, new = (dict(_flat("", stack.model_dump(mode="json"))) for stack in (running, wanted))
+    live = {f"{kind_name(kind)}.replicas" for kind in SCALABLE}
+    return [
+        f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
+        for key in sorted(old.keys() | new.keys())
+        if key not in live and old.get(key) != new.get(key)
+    ]
+
+
+def reserve_port(host: str) -> int:
+    """A port that is free now and that the kernel gives to nobody who does not ask for it by number."""
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = [port for port in range(10_000, 65_536) if not low <= port <= high] or range(10_000, 65_536)
+    for _ in range(200):
+        port = random.SystemRandom().choice(ports)
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return port
+    raise Exhausted(
+        "no free port for the coordinator",
+        where=host,
+        why="200 ports outside the kernel's own range were tried",
+        next_step="set bind.port in the stack file, or stop what holds the ports: ss -ltnp",
+    )
+
+
+def _trainer(stack: StackConfig) -> Iterator[Slot]:
+    """None where someone else starts it and lets it register itself."""
+    if stack.trainer.replicas or stack.trainer.attach:
+        yield _single(ServiceKind.SERVICE_KIND_TRAINER, stack.trainer.attach)
+
+
+def _single(kind: ServiceKind.ValueType, attached: str | None) -> Slot:
+    return Slot(kind_name(kind), kind, attached)
+
+
+def _attached(kind: ServiceKind.ValueType, addresses: tuple[str, ...]) -> Iterator[Slot]:
+    for address in addresses:
+        yield Slot(f"{kind_name(kind)}@{address}", kind, address)
+
+
+def _flat(prefix: str, values: object) -> Iterator[tuple[str, object]]:
+    if isinstance(values, dict) and values:
+        for key, value in values.items():
+            yield from _flat(f"{prefix}.{key}" if prefix else str(key), value)
+    else:
+        yield prefix, values

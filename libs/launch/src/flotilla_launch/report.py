@@ -1,0 +1,49 @@
+"""How a detached supervisor tells the command that started it whether the stack came up.
+
+One JSON line on an inherited pipe, then the pipe is closed. Invariant: a pipe that ends without a line
+means that the supervisor died; an error arrives with all its parts, uncut.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+from flotilla_core.errors import BY_REASON, FlotillaError, Internal
+
+
+class Report:
+    """The writing end; without a descriptor it does nothing."""
+
+    def __init__(self, descriptor: int | None) -> None:
+        self._descriptor = descriptor
+        if descriptor is not None:
+            os.set_inheritable(descriptor, False)
+
+    def up(self) -> None:
+        self._send({})
+
+    def failed(self, error: FlotillaError) -> None:
+        parts = {"what": error.what, "where": error.where, "why": error.why, "next_step": error.next_step}
+        self._send({"reason": error.reason, **parts})
+
+    def _send(self, values: dict[str, object]) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is None:
+            return
+        with os.fdopen(descriptor, "w", encoding="utf-8") as pipe:
+            try:
+                pipe.write(json.dumps(values) + "\n")
+                pipe.flush()
+            except BrokenPipeError:
+                # Whoever started us has gone; the stack lives on without it.
+                return
+
+
+def read_report(line: bytes) -> FlotillaError | None:
+    """The error that a report line holds, or None when the stack is up."""
+    values = json.loads(line)
+    if not values:
+        return None
+    kind = BY_REASON.get(values.pop("reason"), Internal)
+    return kind(values.pop("what"), **values)

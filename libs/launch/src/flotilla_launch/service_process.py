@@ -1,0 +1,266 @@
+"""One supervised process: a slot of the stack and the child that fills it now.
+
+Invariants: the child is READY only when its own gRPC health says so at the address that it announced itself;
+at any time at most one child of a slot lives, and before the next one starts (and after the last one) every
+process that descends from the former is gone, with what it left in shared memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import structlog
+
+from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
+from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, FlotillaError, Internal
+from flotilla_launch import shared_memory
+from flotilla_launch.child import Child
+from flotilla_launch.health import is_serving
+from flotilla_launch.kin import end_kin, kill_all, kin_of
+from flotilla_launch.logs import failure_excerpt
+from flotilla_launch.placement import Slot
+from flotilla_launch.state import read_json
+
+log = structlog.get_logger()
+
+BUDGET_WINDOW_S = 600.0
+STOP_GRACE_S = 10.0
+_BACKOFF_S = (0.2, 1.0, 3.0, 10.0)
+_POLL_S = 0.1
+_NAME_THE_WAIT_AFTER_S = 10.0
+
+
+class ServiceProcess:
+    """Starts, watches, restarts and stops the process of one slot."""
+
+    def __init__(
+        self,
+        slot: Slot,
+        *,
+        command: list[str],
+        variables: Mapping[str, str],
+        log_path: Path,
+        announce_file: Path,
+        ready_timeout_s: float,
+        restart_budget: int,
+        token: str | None,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.slot = slot
+        self.child: Child | None = None
+        self.shared_memory: set[str] = set()
+        self._command = command
+        self._variables = variables
+        self._log_path = log_path
+        self._announce_file = announce_file
+        self._ready_timeout_s = ready_timeout_s
+        self._budget = restart_budget
+        self._token = token
+        self._on_change = on_change
+        self._deaths: deque[float] = deque()
+        self._status = ProcessStatus(name=slot.name, kind=slot.kind, log_path=str(log_path))
+        self._task: asyncio.Task[None] | None = None
+        self._first_boot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._log_start = 0
+        self._set(ProcessState.PROCESS_STATE_STOPPED)
+
+    def status(self) -> ProcessStatus:
+        copy = ProcessStatus()
+        copy.CopyFrom(self._status)
+        return copy
+
+    @property
+    def state(self) -> ProcessState.ValueType:
+        return self._status.state
+
+    def start(self) -> None:
+        """Begin; `ready()` says how it went."""
+        self._first_boot = asyncio.get_running_loop().create_future()
+        # Nobody may be waiting when it fails; the status holds the error as well.
+        self._first_boot.add_done_callback(lambda future: future.cancelled() or future.exception())
+        self._deaths.clear()
+        self._status.restarts = 0
+        self._set(ProcessState.PROCESS_STATE_STARTING)
+        self._task = asyncio.create_task(self._supervise(), name=f"supervise {self.slot.name}")
+
+    async def ready(self) -> None:
+        """Wait for the first boot; raises what went wrong."""
+        await asyncio.shield(self._first_boot)
+
+    async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """SIGTERM, a grace for draining, then SIGKILL of everything that is left."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            self._task = None
+        if not self._first_boot.done():
+            self._first_boot.cancel()
+        if self.child is not None:
+            self._set(ProcessState.PROCESS_STATE_STOPPING)
+            await self.note_shared_memory()
+            self.child.signal(signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.child.wait(), grace_s)
+            await self._bury()
+        if self.state != ProcessState.PROCESS_STATE_FAILED:
+            self._set(ProcessState.PROCESS_STATE_STOPPED)
+
+    async def note_shared_memory(self) -> None:
+        """Remember which shared memory our processes hold while they can still be asked."""
+        child = self.child
+        if child is not None and shared_memory.any_known():
+            kin = await asyncio.to_thread(kin_of, child.identity, child.mark)
+            held = shared_memory.held_by(process.pid for process in kin)
+            if not held <= self.shared_memory:
+                self.shared_memory |= held
+                self._on_change()
+
+    async def _supervise(self) -> None:
+        try:
+            await self._keep_up()
+        # The end of a task that nobody awaits: an error that is not ours (a full disk, no more processes) must not
+        # leave a slot that is neither up nor FAILED, nor somebody who waits for it.
+        except Exception as error:
+            log.exception("supervision ended", process=self.slot.name)
+            failure = Internal(f"{self.slot.name} cannot be supervised", why=repr(error))
+            self._give_up(str(failure))
+            if not self._first_boot.done():
+                self._first_boot.set_exception(failure)
+            await self._bury()
+
+    async def _keep_up(self) -> None:
+        try:
+            await self._boot()
+        except FlotillaError as error:
+            self._give_up(str(error))
+            self._first_boot.set_exception(error)
+            return
+        self._first_boot.set_result(None)
+        while True:
+            assert self.child is not None
+            code = await self.child.wait()
+            why = self._why_it_died(code, "while it was in use")
+            await self._bury()
+            while not await self._restarted(why):
+                why = self._status.error
+                if self.state == ProcessState.PROCESS_STATE_FAILED:
+                    return
+
+    async def _restarted(self, why: str) -> bool:
+        """One attempt within the budget; False leaves why in the status, FAILED when it was the last."""
+        now = time.monotonic()
+        while self._deaths and now - self._deaths[0] > BUDGET_WINDOW_S:
+            self._deaths.popleft()
+        if len(self._deaths) >= self._budget:
+            self._give_up(
+                f"{why}\nrestarted {len(self._deaths)} times within ten minutes (restart_budget): given up"
+            )
+            return False
+        backoff = _BACKOFF_S[min(len(self._deaths), len(_BACKOFF_S) - 1)]
+        self._deaths.append(now)
+        self._status.restarts += 1
+        self._set(ProcessState.PROCESS_STATE_RESTARTING, why)
+        log.warning("restarting", process=self.slot.name, why=why, backoff_s=backoff)
+        await asyncio.sleep(backoff)
+        try:
+            await self._boot()
+        except FlotillaError as error:
+            self._status.error = str(error)
+            return False
+        return True
+
+    async def _boot(self) -> None:
+        """Start a child and wait until it is READY; leaves nothing behind when it does not get there."""
+        self._announce_file.unlink(missing_ok=True)
+        self._log_start = self._log_path.stat().st_size if self._log_path.exists() else 0
+        self.child = await Child.start(
+            self._command,
+            self._log_path,
+            mark_prefix=str(self._announce_file),
+            variables=self._variables,
+        )
+        self._status.pid = self.child.identity.pid
+        self._on_change()
+        try:
+            await self._until_serving(self.child)
+        except FlotillaError:
+            await self.note_shared_memory()
+            await self._bury()
+            raise
+        await self.note_shared_memory()
+        self._set(ProcessState.PROCESS_STATE_READY)
+        log.info("ready", process=self.slot.name, pid=self._status.pid, address=self._status.address)
+
+    async def _until_serving(self, child: Child) -> None:
+        started = time.monotonic()
+        named = False
+        while True:
+            if child.returncode is not None:
+                raise FailedPrecondition(
+                    f"{self.slot.name} did not start",
+                    where=self._command[0],
+                    why=self._why_it_died(child.returncode, "before it was ready"),
+                    next_step=f"read {self._log_path}, or run: flotilla doctor",
+                )
+            announced = read_json(self._announce_file) or {}
+            if announced.get("pid") == child.identity.pid:
+                self._status.address = str(announced.get("address", ""))
+                self._status.instance_id = str(announced.get("instance_id", ""))
+                if await is_serving(self._status.address, self._token):
+                    return
+            waited = time.monotonic() - started
+            if waited > self._ready_timeout_s:
+                raise DeadlineExceeded(
+                    f"{self.slot.name} was not ready after {self._ready_timeout_s:.0f} s",
+                    why=self._last_words("it runs but its health does not say SERVING"),
+                    next_step=f"read {self._log_path}, or raise ready_timeout_s in the stack file",
+                )
+            if waited > _NAME_THE_WAIT_AFTER_S and not named:
+                named = True
+                log.info("waiting for readiness", process=self.slot.name, limit_s=self._ready_timeout_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(child.wait(), _POLL_S)
+
+    async def _bury(self) -> None:
+        """End every process of the child and remove what it left."""
+        child, self.child = self.child, None
+        if child is None:
+            return
+        kin = await asyncio.to_thread(kin_of, child.identity, child.mark)
+        kill_all(kin)
+        left = await asyncio.to_thread(end_kin, child.identity, child.mark)
+        if left:
+            log.error("processes could not be ended", process=self.slot.name, pids=[p.pid for p in left])
+        await child.wait()
+        removed = shared_memory.remove(self.shared_memory)
+        if removed:
+            log.info("removed shared memory", process=self.slot.name, files=removed)
+        self.shared_memory.clear()
+        self._announce_file.unlink(missing_ok=True)
+        self._status.pid, self._status.address, self._status.instance_id = 0, "", ""
+        self._on_change()
+
+    def _why_it_died(self, code: int, when: str) -> str:
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        return self._last_words(f"it {how} {when}")
+
+    def _last_words(self, what: str) -> str:
+        error, last = failure_excerpt(self._log_path, start=self._log_start)
+        lines = [f"  {line}" for line in last]
+        return "\n".join([f"{what}{': ' + error if error else ''}", *lines, ""]) if lines else what
+
+    def _give_up(self, why: str) -> None:
+        log.error("failed", process=self.slot.name, why=why)
+        self._set(ProcessState.PROCESS_STATE_FAILED, why)
+
+    def _set(self, state: ProcessState.ValueType, error: str = "") -> None:
+        self._status.state = state
+        self._status.error = error
+        self._status.since.GetCurrentTime()
+        self._on_change()

@@ -1,0 +1,303 @@
+"""The local launcher: makes the processes of this host equal to one stack, and keeps them so.
+
+Invariants: a stack comes up whole or not at all; what is running is always written in `processes.json`, so
+that it can be ended even when the supervisor is killed; NATS is the first to start and the last to go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import structlog
+
+from flotilla.common.v1.registration_pb2 import ServiceKind
+from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
+from flotilla_core.config import StackConfig
+from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidRequest, NotFound
+from flotilla_core.rpc import read_token
+from flotilla_launch.attached import AttachedService
+from flotilla_launch.gpus import Gpus
+from flotilla_launch.nats_process import NatsProcess
+from flotilla_launch.paths import StackPaths
+from flotilla_launch.placement import SCALABLE, Slot, difference, kind_name, replica, reserve_port, slots_of
+from flotilla_launch.service_process import ServiceProcess
+from flotilla_launch.state import LauncherFile, ProcessIdentity
+from flotilla_launch.sweep import ProcessRecord, write_records
+
+log = structlog.get_logger()
+
+_NOTE_SHARED_MEMORY_EVERY_S = 10.0
+
+
+class Supervisor:
+    """Owns every process of one stack on this host."""
+
+    def __init__(self, paths: StackPaths, stack: StackConfig, executables: Path, gpus: Gpus) -> None:
+        self.paths = paths
+        self.stack = stack
+        self.stopped = asyncio.Event()
+        """Set when everything is down and the supervisor may end."""
+        self.nats_url = ""
+        self._executables = executables
+        self._gpus = gpus
+        self._token = read_token(stack.bind)
+        self._nats: NatsProcess | None = None
+        self._otlp = ""
+        self._services: dict[str, ServiceProcess] = {}
+        self._attached: dict[str, AttachedService] = {}
+        self._changing = asyncio.Lock()
+        self._stopping = False
+        self._bring_up: asyncio.Task[None] | None = None
+        self._shared_memory_watch: asyncio.Task[None] | None = None
+
+    async def bring_up(self) -> None:
+        """Start the whole stack; when any part fails, take down everything and raise why."""
+        async with self._changing:
+            self._bring_up = asyncio.current_task()
+            try:
+                self._gpus.require(self.stack, self.stack.generator.replicas)
+                await self._start_bus()
+                slots = slots_of(self.stack)
+                for slot in slots:
+                    if slot.attached is not None:
+                        self._attached[slot.name] = AttachedService(slot, self._token)
+                await self._start_all([slot for slot in slots if slot.attached is None])
+                for service in self._attached.values():
+                    await service.wait_serving(self.stack.ready_timeout_s)
+            except BaseException:
+                # Also when `stop_all` interrupts it: nothing half-started stays.
+                self._stopping = True
+                await self._take_down()
+                raise
+            finally:
+                self._bring_up = None
+        self._shared_memory_watch = asyncio.create_task(
+            self._watch_shared_memory(), name="watch shared memory"
+        )
+
+    async def apply(self, stack: StackConfig) -> bool:
+        """Whether anything changed. Only replica counts can change while the stack lives."""
+        async with self._changing:
+            self._require_running()
+            differing = difference(self.stack, stack)
+            if differing:
+                raise FailedPrecondition(
+                    f"stack {self.stack.name!r} already runs with another configuration",
+                    where=str(self.paths.directory),
+                    why="\n  " + "\n  ".join(differing) + "\n",
+                    next_step="run `flotilla down` first, or give the new stack another name",
+                )
+            changed = False
+            for kind in SCALABLE:
+                wanted = _replicas(stack, kind)
+                if wanted != _replicas(self.stack, kind):
+                    changed |= await self._scale(kind, wanted)
+            self.stack = stack
+            failed = [name for name, service in self._services.items() if _failed(service)]
+            await self._start_all([self._services[name].slot for name in failed])
+            return changed or bool(failed)
+
+    async def scale(self, kind: ServiceKind.ValueType, replicas: int) -> list[ProcessStatus]:
+        """Returns when the new replicas are READY or the superfluous ones are gone."""
+        if kind not in SCALABLE:
+            raise InvalidRequest(
+                f"{kind_name(kind)} cannot be scaled",
+                where="kind",
+                why="a stack has exactly one",
+                next_step=f"scale one of: {', '.join(map(kind_name, SCALABLE))}",
+            )
+        async with self._changing:
+            self._require_running()
+            await self._scale(kind, replicas)
+        return [service.status() for service in self._services.values() if service.slot.kind == kind]
+
+    async def start_process(self, name: str) -> ProcessStatus:
+        """Start one that was stopped or has FAILED; one that runs is left alone."""
+        async with self._changing:
+            self._require_running()
+            service = self._service(name)
+            if service.state in (ProcessState.PROCESS_STATE_STOPPED, ProcessState.PROCESS_STATE_FAILED):
+                service.start()
+                await service.ready()
+            return service.status()
+
+    async def stop_process(self, name: str) -> None:
+        async with self._changing:
+            await self._service(name).stop()
+
+    async def stop_all(self) -> None:
+        """Everything in reverse order; interrupts a bring-up. Returns when nothing is left."""
+        self._stopping = True
+        if self._bring_up is not None:
+            self._bring_up.cancel()
+        async with self._changing:
+            await self._take_down()
+        self.stopped.set()
+
+    def processes(self) -> list[ProcessStatus]:
+        statuses = [self._nats.status()] if self._nats else []
+        statuses += [service.status() for service in self._services.values()]
+        return statuses + [service.status() for service in self._attached.values()]
+
+    async def refresh_attached(self) -> None:
+        """Ask the attached services for their health; they are not ours to watch all the time."""
+        await asyncio.gather(*(service.refresh() for service in self._attached.values()))
+
+    def log_paths(self, names: Iterable[str]) -> dict[str, Path]:
+        """Log files of the named processes, or of all."""
+        known = {status.name: Path(status.log_path) for status in self.processes() if status.log_path}
+        known["launcher"] = self.paths.log_file("launcher")
+        wanted = list(names) or list(known)
+        for name in wanted:
+            if name not in known:
+                raise _unknown(name, known)
+        return {name: known[name] for name in wanted}
+
+    async def _start_bus(self) -> None:
+        self.nats_url = self.stack.nats.url or ""
+        if not self.nats_url:
+            self._nats = NatsProcess(
+                self.paths.nats, restart_budget=self.stack.restart_budget, on_change=self._record
+            )
+            self.nats_url = await self._nats.start()
+        host = self.stack.bind.host
+        dialled = self.stack.bind.advertise_host or ("127.0.0.1" if host in ("0.0.0.0", "::") else host)
+        self._otlp = (
+            self.stack.coordinator.attach or f"{dialled}:{self.stack.bind.port or reserve_port(host)}"
+        )
+        self.write_launcher_file()
+
+    def write_launcher_file(self) -> None:
+        """Tell the command line and services started by hand where this stack is."""
+        identity = ProcessIdentity.of(os.getpid())
+        assert identity is not None
+        socket = str(self.paths.socket())
+        LauncherFile(
+            identity.pid, socket, self.nats_url, self._otlp, identity.start_ticks, identity.boot_id
+        ).write(self.paths.launcher_file)
+
+    async def _start_all(self, slots: list[Slot]) -> None:
+        """Side by side; the first failure stops those of `slots` that were started, and is raised."""
+        started = []
+        for slot in slots:
+            service = self._services.get(slot.name)
+            if service is None:
+                service = self._services[slot.name] = self._process(slot)
+            service.start()
+            started.append(service)
+        waits = [asyncio.create_task(service.ready()) for service in started]
+        try:
+            await asyncio.gather(*waits)
+        except BaseException:
+            # One slot failed, or the caller went: no other wait goes on.
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+            await asyncio.gather(*(service.stop() for service in started))
+            raise
+
+    async def _scale(self, kind: ServiceKind.ValueType, replicas: int) -> bool:
+        running = {name: service for name, service in self._services.items() if service.slot.kind == kind}
+        wanted = [replica(kind, index) for index in range(replicas)]
+        if kind == ServiceKind.SERVICE_KIND_GENERATOR:
+            self._gpus.require(self.stack, replicas)
+        names = {slot.name for slot in wanted}
+        surplus = [service for name, service in running.items() if name not in names]
+        await asyncio.gather(*(service.stop() for service in surplus))
+        for service in surplus:
+            del self._services[service.slot.name]
+        missing = [slot for slot in wanted if slot.name not in running or _down(running[slot.name])]
+        try:
+            await self._start_all(missing)
+        except FlotillaError:
+            for slot in missing:
+                if slot.name not in running:
+                    del self._services[slot.name]
+            raise
+        return bool(surplus or missing)
+
+    async def _take_down(self) -> None:
+        if self._shared_memory_watch is not None:
+            self._shared_memory_watch.cancel()
+        # The coordinator goes after the others, because they send it their last spans.
+        coordinator = ServiceKind.SERVICE_KIND_COORDINATOR
+        for last in (False, True):
+            stops = (s.stop() for s in self._services.values() if (s.slot.kind == coordinator) is last)
+            await asyncio.gather(*stops)
+        if self._nats is not None:
+            await self._nats.stop()
+        for path in (self.paths.launcher_file, self.paths.processes_file):
+            path.unlink(missing_ok=True)
+
+    def _process(self, slot: Slot) -> ServiceProcess:
+        return ServiceProcess(
+            slot,
+            command=self._command(slot),
+            variables=self._gpus.environment(slot, self.stack),
+            log_path=self.paths.log_file(slot.name),
+            announce_file=self.paths.announce_file(slot.name),
+            ready_timeout_s=self.stack.ready_timeout_s,
+            restart_budget=self.stack.restart_budget,
+            token=self._token,
+            on_change=self._record,
+        )
+
+    def _command(self, slot: Slot) -> list[str]:
+        is_coordinator = slot.kind == ServiceKind.SERVICE_KIND_COORDINATOR
+        arguments = {
+            "--name": slot.name,
+            "--stack": str(self.paths.stack_file),
+            "--nats": self.nats_url,
+            "--otlp": self._otlp,
+            "--port": self._otlp.rpartition(":")[2] if is_coordinator else "0",
+        }
+        executable = self._executables / f"flotilla-{kind_name(slot.kind)}"
+        return [str(executable), *(part for option in arguments.items() for part in option)]
+
+    async def _watch_shared_memory(self) -> None:
+        while True:
+            for service in list(self._services.values()):
+                await service.note_shared_memory()
+            await asyncio.sleep(_NOTE_SHARED_MEMORY_EVERY_S)
+
+    def _record(self) -> None:
+        records = [
+            ProcessRecord(name, service.child.identity, service.child.mark, sorted(service.shared_memory))
+            for name, service in self._services.items()
+            if service.child is not None
+        ]
+        nats = self._nats.record() if self._nats else None
+        write_records(self.paths.processes_file, [*records, nats] if nats else records)
+
+    def _require_running(self) -> None:
+        if self._stopping:
+            raise FailedPrecondition(
+                f"stack {self.stack.name!r} is being stopped", next_step="wait for `flotilla down` to end"
+            )
+
+    def _service(self, name: str) -> ServiceProcess:
+        if name not in self._services:
+            raise _unknown(name, self._services)
+        return self._services[name]
+
+
+def _replicas(stack: StackConfig, kind: ServiceKind.ValueType) -> int:
+    is_generator = kind == ServiceKind.SERVICE_KIND_GENERATOR
+    return stack.generator.replicas if is_generator else stack.reward.replicas
+
+
+def _failed(service: ServiceProcess) -> bool:
+    return service.state == ProcessState.PROCESS_STATE_FAILED
+
+
+def _down(service: ServiceProcess) -> bool:
+    return _failed(service) or service.state == ProcessState.PROCESS_STATE_STOPPED
+
+
+def _unknown(name: str, known: Iterable[str]) -> NotFound:
+    return NotFound(
+        f"there is no process {name!r}", next_step=f"processes of this stack: {', '.join(sorted(known))}"
+    )

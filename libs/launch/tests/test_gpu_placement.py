@@ -1,0 +1,88 @@
+"""Claims about which process of a stack gets which GPUs."""
+
+from __future__ import annotations
+
+import pytest
+
+from flotilla_core.config import StackConfig
+from flotilla_core.errors import FailedPrecondition
+from flotilla_launch.gpus import VISIBLE, Gpus
+from flotilla_launch.placement import slots_of
+
+
+def stack_of(**values: object) -> StackConfig:
+    return StackConfig.model_validate({"model": "/model", **values})
+
+
+def placed(gpus: Gpus, stack: StackConfig) -> dict[str, str | None]:
+    return {slot.name: gpus.environment(slot, stack).get(VISIBLE) for slot in slots_of(stack)}
+
+
+def test_trainer_has_the_first_gpus_and_every_replica_its_own_after_them() -> None:
+    stack = stack_of(trainer={"nproc": 2}, generator={"replicas": 2, "tensor_parallel_size": 2})
+    gpus = Gpus(tuple("01234567"), numbered_by_bus=True)
+    gpus.require(stack, 2)
+    assert placed(gpus, stack) == {
+        "generator-0": "2,3",
+        "generator-1": "4,5",
+        "trainer": "0,1",
+        "coordinator": "",
+        "reward-0": "",
+    }
+    variables = [gpus.environment(slot, stack) for slot in slots_of(stack)]
+    assert {environment["CUDA_DEVICE_ORDER"] for environment in variables} == {"PCI_BUS_ID"}
+
+
+def test_replicas_that_come_later_move_nobody() -> None:
+    few, many = stack_of(generator={"replicas": 1}), stack_of(generator={"replicas": 3})
+    gpus = Gpus(tuple("0123"))
+    assert placed(gpus, few).items() <= placed(gpus, many).items()
+    assert placed(gpus, many)["generator-2"] == "3"
+
+
+@pytest.mark.parametrize("replicas", [3, 4])
+def test_too_few_gpus_are_refused_with_the_numbers(replicas: int) -> None:
+    stack = stack_of(trainer={"nproc": 2}, generator={"replicas": 1, "tensor_parallel_size": 2})
+    gpus = Gpus(tuple("0123456"))
+    gpus.require(stack, 2)
+    with pytest.raises(FailedPrecondition) as caught:
+        gpus.require(stack, replicas)
+    assert f"needs {2 + 2 * replicas} GPUs and this host has 7" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"trainer": {"backend": "gloo", "nproc": 8}}, {"trainer": "", "generator-0": "0"}),
+        ({"generator": {"engine": "sim", "replicas": 9}}, {"trainer": "0", "generator-8": ""}),
+        ({"trainer": {"attach": "elsewhere:1"}}, {"generator-0": "0"}),
+        ({"trainer": {"replicas": 0}}, {"generator-0": "0"}),
+    ],
+)
+def test_who_computes_on_the_cpu_or_elsewhere_takes_no_gpu(
+    values: dict[str, object], expected: dict[str, str]
+) -> None:
+    stack = stack_of(**values)
+    gpus = Gpus(("0",) if "generator-8" not in expected else ("0", "1"))
+    gpus.require(stack, stack.generator.replicas)
+    assert expected.items() <= placed(gpus, stack).items()
+
+
+def test_the_environment_of_the_launcher_narrows_or_hides_the_gpus() -> None:
+    assert Gpus.of_host({VISIBLE: "3, GPU-abc"}) == Gpus(("3", "GPU-abc"))
+    for hidden in ("", "-1"):
+        gpus = Gpus.of_host({VISIBLE: hidden})
+        stack = stack_of(trainer={"nproc": 99})
+        gpus.require(stack, 1)
+        assert set(placed(gpus, stack).values()) == {None}
+
+
+def test_the_gpus_of_the_host_are_counted_as_nvidia_smi_lists_them(tmp_path, monkeypatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    lines = [
+        f"GPU {n}: NVIDIA H200 (UUID: GPU-{n})\n  MIG 1g.18gb Device 0: (UUID: MIG-{n})" for n in range(3)
+    ]
+    tool.write_text("#!/bin/sh\ncat <<END\n" + "\n".join(lines) + "\nEND\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert Gpus.of_host({}) == Gpus(("0", "1", "2"), numbered_by_bus=True)

@@ -1,0 +1,279 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from flotilla.common.v1.registration_pb2 import (
+    SERVICE_KIND_GENERATOR,
+    SERVICE_KIND_REWARD,
+    SERVICE_KIND_TRAINER,
+)
+from flotilla.launcher.v1.launcher_pb2 import (
+    PROCESS_STATE_ATTACHED,
+    PROCESS_STATE_FAILED,
+    PROCESS_STATE_READY,
+    PROCESS_STATE_STOPPED,
+)
+from flotilla_core.config import dump_yaml
+from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, Internal, InvalidRequest
+from flotilla_launch import local
+from flotilla_launch.claim import claim
+from flotilla_launch.client import LauncherClient, find
+from flotilla_launch.placement import Slot
+from flotilla_launch.service_process import ServiceProcess
+from flotilla_launch.state import ProcessIdentity
+
+SERVICES = {"nats", "coordinator", "trainer", "generator-0"}
+
+
+def answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        return probe.connect_ex((host, int(port))) == 0
+
+
+async def test_two_ups_at_once_make_one_stack_ready_and_a_third_changes_nothing(stacks) -> None:
+    both = await asyncio.gather(stacks.up(stacks.config()), stacks.up(stacks.config()))
+    assert sorted(result.changed for result in both) == [False, True]
+    first = both[0]
+    assert {status.name for status in first.processes} == SERVICES
+    assert {status.state for status in first.processes} == {PROCESS_STATE_READY}
+    assert all(answers(status.address) for status in first.processes)
+    before = stacks.identities()
+
+    third = await stacks.up(stacks.config())
+    assert not third.changed
+    assert stacks.identities() == before
+    assert third.launcher == first.launcher
+
+
+async def test_down_leaves_no_process_no_port_and_no_shared_memory(stacks) -> None:
+    stacks.behave(generator_0="parent", trainer="parent")
+    result = await stacks.up(stacks.config())
+    assert len(stacks.segments()) == 2
+    # Supervisor, guardian, NATS, three services, and two grandchildren of each parent.
+    assert len(stacks.processes()) == 10
+
+    assert await local.down(stacks.paths())
+    assert stacks.processes() == set()
+    assert not any(answers(status.address) for status in result.processes)
+    assert stacks.segments() == set()
+    assert not Path(result.launcher.socket).exists()
+    paths = stacks.paths()
+    assert list(paths.instances.iterdir()) == []
+    assert not paths.launcher_file.exists() and not paths.processes_file.exists()
+    assert not await local.down(paths), "a second down finds nothing"
+
+
+async def test_service_that_dies_at_start_gives_one_message_and_nothing_stays(stacks) -> None:
+    stacks.behave(generator_0="die")
+    with pytest.raises(FailedPrecondition) as caught:
+        await stacks.up(stacks.config())
+    message = str(caught.value)
+    assert "generator-0 did not start" in message
+    assert "exited with code 7 before it was ready: RuntimeError: the model folder is empty" in message
+    assert "\n  bye\n" in message, "the end of its log is shown"
+    assert str(stacks.paths().log_file("generator-0")) in caught.value.next_step
+    assert stacks.processes() == set()
+    assert find(stacks.paths()) is None
+
+
+async def test_service_that_never_gets_ready_fails_at_the_stated_limit(stacks) -> None:
+    stacks.behave(trainer="hang")
+    with pytest.raises(DeadlineExceeded, match="trainer was not ready after 2 s"):
+        await stacks.up(stacks.config(ready_timeout_s=2.0))
+    assert stacks.processes() == set()
+
+
+async def test_killed_service_is_restarted_with_all_its_descendants_gone(stacks) -> None:
+    stacks.behave(generator_0="parent")
+    result = await stacks.up(stacks.config())
+    old = stacks.identities()["generator-0"]
+    count = len(stacks.processes())
+    os.kill(old.pid, signal.SIGKILL)
+    async with LauncherClient.open(result.launcher) as launcher:
+        status = await ready_again(launcher, "generator-0")
+    assert status.restarts == 1
+    assert status.pid not in (0, old.pid)
+    assert len(stacks.processes()) == count, "one new service, one new grandchild, none of the old ones"
+
+
+async def test_killed_nats_comes_back_at_the_same_address(stacks) -> None:
+    result = await stacks.up(stacks.config())
+    os.kill(stacks.identities()["nats"].pid, signal.SIGKILL)
+    async with LauncherClient.open(result.launcher) as launcher:
+        status = await ready_again(launcher, "nats")
+    assert status.address == urlsplit(result.launcher.nats_url).netloc
+
+
+async def test_service_out_of_restart_budget_is_failed_and_up_starts_it_again(stacks) -> None:
+    result = await stacks.up(stacks.config(restart_budget=0))
+    os.kill(stacks.identities()["trainer"].pid, signal.SIGKILL)
+    async with LauncherClient.open(result.launcher) as launcher:
+        status = await until(launcher, "trainer", lambda s: s.state == PROCESS_STATE_FAILED)
+    assert "was killed by SIGKILL" in status.error
+    again = await stacks.up(stacks.config(restart_budget=0))
+    assert again.changed
+    assert {status.state for status in again.processes} == {PROCESS_STATE_READY}
+
+
+async def test_killed_supervisor_leaves_no_orphan_and_the_next_up_works(stacks) -> None:
+    stacks.behave(generator_0="parent")
+    first = await stacks.up(stacks.config())
+    os.kill(first.launcher.pid, signal.SIGKILL)
+    await stacks.wait_for("every process to end", lambda: stacks.processes() == set())
+    assert stacks.segments() == set()
+    second = await stacks.up(stacks.config())
+    assert second.changed
+    assert {status.state for status in second.processes} == {PROCESS_STATE_READY}
+
+
+async def test_down_sweeps_what_a_killed_supervisor_and_guardian_left(stacks) -> None:
+    stacks.behave(generator_0="parent")
+    result = await stacks.up(stacks.config())
+    supervisor = ProcessIdentity.of(result.launcher.pid)
+    others = {identity.pid for identity in stacks.identities().values()} | {result.launcher.pid}
+    guardian = next(
+        pid
+        for pid in stacks.processes() - others
+        if b"flotilla_launch.guardian" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+    os.kill(guardian, signal.SIGKILL)
+    os.kill(result.launcher.pid, signal.SIGKILL)
+    await stacks.wait_for("the supervisor to end", lambda: not supervisor.alive())
+    assert stacks.processes(), "nobody was left to end the grandchildren"
+    assert await local.down(stacks.paths())
+    assert stacks.processes() == set()
+
+
+async def test_two_stacks_run_side_by_side(stacks) -> None:
+    one, two = await asyncio.gather(stacks.up(stacks.config("one")), stacks.up(stacks.config("two")))
+    addresses = [status.address for result in (one, two) for status in result.processes]
+    assert len(set(addresses)) == 2 * len(SERVICES)
+    assert await local.down(stacks.paths("one"))
+    assert all(answers(status.address) for status in two.processes)
+
+
+async def test_another_configuration_under_the_same_name_is_refused_with_the_differences(stacks) -> None:
+    await stacks.up(stacks.config())
+    before = stacks.identities()
+    with pytest.raises(FailedPrecondition) as caught:
+        await stacks.up(stacks.config(trainer={"nproc": 2}))
+    assert "trainer.nproc: 1 -> 2" in str(caught.value)
+    assert "flotilla down" in caught.value.next_step
+    assert stacks.identities() == before
+
+
+async def test_scale_adds_and_removes_the_highest_replicas_only(stacks) -> None:
+    result = await stacks.up(stacks.config())
+    before = stacks.identities()
+    async with LauncherClient.open(result.launcher) as launcher:
+        grown = await launcher.scale(SERVICE_KIND_GENERATOR, 3, timeout_s=30)
+        assert [status.name for status in grown] == ["generator-0", "generator-1", "generator-2"]
+        assert {status.state for status in grown} == {PROCESS_STATE_READY}
+        shrunk = await launcher.scale(SERVICE_KIND_GENERATOR, 1, timeout_s=30)
+        assert [status.name for status in shrunk] == ["generator-0"]
+        with pytest.raises(InvalidRequest, match="trainer cannot be scaled"):
+            await launcher.scale(SERVICE_KIND_TRAINER, 2, timeout_s=5)
+    assert stacks.identities() == before
+
+
+async def test_attached_service_is_listed_and_never_touched(stacks) -> None:
+    other = await stacks.up(stacks.config("other"))
+    theirs = next(status for status in other.processes if status.name == "generator-0")
+    result = await stacks.up(stacks.config(generator={"replicas": 0, "attach": [theirs.address]}))
+    listed = next(status for status in result.processes if status.kind == SERVICE_KIND_GENERATOR)
+    assert (listed.state, listed.address, listed.pid) == (PROCESS_STATE_ATTACHED, theirs.address, 0)
+    assert await local.down(stacks.paths())
+    assert answers(theirs.address)
+
+
+async def test_reused_pid_is_never_taken_for_ours(stacks) -> None:
+    """After a reboot or a wrap-around, the pid in a state file may be anyone's."""
+    paths = stacks.paths()
+    paths.make()
+    stranger = await asyncio.create_subprocess_exec("sleep", "60", start_new_session=True)
+    try:
+        identity = ProcessIdentity.of(stranger.pid)
+        earlier = {"pid": stranger.pid, "start_ticks": identity.start_ticks - 1, "boot_id": identity.boot_id}
+        record = {"name": "generator-0", "identity": earlier, "mark": "no such mark", "shared_memory": []}
+        paths.processes_file.write_text(json.dumps({"processes": [record]}))
+        assert await local.down(paths)
+        assert identity.alive()
+    finally:
+        stranger.kill()
+        await stranger.wait()
+
+
+async def test_service_that_ignores_sigterm_is_killed_after_its_grace(stacks) -> None:
+    stacks.behave(reward_0="stubborn")
+    paths = stacks.paths()
+    paths.make()
+    paths.stack_file.write_text(dump_yaml(stacks.config()))
+    options = {"--name": "reward-0", "--stack": paths.stack_file, "--nats": "-", "--otlp": "-", "--port": 0}
+    service = ServiceProcess(
+        Slot("reward-0", SERVICE_KIND_REWARD),
+        command=[str(stacks.executables / "flotilla-reward"), *(str(p) for o in options.items() for p in o)],
+        variables={},
+        log_path=paths.log_file("reward-0"),
+        announce_file=paths.announce_file("reward-0"),
+        ready_timeout_s=15,
+        restart_budget=0,
+        token=None,
+        on_change=lambda: None,
+    )
+    service.start()
+    await service.ready()
+    await service.stop(grace_s=0.3)
+    assert service.state == PROCESS_STATE_STOPPED
+    assert stacks.processes() == set()
+
+
+async def test_an_unforeseen_error_at_start_fails_the_slot_and_whoever_waits_for_it(tmp_path: Path) -> None:
+    log_path = tmp_path / "log"
+    log_path.mkdir()
+    service = ServiceProcess(
+        Slot("reward-0", SERVICE_KIND_REWARD),
+        command=[sys.executable],
+        variables={},
+        log_path=log_path,
+        announce_file=tmp_path / "announce.json",
+        ready_timeout_s=15,
+        restart_budget=0,
+        token=None,
+        on_change=lambda: None,
+    )
+    service.start()
+    with pytest.raises(Internal, match="IsADirectoryError"):
+        async with asyncio.timeout(5):
+            await service.ready()
+    assert service.state == PROCESS_STATE_FAILED
+
+
+async def test_a_claim_has_one_holder(tmp_path: Path) -> None:
+    with claim(tmp_path / "lock", timeout_s=0) as first, claim(tmp_path / "lock", timeout_s=0.1) as second:
+        assert first and not second
+    with claim(tmp_path / "lock", timeout_s=0) as again:
+        assert again
+
+
+async def ready_again(launcher: LauncherClient, name: str):
+    return await until(launcher, name, lambda s: s.state == PROCESS_STATE_READY and s.restarts > 0)
+
+
+async def until(launcher: LauncherClient, name: str, condition):
+    async with asyncio.timeout(15):
+        while True:
+            status = next(s for s in (await launcher.state()).processes if s.name == name)
+            if condition(status):
+                return status
+            await asyncio.sleep(0.05)

@@ -1,0 +1,65 @@
+"""A real service process without a model: port, health, announcement, drain, as the launcher sees it.
+
+`FLOTILLA_TEST_BEHAVIOUR` is a JSON object {name: behaviour}: "die", "hang" (never READY), "stubborn" (ignores
+SIGTERM), "parent" (has a grandchild in a session of its own and shared memory).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+from multiprocessing import resource_tracker, shared_memory
+from pathlib import Path
+
+import yaml
+
+from flotilla_core.config.stack import BindConfig
+from flotilla_core.rpc import RpcServer
+
+
+async def serve(name: str, kind: str, instances: Path, port: int, behaviour: str) -> None:
+    server = RpcServer(BindConfig(port=port))
+    address = await server.start()
+    if behaviour == "parent":
+        sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+        await asyncio.create_subprocess_exec(*sleeper, start_new_session=True)
+        segment = shared_memory.SharedMemory(create=True, size=1024)
+        sys.stdout.write(f"segment {segment.name}\n")
+        sys.stdout.flush()
+        # As after a crash: nobody in this process will unlink it.
+        resource_tracker.unregister(segment._name, "shared_memory")
+    announcement = {
+        "name": name,
+        "kind": kind,
+        "pid": os.getpid(),
+        "address": address,
+        "instance_id": f"{name}-x",
+    }
+    aside = instances / f".{name}"
+    aside.write_text(json.dumps(announcement))
+    aside.replace(instances / f"{name}.json")
+    stopping = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(
+        signal.SIGTERM, lambda: behaviour == "stubborn" or stopping.set()
+    )
+    server.set_serving(behaviour != "hang")
+    await stopping.wait()
+    await server.stop(0)
+
+
+def main(kind: str) -> None:
+    parser = argparse.ArgumentParser()
+    for option in ("--name", "--stack", "--nats", "--otlp", "--port"):
+        parser.add_argument(option, required=True)
+    arguments = parser.parse_args()
+    behaviour = json.loads(os.environ.get("FLOTILLA_TEST_BEHAVIOUR", "{}")).get(arguments.name, "")
+    if behaviour == "die":
+        sys.stderr.write("loading the model\nRuntimeError: the model folder is empty\nbye\n")
+        sys.exit(7)
+    stack = yaml.safe_load(Path(arguments.stack).read_text())
+    instances = Path(stack["state_dir"]) / stack["name"] / "instances"
+    asyncio.run(serve(arguments.name, kind, instances, int(arguments.port), behaviour))

@@ -1,0 +1,1 @@
+"""Generated code of flotilla.launcher.v1."""

@@ -1,0 +1,1 @@
+"""Simulated fleets, fault injection, ledger checks and fixtures for tests."""

@@ -1,0 +1,195 @@
+"""A trainer that accepts every update and trains nothing, over the real contract and the real weight group.
+
+For benches and fault tests of everything around the trainer. Start it next to a stack whose
+`trainer.replicas` is 0: it registers itself like any service. Invariants: versions, idempotency by update_id
+and epochs behave as the real trainer's do; the weights it publishes are a small tensor whose value is the
+step, so digests change with versions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import numpy as np
+import torch
+
+from flotilla.common.v1 import operate_pb2, weights_pb2
+from flotilla.common.v1.registration_pb2 import SERVICE_KIND_TRAINER, Registration
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla.trainer.v1 import trainer_pb2_grpc
+from flotilla_core.errors import FailedPrecondition, NotFound, StaleVersion
+from flotilla_core.model_folder import model_folder
+from flotilla_core.rpc import RpcServer
+from flotilla_core.service import Host, run_service
+from flotilla_core.tensors import from_tensor, to_tensor
+from flotilla_core.tokenizer_digest import tokenizer_digest
+from flotilla_core.version import Version
+from flotilla_weights.group import BACKENDS, Sender
+from flotilla_weights.manifest import Manifest
+
+TENSOR = "accepting.weight"
+ELEMENTS = 1024
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class AcceptingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
+    """Implements `flotilla_core.service.Service` and the calls that a run needs."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._version = Version(0, 0)
+        self._updates: dict[str, pb.UpdateResult] = {}
+        self._sender: Sender | None = None
+        self._connected: asyncio.Task[None] | None = None
+        self._manifest: Manifest | None = None
+        self._epoch = 0
+
+    def add_to(self, server: RpcServer) -> None:
+        """The trainer's contract."""
+        server.add(
+            trainer_pb2_grpc.add_TrainerServiceServicer_to_server, self, "flotilla.trainer.v1.TrainerService"
+        )
+
+    async def start(self) -> None:
+        """Nothing to load."""
+
+    def describe(self, registration: Registration) -> None:
+        """The stack's tokenizer, so that runs accept this trainer."""
+        registration.tokenizer_digest = tokenizer_digest(model_folder(self._host.stack.model))
+
+    async def check(self) -> list[operate_pb2.CheckResult]:
+        """Always fit."""
+        return []
+
+    async def dump_stacks(self) -> list[operate_pb2.ProcessStacks]:
+        """No children."""
+        return []
+
+    async def drain(self, grace_s: float) -> None:
+        """Nothing is ever under way for long."""
+
+    async def stop(self) -> None:
+        """Leave the weight group."""
+        self._leave()
+
+    async def OpenSession(self, request: pb.OpenSessionRequest, context: Context) -> pb.OpenSessionResponse:
+        """Start at step 0."""
+        self._version = Version(request.lineage, 0)
+        self._updates.clear()
+        return pb.OpenSessionResponse(policy_version=self._version.to_proto(), parameters=ELEMENTS, ranks=1)
+
+    async def CloseSession(
+        self, request: pb.CloseSessionRequest, context: Context
+    ) -> pb.CloseSessionResponse:
+        """Forget the run."""
+        self._leave()
+        return pb.CloseSessionResponse()
+
+    async def Train(self, requests: AsyncIterator[pb.TrainRequest], context: Context) -> pb.TrainResponse:
+        """Take the whole stream, count its tokens, move one step on."""
+        header, tokens, sample_ids = pb.TrainHeader(), 0, []
+        async for request in requests:
+            if request.HasField("header"):
+                header = request.header
+                continue
+            for group in request.chunk.groups:
+                for sample in group.samples:
+                    tokens += len(from_tensor(sample.token_ids))
+                    sample_ids.append(sample.sample_id)
+        if header.update_id in self._updates:
+            return pb.TrainResponse(result=self._updates[header.update_id])
+        if Version.from_proto(header.policy_version) != self._version:
+            raise StaleVersion(f"the trainer is at {self._version}", where=header.update_id)
+        self._version = Version(self._version.lineage, self._version.step + 1)
+        result = pb.UpdateResult(
+            update_id=header.update_id,
+            policy_version=self._version.to_proto(),
+            metrics={"loss": 0.0, "tokens/trained": float(tokens)},
+            sample_ids=sample_ids,
+        )
+        self._updates[header.update_id] = result
+        return pb.TrainResponse(result=result)
+
+    async def GetUpdate(self, request: pb.GetUpdateRequest, context: Context) -> pb.GetUpdateResponse:
+        """What Train answered."""
+        if request.update_id not in self._updates:
+            raise NotFound("no such update", where=request.update_id)
+        return pb.GetUpdateResponse(result=self._updates[request.update_id])
+
+    async def ComputeLogprobs(
+        self, request: pb.ComputeLogprobsRequest, context: Context
+    ) -> pb.ComputeLogprobsResponse:
+        """Zero for every token: there is no model."""
+        return pb.ComputeLogprobsResponse(
+            policy_version=self._version.to_proto(),
+            sequences=[
+                pb.SequenceLogprobs(
+                    sequence_id=sequence.sequence_id,
+                    logprobs=to_tensor(np.zeros(len(from_tensor(sequence.token_ids)), dtype=np.float32)),
+                )
+                for sequence in request.sequences
+            ],
+        )
+
+    async def OpenWeightGroup(
+        self, request: pb.OpenWeightGroupRequest, context: Context
+    ) -> pb.OpenWeightGroupResponse:
+        """Listen, and let the members come."""
+        self._leave()
+        self._manifest = Manifest.from_named([(TENSOR, torch.float32, (ELEMENTS,))], request.bucket_bytes)
+        backend = BACKENDS[request.backend]
+        self._epoch = request.epoch
+        self._sender = Sender.listen(
+            "127.0.0.1", request.epoch, request.world_size, backend, request.timeout.ToNanoseconds() / 1e9
+        )
+        self._connected = asyncio.create_task(asyncio.to_thread(self._sender.connect, self._manifest))
+        group = weights_pb2.WeightGroup(
+            run_id=request.run_id,
+            epoch=request.epoch,
+            backend=request.backend,
+            host=self._sender.host,
+            port=self._sender.port,
+            world_size=request.world_size,
+            sender_ranks=[0],
+            timeout=request.timeout,
+        )
+        return pb.OpenWeightGroupResponse(group=group, manifest=self._manifest.to_proto())
+
+    async def PublishWeights(
+        self, request: pb.PublishWeightsRequest, context: Context
+    ) -> pb.PublishWeightsResponse:
+        """Send a tensor full of the step's number."""
+        if self._sender is None or self._connected is None or self._manifest is None:
+            raise FailedPrecondition("no weight group is open")
+        await self._connected
+        tensor = torch.full((ELEMENTS,), float(self._version.step))
+        digests = await asyncio.to_thread(self._sender.publish, self._manifest, [(TENSOR, tensor)])
+        return pb.PublishWeightsResponse(
+            digests=weights_pb2.WeightDigests(
+                version=request.policy_version,
+                manifest_digest=self._manifest.digest,
+                tensor_digests=digests,
+            ),
+            bytes=ELEMENTS * 4,
+        )
+
+    async def CloseWeightGroup(
+        self, request: pb.CloseWeightGroupRequest, context: Context
+    ) -> pb.CloseWeightGroupResponse:
+        """Give the epoch up."""
+        if request.epoch == self._epoch:
+            self._leave()
+        return pb.CloseWeightGroupResponse()
+
+    def _leave(self) -> None:
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.abort()
+
+
+if __name__ == "__main__":
+    sys.exit(run_service(SERVICE_KIND_TRAINER, AcceptingTrainer))

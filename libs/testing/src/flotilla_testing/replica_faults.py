@@ -1,0 +1,55 @@
+"""kill -9 of a generator at a named phase of its life.
+
+Invariants: the phase is seen from outside, by the same calls that operators have, so the product holds no hook for
+tests; every wait is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from functools import partial
+
+import grpc
+
+from flotilla.coordinator.v1 import coordinator_pb2
+from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from flotilla.generator.v1 import generator_pb2
+from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceStub
+from flotilla_core.rpc import connect, unary
+from flotilla_testing.stack import Stack
+
+PHASES = ("decoding", "broadcast", "commit")
+WEIGHT_PHASES = {
+    "broadcast": generator_pb2.WEIGHT_PHASE_RECEIVING,
+    "commit": generator_pb2.WEIGHT_PHASE_COMMITTING,
+}
+LOOK_EVERY_S = 0.001
+LIMIT_S = 120.0
+
+
+async def kill_inside(stack: Stack, name: str, phase: str) -> None:
+    """kill -9 of the replica the moment it is seen inside `phase`."""
+    process = stack.process(name)
+    look = _owes_work if phase == "decoding" else partial(_in_weight_phase, WEIGHT_PHASES[phase])
+    where = "coordinator" if phase == "decoding" else name
+    async with asyncio.timeout(LIMIT_S), connect(_address(stack, where)) as channel:
+        while not await look(channel, name):  # noqa: ASYNC110 - the phase of another process
+            await asyncio.sleep(LOOK_EVERY_S)
+    process.kill()
+
+
+async def _in_weight_phase(phase: int, channel: grpc.aio.Channel, name: str) -> bool:
+    request = generator_pb2.GetWeightStatusRequest()
+    return (await unary(GeneratorServiceStub(channel).GetWeightStatus, request, timeout_s=10)).phase == phase
+
+
+async def _owes_work(channel: grpc.aio.Channel, name: str) -> bool:
+    request = coordinator_pb2.ListServicesRequest()
+    reply = await unary(CoordinatorServiceStub(channel).ListServices, request, timeout_s=10)
+    return any(s.registration.name == name and s.outstanding_tokens for s in reply.services)
+
+
+def _address(stack: Stack, name: str) -> str:
+    announced = json.loads((stack.directory / "instances" / f"{name}.json").read_text())
+    return str(announced["address"])

@@ -1,0 +1,134 @@
+"""A real stack under test, driven by the command line as a user drives it.
+
+Invariants: the stack lives in a directory of its own and is down when the context ends, whatever the test did to it;
+every wait is bounded and says what it waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+FLOTILLA = str(Path(sys.executable).parent / "flotilla")
+COMMAND_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """The object on stdout."""
+        return json.loads(self.out)
+
+
+class Stack:
+    """One stack file and the fleet that runs from it."""
+
+    def __init__(self, file: Path, directory: Path) -> None:
+        self.file = file
+        self.directory = directory
+
+    def flotilla(self, *arguments: str, timeout_s: float = COMMAND_TIMEOUT_S) -> Outcome:
+        """Run `flotilla` on this stack."""
+        done = subprocess.run(
+            [FLOTILLA, *arguments, "--stack", str(self.file)],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"},
+            check=False,
+        )
+        return Outcome(done.returncode, done.stdout, done.stderr)
+
+    def ok(self, *arguments: str, timeout_s: float = COMMAND_TIMEOUT_S) -> Any:
+        """Run a command that must succeed; its JSON."""
+        outcome = self.flotilla(*arguments, "--json", timeout_s=timeout_s)
+        assert outcome.code == 0, f"flotilla {' '.join(arguments)} ended with {outcome.code}:\n{outcome.err}"
+        return outcome.json if outcome.out.strip() else None
+
+    def run(self, file: Path, *overrides: str, timeout_s: float = COMMAND_TIMEOUT_S) -> dict[str, Any]:
+        """Start a run and wait for its end; the finished run."""
+        outcome = self.flotilla(
+            "run", "start", str(file), *overrides, "--wait", "--json", timeout_s=timeout_s
+        )
+        assert outcome.out.strip(), f"run start printed nothing (exit {outcome.code}):\n{outcome.err}"
+        finished: dict[str, Any] = outcome.json
+        return finished
+
+    def process(self, name: str) -> psutil.Process:
+        """The main process of a service, by its slot's name."""
+        announced = json.loads((self.directory / "instances" / f"{name}.json").read_text())
+        return psutil.Process(announced["pid"])
+
+    def metrics(self, run: dict[str, Any]) -> list[dict[str, float]]:
+        """metrics.jsonl of a run, so far."""
+        file = Path(run["directory"]) / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+@contextlib.contextmanager
+def running_stack(description: dict[str, Any], directory: Path) -> Iterator[Stack]:
+    """Bring a stack up; take it down at the end."""
+    file = directory / "stack.yaml"
+    file.write_text(yaml.safe_dump({"state_dir": str(directory / "state"), **description}))
+    stack = Stack(file, directory / "state" / description["name"])
+    try:
+        outcome = stack.flotilla("up")
+        assert outcome.code == 0, f"the stack did not come up:\n{outcome.err}"
+        yield stack
+    finally:
+        stack.flotilla("down")
+
+
+@contextlib.contextmanager
+def light_stack(
+    model: Path, directory: Path, *, trainer_model: Path | None = None, **generator: Any
+) -> Iterator[Stack]:
+    """A whole fleet in seconds: simulated engine, accepting trainer, everything else real."""
+    description = {
+        "name": "light",
+        "model": str(model),
+        "generator": {"engine": "sim", **generator},
+        "trainer": {"replicas": 0},
+        "restart_budget": 1000,
+    }
+    with running_stack(description, directory) as stack:
+        command = [sys.executable, "-m", "flotilla_testing.accepting_trainer", "--name", "trainer"]
+        file = stack.file
+        if trainer_model is not None:
+            file = directory / "trainer-stack.yaml"
+            text = {**yaml.safe_load(stack.file.read_text()), "model": str(trainer_model)}
+            file.write_text(yaml.safe_dump(text))
+        trainer = subprocess.Popen([*command, "--stack", str(file)])
+        try:
+            yield stack
+        finally:
+            trainer.terminate()
+            trainer.wait(20)
+
+
+def wait_until(
+    what: str, condition: Callable[[], bool], timeout_s: float = 60.0, every_s: float = 0.05
+) -> None:
+    """Poll until `condition` holds; fail with the name of the wait."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
+        time.sleep(every_s)

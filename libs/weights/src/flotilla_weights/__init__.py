@@ -1,0 +1,1 @@
+"""Weight manifests, buckets, digests and broadcast groups."""

@@ -1,0 +1,218 @@
+"""`Sender` and `Receiver`: weights from one process to many, attested by digests.
+
+The wire. The sender opens a TCPStore on a port of its own; all keys of an epoch lie below `flotilla/<epoch>/`:
+
+    member/<rank>   digest of the manifest that the member holds; rank 0 is the sender
+    round/<n>       set by the sender before the n-th publication starts
+    failed          the first failure that a member reports, "rank 2: what: why"; it ends the epoch for all
+
+Bytes travel as broadcasts from rank 0 over a raw c10d process group (gloo or nccl), one uint8 message a bucket of the
+manifest (`manifest.buckets`: each tensor dense, row-major, little-endian, at its slot's offset, padding undefined).
+Nothing else is sent: names, types and cuts are known from the manifest. A member that fails leaves the epoch with its
+process group closed and `failed` set; the others see one or the other and end too. There is no recovery within an
+epoch.
+
+Invariants: a receiver never hands out a buffer that is written again (fresh memory for each bucket); digests are
+computed from what arrived, respectively from what is sent, bucket by bucket while the next bucket is on the wire;
+every wait ends after `timeout_s` without progress, naming what it waited for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self
+
+import torch
+
+from flotilla.common.v1 import weights_pb2
+from flotilla_core.errors import FlotillaError, InvalidRequest, WeightsMismatch
+from flotilla_weights.digest import pending_digest, resolve
+from flotilla_weights.manifest import Bucket, Manifest
+from flotilla_weights.wire import SENDER_RANK, Link
+
+BACKENDS = {weights_pb2.WEIGHT_BACKEND_GLOO: "gloo", weights_pb2.WEIGHT_BACKEND_NCCL: "nccl"}
+ON_THE_WIRE = 2
+"""Buckets in flight: one moves while the next is packed, or the last one digested."""
+
+Sink = Callable[[list[tuple[str, torch.Tensor]]], None]
+
+
+class Sender:
+    """The trainer's end: rank 0 of one epoch."""
+
+    def __init__(self, link: Link, host: str, port: int) -> None:
+        self._link = link
+        self._round = 0
+        self._device = torch.device("cpu")
+        self.host = host
+        self.port = port
+
+    @classmethod
+    def listen(cls, host: str, epoch: int, world_size: int, backend: str, timeout_s: float) -> Self:
+        """Open the rendezvous on a free port of `host`; returns at once."""
+        link = Link(epoch, SENDER_RANK, world_size, backend, timeout_s)
+        return cls(link, host, link.serve(host))
+
+    def connect(self, manifest: Manifest, device: torch.device | None = None) -> None:
+        """Wait until every receiver joined with the same manifest."""
+        self._device = _device_for(self._link.backend, device)
+        self._link.form(self.host, manifest.digest, self._device)
+
+    def publish(self, manifest: Manifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[int]:
+        """Send full tensors in manifest order; returns their digests in that order."""
+        self._link.check_peers()
+        self._round += 1
+        self._link.put(f"round/{self._round}", manifest.digest)
+        source = iter(tensors)
+        digests: list[torch.Tensor] = []
+        wire: deque[tuple[Any, str]] = deque()
+        for index, bucket in enumerate(manifest.buckets):
+            message = self._pack(bucket, source, digests)
+            if len(wire) == ON_THE_WIRE:
+                self._link.finish(*wire.popleft())
+            self._link.check_peers()
+            wire.append(
+                (self._link.broadcast(message), f"sending bucket {index + 1} of {len(manifest.buckets)}")
+            )
+        while wire:
+            self._link.finish(*wire.popleft())
+        return resolve(digests)
+
+    def abort(self, why: str = "the sender gave the epoch up") -> None:
+        """End the epoch for all members; a `connect` or `publish` in progress raises."""
+        self._link.abort(why)
+
+    def close(self) -> None:
+        """Leave after the last publication."""
+        self._link.close()
+
+    def _pack(
+        self, bucket: Bucket, source: Iterator[tuple[str, torch.Tensor]], digests: list[torch.Tensor]
+    ) -> torch.Tensor:
+        message: torch.Tensor | None = None
+        for slot in bucket.slots:
+            name, tensor = self._next(source)
+            spec = slot.spec
+            if name != spec.name or tensor.dtype != spec.torch_dtype or tuple(tensor.shape) != spec.shape:
+                raise self._refuse(f"{name} {tensor.dtype} {tuple(tensor.shape)}", f"{spec}")
+            data = tensor.detach().to(self._device).contiguous().view(-1).view(torch.uint8)
+            if len(bucket.slots) == 1:
+                message = data
+            else:
+                if message is None:
+                    message = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._device)
+                message[slot.offset : slot.offset + spec.nbytes].copy_(data)
+            digests.append(pending_digest(data))
+        if message is None:
+            raise InvalidRequest("an empty bucket")
+        return message
+
+    def _next(self, source: Iterator[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor]:
+        try:
+            return next(source)
+        except StopIteration:
+            raise self._refuse("nothing", "one more tensor") from None
+
+    def _refuse(self, given: str, expected: str) -> FlotillaError:
+        error = WeightsMismatch(
+            "the tensors to publish differ from the manifest", why=f"{given} instead of {expected}"
+        )
+        self._link.abort(str(error))
+        return error
+
+
+class Receiver:
+    """A generator worker's end of one epoch."""
+
+    def __init__(
+        self,
+        group: weights_pb2.WeightGroup,
+        rank: int,
+        manifest: Manifest,
+        device: torch.device | None = None,
+    ) -> None:
+        backend = BACKENDS.get(group.backend)
+        if backend is None or list(group.sender_ranks) not in ([], [SENDER_RANK]):
+            raise InvalidRequest(
+                "this weight group cannot be joined",
+                where=f"epoch {group.epoch}",
+                why=f"backend {group.backend}, senders {list(group.sender_ranks)}",
+                next_step="use gloo or nccl with rank 0 as the sender",
+            )
+        self._link = Link(group.epoch, rank, group.world_size, backend, group.timeout.ToNanoseconds() / 1e9)
+        self._host, self._port = group.host, group.port
+        self._device = _device_for(backend, device)
+        self._manifest = manifest
+        self._round = 0
+        self.buckets_received = 0
+
+    def connect(self) -> None:
+        """Enter the group; returns when it is complete."""
+        self._link.dial(self._host, self._port)
+        self._link.form(self._host, self._manifest.digest, self._device)
+
+    def receive(self, sink: Sink) -> list[int]:
+        """Take one publication; `sink` gets named tensors bucket by bucket. Returns the digests of what arrived.
+
+        An error of the sink is raised after the last bucket: the other members are not held up by it.
+        """
+        self._link.check()
+        self._round += 1
+        self.buckets_received = 0
+        self._link.wait_for_key(f"round/{self._round}", "waiting for the sender to publish")
+        digests: list[torch.Tensor] = []
+        failure: Exception | None = None
+        for named in self._arrivals():
+            digests += [pending_digest(tensor) for _, tensor in named]
+            self.buckets_received += 1
+            if failure is None:
+                try:
+                    sink(named)
+                # Whatever the sink raises must not stall the other members.
+                except Exception as error:  # noqa: BLE001
+                    failure = error
+        if failure is not None:
+            raise failure
+        return resolve(digests)
+
+    def abort(self, why: str = "the receiver gave the epoch up") -> None:
+        """End the epoch for all members; a `connect` or `receive` in progress raises."""
+        self._link.abort(why)
+
+    def close(self) -> None:
+        """Leave between two publications."""
+        self._link.close()
+
+    def _arrivals(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        buckets = self._manifest.buckets
+        wire: deque[tuple[Any, Bucket, torch.Tensor]] = deque()
+        for index in range(len(buckets) + ON_THE_WIRE):
+            if len(wire) == ON_THE_WIRE or index >= len(buckets):
+                if not wire:
+                    return
+                work, bucket, message = wire.popleft()
+                self._link.finish(work, f"receiving bucket {self.buckets_received + 1} of {len(buckets)}")
+                yield _unpack(bucket, message)
+            if index < len(buckets):
+                message = torch.empty(buckets[index].nbytes, dtype=torch.uint8, device=self._device)
+                wire.append((self._link.broadcast(message), buckets[index], message))
+
+
+def _unpack(bucket: Bucket, message: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    return [
+        (
+            slot.spec.name,
+            message[slot.offset : slot.offset + slot.spec.nbytes]
+            .view(slot.spec.torch_dtype)
+            .view(slot.spec.shape),
+        )
+        for slot in bucket.slots
+    ]
+
+
+def _device_for(backend: str, device: torch.device | None) -> torch.device:
+    """Where buckets live: gloo moves host memory, nccl moves device memory."""
+    if backend == "gloo":
+        return torch.device("cpu")
+    return device if device is not None else torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,166 @@
+"""What one weight sync moves, in the order of the wire.
+
+Invariants: both ends of a sync hold an equal manifest (equal `digest`) and therefore cut the same buckets; the tensors
+of one layer are contiguous, embeddings come first; a tensor never straddles two buckets: one that is larger than
+`bucket_bytes` gets a bucket of its own, which is sent without being copied.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from flotilla.common.v1 import weights_pb2
+from flotilla_core.errors import InvalidRequest
+
+ALIGNMENT = 64
+"""Every tensor starts at a multiple of this within its bucket, so that it can be viewed as its own type."""
+
+MAX_TENSORS = 1_000_000
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, type and shape of one tensor of the checkpoint."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The torch type of that name."""
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise InvalidRequest(f"unknown tensor type {self.dtype!r}", where=self.name)
+        return dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the dense tensor."""
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor lies within its bucket."""
+
+    spec: TensorSpec
+    offset: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One message of the wire."""
+
+    slots: tuple[Slot, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All tensors of a sync and the cuts between its messages."""
+
+    tensors: tuple[TensorSpec, ...]
+    bucket_bytes: int
+
+    @classmethod
+    def from_named(
+        cls, named: Iterable[tuple[str, torch.dtype | str, Iterable[int]]], bucket_bytes: int
+    ) -> Manifest:
+        """Order (name, dtype, shape) triples as the wire wants them."""
+        specs = [
+            TensorSpec(name, str(dtype).removeprefix("torch."), tuple(shape)) for name, dtype, shape in named
+        ]
+        return cls(tuple(_wire_order(specs)), bucket_bytes)._checked()
+
+    @classmethod
+    def from_proto(cls, proto: weights_pb2.WeightManifest) -> Manifest:
+        """Read a manifest and check that its digest is that of its content."""
+        specs = tuple(TensorSpec(t.name, t.dtype, tuple(t.shape)) for t in proto.tensors)
+        manifest = cls(specs, proto.bucket_bytes)._checked()
+        if manifest.digest != proto.digest:
+            raise InvalidRequest(
+                "the manifest's digest is not that of its content",
+                why=f"computed {manifest.digest[:12]}, given {proto.digest[:12] or 'none'}",
+                next_step="run the same release of Flotilla on both ends",
+            )
+        return manifest
+
+    def to_proto(self) -> weights_pb2.WeightManifest:
+        """The manifest as it travels."""
+        tensors = [weights_pb2.TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape) for t in self.tensors]
+        return weights_pb2.WeightManifest(tensors=tensors, bucket_bytes=self.bucket_bytes, digest=self.digest)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over names, types, shapes, their order and the bucket size."""
+        lines = [f"bucket_bytes={self.bucket_bytes}"]
+        lines += [f"{t.name}\t{t.dtype}\t{','.join(map(str, t.shape))}" for t in self.tensors]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Greedy cuts: a bucket is closed before it would outgrow `bucket_bytes`."""
+        buckets: list[Bucket] = []
+        slots: list[Slot] = []
+        end = 0
+        for spec in self.tensors:
+            if slots and end + spec.nbytes > self.bucket_bytes:
+                buckets.append(_bucket(slots))
+                slots, end = [], 0
+            slots.append(Slot(spec, end))
+            end += _aligned(spec.nbytes)
+        if slots:
+            buckets.append(_bucket(slots))
+        return tuple(buckets)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, without padding."""
+        return sum(t.nbytes for t in self.tensors)
+
+    def _checked(self) -> Manifest:
+        if not 0 < len(self.tensors) <= MAX_TENSORS or self.bucket_bytes <= 0:
+            raise InvalidRequest(
+                "a manifest needs tensors and a bucket size",
+                why=f"{len(self.tensors)} tensors, bucket_bytes={self.bucket_bytes}",
+            )
+        seen: set[str] = set()
+        for spec in self.tensors:
+            if spec.name in seen or not spec.name:
+                raise InvalidRequest("a tensor has no name or a name twice", where=spec.name)
+            if spec.nbytes <= 0 or any(size <= 0 for size in spec.shape):
+                raise InvalidRequest("a tensor is empty", where=spec.name, why=f"its shape is {spec.shape}")
+            seen.add(spec.name)
+        return self
+
+
+def _bucket(slots: list[Slot]) -> Bucket:
+    last = slots[-1]
+    return Bucket(tuple(slots), last.offset + last.spec.nbytes)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _wire_order(specs: list[TensorSpec]) -> list[TensorSpec]:
+    """Embeddings, then each stack of layers by index, then the rest; stable within each."""
+    stacks: dict[str, int] = {}
+
+    def key(spec: TensorSpec) -> tuple[Any, ...]:
+        parts = spec.name.split(".")
+        for position, part in enumerate(parts):
+            if part.isdigit():
+                stack = stacks.setdefault(".".join(parts[:position]), len(stacks))
+                return (1, stack, int(part))
+        return (0, 0, 0) if "embed" in spec.name else (2, 0, 0)
+
+    return sorted(specs, key=key)

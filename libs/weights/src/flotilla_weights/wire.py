@@ -1,0 +1,285 @@
+"""The transport under `Sender` and `Receiver`: one process group of one epoch, and a store beside it.
+
+Invariants: every wait has a deadline of `timeout_s`, watches for a failure that any member reported, and ends at once
+when this end is aborted; after the first failure the link is dead for ever (a new epoch makes a new one). A process
+group with work in flight is never destroyed under that work: gloo cannot cancel, so the remains are left to a thread
+that waits for them to end.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+
+from flotilla_core.errors import FlotillaError, InvalidRequest, WeightGroupFailed
+
+SENDER_RANK = 0
+SPINS = 200
+POLL_S = 0.0005
+STORE_POLL_S = 0.02
+STORE_CHECK_EVERY_S = 0.25
+
+
+class Link:
+    """One member's end of the group."""
+
+    def __init__(self, epoch: int, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
+        if backend not in ("gloo", "nccl"):
+            raise InvalidRequest(f"no weight backend {backend!r}", next_step="use gloo or nccl")
+        if not 0 <= rank < world_size or world_size < 2:
+            raise InvalidRequest(f"rank {rank} does not fit into a weight group of {world_size}")
+        self.epoch = epoch
+        self.rank = rank
+        self.world_size = world_size
+        self.backend = backend
+        self.timeout_s = timeout_s
+        self._server: TCPStore | None = None
+        self._store: PrefixStore | None = None
+        self._group: Any = None
+        self._pending: list[Any] = []
+        self._cause: FlotillaError | None = None
+        self._lock = threading.Lock()
+
+    def serve(self, host: str) -> int:
+        """Open the rendezvous store on a free port of `host`."""
+        with socket.create_server((host, 0), backlog=512) as listener:
+            port: int = listener.getsockname()[1]
+            self._server = TCPStore(
+                host,
+                port,
+                is_master=True,
+                timeout=timedelta(seconds=self.timeout_s),
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+        self._store = PrefixStore(f"flotilla/{self.epoch}", self._server)
+        return port
+
+    def dial(self, host: str, port: int) -> None:
+        """Reach the sender's store, which is open before anybody is told of it."""
+        try:
+            socket.create_connection((host, port), timeout=self.timeout_s).close()
+            client = TCPStore(
+                host,
+                port,
+                is_master=False,
+                timeout=timedelta(seconds=self.timeout_s),
+                wait_for_workers=False,
+            )
+        except (OSError, RuntimeError) as error:
+            raise self.fail(
+                f"the sender's store at {host}:{port} does not answer", why=_brief(error)
+            ) from error
+        self._store = PrefixStore(f"flotilla/{self.epoch}", client)
+
+    def form(self, peer_host: str, credential: str, device: torch.device) -> None:
+        """Meet all members, check that they hold the same `credential`, connect the group."""
+        self.put(f"member/{self.rank}", credential)
+        keys = [f"member/{rank}" for rank in range(self.world_size)]
+        self.wait(lambda: self._has(keys), lambda: f"waiting for {self._absent()} to join", store_only=True)
+        for rank in range(self.world_size):
+            if self._get(f"member/{rank}") != credential:
+                raise self.fail(
+                    f"rank {rank} joined with another manifest", why="names, types, shapes or order differ"
+                )
+        try:
+            self._group = self._connect(peer_host, device, self._required_store())
+        except (RuntimeError, OSError) as error:
+            raise self.fail("the group could not be connected", why=_brief(error)) from error
+
+    def broadcast(self, tensor: torch.Tensor) -> Any:
+        """Start moving one buffer from the sender; `finish` it."""
+        self.check()
+        group = self._group
+        if group is None:
+            raise self.fail("the group is not connected")
+        options = BroadcastOptions()
+        options.rootRank = SENDER_RANK
+        options.rootTensor = 0
+        try:
+            work = group.broadcast([tensor], options)
+        except RuntimeError as error:
+            raise self.fail("a transfer could not be started", why=_brief(error)) from error
+        with self._lock:
+            self._pending.append(work)
+        if self._cause is not None:
+            # Another thread ended the link in between and could not know of this transfer.
+            self._retire(group, [work])
+            self.check()
+        return work
+
+    def finish(self, work: Any, what: str) -> None:
+        """Wait for one transfer."""
+        self.wait(work.is_completed, lambda: what)
+        self.check()  # completed or not, an aborted epoch delivers nothing more
+        with self._lock:
+            self._pending = [other for other in self._pending if other is not work]
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self.check_peers()  # a member that leaves says why before its connections close
+            raise self.fail(f"{what} failed", why=_brief(error)) from error
+
+    def put(self, key: str, value: str) -> None:
+        """Tell all members something."""
+        self._ask(lambda store: store.set(key, value))
+
+    def wait_for_key(self, key: str, what: str) -> None:
+        """Wait until the sender has told something."""
+        self.wait(lambda: self._has([key]), lambda: what, store_only=True)
+
+    def wait(self, done: Callable[[], bool], what: Callable[[], str], *, store_only: bool = False) -> None:
+        """Poll `done` within the deadline, watching for aborts and for failures of others."""
+        deadline = time.monotonic() + self.timeout_s
+        next_check = time.monotonic() + STORE_CHECK_EVERY_S
+        spins = 0
+        while not done():
+            self.check()
+            now = time.monotonic()
+            if now >= deadline:
+                raise self.fail(f"no progress for {self.timeout_s:g} s", why=what())
+            if now >= next_check:
+                self.check_peers()
+                next_check = now + STORE_CHECK_EVERY_S
+            spins += 1
+            if store_only:
+                time.sleep(STORE_POLL_S)
+            else:
+                time.sleep(0 if spins < SPINS else POLL_S)
+
+    def check(self) -> None:
+        """Raise what ended this link."""
+        if self._cause is not None:
+            raise self._cause
+
+    def check_peers(self) -> None:
+        """Raise when some member reported a failure, or the sender's store is gone."""
+        if self._has(["failed"]):
+            raise self._end(
+                WeightGroupFailed("another member of the weight group failed", why=self._get("failed"))
+            )
+
+    def fail(self, what: str, *, why: str = "") -> FlotillaError:
+        """End the link, tell the other members, return the error to raise."""
+        if self._cause is not None:
+            return self._cause
+        self._tell(f"rank {self.rank}: {what}{': ' + why if why else ''}")
+        return self._end(
+            WeightGroupFailed(
+                what, where=f"rank {self.rank} of {self.world_size}, epoch {self.epoch}", why=why
+            )
+        )
+
+    def abort(self, why: str) -> None:
+        """End the link from any thread; waits in progress raise."""
+        if self._cause is None:
+            self.fail("aborted", why=why)
+
+    def close(self) -> None:
+        """Leave an idle link without a complaint."""
+        self._end(WeightGroupFailed("the group is closed"), told=True)
+
+    def _tell(self, message: str) -> None:
+        store = self._store
+        if store is None or self._cause is not None:
+            return
+        try:
+            store.compare_set("failed", "", message)
+        except RuntimeError:
+            return  # the sender's store is gone: whoever still asks it finds out the same way
+
+    def _end(self, cause: FlotillaError, *, told: bool = False) -> FlotillaError:
+        with self._lock:
+            if self._cause is not None and not told:
+                return self._cause
+            self._cause = self._cause or cause
+            group, self._group = self._group, None
+            pending, self._pending = [w for w in self._pending if not w.is_completed()], []
+        if group is not None:
+            self._retire(group, pending)
+        return self._cause
+
+    def _retire(self, group: Any, pending: list[Any]) -> None:
+        """Let go of a process group, never under a transfer that still runs in it."""
+        if self.backend == "nccl":
+            group.abort()
+        elif pending:
+            threading.Thread(
+                target=_outlive, args=(group, pending), name="weights-remains", daemon=True
+            ).start()
+
+    def _has(self, keys: list[str]) -> bool:
+        return bool(self._ask(lambda store: store.check(keys)))
+
+    def _get(self, key: str) -> str:
+        value: bytes = self._ask(lambda store: store.get(key))
+        return value.decode()
+
+    def _required_store(self) -> PrefixStore:
+        self.check()
+        if self._store is None:
+            raise self.fail("the link has no store")
+        return self._store
+
+    def _ask(self, question: Callable[[PrefixStore], Any]) -> Any:
+        store = self._required_store()
+        try:
+            return question(store)
+        except RuntimeError as error:
+            raise self._end(WeightGroupFailed("the sender went away", why=_brief(error))) from error
+
+    def _absent(self) -> str:
+        absent = [str(rank) for rank in range(self.world_size) if not self._has([f"member/{rank}"])]
+        return f"rank {', '.join(absent)} of {self.world_size}"
+
+    def _connect(self, peer_host: str, device: torch.device, parent: PrefixStore) -> Any:
+        timeout = timedelta(seconds=self.timeout_s)
+        store = PrefixStore(self.backend, parent)
+        if self.backend == "gloo":
+            gloo: Any = ProcessGroupGloo  # its stub does not list what follows
+            options = gloo._Options()
+            options._timeout = timeout
+            options._devices = [gloo.create_device(hostname=_address_towards(peer_host))]
+            return gloo(store, self.rank, self.world_size, options)
+        from torch._C._distributed_c10d import ProcessGroupNCCL
+
+        os.environ.setdefault(
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
+        )  # deadlines are kept here; a watchdog would exit
+        torch.cuda.set_device(device)
+        nccl = ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        return ProcessGroupNCCL(store, self.rank, self.world_size, nccl)
+
+
+def _outlive(group: Any, pending: list[Any]) -> None:
+    """Hold a broken gloo group until its last transfer has ended by itself."""
+    for work in pending:
+        try:
+            work.wait()
+        except RuntimeError:
+            continue  # how a transfer without a peer ends
+    del group
+
+
+def _brief(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    if not text:
+        return type(error).__name__
+    return text[0].split(" This is typically")[0][-200:]
+
+
+def _address_towards(host: str) -> str:
+    """Our address on the interface that leads to `host`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        address: str = probe.getsockname()[0]
+    return address

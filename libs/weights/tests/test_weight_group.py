@@ -1,0 +1,324 @@
+"""Claims about moving weights from one sender to many receivers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch
+
+from flotilla.common.v1 import weights_pb2
+from flotilla_core.errors import InvalidRequest, WeightGroupFailed, WeightsMismatch
+from flotilla_weights.digest import tensor_digests
+from flotilla_weights.group import Receiver, Sender
+from flotilla_weights.manifest import Manifest
+
+Weights = dict[str, torch.Tensor]
+
+
+def model(seed: int = 0) -> Weights:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {
+        "model.embed_tokens.weight": (64, 33),
+        "model.layers.0.mlp.up_proj.weight": (129, 33),
+        "model.layers.0.norm.weight": (33,),
+        "model.layers.1.mlp.up_proj.weight": (300, 33),
+        "model.layers.1.norm.weight": (33,),
+        "model.norm.weight": (33,),
+    }
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    weights["model.layers.0.norm.weight"] = weights["model.layers.0.norm.weight"].bfloat16()
+    return weights
+
+
+def manifest_of(weights: Weights, bucket_bytes: int = 20_000) -> Manifest:
+    return Manifest.from_named(((n, t.dtype, t.shape) for n, t in weights.items()), bucket_bytes)
+
+
+def group_of(
+    sender: Sender, world_size: int, epoch: int = 1, timeout_s: float = 10.0
+) -> weights_pb2.WeightGroup:
+    group = weights_pb2.WeightGroup(
+        epoch=epoch,
+        backend=weights_pb2.WEIGHT_BACKEND_GLOO,
+        host=sender.host,
+        port=sender.port,
+        world_size=world_size,
+        sender_ranks=[0],
+    )
+    group.timeout.FromNanoseconds(int(timeout_s * 1e9))
+    return group
+
+
+def in_order(manifest: Manifest, weights: Weights) -> list[tuple[str, torch.Tensor]]:
+    return [(spec.name, weights[spec.name]) for spec in manifest.tensors]
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(8) as threads:
+        yield threads
+
+
+def start(
+    pool: ThreadPoolExecutor, receiver: Receiver, into: Weights, rounds: int = 1
+) -> Future[list[list[int]]]:
+    def work() -> list[list[int]]:
+        receiver.connect()
+        return [receiver.receive(into.update) for _ in range(rounds)]
+
+    return pool.submit(work)
+
+
+def test_two_receivers_get_every_tensor_bit_for_bit_round_after_round(pool):
+    first, second = model(1), model(2)
+    manifest = manifest_of(first)
+    assert len(manifest.buckets) > 3
+    sender = Sender.listen("127.0.0.1", 1, 3, "gloo", 10.0)
+    arrived: list[Weights] = [{}, {}]
+    receivers = [Receiver(group_of(sender, 3), rank, manifest) for rank in (1, 2)]
+    futures = [start(pool, r, into, rounds=2) for r, into in zip(receivers, arrived, strict=True)]
+    sender.connect(manifest)
+    digests = [sender.publish(manifest, in_order(manifest, weights)) for weights in (first, second)]
+    for future, into in zip(futures, arrived, strict=True):
+        assert future.result() == digests
+        assert into.keys() == second.keys()
+        for name, tensor in second.items():
+            assert into[name].dtype == tensor.dtype and torch.equal(into[name], tensor)
+    assert digests[1] == tensor_digests(tensor for _, tensor in in_order(manifest, second))
+    sender.close()
+    for receiver in receivers:
+        receiver.close()
+
+
+def test_a_receiver_with_another_manifest_is_refused_by_rank(pool):
+    weights = model()
+    sender = Sender.listen("127.0.0.1", 1, 2, "gloo", 10.0)
+    without_norm = {n: t for n, t in weights.items() if n != "model.norm.weight"}
+    future = start(pool, Receiver(group_of(sender, 2), 1, manifest_of(without_norm)), {})
+    with pytest.raises(WeightGroupFailed, match="another manifest"):
+        sender.connect(manifest_of(weights))
+    with pytest.raises(WeightGroupFailed):
+        future.result()
+
+
+def test_publishing_other_tensors_than_the_manifest_names_them(pool):
+    weights = model()
+    manifest = manifest_of(weights)
+    sender = Sender.listen("127.0.0.1", 1, 2, "gloo", 10.0)
+    future = start(pool, Receiver(group_of(sender, 2), 1, manifest), {})
+    sender.connect(manifest)
+    weights["model.layers.1.norm.weight"] = torch.randn(34)
+    with pytest.raises(WeightsMismatch, match=r"model\.layers\.1\.norm\.weight"):
+        sender.publish(manifest, in_order(manifest, weights))
+    with pytest.raises(WeightGroupFailed, match=r"model\.layers\.1\.norm\.weight"):
+        future.result()
+
+
+def test_a_member_that_never_joins_is_named_at_the_timeout():
+    sender = Sender.listen("127.0.0.1", 1, 3, "gloo", 0.5)
+    started = time.monotonic()
+    with pytest.raises(WeightGroupFailed, match="rank 1, 2 of 3"):
+        sender.connect(manifest_of(model()))
+    assert time.monotonic() - started < 3
+
+
+def test_a_receiver_that_nobody_publishes_to_ends_at_the_timeout(pool):
+    manifest = manifest_of(model())
+    sender = Sender.listen("127.0.0.1", 1, 2, "gloo", 10.0)
+    future = start(pool, Receiver(group_of(sender, 2, timeout_s=0.5), 1, manifest), {})
+    sender.connect(manifest)
+    with pytest.raises(WeightGroupFailed, match="waiting for the sender to publish"):
+        future.result(timeout=5)
+
+
+def test_a_wrong_address_fails_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    group = weights_pb2.WeightGroup(
+        epoch=1, backend=weights_pb2.WEIGHT_BACKEND_GLOO, host="127.0.0.1", port=port, world_size=2
+    )
+    group.timeout.FromSeconds(20)
+    started = time.monotonic()
+    with pytest.raises(WeightGroupFailed, match="does not answer"):
+        Receiver(group, 1, manifest_of(model())).connect()
+    assert time.monotonic() - started < 2
+
+
+def test_abort_ends_a_join_and_a_publication_in_progress(pool):
+    manifest = manifest_of(model())
+    sender = Sender.listen("127.0.0.1", 1, 2, "gloo", 30.0)
+    joining = pool.submit(sender.connect, manifest)
+    sender.abort("the run was stopped")
+    with pytest.raises(WeightGroupFailed, match="the run was stopped"):
+        joining.result(timeout=5)
+
+    other = Sender.listen("127.0.0.1", 2, 2, "gloo", 30.0)
+    receiver = Receiver(group_of(other, 2, epoch=2, timeout_s=30.0), 1, manifest)
+    receiving = start(pool, receiver, {})
+    other.connect(manifest)
+    receiver.abort("the replica leaves")
+    with pytest.raises(WeightGroupFailed, match="the replica leaves"):
+        receiving.result(timeout=5)
+    with pytest.raises(WeightGroupFailed, match="the replica leaves"):
+        other.publish(manifest, in_order(manifest, model()))
+
+
+def test_an_abort_while_a_bucket_is_packed_is_an_error_of_the_group_and_no_other(pool):
+    weights = model()
+    manifest = manifest_of(weights, bucket_bytes=1)
+    sender = Sender.listen("127.0.0.1", 1, 2, "gloo", 10.0)
+    future = start(pool, Receiver(group_of(sender, 2), 1, manifest), arrived := {})
+
+    def given_up_on_the_way():
+        for index, (name, tensor) in enumerate(in_order(manifest, weights)):
+            if index == 3:
+                while len(arrived) < 2:  # the first transfers are done, and nobody has finished them
+                    time.sleep(0.001)
+                sender.abort("the coordinator closed the weight group")
+            yield name, tensor
+
+    sender.connect(manifest)
+    with pytest.raises(WeightGroupFailed, match="aborted"):
+        sender.publish(manifest, given_up_on_the_way())
+    with pytest.raises(WeightGroupFailed):
+        future.result()
+
+
+def test_publishing_before_anybody_joined_is_an_error_of_the_group():
+    weights = model()
+    manifest = manifest_of(weights)
+    sender = Sender.listen("127.0.0.1", 1, 2, "gloo", 10.0)
+    with pytest.raises(WeightGroupFailed, match="not connected"):
+        sender.publish(manifest, in_order(manifest, weights))
+
+
+def test_an_error_of_the_sink_does_not_hold_up_the_others(pool):
+    weights = model()
+    manifest = manifest_of(weights)
+    sender = Sender.listen("127.0.0.1", 1, 3, "gloo", 10.0)
+    good: Weights = {}
+    healthy = start(pool, Receiver(group_of(sender, 3), 1, manifest), good)
+    broken = Receiver(group_of(sender, 3), 2, manifest)
+
+    def refuse(_named: object) -> None:
+        raise MemoryError("no room to stage")
+
+    def work() -> None:
+        broken.connect()
+        broken.receive(refuse)
+
+    failing = pool.submit(work)
+    sender.connect(manifest)
+    digests = sender.publish(manifest, in_order(manifest, weights))
+    assert healthy.result(timeout=5) == [digests]
+    with pytest.raises(MemoryError, match="no room to stage"):
+        failing.result(timeout=5)
+
+
+PEER = """
+import sys, threading
+import torch
+from flotilla.common.v1 import weights_pb2
+from flotilla_weights.group import Receiver, Sender
+from flotilla_weights.manifest import Manifest
+
+role, port, timeout_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+manifest = Manifest.from_named([(f"layers.{i}.w", "float32", (256, 256)) for i in range(40)], 300_000)
+if role == "sender":
+    sender = Sender.listen("127.0.0.1", 1, 3, "gloo", timeout_s)
+    print(sender.port, flush=True)
+    sender.connect(manifest)
+
+    def tensors():
+        for index, spec in enumerate(manifest.tensors):
+            if index == 20:
+                print("halfway", flush=True)
+                threading.Event().wait()
+            yield spec.name, torch.zeros(spec.shape)
+
+    sender.publish(manifest, tensors())
+else:
+    group = weights_pb2.WeightGroup(epoch=1, backend=1, host="127.0.0.1", port=port, world_size=3, sender_ranks=[0])
+    group.timeout.FromNanoseconds(int(timeout_s * 1e9))
+    receiver = Receiver(group, 2, manifest)
+    receiver.connect()
+    print("joined", flush=True)
+    threading.Event().wait()
+"""
+PEER_MANIFEST = Manifest.from_named([(f"layers.{i}.w", "float32", (256, 256)) for i in range(40)], 300_000)
+
+
+def spawn(role: str, port: int, timeout_s: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PEER, role, str(port), str(timeout_s)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+
+
+def test_a_sender_killed_mid_broadcast_ends_every_receiver_long_before_the_timeout(pool):
+    peer = spawn("sender", 0, 60.0)
+    try:
+        assert peer.stdout
+        port = int(peer.stdout.readline())
+        group = weights_pb2.WeightGroup(epoch=1, backend=1, host="127.0.0.1", port=port, world_size=3)
+        group.timeout.FromSeconds(60)
+        futures = [start(pool, Receiver(group, rank, PEER_MANIFEST), {}) for rank in (1, 2)]
+        assert peer.stdout.readline().strip() == "halfway"
+        peer.send_signal(signal.SIGKILL)
+        peer.wait()
+        started = time.monotonic()
+        for future in futures:
+            with pytest.raises(WeightGroupFailed):
+                future.result(timeout=10)
+        assert time.monotonic() - started < 5
+    finally:
+        peer.kill()
+        peer.wait()
+
+
+def test_a_receiver_killed_before_the_broadcast_fails_the_publication(pool):
+    sender = Sender.listen("127.0.0.1", 1, 3, "gloo", 6.0)
+    peer = spawn("receiver", sender.port, 6.0)
+    try:
+        healthy = start(pool, Receiver(group_of(sender, 3, timeout_s=6.0), 1, PEER_MANIFEST), {})
+        sender.connect(PEER_MANIFEST)
+        assert peer.stdout and peer.stdout.readline().strip() == "joined"
+        peer.send_signal(signal.SIGKILL)
+        peer.wait()
+        zeros = ((spec.name, torch.zeros(spec.shape)) for spec in PEER_MANIFEST.tensors)
+        with pytest.raises(WeightGroupFailed):
+            sender.publish(PEER_MANIFEST, zeros)
+        with pytest.raises(WeightGroupFailed):
+            healthy.result(timeout=10)
+    finally:
+        peer.kill()
+        peer.wait()
+
+
+def test_a_new_epoch_works_after_a_broken_one(pool):
+    weights = model()
+    manifest = manifest_of(weights)
+    broken = Sender.listen("127.0.0.1", 1, 2, "gloo", 10.0)
+    first = start(pool, Receiver(group_of(broken, 2), 1, manifest), {})
+    broken.connect(manifest)
+    broken.abort("test")
+    with pytest.raises(WeightGroupFailed):
+        first.result(timeout=5)
+    again = Sender.listen("127.0.0.1", 2, 2, "gloo", 10.0)
+    second = start(pool, Receiver(group_of(again, 2, epoch=2), 1, manifest), {})
+    again.connect(manifest)
+    assert [again.publish(manifest, in_order(manifest, weights))] == second.result(timeout=5)
+
+
+def test_ranks_outside_the_group_are_refused():
+    sender = Sender.listen("127.0.0.1", 1, 2, "gloo", 1.0)
+    with pytest.raises(InvalidRequest, match="rank 2"):
+        Receiver(group_of(sender, 2), 2, manifest_of(model()))
+    assert threading.active_count() < 50

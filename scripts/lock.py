@@ -1,0 +1,91 @@
+"""Resolve requirements/*.in into complete pinned locks.
+
+Invariants: constraints.txt is one consistent set for a machine without a GPU, and every CPU lock is a subset
+of it; the GPU locks are one consistent set of their own. A lock holds `name==version` lines and nothing else,
+so that it works with whatever package index pip is configured for. Only metadata is read where the index
+offers it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent.parent / "requirements"
+CPU_SUBSETS = ("coordinator", "coordinator-report", "reward", "trainer", "generator", "light")
+GPU_SUBSETS = ("trainer-gpu", "generator-gpu")
+CUDA_LIBRARIES = re.compile(r"cuda-|nvidia-|triton$")
+# vLLM names these for images and sound, which no service uses; a wheel of another build breaks its import.
+LEFT_OUT = frozenset({"torchvision", "torchaudio", "torchcodec"})
+GPU_NOTE = "# Resolved from metadata, not yet run on GPUs.\n"
+
+Pins = dict[str, str]
+
+
+def resolve(inputs: list[Path], constraints: Path | None, *, stock_index: bool = False) -> Pins:
+    """Ask pip for the newest consistent set that satisfies `inputs` (and `constraints`)."""
+    arguments = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
+    for path in inputs:
+        arguments += ["--requirement", str(path)]
+    if constraints is not None:
+        arguments += ["--constraint", str(constraints)]
+    environment = dict(os.environ)
+    if stock_index:
+        # A machine may be set up to prefer CPU wheels; the GPU locks need what everyone else gets.
+        environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": ""}
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.json")
+        subprocess.run([*arguments, "--report", str(report)], check=True, env=environment)
+        installs = json.loads(report.read_text("utf-8"))["install"]
+    found = {canonical(item["metadata"]["name"]): item["metadata"]["version"] for item in installs}
+    return {
+        name: version.partition("+")[0] for name, version in sorted(found.items()) if name not in LEFT_OUT
+    }
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def write(name: str, pins: Pins, note: str = "") -> None:
+    lines = "".join(f"{package}=={version}\n" for package, version in pins.items())
+    path = FOLDER / f"{name}.txt"
+    path.write_text(f"# Made by `make lock`. Do not edit.\n{note}{lines}", encoding="ascii")
+    print(f"{path.name}: {len(pins)} packages", flush=True)
+
+
+def lock_set(whole: str, output: str, subsets: tuple[str, ...], *, upgrade: bool, gpu: bool) -> None:
+    """Resolve `whole`.in once, keep it as `output`.txt, then cut each subset out of it."""
+    note = GPU_NOTE if gpu else ""
+    current = FOLDER / f"{output}.txt"
+    kept = current if current.exists() and not upgrade else None
+    pins = resolve([FOLDER / f"{whole}.in"], kept, stock_index=gpu)
+    write(output, pins, note)
+    if output != whole:
+        write(whole, pins, note)
+    for name in subsets:
+        write(name, resolve([FOLDER / f"{name}.in"], current, stock_index=gpu), note)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Resolve requirements/*.in into complete pinned locks.")
+    parser.add_argument(
+        "--upgrade", action="store_true", help="take newer releases instead of the current pins"
+    )
+    upgrade = parser.parse_args().upgrade
+    lock_set("dev", "constraints", CPU_SUBSETS, upgrade=upgrade, gpu=False)
+    lock_set("dev-gpu", "dev-gpu", GPU_SUBSETS, upgrade=upgrade, gpu=True)
+    torch = resolve([FOLDER / "torch-cuda.in"], FOLDER / "dev-gpu.txt", stock_index=True)
+    write("torch-cuda", {name: pin for name, pin in torch.items() if CUDA_LIBRARIES.match(name)})
+    lock_set("tools", "tools", (), upgrade=upgrade, gpu=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

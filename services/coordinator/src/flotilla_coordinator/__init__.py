@@ -1,0 +1,1 @@
+"""Coordinator service: runs, the ledger, the timeline and the command line."""

@@ -1,0 +1,36 @@
+"""Makes the model and data of the arithmetic example, the first time that its stack is brought up."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from flotilla_coordinator.cli.output import say
+from flotilla_coordinator.cli.stack_choice import EXAMPLE
+
+
+def make_example(file: Path | None) -> None:
+    """Does nothing for any other stack, or when model and data are there."""
+    if file is None or file.resolve() != (EXAMPLE / "stack.yaml").resolve():
+        return
+    for folder, script, what in (
+        ("model", "make_model.py", "model of the arithmetic example (0.8M parameters)"),
+        ("data", "make_data.py", "data of the arithmetic example"),
+    ):
+        if not (EXAMPLE / folder).exists():
+            say(f"making the {what}: {EXAMPLE / folder}")
+            _make(EXAMPLE / script)
+
+
+def _make(script: Path) -> None:
+    from flotilla_core.errors import FailedPrecondition
+
+    done = subprocess.run([sys.executable, str(script)], stdout=sys.stderr, check=False)
+    if done.returncode != 0:
+        raise FailedPrecondition(
+            "the arithmetic example could not be made",
+            where=str(script),
+            why=f"the script exited with code {done.returncode}; its message is above",
+            next_step=f"run it by hand: {sys.executable} {script}",
+        )

@@ -1,0 +1,54 @@
+"""Entry point of `flotilla`: puts the commands together and turns every failure into a message and an exit code."""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+import typer
+
+from flotilla_coordinator.cli import config, doctor, fleet, logs, run, timeline
+from flotilla_coordinator.cli.exit_codes import INTERRUPTED, code_of
+
+app = typer.Typer(
+    name="flotilla",
+    help="Reinforcement-learning post-training on a fleet of services.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(fleet.up)
+app.command()(fleet.down)
+app.command()(fleet.ps)
+app.command()(logs.logs)
+app.command()(fleet.scale)
+app.add_typer(run.app, name="run")
+app.command()(timeline.timeline)
+app.command()(doctor.doctor)
+app.add_typer(config.app, name="config")
+
+
+def main() -> None:
+    """Run one command."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    # The boundary of the command; what is not ours is raised again.
+    except Exception as error:  # noqa: BLE001
+        _fail(error)
+
+
+def _fail(error: Exception) -> NoReturn:
+    from flotilla_core.errors import FlotillaError
+
+    if not isinstance(error, FlotillaError):
+        raise error
+    from flotilla_coordinator.cli.output import print_error
+
+    print_error(error, as_json="--json" in sys.argv)
+    sys.exit(code_of(error))
+
+
+if __name__ == "__main__":
+    main()

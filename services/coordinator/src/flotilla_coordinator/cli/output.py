@@ -1,0 +1,80 @@
+"""Printing: data on stdout, talk on stderr, tables and colours where a person looks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from google.protobuf.timestamp_pb2 import Timestamp
+
+    from flotilla_core.errors import FlotillaError
+
+
+def print_json(value: Any) -> None:
+    """One object."""
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def print_line(text: str) -> None:
+    """Data, for a person or a pipe."""
+    sys.stdout.write(text + "\n")
+
+
+def say(text: str) -> None:
+    """Talk: progress, hints, what happens."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def print_error(error: FlotillaError, *, as_json: bool) -> None:
+    """What, where, why and what to do next."""
+    from flotilla.common.v1.error_pb2 import ErrorReason
+
+    parts = {"where": error.where, "why": error.why, "next": error.next_step}
+    red, plain = ("\033[1;31m", "\033[0m") if wants_colour(sys.stderr) else ("", "")
+    say(f"{red}error:{plain} {error.what}")
+    for name, text in parts.items():
+        if text:
+            say(f"  {name + ':':6} {text.strip().replace(chr(10), chr(10) + ' ' * 9)}")
+    if as_json:
+        reason = ErrorReason.Name(error.reason).removeprefix("ERROR_REASON_").lower()
+        print_json({"error": {"reason": reason, "what": error.what, **parts}})
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Aligned columns; with colour where a person looks, whole lines where a pipe reads."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        table.add_row(*row)
+    console = Console(markup=False, highlight=False)
+    if not console.is_terminal:
+        console = Console(markup=False, highlight=False, width=1000)
+    console.print(table, soft_wrap=not console.is_terminal)
+
+
+def wants_colour(stream: Any) -> bool:
+    """Only on a terminal, and not with NO_COLOR."""
+    import os
+
+    return bool(stream.isatty()) and not os.environ.get("NO_COLOR")
+
+
+def age(moment: Timestamp) -> str:
+    """How long ago, in the largest fitting unit: 12s, 4m, 3h, 2d."""
+    seconds = max(0.0, (datetime.now(UTC) - moment.ToDatetime(UTC)).total_seconds())
+    return duration(seconds)
+
+
+def duration(seconds: float) -> str:
+    """12s, 4m, 3h, 2d."""
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds:.0f}s"

@@ -1,0 +1,235 @@
+"""`flotilla run`: start, plan, list, show, watch and stop runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flotilla_coordinator.cli.options import Coordinator, Json, RunId, Stack
+
+if TYPE_CHECKING:
+    from flotilla.coordinator.v1.run_pb2 import Plan, Run
+    from flotilla_client import Client
+
+app = typer.Typer(help="Start, follow and stop runs.", no_args_is_help=True)
+
+Arguments = Annotated[
+    list[str],
+    typer.Argument(metavar="FILE... [key.path=value]...", help="Run files, merged left to right; overrides."),
+]
+Latest = Annotated[str, typer.Argument(metavar="[RUN]", help='Id, unique prefix of an id, or "latest".')]
+
+
+@app.command()
+def start(
+    arguments: Arguments,
+    follow: Annotated[bool, typer.Option("--wait", help="Stay until the run has ended.")] = False,
+    stack: Stack = None,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """Start a run. Prints its id at once, or its end with --wait."""
+    from flotilla_client import resolve_run
+    from flotilla_coordinator.cli.arguments import split_arguments
+    from flotilla_coordinator.cli.output import print_json, print_line, say
+    from flotilla_coordinator.cli.running import wait
+
+    files, overrides = split_arguments(arguments)
+    resolve_run(files, overrides)  # What is wrong with the files is said even when no coordinator is there.
+
+    async def begin() -> Run:
+        async with _client(stack, coordinator) as client:
+            return await client.start_run(files, overrides)
+
+    run = wait(begin())
+    if follow:
+        say(f"run {run.run_id} started; its files: {run.directory}")
+        _follow(run.run_id, stack, coordinator, as_json=as_json)
+    elif as_json:
+        print_json(run_json(run))
+    else:
+        print_line(run.run_id)
+        say(f"files: {run.directory}\nnext: flotilla run watch {run.run_id}")
+
+
+@app.command()
+def plan(
+    arguments: Arguments, stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False
+) -> None:
+    """Print the arithmetic of a run, and why it would be refused; starts nothing."""
+    from flotilla_client import resolve_run
+    from flotilla_coordinator.cli.arguments import split_arguments
+    from flotilla_coordinator.cli.exit_codes import USAGE
+    from flotilla_coordinator.cli.running import wait
+
+    files, overrides = split_arguments(arguments)
+    resolve_run(files, overrides)
+
+    async def ask() -> Plan:
+        async with _client(stack, coordinator) as client:
+            return await client.plan_run(files, overrides)
+
+    found = wait(ask())
+    _print_plan(found, as_json=as_json)
+    if found.errors:
+        raise typer.Exit(USAGE)
+
+
+@app.command("list")
+def list_(
+    limit: Annotated[int, typer.Option("-n", "--limit", min=1, help="Runs to list.")] = 20,
+    stack: Stack = None,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """List runs, the newest first."""
+    from flotilla_coordinator.cli.output import age, print_json, print_table
+    from flotilla_coordinator.cli.running import wait
+
+    async def ask() -> list[Run]:
+        async with _client(stack, coordinator) as client:
+            return await client.list_runs(limit)
+
+    runs = wait(ask())
+    if as_json:
+        print_json({"runs": [run_json(run) for run in runs]})
+        return
+    rows = [
+        (run.run_id, state_name(run), f"{run.step}/{run.total_steps}", age(run.created_at), run.phase)
+        for run in runs
+    ]
+    print_table(("RUN", "STATE", "STEP", "AGE", "PHASE"), rows)
+
+
+@app.command()
+def show(
+    run: Latest = "latest", stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False
+) -> None:
+    """Show one run: state, metrics, files, resolved configuration."""
+    import yaml
+
+    from flotilla_coordinator.cli.output import print_json, print_line
+    from flotilla_coordinator.cli.running import wait
+
+    async def ask() -> tuple[Run, str]:
+        async with _client(stack, coordinator) as client:
+            found = await client.get_run_and_config(run)
+            return found.run, found.config_yaml
+
+    found, config_yaml = wait(ask())
+    values = run_json(found)
+    if as_json:
+        print_json({**values, "config": yaml.safe_load(config_yaml)})
+        return
+    metrics = values.pop("metrics")
+    for name, value in values.items():
+        if value not in (None, ""):
+            print_line(f"{name:15} {value}")
+    for name, value in sorted(metrics.items()):
+        print_line(f"  {name:28} {value:.6g}")
+
+
+@app.command()
+def watch(
+    run: Latest = "latest", stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False
+) -> None:
+    """Follow a run until it ends. Ctrl-C leaves the run alone. With --json prints the run at its end."""
+    _follow(run, stack, coordinator, as_json=as_json)
+
+
+@app.command()
+def stop(
+    run: RunId,
+    reason: Annotated[str, typer.Option(help="Kept with the run.")] = "stopped by the user",
+    stack: Stack = None,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """End a run after the step that is under way."""
+    from flotilla_coordinator.cli.output import print_json, say
+    from flotilla_coordinator.cli.running import wait
+
+    async def ask() -> Run:
+        async with _client(stack, coordinator) as client:
+            return await client.stop_run(run, reason)
+
+    found = wait(ask())
+    if as_json:
+        print_json(run_json(found))
+    else:
+        say(f"run {found.run_id} is {state_name(found)}")
+
+
+def run_json(run: Run) -> dict[str, Any]:
+    """A run in the output of all `run` commands."""
+    version = run.policy_version
+    return {
+        "run_id": run.run_id,
+        "name": run.name,
+        "state": state_name(run),
+        "phase": run.phase,
+        "step": run.step,
+        "total_steps": run.total_steps,
+        "policy_version": f"{version.lineage}.{version.step}" if run.HasField("policy_version") else None,
+        "created_at": run.created_at.ToJsonString() if run.HasField("created_at") else None,
+        "ended_at": run.ended_at.ToJsonString() if run.HasField("ended_at") else None,
+        "reason": run.reason,
+        "directory": run.directory,
+        "metrics": dict(run.metrics),
+    }
+
+
+def state_name(run: Run) -> str:
+    """`running` for RUN_STATE_RUNNING."""
+    from flotilla.coordinator.v1.run_pb2 import RunState
+
+    return RunState.Name(run.state).removeprefix("RUN_STATE_").lower()
+
+
+def _follow(run_id: str, stack: str | None, coordinator: str | None, *, as_json: bool) -> None:
+    """Progress on stderr; the run at its end; exit code 1 when it failed."""
+    from flotilla.coordinator.v1.run_pb2 import RUN_STATE_FAILED
+    from flotilla_coordinator.cli.exit_codes import RUN_FAILED
+    from flotilla_coordinator.cli.output import print_json, say
+    from flotilla_coordinator.cli.progress import progress
+    from flotilla_coordinator.cli.running import wait
+
+    async def stay() -> Run:
+        async with _client(stack, coordinator) as client:
+            started = await client.get_run(run_id)
+            with progress(started) as show:
+                async for event in client.watch_run(started.run_id):
+                    show(event)
+            return await client.get_run(started.run_id)
+
+    detached = f"detached: the run goes on. Follow it again: flotilla run watch {run_id}"
+    ended = wait(stay(), interrupted=detached)
+    if as_json:
+        print_json(run_json(ended))
+    say(f"run {ended.run_id} {state_name(ended)}" + (f": {ended.reason}" if ended.reason else ""))
+    say(f"files: {ended.directory}")
+    if ended.state == RUN_STATE_FAILED:
+        raise typer.Exit(RUN_FAILED)
+
+
+def _client(stack: str | None, coordinator: str | None) -> Client:
+    from flotilla_client import Client
+    from flotilla_coordinator.cli.stack_choice import load_stack
+
+    config = load_stack(stack)
+    return Client.find(config.name, config.state_dir, coordinator)
+
+
+def _print_plan(plan: Plan, *, as_json: bool) -> None:
+    from flotilla_coordinator.cli.output import print_json, print_table, say
+
+    if as_json:
+        lines = [{"name": n.name, "value": n.value, "explanation": n.explanation} for n in plan.lines]
+        print_json({"lines": lines, "warnings": list(plan.warnings), "errors": list(plan.errors)})
+        return
+    print_table(("WHAT", "VALUE", "HOW"), [(n.name, n.value, n.explanation) for n in plan.lines])
+    for warning in plan.warnings:
+        say(f"warning: {warning}")
+    for error in plan.errors:
+        say(f"error: {error}")

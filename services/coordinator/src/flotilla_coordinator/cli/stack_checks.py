@@ -1,0 +1,81 @@
+"""What `flotilla doctor` checks of the stack file and the model that it names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flotilla_coordinator.cli.finding import Finding, failed, passed, warning
+from flotilla_coordinator.cli.stack_choice import load_stack, stack_file
+
+if TYPE_CHECKING:
+    from flotilla_core.config import StackConfig
+
+
+def stack_checks(given: str | None) -> tuple[StackConfig | None, list[Finding]]:
+    """The stack, where its file is valid, and the findings."""
+    from flotilla_core.errors import InvalidConfig
+
+    file = stack_file(given)
+    try:
+        config = load_stack(given)
+    except InvalidConfig as error:
+        return None, [failed("stack file", str(error), "correct it; see: flotilla config schema stack")]
+    found = f"{file}: stack {config.name!r}" if file else f"none: defaults, stack {config.name!r}"
+    return config, [passed("stack file", found), *_model(config), _bind(config)]
+
+
+def _model(config: StackConfig) -> list[Finding]:
+    from flotilla_core.errors import FlotillaError
+    from flotilla_core.model_folder import model_folder
+
+    if not Path(config.model).is_dir() and _is_hub_name(str(config.model)):
+        found = f"{config.model} is a hub name: it is fetched at the first start, unless it is in the cache"
+        return [warning("model", found, "fetch it beforehand: hf download " + str(config.model))]
+    try:
+        folder = model_folder(config.model)
+    except FlotillaError as error:
+        found = f"{error.what}: {error.why or error.where}"
+        return [failed("model", found, error.next_step or "set model in the stack file to a folder")]
+    if not (folder / "config.json").exists():
+        return [failed("model", f"{folder} has no config.json", "set model to a Hugging Face model folder")]
+    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if not weights:
+        return [
+            failed("model", f"{folder} has no *.safetensors", "save the model with safe_serialization=True")
+        ]
+    return [passed("model", f"{folder} ({weights / 1e6:,.1f} MB of weights)"), _tokenizer(folder)]
+
+
+def _is_hub_name(model: str) -> bool:
+    """organisation/model, as `flotilla_core.model_folder` reads it; asking it would download."""
+    return model.count("/") == 1 and not model.startswith((".", "/", "~"))
+
+
+def _tokenizer(folder: Path) -> Finding:
+    file = folder / "tokenizer.json"
+    if not file.exists():
+        remedy = "save a fast tokenizer there: AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
+        return failed("tokenizer", f"{file} is not there", remedy)
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    # The library raises plain Exception for every defect of the file.
+    except Exception as error:  # noqa: BLE001
+        return failed("tokenizer", f"{file}: {error}", "save the tokenizer again")
+    return passed("tokenizer", f"{tokenizer.get_vocab_size()} entries")
+
+
+def _bind(config: StackConfig) -> Finding:
+    from flotilla_core.errors import FlotillaError
+    from flotilla_core.rpc import is_loopback, read_token
+
+    try:
+        read_token(config.bind)
+    except FlotillaError as error:
+        return failed("bind", str(error), error.next_step or "write a random token to that file, mode 0600")
+    if not is_loopback(config.bind.host):
+        remedy = "use a private network: traffic is authenticated, not encrypted"
+        return warning("bind", f"{config.bind.host}: other hosts can reach the services", remedy)
+    return passed("bind", f"{config.bind.host}: this host only")

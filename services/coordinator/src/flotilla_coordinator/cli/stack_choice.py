@@ -1,0 +1,45 @@
+"""Which stack a command means.
+
+Order: what `--stack` says (a file, or the name of a stack that was started here), ./stack.yaml, the arithmetic
+example's stack file. With none of these: a stack named `local` with all defaults.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flotilla_core.config import StackConfig
+    from flotilla_launch.paths import StackPaths
+
+EXAMPLE = Path("examples/arithmetic")
+_DEFAULT_FILES = (Path("stack.yaml"), EXAMPLE / "stack.yaml")
+
+
+def stack_file(given: str | None) -> Path | None:
+    """The file that describes the stack; None when there is none."""
+    if given is not None:
+        started_here = Path(".flotilla") / given / "stack.yaml"
+        return (
+            started_here
+            if "/" not in given and started_here.exists() and not Path(given).exists()
+            else Path(given)
+        )
+    return next((file for file in _DEFAULT_FILES if file.exists()), None)
+
+
+def load_stack(given: str | None) -> StackConfig:
+    """Checked, with absolute paths."""
+    from flotilla_core.config import StackConfig, load
+
+    file = stack_file(given)
+    return load(StackConfig, [file] if file is not None else [], resolve_paths=True)
+
+
+def stack_paths(given: str | None) -> StackPaths:
+    """Where the stack keeps its files."""
+    from flotilla_launch.paths import StackPaths
+
+    stack = load_stack(given)
+    return StackPaths.of(stack.state_dir, stack.name)

@@ -1,0 +1,1 @@
+"""From lines of a data file to token ids, once and for all services."""

@@ -1,0 +1,139 @@
+"""The tokenizer of a model folder, without transformers.
+
+Invariants: reads `tokenizer.json`, `tokenizer_config.json`, `generation_config.json`, `config.json` and
+`chat_template.jinja`, never the network; a chat template runs in a sandbox that cannot reach Python's
+insides.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+
+from flotilla_core.errors import InvalidConfig, NotFound
+from flotilla_core.tokenizer_digest import TOKENIZER_FILE, tokenizer_digest
+
+if TYPE_CHECKING:
+    from flotilla_coordinator.data.chat import ChatTemplate
+
+
+class Tokenizer:
+    """Text to token ids and back."""
+
+    def __init__(self, folder: Path, backend: tokenizers.Tokenizer, digest: str) -> None:
+        self.folder = folder
+        self.digest = digest
+        self._backend = backend
+        self._settings = _read_json(folder / "tokenizer_config.json")
+        self.eos_ids = self._end_ids()
+        self.pad_id = self._id_of_setting("pad_token")
+        self._chat: ChatTemplate | None = None
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Read the tokenizer of a Hugging Face folder."""
+        digest = tokenizer_digest(folder)
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+        except Exception as error:  # the Rust reader raises plain Exception whatever is wrong with the file
+            raise InvalidConfig(
+                f"{TOKENIZER_FILE} cannot be read", where=str(folder), why=str(error)
+            ) from error
+        backend.no_truncation()
+        backend.no_padding()
+        return cls(folder, backend, digest)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Tokens, added ones included."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def eos_id(self) -> int:
+        """The token that ends a response."""
+        if not self.eos_ids:
+            raise InvalidConfig(
+                "the tokenizer has no end-of-sequence token",
+                where=str(self.folder),
+                next_step="set eos_token in tokenizer_config.json",
+            )
+        return self.eos_ids[0]
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Token ids; `special` adds what the model expects around a bare prompt (a begin token)."""
+        return list(self._backend.encode(text, add_special_tokens=special).ids)
+
+    def encode_many(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
+        """The same for many texts at once, on all cores."""
+        return [list(item.ids) for item in self._backend.encode_batch_fast(texts, add_special_tokens=special)]
+
+    def decode(self, token_ids: list[int], *, skip_special: bool = True) -> str:
+        """Text of token ids."""
+        return str(self._backend.decode(token_ids, skip_special_tokens=skip_special))
+
+    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
+        """The text that the model is trained to continue, by the folder's chat template."""
+        if self._chat is None:
+            from flotilla_coordinator.data.chat import ChatTemplate
+
+            self._chat = ChatTemplate(self._template_source(), self._special_tokens(), where=str(self.folder))
+        return self._chat.render(messages)
+
+    def _template_source(self) -> str:
+        path = self.folder / "chat_template.jinja"
+        if path.is_file():
+            return path.read_text("utf-8")
+        source = self._settings.get("chat_template")
+        if isinstance(source, list):  # several by name
+            source = {item["name"]: item["template"] for item in source}.get("default")
+        if not isinstance(source, str):
+            raise NotFound(
+                "the model has no chat template",
+                where=str(self.folder),
+                why="neither chat_template.jinja nor chat_template in tokenizer_config.json",
+                next_step="add one, or use text prompts with data.apply_chat_template: false",
+            )
+        return source
+
+    def _special_tokens(self) -> dict[str, str]:
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        texts = {name: _token_text(self._settings.get(name)) for name in names}
+        return {name: text for name, text in texts.items() if text is not None}
+
+    def _id_of_setting(self, name: str) -> int | None:
+        text = _token_text(self._settings.get(name))
+        return None if text is None else self._backend.token_to_id(text)
+
+    def _end_ids(self) -> tuple[int, ...]:
+        """The tokenizer's own first, then those that the model's configuration adds."""
+        found: list[int] = []
+        own = self._id_of_setting("eos_token")
+        if own is not None:
+            found.append(own)
+        for file in ("generation_config.json", "config.json"):
+            value = _read_json(self.folder / file).get("eos_token_id")
+            found += value if isinstance(value, list) else [] if value is None else [value]
+        return tuple(dict.fromkeys(int(token) for token in found))
+
+
+def _token_text(setting: object) -> str | None:
+    """Special tokens are plain text, or objects with a `content`."""
+    if isinstance(setting, dict):
+        setting = setting.get("content")
+    return setting if isinstance(setting, str) else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise InvalidConfig(f"{path.name} is not JSON", where=str(path), why=str(error)) from error
+    if not isinstance(content, dict):
+        raise InvalidConfig(f"{path.name} is not a JSON object", where=str(path))
+    return content

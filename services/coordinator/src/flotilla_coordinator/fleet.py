@@ -1,0 +1,68 @@
+"""The services of the stack as runs see them.
+
+Invariants: one registry watch feeds every pool; a generator is leased to at most one run at a time; health,
+not the registry, decides whether a replica is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+from flotilla.common.v1 import registration_pb2 as reg
+from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceStub
+from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
+from flotilla.trainer.v1.trainer_pb2_grpc import TrainerServiceStub
+from flotilla_core.rpc import ReplicaPool
+from flotilla_core.service import Host
+
+if TYPE_CHECKING:
+    from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceAsyncStub
+    from flotilla.reward.v1.reward_pb2_grpc import RewardServiceAsyncStub
+    from flotilla.trainer.v1.trainer_pb2_grpc import TrainerServiceAsyncStub
+
+
+class Fleet:
+    """Pools of generators, trainers and reward replicas."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._watch: asyncio.Task[None] | None = None
+        self.registrations: dict[str, reg.Registration] = {}
+        self.generators: ReplicaPool[GeneratorServiceAsyncStub] = ReplicaPool(
+            reg.SERVICE_KIND_GENERATOR, GeneratorServiceStub, host.connect
+        )
+        self.trainers: ReplicaPool[TrainerServiceAsyncStub] = ReplicaPool(
+            reg.SERVICE_KIND_TRAINER, TrainerServiceStub, host.connect
+        )
+        self.rewards: ReplicaPool[RewardServiceAsyncStub] = ReplicaPool(
+            reg.SERVICE_KIND_REWARD, RewardServiceStub, host.connect
+        )
+
+    async def start(self) -> None:
+        """Begin to follow the registry."""
+        self._watch = asyncio.create_task(self._follow(), name="fleet watch")
+
+    async def stop(self) -> None:
+        """Stop following and close every channel."""
+        if self._watch is not None:
+            self._watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watch
+        for pool in (self.generators, self.trainers, self.rewards):
+            await pool.close()
+
+    def outstanding(self, instance_id: str) -> int:
+        """Tokens that a generator still owes; 0 for everybody else."""
+        return sum(r.outstanding for r in self.generators.everyone() if r.instance_id == instance_id)
+
+    async def _follow(self) -> None:
+        try:
+            async for snapshot in self._host.registry.watch():
+                self.registrations = snapshot
+                for pool in (self.generators, self.trainers, self.rewards):
+                    await pool.update(snapshot)
+        # A coordinator that no longer sees its fleet must not look healthy: it ends, and is started again.
+        except Exception as error:  # noqa: BLE001
+            self._host.failed(error)

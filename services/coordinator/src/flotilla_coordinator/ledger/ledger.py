@@ -1,0 +1,216 @@
+"""The ledger as the coordinator uses it.
+
+Invariants: a call that returned is on disk; the only writer is one thread (group commit), reads have their
+own thread and connection and see everything that has returned. Nothing here decides what happens to a
+sample: the caller asks for a step, the ledger allows it or names what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from flotilla_coordinator.ledger import queries, rows, schema, transitions
+from flotilla_coordinator.ledger.records import (
+    Conservation,
+    GeneratedSample,
+    GroupIssue,
+    Recorded,
+    RunRecord,
+    RunState,
+    SampleRecord,
+    SampleState,
+    ScoredSample,
+    VoidedUpdate,
+)
+from flotilla_coordinator.ledger.writer import WriterThread
+from flotilla_core.errors import AlreadyExists
+from flotilla_core.version import Version
+
+T = TypeVar("T")
+
+
+class Ledger:
+    """The durable truth about runs and samples."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._writer = WriterThread(path)
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="ledger-reader")
+        self._read_db = schema.connect_read_only(path)
+
+    @classmethod
+    def open(cls, path: Path) -> Ledger:
+        """Open or create the file; an older schema is migrated."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return cls(path)
+
+    def close(self) -> None:
+        """Finish what was submitted and close the file."""
+        self._writer.close()
+        self._reader.shutdown()
+        self._read_db.close()
+
+    @property
+    def backlog(self) -> int:
+        """Submitted operations that are not durable yet."""
+        return self._writer.backlog
+
+    async def group_issued(self, group: GroupIssue) -> Recorded:
+        """Admit the samples of a group, before anyone is asked to generate them."""
+        return await self._writer.submit(lambda db: transitions.issue(db, group))
+
+    async def reissue(self, sample_ids: Sequence[str], attempt: int, why: str) -> None:
+        """Ask again for samples that did not arrive; their ids stay."""
+        await self._writer.submit(lambda db: transitions.reissue(db, sample_ids, attempt, why))
+
+    async def group_generated(self, samples: Sequence[GeneratedSample]) -> Recorded:
+        """Keep finished responses whose scores come later."""
+        return await self._writer.submit(lambda db: transitions.generated(db, samples))
+
+    async def group_scored(self, samples: Sequence[ScoredSample]) -> Recorded:
+        """Keep rewards, together with the responses that are not there yet."""
+        return await self._writer.submit(lambda db: transitions.scored(db, samples))
+
+    async def consumed(
+        self,
+        run_id: str,
+        update_id: str,
+        sample_ids: Sequence[str],
+        version: Version,
+        *,
+        result: Version,
+        step: int,
+        cursor: dict[str, Any] | None,
+    ) -> None:
+        """Note an update that the trainer made, and the run's progress with it.
+
+        `version` is what the update started from, `result` what it led to, `step` the steps done with it,
+        `cursor` the place in the data set behind its prompts.
+        """
+
+        def record(db: sqlite3.Connection) -> None:
+            if transitions.consumed(db, run_id, update_id, sample_ids, version):
+                db.execute(
+                    "UPDATE runs SET step = ?, version_lineage = ?, version_step = ?, cursor = ? "
+                    "WHERE run_id = ?",
+                    (step, result.lineage, result.step, _json(cursor), run_id),
+                )
+
+        await self._writer.submit(record)
+
+    async def dropped(self, run_id: str, sample_ids: Sequence[str], reason: str) -> Recorded:
+        """Take samples out of the run, for a reason that is counted."""
+        return await self._writer.submit(lambda db: transitions.dropped(db, run_id, sample_ids, reason))
+
+    async def drop_in_flight(self, run_id: str, reason: str) -> int:
+        """Drop everything of a run that was neither trained nor dropped; the number of samples."""
+        return await self._writer.submit(lambda db: transitions.drop_in_flight(db, run_id, reason))
+
+    async def durable(self, run_id: str, update_ids: Sequence[str]) -> None:
+        """Mark updates that a checkpoint covers."""
+        await self._writer.submit(lambda db: transitions.durable(db, run_id, update_ids))
+
+    async def void_updates(self, run_id: str, after_version: Version) -> list[VoidedUpdate]:
+        """Undo the updates after `after_version`; their samples are scored again, in recorded order."""
+        return await self._writer.submit(lambda db: transitions.void_updates(db, run_id, after_version))
+
+    async def prune_payloads(self, run_id: str, before_step: int) -> int:
+        """Forget the tokens of durable and dropped samples of earlier steps; the number of samples."""
+        return await self._writer.submit(lambda db: transitions.prune_payloads(db, run_id, before_step))
+
+    async def counts(self, run_id: str) -> Conservation:
+        """Where the admitted samples of a run are."""
+        return await self._read(lambda db: queries.conservation(db, run_id))
+
+    async def samples(
+        self,
+        run_id: str,
+        *,
+        step: int | None = None,
+        state: SampleState | None = None,
+        limit: int = 100,
+        after: int = 0,
+    ) -> list[SampleRecord]:
+        """Samples with their payloads, in the order of admission, after the position `after`."""
+        return await self._read(lambda db: queries.samples(db, run_id, step, state, limit, after))
+
+    async def save_run(self, run: RunRecord) -> None:
+        """Admit a run."""
+
+        def insert(db: sqlite3.Connection) -> None:
+            if db.execute("SELECT 1 FROM runs WHERE run_id = ?", (run.run_id,)).fetchone():
+                raise AlreadyExists(f"the ledger has a run {run.run_id} already")
+            db.execute(
+                "INSERT INTO runs (run_id, name, state, config_yaml, directory, created_at, ended_at, "
+                "reason, step, version_lineage, version_step, cursor) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    run.run_id,
+                    run.name,
+                    run.state,
+                    run.config_yaml,
+                    run.directory,
+                    run.created_at,
+                    run.ended_at,
+                    run.reason,
+                    run.step,
+                    run.version.lineage,
+                    run.version.step,
+                    _json(run.cursor),
+                ),
+            )
+
+        await self._writer.submit(insert)
+
+    async def update_run(
+        self,
+        run_id: str,
+        *,
+        state: RunState | None = None,
+        reason: str | None = None,
+        ended_at: float | None = None,
+        config_yaml: str | None = None,
+        step: int | None = None,
+        version: Version | None = None,
+        cursor: dict[str, Any] | None = None,
+    ) -> None:
+        """Change what is given, keep the rest."""
+        changes = {
+            "state": state,
+            "reason": reason,
+            "ended_at": ended_at,
+            "config_yaml": config_yaml,
+            "step": step,
+            "version_lineage": version.lineage if version else None,
+            "version_step": version.step if version else None,
+            "cursor": _json(cursor),
+        }
+        given = {column: value for column, value in changes.items() if value is not None}
+
+        def update(db: sqlite3.Connection) -> None:
+            key = rows.run_key(db, run_id)
+            if given:
+                assignments = ", ".join(f"{column} = ?" for column in given)
+                db.execute(f"UPDATE runs SET {assignments} WHERE key = ?", (*given.values(), key))
+
+        await self._writer.submit(update)
+
+    async def list_runs(self, limit: int = 100) -> list[RunRecord]:
+        """Runs, newest first."""
+        return await self._read(lambda db: queries.runs(db, limit))
+
+    async def get_run(self, reference: str) -> RunRecord:
+        """A run by its id, a unique prefix of it, or `latest`."""
+        return await self._read(lambda db: queries.run(db, reference))
+
+    async def _read(self, query: Callable[[sqlite3.Connection], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._reader, query, self._read_db)
+
+
+def _json(value: dict[str, Any] | None) -> str | None:
+    return None if value is None else json.dumps(value, sort_keys=True)

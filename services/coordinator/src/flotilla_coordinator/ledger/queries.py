@@ -1,0 +1,156 @@
+"""Reads of the ledger, each on a connection that cannot write."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+
+import numpy as np
+
+from flotilla_coordinator.ledger.records import (
+    Conservation,
+    RunRecord,
+    RunState,
+    SampleRecord,
+    SampleState,
+    TokenSpan,
+)
+from flotilla_core.errors import InvalidRequest, NotFound
+from flotilla_core.version import Version
+
+_RUN_COLUMNS = (
+    "run_id, name, state, config_yaml, directory, created_at, ended_at, reason, step, version_lineage, "
+    "version_step, cursor"
+)
+_TRAINED = (SampleState.CONSUMED, SampleState.DURABLE)
+
+
+def run(db: sqlite3.Connection, reference: str) -> RunRecord:
+    """A run by its id, a unique prefix of it, or `latest`."""
+    if reference == "latest":
+        row = db.execute(f"SELECT {_RUN_COLUMNS} FROM runs ORDER BY key DESC LIMIT 1").fetchone()
+        if row is None:
+            raise NotFound("there is no run yet", next_step="start one with `flotilla run start`")
+        return _run_record(row)
+    rows = db.execute(
+        f"SELECT {_RUN_COLUMNS} FROM runs WHERE substr(run_id, 1, ?) = ? "
+        "ORDER BY run_id = ? DESC, key LIMIT 5",
+        (len(reference), reference, reference),
+    ).fetchall()
+    if not reference or not rows:
+        raise NotFound(f"there is no run {reference!r}", next_step="see `flotilla run list`")
+    if len(rows) > 1 and rows[0][0] != reference:
+        names = ", ".join(row[0] for row in rows)
+        raise InvalidRequest(
+            f"{reference!r} may mean several runs", why=names, next_step="give more of the id"
+        )
+    return _run_record(rows[0])
+
+
+def runs(db: sqlite3.Connection, limit: int) -> list[RunRecord]:
+    """Runs, newest first."""
+    rows = db.execute(f"SELECT {_RUN_COLUMNS} FROM runs ORDER BY key DESC LIMIT ?", (limit,))
+    return [_run_record(row) for row in rows]
+
+
+def conservation(db: sqlite3.Connection, run_id: str) -> Conservation:
+    """Where the admitted samples of a run are."""
+    row = db.execute(
+        "SELECT key, admitted, duplicates, late FROM runs WHERE run_id = ?", (run_id,)
+    ).fetchone()
+    if row is None:
+        raise NotFound(f"the ledger has no run {run_id}")
+    key, admitted, duplicates, late = row
+    trained = in_flight = 0
+    dropped: dict[str, int] = {}
+    for state, reason, samples in db.execute(
+        "SELECT state, reason, samples FROM tallies WHERE run = ? AND samples != 0 ORDER BY reason", (key,)
+    ):
+        if state == SampleState.DROPPED:
+            dropped[reason] = samples
+        elif state in _TRAINED:
+            trained += samples
+        else:
+            in_flight += samples
+    return Conservation(admitted, trained, dropped, in_flight, duplicates, late)
+
+
+def samples(
+    db: sqlite3.Connection,
+    run_id: str,
+    step: int | None,
+    state: SampleState | None,
+    limit: int,
+    after: int,
+) -> list[SampleRecord]:
+    """Samples of a run with their payloads, in the order in which they were admitted."""
+    conditions = ["r.run_id = ?", "s.key > ?"]
+    values: list[str | int] = [run_id, after]
+    if step is not None:
+        conditions.append("s.step = ?")
+        values.append(step)
+    if state is not None:
+        conditions.append("s.state = ?")
+        values.append(int(state))
+    rows = db.execute(
+        "SELECT s.sample_id, g.group_id, s.state, s.attempt, s.step, s.key, s.generator, s.reward, s.truncated, "
+        "s.drop_reason, coalesce(u.update_id, ''), g.prompt_text, g.prompt_token_ids, "
+        "p.text, p.token_ids, p.logprobs, p.spans "
+        "FROM samples s JOIN runs r ON r.key = s.run JOIN groups g ON g.key = s.grp "
+        "LEFT JOIN updates u ON u.key = s.update_key LEFT JOIN payloads p ON p.sample = s.key "
+        f"WHERE {' AND '.join(conditions)} ORDER BY s.key LIMIT ?",
+        (*values, limit),
+    )
+    return [_sample_record(row) for row in rows]
+
+
+def _run_record(row: tuple[object, ...]) -> RunRecord:
+    run_id, name, state, config, directory, created, ended, reason, step, lineage, version_step, cursor = row
+    return RunRecord(
+        run_id=str(run_id),
+        name=str(name),
+        state=RunState(int(str(state))),
+        config_yaml=str(config),
+        directory=str(directory),
+        created_at=float(str(created)),
+        ended_at=None if ended is None else float(str(ended)),
+        reason=str(reason),
+        step=int(str(step)),
+        version=Version(int(str(lineage)), int(str(version_step))),
+        cursor=None if cursor is None else json.loads(str(cursor)),
+    )
+
+
+def _sample_record(row: tuple[object, ...]) -> SampleRecord:
+    (sample_id, group_id, state, attempt, step, key, generator, reward, truncated) = row[:9]
+    (drop_reason, update_id, prompt_text, prompt_ids, text, token_ids, logprobs, spans) = row[9:]
+    return SampleRecord(
+        sample_id=str(sample_id),
+        group_id=str(group_id),
+        state=SampleState(int(str(state))),
+        attempt=int(str(attempt)),
+        step=int(str(step)),
+        position=int(str(key)),
+        generator=str(generator),
+        reward=None if reward is None else float(str(reward)),
+        truncated=bool(truncated),
+        drop_reason=str(drop_reason),
+        update_id=str(update_id),
+        prompt_text=str(prompt_text),
+        prompt_token_ids=_array(prompt_ids, "<i4"),
+        text="" if text is None else str(text),
+        token_ids=_array(token_ids, "<i4"),
+        logprobs=_array(logprobs, "<f4"),
+        spans=_spans(spans),
+    )
+
+
+def _array(data: object, dtype: str) -> np.ndarray | None:
+    return np.frombuffer(data, dtype=dtype) if isinstance(data, bytes) else None
+
+
+def _spans(data: object) -> tuple[TokenSpan, ...]:
+    if not isinstance(data, bytes):
+        return ()
+    rows = np.frombuffer(data, dtype="<i8").reshape(-1, 4).tolist()
+    return tuple(TokenSpan(Version(lineage, step), start, end) for lineage, step, start, end in rows)

@@ -1,0 +1,179 @@
+"""What goes into the ledger and what comes out of it.
+
+Invariants: the numbers of both enums are those of the coordinator's contract; arrays are the generator's
+own token ids (int32) and log-probabilities (float32), stored byte for byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flotilla_core.version import Version
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+
+
+START = Version(0, 0)
+
+
+class SampleState(IntEnum):
+    """Where a sample is on its way into training."""
+
+    ISSUED = 1
+    GENERATED = 2
+    SCORED = 3
+    CONSUMED = 4
+    DURABLE = 5
+    DROPPED = 6
+
+
+class RunState(IntEnum):
+    """Where a run is in its life."""
+
+    PENDING = 1
+    RUNNING = 2
+    PAUSED = 3
+    STOPPING = 4
+    SUCCEEDED = 5
+    STOPPED = 6
+    FAILED = 7
+
+    @property
+    def ended(self) -> bool:
+        """True when nothing will happen to the run any more."""
+        return self in (RunState.SUCCEEDED, RunState.STOPPED, RunState.FAILED)
+
+
+@dataclass(frozen=True)
+class TokenSpan:
+    """The tokens [start, end) of a response that one policy version wrote."""
+
+    version: Version
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class GroupIssue:
+    """One prompt whose samples are about to be asked for."""
+
+    run_id: str
+    group_id: str
+    sample_ids: tuple[str, ...]
+    step: int
+    attempt: int
+    prompt_text: str
+    prompt_token_ids: Int32Array
+
+
+@dataclass(frozen=True)
+class GeneratedSample:
+    """A finished response."""
+
+    sample_id: str
+    attempt: int
+    generator: str
+    token_ids: Int32Array
+    logprobs: Float32Array
+    text: str
+    spans: tuple[TokenSpan, ...]
+    truncated: bool = False
+
+    @property
+    def oldest_version(self) -> Version:
+        """The oldest version that wrote any of its tokens; the start of the run where it has no tokens."""
+        return min((span.version for span in self.spans), default=START)
+
+
+@dataclass(frozen=True)
+class ScoredSample(GeneratedSample):
+    """A finished response with its reward."""
+
+    reward: float = 0.0
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What became of a delivery."""
+
+    accepted: tuple[str, ...]
+    """Samples that moved on."""
+    duplicates: tuple[str, ...] = ()
+    """Samples that had been delivered before; nothing changed."""
+    late: tuple[str, ...] = ()
+    """Samples that had been dropped before; nothing changed."""
+
+
+@dataclass(frozen=True)
+class VoidedUpdate:
+    """An update that a trainer's fall-back undid, with its samples in the order in which it trained them."""
+
+    update_id: str
+    version: Version
+    sample_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Conservation:
+    """Every admitted sample is trained, dropped with a reason, or in flight."""
+
+    admitted: int = 0
+    trained: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    in_flight: int = 0
+    duplicates: int = 0
+    late: int = 0
+
+    @property
+    def holds(self) -> bool:
+        """True when no sample is missing or counted twice."""
+        return self.admitted == self.trained + sum(self.dropped.values()) + self.in_flight
+
+
+@dataclass(frozen=True)
+class SampleRecord:
+    """One sample as the ledger knows it; payload fields are empty before generation and after pruning."""
+
+    sample_id: str
+    group_id: str
+    state: SampleState
+    attempt: int
+    step: int
+    position: int
+    """Order of the sample in the ledger: pass it as `after` to read on."""
+    generator: str = ""
+    reward: float | None = None
+    truncated: bool = False
+    drop_reason: str = ""
+    update_id: str = ""
+    prompt_text: str = ""
+    prompt_token_ids: Int32Array | None = None
+    text: str = ""
+    token_ids: Int32Array | None = None
+    logprobs: Float32Array | None = None
+    spans: tuple[TokenSpan, ...] = ()
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run as the ledger knows it."""
+
+    run_id: str
+    name: str
+    state: RunState
+    config_yaml: str
+    directory: str
+    created_at: float
+    ended_at: float | None = None
+    reason: str = ""
+    step: int = 0
+    """Steps done."""
+    version: Version = START
+    cursor: dict[str, Any] | None = None
+    """Place in the data set after the last step that was recorded."""

@@ -1,0 +1,149 @@
+"""Rows under the transitions: finding samples, judging their state, the event log and the tallies.
+
+Invariants: the event log and the tallies change in the same transaction as the samples that they speak of.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flotilla_coordinator.ledger.records import SampleState
+from flotilla_core.errors import FailedPrecondition, InvalidRequest, NotFound
+from flotilla_core.version import Version
+
+State = SampleState
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the ledger holds of a sample before a step."""
+
+    key: int
+    sample_id: str
+    run: int
+    state: State
+    attempt: int
+    drop_reason: str
+    update_id: str
+
+
+def run_key(db: sqlite3.Connection, run_id: str) -> int:
+    """The row of a run."""
+    row = db.execute("SELECT key FROM runs WHERE run_id = ?", (run_id,)).fetchone()
+    if row is None:
+        raise NotFound(f"the ledger has no run {run_id}")
+    return int(row[0])
+
+
+@dataclass(frozen=True)
+class Event:
+    run: int
+    sample_id: str
+    attempt: int
+    from_state: State | None
+    to_state: State
+    version: Version | None = None
+    detail: str = ""
+
+
+_KNOWN = (
+    "SELECT s.key, s.sample_id, s.run, s.state, s.attempt, s.drop_reason, coalesce(u.update_id, '') "
+    "FROM samples s LEFT JOIN updates u ON u.key = s.update_key "
+)
+
+
+def lookup(db: sqlite3.Connection, sample_ids: Sequence[str]) -> dict[str, Known]:
+    rows = db.execute(
+        _KNOWN + "WHERE s.sample_id IN (SELECT value FROM json_each(?))", (json.dumps(list(sample_ids)),)
+    )
+    return {row[1]: _known(row) for row in rows}
+
+
+def _known(row: tuple[int, str, int, int, int, str, str]) -> Known:
+    key, sample_id, run, state, attempt, drop_reason, update_id = row
+    return Known(key, sample_id, run, State(state), attempt, drop_reason, update_id)
+
+
+def all_known(db: sqlite3.Connection, sample_ids: Sequence[str]) -> list[Known]:
+    """The samples in the given order; an unknown or repeated one is an error that names it."""
+    known = lookup(db, sample_ids)
+    for sample_id, times in Counter(sample_ids).items():
+        if sample_id not in known:
+            raise NotFound(f"the ledger has no sample {sample_id}", why="it was never issued")
+        if times > 1:
+            raise InvalidRequest(f"sample {sample_id} is named {times} times in one call")
+    return [known[sample_id] for sample_id in sample_ids]
+
+
+def of_update(db: sqlite3.Connection, update_key: int) -> list[Known]:
+    rows = db.execute(_KNOWN + "WHERE s.update_key = ? ORDER BY s.update_position", (update_key,))
+    return [_known(row) for row in rows]
+
+
+def require(samples: Sequence[Known], allowed: tuple[State, ...], to: State, update_id: str = "") -> None:
+    for sample in samples:
+        if sample.state in allowed:
+            continue
+        held = (
+            f" ({sample.drop_reason or sample.update_id})" if sample.drop_reason or sample.update_id else ""
+        )
+        wanted = f" ({update_id})" if update_id else ""
+        raise FailedPrecondition(
+            f"sample {sample.sample_id} is {sample.state.name.lower()}{held} "
+            f"and cannot become {to.name.lower()}{wanted}",
+            where="ledger",
+        )
+
+
+def log(db: sqlite3.Connection, events: Sequence[Event]) -> None:
+    now = time.time()
+    db.executemany(
+        "INSERT INTO transitions (run, sample_id, attempt, from_state, to_state, version_lineage, "
+        "version_step, detail, time) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        [
+            (
+                e.run,
+                e.sample_id,
+                e.attempt,
+                e.from_state,
+                e.to_state,
+                e.version.lineage if e.version else None,
+                e.version.step if e.version else None,
+                e.detail,
+                now,
+            )
+            for e in events
+        ],
+    )
+
+
+def tally_moves(db: sqlite3.Connection, samples: Sequence[Known], to: State, reason: str = "") -> None:
+    """Move samples from the tallies of the states that they had to that of `to`."""
+    if not samples:
+        return
+    changes: Counter[tuple[State, str]] = Counter()
+    for sample in samples:
+        changes[sample.state, sample.drop_reason] -= 1
+    changes[to, reason] += len(samples)
+    tally(db, samples[0].run, changes)
+
+
+def tally(db: sqlite3.Connection, run: int, changes: dict[tuple[State, str], int]) -> None:
+    db.executemany(
+        "INSERT INTO tallies (run, state, reason, samples) VALUES (?, ?, ?, ?) "
+        "ON CONFLICT (run, state, reason) DO UPDATE SET samples = samples + excluded.samples",
+        [(run, state, reason, change) for (state, reason), change in changes.items() if change],
+    )
+
+
+def count_ignored(db: sqlite3.Connection, run: int, *, duplicates: int, late: int = 0) -> None:
+    if duplicates or late:
+        db.execute(
+            "UPDATE runs SET duplicates = duplicates + ?, late = late + ? WHERE key = ?",
+            (duplicates, late, run),
+        )

@@ -1,0 +1,137 @@
+"""Tables of the ledger and how an older file becomes a newer one.
+
+Invariants: a migration that was released never changes; the file records which ones it has; a file from a
+newer Flotilla is refused, never guessed at. `transitions` only grows: triggers refuse every change to what
+happened.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from pathlib import Path
+
+from flotilla_core.errors import FailedPrecondition
+
+PAGE_BYTES = 16384
+
+_FIRST = """
+CREATE TABLE runs (
+    key INTEGER PRIMARY KEY,
+    run_id TEXT NOT NULL UNIQUE,
+    name TEXT NOT NULL,
+    state INTEGER NOT NULL,
+    config_yaml TEXT NOT NULL,
+    directory TEXT NOT NULL,
+    created_at REAL NOT NULL,
+    ended_at REAL,
+    reason TEXT NOT NULL DEFAULT '',
+    step INTEGER NOT NULL DEFAULT 0,
+    version_lineage INTEGER NOT NULL DEFAULT 0,
+    version_step INTEGER NOT NULL DEFAULT 0,
+    cursor TEXT,
+    admitted INTEGER NOT NULL DEFAULT 0,
+    duplicates INTEGER NOT NULL DEFAULT 0,
+    late INTEGER NOT NULL DEFAULT 0
+);
+CREATE TABLE groups (
+    key INTEGER PRIMARY KEY,
+    group_id TEXT NOT NULL UNIQUE,
+    prompt_text TEXT NOT NULL,
+    prompt_token_ids BLOB NOT NULL
+);
+CREATE TABLE updates (
+    key INTEGER PRIMARY KEY,
+    update_id TEXT NOT NULL UNIQUE,
+    run INTEGER NOT NULL REFERENCES runs (key),
+    lineage INTEGER NOT NULL,
+    step INTEGER NOT NULL,
+    status TEXT NOT NULL CHECK (status IN ('applied', 'durable', 'void'))
+);
+CREATE INDEX updates_of_run ON updates (run, step);
+CREATE TABLE samples (
+    key INTEGER PRIMARY KEY,
+    sample_id TEXT NOT NULL UNIQUE,
+    run INTEGER NOT NULL REFERENCES runs (key),
+    grp INTEGER NOT NULL REFERENCES groups (key),
+    step INTEGER NOT NULL,
+    state INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,
+    generator TEXT NOT NULL DEFAULT '',
+    reward REAL,
+    truncated INTEGER NOT NULL DEFAULT 0,
+    drop_reason TEXT NOT NULL DEFAULT '',
+    update_key INTEGER REFERENCES updates (key),
+    update_position INTEGER
+);
+CREATE INDEX samples_of_step ON samples (run, step);
+CREATE INDEX samples_of_update ON samples (update_key) WHERE update_key IS NOT NULL;
+CREATE TABLE payloads (
+    sample INTEGER PRIMARY KEY REFERENCES samples (key),
+    token_ids BLOB NOT NULL,
+    logprobs BLOB NOT NULL,
+    spans BLOB NOT NULL,
+    text TEXT NOT NULL
+);
+CREATE TABLE tallies (
+    run INTEGER NOT NULL REFERENCES runs (key),
+    state INTEGER NOT NULL,
+    reason TEXT NOT NULL,
+    samples INTEGER NOT NULL,
+    PRIMARY KEY (run, state, reason)
+) WITHOUT ROWID;
+CREATE TABLE transitions (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    run INTEGER NOT NULL,
+    sample_id TEXT NOT NULL,
+    attempt INTEGER NOT NULL,
+    from_state INTEGER,
+    to_state INTEGER NOT NULL,
+    version_lineage INTEGER,
+    version_step INTEGER,
+    detail TEXT NOT NULL DEFAULT '',
+    time REAL NOT NULL
+);
+CREATE INDEX transitions_of_run ON transitions (run);
+CREATE TRIGGER transitions_never_change BEFORE UPDATE ON transitions
+BEGIN SELECT RAISE (ABORT, 'the event log only grows'); END;
+CREATE TRIGGER transitions_never_vanish BEFORE DELETE ON transitions
+BEGIN SELECT RAISE (ABORT, 'the event log only grows'); END;
+"""
+
+MIGRATIONS: tuple[str, ...] = (_FIRST,)
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """The writer's connection: durable at every commit, schema up to date."""
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = FULL")
+    db.execute("PRAGMA busy_timeout = 10000")
+    # Savepoints keep the old pages of a transaction aside: in memory, not in a temporary file.
+    db.execute("PRAGMA temp_store = MEMORY")
+    _migrate(db, path)
+    return db
+
+
+def connect_read_only(path: Path) -> sqlite3.Connection:
+    """A connection that sees what is committed and can change nothing."""
+    db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, check_same_thread=False)
+    db.execute("PRAGMA busy_timeout = 10000")
+    return db
+
+
+def _migrate(db: sqlite3.Connection, path: Path) -> None:
+    db.execute("CREATE TABLE IF NOT EXISTS migrations (number INTEGER PRIMARY KEY, applied_at REAL NOT NULL)")
+    (done,) = db.execute("SELECT coalesce(max(number), 0) FROM migrations").fetchone()
+    if done > len(MIGRATIONS):
+        raise FailedPrecondition(
+            f"the ledger has schema {done}, this Flotilla knows up to {len(MIGRATIONS)}",
+            where=str(path),
+            why="a newer Flotilla wrote it",
+            next_step="use that version, or another state_dir",
+        )
+    for number, script in enumerate(MIGRATIONS[done:], start=done + 1):
+        stamp = f"INSERT INTO migrations VALUES ({number}, {time.time()});"
+        db.executescript(f"BEGIN IMMEDIATE; {script} {stamp} COMMIT;")

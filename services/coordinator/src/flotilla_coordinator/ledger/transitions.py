@@ -1,0 +1,327 @@
+"""Every step that a sample can take, as operations on the writer's connection.
+
+Invariants: a step is checked against the stored state before anything is written; an illegal one raises an
+error that names the sample and both states, and changes nothing; every step leaves one row in the
+append-only `transitions` and moves the tallies with it. Attempts play no part in identity: the first
+delivery of a sample counts, whichever attempt it came from.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from flotilla_coordinator.ledger.records import (
+    GeneratedSample,
+    GroupIssue,
+    Recorded,
+    SampleState,
+    ScoredSample,
+    TokenSpan,
+    VoidedUpdate,
+)
+from flotilla_coordinator.ledger.rows import (
+    Event,
+    Known,
+    all_known,
+    count_ignored,
+    log,
+    lookup,
+    of_update,
+    require,
+    run_key,
+    tally,
+    tally_moves,
+)
+from flotilla_core.errors import FailedPrecondition, InvalidRequest, NotFound
+from flotilla_core.version import Version
+
+S = TypeVar("S", bound=GeneratedSample)
+State = SampleState
+IN_FLIGHT = (State.ISSUED, State.GENERATED, State.SCORED)
+
+
+def issue(db: sqlite3.Connection, group: GroupIssue) -> Recorded:
+    """Admit the samples of a group that are not known yet."""
+    run = run_key(db, group.run_id)
+    known = lookup(db, group.sample_ids)
+    strangers = [known[sample_id] for sample_id in group.sample_ids if sample_id in known]
+    if any(sample.run != run for sample in strangers):
+        raise InvalidRequest(f"group {group.group_id} holds samples of another run", where=group.run_id)
+    fresh = [sample_id for sample_id in group.sample_ids if sample_id not in known]
+    if fresh:
+        group_key = _group_key(db, group)
+        db.executemany(
+            "INSERT INTO samples (sample_id, run, grp, step, state, attempt) VALUES (?, ?, ?, ?, ?, ?)",
+            [(sample_id, run, group_key, group.step, State.ISSUED, group.attempt) for sample_id in fresh],
+        )
+        log(db, [Event(run, sample_id, group.attempt, None, State.ISSUED) for sample_id in fresh])
+        tally(db, run, {(State.ISSUED, ""): len(fresh)})
+        db.execute("UPDATE runs SET admitted = admitted + ? WHERE key = ?", (len(fresh), run))
+    repeated = tuple(sample.sample_id for sample in strangers)
+    count_ignored(db, run, duplicates=len(repeated))
+    return Recorded(tuple(fresh), repeated)
+
+
+def reissue(db: sqlite3.Connection, sample_ids: Sequence[str], attempt: int, why: str) -> None:
+    """Ask again for samples that did not arrive (or were not scored)."""
+    samples = all_known(db, sample_ids)
+    require(samples, (State.ISSUED, State.GENERATED), State.ISSUED)
+    for sample in samples:
+        if attempt <= sample.attempt:
+            raise FailedPrecondition(
+                f"sample {sample.sample_id} is at attempt {sample.attempt} and cannot go to attempt {attempt}"
+            )
+    db.executemany(
+        "UPDATE samples SET state = ?, attempt = ?, generator = '' WHERE key = ?",
+        [(State.ISSUED, attempt, sample.key) for sample in samples],
+    )
+    db.executemany("DELETE FROM payloads WHERE sample = ?", [(sample.key,) for sample in samples])
+    log(
+        db,
+        [Event(s.run, s.sample_id, attempt, s.state, State.ISSUED, detail=why) for s in samples],
+    )
+    tally_moves(db, samples, State.ISSUED)
+
+
+def generated(db: sqlite3.Connection, delivered: Sequence[GeneratedSample]) -> Recorded:
+    """Keep finished responses whose scores come later."""
+    fresh, recorded = _sort_out(db, delivered, (State.ISSUED,))
+    _store_responses(db, fresh)
+    db.executemany(
+        "UPDATE samples SET state = ?, generator = ?, truncated = ? WHERE key = ?",
+        [(State.GENERATED, sample.generator, sample.truncated, known.key) for known, sample in fresh],
+    )
+    tally_moves(db, [known for known, _ in fresh], State.GENERATED)
+    return recorded
+
+
+def scored(db: sqlite3.Connection, delivered: Sequence[ScoredSample]) -> Recorded:
+    """Keep rewards, and the responses with them where they are not there yet."""
+    fresh, recorded = _sort_out(db, delivered, (State.ISSUED, State.GENERATED))
+    arrived = [(known, sample) for known, sample in fresh if known.state is State.ISSUED]
+    _store_responses(db, arrived)
+    db.executemany(
+        "UPDATE samples SET state = ?, reward = ?, generator = ?, truncated = ? WHERE key = ?",
+        [(State.SCORED, s.reward, s.generator, s.truncated, known.key) for known, s in arrived],
+    )
+    db.executemany(
+        "UPDATE samples SET state = ?, reward = ? WHERE key = ?",
+        [(State.SCORED, s.reward, known.key) for known, s in fresh if known.state is not State.ISSUED],
+    )
+    log(
+        db,
+        [
+            Event(known.run, sample.sample_id, sample.attempt, State.GENERATED, State.SCORED)
+            for known, sample in fresh
+        ],
+    )
+    tally_moves(db, [known for known, _ in fresh], State.SCORED)
+    return recorded
+
+
+def consumed(
+    db: sqlite3.Connection, run_id: str, update_id: str, sample_ids: Sequence[str], version: Version
+) -> bool:
+    """Note the samples of an update in the order in which it trained them; False for a repeat."""
+    run = run_key(db, run_id)
+    samples = all_known(db, sample_ids)
+    if _repeats_update(db, run, update_id, sample_ids):
+        count_ignored(db, run, duplicates=len(sample_ids))
+        return False
+    require(samples, (State.SCORED,), State.CONSUMED, update_id)
+    update_key = db.execute(
+        "INSERT INTO updates (update_id, run, lineage, step, status) VALUES (?, ?, ?, ?, 'applied')",
+        (update_id, run, version.lineage, version.step),
+    ).lastrowid
+    db.executemany(
+        "UPDATE samples SET state = ?, update_key = ?, update_position = ? WHERE key = ?",
+        [(State.CONSUMED, update_key, position, sample.key) for position, sample in enumerate(samples)],
+    )
+    log(
+        db,
+        [
+            Event(run, s.sample_id, s.attempt, s.state, State.CONSUMED, version, detail=update_id)
+            for s in samples
+        ],
+    )
+    tally_moves(db, samples, State.CONSUMED)
+    return True
+
+
+def dropped(db: sqlite3.Connection, run_id: str, sample_ids: Sequence[str], reason: str) -> Recorded:
+    """Take samples out, for a reason that is counted."""
+    if not reason:
+        raise InvalidRequest("a sample is dropped without a reason", where=run_id)
+    run = run_key(db, run_id)
+    samples = all_known(db, sample_ids)
+    already = [sample for sample in samples if sample.state is State.DROPPED]
+    leaving = [sample for sample in samples if sample.state is not State.DROPPED]
+    require(leaving, IN_FLIGHT, State.DROPPED)
+    db.executemany(
+        "UPDATE samples SET state = ?, drop_reason = ? WHERE key = ?",
+        [(State.DROPPED, reason, sample.key) for sample in leaving],
+    )
+    log(
+        db,
+        [Event(run, s.sample_id, s.attempt, s.state, State.DROPPED, detail=reason) for s in leaving],
+    )
+    tally_moves(db, leaving, State.DROPPED, reason)
+    count_ignored(db, run, duplicates=len(already))
+    return Recorded(
+        tuple(sample.sample_id for sample in leaving), tuple(sample.sample_id for sample in already)
+    )
+
+
+def drop_in_flight(db: sqlite3.Connection, run_id: str, reason: str) -> int:
+    """Drop everything of a run that was neither trained nor dropped; the number of samples."""
+    rows = db.execute(
+        "SELECT sample_id FROM samples WHERE run = ? AND state IN (?, ?, ?) ORDER BY key",
+        (run_key(db, run_id), *IN_FLIGHT),
+    ).fetchall()
+    return len(dropped(db, run_id, [sample_id for (sample_id,) in rows], reason).accepted)
+
+
+def durable(db: sqlite3.Connection, run_id: str, update_ids: Sequence[str]) -> None:
+    """Mark updates that a checkpoint covers; their samples can never come back."""
+    run = run_key(db, run_id)
+    for update_id in update_ids:
+        row = db.execute("SELECT key, status FROM updates WHERE update_id = ?", (update_id,)).fetchone()
+        if row is None:
+            raise NotFound(f"the ledger has no update {update_id}", where=run_id)
+        key, status = row
+        if status == "durable":
+            continue
+        if status == "void":
+            raise FailedPrecondition(f"update {update_id} is void and cannot become durable", where=run_id)
+        samples = of_update(db, key)
+        require(samples, (State.CONSUMED,), State.DURABLE, update_id)
+        db.execute("UPDATE updates SET status = 'durable' WHERE key = ?", (key,))
+        db.execute("UPDATE samples SET state = ? WHERE update_key = ?", (State.DURABLE, key))
+        log(
+            db,
+            [Event(run, s.sample_id, s.attempt, s.state, State.DURABLE, detail=update_id) for s in samples],
+        )
+        tally_moves(db, samples, State.DURABLE)
+
+
+def void_updates(db: sqlite3.Connection, run_id: str, after_version: Version) -> list[VoidedUpdate]:
+    """Undo the updates that started from `after_version` or later: the trainer fell back to it."""
+    run = run_key(db, run_id)
+    rows = db.execute(
+        "SELECT key, update_id, lineage, step, status FROM updates "
+        "WHERE run = ? AND step >= ? AND status != 'void' ORDER BY key",
+        (run, after_version.step),
+    ).fetchall()
+    voided = []
+    for key, update_id, lineage, step, status in rows:
+        if status == "durable":
+            raise FailedPrecondition(
+                f"update {update_id} is durable and cannot be undone",
+                where=run_id,
+                why=f"a checkpoint after version {after_version} covers it",
+                next_step="load that checkpoint",
+            )
+        samples = of_update(db, key)
+        db.execute("UPDATE updates SET status = 'void' WHERE key = ?", (key,))
+        db.execute(
+            "UPDATE samples SET state = ?, update_key = NULL, update_position = NULL WHERE update_key = ?",
+            (State.SCORED, key),
+        )
+        log(
+            db,
+            [Event(run, s.sample_id, s.attempt, s.state, State.SCORED, detail=update_id) for s in samples],
+        )
+        tally_moves(db, samples, State.SCORED)
+        order = tuple(sample.sample_id for sample in samples)
+        voided.append(VoidedUpdate(update_id, Version(lineage, step), order))
+    return voided
+
+
+def prune_payloads(db: sqlite3.Connection, run_id: str, before_step: int) -> int:
+    """Forget the tokens of samples that can never be trained again; the number of samples."""
+    run = run_key(db, run_id)
+    return db.execute(
+        "DELETE FROM payloads WHERE sample IN "
+        "(SELECT key FROM samples WHERE run = ? AND step < ? AND state IN (?, ?))",
+        (run, before_step, State.DURABLE, State.DROPPED),
+    ).rowcount
+
+
+def _sort_out(
+    db: sqlite3.Connection, delivered: Sequence[S], open_states: tuple[State, ...]
+) -> tuple[list[tuple[Known, S]], Recorded]:
+    """Split a delivery into what is new, what came before, and what came too late."""
+    known = all_known(db, [sample.sample_id for sample in delivered])
+    fresh = [(k, s) for k, s in zip(known, delivered, strict=True) if k.state in open_states]
+    late = tuple(k.sample_id for k in known if k.state is State.DROPPED)
+    duplicates = tuple(
+        k.sample_id for k in known if k.state not in open_states and k.state is not State.DROPPED
+    )
+    if known:
+        count_ignored(db, known[0].run, duplicates=len(duplicates), late=len(late))
+    return fresh, Recorded(tuple(s.sample_id for _, s in fresh), duplicates, late)
+
+
+def _store_responses(db: sqlite3.Connection, fresh: Sequence[tuple[Known, GeneratedSample]]) -> None:
+    """Payloads, and the step to GENERATED in the event log; the samples' own rows are the caller's."""
+    for _, sample in fresh:
+        if len(sample.token_ids) != len(sample.logprobs):
+            raise InvalidRequest(
+                f"sample {sample.sample_id} has {len(sample.token_ids)} tokens "
+                f"but {len(sample.logprobs)} logprobs"
+            )
+    db.executemany(
+        "INSERT INTO payloads (sample, token_ids, logprobs, spans, text) VALUES (?, ?, ?, ?, ?)",
+        [
+            (
+                known.key,
+                np.ascontiguousarray(s.token_ids, dtype="<i4").data,
+                np.ascontiguousarray(s.logprobs, dtype="<f4").data,
+                spans_to_bytes(s.spans),
+                s.text,
+            )
+            for known, s in fresh
+        ],
+    )
+    log(
+        db,
+        [
+            Event(known.run, s.sample_id, s.attempt, known.state, State.GENERATED, s.oldest_version)
+            for known, s in fresh
+        ],
+    )
+
+
+def spans_to_bytes(spans: Sequence[TokenSpan]) -> bytes:
+    """Four little-endian int64 a span: lineage, step, start, end."""
+    rows = [(span.version.lineage, span.version.step, span.start, span.end) for span in spans]
+    return np.array(rows, dtype="<i8").tobytes()
+
+
+def _repeats_update(db: sqlite3.Connection, run: int, update_id: str, sample_ids: Sequence[str]) -> bool:
+    """True when this very update is there already; another one under its name is an error."""
+    row = db.execute("SELECT key, run, status FROM updates WHERE update_id = ?", (update_id,)).fetchone()
+    if row is None:
+        return False
+    key, owner, status = row
+    if owner != run or status == "void":
+        raise FailedPrecondition(f"update {update_id} is {status} and cannot be applied again")
+    if {sample.sample_id for sample in of_update(db, key)} != set(sample_ids):
+        raise FailedPrecondition(f"update {update_id} has been applied with other samples")
+    return True
+
+
+def _group_key(db: sqlite3.Connection, group: GroupIssue) -> int:
+    db.execute(
+        "INSERT OR IGNORE INTO groups (group_id, prompt_text, prompt_token_ids) VALUES (?, ?, ?)",
+        (
+            group.group_id,
+            group.prompt_text,
+            np.ascontiguousarray(group.prompt_token_ids, dtype="<i4").data,
+        ),
+    )
+    return int(db.execute("SELECT key FROM groups WHERE group_id = ?", (group.group_id,)).fetchone()[0])

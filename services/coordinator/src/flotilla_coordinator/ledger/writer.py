@@ -1,0 +1,139 @@
+"""The one thread that writes: many submitted operations share one durable transaction.
+
+Invariants: an operation is all or nothing, also inside a shared transaction; its result is delivered only
+after the commit reached the disk; operations run in the order in which they were submitted. A caller that
+is cancelled while it waits does not undo what it submitted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from flotilla_coordinator.ledger import schema
+from flotilla_core.errors import Exhausted, FailedPrecondition, FlotillaError, Internal
+
+T = TypeVar("T")
+
+MOST_IN_ONE_COMMIT = 1024
+
+
+@dataclass
+class _Submitted:
+    operation: Callable[[sqlite3.Connection], Any]
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Any]
+    result: Any = None
+    error: Exception | None = None
+
+
+class WriterThread:
+    """Runs operations on the ledger's only writing connection."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._db = schema.connect(path)
+        self._queue: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="ledger-writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def backlog(self) -> int:
+        """Operations that wait for a commit."""
+        return self._queue.qsize()
+
+    async def submit(self, operation: Callable[[sqlite3.Connection], T]) -> T:
+        """Run `operation` in the next transaction; return when it is durable."""
+        if self._closed:
+            raise FailedPrecondition("the ledger is closed", where=str(self._path))
+        loop = asyncio.get_running_loop()
+        submitted = _Submitted(operation, loop, loop.create_future())
+        self._queue.put(submitted)
+        result: T = await submitted.future
+        return result
+
+    def close(self) -> None:
+        """Finish what was submitted, then close the file."""
+        if self._closed:
+            return
+        self._closed = True
+        self._queue.put(None)
+        self._thread.join()
+        self._db.close()
+
+    def _run(self) -> None:
+        closing = False
+        while not closing:
+            batch: list[_Submitted] = []
+            item = self._queue.get()
+            while item is not None:
+                batch.append(item)
+                if len(batch) == MOST_IN_ONE_COMMIT or self._queue.empty():
+                    break
+                item = self._queue.get()
+            closing = item is None
+            if batch:
+                self._commit(batch)
+                self._deliver(batch)
+
+    def _commit(self, batch: list[_Submitted]) -> None:
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            for submitted in batch:
+                self._apply(submitted)
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            failure = self._explain(error)
+            for submitted in batch:
+                submitted.error = submitted.error or failure
+
+    def _apply(self, submitted: _Submitted) -> None:
+        self._db.execute("SAVEPOINT operation")
+        try:
+            submitted.result = submitted.operation(self._db)
+        except Exception as error:  # the caller gets whatever went wrong; the thread must outlive it
+            if not self._db.in_transaction:  # SQLite gave up the whole transaction: disk full, I/O error
+                raise
+            submitted.error = self._explain(error) if isinstance(error, sqlite3.Error) else error
+            self._db.execute("ROLLBACK TO operation")
+        self._db.execute("RELEASE operation")
+
+    def _explain(self, error: sqlite3.Error) -> FlotillaError:
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+            return Exhausted(
+                "the ledger cannot grow",
+                where=str(self._path),
+                why="the disk is full",
+                next_step="free space, then resume the run",
+            )
+        return Internal("the ledger cannot be written", where=str(self._path), why=str(error))
+
+    @staticmethod
+    def _deliver(batch: list[_Submitted]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[_Submitted]] = {}
+        for submitted in batch:
+            by_loop.setdefault(submitted.loop, []).append(submitted)
+        for loop, items in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_resolve, items)
+            except RuntimeError:  # that loop has ended: nobody waits, and the work is durable
+                continue
+
+
+def _resolve(items: list[_Submitted]) -> None:
+    for submitted in items:
+        if submitted.future.done():
+            continue
+        if submitted.error is not None:
+            submitted.future.set_exception(submitted.error)
+        else:
+            submitted.future.set_result(submitted.result)

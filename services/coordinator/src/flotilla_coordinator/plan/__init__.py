@@ -1,0 +1,7 @@
+"""What a run will do and cost, and whether it can work, before anything is loaded or trained."""
+
+from __future__ import annotations
+
+from flotilla_coordinator.plan.plan import plan_run
+
+__all__ = ["plan_run"]

@@ -1,0 +1,146 @@
+"""Reasons to refuse a run, or to warn about it, that its configuration and files show.
+
+Invariants: every problem is one sentence that names the key and what to do; all are found, not only the
+first.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from flotilla_coordinator.data.prompts import PromptFile
+from flotilla_coordinator.plan.model_facts import ModelFacts
+from flotilla_core.config import RunConfig, StackConfig
+
+
+def config_errors(config: RunConfig) -> list[str]:
+    """Settings that contradict each other."""
+    errors = []
+    optimizer, stop = config.optimizer, config.stop
+    if optimizer.warmup_updates >= config.steps:
+        errors.append(
+            f"optimizer.warmup_updates = {optimizer.warmup_updates} leaves none of the {config.steps} "
+            f"updates for the {optimizer.schedule} schedule: set it below steps (on the command line: "
+            f"optimizer.warmup_updates={config.steps // 2})"
+        )
+    if (
+        stop is not None
+        and stop.accuracy_at_most is not None
+        and stop.accuracy_at_most < stop.accuracy_at_least
+    ):
+        errors.append(
+            f"stop.accuracy_at_most = {stop.accuracy_at_most} is below "
+            f"stop.accuracy_at_least = {stop.accuracy_at_least}: no evaluation can satisfy both"
+        )
+    errors += [error for term in config.rewards for error in _reward_errors(term.reward)]
+    return errors
+
+
+def _reward_errors(reward: str) -> list[str]:
+    """A reward of the user's own: does the file define it? Names are the reward service's to check."""
+    file, colon, function = reward.rpartition(":")
+    if not colon or not file.endswith(".py"):
+        return []
+    path = Path(file)
+    if not path.is_file():
+        return [f"rewards: the file {path} does not exist"]
+    try:
+        tree = ast.parse(path.read_text("utf-8"), filename=str(path))
+    except (SyntaxError, UnicodeDecodeError) as error:
+        return [f"rewards: {path} is not Python: {error}"]
+    names = {name for node in tree.body for name in _names_bound_by(node)}
+    if function in names or "*" in names:
+        return []
+    return [
+        f"rewards: {path} defines no function {function} (it defines {', '.join(sorted(names)) or 'none'})"
+    ]
+
+
+def _names_bound_by(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.ImportFrom):
+        return [alias.asname or alias.name for alias in node.names]
+    if isinstance(node, ast.Assign):
+        return [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return []
+
+
+def model_errors(
+    config: RunConfig, model: ModelFacts, start: ModelFacts, tokenizer_vocabulary: int
+) -> list[str]:
+    """Starting weights and tokenizer that do not fit the stack's model."""
+    errors = [
+        f"initial_weights has {key} = {start.shape[key]}, the stack's model has {value}: "
+        "every service holds the stack's model, so give weights of the same shape"
+        for key, value in model.shape.items()
+        if start.shape[key] != value
+    ]
+    if tokenizer_vocabulary > model.vocabulary_size:
+        errors.append(
+            f"the tokenizer has {tokenizer_vocabulary} tokens, the model knows {model.vocabulary_size}: "
+            "they do not belong together"
+        )
+    return errors
+
+
+def longest_prompt(data: PromptFile) -> int:
+    """Tokens of the longest prompt that is kept."""
+    return max(len(prompt.token_ids) for prompt in data.prompts)
+
+
+def length_errors(limit: int, prompt_tokens: int, response_tokens: int, response_key: str) -> list[str]:
+    """Sequences that the model cannot hold."""
+    if prompt_tokens + response_tokens <= limit:
+        return []
+    return [
+        f"the longest prompt ({prompt_tokens} tokens) and {response_key} = {response_tokens} need "
+        f"{prompt_tokens + response_tokens} tokens, the model has {limit}: lower {response_key} "
+        "or data.max_prompt_tokens"
+    ]
+
+
+def data_warnings(config: RunConfig, data: PromptFile) -> list[str]:
+    """Prompts that were left out or cut, and steps that are larger than the data set."""
+    warnings = []
+    total = len(data.prompts) + data.dropped
+    if data.dropped:
+        warnings.append(
+            f"{data.dropped} of {total} prompts are longer than data.max_prompt_tokens = "
+            f"{config.data.max_prompt_tokens} and are dropped"
+        )
+    if data.truncated:
+        warnings.append(
+            f"{data.truncated} of {total} prompts are longer than data.max_prompt_tokens = "
+            f"{config.data.max_prompt_tokens} and lose their beginning"
+        )
+    if config.rollout.prompts_per_step > len(data.prompts):
+        warnings.append(
+            f"rollout.prompts_per_step = {config.rollout.prompts_per_step} is more than the data set's "
+            f"{len(data.prompts)} prompts: prompts repeat within a step"
+        )
+    return warnings
+
+
+def overlap_warnings(data: PromptFile, held_out: PromptFile) -> list[str]:
+    """Held-out prompts that are trained on."""
+    trained = {prompt.token_ids.tobytes() for prompt in data.prompts}
+    shared = sum(prompt.token_ids.tobytes() in trained for prompt in held_out.prompts)
+    if not shared:
+        return []
+    return [
+        f"{shared} of {len(held_out.prompts)} held-out prompts are also in the training data: "
+        "accuracy on them shows memory, not skill"
+    ]
+
+
+def fleet_warnings(config: RunConfig, stack: StackConfig) -> list[str]:
+    """Services that nobody will start."""
+    warnings = []
+    if config.algorithm.type != "sft" or config.evaluation is not None:
+        if stack.generator.replicas == 0 and not stack.generator.attach:
+            warnings.append("generator.replicas is 0: the run waits until `flotilla scale generator 1`")
+        if stack.reward.replicas == 0 and not stack.reward.attach:
+            warnings.append("reward.replicas is 0: the run waits until `flotilla scale reward 1`")
+    return warnings

@@ -1,0 +1,104 @@
+"""A model folder, as far as its `config.json` and the headers of its weights tell.
+
+Invariants: no weight is read, only the JSON header of each safetensors file; parameters are counted as they
+are stored, so a tied head counts once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flotilla_core.errors import InvalidConfig, NotFound
+
+LONGEST_HEADER = 100 << 20
+SHAPE_KEYS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Shape and size of one model."""
+
+    folder: Path
+    parameters: int
+    layers: int
+    hidden_size: int
+    vocabulary_size: int
+    longest_sequence: int
+    key_value_size: int
+    """Numbers that one token keeps in the KV cache of one layer."""
+    shape: dict[str, Any]
+    """What two models must have in common to hold the same weights."""
+
+    @classmethod
+    def read(cls, folder: Path) -> ModelFacts:
+        """Look at a Hugging Face folder."""
+        config = _config(folder)
+        text = config.get("text_config", config)  # multimodal models keep their language model inside
+        try:
+            hidden, heads = int(text["hidden_size"]), int(text["num_attention_heads"])
+            head_size = int(text.get("head_dim") or hidden // heads)
+            return cls(
+                folder=folder,
+                parameters=_parameters(folder),
+                layers=int(text["num_hidden_layers"]),
+                hidden_size=hidden,
+                vocabulary_size=int(text["vocab_size"]),
+                longest_sequence=int(text["max_position_embeddings"]),
+                key_value_size=2 * head_size * int(text.get("num_key_value_heads") or heads),
+                shape={key: text.get(key) for key in SHAPE_KEYS},
+            )
+        except KeyError as error:
+            raise InvalidConfig(
+                f"config.json has no {error.args[0]}", where=str(folder), why="not a causal language model?"
+            ) from None
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+    except FileNotFoundError:
+        raise NotFound(
+            "the model folder has no config.json", where=str(folder), next_step="give a Hugging Face folder"
+        ) from None
+    except ValueError as error:
+        raise InvalidConfig("config.json is not JSON", where=str(folder), why=str(error)) from None
+    if not isinstance(config, dict):
+        raise InvalidConfig("config.json is not a JSON object", where=str(folder))
+    return config
+
+
+def _parameters(folder: Path) -> int:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise NotFound(
+            "the model folder has no *.safetensors",
+            where=str(folder),
+            next_step="save the model as safetensors",
+        )
+    return sum(_parameters_of_file(file) for file in files)
+
+
+def _parameters_of_file(path: Path) -> int:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        content = file.read(length) if length <= LONGEST_HEADER else b""
+    try:
+        header = json.loads(content)
+    except ValueError:
+        raise InvalidConfig(
+            "the file of weights is damaged", where=str(path), why="its header is not JSON"
+        ) from None
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")

@@ -1,0 +1,262 @@
+"""The arithmetic of a run, written out, with everything that speaks against it.
+
+Invariants: nothing of a run is divided by hand; what the loop derives is derived here by the same rules and
+explained. "At most" means the bound that no step can pass. Reads files, changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.data.prompts import PromptFile, load_prompts
+from flotilla_coordinator.data.tokenizer import Tokenizer
+from flotilla_coordinator.plan import checks
+from flotilla_coordinator.plan.model_facts import ModelFacts
+from flotilla_core.config import RunConfig, StackConfig
+from flotilla_core.errors import FlotillaError
+from flotilla_core.model_folder import model_folder
+
+BYTES = {"float32": 4, "bfloat16": 2}
+MASTER_BYTES = 4 + 4 + 8  # float32 weight, gradient, two AdamW moments
+PAYLOAD_BYTES_PER_TOKEN = 4 + 4 + 6  # token id, logprob, text in the ledger and in the samples file
+
+
+def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:
+    """Work out a run on a stack; `errors` is empty when it would start."""
+    plan = run_pb2.Plan(errors=checks.config_errors(config), warnings=checks.fleet_warnings(config, stack))
+    try:
+        folder = model_folder(stack.model)
+        model = ModelFacts.read(folder)
+        start = ModelFacts.read(config.initial_weights) if config.initial_weights else model
+        tokenizer = Tokenizer.load(folder)
+        plan.errors.extend(checks.model_errors(config, model, start, tokenizer.vocabulary_size))
+        data = load_prompts(config.data.train, config.data, tokenizer)
+        held_out = None
+        if config.evaluation is not None:
+            held_out = load_prompts(config.evaluation.data, config.data, tokenizer)
+    except FlotillaError as error:
+        plan.errors.append(str(error))
+        return plan
+    _Planner(config, stack, model, data, held_out, plan).write()
+    return plan
+
+
+class _Planner:
+    """Writes the lines of one plan."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        stack: StackConfig,
+        model: ModelFacts,
+        data: PromptFile,
+        held_out: PromptFile | None,
+        plan: run_pb2.Plan,
+    ) -> None:
+        self._config = config
+        self._stack = stack
+        self._model = model
+        self._data = data
+        self._held_out = held_out
+        self._plan = plan
+        self._supervised = config.algorithm.type == "sft"
+        self._prompts = config.rollout.prompts_per_step
+        self._samples = self._prompts * (1 if self._supervised else config.rollout.samples_per_prompt)
+        self._prompt_tokens = checks.longest_prompt(data)
+        self._response_tokens = config.rollout.sampling.max_response_tokens
+        self._limit = min(stack.generator.max_model_tokens or model.longest_sequence, model.longest_sequence)
+
+    def write(self) -> None:
+        """All lines, warnings and errors."""
+        self._model_line()
+        self._data_lines()
+        self._step_lines()
+        self._update_lines()
+        if self._held_out is not None:
+            self._evaluation_line(self._held_out)
+        self._memory_lines()
+        self._disk_line()
+
+    def _model_line(self) -> None:
+        m = self._model
+        self._line(
+            "model",
+            _count(m.parameters, "parameters"),
+            f"{m.layers} layers, hidden size {m.hidden_size}, vocabulary {m.vocabulary_size}, "
+            f"sequences up to {self._limit} tokens",
+        )
+
+    def _data_lines(self) -> None:
+        config, rows = self._config, len(self._data.prompts)
+        epochs = config.steps * self._prompts / rows
+        self._line(
+            "data",
+            f"{rows:,} prompts",
+            f"longest {self._prompt_tokens} tokens; {config.steps} steps x {self._prompts} prompts "
+            f"= {epochs:.2f} epochs, {'shuffled' if config.data.shuffle else 'in file order'}",
+        )
+        self._plan.warnings.extend(checks.data_warnings(config, self._data))
+        if self._supervised and not all(prompt.answer for prompt in self._data.prompts):
+            self._plan.errors.append(
+                f"algorithm.type is sft, but some lines of {config.data.train} have no "
+                f"{config.data.answer_field!r}"
+            )
+
+    def _step_lines(self) -> None:
+        config = self._config
+        if self._supervised:
+            self._line(
+                "step", f"{self._prompts} sequences", "rollout.prompts_per_step prompts with their answers"
+            )
+            return
+        rollout, replicas = config.rollout, max(self._stack.generator.replicas, 1)
+        self._line(
+            "step",
+            f"{self._samples} samples",
+            f"{self._prompts} prompts x {rollout.samples_per_prompt} samples; "
+            f"about {math.ceil(self._samples / replicas)} for each of {replicas} generator(s)",
+        )
+        tokens = self._samples * (self._prompt_tokens + self._response_tokens)
+        self._line(
+            "tokens of a step",
+            f"at most {tokens:,}",
+            f"{self._samples} x ({self._prompt_tokens} prompt + {self._response_tokens} response)",
+        )
+        on_policy = "on-policy: samples come from the version that they train"
+        off_policy = f"off-policy by at most {rollout.max_staleness} step: generation overlaps training"
+        self._line(
+            "policy",
+            f"max_staleness {rollout.max_staleness}",
+            off_policy if rollout.max_staleness else on_policy,
+        )
+        self._plan.errors.extend(
+            checks.length_errors(
+                self._limit,
+                self._prompt_tokens,
+                self._response_tokens,
+                "rollout.sampling.max_response_tokens",
+            )
+        )
+
+    def _update_lines(self) -> None:
+        config, ranks = self._config, self._stack.trainer.nproc
+        optimizer, budget = config.optimizer, config.batching.tokens_per_microbatch
+        self._line("updates", f"{config.steps}", "one a step, over all of its samples")
+        length = self._prompt_tokens + self._response_tokens
+        share = math.ceil(self._samples / ranks)
+        together = max(budget // length, 1)
+        self._line(
+            "micro-batches of an update",
+            f"at most {math.ceil(share / together)} a rank",
+            f"{share} of {self._samples} sequences a rank ({ranks} rank(s)), {together} together within "
+            f"tokens_per_microbatch = {budget} at {length} tokens each; never changes the result",
+        )
+        if length > budget:
+            self._plan.warnings.append(
+                f"a sequence may have {length} tokens, more than batching.tokens_per_microbatch = {budget}: "
+                "such a one is a micro-batch of its own"
+            )
+        end = optimizer.learning_rate * (
+            1.0 if optimizer.schedule == "constant" else optimizer.final_lr_ratio
+        )
+        self._line(
+            "learning rate",
+            f"{optimizer.learning_rate:g}",
+            f"{optimizer.warmup_updates} updates of warm-up, then {optimizer.schedule} to {end:g} "
+            f"at update {config.steps}",
+        )
+
+    def _evaluation_line(self, held_out: PromptFile) -> None:
+        evaluation = self._config.evaluation
+        assert evaluation is not None, "there is held-out data only where there is an evaluation"
+        every, steps = evaluation.every_steps, self._config.steps
+        during = steps // every if every else 0
+        after = 0 if every and steps % every == 0 else 1
+        prompts = min(len(held_out.prompts), evaluation.max_prompts)
+        self._line(
+            "evaluations",
+            f"{1 + during + after} x {prompts} prompts",
+            f"greedy: before, {f'every {every} steps, ' if every else ''}after",
+        )
+        tokens = evaluation.max_response_tokens or self._response_tokens
+        key = "evaluation.max_response_tokens"
+        longest = checks.longest_prompt(held_out)
+        self._plan.errors.extend(checks.length_errors(self._limit, longest, tokens, key))
+        self._plan.warnings.extend(checks.overlap_warnings(self._data, held_out))
+
+    def _memory_lines(self) -> None:
+        m, generator, trainer = self._model, self._stack.generator, self._stack.trainer
+        state = m.parameters * MASTER_BYTES // trainer.nproc
+        gathered = m.parameters * BYTES[trainer.dtype]
+        logits = self._config.batching.logprob_chunk_tokens * m.vocabulary_size * 4 * 2
+        self._line(
+            "memory of a trainer rank",
+            f"about {_bytes(state + gathered + logits)}",
+            f"weights, gradients and AdamW {_bytes(state)}, gathered {trainer.dtype} weights "
+            f"{_bytes(gathered)}, logits of {self._config.batching.logprob_chunk_tokens} tokens {_bytes(logits)}; "
+            "activations come on top",
+        )
+        weights = m.parameters * BYTES[generator.dtype] // generator.tensor_parallel_size
+        token = m.layers * m.key_value_size * BYTES[generator.dtype] // generator.tensor_parallel_size
+        self._line(
+            "memory of a generator worker",
+            f"about {_bytes(2 * weights)} + KV cache",
+            f"live and staged {generator.dtype} weights {_bytes(weights)} each; "
+            f"the KV cache takes {_bytes(token)} a token",
+        )
+        sent = m.parameters * BYTES[trainer.dtype]
+        bucket = self._config.weights.bucket_mib
+        self._line(
+            "weight sync",
+            f"{_bytes(sent)}",
+            f"in about {math.ceil(sent / (bucket << 20))} broadcast(s) of at most {bucket} MiB "
+            "to each generator",
+        )
+
+    def _disk_line(self) -> None:
+        config = self._config
+        rollouts = 0
+        if not self._supervised:
+            rollouts = config.steps * self._samples * self._response_tokens * PAYLOAD_BYTES_PER_TOKEN
+        export = self._model.parameters * 4 if config.export_final else 0
+        self._line(
+            "disk",
+            f"at most {_bytes(rollouts + export)}",
+            f"samples in the ledger and the run directory {_bytes(rollouts)}, "
+            f"exported model {_bytes(export)}",
+        )
+        free = shutil.disk_usage(_existing(self._stack.state_dir)).free
+        if rollouts + export > free:
+            self._plan.warnings.append(
+                f"the run may write {_bytes(rollouts + export)}, but {self._stack.state_dir} "
+                f"has {_bytes(free)} free"
+            )
+
+    def _line(self, name: str, value: str, explanation: str) -> None:
+        self._plan.lines.add(name=name, value=value, explanation=explanation)
+
+
+def _existing(path: Path) -> Path:
+    """The nearest folder that is there already."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _count(number: int, what: str) -> str:
+    for size, unit in ((10**9, " billion"), (10**6, " million"), (10**3, " thousand")):
+        if number >= size:
+            return f"{number / size:.3g}{unit} {what}"
+    return f"{number} {what}"
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.3g} {unit}" if number < 100 else f"{number:.0f} {unit}"
+        number /= 1024
+    return f"{number:.3g} TiB"

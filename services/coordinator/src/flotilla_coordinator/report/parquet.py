@@ -1,0 +1,77 @@
+"""Metrics, evaluations and samples as Parquet files, one a kind.
+
+Invariants: a metric that a step lacks is null, never 0; a file appears whole or not at all, in place of an
+older one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from flotilla_coordinator.rundir import RunDirectory
+
+ROWS_AT_ONCE = 8192
+
+
+def export_parquet(run_dir: Path) -> list[Path]:
+    """Write `parquet/*.parquet`; kinds without a row are left out."""
+    run = RunDirectory(run_dir)
+    target = run_dir / "parquet"
+    target.mkdir(exist_ok=True)
+    metrics = [{"step": step, **values} for step, values in run.read_metrics()]
+    columns = sorted({name for row in metrics for name in row} - {"step"})
+    schema = pa.schema([("step", pa.int64()), *((name, pa.float64()) for name in columns)])
+    written = [
+        _write(target / "metrics.parquet", metrics, schema),
+        _write(target / "evaluations.parquet", run.read_evaluations(), None),
+        _write(target / "samples.parquet", run.read_samples(), SAMPLES),
+    ]
+    return [path for path in written if path is not None]
+
+
+SAMPLES = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("sample_id", pa.string()),
+        ("group_id", pa.string()),
+        ("prompt", pa.string()),
+        ("response", pa.string()),
+        ("reward", pa.float64()),
+        ("prompt_tokens", pa.int32()),
+        ("response_tokens", pa.int32()),
+        ("truncated", pa.bool_()),
+        ("generator", pa.string()),
+        ("attempt", pa.int32()),
+        (
+            "policy_versions",
+            pa.list_(pa.struct([("version", pa.string()), ("start", pa.int32()), ("end", pa.int32())])),
+        ),
+        ("logprob_mean", pa.float64()),
+    ]
+)
+
+
+def _write(path: Path, rows: Iterable[dict[str, Any]], schema: pa.Schema | None) -> Path | None:
+    partial = path.with_name(f".{path.name}.partial")
+    writer = None
+    for chunk in _chunks(iter(rows)):
+        table = pa.Table.from_pylist(chunk, schema=schema)
+        if writer is None:
+            writer = pq.ParquetWriter(partial, table.schema, compression="zstd")
+        writer.write_table(table)
+    if writer is None:
+        return None
+    writer.close()
+    partial.replace(path)
+    return path
+
+
+def _chunks(rows: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    while chunk := list(islice(rows, ROWS_AT_ONCE)):
+        yield chunk

@@ -1,0 +1,176 @@
+"""The plots of a run: what it learned, whether the mathematics is sound, where the time went.
+
+Invariants: drawn from the run directory alone, without a display; a plot without data is not written.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from flotilla_coordinator.rundir import RunDirectory
+
+BLUE, ORANGE, GREEN, RED, GREY = "#2f6db5", "#e07b39", "#3c9a5f", "#c0413b", "#8a8f98"
+TIMES = (
+    ("time/rollout_s", "rollout", BLUE),
+    ("time/train_s", "train", ORANGE),
+    ("time/sync_s", "sync", GREEN),
+    ("time/evaluate_s", "evaluate", GREY),
+)
+
+Series = tuple[list[int], list[float]]
+
+
+class _Run:
+    """The series of one run directory."""
+
+    def __init__(self, path: Path) -> None:
+        directory = RunDirectory(path)
+        self.name = path.name
+        self._steps = list(directory.read_metrics())
+        self.evaluations: Series = ([], [])
+        for evaluation in directory.read_evaluations():
+            self.evaluations[0].append(int(evaluation["step"]))
+            self.evaluations[1].append(float(evaluation["accuracy"]))
+
+    def series(self, name: str) -> Series:
+        """The steps that have a metric, and its values. A step counts when it is done: the first is 1."""
+        found = [(step + 1, metrics[name]) for step, metrics in self._steps if name in metrics]
+        return [step for step, _ in found], [value for _, value in found]
+
+    def filled(self, name: str) -> list[float]:
+        """A value for every step, 0 where a phase did not happen."""
+        return [metrics.get(name, 0.0) for _, metrics in self._steps]
+
+    @property
+    def steps(self) -> list[int]:
+        """Every step that is done."""
+        return [step + 1 for step, _ in self._steps]
+
+
+def write_plots(run_dir: Path) -> list[Path]:
+    """Write `plots/*.png`."""
+    run = _Run(run_dir)
+    figures = {
+        "reward": _reward(run),
+        "training": _training(run),
+        "agreement": _agreement(run),
+        "time": _time(run),
+    }
+    target = run_dir / "plots"
+    target.mkdir(exist_ok=True)
+    written = []
+    for name, figure in figures.items():
+        if figure is None:
+            continue
+        path = target / f"{name}.png"
+        figure.savefig(path)
+        written.append(path)
+    return written
+
+
+def _reward(run: _Run) -> Figure | None:
+    reward = run.series("reward/mean")
+    if not reward[0] and not run.evaluations[0]:
+        return None
+    figure, (axes,) = _figure(run, "Reward and held-out accuracy", 1)
+    _line(axes, reward, "mean reward of the step's samples", BLUE)
+    if run.evaluations[0]:
+        axes.plot(*run.evaluations, "o-", color=ORANGE, linewidth=2, markersize=6, label="held-out accuracy")
+        for index in {0, len(run.evaluations[0]) - 1}:
+            step, accuracy = run.evaluations[0][index], run.evaluations[1][index]
+            axes.annotate(
+                f"{accuracy:.1%}",
+                (step, accuracy),
+                (0, 9),
+                textcoords="offset points",
+                ha="center",
+                color=ORANGE,
+            )
+    axes.set_ylabel("reward, accuracy")
+    _finish(axes)
+    return figure
+
+
+def _training(run: _Run) -> Figure | None:
+    panels = [("loss", BLUE), ("grad_norm", ORANGE), ("entropy", GREEN), ("learning_rate", GREY)]
+    return _stacked(run, "Training", panels)
+
+
+def _agreement(run: _Run) -> Figure | None:
+    names = [
+        ("probs_diff/mean", BLUE),
+        ("probs_diff/max", ORANGE),
+        ("canary/mean", GREEN),
+        ("canary/max", RED),
+    ]
+    present = [(name, color) for name, color in names if run.series(name)[0]]
+    if not present:
+        return None
+    figure, (axes,) = _figure(run, "Trainer against generator", 1)
+    for name, color in present:
+        _line(axes, run.series(name), name, color)
+    if any(value > 0 for name, _ in present for value in run.series(name)[1]):
+        axes.set_yscale("log")
+    axes.set_ylabel("difference of probabilities")
+    _finish(axes)
+    return figure
+
+
+def _time(run: _Run) -> Figure | None:
+    if not run.steps:
+        return None
+    figure, (axes,) = _figure(run, "Where a step's time goes", 1)
+    phases = [(label, color, run.filled(name)) for name, label, color in TIMES]
+    axes.stackplot(
+        run.steps,
+        [values for _, _, values in phases],
+        labels=[label for label, _, _ in phases],
+        colors=[color for _, color, _ in phases],
+        alpha=0.85,
+    )
+    _line(axes, run.series("time/step_s"), "whole step", "black")
+    axes.set_ylabel("seconds")
+    axes.set_ylim(bottom=0)
+    _finish(axes)
+    return figure
+
+
+def _stacked(run: _Run, title: str, panels: list[tuple[str, str]]) -> Figure | None:
+    present = [(name, color) for name, color in panels if run.series(name)[0]]
+    if not present:
+        return None
+    figure, axes = _figure(run, title, len(present))
+    for panel, (name, color) in zip(axes, present, strict=True):
+        _line(panel, run.series(name), None, color)
+        panel.set_ylabel(name.replace("_", " "))
+        _finish(panel, last=panel is axes[-1])
+    return figure
+
+
+def _figure(run: _Run, title: str, panels: int) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(9, 2.2 + 2.2 * panels), dpi=120, layout="constrained")
+    grid = figure.subplots(panels, 1, sharex=True, squeeze=False)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+    grid[0, 0].set_title(run.name, loc="right", fontsize=9, color=GREY)
+    return figure, list(grid[:, 0])
+
+
+def _line(axes: Axes, series: Series, label: str | None, color: str) -> None:
+    if series[0]:
+        marker = "o" if len(series[0]) == 1 else ""
+        axes.plot(*series, marker=marker, color=color, linewidth=1.5, label=label)
+
+
+def _finish(axes: Axes, *, last: bool = True) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(True, color="#e4e6ea", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if last:
+        axes.set_xlabel("step")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=9, loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=5)

@@ -1,0 +1,193 @@
+"""Files of one run, for people and for scripts.
+
+Invariants: what an earlier attempt left is never overwritten (a second file of a name gets a number); JSON
+Lines files grow by whole lines, flushed one by one; everything can be read while the run goes on, by
+ordinary tools (jq, zstdcat).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import zstandard
+from google.protobuf import json_format
+
+from flotilla.coordinator.v1 import run_pb2
+from flotilla_core.errors import AlreadyExists, FailedPrecondition
+
+if TYPE_CHECKING:
+    from flotilla_coordinator.runs.batch import Batch, RolloutGroup, RolloutSample
+
+SAMPLE_FILES = "step-*.jsonl.zst"
+
+
+class RunDirectory:
+    """`<state_dir>/<stack>/runs/<run_id>/`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, path: Path) -> RunDirectory:
+        """A fresh directory; one that exists belongs to another run."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir()
+        except FileExistsError:
+            raise AlreadyExists("the run directory exists already", where=str(path)) from None
+        return cls(path.absolute())
+
+    @property
+    def model_path(self) -> Path:
+        """The exported policy."""
+        return self.path / "model"
+
+    def write_configuration(self, config_yaml: str, versions: Mapping[str, Any]) -> None:
+        """The resolved configuration, and who took part (versions and digests by service)."""
+        _free(self.path / "run.yaml").write_text(config_yaml, "utf-8")
+        _free(self.path / "versions.json").write_text(_pretty(versions), "utf-8")
+
+    def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One line for a step; a value that is not finite is null, for JSON has no other word for it."""
+        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._append("metrics.jsonl", {"step": step, "time": round(time.time(), 3), **values})
+
+    def write_event(self, event: run_pb2.RunEvent) -> None:
+        """One line for something that happened."""
+        self._append("events.jsonl", json_format.MessageToDict(event, preserving_proto_field_name=True))
+
+    def write_evaluation(self, step: int, version: str, accuracy: float) -> None:
+        """One line for an evaluation after `step` steps."""
+        line = {"step": step, "time": round(time.time(), 3), "policy_version": version, "accuracy": accuracy}
+        self._append("evaluations.jsonl", line)
+
+    def write_samples(self, batch: Batch) -> Path:
+        """The samples of one step, compressed; complete or not there at all."""
+        path = _free(self.path / "samples" / f"step-{batch.step:06d}.jsonl.zst")
+        path.parent.mkdir(exist_ok=True)
+        lines = (
+            _line(_sample(batch.step, group, sample)) for group in batch.groups for sample in group.samples
+        )
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_bytes(zstandard.ZstdCompressor().compress("".join(lines).encode()))
+        partial.rename(path)
+        return path
+
+    def finish(self, run: run_pb2.Run) -> str:
+        """Outcome, logs and plots of a run that has ended; a sentence where plots could not be made."""
+        from flotilla_coordinator.report import write_plots
+
+        outcome = json_format.MessageToDict(run, preserving_proto_field_name=True)
+        _free(self.path / "outcome.json").write_text(_pretty(outcome), "utf-8")
+        self._keep_logs(sorted((self.path.parent.parent / "logs").glob("*.log")))
+        try:
+            write_plots(self.path)
+        except FailedPrecondition as error:
+            return f"no plots: {error}"
+        return ""
+
+    def read_outcome(self) -> run_pb2.Run | None:
+        """The run as it ended; None while it goes on, and where its coordinator was killed."""
+        path = self.path / "outcome.json"
+        return json_format.Parse(path.read_text("utf-8"), run_pb2.Run()) if path.is_file() else None
+
+    def read_configuration(self) -> str:
+        """The resolved configuration."""
+        return (self.path / "run.yaml").read_text("utf-8")
+
+    def read_metrics(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """Steps so far with their metrics."""
+        for line in _read_lines(self.path / "metrics.jsonl"):
+            step = int(line.pop("step"))
+            line.pop("time")
+            yield step, {name: value for name, value in line.items() if value is not None}
+
+    def read_events(self) -> Iterator[dict[str, Any]]:
+        """All events so far."""
+        return _read_lines(self.path / "events.jsonl")
+
+    def read_evaluations(self) -> Iterator[dict[str, Any]]:
+        """All evaluations so far."""
+        return _read_lines(self.path / "evaluations.jsonl")
+
+    def read_samples(self) -> Iterator[dict[str, Any]]:
+        """All samples, step by step."""
+        for path in sorted((self.path / "samples").glob(SAMPLE_FILES)):
+            with path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as reader:
+                for line in io.TextIOWrapper(reader, "utf-8"):
+                    yield json.loads(line)
+
+    def _keep_logs(self, logs: Iterable[Path]) -> None:
+        """Hard links where the file system allows, so that lines which are still to come are there too."""
+        for log in logs:
+            target = _free(self.path / "logs" / log.name)
+            target.parent.mkdir(exist_ok=True)
+            try:
+                os.link(log, target)
+            except OSError:  # another file system
+                shutil.copyfile(log, target)
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        with (self.path / name).open("a", encoding="utf-8") as file:
+            file.write(_line(record))
+
+
+def _sample(step: int, group: RolloutGroup, sample: RolloutSample) -> dict[str, Any]:
+    return {
+        "step": step,
+        "sample_id": sample.sample_id,
+        "group_id": group.group_id,
+        "prompt": group.prompt_text,
+        "response": sample.text,
+        "reward": sample.reward,
+        "prompt_tokens": len(group.prompt_token_ids),
+        "response_tokens": len(sample.token_ids),
+        "truncated": sample.truncated,
+        "generator": sample.generator,
+        "attempt": sample.attempt,
+        "policy_versions": [
+            {"version": str(span.version), "start": span.start, "end": span.end} for span in sample.spans
+        ],
+        "logprob_mean": _mean(sample.logprobs),
+    }
+
+
+def _mean(values: np.ndarray | None) -> float | None:
+    return None if values is None or not len(values) else float(values.mean())
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, ensure_ascii=False) + "\n"
+
+
+def _pretty(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def _free(path: Path) -> Path:
+    """`path`, or the first of its numbered siblings that does not exist: run.yaml, run-2.yaml, ..."""
+    stem, dot, suffixes = path.name.partition(".")
+    number, candidate = 1, path
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{stem}-{number}{dot}{suffixes}")
+    return candidate
+
+
+def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Whole lines; the last one may be half written while the run goes on."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)

@@ -1,0 +1,1 @@
+"""One training run: the loop and everything that it talks to."""

@@ -1,0 +1,224 @@
+"""Wires one run: every collaborator of the loop, built from the configuration and the fleet.
+
+Invariants: everything that can be wrong with the configuration or the data is found here, before the first
+sample is drawn; nothing in here runs the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+
+from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.data.prompts import Prompt, PromptSource, load_prompts
+from flotilla_coordinator.data.tokenizer import Tokenizer
+from flotilla_coordinator.fleet import Fleet
+from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.runs.answers import AnswerSource
+from flotilla_coordinator.runs.batch import BatchSource
+from flotilla_coordinator.runs.canary import Canary
+from flotilla_coordinator.runs.context import RunContext
+from flotilla_coordinator.runs.evaluate import Evaluator
+from flotilla_coordinator.runs.generation import Generation
+from flotilla_coordinator.runs.members import GeneratorReplica
+from flotilla_coordinator.runs.policy import PolicyTrainer
+from flotilla_coordinator.runs.rollouts import RolloutSource
+from flotilla_coordinator.runs.scoring import Scorer
+from flotilla_coordinator.runs.status import RunStatus
+from flotilla_coordinator.runs.sync import SyncReport, WeightSync
+from flotilla_core.config import RunConfig
+from flotilla_core.errors import FlotillaError, Mismatch
+from flotilla_core.model_folder import model_folder
+from flotilla_core.service import Host
+
+NOTICE_EVERY_S = 10.0
+
+
+class Assembly:
+    """Builds the context of one run."""
+
+    def __init__(
+        self, host: Host, fleet: Fleet, ledger: Ledger, run_id: str, config: RunConfig, status: RunStatus
+    ) -> None:
+        self._host = host
+        self._fleet = fleet
+        self._ledger = ledger
+        self._run_id = run_id
+        self._config = config
+        self._status = status
+        self._wait_limit_s = host.stack.ready_timeout_s
+
+    async def build(self, directory: RunDirectory) -> RunContext:
+        """Wait for the services that the run needs, then wire them."""
+        config = self._config
+        tokenizer = await asyncio.to_thread(lambda: Tokenizer.load(model_folder(self._host.stack.model)))
+        prompts = await asyncio.to_thread(PromptSource, config.data, tokenizer, config.seed)
+        held_out = await asyncio.to_thread(self._held_out, tokenizer)
+        policy = await self._policy(directory, tokenizer)
+        sync = self._sync(policy, prompts, tokenizer)
+        generation = self._generation(sync)
+        scorer = Scorer(self._run_id, config.rewards, self._fleet.rewards, self._wait_limit_s)
+        context = RunContext(
+            run_id=self._run_id,
+            config=config,
+            policy=policy,
+            source=self._source(prompts, tokenizer, generation, scorer),
+            sync=sync,
+            evaluator=self._evaluator(held_out, tokenizer, generation, scorer),
+            ledger=self._ledger,
+            directory=directory,
+            status=self._status,
+            activities=self._host.activities,
+        )
+        self._context = context
+        return context
+
+    async def _policy(self, directory: RunDirectory, tokenizer: Tokenizer) -> PolicyTrainer:
+        await self._fleet.trainers.wait_for(1, self._wait_limit_s, "a trainer")
+        replica = self._fleet.trainers.replicas()[0]
+        self._require_tokenizer(replica.name, replica.registration.tokenizer_digest, tokenizer)
+        return PolicyTrainer(
+            self._run_id,
+            self._config,
+            replica.stub,
+            replica.instance_id,
+            directory.path / "dumps",
+            self._ended_runs,
+        )
+
+    async def _ended_runs(self) -> list[str]:
+        return [record.run_id for record in await self._ledger.list_runs() if record.state.ended]
+
+    def _require_tokenizer(self, name: str, digest: str, tokenizer: Tokenizer) -> None:
+        if digest and digest != tokenizer.digest:
+            raise Mismatch(
+                f"{name} has another tokenizer than the coordinator",
+                where=f"model {self._host.stack.model}",
+                why=f"digest {digest[:12]} there, {tokenizer.digest[:12]} here",
+                next_step="start every service of the stack with the same model folder",
+            )
+
+    def _sync(self, policy: PolicyTrainer, prompts: PromptSource, tokenizer: Tokenizer) -> WeightSync:
+        weights = self._config.weights
+        backend = weights.backend
+        if backend == "auto":
+            ends = [end.registration for end in self._fleet.trainers.replicas()]
+            ends += [end.registration for end in self._fleet.generators.everyone()]
+            backend = "nccl" if all(end.capacity.get("gpus", 0) for end in ends) else "gloo"
+        canary = Canary(
+            self._run_id,
+            weights.canary,
+            policy,
+            self._canary_prompts(prompts, weights.canary.prompts),
+            timeout_s=self._config.rollout.sample_timeout_s,
+        )
+
+        async def verify(report: SyncReport) -> dict[str, FlotillaError]:
+            return await self._verify(canary, report)
+
+        return WeightSync(
+            self._run_id,
+            weights,
+            backend,
+            policy,
+            self._candidates(tokenizer),
+            self._fleet.generators.replicas,
+            self._evict,
+            verify,
+        )
+
+    @staticmethod
+    def _canary_prompts(prompts: PromptSource, count: int) -> list[np.ndarray]:
+        return [prompt.token_ids for prompt in prompts.file.prompts[:count]]
+
+    async def _verify(self, canary: Canary, report: SyncReport) -> dict[str, FlotillaError]:
+        """The live check and the sync's metrics; the members that could not answer."""
+        metrics = self._context.metrics
+        metrics["sync/bytes"] = float(report.bytes)
+        metrics["sync/stage_s"] = report.stage_s
+        metrics["sync/stall_s"] = report.stall_s
+        metrics["sync/members"] = float(len(report.members))
+        metrics["sync/epochs"] = float(report.epochs)
+        outcome = await canary.check(report.version, report.members)
+        result = outcome.report
+        if result is None:
+            return outcome.failures
+        metrics["canary/mean"] = result.probs_mean
+        metrics["canary/logprob_mean"] = result.logprob_mean
+        metrics["canary/max"] = result.logprob_max
+        if result.probs_mean > self._config.weights.canary.warn_at:
+            self._status.notice(
+                run_pb2.NOTICE_LEVEL_WARNING,
+                f"trainer and generator differ: mean probability difference {result.probs_mean:.4f} "
+                f"at version {report.version} (weights.canary.warn_at)",
+            )
+        return outcome.failures
+
+    def _candidates(self, tokenizer: Tokenizer) -> Callable[[], Awaitable[list[GeneratorReplica]]]:
+        pool = self._fleet.generators
+
+        async def candidates() -> list[GeneratorReplica]:
+            await pool.wait_for(1, self._wait_limit_s, "a generator")
+            replicas = sorted(pool.replicas(), key=lambda replica: replica.name)
+            for replica in replicas:
+                self._require_tokenizer(replica.name, replica.registration.tokenizer_digest, tokenizer)
+            return replicas
+
+        return candidates
+
+    def _evict(self, replica: GeneratorReplica, error: FlotillaError) -> None:
+        self._fleet.generators.eject(replica.instance_id, str(error))
+        self._status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"{replica.name} left the weight group: {error}")
+
+    def _generation(self, sync: WeightSync) -> Generation:
+        told: dict[str, float] = {}
+
+        def lost(sample_ids: tuple[str, ...], error: FlotillaError) -> None:
+            # Hundreds of groups lose the same replica at once; samples/retried counts them all.
+            now = time.monotonic()
+            if now - told.get(str(error), -NOTICE_EVERY_S) >= NOTICE_EVERY_S:
+                told[str(error)] = now
+                self._status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"samples are issued again: {error}")
+
+        return Generation(
+            self._run_id, self._config.seed, self._fleet.generators, sync.serves, self._wait_limit_s, lost
+        )
+
+    def _source(
+        self, prompts: PromptSource, tokenizer: Tokenizer, generation: Generation, scorer: Scorer
+    ) -> BatchSource:
+        config = self._config
+        if config.algorithm.type == "sft":
+            return AnswerSource(self._run_id, prompts, tokenizer, config.rollout.prompts_per_step)
+        return RolloutSource(
+            self._run_id,
+            config.rollout,
+            config.steps,
+            prompts,
+            tokenizer,
+            generation,
+            scorer,
+            self._ledger,
+            min_group_samples=2 if config.algorithm.baseline == "group" else 1,
+        )
+
+    def _held_out(self, tokenizer: Tokenizer) -> list[Prompt]:
+        evaluation = self._config.evaluation
+        if evaluation is None:
+            return []
+        return load_prompts(evaluation.data, self._config.data, tokenizer).prompts[: evaluation.max_prompts]
+
+    def _evaluator(
+        self, held_out: list[Prompt], tokenizer: Tokenizer, generation: Generation, scorer: Scorer
+    ) -> Evaluator | None:
+        evaluation, rollout = self._config.evaluation, self._config.rollout
+        if evaluation is None:
+            return None
+        limit = evaluation.max_response_tokens or rollout.sampling.max_response_tokens
+        return Evaluator(
+            self._run_id, held_out, tokenizer, generation, scorer, limit, rollout.sample_timeout_s
+        )

@@ -1,0 +1,83 @@
+"""What flows through a step: prompts become groups, groups become a batch.
+
+Invariants: a group holds only samples that were scored; token ids and logprobs are the generator's own, never
+re-tokenised; `group_id` and `sample_id` never change over attempts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from opentelemetry.trace import SpanContext
+
+from flotilla_coordinator.ledger.records import TokenSpan
+from flotilla_core.version import Version
+
+
+@dataclass
+class RolloutSample:
+    """One finished response, scored or (in supervised training) given."""
+
+    sample_id: str
+    token_ids: np.ndarray
+    logprobs: np.ndarray | None
+    text: str
+    spans: tuple[TokenSpan, ...] = ()
+    reward: float = 0.0
+    truncated: bool = False
+    generator: str = ""
+    attempt: int = 0
+
+    def oldest_version(self) -> Version | None:
+        """The oldest version that wrote any of its tokens."""
+        return min((span.version for span in self.spans), default=None)
+
+
+@dataclass
+class RolloutGroup:
+    """The samples of one prompt."""
+
+    group_id: str
+    prompt_text: str
+    prompt_token_ids: np.ndarray
+    samples: list[RolloutSample]
+    span: SpanContext | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Tokens and log-probabilities."""
+        arrays = [array for sample in self.samples for array in (sample.token_ids, sample.logprobs)]
+        return self.prompt_token_ids.nbytes + sum(array.nbytes for array in arrays if array is not None)
+
+
+@dataclass
+class Batch:
+    """Everything that one update trains on."""
+
+    step: int
+    groups: list[RolloutGroup]
+    cursor: dict[str, Any]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def samples(self) -> list[RolloutSample]:
+        """All samples, group by group."""
+        return [sample for group in self.groups for sample in group.samples]
+
+
+class BatchSource(Protocol):
+    """Where batches come from: rollouts of the policy, or given answers."""
+
+    samples_from_policy: bool
+    """Whether every step needs the newest weights in the generators."""
+
+    def admit(self, step: int, version: Version) -> None:
+        """Let work up to `step` plus the allowed staleness begin."""
+
+    async def batch(self, step: int, version: Version) -> Batch:
+        """The whole batch of `step`, for training on `version`."""
+
+    async def close(self) -> None:
+        """Cancel what is under way and account for it."""

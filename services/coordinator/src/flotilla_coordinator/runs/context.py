@@ -1,0 +1,119 @@
+"""What the loop holds in its hands: collaborators, progress, and the record of both.
+
+Invariants: phases never overlap and their seconds go into the step's metrics; everything that a user sees of
+a run (status, events, metrics file, ledger row) is written here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from flotilla.coordinator.v1 import run_pb2
+from flotilla.trainer.v1 import trainer_pb2
+from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.runs.batch import Batch, BatchSource
+from flotilla_coordinator.runs.evaluate import Evaluator
+from flotilla_coordinator.runs.policy import PolicyTrainer
+from flotilla_coordinator.runs.status import RunStatus
+from flotilla_coordinator.runs.sync import WeightSync
+from flotilla_core import telemetry
+from flotilla_core.config import RunConfig
+from flotilla_core.service import Activities
+from flotilla_core.telemetry import names
+from flotilla_core.version import Version
+
+
+@dataclass
+class RunContext:
+    """One run and all that it needs."""
+
+    run_id: str
+    config: RunConfig
+    policy: PolicyTrainer
+    source: BatchSource
+    sync: WeightSync
+    evaluator: Evaluator | None
+    ledger: Ledger
+    directory: RunDirectory
+    status: RunStatus
+    activities: Activities
+    stop_requested: bool = False
+    steps_done: int = 0
+    last_accuracy: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    _evaluated_version: Version | None = None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Name what the loop does now, and count its seconds into the step."""
+        started = time.monotonic()
+        self.status.enter(name)
+        try:
+            with self.activities.doing(name, run_id=self.run_id):
+                yield
+        finally:
+            key = f"time/{name.replace(' ', '_')}_s"
+            self.metrics[key] = self.metrics.get(key, 0.0) + time.monotonic() - started
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """One step: a span, its metrics, one line in every record."""
+        self.metrics.clear()
+        started = time.monotonic()
+        with telemetry.span(names.RL_STEP, attributes={names.RUN_ID: self.run_id, names.STEP: step}):
+            yield
+        self.metrics["time/step_s"] = time.monotonic() - started
+        self.metrics["ledger/backlog"] = float(self.ledger.backlog)
+        tokens = self.metrics.get("tokens/response_total", self.metrics.get("tokens/trained", 0.0))
+        self.metrics["tokens_per_s"] = tokens / self.metrics["time/step_s"]
+        self.steps_done = step + 1
+        self.directory.write_metrics(step, self.metrics)
+        self.status.step_done(self.steps_done, self.policy.version, self.metrics)
+
+    async def record_update(
+        self, step: int, version: Version, batch: Batch, update: trainer_pb2.UpdateResult
+    ) -> None:
+        """The samples of the batch are consumed now, or dropped where the trainer skipped the update."""
+        self.metrics.update(batch.metrics)
+        self.metrics.update(update.metrics)
+        if not self.source.samples_from_policy:
+            return
+        sample_ids = [sample.sample_id for sample in batch.samples]
+        if update.skipped:
+            self.status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"update skipped: {update.skipped}")
+            await self.ledger.dropped(self.run_id, sample_ids, "update_skipped")
+        else:
+            await self.ledger.consumed(
+                self.run_id,
+                update.update_id,
+                sample_ids,
+                version,
+                result=self.policy.version,
+                step=step + 1,
+                cursor=batch.cursor,
+            )
+        await asyncio.to_thread(self.directory.write_samples, batch)
+
+    def evaluation_due(self, steps_done: int) -> bool:
+        """Whether the schedule asks for an evaluation after so many steps."""
+        evaluation = self.config.evaluation
+        return (
+            evaluation is not None and evaluation.every_steps > 0 and steps_done % evaluation.every_steps == 0
+        )
+
+    def evaluated(self, version: Version) -> bool:
+        """Whether this very version has been evaluated."""
+        return self._evaluated_version == version
+
+    def record_evaluation(self, step: int, version: Version, accuracy: float) -> None:
+        """One evaluation, in every record."""
+        self.last_accuracy = accuracy
+        self._evaluated_version = version
+        self.metrics["eval/accuracy"] = accuracy
+        self.directory.write_evaluation(step, str(version), accuracy)
+        self.status.evaluated(step, accuracy)

@@ -1,0 +1,102 @@
+"""From an admitted run to its end, whatever the end is.
+
+Invariants: exactly one terminal state is reached and recorded; every collaborator that was opened is closed;
+a failure is one message that a user can act on, and its traceback goes to the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import structlog
+
+from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.fleet import Fleet
+from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.ledger.records import RunState
+from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.runs.active import ActiveRun
+from flotilla_coordinator.runs.assembly import Assembly
+from flotilla_coordinator.runs.context import RunContext
+from flotilla_coordinator.runs.loop import run_loop
+from flotilla_core.errors import FlotillaError
+from flotilla_core.service import Host
+from flotilla_core.version import Version
+
+log = structlog.get_logger(__name__)
+
+
+async def execute(
+    host: Host, fleet: Fleet, ledger: Ledger, active: ActiveRun, directory: RunDirectory
+) -> None:
+    """Run to the end; never raises but for cancellation of the coordinator itself."""
+    status = active.status
+    context: RunContext | None = None
+    state, reason = run_pb2.RUN_STATE_FAILED, ""
+    try:
+        status.set_state(run_pb2.RUN_STATE_RUNNING)
+        status.enter("waiting for services")
+        assembly = Assembly(host, fleet, ledger, active.run_id, active.config, status)
+        context = await assembly.build(directory)
+        active.context = context
+        context.stop_requested = active.stop_requested
+        await run_loop(context)
+        stopped = context.stop_requested
+        state = run_pb2.RUN_STATE_STOPPED if stopped else run_pb2.RUN_STATE_SUCCEEDED
+        reason = active.stop_reason if stopped else ""
+    except asyncio.CancelledError:
+        state, reason = run_pb2.RUN_STATE_STOPPED, active.stop_reason or "the coordinator was stopped"
+        if not active.stop_requested:
+            raise
+        if (task := asyncio.current_task()) is not None:
+            task.uncancel()  # the request has been met; what follows is the record
+    except FlotillaError as error:
+        reason = str(error)
+        log.error("run failed", run_id=active.run_id, reason=reason, exc_info=True)
+    except Exception as error:
+        # The task boundary of a run: anything else is a defect, reported as the run's end.
+        reason = f"internal error: {error!r}; see the coordinator's log"
+        log.exception("run failed", run_id=active.run_id)
+    finally:
+        active.ending = True
+        if context is not None:
+            await _close(context)
+        await _finish(ledger, active, directory, state, reason)
+
+
+async def _close(context: RunContext) -> None:
+    """Give everything back; a service that is gone has nothing to give back."""
+    for close in (context.source.close, context.sync.close, context.policy.close):
+        try:
+            await close()
+        except FlotillaError as error:
+            log.warning("closing failed", run_id=context.run_id, error=str(error))
+        # The record of the run is still to be written, whatever went wrong here.
+        except Exception:
+            log.exception("closing failed", run_id=context.run_id)
+
+
+async def _finish(
+    ledger: Ledger, active: ActiveRun, directory: RunDirectory, state: run_pb2.RunState.ValueType, reason: str
+) -> None:
+    """The terminal state in every record; the trainer is free for the next run, and watchers are let go."""
+    active.context = None
+    active.status.set_state(state, reason)
+    try:
+        await ledger.update_run(
+            active.run_id,
+            state=RunState(state),
+            reason=reason,
+            ended_at=time.time(),
+            step=active.status.run.step,
+            version=Version.from_proto(active.status.run.policy_version),
+        )
+        notice = await asyncio.to_thread(directory.finish, active.status.run)
+        if notice:
+            active.status.notice(run_pb2.NOTICE_LEVEL_INFO, notice)
+    # Nobody is above: a full disk must not leave watchers waiting for an end that never comes.
+    except Exception:
+        log.exception("the end of the run could not be recorded whole", run_id=active.run_id)
+    finally:
+        active.feed.close()

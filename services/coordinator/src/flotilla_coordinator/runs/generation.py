@@ -1,0 +1,141 @@
+"""One group's generation: every slot delivered exactly once, over any number of replica losses.
+
+Invariants: a sample is yielded at most once per call, whatever a replica repeats; only what is missing is
+issued again, with a higher attempt; seeds depend on the sample's id alone, so an attempt changes nothing but
+the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from flotilla.generator.v1 import generator_pb2 as pb
+from flotilla_core import ids, rpc
+from flotilla_core.config import SamplingConfig
+from flotilla_core.errors import Exhausted, FlotillaError, InvalidRequest, StaleVersion, Unavailable
+from flotilla_core.rpc import Replica, ReplicaPool
+from flotilla_core.tensors import to_tensor
+from flotilla_core.version import Version
+
+if TYPE_CHECKING:
+    from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceAsyncStub
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """A prompt and the slots to fill."""
+
+    prompt_token_ids: np.ndarray
+    sample_ids: tuple[str, ...]
+    sampling: SamplingConfig
+    min_version: Version
+    timeout_s: float
+    max_attempts: int
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One sample as a generator delivered it."""
+
+    response: pb.GenerateResponse
+    generator: str
+    attempt: int
+
+
+class Generation:
+    """Issues groups to the replicas that may serve them."""
+
+    def __init__(
+        self,
+        run_id: str,
+        seed: int,
+        pool: ReplicaPool[GeneratorServiceAsyncStub],
+        serves: Callable[[str, Version], bool],
+        wait_limit_s: float,
+        lost: Callable[[tuple[str, ...], FlotillaError], None],
+    ) -> None:
+        self._run_id = run_id
+        self._seed = seed
+        self._pool = pool
+        self._serves = serves
+        self._wait_limit_s = wait_limit_s
+        self._lost = lost
+
+    async def samples(self, request: GenerationRequest) -> AsyncGenerator[Generated]:
+        """Each slot's sample as it ends; Exhausted when a slot ran out of attempts."""
+        missing = dict.fromkeys(request.sample_ids)
+        cause: FlotillaError | None = None
+        for attempt in range(request.max_attempts):
+            replica = await self._acquire(request, len(missing))
+            cost = self._cost(request, len(missing))
+            try:
+                async with aclosing(self._call(replica, request, tuple(missing), attempt)) as responses:
+                    async for response in responses:
+                        if response.sample_id in missing and response.finish_reason != pb.FINISH_REASON_ABORT:
+                            del missing[response.sample_id]
+                            yield Generated(response, replica.name, attempt)
+            except StaleVersion as error:
+                cause = error
+            except InvalidRequest:
+                raise  # it is wrong everywhere
+            except FlotillaError as error:  # whatever one replica fails with, another may do
+                cause = error
+                self._pool.eject(replica.instance_id, str(error))
+            finally:
+                self._pool.release(replica, cost)
+            if not missing:
+                return
+            self._lost(tuple(missing), cause or Unavailable(f"{replica.name} ended the stream early"))
+        raise Exhausted(
+            f"{len(missing)} samples were issued {request.max_attempts} times and never came back",
+            where=next(iter(missing)),
+            why=str(cause),
+            next_step="see the generators' logs; raise rollout.sample_timeout_s if they are only slow",
+        )
+
+    async def _acquire(self, request: GenerationRequest, count: int) -> Replica[GeneratorServiceAsyncStub]:
+        return await self._pool.acquire(
+            self._cost(request, count),
+            allowed=lambda replica: self._serves(replica.instance_id, request.min_version),
+            timeout_s=self._wait_limit_s,
+            what=f"a generator that serves version {request.min_version}",
+        )
+
+    @staticmethod
+    def _cost(request: GenerationRequest, count: int) -> int:
+        return count * request.sampling.max_response_tokens + len(request.prompt_token_ids)
+
+    def _call(
+        self,
+        replica: Replica[GeneratorServiceAsyncStub],
+        request: GenerationRequest,
+        sample_ids: tuple[str, ...],
+        attempt: int,
+    ) -> AsyncGenerator[pb.GenerateResponse]:
+        sampling = request.sampling
+        message = pb.GenerateRequest(
+            run_id=self._run_id,
+            request_id=ids.new_request_id(),
+            attempt=attempt,
+            prompt_token_ids=to_tensor(request.prompt_token_ids),
+            samples=[
+                pb.SampleSlot(sample_id=sample_id, seed=ids.sample_seed(self._seed, sample_id))
+                for sample_id in sample_ids
+            ],
+            sampling=pb.SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                max_tokens=sampling.max_response_tokens,
+                min_tokens=sampling.min_response_tokens,
+            ),
+            min_version=request.min_version.to_proto(),
+        )
+        return rpc.server_stream(
+            replica.stub.Generate, message, idle_timeout_s=request.timeout_s, timeout_s=request.timeout_s
+        )

@@ -1,0 +1,81 @@
+"""The training loop, for every algorithm and every staleness, on one page.
+
+Invariants: at policy step t, batches up to t + max_staleness have been admitted; a batch is trained exactly
+once; the generators serve the weights of a version before anything is sampled, evaluated or exported under
+its name; every wait inside names what it waits for. Infrastructure lives in the collaborators: this module
+reads like the algorithm.
+"""
+
+from __future__ import annotations
+
+from flotilla_coordinator.runs.context import RunContext
+from flotilla_core import telemetry
+from flotilla_core.errors import FailedPrecondition
+from flotilla_core.telemetry import names
+
+
+async def run_loop(run: RunContext) -> None:
+    """Train `run` from its first step to its last, or to its stop rule."""
+    with telemetry.span(names.RL_LOOP, attributes={names.RUN_ID: run.run_id}):
+        with run.phase("open session"):
+            await run.policy.open()
+        with run.phase("sync"):
+            await run.sync.publish(run.policy.version)
+        await _evaluate(run, step=0)
+
+        for step in range(run.config.steps):
+            with run.step(step):
+                await _train_one_step(run, step)
+            if run.stop_requested or _stop_rule_met(run):
+                break
+
+        if run.sync.version != run.policy.version:
+            with run.phase("sync"):
+                await run.sync.publish(run.policy.version)
+        if not run.evaluated(run.policy.version):
+            await _evaluate(run, step=run.steps_done)
+        if run.config.export_final:
+            with run.phase("export"):
+                await run.policy.export(run.directory.model_path)
+
+
+async def _train_one_step(run: RunContext, step: int) -> None:
+    """One batch in, one policy version out, and the fleet serving it."""
+    version = run.policy.version
+    run.source.admit(step, version)
+    with run.phase("rollout"):
+        batch = await run.sync.keep_serving(run.source.batch(step, version))
+    with run.phase("train"):
+        update = await run.policy.train(batch)
+    await run.record_update(step, version, batch, update)
+
+    evaluation_due = run.evaluation_due(step + 1)
+    if run.source.samples_from_policy or evaluation_due:
+        with run.phase("sync"):
+            await run.sync.publish(run.policy.version)
+    if evaluation_due:
+        await _evaluate(run, step=step + 1)
+
+
+async def _evaluate(run: RunContext, step: int) -> None:
+    """Greedy accuracy on held-out prompts, where the run has any."""
+    if run.evaluator is None:
+        return
+    with run.phase("evaluate"):
+        accuracy = await run.sync.keep_serving(run.evaluator.accuracy(run.policy.version, step))
+    run.record_evaluation(step, run.policy.version, accuracy)
+
+
+def _stop_rule_met(run: RunContext) -> bool:
+    """True when the last evaluation ends the run; a result above the allowed band fails it."""
+    rule, accuracy = run.config.stop, run.last_accuracy
+    if rule is None or accuracy is None or accuracy < rule.accuracy_at_least:
+        return False
+    if rule.accuracy_at_most is not None and accuracy > rule.accuracy_at_most:
+        raise FailedPrecondition(
+            f"accuracy jumped to {accuracy:.3f}, above stop.accuracy_at_most = {rule.accuracy_at_most}",
+            where=f"run {run.run_id}, step {run.steps_done}",
+            why="the evaluation before was still under stop.accuracy_at_least",
+            next_step="evaluate more often (evaluation.every_steps) or lower optimizer.learning_rate",
+        )
+    return True

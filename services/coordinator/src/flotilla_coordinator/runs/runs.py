@@ -1,0 +1,207 @@
+"""All runs of this coordinator: admission, lookup, stop.
+
+Invariants: a run is in the ledger before StartRun returns; one trainer serves one run at a time, so a second
+one is refused with the name of the first; runs that an earlier coordinator left unfinished are closed as
+failed at start, with their samples accounted for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import lru_cache
+from pathlib import Path
+
+import structlog
+
+from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.fleet import Fleet
+from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.ledger.records import RunRecord, RunState
+from flotilla_coordinator.plan import plan_run
+from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.runs.active import ActiveRun
+from flotilla_coordinator.runs.execution import execute
+from flotilla_coordinator.runs.feed import RunFeed
+from flotilla_coordinator.runs.status import RunStatus
+from flotilla_core import ids
+from flotilla_core.bus import EventStream
+from flotilla_core.config import RunConfig, dump_yaml, load_text
+from flotilla_core.errors import FailedPrecondition, InvalidConfig
+from flotilla_core.service import Host
+from flotilla_core.version import Version
+
+log = structlog.get_logger(__name__)
+
+STOP_GRACE_S = 60.0
+LIST_LIMIT = 100
+INTERRUPTED = (
+    "the coordinator stopped while the run was going on: its samples are accounted for in the ledger, "
+    "its weights since the start of the run are gone. Start the run again"
+)
+
+
+class Runs:
+    """Starts runs and knows about every one there ever was."""
+
+    def __init__(self, host: Host, fleet: Fleet, ledger: Ledger, events: EventStream) -> None:
+        self._host = host
+        self._fleet = fleet
+        self._ledger = ledger
+        self._events = events
+        self._active: dict[str, ActiveRun] = {}
+        self._started: dict[str, str] = {}
+        self._admission = asyncio.Lock()
+
+    async def recover(self) -> None:
+        """Close what an earlier coordinator left open."""
+        for record in await self._ledger.list_runs():
+            if not record.state.ended:
+                await self._ledger.drop_in_flight(record.run_id, "run_interrupted")
+                await self._ledger.update_run(
+                    record.run_id, state=RunState.FAILED, reason=INTERRUPTED, ended_at=time.time()
+                )
+
+    def plan(self, config_yaml: str) -> run_pb2.Plan:
+        """The arithmetic, the warnings and the reasons to refuse."""
+        return plan_run(load_text(RunConfig, config_yaml, source="run"), self._host.stack)
+
+    async def start(self, config_yaml: str, request_id: str) -> run_pb2.Run:
+        """Admit a run, or say why not; a repeated request gets the run that it started."""
+        async with self._admission:
+            if request_id and request_id in self._started:
+                return await self.find(self._started[request_id])
+            return await self._admit(config_yaml, request_id)
+
+    async def _admit(self, config_yaml: str, request_id: str) -> run_pb2.Run:
+        config = load_text(RunConfig, config_yaml, source="run")
+        plan = await asyncio.to_thread(plan_run, config, self._host.stack)
+        if plan.errors:
+            raise InvalidConfig(
+                "the run would not work", where=f"run {config.name}", why="; ".join(plan.errors)
+            )
+        self._refuse_second()
+        run_id = ids.new_run_id(config.name)
+        directory = RunDirectory.create(self._host.state_dir / "runs" / run_id)
+        directory.write_configuration(dump_yaml(config), self._versions())
+        run = run_pb2.Run(
+            run_id=run_id,
+            name=config.name,
+            state=run_pb2.RUN_STATE_PENDING,
+            total_steps=config.steps,
+            directory=str(directory.path),
+        )
+        run.created_at.GetCurrentTime()
+        feed = RunFeed(lambda event: self._publish(run_id, directory, event))
+        active = ActiveRun(run_id, config, config_yaml, RunStatus(run, feed), feed)
+        await self._ledger.save_run(
+            RunRecord(run_id, config.name, RunState.RUNNING, config_yaml, str(directory.path), time.time())
+        )
+        self._active[run_id] = active
+        self._started[request_id] = run_id
+        active.task = asyncio.create_task(
+            execute(self._host, self._fleet, self._ledger, active, directory), name=f"run {run_id}"
+        )
+        return run
+
+    async def stop(self, run_id: str, reason: str) -> run_pb2.Run:
+        """End a run after its current step; after a grace period, at once."""
+        active = self._active.get((await self.find(run_id)).run_id)
+        if active is None or active.status.ended:
+            raise FailedPrecondition(
+                "the run has ended already", where=run_id, next_step="see `flotilla run list`"
+            )
+        active.status.set_state(run_pb2.RUN_STATE_STOPPING, reason)
+        active.request_stop(reason)
+        asyncio.get_running_loop().call_later(STOP_GRACE_S, active.cancel)
+        return active.status.run
+
+    async def find(self, run_id: str) -> run_pb2.Run:
+        """A run by id, by unique prefix of it, or `latest`."""
+        return self._message(await self._ledger.get_run(run_id))
+
+    async def configuration(self, run_id: str) -> str:
+        """The resolved configuration that a run was started with."""
+        record = await self._ledger.get_run(run_id)
+        return record.config_yaml
+
+    async def list(self, limit: int) -> list[run_pb2.Run]:
+        """Newest first."""
+        return [self._message(record) for record in await self._ledger.list_runs(limit or LIST_LIMIT)]
+
+    def lease(self, instance_id: str) -> tuple[str, Version | None]:
+        """The run that a service works for, and the version that it serves there; empty where it is free."""
+        for active in self._active.values():
+            if active.context is None or active.status.ended:
+                continue
+            version = active.context.sync.live_version(instance_id)
+            if version is not None or instance_id == active.context.policy.instance_id:
+                return active.run_id, version
+        return "", None
+
+    def active(self, run_id: str) -> ActiveRun | None:
+        """Handles of a run that this process started."""
+        return self._active.get(run_id)
+
+    async def close(self) -> None:
+        """The coordinator goes: every run ends now, recorded."""
+        tasks = []
+        for active in self._active.values():
+            if active.task is not None and not active.task.done():
+                active.stop_requested, active.stop_reason = True, "the coordinator was stopped"
+                active.cancel()
+                tasks.append(active.task)
+        if tasks:
+            await asyncio.wait(tasks)  # unlike gather, a limit that ends this wait does not cut the records
+        await self._events.close()
+
+    def _refuse_second(self) -> None:
+        for active in self._active.values():
+            if not active.status.ended:
+                raise FailedPrecondition(
+                    f"run {active.run_id} is using the trainer",
+                    next_step=f"wait for it (`flotilla run watch {active.run_id}`) or stop it "
+                    f"(`flotilla run stop {active.run_id}`)",
+                )
+
+    def _versions(self) -> dict[str, dict[str, str]]:
+        return {r.name: dict(r.versions) for r in self._fleet.registrations.values()}
+
+    def _publish(self, run_id: str, directory: RunDirectory, event: run_pb2.RunEvent) -> None:
+        """To the run directory now, to the bus without waiting."""
+        try:
+            directory.write_event(event)
+        except OSError as error:  # a full disk: what must not be lost is in the ledger
+            log.warning("an event was not written", run_id=run_id, error=str(error))
+        self._events.publish(run_id, f"{run_id}/{event.sequence}", event.SerializeToString())
+
+    def _message(self, record: RunRecord) -> run_pb2.Run:
+        active = self._active.get(record.run_id)
+        if active is not None:
+            return active.status.run
+        ended = RunDirectory(Path(record.directory)).read_outcome()
+        if ended is not None:
+            return ended
+        run = run_pb2.Run(
+            run_id=record.run_id,
+            name=record.name,
+            state=run_pb2.RunState.ValueType(int(record.state)),
+            step=record.step,
+            total_steps=_total_steps(record.config_yaml),
+            policy_version=record.version.to_proto(),
+            reason=record.reason,
+            directory=record.directory,
+        )
+        run.created_at.FromNanoseconds(int(record.created_at * 1e9))
+        if record.ended_at is not None:
+            run.ended_at.FromNanoseconds(int(record.ended_at * 1e9))
+        return run
+
+
+@lru_cache(maxsize=LIST_LIMIT)
+def _total_steps(config_yaml: str) -> int:
+    """The steps that an earlier run was to make; 0 where this release cannot read its configuration."""
+    try:
+        return load_text(RunConfig, config_yaml, source="run").steps
+    except InvalidConfig:
+        return 0

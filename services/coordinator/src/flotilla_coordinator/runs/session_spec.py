@@ -1,0 +1,61 @@
+"""The run's configuration as the trainer wants to hear it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flotilla.trainer.v1 import session_pb2 as pb
+from flotilla_core.config import RunConfig
+
+SCHEDULES = {
+    "constant": pb.SCHEDULE_CONSTANT,
+    "linear": pb.SCHEDULE_LINEAR,
+    "cosine": pb.SCHEDULE_COSINE,
+}
+
+BASELINES = {"group": pb.BASELINE_GROUP, "batch": pb.BASELINE_BATCH}
+
+
+def session_spec(config: RunConfig, dump_dir: Path) -> pb.SessionSpec:
+    """Everything that a policy session needs to know about a run."""
+    optimizer, batching = config.optimizer, config.batching
+    return pb.SessionSpec(
+        role=pb.ROLE_POLICY,
+        initial_weights=str(config.initial_weights or ""),
+        objective=_objective(config),
+        optimizer=pb.Optimizer(
+            learning_rate=optimizer.learning_rate,
+            beta1=optimizer.betas[0],
+            beta2=optimizer.betas[1],
+            epsilon=optimizer.epsilon,
+            weight_decay=optimizer.weight_decay,
+            max_grad_norm=optimizer.max_grad_norm,
+            schedule=SCHEDULES[optimizer.schedule],
+            warmup_updates=optimizer.warmup_updates,
+            final_lr_ratio=optimizer.final_lr_ratio,
+        ),
+        batching=pb.Batching(
+            tokens_per_microbatch=batching.tokens_per_microbatch,
+            logprob_chunk_tokens=batching.logprob_chunk_tokens,
+        ),
+        seed=config.seed,
+        total_updates=config.steps,
+        max_skipped_updates=optimizer.max_skipped_updates,
+        dump_dir=str(dump_dir),
+    )
+
+
+def _objective(config: RunConfig) -> pb.Objective:
+    algorithm = config.algorithm
+    if algorithm.type == "sft":
+        return pb.Objective(sft=pb.SftObjective())
+    return pb.Objective(
+        grpo=pb.GrpoObjective(
+            temperature=config.rollout.sampling.temperature,
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            normalize_std=algorithm.normalize_std,
+            shuffle_rewards=algorithm.shuffle_rewards,
+            baseline=BASELINES[algorithm.baseline],
+        )
+    )

@@ -1,0 +1,56 @@
+"""Calls that only make sense together: one failure ends the others, and none of them is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from flotilla_core.errors import FlotillaError
+
+T = TypeVar("T")
+
+SETTLE_S = 1.0
+
+
+async def all_of(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """All results in order; the first failure cancels the rest and is raised as it is."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def run_together(
+    calls: Mapping[str, Awaitable[Any]],
+) -> tuple[dict[str, Any], dict[str, FlotillaError]]:
+    """Run all calls; after the first failure the rest get a moment to tell their own story.
+
+    Returns results and failures by name; a cancelled call is in neither. Anything but a FlotillaError
+    propagates.
+    """
+    tasks = {name: asyncio.ensure_future(call) for name, call in calls.items()}
+    try:
+        _, pending = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+        if pending:
+            await asyncio.wait(pending, timeout=SETTLE_S)
+    finally:
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+    results: dict[str, Any] = {}
+    failures: dict[str, FlotillaError] = {}
+    for name, task in tasks.items():
+        if task.cancelled():
+            continue
+        error = task.exception()
+        if error is None:
+            results[name] = task.result()
+        elif isinstance(error, FlotillaError):
+            failures[name] = error
+        else:
+            raise error
+    return results, failures

@@ -1,0 +1,80 @@
+"""The coordinator as a service: ledger, span store, fleet view and runs under one server.
+
+Invariants: the span store and the ledger are open before the port is, and close after every run has ended; no
+torch, no vllm, no transformers anywhere below this package.
+"""
+
+from __future__ import annotations
+
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
+
+from flotilla.common.v1 import operate_pb2
+from flotilla.common.v1.registration_pb2 import Registration
+from flotilla.coordinator.v1 import coordinator_pb2_grpc
+from flotilla_coordinator.fleet import Fleet
+from flotilla_coordinator.launcher_link import LauncherLink
+from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.runs.runs import Runs
+from flotilla_coordinator.servicer import CoordinatorServicer
+from flotilla_coordinator.timeline import SpanStore, TraceReceiver
+from flotilla_core.bus import EventStream
+from flotilla_core.model_folder import model_folder
+from flotilla_core.rpc import RpcServer
+from flotilla_core.service import Host
+from flotilla_core.tokenizer_digest import tokenizer_digest
+
+
+class Coordinator:
+    """Implements `flotilla_core.service.Service`."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._ledger = Ledger.open(host.state_dir / "ledger.sqlite")
+        self._spans = SpanStore(host.state_dir / "spans.sqlite")
+        self._fleet = Fleet(host)
+        self._runs = Runs(host, self._fleet, self._ledger, EventStream(host.bus))
+
+    def add_to(self, server: RpcServer) -> None:
+        """Our own service and the OTLP receiver."""
+        servicer = CoordinatorServicer(
+            self._runs, self._fleet, self._ledger, self._spans, LauncherLink(self._host.state_dir)
+        )
+        server.add(
+            coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server,
+            servicer,
+            "flotilla.coordinator.v1.CoordinatorService",
+        )
+        server.add(
+            trace_service_pb2_grpc.add_TraceServiceServicer_to_server,
+            TraceReceiver(self._spans),
+            "opentelemetry.proto.collector.trace.v1.TraceService",
+        )
+
+    async def start(self) -> None:
+        """Account for what an earlier coordinator left, then follow the fleet."""
+        await self._runs.recover()
+        await self._spans.prune(self._host.stack.coordinator.span_retention_runs)
+        await self._fleet.start()
+
+    def describe(self, registration: Registration) -> None:
+        """The tokenizer that prompts are made with."""
+        registration.tokenizer_digest = tokenizer_digest(model_folder(self._host.stack.model))
+
+    async def check(self) -> list[operate_pb2.CheckResult]:
+        """Nothing beyond what the host checks."""
+        return []
+
+    async def dump_stacks(self) -> list[operate_pb2.ProcessStacks]:
+        """No children."""
+        return []
+
+    async def drain(self, grace_s: float) -> None:
+        """Runs end, recorded."""
+        await self._runs.close()
+
+    async def stop(self) -> None:
+        """Close in the reverse order of opening."""
+        await self._runs.close()
+        await self._fleet.stop()
+        self._ledger.close()
+        self._spans.close()

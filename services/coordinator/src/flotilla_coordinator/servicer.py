@@ -1,0 +1,186 @@
+"""CoordinatorService on the wire.
+
+Invariants: no state of its own; every call is a question to, or an order for, `Runs`, the ledger, the span
+store or the launcher. Calls that this release does not have answer UNIMPLEMENTED.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from flotilla.common.v1.registration_pb2 import Registration
+from flotilla.coordinator.v1 import coordinator_pb2 as pb
+from flotilla.coordinator.v1 import run_pb2
+from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceServicer
+from flotilla.launcher.v1 import launcher_pb2
+from flotilla_coordinator.fleet import Fleet
+from flotilla_coordinator.launcher_link import LauncherLink
+from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.report import export_parquet
+from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.runs.ledger_view import list_samples
+from flotilla_coordinator.runs.runs import Runs
+from flotilla_coordinator.timeline import SpanStore, chrome_trace
+from flotilla_core.errors import InvalidRequest, NotFound, Unimplemented
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class CoordinatorServicer(CoordinatorServiceServicer):
+    """Answers the CLI, the SDK and dashboards."""
+
+    def __init__(
+        self, runs: Runs, fleet: Fleet, ledger: Ledger, spans: SpanStore, launcher: LauncherLink
+    ) -> None:
+        self._runs = runs
+        self._fleet = fleet
+        self._ledger = ledger
+        self._spans = spans
+        self._launcher = launcher
+
+    async def PlanRun(self, request: pb.PlanRunRequest, context: Context) -> pb.PlanRunResponse:
+        """Check a run without starting it."""
+        plan = await asyncio.to_thread(self._runs.plan, request.config_yaml)
+        return pb.PlanRunResponse(plan=plan)
+
+    async def StartRun(self, request: pb.StartRunRequest, context: Context) -> pb.StartRunResponse:
+        """Admit a run."""
+        return pb.StartRunResponse(run=await self._runs.start(request.config_yaml, request.request_id))
+
+    async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
+        """One run."""
+        run = await self._runs.find(request.run_id)
+        return pb.GetRunResponse(run=run, config_yaml=await self._runs.configuration(run.run_id))
+
+    async def ListRuns(self, request: pb.ListRunsRequest, context: Context) -> pb.ListRunsResponse:
+        """Runs, newest first."""
+        return pb.ListRunsResponse(runs=await self._runs.list(request.limit))
+
+    async def WatchRun(
+        self, request: pb.WatchRunRequest, context: Context
+    ) -> AsyncIterator[pb.WatchRunResponse]:
+        """Events of a run until it has ended."""
+        run = await self._runs.find(request.run_id)
+        active = self._runs.active(run.run_id)
+        if active is None:
+            yield pb.WatchRunResponse(event=run_pb2.RunEvent(run=run))
+            return
+        async for event in active.feed.follow(request.after_sequence):
+            yield pb.WatchRunResponse(event=event)
+
+    async def StopRun(self, request: pb.StopRunRequest, context: Context) -> pb.StopRunResponse:
+        """End a run."""
+        return pb.StopRunResponse(run=await self._runs.stop(request.run_id, request.reason))
+
+    async def ListSamples(self, request: pb.ListSamplesRequest, context: Context) -> pb.ListSamplesResponse:
+        """Samples as the ledger has them."""
+        run = await self._runs.find(request.run_id)
+        return await list_samples(self._ledger, run.run_id, request)
+
+    async def StreamMetrics(
+        self, request: pb.StreamMetricsRequest, context: Context
+    ) -> AsyncIterator[pb.StreamMetricsResponse]:
+        """Metrics of every step, past and, while the run goes on, future."""
+        run = await self._runs.find(request.run_id)
+        active = self._runs.active(run.run_id)
+        newest = 0 if active is None else active.feed.last_sequence
+        past = await asyncio.to_thread(lambda: list(RunDirectory(Path(run.directory)).read_metrics()))
+        wanted = request.from_step
+        for index, metrics in past:
+            # The file counts from 0; on the wire a step has the number of steps done with it.
+            if index + 1 >= wanted:
+                yield pb.StreamMetricsResponse(metrics=run_pb2.StepMetrics(step=index + 1, metrics=metrics))
+                wanted = index + 2
+        if active is None:
+            return
+        async for event in active.feed.follow(newest):
+            if event.WhichOneof("event") == "step" and event.step.step >= wanted:
+                yield pb.StreamMetricsResponse(metrics=event.step)
+
+    async def ExportRun(self, request: pb.ExportRunRequest, context: Context) -> pb.ExportRunResponse:
+        """Metrics and samples as Parquet."""
+        if request.format not in (pb.EXPORT_FORMAT_UNSPECIFIED, pb.EXPORT_FORMAT_PARQUET):
+            raise InvalidRequest("only Parquet is exported", next_step="JSONL files are in the run directory")
+        run = await self._runs.find(request.run_id)
+        files = await asyncio.to_thread(export_parquet, Path(run.directory))
+        return pb.ExportRunResponse(files=[str(file) for file in files])
+
+    async def ListServices(
+        self, request: pb.ListServicesRequest, context: Context
+    ) -> pb.ListServicesResponse:
+        """Everything in the registry."""
+        registrations = sorted(self._fleet.registrations.values(), key=lambda r: r.name)
+        return pb.ListServicesResponse(
+            services=[self._service(registration) for registration in registrations]
+        )
+
+    async def ScaleService(
+        self, request: pb.ScaleServiceRequest, context: Context
+    ) -> pb.ScaleServiceResponse:
+        """Pass the wish to the launcher."""
+        reply = await self._launcher.scale(
+            launcher_pb2.ScaleRequest(
+                request_id=request.request_id, kind=request.kind, replicas=request.replicas
+            )
+        )
+        return pb.ScaleServiceResponse(processes=reply.processes)
+
+    async def QueryTimeline(
+        self, request: pb.QueryTimelineRequest, context: Context
+    ) -> AsyncIterator[pb.QueryTimelineResponse]:
+        """The spans of a run as Chrome trace JSON."""
+        run = await self._runs.find(request.run_id)
+        step = request.step if request.HasField("step") else None
+        for chunk in await asyncio.to_thread(self._timeline, run.run_id, step):
+            yield pb.QueryTimelineResponse(chunk=chunk)
+
+    async def PauseRun(self, request: pb.PauseRunRequest, context: Context) -> pb.PauseRunResponse:
+        """Not in this release."""
+        raise _not_yet("PauseRun")
+
+    async def ResumeRun(self, request: pb.ResumeRunRequest, context: Context) -> pb.ResumeRunResponse:
+        """Not in this release."""
+        raise _not_yet("ResumeRun")
+
+    async def UpdateRun(self, request: pb.UpdateRunRequest, context: Context) -> pb.UpdateRunResponse:
+        """Not in this release."""
+        raise _not_yet("UpdateRun")
+
+    async def ForkRun(self, request: pb.ForkRunRequest, context: Context) -> pb.ForkRunResponse:
+        """Not in this release."""
+        raise _not_yet("ForkRun")
+
+    async def Evaluate(self, request: pb.EvaluateRequest, context: Context) -> pb.EvaluateResponse:
+        """Not in this release."""
+        raise _not_yet("Evaluate")
+
+    def _service(self, registration: Registration) -> pb.Service:
+        run_id, version = self._runs.lease(registration.instance_id)
+        service = pb.Service(
+            registration=registration,
+            run_id=run_id,
+            outstanding_tokens=self._fleet.outstanding(registration.instance_id),
+        )
+        if version is not None:
+            service.live_version.CopyFrom(version.to_proto())
+        return service
+
+    def _timeline(self, run_id: str, step: int | None) -> list[bytes]:
+        reader = SpanStore.open_readonly(self._spans.path)
+        try:
+            spans = list(reader.spans_of_run(run_id, step))
+            if not spans:
+                wanted = "" if step is None else f" of step {step}"
+                raise NotFound(f"run {run_id} has no spans{wanted}", next_step="see `flotilla run show`")
+            return list(chrome_trace(spans))
+        finally:
+            reader.close()
+
+
+def _not_yet(call: str) -> Unimplemented:
+    return Unimplemented(f"{call} is not in this release", where="flotilla.coordinator.v1.CoordinatorService")

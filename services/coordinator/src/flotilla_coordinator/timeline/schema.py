@@ -1,0 +1,46 @@
+"""Tables of the span store.
+
+Spans are clustered by trace, so that a trace is read in one place and a batch that is sent twice changes
+nothing. `run_traces` says which traces belong to a run and which steps of it they carry; it is filled as
+spans arrive, in whatever order they do.
+"""
+
+from __future__ import annotations
+
+NO_STEP = -1
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS resources (
+    id INTEGER PRIMARY KEY,
+    service TEXT NOT NULL,
+    instance TEXT NOT NULL,
+    host TEXT NOT NULL,
+    pid INTEGER NOT NULL,
+    UNIQUE (service, instance, host, pid)
+);
+CREATE TABLE IF NOT EXISTS spans (
+    trace_id BLOB NOT NULL,
+    span_id BLOB NOT NULL,
+    parent_id BLOB,
+    name TEXT NOT NULL,
+    kind INTEGER NOT NULL,
+    resource INTEGER NOT NULL REFERENCES resources (id),
+    start_ns INTEGER NOT NULL,
+    end_ns INTEGER NOT NULL,
+    status INTEGER NOT NULL,
+    attributes TEXT NOT NULL,
+    links BLOB,
+    PRIMARY KEY (trace_id, span_id)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS run_traces (
+    run_id TEXT NOT NULL,
+    trace_id BLOB NOT NULL,
+    step INTEGER NOT NULL,
+    PRIMARY KEY (run_id, trace_id, step)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS run_traces_by_trace ON run_traces (trace_id);
+CREATE TABLE IF NOT EXISTS runs (
+    run_id TEXT PRIMARY KEY,
+    started_ns INTEGER NOT NULL
+) WITHOUT ROWID;
+"""

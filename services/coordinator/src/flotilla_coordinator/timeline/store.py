@@ -1,0 +1,211 @@
+"""The writer of the span store: SQLite in WAL mode on a thread of its own.
+
+Invariants: one writer; `add` is answered once the spans are committed, so an exporter that waits for the
+answer loses nothing when this process is killed; whatever waits is committed together; the queue is
+bounded by spans and what does not fit is refused and counted; readers never wait for the writer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from flotilla_coordinator.timeline import decode
+from flotilla_coordinator.timeline.decode import ResourceKey, SpanRow
+from flotilla_coordinator.timeline.reader import SpanReader
+from flotilla_coordinator.timeline.schema import NO_STEP, SCHEMA
+from flotilla_core.errors import FailedPrecondition
+
+MAX_QUEUED_SPANS = 100_000
+_MAX_COMMIT_SPANS = 20_000
+# Free pages are given back to the file system in portions, so that no commit takes long.
+_VACUUM_PAGES = 4096
+
+_INSERT_SPAN = "INSERT OR IGNORE INTO spans VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_INSERT_RUN = (
+    "INSERT INTO runs VALUES (?, ?) "
+    "ON CONFLICT (run_id) DO UPDATE SET started_ns = min(started_ns, excluded.started_ns)"
+)
+
+logger = logging.getLogger(__name__)
+
+Work = Callable[[sqlite3.Connection], int]
+
+
+class SpanStore:
+    """Takes spans in; `open_readonly` reads them, in this process or another."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.stored = 0
+        self.dropped = 0
+        self._queued = 0
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[tuple[Work, int, Future[int]] | None] = queue.SimpleQueue()
+        self._resources: dict[ResourceKey, int] = {}
+        self._closed = False
+        self._connection = _open(path)
+        self._thread = threading.Thread(target=self._write, name="span-store", daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def open_readonly(path: Path) -> SpanReader:
+        """A reader of a store that another process writes, or wrote until it was killed."""
+        return SpanReader(path)
+
+    async def add(self, request: ExportTraceServiceRequest) -> int:
+        """Store the spans of a request; how many were refused because the queue is full."""
+        count = decode.count_spans(request)
+        with self._lock:
+            if self._queued + count > MAX_QUEUED_SPANS:
+                self.dropped += count
+                return count
+            self._queued += count
+        await asyncio.wrap_future(self._submit(lambda connection: self._insert(connection, request), count))
+        return 0
+
+    async def prune(self, keep_runs: int) -> int:
+        """Keep the spans of the newest runs alone; how many spans were deleted."""
+        return await asyncio.wrap_future(self._submit(lambda connection: _prune(connection, keep_runs), 0))
+
+    def close(self) -> None:
+        """Commit what is queued and end."""
+        if self._closed:
+            return
+        self._closed = True
+        self._queue.put(None)
+        self._thread.join()
+
+    def _submit(self, work: Work, spans: int) -> Future[int]:
+        if self._closed:
+            raise FailedPrecondition("the span store is closed", where=str(self.path))
+        done: Future[int] = Future()
+        self._queue.put((work, spans, done))
+        return done
+
+    def _write(self) -> None:
+        """The thread: take all that waits, commit it as one transaction, answer everyone."""
+        last = False
+        while not last:
+            batch, last = self._take_batch()
+            if batch:
+                self._commit(batch)
+        self._connection.close()
+
+    def _take_batch(self) -> tuple[list[tuple[Work, int, Future[int]]], bool]:
+        batch: list[tuple[Work, int, Future[int]]] = []
+        spans = 0
+        while spans < _MAX_COMMIT_SPANS:
+            try:
+                item = self._queue.get(block=not batch)
+            except queue.Empty:
+                return batch, False
+            if item is None:
+                return batch, True
+            batch.append(item)
+            spans += item[1]
+        return batch, False
+
+    def _commit(self, batch: list[tuple[Work, int, Future[int]]]) -> None:
+        results: list[int] = []
+        failure: Exception | None = None
+        try:
+            with self._connection:
+                self._connection.execute("BEGIN IMMEDIATE")
+                results = [work(self._connection) for work, _, _ in batch]
+        # The thread outlives every failure (a full disk, say): each caller gets it and decides.
+        except Exception as error:  # noqa: BLE001
+            failure = error
+            self._resources.clear()
+            logger.warning("spans could not be stored: %s", error)
+        spans = sum(count for _, count, _ in batch)
+        with self._lock:
+            self._queued -= spans
+            self.dropped += spans if failure else 0
+            self.stored += 0 if failure else spans
+        for position, (_, _, done) in enumerate(batch):
+            if not done.set_running_or_notify_cancel():
+                continue
+            if failure is not None:
+                done.set_exception(failure)
+            else:
+                done.set_result(results[position])
+
+    def _insert(self, connection: sqlite3.Connection, request: ExportTraceServiceRequest) -> int:
+        spans = list(decode.rows(request))
+        connection.executemany(
+            _INSERT_SPAN, [_columns(row, self._resource(connection, key)) for key, row in spans]
+        )
+        carrying = [row for _, row in spans if row.run_id is not None]
+        if carrying:
+            connection.executemany(
+                "INSERT OR IGNORE INTO run_traces VALUES (?, ?, ?)",
+                {(row.run_id, row.trace_id, NO_STEP if row.step is None else row.step) for row in carrying},
+            )
+            connection.executemany(_INSERT_RUN, _run_starts(carrying).items())
+        return len(spans)
+
+    def _resource(self, connection: sqlite3.Connection, key: ResourceKey) -> int:
+        known = self._resources.get(key)
+        if known is None:
+            connection.execute(
+                "INSERT OR IGNORE INTO resources (service, instance, host, pid) VALUES (?, ?, ?, ?)", key
+            )
+            row = connection.execute(
+                "SELECT id FROM resources WHERE service = ? AND instance = ? AND host = ? AND pid = ?", key
+            ).fetchone()
+            known = self._resources[key] = int(row[0])
+        return known
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+    connection.execute("PRAGMA journal_mode = WAL")
+    # A killed process loses nothing; a power cut may lose the last moments of a timeline.
+    connection.execute("PRAGMA synchronous = NORMAL")
+    connection.executescript(SCHEMA)
+    return connection
+
+
+def _columns(row: SpanRow, resource: int) -> tuple[object, ...]:
+    return (*row[:5], resource, *row[5:10])
+
+
+def _run_starts(carrying: list[SpanRow]) -> dict[str, int]:
+    starts: dict[str, int] = {}
+    for row in carrying:
+        if row.run_id is not None:
+            starts[row.run_id] = min(row.start_ns, starts.get(row.run_id, row.start_ns))
+    return starts
+
+
+def _prune(connection: sqlite3.Connection, keep_runs: int) -> int:
+    """Delete runs beyond the newest, and spans of no run that are older than what is kept."""
+    kept = connection.execute(
+        "SELECT run_id, started_ns FROM runs ORDER BY started_ns DESC, run_id DESC LIMIT ?", (keep_runs,)
+    ).fetchall()
+    gone = connection.execute("SELECT count(*) FROM runs").fetchone()[0] - len(kept)
+    if gone == 0:
+        return 0
+    oldest_ns = min((started_ns for _, started_ns in kept), default=1 << 62)
+    connection.execute("CREATE TEMP TABLE IF NOT EXISTS kept_runs (run_id TEXT PRIMARY KEY)")
+    connection.execute("DELETE FROM kept_runs")
+    connection.executemany("INSERT INTO kept_runs VALUES (?)", [(run_id,) for run_id, _ in kept])
+    connection.execute("DELETE FROM run_traces WHERE run_id NOT IN (SELECT run_id FROM kept_runs)")
+    connection.execute("DELETE FROM runs WHERE run_id NOT IN (SELECT run_id FROM kept_runs)")
+    deleted = connection.execute(
+        "DELETE FROM spans WHERE start_ns < ? AND trace_id NOT IN (SELECT trace_id FROM run_traces)",
+        (oldest_ns,),
+    ).rowcount
+    connection.execute(f"PRAGMA incremental_vacuum({_VACUUM_PAGES})").fetchall()
+    return deleted

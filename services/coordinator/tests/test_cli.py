@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from flotilla.coordinator.v1 import coordinator_pb2 as pb
+from flotilla.coordinator.v1 import run_pb2
+from flotilla.coordinator.v1.coordinator_pb2_grpc import (
+    CoordinatorServiceServicer,
+    add_CoordinatorServiceServicer_to_server,
+)
+from flotilla_client import connect
+from flotilla_coordinator.cli.main import main
+from flotilla_coordinator.timeline import SpanStore
+from flotilla_core.config.stack import BindConfig
+from flotilla_core.errors import NotFound
+from flotilla_core.rpc import RpcServer
+from flotilla_core.telemetry import names
+
+RUN_YAML = "name: trial\nsteps: 2\ndata: {train: data.jsonl}\nrewards: [{reward: numeric}]\n"
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def flotilla(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """The command in an empty directory: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def command(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["flotilla", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return command
+
+
+class RecordedCoordinator(CoordinatorServiceServicer):
+    """Serves one run that ends as `end` says, over the real wire."""
+
+    def __init__(self, end: run_pb2.RunState.ValueType) -> None:
+        self.run = run_pb2.Run(
+            run_id="trial-1", state=run_pb2.RUN_STATE_RUNNING, total_steps=2, directory="/runs/x"
+        )
+        self.end = end
+        self.configs: list[str] = []
+
+    async def StartRun(self, request: Any, context: Any) -> pb.StartRunResponse:
+        self.configs.append(request.config_yaml)
+        return pb.StartRunResponse(run=self.run)
+
+    async def GetRun(self, request: Any, context: Any) -> pb.GetRunResponse:
+        if request.run_id not in ("latest", "trial-1"):
+            raise NotFound(f"there is no run {request.run_id!r}", next_step="flotilla run list")
+        return pb.GetRunResponse(run=self.run, config_yaml="name: trial")
+
+    async def WatchRun(self, request: Any, context: Any) -> AsyncIterator[pb.WatchRunResponse]:
+        step = run_pb2.StepMetrics(step=1, metrics={"reward/mean": 0.25, "tokens_per_s": 1234.0})
+        notice = run_pb2.Notice(level=run_pb2.NOTICE_LEVEL_WARNING, text="generator-0 is slow")
+        yield pb.WatchRunResponse(event=run_pb2.RunEvent(sequence=1, step=step))
+        yield pb.WatchRunResponse(event=run_pb2.RunEvent(sequence=2, notice=notice))
+        self.run.state = self.end
+        self.run.reason = "" if self.end == run_pb2.RUN_STATE_SUCCEEDED else "the loss is not finite"
+        yield pb.WatchRunResponse(event=run_pb2.RunEvent(sequence=3, run=self.run))
+
+    async def QueryTimeline(self, request: Any, context: Any) -> AsyncIterator[pb.QueryTimelineResponse]:
+        for chunk in (b'{"traceEvents"', b": []}"):
+            yield pb.QueryTimelineResponse(chunk=chunk)
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[CoordinatorServiceServicer], str]]:
+    """Starts a coordinator in the background and names it in FLOTILLA_COORDINATOR."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    servers = []
+
+    def start(servicer: CoordinatorServiceServicer) -> str:
+        async def begin() -> str:
+            server = RpcServer(BindConfig())
+            server.add(
+                add_CoordinatorServiceServicer_to_server,
+                servicer,
+                "flotilla.coordinator.v1.CoordinatorService",
+            )
+            servers.append(server)
+            return await server.start()
+
+        address = asyncio.run_coroutine_threadsafe(begin(), loop).result(10)
+        monkeypatch.setenv("FLOTILLA_COORDINATOR", address)
+        return address
+
+    yield start
+    for server in servers:
+        asyncio.run_coroutine_threadsafe(server.stop(0), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_help_loads_nothing_heavy() -> None:
+    heavy = ["grpc", "pydantic", "yaml", "numpy", "torch", "google.protobuf", "rich.console", "opentelemetry"]
+    code = f"import sys, flotilla_coordinator.cli.main; print([m for m in {heavy!r} if m in sys.modules])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
+def test_every_mistake_in_a_stack_file_is_said_with_line_and_suggestion(flotilla: Command) -> None:
+    Path("stack.yaml").write_text("name: ok\ngenerator:\n  replica: 1\n")
+    code, out, err = flotilla("up", "--json")
+    assert code == 2
+    assert "stack.yaml:3" in err and "generator.replicas" in err
+    assert json.loads(out)["error"]["reason"] == "invalid_config"
+    assert not Path(".flotilla").exists(), "nothing was started"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("ps",), 3, "stack 'local' is not running"),
+        (("scale", "generator", "2"), 3, "flotilla up"),
+        (("scale", "trainer", "2"), 2, "use one of: generator, reward"),
+        (("run", "list"), 3, "no coordinator has announced itself"),
+        (("run", "start", "nowhere.yaml"), 2, "nowhere.yaml"),
+        (("run", "start", "steps=3"), 2, "no configuration file is given"),
+        (("run", "show", "--coordinator", "127.0.0.1:1"), 3, "127.0.0.1:1"),
+        (("logs",), 2, "has no logs"),
+        (("timeline", "latest", "-o", "t.json"), 2, "span store"),
+        (("up", "--stack", "nowhere.yaml"), 2, "nowhere.yaml"),
+        (("no-such-command",), 2, "no-such-command"),
+        (("down",), 0, "nothing to do"),
+    ],
+)
+def test_wrong_use_ends_with_its_code_and_says_what_to_do(
+    flotilla: Command, arguments: tuple[str, ...], code: int, words: str
+) -> None:
+    ended, _, err = flotilla(*arguments)
+    assert (ended, words in err) == (code, True), err
+
+
+def test_run_start_prints_the_id_alone_and_sends_absolute_paths(
+    flotilla: Command, serve: Any, tmp_path: Path
+) -> None:
+    coordinator = RecordedCoordinator(run_pb2.RUN_STATE_SUCCEEDED)
+    serve(coordinator)
+    Path("run.yaml").write_text(RUN_YAML)
+    code, out, _ = flotilla("run", "start", "run.yaml", "steps=7")
+    assert (code, out) == (0, "trial-1\n")
+    assert f"train: {tmp_path / 'data.jsonl'}" in coordinator.configs[0]
+    assert "steps: 7" in coordinator.configs[0]
+
+
+def test_run_start_wait_streams_plain_lines_and_ends_with_the_run(flotilla: Command, serve: Any) -> None:
+    serve(RecordedCoordinator(run_pb2.RUN_STATE_SUCCEEDED))
+    Path("run.yaml").write_text(RUN_YAML)
+    code, out, err = flotilla("run", "start", "run.yaml", "--wait", "--json")
+    assert code == 0
+    assert json.loads(out)["state"] == "succeeded"
+    assert "step 1/2  reward 0.250  1,234 tok/s" in err
+    assert "warning: generator-0 is slow" in err
+
+
+def test_failed_run_ends_with_1_and_its_reason(flotilla: Command, serve: Any) -> None:
+    serve(RecordedCoordinator(run_pb2.RUN_STATE_FAILED))
+    code, out, err = flotilla("run", "watch", "--json")
+    assert code == 1
+    ended = json.loads(out)
+    assert (ended["state"], ended["reason"]) == ("failed", "the loss is not finite")
+    assert {"run_id", "directory", "metrics"} <= ended.keys()
+    assert "run trial-1 failed: the loss is not finite" in err
+
+
+def test_error_of_the_coordinator_arrives_whole(flotilla: Command, serve: Any) -> None:
+    serve(RecordedCoordinator(run_pb2.RUN_STATE_SUCCEEDED))
+    code, out, err = flotilla("run", "show", "other", "--json")
+    assert code == 2
+    assert json.loads(out)["error"] == {
+        "reason": "not_found",
+        "what": "there is no run 'other'",
+        "where": "",
+        "why": "",
+        "next": "flotilla run list",
+    }
+    assert "next:  flotilla run list" in err
+
+
+def test_sync_client_follows_a_run(serve: Any) -> None:
+    serve(RecordedCoordinator(run_pb2.RUN_STATE_SUCCEEDED))
+    with connect() as fleet:
+        kinds = [event.WhichOneof("event") for event in fleet.watch_run("latest")]
+        assert fleet.get_run().state == run_pb2.RUN_STATE_SUCCEEDED
+        assert b"".join(fleet.timeline()) == b'{"traceEvents": []}'
+    assert kinds == ["step", "notice", "run"]
+
+
+def test_timeline_is_read_from_the_store_when_the_coordinator_is_down(flotilla: Command) -> None:
+    directory = Path(".flotilla/local")
+    directory.mkdir(parents=True)
+    request = ExportTraceServiceRequest()
+    span = (
+        request.resource_spans.add()
+        .scope_spans.add()
+        .spans.add(
+            trace_id=b"t" * 16,
+            span_id=b"s" * 8,
+            name=names.RL_STEP,
+            start_time_unix_nano=1000,
+            end_time_unix_nano=2000,
+        )
+    )
+    span.attributes.add(key=names.RUN_ID).value.string_value = "trial-1"
+
+    async def store() -> None:
+        spans = SpanStore(directory / "spans.sqlite")
+        await spans.add(request)
+        spans.close()
+
+    asyncio.run(store())
+    code, out, err = flotilla("timeline", "latest", "-o", "t.json", "--json")
+    assert code == 0, err
+    assert json.loads(out)["source"] == "spans.sqlite"
+    events = json.loads(Path("t.json").read_text())["traceEvents"]
+    assert [event["name"] for event in events if event["ph"] == "X"] == [names.RL_STEP]
+    assert flotilla("timeline", "nothing", "-o", "u.json")[0] == 2
+    assert not Path("u.json").exists()
+
+
+def test_doctor_names_the_missing_model_and_fails(flotilla: Command) -> None:
+    Path("stack.yaml").write_text("model: /nowhere/model\n")
+    code, out, _ = flotilla("doctor", "--json")
+    assert code == 5
+    report = json.loads(out)
+    checks = {check["check"]: check for check in report["checks"]}
+    assert not report["ok"]
+    assert checks["model"]["status"] == "failed"
+    assert "/nowhere/model" in checks["model"]["finding"] and checks["model"]["remedy"]
+    assert checks["nats-server"]["status"] == "passed"
+
+
+def test_config_validate_resolves_and_schema_describes(flotilla: Command) -> None:
+    Path("run.yaml").write_text(RUN_YAML)
+    code, out, _ = flotilla("config", "validate", "run.yaml", "steps=9", "--json")
+    assert code == 0
+    resolved = json.loads(out)
+    assert (resolved["kind"], resolved["config"]["steps"]) == ("run", 9)
+    code, out, _ = flotilla("config", "schema", "stack")
+    assert code == 0
+    assert "ready_timeout_s" in json.loads(out)["properties"]

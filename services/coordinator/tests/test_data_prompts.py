@@ -1,0 +1,164 @@
+"""Prompts: every mistake in a data file is named, and the order is the same after a restart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from flotilla_coordinator.data.chat import ChatTemplate
+from flotilla_coordinator.data.prompts import PromptSource, load_prompts
+from flotilla_coordinator.data.tokenizer import Tokenizer
+from flotilla_core.config import DataConfig
+from flotilla_core.errors import FailedPrecondition, InvalidConfig
+
+CHARACTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz<>|\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("model")
+    vocabulary = {
+        character: index for index, character in enumerate(["<pad>", "<eos>", "<bos>", *CHARACTERS])
+    }
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    backend.decoder = tokenizers.decoders.Fuse()
+    backend.add_special_tokens(["<pad>", "<eos>", "<bos>"])
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", vocabulary["<bos>"])]
+    )
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": {"content": "<eos>"}, "pad_token": "<pad>", "bos_token": "<bos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    template = (
+        "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    (folder / "chat_template.jinja").write_text(template)
+    return Tokenizer.load(folder)
+
+
+def data(tmp_path: Path, *lines: object, **options: object) -> DataConfig:
+    path = tmp_path / "train.jsonl"
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    return DataConfig(train=path, **options)  # type: ignore[arg-type]
+
+
+def numbers(tmp_path: Path, count: int, **options: object) -> DataConfig:
+    return data(
+        tmp_path, *({"prompt": f"{i}+1=", "answer": str(i + 1), "level": i} for i in range(count)), **options
+    )
+
+
+def test_a_text_prompt_keeps_its_answer_and_other_columns(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    source = PromptSource(numbers(tmp_path, 3, shuffle=False), tokenizer, seed=1)
+    prompt = [source.next() for _ in range(3)][2]
+    assert (prompt.index, prompt.prompt_text, prompt.answer, prompt.info) == (2, "2+1=", "3", {"level": 2})
+    assert prompt.token_ids.dtype == "int32"
+    assert prompt.token_ids.tolist() == tokenizer.encode("2+1=", special=True)
+    assert prompt.token_ids[0] == 2, "a bare text begins with the tokenizer's begin token"
+
+
+def test_messages_are_rendered_once_by_the_chat_template(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "1+1="}]
+    config = data(tmp_path, {"prompt": messages})
+    (prompt,) = load_prompts(config.train, config, tokenizer).prompts
+    assert prompt.prompt_text == "<bos><user>1+1=<assistant>"
+    assert prompt.token_ids.tolist().count(2) == 1, "the template's begin token is not doubled"
+    config = data(tmp_path, {"prompt": "1+1="}, apply_chat_template=True)
+    assert load_prompts(config.train, config, tokenizer).prompts[0].prompt_text == prompt.prompt_text
+
+
+def test_epochs_follow_each_other_in_new_orders(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    source = PromptSource(numbers(tmp_path, 50), tokenizer, seed=7)
+    epochs = [[source.next() for _ in range(50)] for _ in range(3)]
+    orders = [tuple(prompt.index for prompt in epoch) for epoch in epochs]
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert len(set(orders)) == 3
+    assert [{prompt.epoch for prompt in epoch} for epoch in epochs] == [{0}, {1}, {2}]
+    other_seed = PromptSource(numbers(tmp_path, 50), tokenizer, seed=8)
+    assert tuple(other_seed.next().index for _ in range(50)) != orders[0]
+
+
+def test_the_order_is_the_same_on_every_machine(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    source = PromptSource(numbers(tmp_path, 8), tokenizer, seed=3)
+    assert [source.next().index for _ in range(8)] == [2, 4, 0, 6, 1, 7, 5, 3]
+
+
+@pytest.mark.parametrize("drawn", [0, 1, 9, 10, 11, 37])
+def test_a_restored_cursor_goes_on_exactly(tmp_path: Path, tokenizer: Tokenizer, drawn: int) -> None:
+    source = PromptSource(numbers(tmp_path, 10), tokenizer, seed=5)
+    for _ in range(drawn):
+        source.next()
+    cursor = json.loads(json.dumps(source.cursor))
+    restored = PromptSource(numbers(tmp_path, 10), tokenizer, seed=5)
+    restored.restore(cursor)
+    following = [(p.epoch, p.index) for p in (source.next() for _ in range(25))]
+    assert [(p.epoch, p.index) for p in (restored.next() for _ in range(25))] == following
+
+
+def test_a_cursor_of_other_data_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    cursor = PromptSource(numbers(tmp_path, 10), tokenizer, seed=5).cursor
+    with pytest.raises(FailedPrecondition, match="does not fit the data"):
+        PromptSource(numbers(tmp_path, 11), tokenizer, seed=5).restore(cursor)
+
+
+def test_overlong_prompts_are_dropped_truncated_or_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    lines = [{"prompt": "1+1="}, {"prompt": "100000+100000="}]
+    config = data(tmp_path, *lines, max_prompt_tokens=6)
+    dropped = load_prompts(config.train, config, tokenizer)
+    assert (len(dropped.prompts), dropped.dropped, dropped.truncated) == (1, 1, 0)
+    config = data(tmp_path, *lines, max_prompt_tokens=6, overlong_prompts="truncate")
+    cut = load_prompts(config.train, config, tokenizer)
+    assert (len(cut.prompts), cut.dropped, cut.truncated) == (2, 0, 1)
+    assert tokenizer.decode(cut.prompts[1].token_ids) == "00000="
+    config = data(tmp_path, *lines, max_prompt_tokens=6, overlong_prompts="error")
+    with pytest.raises(InvalidConfig, match=r"15 tokens, more than data.max_prompt_tokens = 6 \(.*line 2\)"):
+        load_prompts(config.train, config, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([{"prompt": "1"}, "{not json"], r"the line is not JSON \(.*line 2\)"),
+        ([{"prompt": "1"}, "", "[1]"], r"not a JSON object \(.*line 3\): it is a list"),
+        ([{"question": "1"}], r"column 'prompt' is missing \(.*line 1\): the line has question"),
+        ([{"prompt": 3}], r"neither text nor a list of chat messages \(.*line 1\)"),
+        ([{"prompt": ""}], r"the prompt is empty \(.*line 1\)"),
+        ([], r"the data set has no prompts"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, tokenizer: Tokenizer, lines: list[object], message: str) -> None:
+    config = data(tmp_path, *lines)
+    with pytest.raises(InvalidConfig, match=message):
+        load_prompts(config.train, config, tokenizer)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    config = DataConfig(train=tmp_path / "nowhere.jsonl")
+    with pytest.raises(InvalidConfig, match=r"does not exist \(.*nowhere.jsonl\)"):
+        load_prompts(config.train, config, tokenizer)
+
+
+def test_a_template_that_refuses_says_why(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    template = ChatTemplate("{{ raise_exception('no system role') }}", {}, where="model")
+    with pytest.raises(InvalidConfig, match="no system role"):
+        template.render([{"role": "system", "content": ""}])
+
+
+def test_a_template_cannot_reach_pythons_insides() -> None:
+    template = ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}", {}, where="model")
+    with pytest.raises(InvalidConfig, match="unsafe"):
+        template.render([])
+
+
+def test_published_template_constructs_work() -> None:
+    source = (
+        "{%- for m in messages %}\n{%- if loop.index0 == 1 %}{% break %}{% endif %}\n"
+        "{% generation %}{{ m | tojson }}{% endgeneration %}\n{%- endfor %}"
+    )
+    rendered = ChatTemplate(source, {}, where="model").render([{"role": "user", "content": "<a&b>"}, {}])
+    assert rendered.strip() == '{"role": "user", "content": "<a&b>"}'

@@ -1,0 +1,80 @@
+"""The tokenizer of a model folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from flotilla_coordinator.data.tokenizer import Tokenizer
+from flotilla_core.errors import InvalidConfig, NotFound
+from flotilla_core.tokenizer_digest import tokenizer_digest
+
+
+def make(folder: Path, **settings: object) -> Path:
+    vocabulary = {text: index for index, text in enumerate(["<pad>", "<eos>", "<end>", "1", "2", "+", "="])}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    backend.decoder = tokenizers.decoders.Fuse()
+    backend.add_special_tokens(["<pad>", "<eos>", "<end>"])
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", **settings}))
+    return folder
+
+
+def test_text_survives_the_way_there_and_back(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(make(tmp_path))
+    ids = tokenizer.encode("1+2=")
+    assert ids == [3, 5, 4, 6]
+    assert tokenizer.encode_many(["1", "1+2="]) == [[3], ids]
+    assert tokenizer.decode([*ids, 1]) == "1+2="
+    assert tokenizer.decode([3, 1], skip_special=False) == "1<eos>"
+    assert tokenizer.vocabulary_size == 7
+
+
+def test_ends_are_the_tokenizers_own_then_the_models(tmp_path: Path) -> None:
+    make(tmp_path, pad_token={"content": "<pad>"})
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 1]}')
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    tokenizer = Tokenizer.load(tmp_path)
+    assert (tokenizer.eos_id, tokenizer.eos_ids, tokenizer.pad_id) == (1, (1, 2), 0)
+
+
+def test_no_end_is_said_when_it_is_needed(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(make(tmp_path, eos_token=None))
+    with pytest.raises(InvalidConfig, match="no end-of-sequence token"):
+        _ = tokenizer.eos_id
+
+
+def test_the_digest_is_that_of_the_file(tmp_path: Path) -> None:
+    make(tmp_path)
+    digest = hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest()
+    assert Tokenizer.load(tmp_path).digest == tokenizer_digest(tmp_path) == digest
+
+
+def test_what_is_missing_or_broken_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match=r"folder does not exist \(.*nowhere\)"):
+        Tokenizer.load(tmp_path / "nowhere")
+    with pytest.raises(NotFound, match=r"no tokenizer.json"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(InvalidConfig, match=r"tokenizer.json cannot be read"):
+        Tokenizer.load(tmp_path)
+    make(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(InvalidConfig, match=r"tokenizer_config.json is not JSON"):
+        Tokenizer.load(tmp_path)
+
+
+def test_no_chat_template_is_said_when_it_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="no chat template"):
+        Tokenizer.load(make(tmp_path)).render_chat([{"role": "user", "content": "1"}])
+    named = [
+        {"name": "tools", "template": "no"},
+        {"name": "default", "template": "{{ messages[0].content }}{{ eos_token }}"},
+    ]
+    tokenizer = Tokenizer.load(make(tmp_path, chat_template=named))
+    assert tokenizer.render_chat([{"role": "user", "content": "1"}]) == "1<eos>"

@@ -1,0 +1,172 @@
+"""The plan: its arithmetic is right, and what could not work is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.plan import plan_run
+from flotilla_core.config import RunConfig, StackConfig
+
+PARAMETERS = {"embed": [20, 8], "layer": [3, 8, 8]}
+
+
+def make_model(folder: Path, **changes: object) -> Path:
+    folder.mkdir()
+    vocabulary = {character: index for index, character in enumerate("_0123456789+=")}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="_"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    backend.save(str(folder / "tokenizer.json"))
+    config = {
+        "model_type": "qwen3",
+        "hidden_size": 8,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 20,
+        "max_position_embeddings": 64,
+    }
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    header = json.dumps(
+        {"__metadata__": {"format": "pt"}}
+        | {
+            name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+            for name, shape in PARAMETERS.items()
+        }
+    ).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    return folder
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> StackConfig:
+    return StackConfig(model=make_model(tmp_path / "model"), state_dir=tmp_path / "state")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> dict[str, Any]:
+    write(tmp_path / "train.jsonl", range(10, 50))
+    write(tmp_path / "heldout.jsonl", range(60, 70))
+    return {
+        "name": "count",
+        "steps": 100,
+        "data": {"train": tmp_path / "train.jsonl"},
+        "rollout": {"prompts_per_step": 16, "samples_per_prompt": 4, "sampling": {"max_response_tokens": 12}},
+        "rewards": [{"reward": "exact"}],
+        "batching": {"tokens_per_microbatch": 64},
+        "evaluation": {"data": tmp_path / "heldout.jsonl", "every_steps": 30},
+    }
+
+
+def write(path: Path, numbers: range) -> None:
+    path.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in numbers))
+
+
+def plan(run: dict[str, Any], stack: StackConfig, **changes: Any) -> run_pb2.Plan:
+    return plan_run(RunConfig.model_validate(run | changes), stack)
+
+
+def the_error(planned: run_pb2.Plan) -> str:
+    (error,) = planned.errors
+    return error
+
+
+def test_the_arithmetic_of_a_run(run: dict[str, Any], stack: StackConfig) -> None:
+    stack = stack.model_copy(update={"trainer": stack.trainer.model_copy(update={"nproc": 2})})
+    planned = plan(run, stack)
+    assert (list(planned.errors), list(planned.warnings)) == ([], [])
+    values = {line.name: line.value for line in planned.lines}
+    assert values["model"] == "352 parameters"
+    assert values["data"] == "40 prompts"
+    assert values["step"] == "64 samples"
+    assert values["tokens of a step"] == "at most 1,088"  # 64 x (5 + 12)
+    assert values["updates"] == "100"
+    assert values["micro-batches of an update"] == "at most 11 a rank"  # 32 a rank, 64 // 17 = 3 together
+    assert values["evaluations"] == "5 x 10 prompts"  # before, at 30, 60 and 90, after
+    assert "40.00 epochs" in next(line.explanation for line in planned.lines if line.name == "data")
+
+
+def test_an_evaluation_at_the_last_step_is_the_one_after(run: dict[str, Any], stack: StackConfig) -> None:
+    run["evaluation"]["every_steps"] = 50
+    assert {line.name: line.value for line in plan(run, stack).lines}["evaluations"] == "3 x 10 prompts"
+
+
+def test_supervised_training_needs_answers_and_no_generators(run: dict[str, Any], stack: StackConfig) -> None:
+    supervised = {"algorithm": {"type": "sft"}, "evaluation": None, "rewards": []}
+    idle = stack.model_copy(update={"generator": stack.generator.model_copy(update={"replicas": 0})})
+    planned = plan(run, idle, **supervised)
+    assert (list(planned.errors), list(planned.warnings)) == ([], [])
+    assert {line.name: line.value for line in planned.lines}["step"] == "16 sequences"
+    assert "flotilla scale generator 1" in plan(run, idle).warnings[0]
+    run["data"]["answer_field"] = "solution"
+    assert "no 'solution'" in the_error(plan(run, stack, **supervised))
+
+
+def test_a_schedule_that_never_leaves_its_warm_up_is_refused(run: dict[str, Any], stack: StackConfig) -> None:
+    planned = plan(run, stack, optimizer={"warmup_updates": 100})
+    assert "optimizer.warmup_updates = 100" in the_error(planned)
+
+
+def test_a_sequence_that_the_model_cannot_hold_is_refused(run: dict[str, Any], stack: StackConfig) -> None:
+    run["rollout"]["sampling"]["max_response_tokens"] = 60
+    run["evaluation"]["max_response_tokens"] = 8
+    assert "need 65 tokens, the model has 64" in the_error(plan(run, stack))
+    short = stack.model_copy(
+        update={"generator": stack.generator.model_copy(update={"max_model_tokens": 16})}
+    )
+    run["rollout"]["sampling"]["max_response_tokens"] = 11
+    assert plan(run, stack).errors == []
+    run["evaluation"]["max_response_tokens"] = 12
+    assert "evaluation.max_response_tokens = 12" in the_error(plan(run, short))
+
+
+def test_missing_files_are_named(run: dict[str, Any], stack: StackConfig, tmp_path: Path) -> None:
+    assert "nowhere" in the_error(plan(run, stack.model_copy(update={"model": tmp_path / "nowhere"})))
+    assert "nowhere.jsonl" in the_error(plan(run, stack, data={"train": tmp_path / "nowhere.jsonl"}))
+    assert "nowhere.jsonl" in the_error(plan(run, stack, evaluation={"data": tmp_path / "nowhere.jsonl"}))
+    (Path(stack.model) / "model.safetensors").unlink()
+    assert "no *.safetensors" in the_error(plan(run, stack))
+
+
+def test_damaged_weights_are_named(run: dict[str, Any], stack: StackConfig) -> None:
+    (Path(stack.model) / "model.safetensors").write_bytes(b"\x10" + bytes(30))
+    assert "damaged" in the_error(plan(run, stack))
+
+
+def test_a_reward_that_its_file_does_not_define_is_refused(
+    run: dict[str, Any], stack: StackConfig, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("from math import sqrt\n\ndef score(prompt, response): ...\n")
+    for function in ("score", "sqrt"):
+        assert plan(run, stack, rewards=[{"reward": f"{file}:{function}"}]).errors == []
+    assert "defines no function missing" in the_error(
+        plan(run, stack, rewards=[{"reward": f"{file}:missing"}])
+    )
+    assert "no.py does not exist" in the_error(plan(run, stack, rewards=[{"reward": f"{tmp_path}/no.py:f"}]))
+    file.write_text("def (:\n")
+    assert "is not Python" in the_error(plan(run, stack, rewards=[{"reward": f"{file}:score"}]))
+
+
+def test_weights_of_another_shape_are_refused(
+    run: dict[str, Any], stack: StackConfig, tmp_path: Path
+) -> None:
+    other = make_model(tmp_path / "other", hidden_size=16)
+    assert "initial_weights has hidden_size = 16" in the_error(plan(run, stack, initial_weights=other))
+    small = make_model(tmp_path / "small", vocab_size=4)
+    assert "13 tokens, the model knows 4" in the_error(plan(run, stack.model_copy(update={"model": small})))
+
+
+def test_what_may_surprise_is_a_warning(run: dict[str, Any], stack: StackConfig, tmp_path: Path) -> None:
+    write(tmp_path / "heldout.jsonl", range(45, 55))
+    run["rollout"]["prompts_per_step"] = 64
+    run["batching"]["tokens_per_microbatch"] = 16
+    repeated, budget, overlap = plan(run, stack).warnings
+    assert "prompts repeat within a step" in repeated
+    assert "a micro-batch of its own" in budget
+    assert "5 of 10 held-out prompts are also in the training data" in overlap

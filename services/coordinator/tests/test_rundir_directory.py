@@ -1,0 +1,146 @@
+"""The run directory: readable by ordinary tools while the run goes on, and never overwritten."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.ledger.records import TokenSpan
+from flotilla_coordinator.report import export_parquet, write_plots
+from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.runs.batch import Batch, RolloutGroup, RolloutSample
+from flotilla_core.errors import AlreadyExists
+from flotilla_core.version import Version
+
+
+def batch(step: int, samples: int = 2) -> Batch:
+    members = [
+        RolloutSample(
+            sample_id=f"run/0/0/{index}",
+            token_ids=np.array([1, 2], dtype=np.int32),
+            logprobs=np.array([-1.0, -2.0], dtype=np.float32),
+            text="zwölf",
+            spans=(TokenSpan(Version(0, step), 0, 2),),
+            reward=1.0,
+            generator="generator-0",
+        )
+        for index in range(samples)
+    ]
+    group = RolloutGroup("run/0/0", "6+6=", np.array([3], dtype=np.int32), members)
+    return Batch(step=step, groups=[group], cursor={})
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path / "stack" / "runs" / "count-1")
+
+
+def test_a_directory_belongs_to_one_run(directory: RunDirectory) -> None:
+    with pytest.raises(AlreadyExists, match="count-1"):
+        RunDirectory.create(directory.path)
+
+
+def test_metrics_are_json_lines_that_grow_by_whole_lines(directory: RunDirectory) -> None:
+    directory.write_metrics(0, {"reward/mean": 0.5, "loss": math.nan})
+    directory.write_metrics(1, {"reward/mean": 0.75})
+    path = directory.path / "metrics.jsonl"
+    with path.open("a") as file:
+        file.write('{"step": 2, "rew')
+    assert list(directory.read_metrics()) == [(0, {"reward/mean": 0.5}), (1, {"reward/mean": 0.75})]
+    first = json.loads(path.read_text().splitlines()[0], parse_constant=pytest.fail)
+    assert (first["step"], first["loss"]) == (0, None)
+
+
+def test_samples_of_a_step_are_readable_by_zstd(directory: RunDirectory) -> None:
+    path = directory.write_samples(batch(1))
+    assert path.name == "step-000001.jsonl.zst"
+    lines = zstandard.ZstdDecompressor().decompress(path.read_bytes()).decode().splitlines()
+    assert json.loads(lines[0])["response"] == "zwölf"
+    (first, _) = directory.read_samples()
+    assert first["policy_versions"] == [{"version": "0.1", "start": 0, "end": 2}]
+    assert (first["reward"], first["logprob_mean"], first["step"]) == (1.0, -1.5, 1)
+
+
+def test_an_earlier_attempt_is_never_overwritten(directory: RunDirectory) -> None:
+    directory.write_configuration("steps: 1\n", {})
+    directory.write_configuration("steps: 2\n", {})
+    directory.write_samples(batch(1, samples=1))
+    directory.write_samples(batch(1, samples=3))
+    assert directory.read_configuration() == "steps: 1\n"
+    assert (directory.path / "run-2.yaml").read_text() == "steps: 2\n"
+    assert sorted(path.name for path in (directory.path / "samples").iterdir()) == [
+        "step-000001-2.jsonl.zst",
+        "step-000001.jsonl.zst",
+    ]
+    assert len(list(directory.read_samples())) == 4
+
+
+def test_a_finished_run_has_outcome_logs_and_plots(directory: RunDirectory) -> None:
+    logs = directory.path.parent.parent / "logs"
+    logs.mkdir()
+    (logs / "trainer-0.log").write_text("ready\n")
+    for step in range(3):
+        directory.write_metrics(
+            step, {"reward/mean": step / 3, "loss": 0.1, "time/step_s": 1.0, "canary/max": 1e-6}
+        )
+    directory.write_evaluation(0, "0.0", 0.5)
+    directory.write_evaluation(3, "0.3", 0.9)
+    run = run_pb2.Run(run_id="count-1", state=run_pb2.RUN_STATE_SUCCEEDED, step=3)
+    assert directory.finish(run) == ""
+    (logs / "trainer-0.log").open("a").write("draining\n")
+    assert (directory.path / "logs" / "trainer-0.log").read_text() == "ready\ndraining\n"
+    assert json.loads((directory.path / "outcome.json").read_text())["state"] == "RUN_STATE_SUCCEEDED"
+    plots = sorted(path.name for path in (directory.path / "plots").iterdir())
+    assert plots == ["agreement.png", "reward.png", "time.png", "training.png"]
+    assert all((directory.path / "plots" / name).read_bytes().startswith(b"\x89PNG") for name in plots)
+
+
+def test_events_are_kept_as_they_were_sent(directory: RunDirectory) -> None:
+    notice = run_pb2.Notice(level=run_pb2.NOTICE_LEVEL_WARNING, text="generator-0 left")
+    directory.write_event(run_pb2.RunEvent(sequence=7, notice=notice))
+    (event,) = directory.read_events()
+    assert event["sequence"] == "7"
+    assert event["notice"] == {"level": "NOTICE_LEVEL_WARNING", "text": "generator-0 left"}
+
+
+def test_a_run_without_a_step_has_no_plots(directory: RunDirectory) -> None:
+    assert write_plots(directory.path) == []
+    assert export_parquet(directory.path) == []
+
+
+def test_parquet_has_every_sample_and_null_for_a_missing_metric(directory: RunDirectory) -> None:
+    directory.write_metrics(0, {"reward/mean": 0.5})
+    directory.write_metrics(1, {"eval/accuracy": 0.25})
+    for step in range(2):
+        directory.write_samples(batch(step))
+    metrics, samples = export_parquet(directory.path)
+    assert pq.read_table(metrics).to_pylist() == [
+        {"step": 0, "eval/accuracy": None, "reward/mean": 0.5},
+        {"step": 1, "eval/accuracy": 0.25, "reward/mean": None},
+    ]
+    rows = pq.read_table(samples).to_pylist()
+    assert [row["step"] for row in rows] == [0, 0, 1, 1]
+    assert rows[2]["policy_versions"] == [{"version": "0.1", "start": 0, "end": 2}]
+
+
+def test_without_the_extra_the_run_ends_well_and_says_what_to_install(directory: RunDirectory) -> None:
+    script = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "from pathlib import Path\n"
+        "from flotilla.coordinator.v1 import run_pb2\n"
+        "from flotilla_coordinator.rundir import RunDirectory\n"
+        "sys.stdout.write(RunDirectory(Path(sys.argv[1])).finish(run_pb2.Run()))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(directory.path)], capture_output=True, text=True, check=True
+    )
+    assert "pip install 'flotilla-coordinator[report]'" in done.stdout

@@ -1,0 +1,81 @@
+"""Who may start a run: one at a time, and a request that is sent twice starts one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.ledger.records import RunRecord, RunState
+from flotilla_coordinator.runs import runs as runs_module
+from flotilla_coordinator.runs.runs import Runs
+from flotilla_core.errors import FailedPrecondition
+
+CONFIG = "name: run\nsteps: 3\ndata: {train: /x.jsonl}\nrewards: [{reward: exact}]\n"
+
+
+class Events:
+    """A bus that takes everything."""
+
+    def publish(self, *_: Any) -> None:
+        """Dropped."""
+
+    async def close(self) -> None:
+        """Nothing is queued."""
+
+
+@pytest.fixture
+async def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Runs]:
+    async def execute(_host: Any, _fleet: Any, _ledger: Any, active: Any, _directory: Any) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            active.status.set_state(run_pb2.RUN_STATE_STOPPED)
+
+    monkeypatch.setattr(runs_module, "plan_run", lambda *_: run_pb2.Plan())
+    monkeypatch.setattr(runs_module, "execute", execute)
+    ledger = Ledger.open(tmp_path / "ledger.sqlite")
+    host: Any = SimpleNamespace(stack=None, state_dir=tmp_path)
+    fleet: Any = SimpleNamespace(registrations={})
+    events: Any = Events()
+    runs = Runs(host, fleet, ledger, events)
+    yield runs
+    await runs.close()
+    ledger.close()
+
+
+async def test_a_request_that_is_sent_twice_starts_one_run(runs: Runs) -> None:
+    first, second = await asyncio.gather(runs.start(CONFIG, "r1"), runs.start(CONFIG, "r1"))
+    assert first.run_id == second.run_id and len(await runs.list(0)) == 1
+
+
+async def test_of_two_requests_at_once_one_is_refused_by_name(runs: Runs) -> None:
+    outcomes = await asyncio.gather(
+        runs.start(CONFIG, "r1"), runs.start(CONFIG, "r2"), return_exceptions=True
+    )
+    refused = [outcome for outcome in outcomes if isinstance(outcome, FailedPrecondition)]
+    (listed,) = await runs.list(0)
+    assert len(refused) == 1 and listed.run_id in str(refused[0])
+
+
+async def test_requests_without_an_id_are_never_taken_for_each_other(runs: Runs) -> None:
+    await runs.start(CONFIG, "")
+    with pytest.raises(FailedPrecondition):
+        await runs.start(CONFIG, "")
+
+
+async def test_a_run_that_an_earlier_coordinator_left_is_failed_and_listed(
+    runs: Runs, tmp_path: Path
+) -> None:
+    await runs._ledger.save_run(
+        RunRecord("old", "old", RunState.RUNNING, "no longer: a configuration", str(tmp_path), 1.0)
+    )
+    await runs.recover()
+    (listed,) = await runs.list(0)
+    assert listed.state == run_pb2.RUN_STATE_FAILED and "coordinator stopped" in listed.reason

@@ -1,0 +1,201 @@
+"""However a run ends, its end is recorded once, watchers are let go and the trainer is free again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.ledger.records import RunRecord, RunState
+from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.runs import execution
+from flotilla_coordinator.runs.active import ActiveRun
+from flotilla_coordinator.runs.feed import RunFeed
+from flotilla_coordinator.runs.status import RunStatus
+from flotilla_core.config import RunConfig
+from flotilla_core.errors import RankFailed, Unavailable
+
+RUN = "run-1"
+CONFIG = RunConfig.model_validate(
+    {"name": "run", "steps": 3, "data": {"train": "x.jsonl"}, "rewards": [{"reward": "exact"}]}
+)
+
+
+async def nothing() -> None:
+    """Closes."""
+
+
+@dataclass
+class Closing:
+    """A collaborator of which only the end matters."""
+
+    close: Callable[[], Awaitable[None]] = nothing
+
+
+@dataclass
+class Context:
+    """What an assembled run shows to its execution."""
+
+    run_id: str = RUN
+    stop_requested: bool = False
+    source: Closing = field(default_factory=Closing)
+    sync: Closing = field(default_factory=Closing)
+    policy: Closing = field(default_factory=Closing)
+
+
+class Directory(RunDirectory):
+    """Its reports may fail."""
+
+    broken: Exception | None = None
+
+    def finish(self, run: run_pb2.Run) -> str:
+        if self.broken is not None:
+            raise self.broken
+        return ""
+
+
+@dataclass
+class Bench:
+    ledger: Ledger
+    active: ActiveRun
+    directory: Directory
+    context: Context
+
+    async def end(self) -> RunRecord:
+        """The record after the run has ended; all watchers have ended too."""
+        assert self.active.task is not None
+        watching = asyncio.create_task(self._watched())
+        await asyncio.wait_for(asyncio.wait([self.active.task]), 5)
+        await asyncio.wait_for(watching, 5)
+        assert self.active.status.ended and self.active.context is None
+        return await self.ledger.get_run(RUN)
+
+    async def _watched(self) -> None:
+        async for _ in self.active.feed.follow(0):
+            pass
+
+
+Start = Callable[[Callable[[Any], Awaitable[None]]], Bench]
+
+
+@pytest.fixture
+async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
+    ledger = Ledger.open(tmp_path / "ledger.sqlite")
+    await ledger.save_run(RunRecord(RUN, "run", RunState.RUNNING, "", str(tmp_path), 0.0))
+    context = Context()
+
+    class Assembly:
+        def __init__(self, *_: Any) -> None:
+            """Needs nothing."""
+
+        async def build(self, directory: RunDirectory) -> Context:
+            await asyncio.sleep(0)
+            return context
+
+    monkeypatch.setattr(execution, "Assembly", Assembly)
+
+    def started(loop: Callable[[Any], Awaitable[None]]) -> Bench:
+        monkeypatch.setattr(execution, "run_loop", loop)
+        feed = RunFeed(lambda event: None)
+        active = ActiveRun(RUN, CONFIG, "", RunStatus(run_pb2.Run(run_id=RUN), feed), feed)
+        directory = Directory(tmp_path)
+        nobody: Any = None
+        active.task = asyncio.create_task(execution.execute(nobody, nobody, ledger, active, directory))
+        return Bench(ledger, active, directory, context)
+
+    yield started
+    ledger.close()
+
+
+async def test_a_run_that_went_through_has_succeeded(start: Start) -> None:
+    async def loop(run: Any) -> None:
+        await asyncio.sleep(0)
+
+    assert (await start(loop).end()).state == RunState.SUCCEEDED
+
+
+async def test_a_failure_is_one_message(start: Start) -> None:
+    async def loop(run: Any) -> None:
+        raise RankFailed("rank 1 was killed", next_step="see its log")
+
+    record = await start(loop).end()
+    assert record.state == RunState.FAILED and record.reason == "rank 1 was killed. see its log"
+
+
+async def test_a_stop_ends_what_waits_and_says_why(start: Start) -> None:
+    waiting = asyncio.Event()
+
+    async def loop(run: Any) -> None:
+        waiting.set()
+        await asyncio.Event().wait()
+
+    bench = start(loop)
+    await asyncio.wait_for(waiting.wait(), 5)
+    bench.active.request_stop("enough")
+    bench.active.cancel()
+    record = await bench.end()
+    assert record.state == RunState.STOPPED and record.reason == "enough"
+
+
+async def test_a_stop_before_the_services_are_there_ends_at_once(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    building = asyncio.Event()
+
+    async def build(self: Any, directory: RunDirectory) -> Any:
+        building.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(execution.Assembly, "build", build)
+    bench = start(nothing_at_all)
+    await asyncio.wait_for(building.wait(), 5)
+    bench.active.request_stop("")
+    record = await bench.end()
+    assert record.state == RunState.STOPPED and record.reason == "stopped by request"
+
+
+async def test_a_stop_that_comes_while_the_run_ends_cuts_no_record_short(start: Start) -> None:
+    closing, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow() -> None:
+        closing.set()
+        await go_on.wait()
+
+    bench = start(nothing_at_all)
+    bench.context.source.close = slow
+    await asyncio.wait_for(closing.wait(), 5)
+    bench.active.cancel()
+    go_on.set()
+    assert (await bench.end()).state == RunState.SUCCEEDED
+
+
+@pytest.mark.parametrize("error", [Unavailable("it is gone"), RuntimeError("a defect")])
+async def test_a_collaborator_that_cannot_be_closed_holds_up_nothing(start: Start, error: Exception) -> None:
+    closed = []
+
+    async def fails() -> None:
+        raise error
+
+    async def closes() -> None:
+        closed.append("policy")
+
+    bench = start(nothing_at_all)
+    bench.context.source.close = fails
+    bench.context.policy.close = closes
+    assert (await bench.end()).state == RunState.SUCCEEDED and closed == ["policy"]
+
+
+async def test_a_report_that_cannot_be_written_holds_up_no_watcher(start: Start) -> None:
+    bench = start(nothing_at_all)
+    bench.directory.broken = OSError(28, "No space left on device")
+    assert (await bench.end()).state == RunState.SUCCEEDED
+
+
+async def nothing_at_all(run: Any) -> None:
+    await asyncio.sleep(0)

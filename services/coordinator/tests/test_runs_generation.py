@@ -1,0 +1,143 @@
+"""Groups and scores over the loss of replicas: every slot once, from whoever is left."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flotilla.generator.v1 import generator_pb2 as gen
+from flotilla.reward.v1 import reward_pb2 as reward
+from flotilla_coordinator.runs.generation import Generation, GenerationRequest
+from flotilla_coordinator.runs.scoring import Scorer
+from flotilla_core import rpc
+from flotilla_core.config import RewardTermConfig, SamplingConfig
+from flotilla_core.errors import (
+    DeadlineExceeded,
+    Exhausted,
+    FailedPrecondition,
+    FlotillaError,
+    Internal,
+    InvalidRequest,
+    StaleVersion,
+    Unavailable,
+)
+from flotilla_core.version import Version
+
+SLOTS = ("run/0/0/0", "run/0/0/1", "run/0/0/2")
+
+
+@dataclass(eq=False)
+class Replica:
+    name: str
+    answer: Callable[[Any], AsyncIterator[Any]]
+    leases: int = 0
+
+    @property
+    def instance_id(self) -> str:
+        return self.name
+
+    @property
+    def stub(self) -> Replica:
+        return self
+
+    @property
+    def Generate(self) -> Callable[[Any], AsyncIterator[Any]]:
+        return self.answer
+
+    Score = Generate
+
+
+@dataclass
+class Pool:
+    """Hands out its replicas in order; the ejected ones stay out, unless they are all that is left."""
+
+    replicas: list[Replica]
+    ejected: list[str] = field(default_factory=list)
+
+    async def acquire(self, cost: int, **_options: Any) -> Replica:
+        chosen = next((r for r in self.replicas if r.name not in self.ejected), self.replicas[-1])
+        chosen.leases += 1
+        return chosen
+
+    def release(self, replica: Replica, cost: int) -> None:
+        replica.leases -= 1
+
+    def eject(self, instance_id: str, why: str) -> None:
+        self.ejected.append(instance_id)
+
+
+@pytest.fixture(autouse=True)
+def direct_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripted replicas are called as they are, without a wire."""
+    monkeypatch.setattr(rpc, "server_stream", lambda method, request, **_: method(request))
+
+
+def generator(name: str, gives: int = len(SLOTS), then: FlotillaError | None = None) -> Replica:
+    async def answer(request: gen.GenerateRequest) -> AsyncIterator[gen.GenerateResponse]:
+        for slot in list(request.samples)[:gives]:
+            yield gen.GenerateResponse(sample_id=slot.sample_id, finish_reason=gen.FINISH_REASON_STOP)
+        if then is not None:
+            raise then
+
+    return Replica(name, answer)
+
+
+async def generate(*replicas: Replica) -> tuple[list[tuple[str, str, int]], Pool]:
+    pool: Any = Pool(list(replicas))
+    generation = Generation("run", 0, pool, lambda *_: True, 1.0, lambda *_: None)
+    prompt = np.arange(3, dtype=np.int32)
+    request = GenerationRequest(prompt, SLOTS, SamplingConfig(), Version(0, 0), 5.0, max_attempts=3)
+    async with aclosing(generation.samples(request)) as samples:
+        got = [(s.response.sample_id, s.generator, s.attempt) async for s in samples]
+    assert all(replica.leases == 0 for replica in replicas)
+    return got, pool
+
+
+@pytest.mark.parametrize("kind", [Unavailable, DeadlineExceeded, Internal, FailedPrecondition])
+async def test_what_a_failed_replica_still_owed_comes_from_another_once(kind: type[FlotillaError]) -> None:
+    got, pool = await generate(generator("a", 1, kind("its weights are broken")), generator("b"))
+    assert got == [(SLOTS[0], "a", 0), (SLOTS[1], "b", 1), (SLOTS[2], "b", 1)]
+    assert pool.ejected == ["a"]
+
+
+async def test_a_replica_that_is_behind_is_asked_again_and_not_ejected() -> None:
+    with pytest.raises(Exhausted, match="never came back"):
+        await generate(generator("a", 0, StaleVersion("version 0.3 is not served here")))
+    _, pool = await generate(generator("a"))
+    assert pool.ejected == []
+
+
+async def test_a_wrong_request_is_not_carried_from_replica_to_replica() -> None:
+    with pytest.raises(InvalidRequest, match="too long"):
+        await generate(generator("a", 0, InvalidRequest("the prompt is too long")), generator("b"))
+
+
+def rewarder(name: str, then: FlotillaError | None = None) -> Replica:
+    async def answer(request: reward.ScoreRequest) -> AsyncIterator[reward.ScoreResponse]:
+        if then is not None:
+            raise then
+        for item in request.items:
+            yield reward.ScoreResponse(sample_id=item.sample_id, value=reward.RewardValue(total=1.0))
+
+    return Replica(name, answer)
+
+
+@pytest.mark.parametrize("kind", [Unavailable, DeadlineExceeded])
+async def test_the_loss_of_a_reward_replica_is_never_a_score(kind: type[FlotillaError]) -> None:
+    pool: Any = Pool([rewarder("a", kind("it hangs")), rewarder("b")])
+    scorer = Scorer("run", (RewardTermConfig(reward="exact"),), pool, 1.0)
+    outcomes = await scorer.score([reward.ScoreItem(sample_id=slot) for slot in SLOTS])
+    assert {outcome.total for outcome in outcomes.values()} == {1.0} and pool.ejected == ["a"]
+
+
+async def test_without_any_reward_replica_that_answers_the_error_is_raised() -> None:
+    pool: Any = Pool([rewarder("a", Unavailable("it is gone"))])
+    scorer = Scorer("run", (RewardTermConfig(reward="exact"),), pool, 1.0)
+    with pytest.raises(Unavailable, match="it is gone"):
+        await scorer.score([reward.ScoreItem(sample_id=SLOTS[0])])
+    assert pool.replicas[0].leases == 0

@@ -1,0 +1,130 @@
+"""The trainer as the loop sees it: nothing is trained twice, and a dead run does not keep the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_coordinator.runs.batch import Batch, RolloutGroup, RolloutSample
+from flotilla_coordinator.runs.policy import PolicyTrainer
+from flotilla_core import rpc
+from flotilla_core.config import RunConfig
+from flotilla_core.errors import FailedPrecondition, FlotillaError, NotFound, Unavailable
+from flotilla_core.version import Version
+
+CONFIG = RunConfig.model_validate(
+    {"name": "run", "steps": 3, "data": {"train": "x.jsonl"}, "rewards": [{"reward": "exact"}]}
+)
+
+
+class Trainer:
+    """One session, by the rules of the contract; streams break as often as a test says."""
+
+    def __init__(self) -> None:
+        self.holder = ""
+        self.version = Version(0, 0)
+        self.updates: dict[str, pb.UpdateResult] = {}
+        self.breaks_before: int = 0
+        self.breaks_after: int = 0
+        self.lost = False
+
+    async def OpenSession(self, request: pb.OpenSessionRequest) -> pb.OpenSessionResponse:
+        if self.holder:
+            raise FailedPrecondition(f"run {self.holder} holds the trainer")
+        self.holder = request.run_id
+        return pb.OpenSessionResponse(policy_version=self.version.to_proto())
+
+    async def CloseSession(self, request: pb.CloseSessionRequest) -> pb.CloseSessionResponse:
+        if request.run_id == self.holder:
+            self.holder = ""
+        return pb.CloseSessionResponse()
+
+    async def Train(self, requests: AsyncIterable[pb.TrainRequest]) -> pb.TrainResponse:
+        header, *chunks = [request async for request in requests]
+        if self.breaks_before:
+            self.breaks_before -= 1
+            raise Unavailable("the stream broke before the batch was there")
+        assert len(chunks) == 1 and header.header.groups == 1
+        assert header.header.update_id not in self.updates, "trained twice"
+        self.version = Version(0, self.version.step + 1)
+        result = pb.UpdateResult(update_id=header.header.update_id, policy_version=self.version.to_proto())
+        self.updates[result.update_id] = result
+        if self.breaks_after:
+            self.breaks_after -= 1
+            raise Unavailable("the stream broke after the step")
+        return pb.TrainResponse(result=result)
+
+    async def GetUpdate(self, request: pb.GetUpdateRequest) -> pb.GetUpdateResponse:
+        if self.lost:
+            raise FailedPrecondition("run has no session")
+        if request.update_id not in self.updates:
+            raise NotFound("never happened here")
+        return pb.GetUpdateResponse(result=self.updates[request.update_id])
+
+
+@pytest.fixture(autouse=True)
+def direct_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer is called as it is, without a wire."""
+
+    async def call(method: Any, request: Any, **_options: Any) -> Any:
+        return await method(request)
+
+    monkeypatch.setattr(rpc, "unary", call)
+    monkeypatch.setattr(rpc, "client_stream", call)
+
+
+def policy(trainer: Trainer, *ended: str) -> PolicyTrainer:
+    async def ended_runs() -> list[str]:
+        return list(ended)
+
+    return PolicyTrainer("run", CONFIG, trainer, "trainer-0-1", Path("dumps"), ended_runs)  # type: ignore[arg-type]
+
+
+def batch() -> Batch:
+    tokens = np.arange(3, dtype=np.int32)
+    sample = RolloutSample("run/0/0/0", tokens, np.zeros(3, dtype=np.float32), "text")
+    return Batch(0, [RolloutGroup("run/0/0", "prompt", tokens, [sample])], {})
+
+
+async def test_a_trainer_held_by_a_run_that_has_ended_is_taken_back() -> None:
+    trainer = Trainer()
+    trainer.holder = "killed"
+    await policy(trainer, "older", "killed").open()
+    assert trainer.holder == "run"
+
+
+async def test_a_trainer_held_by_anybody_else_is_refused() -> None:
+    trainer = Trainer()
+    trainer.holder = "somebody"
+    with pytest.raises(FailedPrecondition, match="run somebody holds the trainer"):
+        await policy(trainer, "older").open()
+    assert trainer.holder == "somebody"
+
+
+@pytest.mark.parametrize("phase", ["breaks_before", "breaks_after"])
+async def test_a_broken_stream_trains_once(phase: str) -> None:
+    trainer = Trainer()
+    setattr(trainer, phase, 1)
+    client = policy(trainer)
+    await client.train(batch())
+    assert client.version == trainer.version == Version(0, 1) and len(trainer.updates) == 1
+
+
+async def test_a_stream_that_breaks_again_and_again_ends_named() -> None:
+    trainer = Trainer()
+    trainer.breaks_before = 100
+    with pytest.raises(Unavailable, match="the stream broke before"):
+        await policy(trainer).train(batch())
+    assert trainer.version == Version(0, 0)
+
+
+async def test_a_lost_session_is_called_by_its_name() -> None:
+    trainer = Trainer()
+    trainer.breaks_before, trainer.lost = 1, True
+    with pytest.raises(FlotillaError, match="its session is gone"):
+        await policy(trainer).train(batch())

@@ -1,0 +1,1 @@
+"""Generator service: one model replica that samples tokens."""

@@ -1,0 +1,3 @@
+"""Engines: what samples tokens behind the service."""
+
+from __future__ import annotations

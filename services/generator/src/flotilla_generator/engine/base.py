@@ -1,0 +1,212 @@
+"""The seam between the service and whatever samples tokens.
+
+Invariants: an engine validates nothing that `read_request` or `WeightSession` already did, and knows nothing of gRPC;
+every sample that `generate` was asked for is yielded exactly once, whole or partial (`ABORT`), unless the iterator is
+closed, which ends its requests in the engine. Weight calls are serialised by `WeightSession`; `apply` is the only one
+that touches live weights.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flotilla.common.v1 import weights_pb2
+from flotilla_core.errors import WeightsMismatch
+from flotilla_core.version import Version
+from flotilla_weights.manifest import Manifest
+
+
+class FinishReason(Enum):
+    """Why a sample ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class PauseMode(Enum):
+    """What a pause does to running samples."""
+
+    KEEP = "keep"
+    WAIT = "wait"
+    ABORT = "abort"
+
+
+class KvPolicy(Enum):
+    """What a commit does to the KV cache of running samples."""
+
+    RECOMPUTE = "recompute"
+    REUSE = "reuse"
+    DRAIN = "drain"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn; off is None or 0."""
+
+    temperature: float
+    max_tokens: int
+    top_p: float = 1.0
+    top_k: int = 0
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class SampleSlot:
+    """One sample to draw."""
+
+    sample_id: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt and the samples to draw from it."""
+
+    request_id: str
+    prompt: Sequence[int]
+    samples: tuple[SampleSlot, ...]
+    sampling: Sampling
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens [start, end) that one version wrote; no version before the first commit."""
+
+    version: Version | None
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sample that ended."""
+
+    sample_id: str
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    finish_reason: FinishReason
+    spans: tuple[Span, ...]
+    queued_s: float
+    first_token_s: float
+    total_s: float
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What does not change while an engine runs."""
+
+    max_model_tokens: int
+    vocabulary_size: int
+    weight_workers: int
+    gpus: int = 0
+    required_tensors: dict[str, tuple[int, ...]] | None = None
+    """Names and shapes that a sync must bring, from the checkpoint it was booted with; None takes any manifest."""
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Load:
+    """How busy an engine is."""
+
+    running_samples: int
+    waiting_samples: int | None
+    outstanding_tokens: int
+    kv_cache_usage: float | None
+
+
+@dataclass(frozen=True)
+class Received:
+    """What arrived in staging: one digest a tensor, in manifest order, for each worker."""
+
+    worker_digests: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What a commit cost."""
+
+    stall_s: float
+    apply_s: float
+    verify_s: float
+
+
+class WeightsNotLive(WeightsMismatch):
+    """Applying failed half-way: the live weights are unknown and nothing may decode with them."""
+
+
+class Engine(ABC):
+    """One model replica."""
+
+    @property
+    @abstractmethod
+    def info(self) -> EngineInfo:
+        """Known once `start` has returned."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Load and warm up: the next request is served at full speed."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """Free everything: processes, memory, sockets."""
+
+    @abstractmethod
+    async def wait_failed(self) -> str:
+        """Wait until the engine can serve no more, and say why."""
+
+    @abstractmethod
+    def generate(self, request: GenerationRequest) -> AsyncIterator[Sample]:
+        """Samples in the order in which they end."""
+
+    @abstractmethod
+    async def abort(self, request_ids: Sequence[str]) -> int:
+        """End requests early; their iterators yield what they have. Returns the samples cut."""
+
+    @abstractmethod
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop decoding; new samples wait."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Decode again."""
+
+    @abstractmethod
+    async def worker_stacks(self) -> list[tuple[str, int, str]]:
+        """Name, process id and stacks of each worker process that answers in time."""
+
+    @abstractmethod
+    def load(self) -> Load:
+        """A snapshot, cheap enough to be asked ten times a second."""
+
+    @abstractmethod
+    async def join(self, group: weights_pb2.WeightGroup, rank_offset: int, manifest: Manifest) -> None:
+        """Enter a weight group with all workers. Cancelling leaves it."""
+
+    @abstractmethod
+    async def receive(self, progress: Callable[[int], None]) -> Received:
+        """Stage one publication beside the live weights; `progress` hears the count of buckets. Cancelling drops it."""
+
+    @abstractmethod
+    async def apply(self, version: Version, kv_policy: KvPolicy) -> Applied:
+        """Make the staged weights live and tag `version`.
+
+        WeightsNotLive says that the live weights are broken; any other error, that they are untouched.
+        """
+
+    @abstractmethod
+    async def untag(self) -> None:
+        """The live weights belong to no version any more: another run took the replica over."""
+
+    @abstractmethod
+    async def drop(self) -> None:
+        """Forget staged tensors and leave the group."""

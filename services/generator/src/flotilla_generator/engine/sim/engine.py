@@ -1,0 +1,252 @@
+"""Samples without a model: seeded tokens, a latency model, and a real weight receiver.
+
+Invariants: the same seed under the same version gives the same sample; logprobs are plausible but mean nothing; weights
+are received, digested and kept like in any other engine, so that every path of a sync is the real one. One process
+serves thousands of streams: a sample costs a slice of a shared table and at most one timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import numpy as np
+
+from flotilla.common.v1 import weights_pb2
+from flotilla_core.config.stack import GeneratorConfig
+from flotilla_core.errors import FailedPrecondition
+from flotilla_core.version import Version
+from flotilla_generator.checkpoint import Checkpoint
+from flotilla_generator.engine.base import (
+    Applied,
+    Engine,
+    EngineInfo,
+    FinishReason,
+    GenerationRequest,
+    KvPolicy,
+    Load,
+    PauseMode,
+    Received,
+    Sample,
+    SampleSlot,
+    Sampling,
+    Span,
+)
+from flotilla_weights.group import Receiver
+from flotilla_weights.manifest import Manifest
+
+TABLE_SIZE = 1 << 20
+GOLDEN = 0x9E3779B97F4A7C15
+MASK = (1 << 64) - 1
+
+
+class Decoding:
+    """A sample in progress: how long it will be, and who writes from which token on."""
+
+    def __init__(self, slot: SampleSlot, length: int, version: Version | None) -> None:
+        self.slot = slot
+        self.length = length
+        self.starts: list[tuple[Version | None, int]] = [(version, 0)]
+        self.started = time.monotonic()
+        self.cut = asyncio.Event()
+
+
+class SimEngine(Engine):
+    """Tokens out of a table."""
+
+    def __init__(self, config: GeneratorConfig, checkpoint: Checkpoint) -> None:
+        self._config = config
+        self._latency = config.sim
+        self._checkpoint = checkpoint
+        self._tokens = np.empty(0, np.int32)
+        self._logprobs = np.empty(0, np.float32)
+        self._requests: dict[str, list[Decoding]] = {}
+        self._live: Version | None = None
+        self._unpaused = asyncio.Event()
+        self._unpaused.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._receiver: Receiver | None = None
+        self._staged: dict[str, object] = {}
+        self._weights: dict[str, object] = {}
+
+    @property
+    def info(self) -> EngineInfo:
+        limit = self._config.max_model_tokens or self._checkpoint.longest_sequence
+        return EngineInfo(
+            limit, self._checkpoint.vocabulary_size, weight_workers=1, versions={"engine": "sim"}
+        )
+
+    async def start(self) -> None:
+        random = np.random.default_rng(0)
+        self._tokens = random.integers(0, self._checkpoint.vocabulary_size, 2 * TABLE_SIZE, dtype=np.int32)
+        self._logprobs = -random.exponential(1.0, 2 * TABLE_SIZE).astype(np.float32)
+
+    async def stop(self) -> None:
+        await self.drop()
+
+    async def wait_failed(self) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Sample]:
+        decoding = [Decoding(slot, self._length(slot, request), self._live) for slot in request.samples]
+        self._requests[request.request_id] = decoding
+        self._idle.clear()
+        try:
+            if self._slowest(decoding) == 0 and self._unpaused.is_set():
+                for one in decoding:
+                    yield self._finish(one, request.sampling)
+                return
+            tasks = [asyncio.create_task(self._decode(one, request.sampling)) for one in decoding]
+            try:
+                for task in asyncio.as_completed(tasks):
+                    yield await task
+            finally:
+                for task in tasks:
+                    task.cancel()
+        finally:
+            self._requests.pop(request.request_id, None)
+            if not self._requests:
+                self._idle.set()
+
+    async def abort(self, request_ids: Sequence[str]) -> int:
+        cut = [one for name in request_ids for one in self._requests.get(name, ()) if not one.cut.is_set()]
+        for one in cut:
+            one.cut.set()
+        return len(cut)
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._unpaused.clear()
+        if mode is PauseMode.ABORT:
+            await self.abort(list(self._requests))
+        elif mode is PauseMode.WAIT:
+            self._unpaused.set()
+            await self._idle.wait()
+            self._unpaused.clear()
+
+    async def resume(self) -> None:
+        self._unpaused.set()
+
+    async def worker_stacks(self) -> list[tuple[str, int, str]]:
+        return []
+
+    def load(self) -> Load:
+        running = [one for group in self._requests.values() for one in group]
+        left = sum(one.length - self._written(one) for one in running)
+        return Load(len(running), 0, left, 0.0)
+
+    async def join(self, group: weights_pb2.WeightGroup, rank_offset: int, manifest: Manifest) -> None:
+        self._receiver = receiver = Receiver(group, rank_offset, manifest)
+        await self._on_a_thread(receiver, receiver.connect)
+
+    async def receive(self, progress: Callable[[int], None]) -> Received:
+        receiver = self._receiver
+        if receiver is None:
+            raise FailedPrecondition("no weight group was joined")
+        staged: dict[str, object] = {}
+
+        def sink(named: list[tuple[str, object]]) -> None:
+            staged.update(named)
+            progress(receiver.buckets_received)
+
+        digests = await self._on_a_thread(receiver, lambda: receiver.receive(sink))
+        self._staged = staged
+        return Received((tuple(digests),))
+
+    async def apply(self, version: Version, kv_policy: KvPolicy) -> Applied:
+        started = time.perf_counter()
+        if kv_policy is KvPolicy.DRAIN:
+            await self.pause(PauseMode.WAIT)
+            await self.resume()
+        if self._latency.commit_s:
+            await self.pause(PauseMode.KEEP)
+            await asyncio.sleep(self._latency.commit_s)
+            await self.resume()
+        self._weights, self._staged = self._staged, {}
+        self._live = version
+        for group in self._requests.values():
+            for one in group:
+                one.starts.append((version, self._written(one)))
+        elapsed = time.perf_counter() - started
+        return Applied(stall_s=elapsed, apply_s=elapsed, verify_s=0.0)
+
+    async def untag(self) -> None:
+        self._live = None
+
+    async def drop(self) -> None:
+        receiver, self._receiver, self._staged = self._receiver, None, {}
+        if receiver is not None:
+            await asyncio.to_thread(receiver.abort)
+
+    async def _on_a_thread(self, receiver: Receiver, work: Callable[[], list[int] | None]) -> list[int]:
+        try:
+            return await asyncio.to_thread(work) or []
+        except asyncio.CancelledError:
+            receiver.abort()
+            raise
+
+    async def _decode(self, one: Decoding, sampling: Sampling) -> Sample:
+        try:
+            async with asyncio.timeout(self._seconds(one.length)):
+                await one.cut.wait()
+        except TimeoutError:
+            await self._unpaused.wait()
+        return self._finish(one, sampling)
+
+    def _finish(self, one: Decoding, sampling: Sampling) -> Sample:
+        version = one.starts[-1][0] or Version(0, 0)
+        key = (one.slot.seed ^ (version.step + 1) * GOLDEN ^ version.lineage << 32) * GOLDEN & MASK
+        start = key >> 44
+        length = one.length
+        if one.cut.is_set():
+            length = self._written(one)
+            reason = FinishReason.ABORT
+        else:
+            reason = FinishReason.LENGTH if length == sampling.max_tokens else FinishReason.STOP
+        token_ids = self._tokens[start : start + length]
+        stops = sampling.stop_token_ids or self._checkpoint.end_of_sequence
+        if reason is FinishReason.STOP and stops:
+            token_ids = token_ids.copy()
+            token_ids[-1] = stops[0]
+        total = time.monotonic() - one.started
+        return Sample(
+            sample_id=one.slot.sample_id,
+            token_ids=token_ids,
+            logprobs=self._logprobs[start : start + length],
+            finish_reason=reason,
+            spans=_spans(one.starts, length),
+            queued_s=0.0,
+            first_token_s=min(total, self._latency.time_to_first_token_s),
+            total_s=total,
+        )
+
+    def _length(self, slot: SampleSlot, request: GenerationRequest) -> int:
+        longest = min(request.sampling.max_tokens, self.info.max_model_tokens - len(request.prompt))
+        if self._latency.response_tokens is not None:
+            return min(self._latency.response_tokens, longest)
+        shortest = min(max(1, request.sampling.min_tokens), longest)
+        return longest if request.sampling.ignore_eos else shortest + slot.seed % (longest - shortest + 1)
+
+    def _seconds(self, length: int) -> float:
+        return self._latency.time_to_first_token_s + (length - 1) * self._latency.seconds_per_token
+
+    def _slowest(self, decoding: list[Decoding]) -> float:
+        return max(self._seconds(one.length) for one in decoding)
+
+    def _written(self, one: Decoding) -> int:
+        """Tokens that exist by now."""
+        elapsed = time.monotonic() - one.started - self._latency.time_to_first_token_s
+        if elapsed < 0:
+            return 0
+        if self._latency.seconds_per_token == 0:
+            return one.length
+        return min(one.length, 1 + int(elapsed / self._latency.seconds_per_token))
+
+
+def _spans(starts: list[tuple[Version | None, int]], length: int) -> tuple[Span, ...]:
+    ends = [min(start, length) for _, start in starts[1:]] + [length]
+    return tuple(
+        Span(version, start, end) for (version, start), end in zip(starts, ends, strict=True) if end > start
+    )

@@ -1,0 +1,3 @@
+"""The engine that decodes with vLLM."""
+
+from __future__ import annotations

@@ -1,0 +1,86 @@
+"""How vLLM is started: environment, arguments, and what differs between CPU and GPU.
+
+Invariant: `prepare_environment` runs before vLLM is imported anywhere in the process; a variable that the user has
+set wins.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import Any
+
+from flotilla_core.config.stack import GeneratorConfig
+from flotilla_generator.checkpoint import Checkpoint
+from flotilla_generator.engine.vllm.orphan import SERVICE_PID
+
+WORKER_EXTENSION = "flotilla_generator.engine.vllm.worker.WeightWorker"
+
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_CONFIGURE_LOGGING": "1",
+    "VLLM_LOGGING_STREAM": "ext://sys.stdout",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # a peer that goes away is reported by us, in one line
+    "VLLM_PLUGINS": "",  # our extension needs no plugin, and scanning entry points costs start-up time
+}
+CPU_ENVIRONMENT = {
+    "TORCHDYNAMO_DISABLE": "1",  # a compiled helper on the logprobs path costs 3 to 21 s at the first request
+    "VLLM_CPU_CI_ENV": "1",  # skips the compile warm-up
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # its own choice pins every replica of a host to the same cores
+}
+
+CPU_BATCHED_TOKENS = 8192
+
+
+def prepare_environment(config: GeneratorConfig) -> None:
+    """Set what vLLM reads from the environment, here and in its children."""
+    import torch
+
+    variables = dict(ENVIRONMENT)
+    if not torch.cuda.is_available():
+        # The other half of the cores is for the trainer, and for decoding's own front end.
+        threads = max(1, len(os.sched_getaffinity(0)) // (2 * config.tensor_parallel_size))
+        variables |= CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+    os.environ[SERVICE_PID] = str(os.getpid())
+
+
+def engine_arguments(
+    config: GeneratorConfig, checkpoint: Checkpoint, worker_extension: str = WORKER_EXTENSION
+) -> dict[str, Any]:
+    """Keyword arguments of `AsyncEngineArgs`."""
+    import torch
+
+    arguments: dict[str, Any] = {
+        "model": str(checkpoint.folder),
+        "skip_tokenizer_init": True,  # tokens in, tokens out
+        "generation_config": "vllm",
+        "dtype": config.dtype,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "max_model_len": config.max_model_tokens,
+        "max_num_seqs": config.max_running_samples,
+        "enforce_eager": config.enforce_eager,
+        "worker_extension_cls": worker_extension,
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+    }
+    if torch.cuda.is_available():
+        arguments["gpu_memory_utilization"] = config.memory_fraction
+    else:
+        arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * (1 << 30))
+        arguments["disable_custom_all_reduce"] = True
+        # A seeded request whose prompt is prefilled in pieces kills the worker: vLLM winds its random generator
+        # back, which a CPU generator cannot do. Whole prompts only, and room for the longest one in a step.
+        arguments["enable_chunked_prefill"] = False
+        longest = config.max_model_tokens or checkpoint.longest_sequence
+        arguments["max_num_batched_tokens"] = max(longest, CPU_BATCHED_TOKENS)
+    return arguments
+
+
+def accepts(function: Any, parameter: str) -> bool:
+    """Whether this release of vLLM knows a parameter."""
+    return parameter in inspect.signature(function).parameters

@@ -1,0 +1,173 @@
+"""What runs inside each vLLM worker process.
+
+Loaded by vLLM as `worker_extension_cls`: `WeightWorker` is mixed into vLLM's worker, and its methods are called through
+`collective_rpc`. Invariants: no method raises and none waits for a peer, because an exception under tensor parallelism,
+or a timed-out call, leaves a stale answer queued that the next call would take for its own; transfers run on a thread
+and are asked about with `flotilla_status`. Answers are plain dictionaries.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from flotilla.common.v1 import weights_pb2
+from flotilla_core.errors import FlotillaError
+from flotilla_generator.engine.vllm.idle import rest_between_messages
+from flotilla_generator.engine.vllm.live import LiveModel
+from flotilla_generator.engine.vllm.orphan import end_with_the_service
+from flotilla_weights.group import Receiver
+from flotilla_weights.manifest import Manifest
+
+Answer = dict[str, Any]
+
+# vLLM imports this module in every worker before it opens its message queues and loads the model.
+end_with_the_service()
+rest_between_messages()
+
+
+class WorkerWeights:
+    """Group membership and staging of one worker."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._live = LiveModel(worker)
+        self._receiver: Receiver | None = None
+        self._thread: threading.Thread | None = None
+        self._error = ""
+        self._staged: list[tuple[str, torch.Tensor]] = []
+        self._digests: list[int] = []
+
+    def join(self, group: bytes, rank_offset: int, manifest: bytes) -> None:
+        """Start to enter a group, in place of any other one."""
+        self.drop("a newer epoch was joined")
+        receiver = Receiver(
+            weights_pb2.WeightGroup.FromString(group),
+            rank_offset + self._worker.rank,
+            Manifest.from_proto(weights_pb2.WeightManifest.FromString(manifest)),
+            self._worker.device,
+        )
+        self._receiver = receiver
+        self._run(receiver.connect)
+
+    def stage(self) -> None:
+        """Start to receive one publication."""
+        receiver = self._receiver
+        if receiver is None:
+            raise RuntimeError("no weight group was joined")
+        self._staged, self._digests = [], []
+        staged: list[tuple[str, torch.Tensor]] = []
+
+        def receive() -> None:
+            digests = receiver.receive(staged.extend)
+            if self._receiver is receiver:
+                self._staged, self._digests = staged, digests
+
+        self._run(receive)
+
+    def status(self) -> Answer:
+        """Whether a transfer runs, how far it is, how it ended."""
+        thread, receiver = self._thread, self._receiver
+        return {
+            "busy": thread is not None and thread.is_alive(),
+            "error": self._error,
+            "buckets": 0 if receiver is None else receiver.buckets_received,
+            "digests": self._digests,
+        }
+
+    def apply(self, seed: int) -> Answer:
+        """Make the staged tensors live."""
+        if not self._staged:
+            return {"error": "nothing is staged", "broken": False}
+        outcome = self._live.replace(self._staged, seed)
+        self._staged, self._digests = [], []
+        return outcome
+
+    def stacks(self) -> Answer:
+        """Where every thread of this process is."""
+        frames = sys._current_frames().items()
+        text = "\n".join(
+            f"thread {ident}\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames
+        )
+        return {"rank": self._worker.rank, "pid": os.getpid(), "text": text}
+
+    def drop(self, why: str) -> None:
+        """Leave the group; the thread of a transfer in progress ends by itself."""
+        busy = self._thread is not None and self._thread.is_alive()
+        receiver, self._receiver, self._thread = self._receiver, None, None
+        self._staged, self._digests, self._error = [], [], ""
+        if receiver is not None:
+            # On a thread: telling the others asks the sender's store, which may hang with its process.
+            leave = partial(receiver.abort, why) if busy else receiver.close
+            threading.Thread(target=leave, name="weights-leave", daemon=True).start()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        self._error = ""
+        receiver = self._receiver
+
+        def guarded() -> None:
+            _leave_the_decoder_its_cores()
+            try:
+                work()
+            # The end of a thread: reported by `status`, never raised in a worker.
+            except Exception as error:  # noqa: BLE001
+                if self._receiver is receiver:
+                    self._error = _text(error)
+
+        self._thread = threading.Thread(target=guarded, name="weight-transfer", daemon=True)
+        self._thread.start()
+
+
+class WeightWorker:
+    """Methods that vLLM adds to its worker."""
+
+    def flotilla_join(self, group: bytes, rank_offset: int, manifest: bytes) -> Answer:
+        """Start to enter a weight group."""
+        return self._flotilla_guarded(lambda weights: weights.join(group, rank_offset, manifest))
+
+    def flotilla_stage(self) -> Answer:
+        """Start to receive one publication."""
+        return self._flotilla_guarded(lambda weights: weights.stage())
+
+    def flotilla_status(self) -> Answer:
+        """How the transfer stands."""
+        return self._flotilla_guarded(lambda weights: weights.status())
+
+    def flotilla_apply(self, seed: int) -> Answer:
+        """Make staged tensors live; the engine is paused."""
+        return self._flotilla_guarded(lambda weights: weights.apply(seed))
+
+    def flotilla_drop(self, why: str) -> Answer:
+        """Forget staged tensors and leave the group."""
+        return self._flotilla_guarded(lambda weights: weights.drop(why))
+
+    def flotilla_stacks(self) -> Answer:
+        """Where every thread of this process is."""
+        return self._flotilla_guarded(lambda weights: weights.stacks())
+
+    def _flotilla_guarded(self, call: Callable[[WorkerWeights], Answer | None]) -> Answer:
+        weights = getattr(self, "_flotilla_weights", None)
+        try:
+            if weights is None:
+                weights = self._flotilla_weights = WorkerWeights(self)
+            return {"error": "", **(call(weights) or {})}
+        # The boundary of a worker call: raising would poison vLLM's answer queue.
+        except Exception as error:  # noqa: BLE001
+            return {"error": _text(error)}
+
+
+def _leave_the_decoder_its_cores() -> None:
+    """vLLM pins the worker's main thread on CPUs; a thread inherits that pin and would compete with the decoder."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, FlotillaError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,108 @@
+"""The generator as the host runs it: an engine, its servicer, its end.
+
+Invariant: READY means that the engine has decoded a request with logprobs; when the engine dies, so does the service,
+and the launcher starts it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from flotilla.common.v1.operate_pb2 import (
+    CHECK_STATUS_FAILED,
+    CHECK_STATUS_PASSED,
+    CheckResult,
+    ProcessStacks,
+)
+from flotilla.common.v1.registration_pb2 import Registration
+from flotilla.generator.v1 import generator_pb2, generator_pb2_grpc
+from flotilla_core.errors import Unavailable
+from flotilla_core.rpc import RpcServer
+from flotilla_core.service import Host
+from flotilla_core.tokenizer_digest import tokenizer_digest
+from flotilla_generator.checkpoint import Checkpoint
+from flotilla_generator.engine.base import Engine
+from flotilla_generator.servicer import GeneratorServicer
+from flotilla_generator.weights import Phase
+
+SERVICE_NAME = generator_pb2.DESCRIPTOR.services_by_name["GeneratorService"].full_name
+
+
+class GeneratorHostService:
+    """One replica inside its process."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._checkpoint = Checkpoint.read(host.stack.model)
+        self._engine = _engine(host, self._checkpoint)
+        self._servicer = GeneratorServicer(self._engine, host.activities)
+        self._watch: asyncio.Task[None] | None = None
+
+    def add_to(self, server: RpcServer) -> None:
+        server.add(generator_pb2_grpc.add_GeneratorServiceServicer_to_server, self._servicer, SERVICE_NAME)
+
+    async def start(self) -> None:
+        await self._engine.start()
+        self._watch = asyncio.create_task(self._end_with_the_engine(), name="engine watch")
+        self._servicer.open()
+
+    def describe(self, registration: Registration) -> None:
+        info = self._engine.info
+        registration.tokenizer_digest = tokenizer_digest(self._checkpoint.folder)
+        if info.required_tensors is not None:
+            registration.model_digest = self._checkpoint.shape_digest
+        registration.capacity["weight_workers"] = info.weight_workers
+        registration.capacity["gpus"] = info.gpus
+        registration.capacity["max_model_tokens"] = info.max_model_tokens
+        registration.capacity["vocabulary_size"] = info.vocabulary_size
+        for name, version in info.versions.items():
+            registration.versions[name] = version
+
+    async def check(self) -> list[CheckResult]:
+        weights = self._servicer.weights
+        broken = weights.phase is Phase.BROKEN
+        serving = (
+            f"serving version {weights.live}" if weights.live is not None else "serving its boot weights"
+        )
+        return [
+            CheckResult(
+                name="weights",
+                status=CHECK_STATUS_FAILED if broken else CHECK_STATUS_PASSED,
+                finding=weights.error if broken else serving,
+                remedy="Sync a whole version, or restart the replica." if broken else "",
+            )
+        ]
+
+    async def dump_stacks(self) -> list[ProcessStacks]:
+        return [
+            ProcessStacks(process=name, pid=pid, text=text)
+            for name, pid, text in await self._engine.worker_stacks()
+        ]
+
+    async def drain(self, grace_s: float) -> None:
+        await self._servicer.close()
+
+    async def stop(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        await self._engine.stop()
+
+    async def _end_with_the_engine(self) -> None:
+        why = await self._engine.wait_failed()
+        self._host.failed(
+            Unavailable(
+                "the engine died", where=self._host.name, why=why, next_step="read the log of this replica"
+            )
+        )
+
+
+def _engine(host: Host, checkpoint: Checkpoint) -> Engine:
+    """The engine that the stack names; each is imported only where it is used."""
+    config = host.stack.generator
+    if config.engine == "sim":
+        from flotilla_generator.engine.sim.engine import SimEngine
+
+        return SimEngine(config, checkpoint)
+    from flotilla_generator.engine.vllm.engine import VllmEngine
+
+    return VllmEngine(config, checkpoint)

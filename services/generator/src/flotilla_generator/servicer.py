@@ -1,0 +1,243 @@
+"""GeneratorService over an engine.
+
+Invariants: a call that is cancelled leaves no request in the engine; nothing is generated before the engine has
+started, while it drains, or with broken weights; weight calls of this module only translate, their rules live in
+`WeightSession`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from flotilla.common.v1 import weights_pb2
+from flotilla.generator.v1 import generator_pb2 as pb
+from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceServicer
+from flotilla_core import telemetry
+from flotilla_core.errors import AlreadyExists, InvalidRequest, Unavailable, Unimplemented
+from flotilla_core.service import Activities
+from flotilla_core.telemetry import names
+from flotilla_core.version import Version
+from flotilla_generator.engine.base import Engine, KvPolicy, PauseMode
+from flotilla_generator.request import duration, minimum_version, read_request, write_sample
+from flotilla_generator.weights import Phase, WeightSession
+from flotilla_weights.manifest import Manifest
+
+PAUSE_MODES = {
+    pb.PAUSE_MODE_UNSPECIFIED: PauseMode.KEEP,
+    pb.PAUSE_MODE_KEEP: PauseMode.KEEP,
+    pb.PAUSE_MODE_WAIT: PauseMode.WAIT,
+    pb.PAUSE_MODE_ABORT: PauseMode.ABORT,
+}
+KV_POLICIES = {
+    pb.KV_POLICY_UNSPECIFIED: KvPolicy.RECOMPUTE,
+    pb.KV_POLICY_RECOMPUTE: KvPolicy.RECOMPUTE,
+    pb.KV_POLICY_REUSE: KvPolicy.REUSE,
+    pb.KV_POLICY_DRAIN: KvPolicy.DRAIN,
+}
+PHASES = {
+    Phase.IDLE: pb.WEIGHT_PHASE_IDLE,
+    Phase.RECEIVING: pb.WEIGHT_PHASE_RECEIVING,
+    Phase.STAGED: pb.WEIGHT_PHASE_STAGED,
+    Phase.COMMITTING: pb.WEIGHT_PHASE_COMMITTING,
+    Phase.BROKEN: pb.WEIGHT_PHASE_BROKEN,
+}
+LOAD_EVERY_S = 0.1
+RATE_WINDOW_S = 5.0
+
+
+class GeneratorServicer(GeneratorServiceServicer):
+    """What callers see of one replica."""
+
+    def __init__(self, engine: Engine, activities: Activities) -> None:
+        self._engine = engine
+        self._activities = activities
+        self._running: dict[str, str] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._delivered: deque[tuple[float, int]] = deque()
+        self._unavailable = "the engine is still starting"
+        self.weights = WeightSession(engine)
+
+    def open(self) -> None:
+        """The engine has started."""
+        self._unavailable = ""
+
+    async def close(self) -> None:
+        """Take no new work; returns when what runs has ended."""
+        self._unavailable = "the replica is draining"
+        await self._idle.wait()
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        self._require_open()
+        minimum = minimum_version(request)
+        self.weights.require_serving(request.run_id, minimum)
+        live = self.weights.live
+        wanted = read_request(
+            request, self._engine.info, None if live is None else f"{self.weights.run_id}/{live}"
+        )
+        if request.request_id in self._running:
+            raise AlreadyExists(
+                f"request {request.request_id} runs already", next_step="give each attempt its own id"
+            )
+        self._running[request.request_id] = request.run_id
+        self._idle.clear()
+        try:
+            async with aclosing(self._engine.generate(wanted)) as samples:
+                async for sample in samples:
+                    self._delivered.append((time.monotonic(), len(sample.token_ids)))
+                    yield write_sample(sample)
+        finally:
+            del self._running[request.request_id]
+            if not self._running:
+                self._idle.set()
+
+    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
+        mine = [name for name, run_id in self._running.items() if run_id == request.run_id]
+        chosen = [name for name in mine if name in set(request.request_ids)] if request.request_ids else mine
+        return pb.AbortResponse(aborted_samples=await self._engine.abort(chosen))
+
+    async def Pause(self, request: pb.PauseRequest, context: Any) -> pb.PauseResponse:
+        self._require_open()
+        with self._activities.doing("pausing", run_id=request.run_id):
+            await self._engine.pause(PAUSE_MODES[request.mode])
+        return pb.PauseResponse()
+
+    async def Resume(self, request: pb.ResumeRequest, context: Any) -> pb.ResumeResponse:
+        self._require_open()
+        await self._engine.resume()
+        return pb.ResumeResponse()
+
+    async def JoinWeightGroup(
+        self, request: pb.JoinWeightGroupRequest, context: Any
+    ) -> pb.JoinWeightGroupResponse:
+        self._require_open()
+        self._require_run(request.run_id)
+        group, manifest = request.group, Manifest.from_proto(request.manifest)
+        attributes = {names.RUN_ID: request.run_id, names.EPOCH: group.epoch}
+        with (
+            telemetry.span(names.GENERATOR_JOIN, attributes=attributes),
+            self._activities.doing(f"joining weight group epoch {group.epoch}", run_id=request.run_id),
+        ):
+            await self.weights.join(request.run_id, group, request.rank_offset, manifest)
+        return pb.JoinWeightGroupResponse()
+
+    async def StageWeights(self, request: pb.StageWeightsRequest, context: Any) -> pb.StageWeightsResponse:
+        self._require_open()
+        version = Version.from_proto(request.policy_version)
+        attributes = {names.RUN_ID: request.run_id, names.POLICY_VERSION: str(version)}
+        with (
+            telemetry.span(names.GENERATOR_STAGE, attributes=attributes) as span,
+            self._activities.doing(f"receiving version {version}", run_id=request.run_id),
+        ):
+            staged = await self.weights.stage(request.run_id, request.epoch, version)
+            span.set_attribute(names.BYTES, staged.manifest.nbytes)
+        return pb.StageWeightsResponse(
+            digests=weights_pb2.WeightDigests(
+                version=request.policy_version,
+                manifest_digest=staged.manifest.digest,
+                tensor_digests=staged.digests,
+            ),
+            bytes=staged.manifest.nbytes,
+            elapsed=duration(staged.elapsed_s),
+        )
+
+    async def GetWeightStatus(
+        self, request: pb.GetWeightStatusRequest, context: Any
+    ) -> pb.GetWeightStatusResponse:
+        weights = self.weights
+        return pb.GetWeightStatusResponse(
+            phase=PHASES[weights.phase],
+            live_version=None if weights.live is None else weights.live.to_proto(),
+            staged_version=None if weights.staged is None else weights.staged.version.to_proto(),
+            epoch=weights.epoch,
+            buckets_received=weights.buckets_received,
+            buckets_total=weights.buckets_total,
+            error=weights.error,
+        )
+
+    async def CommitWeights(self, request: pb.CommitWeightsRequest, context: Any) -> pb.CommitWeightsResponse:
+        self._require_open()
+        version = Version.from_proto(request.policy_version)
+        attributes = {names.RUN_ID: request.run_id, names.POLICY_VERSION: str(version)}
+        with (
+            telemetry.span(names.GENERATOR_COMMIT, attributes=attributes) as span,
+            self._activities.doing(f"committing version {version}", run_id=request.run_id),
+        ):
+            applied = await self.weights.commit(
+                request.run_id, request.epoch, version, KV_POLICIES[request.kv_policy], request.expected
+            )
+            span.set_attribute(names.STALL_SECONDS, applied.stall_s)
+        return pb.CommitWeightsResponse(
+            stall=duration(applied.stall_s),
+            apply=duration(applied.apply_s),
+            verify=duration(applied.verify_s),
+        )
+
+    async def AbortWeights(self, request: pb.AbortWeightsRequest, context: Any) -> pb.AbortWeightsResponse:
+        self._require_open()
+        await self.weights.abort()
+        return pb.AbortWeightsResponse()
+
+    async def LeaveWeightGroup(
+        self, request: pb.LeaveWeightGroupRequest, context: Any
+    ) -> pb.LeaveWeightGroupResponse:
+        self._require_open()
+        await self.weights.leave()
+        return pb.LeaveWeightGroupResponse()
+
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Any) -> pb.LoadAdapterResponse:
+        raise _not_yet("adapters")
+
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Any) -> pb.UnloadAdapterResponse:
+        raise _not_yet("adapters")
+
+    async def Sleep(self, request: pb.SleepRequest, context: Any) -> pb.SleepResponse:
+        raise _not_yet("sleeping")
+
+    async def Wake(self, request: pb.WakeRequest, context: Any) -> pb.WakeResponse:
+        raise _not_yet("sleeping")
+
+    async def WatchLoad(
+        self, request: pb.WatchLoadRequest, context: Any
+    ) -> AsyncIterator[pb.WatchLoadResponse]:
+        last: pb.WatchLoadResponse | None = None
+        while True:
+            load = self._load()
+            if load != last:
+                yield load
+            last = load
+            await asyncio.sleep(LOAD_EVERY_S)
+
+    def _load(self) -> pb.WatchLoadResponse:
+        load, live = self._engine.load(), self.weights.live
+        return pb.WatchLoadResponse(
+            running_samples=load.running_samples,
+            waiting_samples=load.waiting_samples,
+            outstanding_tokens=load.outstanding_tokens,
+            kv_cache_usage=load.kv_cache_usage,
+            tokens_per_second=self._tokens_per_second(),
+            live_version=None if live is None else live.to_proto(),
+        )
+
+    def _tokens_per_second(self) -> float:
+        horizon = time.monotonic() - RATE_WINDOW_S
+        while self._delivered and self._delivered[0][0] < horizon:
+            self._delivered.popleft()
+        return sum(tokens for _, tokens in self._delivered) / RATE_WINDOW_S
+
+    def _require_open(self) -> None:
+        if self._unavailable:
+            raise Unavailable(self._unavailable)
+
+    def _require_run(self, run_id: str) -> None:
+        if not run_id:
+            raise InvalidRequest("run_id is empty", next_step="weights belong to a run")
+
+
+def _not_yet(what: str) -> Unimplemented:
+    return Unimplemented(f"this replica does not support {what}")

@@ -1,0 +1,323 @@
+"""The weights of this replica: which version decodes, what is staged, and every rule about changing that.
+
+Invariants: at most one transfer or commit runs at a time; the live version changes only after each staged tensor of
+each worker agreed with the sender's digest and the engine proved the live weights; a refused or failed sync leaves the
+old version serving, except when applying broke half-way: then the phase is BROKEN and nothing decodes until a whole
+sync succeeds. Versions and epochs belong to a run; another run starts from none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+from flotilla.common.v1 import weights_pb2
+from flotilla_core.errors import (
+    FailedPrecondition,
+    FlotillaError,
+    StaleVersion,
+    WeightGroupFailed,
+    WeightsMismatch,
+)
+from flotilla_core.version import Version
+from flotilla_generator.engine.base import Applied, Engine, KvPolicy, WeightsNotLive
+from flotilla_weights.manifest import Manifest
+
+T = TypeVar("T")
+NAMED = 5
+"""Tensors that a message names before it only counts."""
+
+
+class Phase(Enum):
+    """Where the sync stands."""
+
+    IDLE = "idle"
+    RECEIVING = "receiving"
+    STAGED = "staged"
+    COMMITTING = "committing"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A version that arrived."""
+
+    version: Version
+    manifest: Manifest
+    digests: tuple[int, ...]
+    elapsed_s: float
+
+
+class WeightSession:
+    """The only way to change an engine's weights."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._lock = asyncio.Lock()
+        self._transfer: asyncio.Task[Any] | None = None
+        self._manifest: Manifest | None = None
+        self._broken = False
+        self._live_digests: tuple[int, ...] = ()
+        self.run_id = ""
+        self.epoch = 0
+        self.phase = Phase.IDLE
+        self.live: Version | None = None
+        self.staged: Staged | None = None
+        self.buckets_received = 0
+        self.error = ""
+
+    @property
+    def buckets_total(self) -> int:
+        """Buckets of one publication in the joined group."""
+        return 0 if self._manifest is None else len(self._manifest.buckets)
+
+    async def join(
+        self, run_id: str, group: weights_pb2.WeightGroup, rank_offset: int, manifest: Manifest
+    ) -> None:
+        """Enter a group; a higher epoch replaces the one before."""
+        if run_id == self.run_id and group.epoch <= self.epoch:
+            raise StaleVersion(
+                f"weight group epoch {group.epoch} is not newer than {self.epoch}",
+                where=f"run {run_id}",
+                next_step="open the next group with a higher epoch",
+            )
+        self._require_whole(manifest)
+        await self._end_transfer()
+        async with self._lock:
+            await self._engine.drop()
+            if run_id != self.run_id:
+                await self._engine.untag()
+                self.run_id, self.live = run_id, None
+            self.epoch, self._manifest, self.staged, self.error = group.epoch, None, None, ""
+            self._rest()
+            await self._transferring("joining", self._engine.join(group, rank_offset, manifest))
+            self._manifest = manifest
+
+    async def stage(self, run_id: str, epoch: int, version: Version) -> Staged:
+        """Receive one publication beside the live weights."""
+        manifest = self._require_group(run_id, epoch)
+        async with self._lock:
+            self._require_group(run_id, epoch)
+            self.phase, self.staged, self.buckets_received, self.error = Phase.RECEIVING, None, 0, ""
+            started = time.monotonic()
+            try:
+                received = await self._transferring(
+                    f"receiving version {version}", self._engine.receive(self._heard)
+                )
+            finally:
+                self._rest()
+            first = received.worker_digests[0]
+            self.staged = Staged(version, manifest, first, time.monotonic() - started)
+            for digests in received.worker_digests[1:]:
+                if digests != first:
+                    raise self._refused(
+                        _differing(manifest, digests, first, "workers received different bytes")
+                    )
+            self._rest()
+            return self.staged
+
+    async def commit(
+        self,
+        run_id: str,
+        epoch: int,
+        version: Version,
+        kv_policy: KvPolicy,
+        expected: weights_pb2.WeightDigests,
+    ) -> Applied:
+        """Make the staged version live, if and only if it is what the sender sent.
+
+        A caller that goes away does not stop it half-way.
+        """
+        task = asyncio.ensure_future(self._commit(run_id, epoch, version, kv_policy, expected))
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(task)
+
+    async def _commit(
+        self,
+        run_id: str,
+        epoch: int,
+        version: Version,
+        kv_policy: KvPolicy,
+        expected: weights_pb2.WeightDigests,
+    ) -> Applied:
+        async with self._lock:
+            if run_id == self.run_id and self._is_live(version, expected):
+                return Applied(0.0, 0.0, 0.0)
+            self._require_group(run_id, epoch)
+            staged = self._require_staged(version)
+            self._require_agreement(staged, expected)
+            self.phase = Phase.COMMITTING
+            try:
+                applied = await self._engine.apply(version, kv_policy)
+            except WeightsNotLive as error:
+                self._broken, self.live, self.error = True, None, str(error)
+                raise
+            except FlotillaError as error:
+                self.error = str(error)
+                raise
+            finally:
+                self.staged = None
+                self._rest()
+            self._broken, self.live, self.error = False, version, ""
+            self._live_digests = staged.digests
+            self._rest()
+            return applied
+
+    async def abort(self) -> None:
+        """Drop what is staged or on its way, and the group; the live weights stay."""
+        await self._end_transfer()
+        async with self._lock:
+            self.staged, self._manifest = None, None
+            self._rest()
+            await self._engine.drop()
+
+    async def leave(self) -> None:
+        """Abort, and belong to no run."""
+        await self.abort()
+        if self.run_id:
+            await self._engine.untag()
+        self.run_id, self.epoch, self.live = "", 0, None
+
+    def require_serving(self, run_id: str, minimum: Version | None) -> None:
+        """Refuse a request that this replica must not serve now."""
+        if self._broken:
+            raise FailedPrecondition(
+                "this replica's weights are broken",
+                why=self.error,
+                next_step="sync a whole version to it; until then use other replicas",
+            )
+        if minimum is None:
+            return
+        if self.live is None or run_id != self.run_id or self.live < minimum:
+            holds = (
+                f"version {self.live} of run {self.run_id}" if self.live is not None else "its boot weights"
+            )
+            raise StaleVersion(
+                f"version {minimum} of run {run_id or 'none'} is not served here",
+                why=f"the replica serves {holds}",
+                next_step="sync this replica first",
+            )
+
+    def _is_live(self, version: Version, expected: weights_pb2.WeightDigests) -> bool:
+        """The number alone is not enough: a trainer that started over may give it to other weights."""
+        same = self._live_digests == tuple(expected.tensor_digests)
+        return self.live == version and same and not self._broken
+
+    def _heard(self, buckets: int) -> None:
+        self.buckets_received = buckets
+
+    def _rest(self) -> None:
+        """The phase between calls."""
+        if self._broken:
+            self.phase = Phase.BROKEN
+        else:
+            self.phase = Phase.STAGED if self.staged is not None else Phase.IDLE
+
+    async def _transferring(self, what: str, work: Coroutine[Any, Any, T]) -> T:
+        """Run a transfer that `abort`, a newer epoch or a cancelled caller can end; a failure ends the group."""
+        self._transfer = task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait([task])
+            if task.cancelled():
+                raise WeightGroupFailed(f"{what} was aborted", where=f"epoch {self.epoch}")
+            return task.result()
+        except (FlotillaError, asyncio.CancelledError) as error:
+            task.cancel()
+            await asyncio.wait([task])
+            self._manifest, self.error = None, str(error) or "the call was cancelled"
+            await asyncio.shield(self._engine.drop())
+            raise
+        finally:
+            self._transfer = None
+
+    async def _end_transfer(self) -> None:
+        task = self._transfer
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    def _require_whole(self, manifest: Manifest) -> None:
+        """A manifest must bring exactly the tensors of the model: vLLM would not notice one that is missing."""
+        required = self._engine.info.required_tensors
+        if required is None:
+            return
+        given = {spec.name: spec.shape for spec in manifest.tensors}
+        faults = [f"missing: {name}" for name in required if name not in given]
+        faults += [f"extra: {name}" for name in given if name not in required]
+        faults += [
+            f"{name} is {list(given[name])} instead of {list(shape)}"
+            for name, shape in required.items()
+            if name in given and given[name] != shape
+        ]
+        if faults:
+            raise WeightsMismatch(
+                "the manifest does not fit this replica's model",
+                why=_listed(faults),
+                next_step="trainer and generator must load the same model",
+            )
+
+    def _require_group(self, run_id: str, epoch: int) -> Manifest:
+        if run_id != self.run_id or epoch != self.epoch:
+            raise StaleVersion(
+                f"epoch {epoch} of run {run_id} is not the group of this replica",
+                why=f"it is in epoch {self.epoch} of run {self.run_id or 'none'}",
+                next_step="join the group first",
+            )
+        if self._manifest is None:
+            raise FailedPrecondition(
+                "this replica is in no weight group",
+                why=self.error,
+                next_step="join a group with a new epoch",
+            )
+        return self._manifest
+
+    def _require_staged(self, version: Version) -> Staged:
+        if self.staged is None or self.staged.version != version:
+            raise FailedPrecondition(
+                f"version {version} is not staged",
+                why=self.error or f"staged is {self.staged.version if self.staged else 'nothing'}",
+                next_step="stage it first",
+            )
+        if self.live is not None and version < self.live:
+            raise StaleVersion(f"version {version} is older than {self.live}, which is live")
+        return self.staged
+
+    def _require_agreement(self, staged: Staged, expected: weights_pb2.WeightDigests) -> None:
+        if Version.from_proto(expected.version) != staged.version:
+            raise self._refused(f"digests of version {Version.from_proto(expected.version)} were given")
+        if expected.manifest_digest != staged.manifest.digest:
+            raise self._refused("the sender published another manifest")
+        sent = tuple(expected.tensor_digests)
+        if sent != staged.digests:
+            raise self._refused(
+                _differing(staged.manifest, staged.digests, sent, "arrived otherwise than sent")
+            )
+
+    def _refused(self, why: str) -> WeightsMismatch:
+        version = self.staged.version if self.staged else "none"
+        error = WeightsMismatch(
+            f"version {version} was not applied",
+            why=why,
+            next_step="the version before goes on serving; publish again",
+        )
+        self.staged, self.error = None, str(error)
+        self._rest()
+        return error
+
+
+def _differing(manifest: Manifest, ours: tuple[int, ...], theirs: tuple[int, ...], what: str) -> str:
+    if len(ours) != len(theirs):
+        return f"{len(theirs)} digests for {len(ours)} tensors"
+    wrong = [
+        spec.name for spec, mine, other in zip(manifest.tensors, ours, theirs, strict=True) if mine != other
+    ]
+    return f"{what}: {_listed(wrong)}"
+
+
+def _listed(names: list[str]) -> str:
+    rest = f", and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + rest

@@ -1,0 +1,126 @@
+"""Claims about a commit in the vLLM engine, on what its workers answer; the engine itself is not started."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from flotilla_core.config.stack import GeneratorConfig
+from flotilla_core.errors import FailedPrecondition, WeightsMismatch
+from flotilla_core.version import Version
+from flotilla_generator.checkpoint import Checkpoint
+from flotilla_generator.engine.base import KvPolicy, PauseMode, WeightsNotLive
+from flotilla_generator.engine.vllm.engine import VllmEngine
+from flotilla_generator.engine.vllm.orphan import SERVICE_PID
+
+DONE = {"error": "", "broken": False, "apply_s": 0.1, "verify_s": 0.1}
+NOTHING = {"error": "nothing is staged", "broken": False}
+WRONG = {"error": "lm_head.weight: live head differs", "broken": True}
+VERSION = Version(0, 1)
+
+
+class Workers:
+    """The calls of AsyncLLM that a commit makes, in order."""
+
+    errored = False
+
+    def __init__(self, answers: list[dict[str, Any]] | Exception) -> None:
+        self.answers = answers
+        self.calls: list[str] = []
+        self.go_on = asyncio.Event()
+        self.go_on.set()
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+        self.calls.append(method)
+        await self.go_on.wait()
+        if isinstance(self.answers, Exception):
+            raise self.answers
+        return self.answers
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self.calls.append(f"pause {mode}")
+
+    async def resume_generation(self) -> None:
+        self.calls.append("resume")
+
+    async def update_weight_version(self, version: str) -> None:
+        self.calls.append(f"tag {version}")
+
+
+def engine_on(workers: Workers, tmp_path: Any) -> VllmEngine:
+    engine = VllmEngine(GeneratorConfig(), Checkpoint(tmp_path, {}))
+    engine._llm = workers
+    engine._tags_versions = True
+    return engine
+
+
+async def test_weights_are_tagged_between_pause_and_resume(tmp_path) -> None:
+    workers = Workers([DONE, DONE])
+    await engine_on(workers, tmp_path).apply(VERSION, KvPolicy.RECOMPUTE)
+    assert workers.calls == ["pause keep", "flotilla_apply", "tag 0.1", "resume"]
+
+
+@pytest.mark.parametrize(
+    "answers", [[DONE, WRONG], [DONE, NOTHING], [{"error": "it raised"}] * 2, RuntimeError("no answer")]
+)
+async def test_unless_every_worker_says_otherwise_failed_weights_are_broken(answers, tmp_path) -> None:
+    workers = Workers(answers)
+    engine = engine_on(workers, tmp_path)
+    with pytest.raises(WeightsNotLive):
+        await engine.apply(VERSION, KvPolicy.RECOMPUTE)
+    assert workers.calls == ["pause keep", "flotilla_apply", "pause abort", "resume"]
+
+
+async def test_weights_that_no_worker_touched_stay(tmp_path) -> None:
+    workers = Workers([NOTHING, NOTHING])
+    with pytest.raises(WeightsMismatch) as caught:
+        await engine_on(workers, tmp_path).apply(VERSION, KvPolicy.RECOMPUTE)
+    assert not isinstance(caught.value, WeightsNotLive)
+    assert workers.calls == ["pause keep", "flotilla_apply", "resume"]
+
+
+async def test_nobody_resumes_decoding_while_weights_are_replaced(tmp_path) -> None:
+    workers = Workers([DONE])
+    workers.go_on.clear()
+    engine = engine_on(workers, tmp_path)
+    applying = asyncio.create_task(engine.apply(VERSION, KvPolicy.RECOMPUTE))
+    while "flotilla_apply" not in workers.calls:
+        await asyncio.sleep(0)
+    resuming = asyncio.create_task(engine.resume())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert "resume" not in workers.calls
+    workers.go_on.set()
+    await asyncio.gather(applying, resuming)
+    assert workers.calls.index("tag 0.1") < workers.calls.index("resume")
+
+
+async def test_a_paused_replica_is_not_waited_for_to_drain(tmp_path) -> None:
+    workers = Workers([DONE])
+    engine = engine_on(workers, tmp_path)
+    await engine.pause(PauseMode.KEEP)
+    with pytest.raises(FailedPrecondition, match="Resume"):
+        await engine.apply(VERSION, KvPolicy.DRAIN)
+    assert workers.calls == ["pause keep"]
+
+
+def test_an_engine_process_that_is_its_own_worker_ends_with_the_service() -> None:
+    worker = (
+        "import time; from flotilla_generator.engine.vllm.orphan import end_with_the_service as end; "
+        "end(); print('watching', flush=True); time.sleep(60)"
+    )
+    service = (
+        "import os, subprocess, sys; "
+        f"os.environ[{SERVICE_PID!r}] = str(os.getpid()); "
+        f"subprocess.Popen([sys.executable, '-c', {worker!r}]).wait()"
+    )
+    with subprocess.Popen([sys.executable, "-c", service], stdout=subprocess.PIPE, env=os.environ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"watching\n"
+        process.kill()
+        assert process.stdout.read() == b""  # the pipe closes when the last of both is gone

@@ -1,0 +1,1 @@
+"""Reward service: scores samples and steps environments."""

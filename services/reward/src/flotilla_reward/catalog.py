@@ -1,0 +1,133 @@
+"""Which rewards there are, and what a `RewardSpec` names.
+
+Invariants: everything that can be wrong with a spec is found before any sample is scored. User code is never
+imported into this process: it is loaded by a worker.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import struct_pb2
+from pydantic import ValidationError
+
+from flotilla.reward.v1 import reward_pb2 as pb
+from flotilla_core.errors import InvalidConfig, InvalidRequest
+from flotilla_reward.builtin import BUILTIN, BuiltinReward
+from flotilla_reward.parameters import to_json
+from flotilla_reward.target import Target
+
+ENTRY_POINT_GROUP = "flotilla.rewards"
+DEFAULT_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term of the weighted sum, ready to score. Exactly one of `builtin` and `target` is set."""
+
+    name: str
+    weight: float
+    timeout_s: float
+    builtin: BuiltinReward | None
+    """Runs in this process."""
+    target: Target | None
+    """Runs in a worker."""
+
+
+def resolve(spec: pb.RewardSpec) -> Term:
+    """The term behind a spec."""
+    if not math.isfinite(spec.weight):
+        raise InvalidRequest(f"weight of reward {spec.reward} is {spec.weight}, not a finite number")
+    timeout_s = DEFAULT_TIMEOUT_S
+    if spec.HasField("timeout"):
+        timeout_s = spec.timeout.seconds + spec.timeout.nanos / 1e9
+    if timeout_s <= 0:
+        raise InvalidRequest(f"timeout of reward {spec.reward} is {timeout_s:g} s: it must be above 0")
+    parameters = to_json(spec.parameters)
+    if spec.reward in BUILTIN:
+        builtin = _builtin(spec.reward, parameters)
+        if builtin.bounded:
+            return Term(spec.reward, spec.weight, timeout_s, builtin, None)
+        target = Target("builtin", spec.reward, parameters=parameters)
+    else:
+        target = _user_target(spec.reward, parameters)
+    return Term(spec.reward, spec.weight, timeout_s, None, target)
+
+
+def list_rewards() -> list[pb.RewardInfo]:
+    """Built-ins and entry points; functions in files need no registration."""
+    found = []
+    for name, reward in BUILTIN.items():
+        schema = struct_pb2.Struct()
+        schema.update(reward.model_json_schema())
+        found.append(pb.RewardInfo(name=name, description=(reward.__doc__ or "").strip(), parameters=schema))
+    for name, point in sorted(_entry_points().items()):
+        package = f" of {point.dist.name} {point.dist.version}" if point.dist else ""
+        found.append(pb.RewardInfo(name=name, description=f"Entry point {point.value}{package}."))
+    return found
+
+
+def hidden_entry_points() -> list[str]:
+    """Entry points that can never run because a built-in has their name."""
+    return sorted(set(_entry_points()) & set(BUILTIN))
+
+
+def _entry_points() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def _builtin(name: str, parameters: dict[str, Any]) -> BuiltinReward:
+    try:
+        return BUILTIN[name](**parameters)
+    except ValidationError as error:
+        known = list(BUILTIN[name].model_fields)
+        problems = [_problem(item["loc"], item["type"], item["msg"], known) for item in error.errors()]
+        raise InvalidConfig(
+            f"parameters of reward {name} are wrong",
+            why="; ".join(problems),
+            next_step=f"It takes {', '.join(known)}.",
+        ) from error
+
+
+def _problem(location: tuple[int | str, ...], kind: str, message: str, known: list[str]) -> str:
+    key = ".".join(map(str, location))
+    if kind == "extra_forbidden":
+        return f"unknown parameter {key}{_did_you_mean(key, known)}"
+    message = message.removeprefix("Value error, ")
+    return f"{key}: {message}" if key else message
+
+
+def _user_target(name: str, parameters: dict[str, Any]) -> Target:
+    file, colon, function = name.rpartition(":")
+    if colon and file.endswith(".py"):
+        path = Path(file).absolute()
+        if not function.isidentifier():
+            raise InvalidConfig(f"reward {name} names no function", next_step="Write it as path.py:function.")
+        try:
+            state = path.stat()
+        except OSError as error:
+            raise InvalidConfig(
+                f"the file of reward {name} cannot be read", where=str(path), why=error.strerror or str(error)
+            ) from error
+        stamp = f"{state.st_mtime_ns}.{state.st_size}"
+        return Target("file", str(path), function, parameters, stamp)
+    points = _entry_points()
+    if name in points:
+        return Target("entry_point", points[name].module, points[name].attr, parameters)
+    if name.endswith(".py"):
+        raise InvalidConfig(f"reward {name} names no function", next_step=f"Write it as {name}:function.")
+    known = sorted({*BUILTIN, *points})
+    raise InvalidConfig(
+        f"there is no reward {name!r}{_did_you_mean(name, known)}",
+        next_step=f"Known are {', '.join(known)}; a function of your own is path.py:function.",
+    )
+
+
+def _did_you_mean(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f" (did you mean {close[0]}?)" if close else ""

@@ -1,0 +1,109 @@
+"""Scores the items of one call.
+
+Invariants: every item ends in exactly one outcome, under its own sample id; terms run in the order of the
+spec and the first one that fails or times out decides; a total is finite or it is an error. When the caller
+goes away, the work stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Sequence
+
+from google.protobuf.duration_pb2 import Duration
+
+from flotilla.reward.v1 import reward_pb2 as pb
+from flotilla_core.errors import InvalidRequest
+from flotilla_reward import catalog
+from flotilla_reward.catalog import Term
+from flotilla_reward.outcome import Failure, Outcome, Timeout, Value
+from flotilla_reward.parameters import to_json
+from flotilla_reward.pool import WorkerPool
+from flotilla_reward.sample import CannotScore, Sample
+
+
+async def resolve(specs: Sequence[pb.RewardSpec], pool: WorkerPool) -> list[Term]:
+    """The terms of a call, each one loaded by a worker once where it needs one."""
+    if not specs:
+        raise InvalidRequest("the request has no rewards", next_step="Add a term to the run.")
+    terms = [catalog.resolve(spec) for spec in specs]
+    for term in terms:
+        if term.target is not None:
+            await pool.require(term.target, term.name)
+    return terms
+
+
+async def score_items(
+    items: Sequence[pb.ScoreItem], terms: Sequence[Term], pool: WorkerPool
+) -> AsyncIterator[pb.ScoreResponse]:
+    """One response an item, in the order in which they end."""
+    _check_ids(items)
+    if all(term.builtin is not None for term in terms):
+        for item in items:
+            yield await _score(item, terms, pool)
+        return
+    tasks = [asyncio.create_task(_score(item, terms, pool)) for item in items]
+    try:
+        for ended in asyncio.as_completed(tasks):
+            yield await ended
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _check_ids(items: Sequence[pb.ScoreItem]) -> None:
+    seen: set[str] = set()
+    for item in items:
+        if not item.sample_id:
+            raise InvalidRequest("an item has no sample_id")
+        if item.sample_id in seen:
+            raise InvalidRequest(f"sample_id {item.sample_id} is twice in the request")
+        seen.add(item.sample_id)
+
+
+async def _score(item: pb.ScoreItem, terms: Sequence[Term], pool: WorkerPool) -> pb.ScoreResponse:
+    sample = Sample(item.prompt, item.response, item.answer, to_json(item.info))
+    value = pb.RewardValue()
+    spent_s = 0.0
+    for term in terms:
+        outcome, elapsed_s = await _run(term, sample, pool)
+        spent_s += elapsed_s
+        if not isinstance(outcome, Value):
+            return _unscored(item.sample_id, term, outcome, spent_s)
+        value.components.add(reward=term.name, weight=term.weight, value=outcome.value)
+    value.total = sum(component.weight * component.value for component in value.components)
+    if not math.isfinite(value.total):
+        parts = ", ".join(f"{c.weight:g} x {c.value:g} ({c.reward})" for c in value.components)
+        overflow = Failure(f"the weighted sum is {value.total}: {parts}")
+        return _unscored(item.sample_id, terms[-1], overflow, spent_s)
+    return pb.ScoreResponse(sample_id=item.sample_id, value=value, elapsed=_duration(spent_s))
+
+
+async def _run(term: Term, sample: Sample, pool: WorkerPool) -> tuple[Outcome, float]:
+    if term.target is not None:
+        return await pool.score(term.target, sample, term.timeout_s)
+    assert term.builtin is not None
+    started = asyncio.get_running_loop().time()
+    try:
+        outcome: Outcome = Value(term.builtin.score(sample))
+    except CannotScore as error:
+        outcome = Failure(str(error))
+    return outcome, asyncio.get_running_loop().time() - started
+
+
+def _unscored(sample_id: str, term: Term, outcome: Failure | Timeout, spent_s: float) -> pb.ScoreResponse:
+    response = pb.ScoreResponse(sample_id=sample_id, elapsed=_duration(spent_s))
+    if isinstance(outcome, Timeout):
+        response.timeout.CopyFrom(pb.RewardTimeout(reward=term.name, limit=_duration(outcome.limit_s)))
+    else:
+        message = f"reward {term.name}: {outcome.message}"
+        error = pb.RewardError(reward=term.name, message=message, traceback=outcome.traceback)
+        response.error.CopyFrom(error)
+    return response
+
+
+def _duration(seconds: float) -> Duration:
+    nanos = round(seconds * 1e9)
+    return Duration(seconds=nanos // 1_000_000_000, nanos=nanos % 1_000_000_000)

@@ -1,0 +1,84 @@
+"""The reward service as the host runs it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from flotilla.common.v1.operate_pb2 import (
+    CHECK_STATUS_FAILED,
+    CHECK_STATUS_PASSED,
+    CHECK_STATUS_WARNING,
+    CheckResult,
+    ProcessStacks,
+)
+from flotilla.common.v1.registration_pb2 import Registration
+from flotilla.reward.v1 import reward_pb2, reward_pb2_grpc
+from flotilla_core.rpc import RpcServer
+from flotilla_reward import catalog
+from flotilla_reward.pool import WorkerPool
+from flotilla_reward.servicer import RewardServicer
+
+SERVICE_NAME = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
+
+
+class RewardHostService:
+    """Owns the worker pool; calls come and go on the host's server."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._pool = WorkerPool(workers)
+
+    def add_to(self, server: RpcServer) -> None:
+        add = reward_pb2_grpc.add_RewardServiceServicer_to_server
+        server.add(add, RewardServicer(self._pool), SERVICE_NAME)
+
+    async def start(self) -> None:
+        await self._pool.start()
+
+    def describe(self, registration: Registration) -> None:
+        registration.capacity["workers"] = self._workers
+
+    async def check(self) -> list[CheckResult]:
+        alive = len(self._pool.pids)
+        enough = alive == self._workers
+        # A worker that was killed comes back with the next sample that needs it.
+        short = CHECK_STATUS_WARNING if alive else CHECK_STATUS_FAILED
+        results = [
+            CheckResult(
+                name="reward workers",
+                status=CHECK_STATUS_PASSED if enough else short,
+                finding=f"{alive} of {self._workers} alive, {self._pool.replaced} replaced since the start",
+                remedy="" if enough else "Read the log of this service: user code may crash or hang.",
+            )
+        ]
+        if hidden := catalog.hidden_entry_points():
+            results.append(
+                CheckResult(
+                    name="reward entry points",
+                    status=CHECK_STATUS_WARNING,
+                    finding=f"{', '.join(hidden)}: hidden by the built-in reward of the same name",
+                    remedy="Give the entry point another name.",
+                )
+            )
+        return results
+
+    async def dump_stacks(self) -> list[ProcessStacks]:
+        """Workers run user code that may be stuck: their kernel state is all that is safe to read."""
+        return [
+            ProcessStacks(process=f"worker {place}", pid=pid, text=await asyncio.to_thread(_state_of, pid))
+            for place, pid in self._pool.pids.items()
+        ]
+
+    async def drain(self, grace_s: float) -> None:
+        """Calls that run end by themselves; the server waits for them."""
+
+    async def stop(self) -> None:
+        await self._pool.stop()
+
+
+def _state_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/status").read_text()
+    except OSError as error:
+        return f"gone: {error}"

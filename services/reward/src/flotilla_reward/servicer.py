@@ -1,0 +1,30 @@
+"""RewardService on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, TypeAlias
+
+import grpc
+
+from flotilla.reward.v1 import reward_pb2 as pb
+from flotilla.reward.v1 import reward_pb2_grpc
+from flotilla_reward import catalog, scoring
+from flotilla_reward.pool import WorkerPool
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
+    """Stateless: a call knows everything that it needs."""
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+
+    async def ListRewards(self, request: pb.ListRewardsRequest, context: Context) -> pb.ListRewardsResponse:
+        return pb.ListRewardsResponse(rewards=catalog.list_rewards())
+
+    async def Score(self, request: pb.ScoreRequest, context: Context) -> AsyncIterator[pb.ScoreResponse]:
+        terms = await scoring.resolve(request.rewards, self._pool)
+        async for response in scoring.score_items(request.items, terms, self._pool):
+            yield response

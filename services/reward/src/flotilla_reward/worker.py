@@ -1,0 +1,138 @@
+"""One worker: a process that loads rewards and scores samples until it is killed or its service goes away.
+
+Run as `python -m flotilla_reward.worker CHANNEL_FD PARENT_PID`. It holds no state that the service needs:
+whatever happens here, from an endless loop to a crash, costs one sample and one restart. Two requests: `load`
+a target and `score` a sample by a loaded target. Standard output is the service's standard error, so that
+prints of user code end in its log.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import inspect
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flotilla_reward import frames
+from flotilla_reward.builtin import BUILTIN
+from flotilla_reward.outcome import Failure, judge
+from flotilla_reward.sample import CannotScore, Sample
+from flotilla_reward.target import Target
+
+PR_SET_PDEATHSIG = 1
+LONGEST_MESSAGE = 2_000
+LONGEST_TRACEBACK = 16_000
+
+Score = Callable[[Sample], object]
+
+
+class CannotLoad(Exception):
+    """A target is not usable; the message says why."""
+
+
+def load(target: Target) -> Score:
+    """The callable behind a target."""
+    if target.kind == "builtin":
+        return BUILTIN[target.source](**target.parameters).score
+    function = _user_function(target)
+    if not callable(function):
+        raise CannotLoad(f"{target.function} is not a function but {type(function).__name__}")
+    call: Callable[..., object] = function
+    expected = {"prompt": "", "response": "", "answer": "", "info": {}, **target.parameters}
+    try:
+        inspect.signature(call).bind(**expected)
+    except TypeError as error:
+        raise CannotLoad(
+            f"{target.function}{inspect.signature(call)} cannot be called with "
+            f"({', '.join(f'{name}=' for name in expected)}): {error}"
+        ) from error
+
+    def score(sample: Sample) -> object:
+        return call(**sample._asdict(), **target.parameters)
+
+    return score
+
+
+def _user_function(target: Target) -> object:
+    if target.kind == "entry_point":
+        module = importlib.import_module(target.source)
+    else:
+        module = _import_file(Path(target.source))
+    found: object = module
+    for part in target.function.split("."):
+        if not hasattr(found, part):
+            names = sorted(name for name in vars(module) if not name.startswith("_"))
+            raise CannotLoad(
+                f"{target.source} has no {target.function}; it has {', '.join(names) or 'nothing'}"
+            )
+        found = getattr(found, part)
+    return found
+
+
+def _import_file(path: Path) -> Any:
+    # Modules beside the file can be imported from it, but never hide one of ours or of the standard library.
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    name = f"flotilla_user_reward_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise CannotLoad(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def answer(request: dict[str, Any], loaded: dict[str, Score]) -> dict[str, Any]:
+    """The reply to one request; user code may raise anything."""
+    try:
+        if request["do"] == "load":
+            target = Target(**request["target"])
+            loaded[target.key] = load(target)
+            return {"loaded": target.key}
+        verdict = judge(loaded[request["key"]](Sample(**request["sample"])))
+        return {"failed": verdict.message} if isinstance(verdict, Failure) else {"value": verdict.value}
+    except (CannotLoad, CannotScore) as error:
+        return {"failed": str(error)}
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary between user code and the service
+        return _describe(error)
+
+
+def _describe(error: BaseException) -> dict[str, Any]:
+    message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    # The frame of `answer` says nothing to the user.
+    where = error.__traceback__ and error.__traceback__.tb_next
+    lines = traceback.format_exception(type(error), error, where)
+    return {"failed": message[:LONGEST_MESSAGE], "traceback": "".join(lines)[-LONGEST_TRACEBACK:]}
+
+
+def _die_with(parent: int) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the reward service went away before its worker started")
+
+
+def main() -> None:
+    channel, parent = map(int, sys.argv[1:])
+    _die_with(parent)
+    connection = socket.socket(fileno=channel)
+    loaded: dict[str, Score] = {}
+    connection.sendall(frames.encode({"ready": os.getpid()}))
+    try:
+        while True:
+            request = frames.receive(connection)
+            connection.sendall(frames.encode(answer(request, loaded)))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+
+
+if __name__ == "__main__":
+    main()

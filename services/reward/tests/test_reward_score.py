@@ -1,0 +1,304 @@
+"""Score calls over a real worker pool, without the network."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.struct_pb2 import Struct
+
+from flotilla.reward.v1 import reward_pb2 as pb
+from flotilla_core.errors import InvalidConfig, InvalidRequest
+from flotilla_reward import catalog, scoring
+from flotilla_reward.pool import WorkerPool
+
+HERE = Path(__file__).parent
+USER_FILE = HERE / "rewards_fixture.py"
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pool() -> AsyncIterator[WorkerPool]:
+    pool = WorkerPool(2)
+    await pool.start()
+    yield pool
+    await pool.stop()
+
+
+def spec(reward: str, weight: float = 1.0, timeout_s: float = 10.0, **parameters: Any) -> pb.RewardSpec:
+    struct = Struct()
+    struct.update(parameters)
+    limit = Duration(seconds=int(timeout_s), nanos=round(timeout_s % 1 * 1e9))
+    return pb.RewardSpec(reward=reward, weight=weight, parameters=struct, timeout=limit)
+
+
+def user(function: str) -> str:
+    return f"{USER_FILE}:{function}"
+
+
+def items(*responses: str, answer: str = "4", **info: Any) -> list[pb.ScoreItem]:
+    struct = Struct()
+    struct.update(info)
+    return [
+        pb.ScoreItem(sample_id=f"s{index}", prompt="2+2=", response=response, answer=answer, info=struct)
+        for index, response in enumerate(responses)
+    ]
+
+
+async def score(
+    pool: WorkerPool, specs: list[pb.RewardSpec], samples: list[pb.ScoreItem]
+) -> dict[str, pb.ScoreResponse]:
+    terms = await scoring.resolve(specs, pool)
+    responses = [response async for response in scoring.score_items(samples, terms, pool)]
+    assert len(responses) == len(samples)
+    return {response.sample_id: response for response in responses}
+
+
+async def every_place_filled(pool: WorkerPool) -> None:
+    """Both workers run at once, so both are alive."""
+    await score(pool, [spec(user("slow"))], items("x", "x"))
+    assert len(pool.pids) == 2
+
+
+async def test_a_total_is_the_weighted_sum_of_its_components(pool: WorkerPool) -> None:
+    specs = [spec("exact"), spec(user("length"), weight=-0.5, scale=2), spec("math", weight=0.25)]
+    outcomes = await score(pool, specs, items("4", "5"))
+    assert [(c.reward, c.weight, c.value) for c in outcomes["s0"].value.components] == [
+        ("exact", 1.0, 1.0),
+        (user("length"), -0.5, 2.0),
+        ("math", 0.25, 1.0),
+    ]
+    assert outcomes["s0"].value.total == 1.0 - 1.0 + 0.25
+    assert outcomes["s1"].value.total == 0.0 - 1.0 + 0.0
+
+
+async def test_user_code_sees_whole_numbers_as_integers_and_modules_beside_it(pool: WorkerPool) -> None:
+    outcomes = await score(pool, [spec(user("from_info")), spec(user("beside"))], items("4", points=[3, 1]))
+    assert outcomes["s0"].value.total == 3 + 4 + 0.5
+
+
+async def test_prints_of_user_code_harm_nothing(pool: WorkerPool) -> None:
+    outcomes = await score(pool, [spec(user("prints"))], items("4"))
+    assert outcomes["s0"].value.total == 1.0
+
+
+async def test_a_raise_is_an_error_with_its_traceback(pool: WorkerPool) -> None:
+    error = (await score(pool, [spec("exact"), spec(user("raises"))], items("4")))["s0"].error
+    assert error.reward == user("raises")
+    assert error.message == f"reward {user('raises')}: RuntimeError: the judge is at lunch"
+    assert 'raise RuntimeError("the judge is at lunch")' in error.traceback
+
+
+@pytest.mark.parametrize(
+    ("function", "response", "says"),
+    [
+        ("not_a_number", "nan", "returned nan, expected a finite number"),
+        ("not_a_number", "-inf", "returned -inf, expected a finite number"),
+        ("nothing", "4", "returned None of type NoneType, expected a number"),
+        ("exits", "4", "SystemExit: 3"),
+        ("dies", "exit", "the worker exited with status 7 while it scored"),
+        ("dies", "crash", "the worker was ended by SIGSEGV while it scored"),
+    ],
+)
+async def test_what_is_not_a_finite_number_is_an_error_that_names_the_function(
+    pool: WorkerPool, function: str, response: str, says: str
+) -> None:
+    error = (await score(pool, [spec(user(function))], items(response)))["s0"].error
+    assert error.message == f"reward {user(function)}: {says}"
+    outcomes = await score(pool, [spec(user("length"))], items("abc", "de"))
+    assert [outcomes[f"s{index}"].value.total for index in range(2)] == [3.0, 2.0]
+
+
+async def test_a_total_that_overflows_is_an_error(pool: WorkerPool) -> None:
+    error = (await score(pool, [spec("exact", weight=1e308), spec("exact", weight=1e308)], items("4")))[
+        "s0"
+    ].error
+    assert "the weighted sum is inf" in error.message
+
+
+async def test_a_function_that_never_returns_times_out_alone_and_its_worker_is_replaced(
+    pool: WorkerPool,
+) -> None:
+    await every_place_filled(pool)
+    replaced = pool.replaced
+    before = set(pool.pids.values())
+    outcomes = await score(pool, [spec(user("hangs"), timeout_s=0.2)], items("hang", *["fine"] * 8))
+    assert outcomes["s0"].WhichOneof("outcome") == "timeout"
+    assert outcomes["s0"].timeout.reward == user("hangs")
+    assert outcomes["s0"].timeout.limit.ToTimedelta().total_seconds() == pytest.approx(0.2)
+    assert all(outcomes[f"s{index}"].value.total == 1.0 for index in range(1, 9))
+    await every_place_filled(pool)
+    after = set(pool.pids.values())
+    assert len(after) == 2
+    assert len(before & after) == 1
+    assert pool.replaced == replaced + 1
+
+
+async def test_a_pattern_that_backtracks_for_ever_is_killed(pool: WorkerPool) -> None:
+    outcomes = await score(
+        pool, [spec("regex", timeout_s=0.2, pattern="(a+)+$")], items("a" * 60 + "b", "aa")
+    )
+    assert outcomes["s0"].WhichOneof("outcome") == "timeout"
+    assert outcomes["s1"].value.total == 1.0
+
+
+async def test_a_caller_that_goes_away_stops_the_work(pool: WorkerPool) -> None:
+    await every_place_filled(pool)
+    terms = await scoring.resolve([spec(user("hangs"), timeout_s=600)], pool)
+    before = set(pool.pids.values())
+    stream = scoring.score_items(items("hang", "fine", "hang", "hang", "hang"), terms, pool)
+    first = await anext(stream)
+    assert first.sample_id == "s1"
+    await stream.aclose()
+    assert not before & set(pool.pids.values())
+    assert not [pid for pid in before if Path(f"/proc/{pid}").exists()]
+
+
+async def test_samples_that_wait_for_a_worker_are_not_timed(pool: WorkerPool) -> None:
+    # Two workers, sixteen samples of a tenth of a second each: the last waits far longer than its limit.
+    path = user("slow")
+    outcomes = await score(pool, [spec(path, timeout_s=0.5)], items(*["x"] * 16))
+    assert {outcome.WhichOneof("outcome") for outcome in outcomes.values()} == {"value"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (spec("exakt"), "there is no reward 'exakt' (did you mean exact?)"),
+        (spec("exact", ignorecase=True), "unknown parameter ignorecase (did you mean ignore_case?)"),
+        (spec("exact", after=""), "after: String should have at least 1 character"),
+        (spec("regex", pattern="(a"), "is not a regular expression: missing )"),
+        (spec("regex", pattern="a", group=1), "pattern 'a' has no group 1"),
+        (spec("regex"), "pattern: Field required"),
+        (spec("format", sections=["<think>"]), "is not a tag name"),
+        (
+            spec("numeric", absolute_tolerance=-1),
+            "absolute_tolerance: Input should be greater than or equal to 0",
+        ),
+        (spec("/no/such/file.py:reward"), "(/no/such/file.py): No such file or directory"),
+        (spec(str(USER_FILE)), f"Write it as {USER_FILE}:function."),
+        (spec(user("missing")), "has no missing; it has"),
+        (spec(user("NO_FUNCTION")), "NO_FUNCTION is not a function but int"),
+        (spec(user("length"), size=3), "got an unexpected keyword argument 'size'"),
+    ],
+)
+async def test_a_wrong_spec_fails_the_call_before_any_scoring(
+    pool: WorkerPool, wrong: pb.RewardSpec, says: str
+) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        await score(pool, [spec("exact"), wrong], items("4"))
+    assert says in str(caught.value)
+    assert wrong.reward in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("specs", "samples", "says"),
+    [
+        ([], items("4"), "no rewards"),
+        ([spec("exact", weight=float("nan"))], items("4"), "weight of reward exact is nan"),
+        ([spec("exact", timeout_s=0)], items("4"), "timeout of reward exact is 0 s"),
+        ([spec("exact")], items("4") + items("5"), "sample_id s0 is twice"),
+        ([spec("exact")], [pb.ScoreItem(response="4")], "no sample_id"),
+    ],
+)
+async def test_a_wrong_request_says_what_is_wrong(
+    pool: WorkerPool, specs: list[pb.RewardSpec], samples: list[pb.ScoreItem], says: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        await score(pool, specs, samples)
+
+
+async def test_a_file_that_does_not_import_fails_the_call_with_its_traceback(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    (tmp_path / "broken.py").write_text("import nowhere_to_be_found\n")
+    with pytest.raises(InvalidConfig) as caught:
+        await score(pool, [spec(f"{tmp_path}/broken.py:reward")], items("4"))
+    assert "No module named 'nowhere_to_be_found'" in str(caught.value)
+    assert "line 1" in str(caught.value)
+
+
+async def test_an_edited_file_is_loaded_again(pool: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "edited.py"
+    path.write_text("def reward(prompt, response, answer, info): return 1\n")
+    assert (await score(pool, [spec(f"{path}:reward")], items("4")))["s0"].value.total == 1
+    path.write_text("def reward(prompt, response, answer, info): return 22\n")
+    assert (await score(pool, [spec(f"{path}:reward")], items("4")))["s0"].value.total == 22
+
+
+async def test_an_installed_entry_point_is_found_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(USER_FILE, tmp_path)
+    shutil.copy(HERE / "rewards_fixture_helper.py", tmp_path)
+    information = tmp_path / "judges-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: judges\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[flotilla.rewards]\nlen = rewards_fixture:length\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    pool = WorkerPool(1)
+    await pool.start()
+    try:
+        assert (await score(pool, [spec("len")], items("four")))["s0"].value.total == 4
+        descriptions = {reward.name: reward.description for reward in catalog.list_rewards()}
+        assert descriptions["len"] == "Entry point rewards_fixture:length of judges 1.0."
+    finally:
+        await pool.stop()
+
+
+async def test_list_rewards_shows_every_builtin_with_its_parameters() -> None:
+    rewards = {reward.name: reward for reward in catalog.list_rewards()}
+    assert {"exact", "numeric", "regex", "format", "math"} <= set(rewards)
+    for reward in rewards.values():
+        assert reward.description
+    tolerance = rewards["numeric"].parameters["properties"]["absolute_tolerance"]
+    assert tolerance["description"].startswith("Allowed difference.")
+
+
+async def test_workers_end_with_the_pool() -> None:
+    pool = WorkerPool(2)
+    await pool.start()
+    pids = list(pool.pids.values())
+    assert len(pids) == 2
+    await pool.stop()
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+async def test_workers_end_with_a_service_that_is_killed() -> None:
+    script = (
+        "import asyncio, sys\n"
+        "from flotilla_reward.pool import WorkerPool\n"
+        "async def main():\n"
+        "    pool = WorkerPool(1)\n"
+        "    await pool.start()\n"
+        "    print(*pool.pids.values(), flush=True)\n"
+        "    await asyncio.sleep(600)\n"
+        "asyncio.run(main())\n"
+    )
+    service = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE
+    )
+    assert service.stdout is not None
+    worker = int(await service.stdout.readline())
+    handle = os.pidfd_open(worker)
+    service.kill()
+    await service.wait()
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_reader(handle, ended.set)
+    try:
+        async with asyncio.timeout(10):
+            await ended.wait()
+    finally:
+        asyncio.get_running_loop().remove_reader(handle)
+        os.close(handle)

@@ -1,0 +1,48 @@
+"""The service over gRPC, as its host serves it."""
+
+from __future__ import annotations
+
+import pytest
+
+from flotilla.common.v1.operate_pb2 import CHECK_STATUS_PASSED
+from flotilla.common.v1.registration_pb2 import Registration
+from flotilla.reward.v1 import reward_pb2 as pb
+from flotilla.reward.v1 import reward_pb2_grpc
+from flotilla_core import rpc
+from flotilla_core.config.stack import BindConfig
+from flotilla_core.errors import InvalidConfig
+from flotilla_reward.service import RewardHostService
+
+
+async def test_a_group_is_scored_over_grpc_and_errors_keep_their_class() -> None:
+    service = RewardHostService(workers=1)
+    server = rpc.RpcServer(BindConfig())
+    service.add_to(server)
+    address = await server.start()
+    await service.start()
+    try:
+        async with rpc.connect(address) as channel:
+            stub = reward_pb2_grpc.RewardServiceStub(channel)
+            items = [
+                pb.ScoreItem(sample_id=f"run/0/0/{index}", response=str(index), answer="3")
+                for index in range(8)
+            ]
+            request = pb.ScoreRequest(items=items, rewards=[pb.RewardSpec(reward="exact", weight=1)])
+            totals = {
+                response.sample_id: response.value.total
+                async for response in rpc.server_stream(stub.Score, request, idle_timeout_s=10)
+            }
+            assert totals == {f"run/0/0/{index}": float(index == 3) for index in range(8)}
+
+            unknown = pb.ScoreRequest(items=items, rewards=[pb.RewardSpec(reward="exakt", weight=1)])
+            with pytest.raises(InvalidConfig, match="did you mean exact"):
+                _ = [r async for r in rpc.server_stream(stub.Score, unknown, idle_timeout_s=10)]
+
+        registration = Registration()
+        service.describe(registration)
+        assert registration.capacity["workers"] == 1
+        assert {check.status for check in await service.check()} == {CHECK_STATUS_PASSED}
+        assert [stacks.process for stacks in await service.dump_stacks()] == ["worker 0"]
+    finally:
+        await server.stop(0)
+        await service.stop()

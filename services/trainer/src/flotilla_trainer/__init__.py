@@ -1,0 +1,1 @@
+"""Trainer service: a gang of sharded ranks behind one torch-free front process."""

@@ -1,0 +1,285 @@
+"""All ranks of the trainer: commands go to all of them, and one that dies or stands still costs the gang alone.
+
+Invariants: one command runs at a time and all ranks get the same ones in the same order; a command that was begun is
+finished even when its caller went away, because half of it cannot be taken back; a lost gang is killed whole, its
+callers fail at once with the name of the rank, and a new gang is started in the background; nothing blocks the front's
+loop meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from flotilla.common.v1 import operate_pb2
+from flotilla_core import telemetry
+from flotilla_core.errors import DeadlineExceeded, FlotillaError, Internal, Unavailable
+from flotilla_trainer.frames import Array, Frame
+from flotilla_trainer.gang.plan import GangPlan
+from flotilla_trainer.gang.rank_process import RankProcess
+from flotilla_trainer.gang.watch import GangWatch
+from flotilla_trainer.rank.setup import RankSetup
+
+MAX_RESTARTS_IN_A_ROW = 3
+URGENT_TIMEOUT_S = 5.0
+LEAVE_TIMEOUT_S = 3.0
+
+T = TypeVar("T")
+Arrays = dict[str, Array]
+
+
+class Gang:
+    """The ranks, whichever processes they are at the moment."""
+
+    def __init__(
+        self,
+        plan: GangPlan,
+        lost: Callable[[FlotillaError], None],
+        beyond_help: Callable[[FlotillaError], None],
+    ) -> None:
+        self._plan = plan
+        self._lost = lost
+        self._beyond_help = beyond_help
+        self._ranks: list[RankProcess] = []
+        self._watch = GangWatch(plan, [])
+        self._turn = asyncio.Lock()
+        self._ready = asyncio.Event()
+        self._running: set[asyncio.Task[list[Frame]]] = set()
+        self._keeper: asyncio.Task[None] | None = None
+        self.facts: dict[str, Any] = {}
+        """What the ranks said about the model: parameters, vocabulary, max_sequence_tokens, torch, device."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._plan.nproc
+
+    @property
+    def ready(self) -> bool:
+        """Whether every rank holds the model."""
+        return self._ready.is_set()
+
+    @property
+    def slow_timeout_s(self) -> float:
+        """Limit for commands that read or write whole models."""
+        return self._plan.slow_timeout_s
+
+    async def start(self) -> None:
+        """Spawn the ranks and load the model; raises what kept them from it."""
+        await self._boot()
+        self._keeper = asyncio.create_task(self._keep(), name="gang-keeper")
+        self._keeper.add_done_callback(self._kept)
+
+    async def stop(self) -> None:
+        """End all ranks."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.wait({self._keeper})
+        await self._let_go()
+        await self._kill(Unavailable("the trainer is stopping"))
+
+    async def wait_ready(self) -> None:
+        """Wait for a gang that is being replaced."""
+        try:
+            await asyncio.wait_for(self._ready.wait(), self._plan.slow_timeout_s)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                "the trainer's ranks are not ready",
+                where=self._plan.name,
+                why=f"waited {self._plan.slow_timeout_s:g} s for their restart",
+                next_step=f"see {self._plan.log_path(0)}",
+            ) from None
+
+    async def idle(self) -> None:
+        """Wait until no command runs."""
+        async with self._turn:
+            return
+
+    async def command(
+        self,
+        kind: str,
+        fields: dict[str, Any],
+        arrays: Sequence[Arrays] | None = None,
+        *,
+        limit_s: float | None = None,
+        per_rank: Sequence[dict[str, Any]] | None = None,
+    ) -> list[Frame]:
+        """Let every rank do the same thing, each with its own arrays; returns their answers by rank.
+
+        `limit_s` is the longest standstill (default `rank_timeout_s`), not the longest time.
+        """
+        everything = [
+            fields | (per_rank[rank] if per_rank else {}) | {"carrier": telemetry.current_carrier()}
+            for rank in range(self.size)
+        ]
+        task = asyncio.create_task(
+            self._command(kind, everything, arrays or [{}] * self.size, limit_s or self._plan.rank_timeout_s),
+            name=f"gang-{kind}",
+        )
+        self._running.add(task)
+        task.add_done_callback(self._finished)
+        return await asyncio.shield(task)
+
+    async def urgently(self, kind: str, fields: dict[str, Any]) -> None:
+        """Tell all ranks something that they act on beside the command that runs."""
+        if not self._ready.is_set():
+            return
+        told = (rank.command(kind, fields, {}) for rank in self._ranks)
+        try:
+            await asyncio.wait_for(asyncio.gather(*told), URGENT_TIMEOUT_S)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"not every rank took {kind}",
+                where=self._plan.name,
+                why=f"waited {URGENT_TIMEOUT_S:g} s; " + "; ".join(self.phases()),
+                next_step="a rank that hangs is named and replaced by itself",
+            ) from None
+
+    async def stacks(self) -> list[operate_pb2.ProcessStacks]:
+        """Stacks of every rank, also of one that hangs."""
+        ranks = [rank for rank in self._ranks if not rank.ended()]
+        texts = await asyncio.gather(*(rank.stacks() for rank in ranks))
+        return [
+            operate_pb2.ProcessStacks(
+                process=f"rank {rank.rank}",
+                pid=rank.process.pid,
+                text=text
+                or f"{'stopped by a signal' if rank.is_stopped() else 'no answer'}; last seen: {rank.phase}",
+            )
+            for rank, text in zip(ranks, texts, strict=True)
+        ]
+
+    def pids(self) -> list[int]:
+        """Process ids by rank."""
+        return [rank.process.pid for rank in self._ranks]
+
+    def phases(self) -> list[str]:
+        """What each rank does now."""
+        return [f"rank {rank.rank}: {rank.phase}" for rank in self._ranks]
+
+    def _finished(self, task: asyncio.Task[list[Frame]]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # retrieved here too, for commands whose caller went away
+
+    async def _command(
+        self, kind: str, fields: list[dict[str, Any]], arrays: Sequence[Arrays], limit_s: float
+    ) -> list[Frame]:
+        async with self._turn:
+            if not self._ready.is_set():
+                raise Unavailable(f"the trainer's ranks are being restarted ({kind})")
+            return await self._ask_all(kind, fields, arrays, limit_s)
+
+    async def _ask_all(
+        self, kind: str, fields: list[dict[str, Any]], arrays: Sequence[Arrays], limit_s: float
+    ) -> list[Frame]:
+        with self._watch.command(kind, limit_s):
+            outcomes = await asyncio.gather(
+                *(rank.command(kind, fields[rank.rank], arrays[rank.rank]) for rank in self._ranks),
+                return_exceptions=True,
+            )
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return [outcome for outcome in outcomes if isinstance(outcome, Frame)]
+
+    def _kept(self, keeper: asyncio.Task[None]) -> None:
+        """Without its keeper a lost gang would never come back, and nobody would say so."""
+        error = None if keeper.cancelled() else keeper.exception()
+        if error is not None:
+            self._beyond_help(
+                Internal("the ranks cannot be replaced", where=self._plan.name, why=repr(error))
+            )
+
+    async def _keep(self) -> None:
+        """Replace the gang whenever it is lost."""
+        while True:
+            error = await self._watch.failure()
+            self._ready.clear()
+            self._lost(error)
+            await self._kill(error)
+            await self._restart()
+
+    async def _restart(self) -> None:
+        for attempt in range(1, MAX_RESTARTS_IN_A_ROW + 1):
+            try:
+                await self._boot()
+            except FlotillaError as error:
+                if attempt == MAX_RESTARTS_IN_A_ROW:
+                    self._beyond_help(error)
+                    return
+                await asyncio.sleep(attempt)
+            else:
+                return
+
+    async def _boot(self) -> None:
+        self._ranks = []
+        self._forget_meetings()
+        try:
+            for index in range(self.size):
+                rank = RankProcess(self._plan, index)
+                await rank.start()
+                self._ranks.append(rank)
+            self._watch = GangWatch(self._plan, self._ranks)
+            await self._watched(self._introduce(self._plan.new_rendezvous()))
+        except FlotillaError as error:
+            await self._kill(error)
+            raise
+        self._ready.set()
+
+    async def _introduce(self, rendezvous: Path) -> None:
+        plan = self._plan
+        setups = [
+            RankSetup(
+                rank=rank,
+                ranks=plan.nproc,
+                rendezvous=str(rendezvous),
+                backend=plan.backend,
+                dtype=plan.dtype,
+                model=str(plan.model),
+                instance_id=plan.instance_id,
+                otlp=plan.otlp,
+            )
+            for rank in range(plan.nproc)
+        ]
+        nothing: list[Arrays] = [{}] * self.size
+        await self._ask_all("setup", [asdict(setup) for setup in setups], nothing, plan.slow_timeout_s)
+        load = {"model": str(plan.model), "carrier": telemetry.current_carrier()}
+        answers = await self._ask_all("load", [load] * self.size, nothing, plan.slow_timeout_s)
+        self.facts = answers[0].fields
+
+    async def _watched(self, work: Awaitable[T]) -> T:
+        """Do `work`, unless a rank fails first."""
+        doing = asyncio.ensure_future(work)
+        watching = asyncio.create_task(self._watch.failure())
+        try:
+            await asyncio.wait({doing, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if doing.done():
+                return doing.result()
+            raise watching.result()
+        finally:
+            doing.cancel()
+            watching.cancel()
+
+    async def _let_go(self) -> None:
+        """Ask the ranks to send their last spans and leave; whoever does not is killed."""
+        leaving = [asyncio.ensure_future(rank.leave()) for rank in self._ranks]
+        if leaving:
+            _, late = await asyncio.wait(leaving, timeout=LEAVE_TIMEOUT_S)
+            for waiting in late:
+                waiting.cancel()
+
+    async def _kill(self, error: FlotillaError) -> None:
+        for rank in self._ranks:
+            rank.kill()
+            rank.fail_answers(error)
+        await asyncio.gather(*(rank.reaped() for rank in self._ranks))
+        self._forget_meetings()
+
+    def _forget_meetings(self) -> None:
+        """Remove rendezvous files, also those of a front that was killed."""
+        for path in self._plan.rendezvous_paths():
+            path.unlink(missing_ok=True)

@@ -1,0 +1,93 @@
+"""What every gang of one trainer has in common.
+
+Invariant: fixed while the trainer lives; a gang that replaces another one is started from the same plan.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from flotilla_core.config import StackConfig
+
+
+@dataclass(frozen=True)
+class GangPlan:
+    """How many ranks, of which model, how long they may be silent, where their logs go."""
+
+    name: str
+    instance_id: str
+    nproc: int
+    backend: str
+    dtype: str
+    model: Path
+    log_dir: Path
+    rank_timeout_s: float
+    """Longest silence of a process, and longest standstill within training and scoring."""
+    slow_timeout_s: float
+    """Longest standstill where a rank reads or writes whole models."""
+    otlp: tuple[str, ...] = ()
+
+    @classmethod
+    def of_stack(
+        cls,
+        stack: StackConfig,
+        name: str,
+        instance_id: str,
+        model: Path,
+        log_dir: Path,
+        otlp: tuple[str, ...] = (),
+    ) -> GangPlan:
+        """The plan of a stack's trainer."""
+        trainer = stack.trainer
+        return cls(
+            name=name,
+            instance_id=instance_id,
+            nproc=trainer.nproc,
+            backend=_backend(trainer.backend),
+            dtype=trainer.dtype,
+            model=model,
+            log_dir=log_dir,
+            rank_timeout_s=trainer.rank_timeout_s,
+            slow_timeout_s=max(stack.ready_timeout_s, trainer.rank_timeout_s),
+            otlp=otlp,
+        )
+
+    def log_path(self, rank: int) -> Path:
+        """Where a rank's output goes."""
+        return self.log_dir / f"{self.name}.rank-{rank}.log"
+
+    def stacks_path(self, rank: int) -> Path:
+        """Where a rank writes its stacks on SIGUSR1."""
+        return self.log_dir / f"{self.name}.rank-{rank}.stacks"
+
+    def new_rendezvous(self) -> Path:
+        """A file that no gang has met through; it has to stay while the gang lives."""
+        return self.log_dir / f"{self.name}.rendezvous-{secrets.token_hex(4)}"
+
+    def rendezvous_paths(self) -> list[Path]:
+        """Those of gangs that are gone."""
+        return list(self.log_dir.glob(f"{self.name}.rendezvous-*"))
+
+    def environment(self) -> dict[str, str]:
+        """Variables of every rank: threads shared fairly, loopback for ranks of one host."""
+        threads = max(1, len(os.sched_getaffinity(0)) // self.nproc)
+        return {
+            **os.environ,
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+            "TRANSFORMERS_VERBOSITY": "error",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONUNBUFFERED": "1",
+        }
+
+
+def _backend(configured: str) -> str:
+    """gloo or nccl; without torch, a device node says whether there are GPUs."""
+    if configured != "auto":
+        return configured
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return "nccl" if Path("/dev/nvidiactl").exists() and not hidden else "gloo"

@@ -1,0 +1,205 @@
+"""One rank as the front sees it: its process, its line, its last sign of life.
+
+Invariants: the process leads a group of its own and is killed with it; an answer that will never come fails with the
+rank's end; nothing here waits for a rank without a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from flotilla_core.errors import BY_REASON, FlotillaError, Internal
+from flotilla_trainer.frames import PREFIX_BYTES, Array, Frame, decode, encode, lengths
+from flotilla_trainer.gang.plan import GangPlan
+
+STACK_DUMP_TIMEOUT_S = 5.0
+STACK_DUMP_QUIET_S = 0.25
+POLL_S = 0.05
+LAST_LOG_LINES = 20
+
+
+class RankProcess:
+    """A spawned rank."""
+
+    def __init__(self, plan: GangPlan, rank: int) -> None:
+        self._plan = plan
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[Frame]] = {}
+        self._log_start = 0
+        self.rank = rank
+        self.last_beat = time.monotonic()
+        self.progress = 0
+        self.phase = "starting"
+        self.ended_at = float("inf")
+        self._judged = False
+        self.process: asyncio.subprocess.Process
+
+    @property
+    def name(self) -> str:
+        """As users meet it in messages."""
+        return f"rank {self.rank} (pid {self.process.pid})"
+
+    async def start(self) -> None:
+        """Spawn the process and open the line."""
+        ours, theirs = socket.socketpair()
+        log_path = self._plan.log_path(self.rank)
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with theirs, log_path.open("ab") as log:
+            self._log_start = log.tell()
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", "flotilla_trainer.rank"),
+                *("--descriptor", str(theirs.fileno())),
+                *("--front", str(os.getpid())),
+                *("--stacks", str(self._plan.stacks_path(self.rank))),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(theirs.fileno(),),
+                env=self._plan.environment(),
+                start_new_session=True,
+            )
+        ours.setblocking(False)
+        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        self._reading = asyncio.create_task(self._read(reader), name=f"rank-{self.rank}-reader")
+        self._ending = asyncio.create_task(self._note_end(), name=f"rank-{self.rank}-end")
+
+    async def command(self, kind: str, fields: dict[str, Any], arrays: dict[str, Array]) -> Frame:
+        """Send one command and wait for its answer; a refusal is raised."""
+        number = next(self._numbers)
+        answer: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        try:
+            self._writer.writelines(encode(Frame(kind, number, fields, arrays)))
+            await self._writer.drain()
+            return await answer
+        except ConnectionError:
+            return await answer
+        finally:
+            self._answers.pop(number, None)
+
+    def judge(self) -> None:
+        """The gang is given up: what this rank still answers, perhaps woken to show its stacks, is void."""
+        self._judged = True
+
+    def fail_answers(self, error: FlotillaError) -> None:
+        """Nobody waits for this rank any longer."""
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(error)
+
+    @property
+    def waits_for_answer(self) -> bool:
+        """Whether this rank has not answered the command that runs."""
+        return bool(self._answers)
+
+    def ended(self) -> str:
+        """How the process ended; empty while it lives."""
+        code = self.process.returncode
+        if code is None:
+            return ""
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"exited with status {code}"
+
+    def is_stopped(self) -> bool:
+        """Whether somebody stopped the process (SIGSTOP, a debugger)."""
+        try:
+            with open(f"/proc/{self.process.pid}/stat", encoding="ascii", errors="replace") as stat:
+                return stat.read().rpartition(")")[2].split()[0] in ("T", "t")
+        except OSError:
+            return False
+
+    def last_log_lines(self) -> str:
+        """The end of what this process wrote."""
+        try:
+            with self._plan.log_path(self.rank).open("rb") as log:
+                log.seek(self._log_start)
+                lines = log.read().decode(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return "\n".join(lines[-LAST_LOG_LINES:])
+
+    async def stacks(self, *, wake: bool = False) -> str:
+        """The stacks of all its threads; `wake` continues a stopped process so that it can write them."""
+        if self.is_stopped() and not wake:
+            return ""
+        path = self._plan.stacks_path(self.rank)
+        before = path.stat().st_size if path.exists() else 0
+        try:
+            self.process.send_signal(signal.SIGUSR1)
+            if wake:
+                self.process.send_signal(signal.SIGCONT)
+        except ProcessLookupError:
+            return ""
+        # The dump has no end mark: it is over when the file was written to and has been quiet for a moment.
+        size, quiet_s, waited_s = before, 0.0, 0.0
+        while waited_s < STACK_DUMP_TIMEOUT_S and (size == before or quiet_s < STACK_DUMP_QUIET_S):
+            await asyncio.sleep(POLL_S)
+            now = path.stat().st_size if path.exists() else 0
+            waited_s, quiet_s = waited_s + POLL_S, quiet_s + POLL_S if now == size else 0.0
+            size = now
+        if size == before:
+            return ""
+        with path.open("rb") as dump:
+            dump.seek(before)
+            return dump.read().decode(errors="replace")
+
+    async def leave(self) -> None:
+        """Ask the process to end by itself, and wait for that."""
+        self._writer.writelines(encode(Frame("leave")))
+        await asyncio.wait({self._ending})
+
+    def kill(self) -> None:
+        """End the process and everything that it started."""
+        if self.process.returncode is None:
+            try:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # it ended between the two lines
+
+    async def reaped(self) -> None:
+        """Wait for the end of a process that was killed."""
+        await asyncio.wait({self._ending})  # a caller that is cancelled leaves the waiting task alone
+        self._reading.cancel()
+        self._writer.close()
+
+    async def _note_end(self) -> None:
+        await self.process.wait()
+        self.ended_at = time.monotonic()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Beats and answers until the line breaks; the watch finds out why it did."""
+        try:
+            while True:
+                header_bytes, body_bytes = lengths(await reader.readexactly(PREFIX_BYTES))
+                header = await reader.readexactly(header_bytes)
+                self._take(decode(header, await reader.readexactly(body_bytes)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+
+    def _take(self, frame: Frame) -> None:
+        self.last_beat = time.monotonic()
+        if frame.kind == "beat":
+            self.progress = frame.fields["progress"]
+            self.phase = frame.fields["phase"]
+            return
+        answer = self._answers.get(frame.number)
+        if answer is None or answer.done() or self._judged:
+            return
+        if frame.kind == "refused":
+            answer.set_exception(_refusal(frame.fields))
+        else:
+            answer.set_result(frame)
+
+
+def _refusal(fields: dict[str, Any]) -> FlotillaError:
+    kind = BY_REASON.get(fields["reason"], Internal)
+    return kind(fields["what"], where=fields["where"], why=fields["why"], next_step=fields["next_step"])

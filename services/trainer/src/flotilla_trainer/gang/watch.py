@@ -1,0 +1,112 @@
+"""Noticing that a rank died, fell silent or stands still, and saying so with everything known about it.
+
+Invariants: a process that is stopped or hung falls silent within `rank_timeout_s` and is named, not the ones that wait
+for it; a command in which no rank moves for its limit ends too; a front that was itself held up blames nobody for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+
+from flotilla_core.errors import RankFailed
+from flotilla_trainer.gang.plan import GangPlan
+from flotilla_trainer.gang.rank_process import RankProcess
+
+POLL_S = 0.1
+HELD_UP_S = 1.0
+
+
+class GangWatch:
+    """The watch over one gang, from its start to its end."""
+
+    def __init__(self, plan: GangPlan, ranks: list[RankProcess]) -> None:
+        self._plan = plan
+        self._ranks = ranks
+        self._command = ""
+        self._limit_s = plan.slow_timeout_s
+        self._moved_at = time.monotonic()
+        self._steps: list[int] = []
+
+    @contextlib.contextmanager
+    def command(self, kind: str, limit_s: float) -> Iterator[None]:
+        """While a command runs, at least one rank has to move within every `limit_s`."""
+        self._command, self._limit_s = kind, limit_s
+        self._moved_at = time.monotonic()
+        try:
+            yield
+        finally:
+            self._command = ""
+
+    async def failure(self) -> RankFailed:
+        """Wait until the gang is lost; what happened to it."""
+        checked = time.monotonic()
+        while True:
+            await asyncio.sleep(POLL_S)
+            now = time.monotonic()
+            if now - checked > HELD_UP_S:
+                self._forgive(now)
+            checked = now
+            if found := self._dead():
+                return found
+            if silent := self._silent(now):
+                return await self._stuck(silent, "does not answer")
+            if still := self._standing(now):
+                return await self._stuck(still, "stands still")
+
+    def _forgive(self, now: float) -> None:
+        """This process did not run for a while, so it could not hear the ranks."""
+        self._moved_at = now
+        for rank in self._ranks:
+            rank.last_beat = now
+
+    def _dead(self) -> RankFailed | None:
+        dead = sorted((rank for rank in self._ranks if rank.ended()), key=lambda rank: rank.ended_at)
+        if not dead:
+            return None
+        first = dead[0]
+        return RankFailed(
+            f"{first.name} {first.ended()}",
+            where=self._where(first),
+            why=_quoted("the last lines of its log", first.last_log_lines()),
+            next_step="The ranks are being restarted; start the run again.",
+        )
+
+    def _silent(self, now: float) -> list[RankProcess]:
+        return [rank for rank in self._ranks if now - rank.last_beat > self._plan.rank_timeout_s]
+
+    def _standing(self, now: float) -> list[RankProcess]:
+        """The ranks that are furthest behind, where none has moved for too long."""
+        steps = [rank.progress for rank in self._ranks]
+        if steps != self._steps:
+            self._steps, self._moved_at = steps, now
+        if not self._command or now - self._moved_at <= self._limit_s:
+            return []
+        return [rank for rank in self._ranks if rank.waits_for_answer and rank.progress == min(steps)]
+
+    async def _stuck(self, ranks: list[RankProcess], how: str) -> RankFailed:
+        for rank in self._ranks:
+            rank.judge()
+        limit_s = self._plan.rank_timeout_s if how == "does not answer" else self._limit_s
+        stopped = [rank for rank in ranks if rank.is_stopped()]
+        evidence = []
+        for rank in ranks:
+            dump = await rank.stacks(wake=rank in stopped)
+            evidence.append(_quoted(f"stacks of {rank.name}", dump or "it wrote none"))
+        why = "it was stopped by a signal (SIGSTOP) or a debugger. " if stopped else ""
+        return RankFailed(
+            f"{' and '.join(rank.name for rank in ranks)} {how} for {limit_s:g} s",
+            where="; ".join(self._where(rank) for rank in ranks),
+            why=why + "\n".join(evidence),
+            next_step="The ranks are being restarted; start the run again.",
+        )
+
+    def _where(self, rank: RankProcess) -> str:
+        command = f"{self._command}: " if self._command else ""
+        return f"{self._plan.name}, {command}last seen {rank.phase}"
+
+
+def _quoted(title: str, text: str) -> str:
+    return f"{title}:\n{text.rstrip()}\n" if text.strip() else f"{title}: none"

@@ -1,0 +1,51 @@
+"""The shape of a model, read from its configuration without loading it.
+
+Invariant: two folders have the same shape exactly when weights of one can be put into a model built from the other, and
+tokens mean the same places in both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from flotilla_core.errors import FailedPrecondition, Mismatch, NotFound
+
+COSMETIC = {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache", "initializer_range"}
+"""Keys that change neither a tensor nor a number that a forward pass computes."""
+
+
+def model_shape(folder: Path) -> dict[str, Any]:
+    """The keys of config.json that shape the model."""
+    path = folder / "config.json"
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise NotFound(
+            "the model folder has no config.json",
+            where=str(folder),
+            next_step="give a folder in Hugging Face layout (config.json, *.safetensors, tokenizer.json)",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise FailedPrecondition("config.json cannot be read", where=str(path), why=str(error)) from error
+    return {key: value for key, value in content.items() if key not in COSMETIC}
+
+
+def model_digest(folder: Path) -> str:
+    """SHA-256 of the shape, in hex."""
+    return hashlib.sha256(json.dumps(model_shape(folder), sort_keys=True).encode()).hexdigest()
+
+
+def check_same_shape(folder: Path, booted: Path) -> None:
+    """Raise Mismatch, naming the first key that differs, when `folder` does not fit the booted model."""
+    theirs, ours = model_shape(folder), model_shape(booted)
+    for key in sorted(theirs.keys() | ours.keys()):
+        if theirs.get(key) != ours.get(key):
+            raise Mismatch(
+                "the weights are for another model than the trainer holds",
+                where=str(folder),
+                why=f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} in {booted}",
+                next_step="set `model` in stack.yaml to a model of this shape and start the stack again",
+            )

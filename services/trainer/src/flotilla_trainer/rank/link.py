@@ -1,0 +1,93 @@
+"""A rank's end of the line to the front.
+
+Invariants: only threads of this module touch the socket's read side; commands are handed to the main thread one by
+one, in order; what must act while the main thread is busy (`urgent`) runs on the reading thread. The beat says that
+this process lives and how far its main thread has come, so that the front can tell a stopped process from one that
+waits for another. When the front is gone, so is the rank.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from flotilla_core.errors import FlotillaError
+from flotilla_trainer.frames import PREFIX_BYTES, Array, Frame, decode, encode, lengths
+
+BEAT_S = 0.25
+
+
+class FrontLink:
+    """Commands in, answers and beats out."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._write_lock = threading.Lock()
+        self._commands: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+        self._urgent: dict[str, Callable[[Frame], None]] = {}
+        self._progress = 0
+        self._phase = "starting"
+        for name, target in (("front-reader", self._read), ("front-beat", self._beat)):
+            threading.Thread(target=target, name=name, daemon=True).start()
+
+    def urgent(self, kind: str, act: Callable[[Frame], None]) -> None:
+        """Let commands of this kind act at once, beside what the main thread does."""
+        self._urgent[kind] = act
+
+    def next_command(self) -> Frame:
+        """The next command for the main thread."""
+        self._phase = "waiting for a command"
+        return self._commands.get()
+
+    def progress(self, phase: str) -> None:
+        """Say that the main thread moves, and what it does now."""
+        self._phase = phase
+        self._progress += 1
+
+    def answer(self, command: Frame, fields: dict[str, Any], arrays: dict[str, Array] | None = None) -> None:
+        """The command is done."""
+        self._send(Frame("done", command.number, fields, arrays or {}))
+
+    def refuse(self, command: Frame, error: FlotillaError) -> None:
+        """The command failed in a way that leaves this rank, and every other one, ready for the next."""
+        parts = {part: getattr(error, part) for part in ("what", "where", "why", "next_step")}
+        self._send(Frame("refused", command.number, {"reason": int(error.reason), **parts}))
+
+    def _send(self, frame: Frame) -> None:
+        try:
+            with self._write_lock:
+                for part in encode(frame):
+                    self._socket.sendall(part)
+        except OSError:
+            os._exit(0)
+
+    def _beat(self) -> None:
+        while True:
+            self._send(Frame("beat", 0, {"progress": self._progress, "phase": self._phase}))
+            time.sleep(BEAT_S)
+
+    def _read(self) -> None:
+        while True:
+            header_bytes, body_bytes = lengths(self._receive(PREFIX_BYTES))
+            frame = decode(self._receive(header_bytes), self._receive(body_bytes))
+            act = self._urgent.get(frame.kind)
+            if act is None:
+                self._commands.put(frame)
+                continue
+            act(frame)
+            self.answer(frame, {})
+
+    def _receive(self, count: int) -> bytearray:
+        received = bytearray(count)
+        view = memoryview(received)
+        while view:
+            read = self._socket.recv_into(view)
+            if read == 0:
+                os._exit(0)
+            view = view[read:]
+        return received

@@ -1,0 +1,100 @@
+"""The language model as training sees it: token ids in, log-probabilities of given tokens out.
+
+Invariants: logits exist for `chunk_tokens` tokens at a time, in the forward and again in the backward pass, never for
+all; hidden states and head are used inside this module's own forward, so that sharded parameters (tied ones too) are
+whole when they are needed; no dropout, because rollouts and training must agree; padding is on the right, where a
+causal model cannot see it, so no attention mask is built.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+
+class TokenScores(NamedTuple):
+    """One row a scored token."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    top_ids: torch.Tensor
+    """[tokens, k] most likely tokens; k is 0 unless asked for."""
+    top_logprobs: torch.Tensor
+
+
+class PolicyModel(nn.Module):
+    """A causal language model with a chunked head."""
+
+    def __init__(self, causal_lm: PreTrainedModel) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        config = causal_lm.config
+        self._multiplier = float(getattr(config, "logit_scale", None) or 1.0)
+        self._divisor = float(getattr(config, "logits_scaling", None) or 1.0)
+        self._softcap = getattr(config, "final_logit_softcapping", None)
+        self.eval()
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        targets: torch.Tensor,
+        *,
+        temperature: float,
+        chunk_tokens: int,
+        top_k: int = 0,
+    ) -> TokenScores:
+        """Score `targets` where the flattened `positions` predict them."""
+        hidden = self._hidden(tokens)[positions]
+        chunks = [
+            checkpoint(
+                self._score,
+                hidden_chunk,
+                target_chunk,
+                temperature,
+                top_k,
+                use_reentrant=False,
+                preserve_rng_state=False,
+                determinism_check="none",
+            )
+            for hidden_chunk, target_chunk in zip(
+                hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True
+            )
+        ]
+        return TokenScores(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
+
+    def head_error(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Largest difference between our logits and those of the model's own forward."""
+        own = self.causal_lm(input_ids=tokens, use_cache=False).logits.flatten(0, 1).float()
+        return (self._logits(self._hidden(tokens)) - own).abs().max()
+
+    def _hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        output = self.causal_lm.base_model(input_ids=tokens, use_cache=False)
+        return output.last_hidden_state.flatten(0, 1)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.causal_lm.get_output_embeddings()(hidden).float()
+        if self._multiplier != 1.0 or self._divisor != 1.0:
+            logits = logits * (self._multiplier / self._divisor)
+        if self._softcap:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits
+
+    def _score(
+        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, top_k: int
+    ) -> TokenScores:
+        logits = self._logits(hidden)
+        if temperature != 1.0:
+            logits = logits / temperature
+        normalizer = torch.logsumexp(logits, dim=-1)
+        logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - normalizer
+        with torch.no_grad():
+            probabilities = torch.softmax(logits, dim=-1)
+            entropy = normalizer - (probabilities * logits).sum(-1)
+            top = logits.topk(top_k, dim=-1)
+            top_logprobs = top.values - normalizer[:, None]
+        return TokenScores(logprobs, entropy, top.indices, top_logprobs)

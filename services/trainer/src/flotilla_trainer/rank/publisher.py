@@ -1,0 +1,128 @@
+"""Sending the policy to the generators: rank 0 holds the wire, all ranks gather.
+
+Invariants: every rank walks all tensors in one order, whatever happens on the wire, so a receiver that fails or a
+publication that is given up costs the weight group alone, never the ranks; nothing here blocks but `publish`, and
+`abort`, which may come from another thread, ends that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers.core_model_loading import revert_weight_conversion
+
+from flotilla_core import telemetry
+from flotilla_core.errors import FailedPrecondition, FlotillaError
+from flotilla_core.telemetry import names
+from flotilla_trainer.rank.link import FrontLink
+from flotilla_trainer.rank.sharded_model import ShardedModel
+from flotilla_weights.group import Sender
+from flotilla_weights.manifest import Manifest
+
+
+@dataclass
+class _OpenGroup:
+    """The sender of one epoch, on rank 0."""
+
+    epoch: int
+    sender: Sender
+    joining: threading.Thread
+    failure: FlotillaError | None = None
+
+
+class Publisher:
+    """This rank's part in weight groups; at most one is open."""
+
+    def __init__(self, model: ShardedModel, link: FrontLink) -> None:
+        self._model = model
+        self._link = link
+        self._group: _OpenGroup | None = None
+
+    def open(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Listen for a new epoch and let the members join in the background."""
+        self.abort("a newer weight group was opened")
+        if dist.get_rank() != 0:
+            return {}
+        manifest = self._checked_manifest(fields["bucket_bytes"])
+        sender = Sender.listen(
+            fields["host"], fields["epoch"], fields["world_size"], fields["backend"], fields["timeout_s"]
+        )
+        group = _OpenGroup(fields["epoch"], sender, threading.current_thread())
+        group.joining = threading.Thread(
+            target=self._join, args=(group, manifest), name=f"weights-join-{group.epoch}", daemon=True
+        )
+        self._group = group
+        group.joining.start()
+        return {
+            "host": sender.host,
+            "port": sender.port,
+            "manifest": manifest.to_proto().SerializeToString().hex(),
+        }
+
+    def publish(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Send the current weights to the open group."""
+        manifest = self._manifest(fields["bucket_bytes"])
+        tensors = self._gather(manifest)
+        try:
+            with telemetry.span(names.TRAINER_PUBLISH, attributes={names.EPOCH: fields["epoch"]}) as span:
+                if dist.get_rank() != 0:
+                    return {}
+                sender = self._joined(fields["epoch"])
+                digests = sender.publish(manifest, tensors)
+                span.set_attribute(names.BYTES, manifest.nbytes)
+                return {"digests": digests, "bytes": manifest.nbytes, "manifest_digest": manifest.digest}
+        finally:
+            # The other ranks are in these gathers: they come to an end on every rank, whatever the wire does.
+            for _ in tensors:
+                pass
+
+    def abort(self, why: str) -> None:
+        """Give the open group up, from any thread."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.sender.abort(why)
+
+    def _gather(self, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
+        order = [spec.name for spec in manifest.tensors]
+        for name, tensor in self._model.whole_tensors(order, self._model.dtype):
+            self._link.progress(f"publishing {name}")
+            yield name, tensor
+
+    def _manifest(self, bucket_bytes: int) -> Manifest:
+        return Manifest.from_named(self._model.specs(self._model.dtype), bucket_bytes)
+
+    def _checked_manifest(self, bucket_bytes: int) -> Manifest:
+        """Refuse architectures whose checkpoint names are not those of the live modules."""
+        manifest = self._manifest(bucket_bytes)
+        live = {spec.name: torch.empty(spec.shape, device="meta") for spec in manifest.tensors}
+        if set(revert_weight_conversion(self._model.causal_lm, live)) != set(live):
+            raise FailedPrecondition(
+                f"the weights of {type(self._model.causal_lm).__name__} cannot be published",
+                why="its checkpoint stores them under other names than the running model",
+                next_step="use a dense model",
+            )
+        return manifest
+
+    def _join(self, group: _OpenGroup, manifest: Manifest) -> None:
+        try:
+            group.sender.connect(manifest, self._model.device)
+        except FlotillaError as error:
+            group.failure = error
+
+    def _joined(self, epoch: int) -> Sender:
+        """The sender of the open group, once every member is in."""
+        group = self._group
+        if group is None or group.epoch != epoch:
+            raise FailedPrecondition(
+                f"no weight group of epoch {epoch} is open", next_step="call OpenWeightGroup first"
+            )
+        self._link.progress(f"waiting for the members of weight group {epoch}")
+        group.joining.join()
+        if group.failure is not None:
+            raise group.failure
+        return group.sender

@@ -1,0 +1,36 @@
+"""Log-probabilities of given tokens, without a gradient.
+
+Invariant: each rank answers with its own tokens in the order of its micro-batches; the front puts them back in place.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flotilla_trainer.frames import Array, Frame
+from flotilla_trainer.rank.link import FrontLink
+from flotilla_trainer.rank.sharded_model import ShardedModel
+from flotilla_trainer.rank.update import micro_batches
+
+
+def score(command: Frame, model: ShardedModel, link: FrontLink) -> dict[str, Array]:
+    """Scores of this rank's tokens: logprobs and, where asked for, the most likely tokens."""
+    parts: list[tuple[torch.Tensor, ...]] = []
+    total = len(command.fields["idle"])
+    with torch.no_grad():
+        for index, (columns, idle) in enumerate(micro_batches(command, model.device)):
+            link.progress(f"scoring micro-batch {index + 1} of {total}")
+            scores = model.policy(
+                columns["tokens"],
+                columns["positions"],
+                columns["targets"].long(),
+                temperature=command.fields["temperature"],
+                chunk_tokens=command.fields["chunk_tokens"],
+                top_k=command.fields["top_k"],
+            )
+            if not idle:
+                parts.append((scores.logprobs, scores.top_ids.int(), scores.top_logprobs))
+    if not parts:
+        return {}
+    joined = [torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)]
+    return dict(zip(("logprobs", "top_ids", "top_logprobs"), joined, strict=True))

@@ -1,0 +1,32 @@
+"""What a session asks of the ranks.
+
+Invariant: made by the front from the run's specification and equal on all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """Objective, optimizer and memory limits of one session."""
+
+    objective: str
+    """sft or grpo."""
+    temperature: float
+    clip_low: float
+    clip_high: float
+    beta1: float
+    beta2: float
+    epsilon: float
+    weight_decay: float
+    max_grad_norm: float
+    chunk_tokens: int
+    seed: int
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> SessionSettings:
+        """Read the fields of the command that opens a session."""
+        return cls(**fields)

@@ -1,0 +1,29 @@
+"""What a rank is told when it starts.
+
+Invariant: everything that differs between two stacks or two ranks is here; a rank reads no configuration of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """One rank's place in its gang, and the model to load."""
+
+    rank: int
+    ranks: int
+    rendezvous: str
+    """File through which the ranks of this gang find each other; new for every gang."""
+    backend: str
+    dtype: str
+    model: str
+    instance_id: str
+    otlp: tuple[str, ...]
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> RankSetup:
+        """Read the fields of the first command."""
+        return cls(**{**fields, "otlp": tuple(fields["otlp"])})

@@ -1,0 +1,178 @@
+"""A model whose parameters are spread over the ranks, and the ways of whole tensors in and out of it.
+
+Invariants: parameters and optimizer state are float32 whatever the forward pass computes in; gradients are reduced in
+float32 and as sums, never as means; every rank walks the parameters in the same order, because each step is a
+collective; names are those of the checkpoint, without tied duplicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from flotilla_core.errors import FailedPrecondition, FlotillaError, Mismatch
+from flotilla_trainer.rank.policy_model import PolicyModel
+
+HEAD_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+
+
+class ShardedModel:
+    """The policy on all ranks."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, mesh: DeviceMesh, device: torch.device) -> None:
+        self._mesh = mesh
+        self.device = device
+        self.dtype = dtype
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            causal_lm = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation="sdpa"
+            )
+        self.policy = PolicyModel(causal_lm)
+        self._shard(causal_lm)
+        self.policy.to_empty(device=device)
+
+    @property
+    def causal_lm(self) -> PreTrainedModel:
+        """The transformers model inside."""
+        return self.policy.causal_lm
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters, each once."""
+        return list(self.causal_lm.parameters())
+
+    def load(self, folder: Path) -> None:
+        """Replace all weights by those of a folder that has the same shapes; rank 0 reads it."""
+        failure: FlotillaError | None = None
+        source: dict[str, torch.Tensor] = {}
+        if dist.get_rank() == 0:
+            try:
+                source = self._read(folder)
+            except FlotillaError as error:
+                failure = error
+        self._agree(failure)
+        with torch.no_grad():
+            for name, parameter in self.causal_lm.named_parameters():
+                # Rank 0 has the numbers; the others give a place of the same shape for theirs.
+                whole = (
+                    source[name].to(self.device)
+                    if source
+                    else torch.empty(parameter.shape, device=self.device)
+                )
+                parameter.copy_(distribute_tensor(whole, self._mesh, parameter.placements))
+            for name, buffer in self.causal_lm.named_buffers():
+                if source:
+                    buffer.copy_(source[name])
+                dist.broadcast(buffer, 0)
+
+    def check_head(self) -> None:
+        """Refuse an architecture whose logits are not its head on its last hidden states."""
+        tokens = torch.arange(4, device=self.device)[None] % self.causal_lm.config.vocab_size
+        with torch.no_grad():
+            error = float(self.policy.head_error(tokens))
+        if not error <= HEAD_TOLERANCE[self.dtype]:
+            raise FailedPrecondition(
+                f"{type(self.causal_lm).__name__} cannot be trained",
+                why=f"its logits differ by {error:.3g} from its head applied to its last hidden states",
+                next_step="use a model whose head is one linear layer",
+            )
+
+    def specs(self, dtype: torch.dtype) -> list[tuple[str, torch.dtype, torch.Size]]:
+        """Name, type and whole shape of every tensor of the checkpoint, with weights stored as `dtype`."""
+        return [
+            (name, dtype if tensor.is_floating_point() else tensor.dtype, tensor.shape)
+            for name, tensor in self._checkpoint().items()
+        ]
+
+    def whole_tensors(self, order: Iterable[str], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor of the checkpoint in full, one after the other; all ranks have to walk to the end."""
+        tensors = self._checkpoint()
+        for name in order:
+            whole = gathered(tensors[name])
+            yield name, whole.to(dtype) if whole.is_floating_point() else whole
+
+    def _checkpoint(self) -> dict[str, torch.Tensor]:
+        """Parameters, each once, and the buffers that are saved with them."""
+        saved = self.causal_lm.state_dict().keys()
+        parameters = {name: parameter.detach() for name, parameter in self.causal_lm.named_parameters()}
+        return parameters | {n: buffer for n, buffer in self.causal_lm.named_buffers() if n in saved}
+
+    def _shard(self, causal_lm: PreTrainedModel) -> None:
+        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
+        blocks = set(causal_lm._no_split_modules or ())
+        for module in causal_lm.modules():
+            if type(module).__name__ in blocks:
+                fully_shard(module, mesh=self._mesh, mp_policy=policy)
+        # By default the root stays whole after a forward pass without a backward one, and then the parameters that
+        # the optimizer, the loader and the publisher find are copies that nobody keeps.
+        fully_shard(self.policy, mesh=self._mesh, mp_policy=policy, reshard_after_forward=True)
+        register_fsdp_forward_method(self.policy, "head_error")
+        for module in self.policy.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+
+    def _read(self, folder: Path) -> dict[str, torch.Tensor]:
+        """All parameters and buffers of the folder, whole, in float32, on the host."""
+        try:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
+            )
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            raise FailedPrecondition(
+                "the model cannot be loaded", where=str(folder), why=str(error)
+            ) from error
+        missing = sorted(report["missing_keys"])
+        if missing:
+            raise Mismatch(
+                f"the checkpoint lacks {len(missing)} tensors",
+                where=str(folder),
+                why=f"no {', '.join(missing[:5])}",
+                next_step="save the model again; training would start these from random numbers",
+            )
+        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        self._check_shapes(folder, tensors)
+        return {name: tensor.detach() for name, tensor in tensors.items()}
+
+    def _check_shapes(self, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+        ours = {name: tuple(parameter.shape) for name, parameter in self.causal_lm.named_parameters()}
+        theirs = {name: tuple(tensors[name].shape) for name in ours if name in tensors}
+        wrong = [name for name, shape in ours.items() if theirs.get(name) != shape]
+        if wrong:
+            name = wrong[0]
+            raise Mismatch(
+                "the weights do not fit the model that this trainer was started with",
+                where=str(folder),
+                why=f"{name} is {theirs.get(name, 'absent')} there and {ours[name]} here",
+                next_step="start a stack with this model, or choose weights of the same shapes",
+            )
+
+    def _agree(self, failure: FlotillaError | None) -> None:
+        """All ranks go on, or none does."""
+        failed = torch.tensor(int(failure is not None), device=self.device)
+        dist.all_reduce(failed)
+        if failed.item():
+            raise failure or FailedPrecondition("rank 0 could not load the model")
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a sharded tensor; a collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

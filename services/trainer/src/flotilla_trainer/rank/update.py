@@ -1,0 +1,149 @@
+"""One update on one rank: forward and backward over its micro-batches, then a step that all ranks take or none.
+
+Invariants: all numbers leave a micro-batch as sums; every decision (skip, abort) is made from values reduced over the
+gang, so the ranks never part; weights change in `finish` only, and only where loss and gradient are finite.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from flotilla_core import telemetry
+from flotilla_core.telemetry import names
+from flotilla_trainer.frames import Frame
+from flotilla_trainer.losses import LossTerms, grpo_loss, sft_loss
+from flotilla_trainer.rank.link import FrontLink
+from flotilla_trainer.rank.optimizer import PolicyOptimizer
+from flotilla_trainer.rank.settings import SessionSettings
+from flotilla_trainer.rank.sharded_model import ShardedModel
+
+SUMS = ("loss", "tokens", "entropy", "clipped", "ratio", "logprob_diff", "probs_diff")
+MAXIMA = ("logprob_diff", "probs_diff")
+Columns = dict[str, torch.Tensor]
+
+
+def micro_batches(command: Frame, device: torch.device) -> Iterator[tuple[Columns, bool]]:
+    """The micro-batches of a command as tensors, and whether each is idle work."""
+    for index, idle in enumerate(command.fields["idle"]):
+        prefix = f"{index}/"
+        yield (
+            {
+                name.removeprefix(prefix): torch.from_numpy(array).to(device)
+                for name, array in command.arrays.items()
+                if name.startswith(prefix)
+            },
+            idle,
+        )
+
+
+class Update:
+    """Accumulates sums of losses and gradients."""
+
+    def __init__(self, model: ShardedModel, settings: SessionSettings, link: FrontLink) -> None:
+        self._model = model
+        self._settings = settings
+        self._link = link
+        self._sums = torch.zeros(len(SUMS), dtype=torch.float64, device=model.device)
+        self._maxima = torch.zeros(len(MAXIMA), dtype=torch.float64, device=model.device)
+
+    def accumulate(self, command: Frame, *, backward: bool) -> None:
+        """Run every micro-batch of this rank."""
+        total = len(command.fields["idle"])
+        with telemetry.span(names.TRAINER_FORWARD_BACKWARD), torch.set_grad_enabled(backward):
+            for index, (columns, idle) in enumerate(micro_batches(command, self._model.device)):
+                self._link.progress(f"micro-batch {index + 1} of {total}")
+                self._one(columns, idle, backward)
+
+    def reduced(self, *extra: torch.Tensor) -> tuple[dict[str, float], list[float]]:
+        """Means over all tokens of all ranks, and `extra` summed over the ranks."""
+        self._link.progress("reducing over the ranks")
+        sums = torch.cat([self._sums, *(value.double().reshape(1) for value in extra)])
+        dist.all_reduce(sums)
+        dist.all_reduce(self._maxima, dist.ReduceOp.MAX)
+        totals = dict(zip(SUMS, sums.tolist(), strict=False))
+        peaks = dict(zip(MAXIMA, self._maxima.tolist(), strict=True))
+        tokens = totals["tokens"]
+        metrics = {
+            "loss": totals["loss"] / tokens,
+            "entropy": totals["entropy"] / tokens,
+            "tokens/trained": tokens,
+        }
+        if self._settings.objective == "grpo":
+            metrics |= {"clip_fraction": totals["clipped"] / tokens, "ratio_mean": totals["ratio"] / tokens}
+            for name, peak in peaks.items():
+                metrics |= {f"{name}/mean": totals[name] / tokens, f"{name}/max": peak}
+        return metrics, sums[len(SUMS) :].tolist()
+
+    def _one(self, columns: Columns, idle: bool, backward: bool) -> None:
+        scores = self._model.policy(
+            columns["tokens"],
+            columns["positions"],
+            columns["targets"].long(),
+            temperature=self._settings.temperature,
+            chunk_tokens=self._settings.chunk_tokens,
+        )
+        terms = self._loss(scores.logprobs, columns)
+        if backward:
+            # Idle work takes part in the collectives of the backward pass with a gradient of zero.
+            (terms.loss * 0.0 if idle else terms.loss).backward()
+        if not idle:
+            self._count(terms, scores.logprobs.detach(), scores.entropy, columns)
+
+    def _loss(self, logprobs: torch.Tensor, columns: Columns) -> LossTerms:
+        if self._settings.objective == "sft":
+            return sft_loss(logprobs)
+        return grpo_loss(
+            logprobs,
+            columns["rollout_logprobs"],
+            columns["advantages"],
+            self._settings.clip_low,
+            self._settings.clip_high,
+        )
+
+    def _count(
+        self, terms: LossTerms, logprobs: torch.Tensor, entropy: torch.Tensor, columns: Columns
+    ) -> None:
+        nothing = logprobs.new_zeros(())
+        difference = probability_difference = nothing[None]
+        if "rollout_logprobs" in columns:
+            rollout = columns["rollout_logprobs"]
+            difference = (logprobs - rollout).abs()
+            probability_difference = (logprobs.exp() - rollout.exp()).abs()
+        sums = [
+            terms.loss.detach(),
+            nothing + logprobs.numel(),
+            entropy.sum(),
+            terms.clipped,
+            terms.ratio,
+            difference.sum(),
+            probability_difference.sum(),
+        ]
+        self._sums += torch.stack([value.double() for value in sums])
+        peaks = torch.stack([difference.max(), probability_difference.max()])
+        self._maxima = torch.maximum(self._maxima, peaks.double())
+
+
+def finish(
+    update: Update, optimizer: PolicyOptimizer, learning_rate: float, aborted: bool, device: torch.device
+) -> tuple[dict[str, float], str, bool]:
+    """Step, skip or abort, the same on all ranks: metrics, why the step was skipped, whether it was aborted."""
+    started = time.monotonic()
+    with telemetry.span(names.TRAINER_OPTIMIZER_STEP):
+        abort = torch.tensor(float(aborted), device=device)
+        metrics, (squared_norm, aborts) = update.reduced(optimizer.squared_norm(), abort)
+        norm = math.sqrt(squared_norm) / metrics["tokens/trained"] if squared_norm >= 0 else math.nan
+        metrics |= {"grad_norm": norm, "learning_rate": learning_rate}
+        skipped = "" if math.isfinite(norm) else f"the gradient norm is {norm}"
+        if not math.isfinite(metrics["loss"]):
+            skipped = f"the loss is {metrics['loss']}"
+        if skipped or aborts:
+            optimizer.discard_gradients()
+        else:
+            optimizer.step(learning_rate, metrics["tokens/trained"], norm)
+    metrics["time/optimizer_s"] = time.monotonic() - started
+    return metrics, skipped, bool(aborts)

@@ -1,0 +1,166 @@
+"""The rank's main thread: one command after the other, the same ones in the same order on every rank.
+
+Invariants: a FlotillaError is raised by all ranks together or outside every collective, so the gang stays usable after
+it; any other exception ends this process, and the front replaces the gang.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from opentelemetry import context
+from torch.distributed.device_mesh import init_device_mesh
+
+from flotilla_core import telemetry
+from flotilla_core.errors import FailedPrecondition, FlotillaError
+from flotilla_core.telemetry import names
+from flotilla_trainer.frames import Array, Frame
+from flotilla_trainer.rank.export import export
+from flotilla_trainer.rank.link import FrontLink
+from flotilla_trainer.rank.optimizer import PolicyOptimizer
+from flotilla_trainer.rank.publisher import Publisher
+from flotilla_trainer.rank.scoring import score
+from flotilla_trainer.rank.settings import SessionSettings
+from flotilla_trainer.rank.setup import RankSetup
+from flotilla_trainer.rank.sharded_model import ShardedModel, gathered
+from flotilla_trainer.rank.update import Update, finish
+
+Answer = tuple[dict[str, Any], dict[str, Array]]
+
+
+class RankWorker:
+    """One rank with its model, session and weight group."""
+
+    def __init__(self, setup: RankSetup, link: FrontLink) -> None:
+        self._setup = setup
+        self._link = link
+        self._aborted = ""
+        self._folder = Path(setup.model)
+        device = _device(setup)
+        link.progress("meeting the other ranks")
+        store = dist.FileStore(setup.rendezvous, setup.ranks)
+        dist.init_process_group(setup.backend, store=store, rank=setup.rank, world_size=setup.ranks)
+        link.progress("building the model")
+        mesh = init_device_mesh(device.type, (setup.ranks,))
+        self._model = ShardedModel(self._folder, getattr(torch, setup.dtype), mesh, device)
+        self._settings: SessionSettings | None = None
+        self._optimizer: PolicyOptimizer | None = None
+        self._publisher = Publisher(self._model, link)
+        link.urgent("abort_group", lambda frame: self._publisher.abort(frame.fields["why"]))
+        link.urgent("abort_update", self._abort_update)
+        self._commands = {
+            "load": self._load,
+            "open_session": self._open_session,
+            "train": self._train,
+            "evaluate": self._evaluate,
+            "gradients": self._gradients,
+            "score": self._score,
+            "open_group": lambda command: (self._publisher.open(command.fields), {}),
+            "publish": lambda command: (self._publisher.publish(command.fields), {}),
+            "export": self._export,
+        }
+
+    def serve(self) -> None:
+        """Do what the front says, for ever."""
+        while True:
+            command = self._link.next_command()
+            self._link.progress(command.kind)
+            caller = context.attach(telemetry.from_carrier(command.fields.pop("carrier")))
+            try:
+                fields, arrays = self._commands[command.kind](command)
+            except FlotillaError as error:
+                self._link.refuse(command, error)
+            else:
+                self._link.answer(command, fields, arrays)
+            finally:
+                context.detach(caller)
+
+    def _load(self, command: Frame) -> Answer:
+        folder = Path(command.fields["model"])
+        self._link.progress(f"loading {folder}")
+        with telemetry.span(names.TRAINER_LOAD):
+            self._model.load(folder)
+        self._folder = folder
+        self._link.progress("checking the head")
+        self._model.check_head()
+        config = self._model.causal_lm.config
+        return {
+            "parameters": sum(parameter.numel() for parameter in self._model.parameters()),
+            "vocabulary": config.vocab_size,
+            "max_sequence_tokens": getattr(config, "max_position_embeddings", 0) or 0,
+            "torch": torch.__version__,
+            "device": str(self._model.device),
+        }, {}
+
+    def _open_session(self, command: Frame) -> Answer:
+        self._settings = SessionSettings.from_fields(command.fields)
+        torch.manual_seed(self._settings.seed)
+        self._optimizer = PolicyOptimizer(self._model, self._settings)
+        return {}, {}
+
+    def _train(self, command: Frame) -> Answer:
+        settings, optimizer = self._session()
+        started = time.monotonic()
+        update = Update(self._model, settings, self._link)
+        update.accumulate(command, backward=True)
+        elapsed = time.monotonic() - started
+        aborted = self._aborted == command.fields["attempt"]
+        metrics, skipped, aborted = finish(
+            update, optimizer, command.fields["learning_rate"], aborted, self._model.device
+        )
+        metrics["time/forward_backward_s"] = elapsed
+        return {"metrics": metrics, "skipped": skipped, "aborted": aborted}, {}
+
+    def _evaluate(self, command: Frame) -> Answer:
+        settings, _ = self._session()
+        update = Update(self._model, settings, self._link)
+        update.accumulate(command, backward=False)
+        metrics, _ = update.reduced()
+        return {"metrics": metrics}, {}
+
+    def _gradients(self, command: Frame) -> Answer:
+        """The loss and the whole mean gradient of a batch, from rank 0; no step follows."""
+        settings, optimizer = self._session()
+        update = Update(self._model, settings, self._link)
+        update.accumulate(command, backward=True)
+        metrics, _ = update.reduced()
+        arrays = {}
+        for name, parameter in self._model.causal_lm.named_parameters():
+            whole = gathered(parameter.grad) / metrics["tokens/trained"]
+            if self._setup.rank == 0:
+                arrays[name] = whole.cpu().numpy()
+        optimizer.discard_gradients()
+        return {"metrics": metrics}, arrays
+
+    def _score(self, command: Frame) -> Answer:
+        with telemetry.span(names.TRAINER_LOGPROBS):
+            return {}, score(command, self._model, self._link)
+
+    def _export(self, command: Frame) -> Answer:
+        return export(Path(command.fields["path"]), self._folder, self._model, self._link), {}
+
+    def _session(self) -> tuple[SessionSettings, PolicyOptimizer]:
+        # The front sends no such command without a session: reaching this is a defect, and ends the process.
+        assert self._settings is not None and self._optimizer is not None
+        return self._settings, self._optimizer
+
+    def _abort_update(self, frame: Frame) -> None:
+        self._aborted = frame.fields["attempt"]
+
+
+def _device(setup: RankSetup) -> torch.device:
+    if setup.backend != "nccl":
+        return torch.device("cpu")
+    if torch.cuda.device_count() < setup.ranks:
+        raise FailedPrecondition(
+            f"{setup.ranks} ranks need {setup.ranks} GPUs",
+            why=f"this process sees {torch.cuda.device_count()}, and nccl takes one rank a GPU",
+            next_step="lower trainer.nproc, or set trainer.backend to gloo to train on the CPU",
+        )
+    device = torch.device("cuda", setup.rank)
+    torch.cuda.set_device(device)
+    return device

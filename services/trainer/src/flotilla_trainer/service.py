@@ -1,0 +1,100 @@
+"""The trainer as a service: a front that stays answerable, and the ranks behind it.
+
+Invariants: READY means that every rank holds the model; this process never imports torch, so nothing that a rank does
+can block its answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from flotilla.common.v1 import operate_pb2
+from flotilla.common.v1.registration_pb2 import Registration
+from flotilla.trainer.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
+from flotilla_core import rpc, telemetry
+from flotilla_core.errors import FlotillaError
+from flotilla_core.model_folder import model_folder
+from flotilla_core.service import Host
+from flotilla_core.tokenizer_digest import tokenizer_digest
+from flotilla_trainer.gang import Gang, GangPlan
+from flotilla_trainer.model_shape import model_digest, model_shape
+from flotilla_trainer.servicer import TrainerServicer
+from flotilla_trainer.session_holder import SessionHolder
+
+SERVICE_NAME = "flotilla.trainer.v1.TrainerService"
+
+
+class TrainerService:
+    """One gang, one session, one port."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._plan = GangPlan.of_stack(
+            host.stack,
+            host.name,
+            host.instance_id,
+            model_folder(host.stack.model),
+            host.state_dir / "logs",
+            telemetry.endpoints(),
+        )
+        self._gang = Gang(self._plan, lost=self._lost, beyond_help=host.failed)
+        self._holder = SessionHolder(self._gang, self._plan, host.stack, host.activities)
+
+    def add_to(self, server: rpc.RpcServer) -> None:
+        """Answer TrainerService."""
+        server.add(add_TrainerServiceServicer_to_server, TrainerServicer(self._holder), SERVICE_NAME)
+
+    async def start(self) -> None:
+        """Spawn the ranks and load the model."""
+        model_shape(self._plan.model)
+        with self._host.activities.doing(f"starting {self._plan.nproc} ranks"):
+            await self._gang.start()
+
+    def describe(self, registration: Registration) -> None:
+        """What this trainer holds."""
+        facts = self._gang.facts
+        registration.versions["torch"] = facts["torch"]
+        registration.tokenizer_digest = tokenizer_digest(self._plan.model)
+        registration.model_digest = model_digest(self._plan.model)
+        registration.capacity["nproc"] = self._plan.nproc
+        registration.capacity["gpus"] = self._plan.nproc if facts["device"].startswith("cuda") else 0
+        registration.capacity["parameters"] = facts["parameters"]
+        registration.capacity["max_sequence_tokens"] = facts["max_sequence_tokens"]
+
+    async def check(self) -> list[operate_pb2.CheckResult]:
+        """Whether the ranks are there."""
+        if self._gang.ready:
+            return [
+                operate_pb2.CheckResult(
+                    name="ranks",
+                    status=operate_pb2.CHECK_STATUS_PASSED,
+                    finding=f"{self._plan.nproc} on {self._gang.facts['device']} over {self._plan.backend}; "
+                    + "; ".join(self._gang.phases()),
+                )
+            ]
+        return [
+            operate_pb2.CheckResult(
+                name="ranks",
+                status=operate_pb2.CHECK_STATUS_FAILED,
+                finding="; ".join(self._gang.phases()) or "not started",
+                remedy=f"See {self._plan.log_path(0)}.",
+            )
+        ]
+
+    async def dump_stacks(self) -> list[operate_pb2.ProcessStacks]:
+        """Stacks of the ranks, also of one that hangs."""
+        return await self._gang.stacks()
+
+    async def drain(self, grace_s: float) -> None:
+        """Let the command that runs come to its end."""
+        try:
+            await asyncio.wait_for(self._gang.idle(), grace_s)
+        except TimeoutError:
+            return  # it is cut by `stop`; the coordinator learns it from its broken call
+
+    async def stop(self) -> None:
+        """End the ranks."""
+        await self._gang.stop()
+
+    def _lost(self, error: FlotillaError) -> None:
+        self._holder.gang_lost(error)

@@ -1,0 +1,120 @@
+"""TrainerService on the wire: checks what is asked, finds the session, answers.
+
+Invariants: a mutating call that is repeated acts once; every refusal is a typed error; nothing in here waits for a rank
+except through the gang, so the loop stays free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer
+from flotilla_core import ids
+from flotilla_core.errors import InvalidRequest
+from flotilla_core.version import Version
+from flotilla_trainer.once import Once
+from flotilla_trainer.session_holder import SessionHolder
+
+KEPT_REPLIES = 256
+
+T = TypeVar("T")
+
+
+class TrainerServicer(TrainerServiceServicer):
+    """The calls of this release; the base class answers UNIMPLEMENTED to the others."""
+
+    def __init__(self, holder: SessionHolder) -> None:
+        self._holder = holder
+        self._replies: Once[Any] = Once(KEPT_REPLIES)
+
+    async def OpenSession(self, request: pb.OpenSessionRequest, context: Any) -> pb.OpenSessionResponse:
+        return await self._once("open", request, lambda: self._holder.open(request))
+
+    async def CloseSession(self, request: pb.CloseSessionRequest, context: Any) -> pb.CloseSessionResponse:
+        await self._holder.close(request.run_id)
+        return pb.CloseSessionResponse()
+
+    async def Train(self, requests: AsyncIterator[pb.TrainRequest], context: Any) -> pb.TrainResponse:
+        header = await _header(requests)
+        session = self._holder.session(header.run_id)
+        if (done := session.finished(header.update_id)) is not None:
+            return pb.TrainResponse(result=done)
+        session.check_version(Version.from_proto(header.policy_version), f"update {header.update_id}")
+        groups = [group async for request in requests for group in _chunk(request).groups]
+        if len(groups) != header.groups:
+            raise InvalidRequest(
+                f"the stream held {len(groups)} groups, its header announced {header.groups}",
+                where=f"update {header.update_id}",
+            )
+        return pb.TrainResponse(result=await session.train(header, groups))
+
+    async def GetUpdate(self, request: pb.GetUpdateRequest, context: Any) -> pb.GetUpdateResponse:
+        session = self._holder.session(request.run_id)
+        return pb.GetUpdateResponse(result=await session.update(request.update_id))
+
+    async def AbortUpdate(self, request: pb.AbortUpdateRequest, context: Any) -> pb.AbortUpdateResponse:
+        await self._holder.session(request.run_id).abort(request.update_id)
+        return pb.AbortUpdateResponse()
+
+    async def ComputeLogprobs(
+        self, request: pb.ComputeLogprobsRequest, context: Any
+    ) -> pb.ComputeLogprobsResponse:
+        return await self._holder.session(request.run_id).logprobs(request)
+
+    async def EvaluateLoss(self, request: pb.EvaluateLossRequest, context: Any) -> pb.EvaluateLossResponse:
+        return await self._holder.session(request.run_id).evaluate(request.groups)
+
+    async def OpenWeightGroup(
+        self, request: pb.OpenWeightGroupRequest, context: Any
+    ) -> pb.OpenWeightGroupResponse:
+        self._holder.session(request.run_id)
+        return await self._once("open group", request, lambda: self._holder.weights.open(request))
+
+    async def PublishWeights(
+        self, request: pb.PublishWeightsRequest, context: Any
+    ) -> pb.PublishWeightsResponse:
+        session = self._holder.session(request.run_id)
+
+        async def publish() -> pb.PublishWeightsResponse:
+            async with session.holding(Version.from_proto(request.policy_version), "the publication"):
+                return await self._holder.weights.publish(request)
+
+        return await self._once("publish", request, publish)
+
+    async def CloseWeightGroup(
+        self, request: pb.CloseWeightGroupRequest, context: Any
+    ) -> pb.CloseWeightGroupResponse:
+        await self._holder.weights.close(request.epoch)
+        return pb.CloseWeightGroupResponse()
+
+    async def ExportModel(self, request: pb.ExportModelRequest, context: Any) -> pb.ExportModelResponse:
+        session = self._holder.session(request.run_id)
+        if not request.path or not Path(request.path).is_absolute():
+            raise InvalidRequest("the path is not absolute", where=f"path {request.path!r}")
+
+        async def export() -> pb.ExportModelResponse:
+            async with session.holding(Version.from_proto(request.policy_version), "the export"):
+                return await self._holder.export(request)
+
+        return await self._once("export", request, export)
+
+    async def _once(self, kind: str, request: Any, act: Callable[[], Awaitable[T]]) -> T:
+        reply: T = await self._replies.run(f"{kind} {request.request_id or ids.new_request_id()}", act)
+        return reply
+
+
+async def _header(requests: AsyncIterator[pb.TrainRequest]) -> pb.TrainHeader:
+    async for request in requests:
+        if request.WhichOneof("part") == "header" and request.header.update_id:
+            return request.header
+        break
+    raise InvalidRequest("an update starts with a header that names it", where="Train")
+
+
+def _chunk(request: pb.TrainRequest) -> pb.TrainChunk:
+    if request.WhichOneof("part") != "chunk":
+        raise InvalidRequest("after the header come chunks of groups", where="Train")
+    return request.chunk

@@ -1,0 +1,265 @@
+"""One run's use of the trainer: its objective, its version, its updates.
+
+Invariants: the version grows by one with every step that was made and with nothing else; an update id trains once, and
+a repeat gets the first result; nothing changes before a whole valid batch is here; a skipped update leaves weights and
+version as they were, and too many of them in a row end the session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import structlog
+
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_core.errors import Cancelled, FlotillaError, NotFinite, NotFound, StaleVersion
+from flotilla_core.ids import derive_seed, new_request_id
+from flotilla_core.service import Activities
+from flotilla_core.tensors import to_tensor
+from flotilla_core.version import Version
+from flotilla_trainer.batch_dump import dump_batch
+from flotilla_trainer.frames import Array, Frame
+from flotilla_trainer.gang import Gang
+from flotilla_trainer.once import Once
+from flotilla_trainer.packing import MicroBatch, Sequences, pack, padded_tokens
+from flotilla_trainer.schedule import learning_rate
+from flotilla_trainer.session_settings import rank_settings
+from flotilla_trainer.update_batch import ModelLimits, UpdateBatch, read_scored
+
+KEPT_RESULTS = 64
+"""Each names its samples; only the newest can still be asked about."""
+
+logger = structlog.get_logger()
+
+
+class Session:
+    """The state between OpenSession and CloseSession."""
+
+    def __init__(
+        self, request: pb.OpenSessionRequest, folder: Path, gang: Gang, activities: Activities
+    ) -> None:
+        self.run_id = request.run_id
+        self.folder = folder
+        self.version = Version(request.lineage, 0)
+        self._spec = request.spec
+        self._gang = gang
+        self._activities = activities
+        self._updates: Once[pb.UpdateResult] = Once(KEPT_RESULTS)
+        self._attempts: dict[str, str] = {}
+        self._turn = asyncio.Lock()
+        self._skipped_in_row = 0
+        self._failure: FlotillaError | None = None
+
+    async def open(self) -> None:
+        """Build the optimizer on the ranks."""
+        await self._gang.command("open_session", rank_settings(self._spec))
+
+    async def train(self, header: pb.TrainHeader, groups: Sequence[pb.TrainGroup]) -> pb.UpdateResult:
+        """One update on a whole batch, or the result of the same update earlier."""
+        known = self._updates.get(header.update_id)
+        if known is not None and known.done() and self._was_another_try(known.result(), groups):
+            self._updates.forget(header.update_id)
+        return await self._updates.run(header.update_id, lambda: self._attempt(header, groups))
+
+    def finished(self, update_id: str) -> pb.UpdateResult | None:
+        """The result of an update that was made."""
+        known = self._updates.get(update_id)
+        if known is None or not known.done() or known.result().skipped:
+            return None
+        return known.result()
+
+    async def update(self, update_id: str) -> pb.UpdateResult:
+        """The result of an update that runs or is done."""
+        known = self._updates.get(update_id)
+        if known is None:
+            raise NotFound(
+                f"update {update_id!r} never happened here",
+                where=f"run {self.run_id}",
+                why=f"the session is at version {self.version}",
+                next_step="send it with Train",
+            )
+        return await asyncio.shield(known)
+
+    async def abort(self, update_id: str) -> None:
+        """Give up an update that runs; when this returns it has ended one way or the other."""
+        running = self._updates.get(update_id)
+        if running is None or running.done() or update_id not in self._attempts:
+            return
+        await self._gang.urgently("abort_update", {"attempt": self._attempts[update_id]})
+        await asyncio.wait({running})
+
+    @contextlib.asynccontextmanager
+    async def holding(self, version: Version, what: str) -> AsyncIterator[None]:
+        """Keep the weights at `version` meanwhile: no update runs, and one that ran before has been counted."""
+        async with self._turn:
+            self.check_version(version, what)
+            yield
+
+    async def evaluate(self, groups: Sequence[pb.TrainGroup]) -> pb.EvaluateLossResponse:
+        """The loss of a batch; nothing changes."""
+        batch = UpdateBatch.read(groups, self._limits())
+        sequences = batch.sequences(self._spec.objective, self._shuffle_seed("evaluate"))
+        packed = self._pack(sequences)
+        async with self._turn:
+            version = self.version
+            with self._activities.doing("evaluating the loss", run_id=self.run_id):
+                answers = await self._on_ranks("evaluate", packed, {})
+        metrics: dict[str, float] = answers[0].fields["metrics"]
+        return pb.EvaluateLossResponse(policy_version=version.to_proto(), metrics=metrics)
+
+    async def logprobs(self, request: pb.ComputeLogprobsRequest) -> pb.ComputeLogprobsResponse:
+        """Log-probabilities under the current policy, in the order of the request."""
+        ids, sequences, lengths = read_scored(request.sequences, self._limits())
+        packed = self._pack(sequences)
+        fields = {
+            "temperature": request.temperature or 1.0,
+            "chunk_tokens": self._spec.batching.logprob_chunk_tokens,
+            "top_k": min(request.top_k, self._limits().vocabulary),
+        }
+        async with self._turn:
+            version = self.version
+            with self._activities.doing("computing log-probabilities", run_id=self.run_id):
+                answers = await self._on_ranks("score", packed, fields)
+        scores = _in_place(answers, packed, len(sequences.scored))
+        reply = pb.ComputeLogprobsResponse(policy_version=version.to_proto())
+        edges = [0, *lengths.cumsum().tolist()]
+        for index, sequence_id in enumerate(ids):
+            part = slice(edges[index], edges[index + 1])
+            item = reply.sequences.add(sequence_id=sequence_id, logprobs=to_tensor(scores["logprobs"][part]))
+            if request.top_k:
+                item.top_token_ids.CopyFrom(to_tensor(scores["top_ids"][part]))
+                item.top_logprobs.CopyFrom(to_tensor(scores["top_logprobs"][part]))
+        return reply
+
+    def check_version(self, version: Version, what: str) -> None:
+        """Refuse work for another version than the one that is held."""
+        if version != self.version:
+            raise StaleVersion(
+                f"{what} is for version {version}",
+                where=f"run {self.run_id}",
+                why=f"the trainer holds version {self.version}",
+                next_step="ask GetUpdate which updates were made",
+            )
+
+    async def _attempt(self, header: pb.TrainHeader, groups: Sequence[pb.TrainGroup]) -> pb.UpdateResult:
+        """One try at an update, under a name that an abort can mean without hitting the next try."""
+        attempt = self._attempts[header.update_id] = new_request_id()
+        try:
+            return await self._train(header, groups, attempt)
+        finally:
+            del self._attempts[header.update_id]
+
+    async def _train(
+        self, header: pb.TrainHeader, groups: Sequence[pb.TrainGroup], attempt: str
+    ) -> pb.UpdateResult:
+        async with self._turn:
+            if self._failure is not None:
+                raise self._failure
+            self.check_version(Version.from_proto(header.policy_version), f"update {header.update_id}")
+            started = time.monotonic()
+            batch, packed = await asyncio.to_thread(self._prepare, header.update_id, groups)
+            prepared_s = time.monotonic() - started
+            rate = learning_rate(self._spec.optimizer, self._spec.total_updates, self.version.step)
+            with self._activities.doing("train: forward, backward and step", run_id=self.run_id):
+                answers = await self._on_ranks("train", packed, {"attempt": attempt, "learning_rate": rate})
+            answer = answers[0].fields
+            if answer["aborted"]:
+                raise Cancelled(f"update {header.update_id} was aborted before its step")
+            metrics = answer["metrics"] | _batch_metrics(batch, packed) | {"time/prepare_s": prepared_s}
+            self._account(header.update_id, batch, answer["skipped"], metrics)
+            return pb.UpdateResult(
+                update_id=header.update_id,
+                policy_version=self.version.to_proto(),
+                skipped=answer["skipped"],
+                metrics=metrics,
+                sample_ids=batch.sample_ids,
+            )
+
+    def _account(self, update_id: str, batch: UpdateBatch, skipped: str, metrics: dict[str, float]) -> None:
+        """Move the version on, or count the skip."""
+        if not skipped:
+            self.version = Version(self.version.lineage, self.version.step + 1)
+            self._skipped_in_row = 0
+            return
+        self._skipped_in_row += 1
+        dumped = self._dump(update_id, batch, skipped, metrics)
+        logger.warning(
+            "update skipped", update_id=update_id, why=skipped, in_row=self._skipped_in_row, dump=dumped
+        )
+        if self._skipped_in_row >= max(1, self._spec.max_skipped_updates):
+            self._failure = NotFinite(
+                f"{self._skipped_in_row} updates in a row were skipped",
+                where=f"run {self.run_id}, update {update_id}",
+                why=skipped,
+                next_step=f"look at the dumped batch ({dumped}); lower optimizer.learning_rate",
+            )
+            raise self._failure
+
+    def _dump(self, update_id: str, batch: UpdateBatch, why: str, metrics: dict[str, float]) -> str:
+        if not self._spec.dump_dir:
+            return "not kept: the session names no dump_dir"
+        try:
+            return str(dump_batch(Path(self._spec.dump_dir), update_id, batch, why, metrics))
+        except OSError as error:
+            return f"not written: {error}"
+
+    def _prepare(
+        self, update_id: str, groups: Sequence[pb.TrainGroup]
+    ) -> tuple[UpdateBatch, list[list[MicroBatch]]]:
+        batch = UpdateBatch.read(groups, self._limits())
+        return batch, self._pack(batch.sequences(self._spec.objective, self._shuffle_seed(update_id)))
+
+    def _shuffle_seed(self, update_id: str) -> int:
+        return derive_seed("shuffle", self._spec.seed, update_id.rpartition("/")[2])
+
+    def _pack(self, sequences: Sequences) -> list[list[MicroBatch]]:
+        return pack(sequences, self._spec.batching.tokens_per_microbatch, self._gang.size)
+
+    async def _on_ranks(
+        self, kind: str, packed: list[list[MicroBatch]], fields: dict[str, Any]
+    ) -> list[Frame]:
+        return await self._gang.command(
+            kind,
+            fields,
+            [_arrays(batches) for batches in packed],
+            per_rank=[{"idle": [batch.idle for batch in batches]} for batches in packed],
+        )
+
+    def _limits(self) -> ModelLimits:
+        facts = self._gang.facts
+        return ModelLimits(facts["vocabulary"], facts["max_sequence_tokens"])
+
+    @staticmethod
+    def _was_another_try(result: pb.UpdateResult, groups: Sequence[pb.TrainGroup]) -> bool:
+        """A skipped update leaves its version, and so its id, to the next batch."""
+        samples = [sample.sample_id for group in groups for sample in group.samples]
+        return bool(result.skipped) and samples != list(result.sample_ids)
+
+
+def _arrays(batches: list[MicroBatch]) -> dict[str, Array]:
+    return {name: array for index, batch in enumerate(batches) for name, array in batch.arrays(index).items()}
+
+
+def _in_place(answers: list[Frame], packed: list[list[MicroBatch]], count: int) -> dict[str, Array]:
+    """The ranks' scores in the order of the scored tokens."""
+    result: dict[str, Array] = {}
+    for answer, batches in zip(answers, packed, strict=True):
+        places = np.concatenate([batch.places for batch in batches])
+        for name, values in answer.arrays.items():
+            whole = result.setdefault(name, np.empty((count, *values.shape[1:]), values.dtype))
+            whole[places] = values
+    return result
+
+
+def _batch_metrics(batch: UpdateBatch, packed: list[list[MicroBatch]]) -> dict[str, float]:
+    return {
+        "tokens/response_mean": float(batch.response_lengths.mean()),
+        "tokens/padded": float(padded_tokens(packed)),
+        "microbatches": float(len(packed[0])),
+    }

@@ -1,0 +1,122 @@
+"""Who holds the trainer: at most one session, and the gang under it.
+
+Invariants: a session that is lost with its gang stays lost, and later calls say why; a new session starts from exactly
+the weights that it names, whatever was trained before it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import structlog
+
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_core.config import StackConfig
+from flotilla_core.errors import Cancelled, FailedPrecondition, FlotillaError, InvalidRequest
+from flotilla_core.model_folder import model_folder
+from flotilla_core.service import Activities
+from flotilla_trainer.gang import Gang, GangPlan
+from flotilla_trainer.model_shape import check_same_shape, model_digest
+from flotilla_trainer.session import Session
+from flotilla_trainer.session_settings import check_spec
+from flotilla_trainer.weight_groups import WeightGroups
+
+logger = structlog.get_logger()
+
+
+class SessionHolder:
+    """Opens and closes sessions on one gang."""
+
+    def __init__(self, gang: Gang, plan: GangPlan, stack: StackConfig, activities: Activities) -> None:
+        self._gang = gang
+        self._plan = plan
+        self._activities = activities
+        self._session: Session | None = None
+        self._opening = ""
+        self._unwanted = False
+        self._why_none = "no run has opened one"
+        self._pristine: Path | None = plan.model
+        self.weights = WeightGroups(gang, stack.bind, plan.rank_timeout_s, activities)
+
+    def session(self, run_id: str) -> Session:
+        """The session of this run."""
+        if self._session is None or self._session.run_id != run_id:
+            why = self._why_none if self._session is None else f"run {self._session.run_id} holds the trainer"
+            raise FailedPrecondition(
+                f"run {run_id!r} has no session",
+                where=self._plan.name,
+                why=why,
+                next_step="call OpenSession first",
+            )
+        return self._session
+
+    async def open(self, request: pb.OpenSessionRequest) -> pb.OpenSessionResponse:
+        """Start a run's session from the weights that it names."""
+        if not request.run_id:
+            raise InvalidRequest("run_id is empty", where="OpenSession")
+        check_spec(request.spec)
+        folder = (
+            model_folder(request.spec.initial_weights) if request.spec.initial_weights else self._plan.model
+        )
+        check_same_shape(folder, self._plan.model)
+        holder = self._session.run_id if self._session else self._opening
+        if holder:
+            raise FailedPrecondition(
+                f"run {holder} holds the trainer",
+                where=self._plan.name,
+                next_step=f"wait for it, or stop it with `flotilla run stop {holder}`",
+            )
+        self._opening, self._unwanted = request.run_id, False
+        try:
+            with self._activities.doing("opening a session", run_id=request.run_id):
+                session = await self._opened(request, folder)
+        finally:
+            self._opening = ""
+        if self._unwanted:
+            raise Cancelled(f"run {request.run_id} closed its session before it was open")
+        self._session = session
+        return pb.OpenSessionResponse(
+            policy_version=session.version.to_proto(),
+            parameters=self._gang.facts["parameters"],
+            ranks=self._gang.size,
+            model_digest=model_digest(folder),
+            max_sequence_tokens=self._gang.facts["max_sequence_tokens"],
+        )
+
+    async def close(self, run_id: str) -> None:
+        """End a run's session; one that is gone already is fine, and one that is still opening never opens."""
+        if self._opening == run_id:
+            self._unwanted = True
+        if self._session is not None and self._session.run_id == run_id:
+            self._session = None
+            self._why_none = f"run {run_id} closed it"
+            await self.weights.close_any()
+
+    async def export(self, request: pb.ExportModelRequest) -> pb.ExportModelResponse:
+        """Write the current policy as a Hugging Face folder."""
+        with self._activities.doing(f"exporting the model to {request.path}", run_id=request.run_id):
+            answers = await self._gang.command(
+                "export", {"path": request.path}, limit_s=self._gang.slow_timeout_s
+            )
+        return pb.ExportModelResponse(path=request.path, **answers[0].fields)
+
+    def gang_lost(self, error: FlotillaError) -> None:
+        """The ranks are gone, and with them the weights of the session."""
+        logger.error("the ranks were lost and are being restarted", error=str(error))
+        if self._session is not None:
+            self._why_none = f"the session of run {self._session.run_id} was lost: {error.what}"
+        self._session = None
+        self._pristine = self._plan.model
+        self.weights.forget()
+
+    async def _opened(self, request: pb.OpenSessionRequest, folder: Path) -> Session:
+        await self._gang.wait_ready()
+        if folder != self._pristine:
+            # Until the load is through, nobody knows what the ranks hold.
+            self._pristine = None
+            await self._gang.command("load", {"model": str(folder)}, limit_s=self._gang.slow_timeout_s)
+        self._pristine = None
+        self.weights.forget_epochs()
+        session = Session(request, folder, self._gang, self._activities)
+        await session.open()
+        return session

@@ -1,0 +1,66 @@
+"""The run's specification, checked, as the ranks need it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from flotilla.trainer.v1 import session_pb2 as pb
+from flotilla_core.errors import InvalidRequest, Unimplemented
+from flotilla_trainer.rank.settings import SessionSettings
+
+SEED_BITS = 63
+
+
+def check_spec(spec: pb.SessionSpec) -> None:
+    """Refuse a specification that cannot be trained, naming the field."""
+    if spec.role not in (pb.ROLE_UNSPECIFIED, pb.ROLE_POLICY):
+        raise Unimplemented(f"this trainer holds policies, not {pb.Role.Name(spec.role)}", where="spec.role")
+    objective = spec.objective.WhichOneof("kind")
+    if objective is None:
+        raise InvalidRequest("no objective is given", where="spec.objective", next_step="set sft or grpo")
+    optimizer, grpo = spec.optimizer, spec.objective.grpo
+    rules = {
+        "optimizer.learning_rate": _number(optimizer.learning_rate, above=0),
+        "optimizer.beta1": 0 <= optimizer.beta1 < 1,
+        "optimizer.beta2": 0 <= optimizer.beta2 < 1,
+        "optimizer.epsilon": _number(optimizer.epsilon, above=0),
+        "optimizer.weight_decay": _number(optimizer.weight_decay),
+        "optimizer.max_grad_norm": _number(optimizer.max_grad_norm),
+        "optimizer.final_lr_ratio": 0 <= optimizer.final_lr_ratio <= 1,
+        "optimizer.schedule": optimizer.schedule != pb.SCHEDULE_UNSPECIFIED,
+        "batching.tokens_per_microbatch": spec.batching.tokens_per_microbatch > 0,
+        "batching.logprob_chunk_tokens": spec.batching.logprob_chunk_tokens > 0,
+        "total_updates": spec.total_updates > 0,
+    }
+    if objective == "grpo":
+        rules["objective.grpo.temperature"] = _number(grpo.temperature, above=0)
+        rules["objective.grpo.clip_low"] = 0 <= grpo.clip_low <= 1
+        rules["objective.grpo.clip_high"] = _number(grpo.clip_high)
+    for name, holds in rules.items():
+        if not holds:
+            raise InvalidRequest(f"{name} is out of range or missing", where=f"spec.{name}")
+
+
+def rank_settings(spec: pb.SessionSpec) -> dict[str, Any]:
+    """The fields of the command that opens the session on the ranks."""
+    grpo, optimizer = spec.objective.grpo, spec.optimizer
+    settings = SessionSettings(
+        objective=spec.objective.WhichOneof("kind") or "",
+        temperature=grpo.temperature if spec.objective.HasField("grpo") else 1.0,
+        clip_low=grpo.clip_low,
+        clip_high=grpo.clip_high,
+        beta1=optimizer.beta1,
+        beta2=optimizer.beta2,
+        epsilon=optimizer.epsilon,
+        weight_decay=optimizer.weight_decay,
+        max_grad_norm=optimizer.max_grad_norm,
+        chunk_tokens=spec.batching.logprob_chunk_tokens,
+        seed=spec.seed % 2**SEED_BITS,
+    )
+    return asdict(settings)
+
+
+def _number(value: float, above: float | None = None) -> bool:
+    return math.isfinite(value) and (value >= 0 if above is None else value > above)

@@ -1,0 +1,234 @@
+"""The samples of one update, checked and laid out flat.
+
+Invariants: whatever is wrong is refused here, naming the sample, before a rank sees anything; arrays follow the order
+of the wire, group by group; token ids are those that were sampled, never re-made from text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flotilla.common.v1 import tensor_pb2
+from flotilla.trainer.v1 import session_pb2
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_algorithms import group_advantages, shuffled_rewards
+from flotilla_core.errors import InvalidRequest, NotFinite
+from flotilla_core.tensors import from_tensor
+from flotilla_trainer.frames import Array
+from flotilla_trainer.packing import Sequences
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What fits the model."""
+
+    vocabulary: int
+    max_sequence_tokens: int
+    """0 where the model has no limit."""
+
+
+@dataclass(frozen=True)
+class UpdateBatch:
+    """All samples of an update; per-token arrays cover the responses one after the other."""
+
+    sample_ids: list[str]
+    group_sizes: NDArray[np.int64]
+    prompt_lengths: NDArray[np.int64]
+    response_lengths: NDArray[np.int64]
+    tokens: NDArray[np.int32]
+    rewards: NDArray[np.float64]
+    trained: NDArray[np.bool_]
+    logprobs: NDArray[np.float32] | None
+    advantages: NDArray[np.float32] | None
+    """Where the caller computed them itself."""
+
+    @classmethod
+    def read(cls, groups: Sequence[pb.TrainGroup], limits: ModelLimits) -> UpdateBatch:
+        """The batch on the wire."""
+        samples = [sample for group in groups for sample in group.samples]
+        if not samples:
+            raise InvalidRequest(
+                "the update has no samples", next_step="send at least one group with a sample"
+            )
+        for group in groups:
+            if not group.samples:
+                raise InvalidRequest("a group has no samples", where=f"group {group.group_id!r}")
+        ids = [sample.sample_id for sample in samples]
+        _check_unique(ids)
+        prompts = [_tokens(group.prompt_token_ids, f"prompt of group {group.group_id!r}") for group in groups]
+        sizes = np.array([len(group.samples) for group in groups])
+        responses = [_tokens(sample.token_ids, _sample(sample.sample_id)) for sample in samples]
+        lengths = np.array([len(response) for response in responses])
+        prompt_of = np.repeat(np.arange(len(groups)), sizes)
+        tokens, prompt_lengths = _joined([prompts[index] for index in prompt_of], responses, ids, limits)
+        batch = cls(
+            sample_ids=ids,
+            group_sizes=sizes,
+            prompt_lengths=prompt_lengths,
+            response_lengths=lengths,
+            tokens=tokens,
+            rewards=np.array([sample.reward for sample in samples]),
+            trained=_mask(samples, lengths),
+            logprobs=_optional("logprobs", samples, lengths),
+            advantages=_optional("advantages", samples, lengths),
+        )
+        if not batch.trained.any():
+            raise InvalidRequest("no token of the update is trained", why="every mask is false")
+        return batch
+
+    def sequences(self, objective: session_pb2.Objective, shuffle_seed: int) -> Sequences:
+        """What the ranks need for this objective."""
+        columns: dict[str, NDArray[np.float32]] = {}
+        if objective.HasField("grpo"):
+            columns = {
+                "rollout_logprobs": self._rollout_logprobs()[self.trained],
+                "advantages": self._token_advantages(objective.grpo, shuffle_seed)[self.trained],
+            }
+        return Sequences(
+            tokens=self.tokens,
+            lengths=self.prompt_lengths + self.response_lengths,
+            scored=response_places(self.prompt_lengths, self.response_lengths)[self.trained],
+            columns=columns,
+        )
+
+    def _rollout_logprobs(self) -> NDArray[np.float32]:
+        if self.logprobs is None:
+            raise InvalidRequest(
+                "the grpo objective needs the rollout's log-probabilities",
+                where=_sample(self.sample_ids[0]),
+                why="the field `logprobs` is empty",
+            )
+        return self.logprobs
+
+    def _token_advantages(self, objective: session_pb2.GrpoObjective, seed: int) -> NDArray[np.float32]:
+        if self.advantages is not None:
+            return self.advantages
+        wrong = np.flatnonzero(~np.isfinite(self.rewards))
+        if wrong.size:
+            raise NotFinite(
+                f"a reward is {self.rewards[wrong[0]]}",
+                where=_sample(self.sample_ids[wrong[0]]),
+                next_step="let the reward function report an error instead of a number",
+            )
+        rewards = shuffled_rewards(self.rewards, seed) if objective.shuffle_rewards else self.rewards
+        whole_update = objective.baseline == session_pb2.BASELINE_BATCH
+        sizes = [len(rewards)] if whole_update else self.group_sizes
+        advantages = group_advantages(rewards, sizes, normalize_std=objective.normalize_std)
+        return np.repeat(advantages, self.response_lengths).astype(np.float32)
+
+
+def read_scored(
+    sequences: Iterable[pb.ScoredSequence], limits: ModelLimits
+) -> tuple[list[str], Sequences, Any]:
+    """Ids, sequences and response lengths of a scoring request."""
+    items = list(sequences)
+    if not items:
+        raise InvalidRequest("there is nothing to score", where="ComputeLogprobs")
+    ids = [item.sequence_id for item in items]
+    _check_unique(ids)
+    prompts = [_tokens(item.prompt_token_ids, f"prompt of {_sample(item.sequence_id)}") for item in items]
+    responses = [_tokens(item.token_ids, _sample(item.sequence_id)) for item in items]
+    lengths = np.array([len(response) for response in responses])
+    tokens, prompt_lengths = _joined(prompts, responses, ids, limits)
+    scored = response_places(prompt_lengths, lengths)
+    return ids, Sequences(tokens=tokens, lengths=prompt_lengths + lengths, scored=scored), lengths
+
+
+def response_places(
+    prompt_lengths: NDArray[np.int64], response_lengths: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Where the response tokens lie within all tokens."""
+    ends = np.cumsum(prompt_lengths + response_lengths)
+    before = np.cumsum(response_lengths) - response_lengths
+    offset = ends - response_lengths - before
+    return np.arange(int(response_lengths.sum())) + np.repeat(offset, response_lengths)
+
+
+def _joined(
+    prompts: list[Array], responses: list[Array], ids: list[str], limits: ModelLimits
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Prompt, response, prompt, response, ... as one array, within the limits of the model."""
+    parts = [part for pair in zip(prompts, responses, strict=True) for part in pair]
+    tokens = np.concatenate(parts)
+    prompt_lengths = np.array([len(prompt) for prompt in prompts])
+    lengths = prompt_lengths + np.array([len(response) for response in responses])
+    too_long = np.flatnonzero(lengths > limits.max_sequence_tokens) if limits.max_sequence_tokens else ()
+    if len(too_long):
+        raise InvalidRequest(
+            f"a sequence of {lengths[too_long[0]]} tokens does not fit the model",
+            where=_sample(ids[too_long[0]]),
+            why=f"the model takes {limits.max_sequence_tokens}",
+            next_step="lower rollout.sampling.max_response_tokens or drop long prompts",
+        )
+    wrong = np.flatnonzero((tokens < 0) | (tokens >= limits.vocabulary))
+    if wrong.size:
+        owner = int(np.searchsorted(np.cumsum(lengths), wrong[0], side="right"))
+        raise InvalidRequest(
+            f"token id {tokens[wrong[0]]} is not in the vocabulary",
+            where=_sample(ids[owner]),
+            why=f"the model knows ids 0 to {limits.vocabulary - 1}",
+            next_step="use the tokenizer of the model that the trainer holds",
+        )
+    return tokens.astype(np.int32), prompt_lengths
+
+
+def _tokens(tensor: tensor_pb2.Tensor, where: str) -> Array:
+    if not tensor.data:
+        raise InvalidRequest("there are no tokens", where=where)
+    tokens = from_tensor(tensor)
+    if tokens.ndim != 1 or tokens.dtype.kind != "i":
+        raise InvalidRequest(
+            f"token ids are {tokens.dtype}{list(tokens.shape)}, not a list of integers", where=where
+        )
+    return tokens
+
+
+def _optional(
+    name: str, samples: list[pb.TrainSample], lengths: NDArray[np.int64]
+) -> NDArray[np.float32] | None:
+    """A per-token number that all samples carry, or none does."""
+    given = [bool(getattr(sample, name).data) for sample in samples]
+    if not any(given):
+        return None
+    arrays = []
+    for sample, length, present in zip(samples, lengths, given, strict=True):
+        values = from_tensor(getattr(sample, name)) if present else np.zeros(0, np.float32)
+        if values.shape != (length,) or values.dtype.kind != "f":
+            raise InvalidRequest(
+                f"`{name}` holds {values.size} numbers for {length} tokens", where=_sample(sample.sample_id)
+            )
+        if not np.isfinite(values).all():
+            raise InvalidRequest(
+                f"`{name}` holds a number that is not finite", where=_sample(sample.sample_id)
+            )
+        arrays.append(values)
+    return np.concatenate(arrays).astype(np.float32)
+
+
+def _mask(samples: list[pb.TrainSample], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
+    masks = []
+    for sample, length in zip(samples, lengths, strict=True):
+        mask = from_tensor(sample.mask) if sample.mask.data else np.ones(length, np.bool_)
+        if mask.shape != (length,) or mask.dtype != np.bool_:
+            raise InvalidRequest(
+                f"`mask` holds {mask.size} flags for {length} tokens", where=_sample(sample.sample_id)
+            )
+        masks.append(mask)
+    return np.concatenate(masks)
+
+
+def _check_unique(ids: list[str]) -> None:
+    seen: set[str] = set()
+    for identifier in ids:
+        if not identifier or identifier in seen:
+            raise InvalidRequest("an id is empty or stands twice", where=_sample(identifier))
+        seen.add(identifier)
+
+
+def _sample(identifier: str) -> str:
+    return f"sample {identifier!r}"

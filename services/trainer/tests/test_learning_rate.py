@@ -1,0 +1,39 @@
+"""The learning rate as a function of the update's number."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from flotilla.trainer.v1 import session_pb2 as pb
+from flotilla_trainer.schedule import learning_rate
+
+
+def rates(
+    schedule: pb.Schedule.ValueType, total: int = 20, warmup: int = 4, ratio: float = 0.1
+) -> list[float]:
+    optimizer = pb.Optimizer(
+        learning_rate=2.0, schedule=schedule, warmup_updates=warmup, final_lr_ratio=ratio
+    )
+    return [learning_rate(optimizer, total, update) for update in range(total + 5)]
+
+
+def test_warm_up_rises_in_equal_steps_to_the_peak() -> None:
+    assert rates(pb.SCHEDULE_CONSTANT)[:6] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0, 2.0])
+
+
+@pytest.mark.parametrize("schedule", [pb.SCHEDULE_LINEAR, pb.SCHEDULE_COSINE])
+def test_decay_starts_at_the_peak_falls_and_rests_at_its_final_share(schedule: pb.Schedule.ValueType) -> None:
+    decay = rates(schedule)[4:]
+    assert decay[0] == pytest.approx(2.0)
+    assert all(later < earlier for earlier, later in pairwise(decay[:17]))
+    assert decay[16:] == pytest.approx([0.2] * 5)
+
+
+def test_half_way_down_linear_and_cosine_meet() -> None:
+    assert rates(pb.SCHEDULE_LINEAR)[12] == pytest.approx(rates(pb.SCHEDULE_COSINE)[12]) == pytest.approx(1.1)
+
+
+def test_a_run_shorter_than_its_warm_up_stays_defined() -> None:
+    assert rates(pb.SCHEDULE_LINEAR, total=2, warmup=10)[:2] == pytest.approx([0.2, 0.4])

@@ -1,0 +1,172 @@
+"""Whatever is wrong ends in one clear message and a non-zero exit; nothing hangs, nothing half-started stays."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from flotilla_testing.stack import Stack
+
+pytestmark = pytest.mark.timeout(120)
+
+USAGE = 2
+FAILED_RUN = 1
+
+
+def run_file(tmp_path: Path, arithmetic: Path, **changes: Any) -> Path:
+    """A run of one small step, with changes by dotted key."""
+    run: dict[str, Any] = {
+        "name": "bad-input",
+        "steps": 1,
+        "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
+        "rollout": {
+            "prompts_per_step": 2,
+            "samples_per_prompt": 2,
+            "sampling": {"max_response_tokens": 6},
+        },
+        "rewards": [{"reward": "exact"}],
+        "weights": {"canary": {"prompts": 0}},
+        "export_final": False,
+    }
+    for key, value in changes.items():
+        section, *path = key.split("__")
+        target = run
+        for part in path:
+            target, section = target.setdefault(section, {}), part
+        target[section] = value
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(run))
+    return file
+
+
+def test_good_input_passes(fleet: Stack, arithmetic: Path, tmp_path: Path) -> None:
+    run = fleet.run(run_file(tmp_path, arithmetic))
+    assert run["state"] == "succeeded", run["reason"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"rollot": {}}, ["rollot", "rollout", "run.yaml:"]),
+        ({"rollout__promts_per_step": 4}, ["promts_per_step", "prompts_per_step"]),
+        ({"steps": "many"}, ["steps", "integer"]),
+        ({"rollout__samples_per_prompt": 1}, ["samples_per_prompt", "grpo", "2 or more"]),
+        ({"data__train": "/nowhere/train.jsonl"}, ["/nowhere/train.jsonl"]),
+        ({"initial_weights": "/nowhere/model"}, ["/nowhere/model"]),
+        ({"rewards": [{"reward": "/nowhere/reward.py:reward"}]}, ["/nowhere/reward.py"]),
+        ({"optimizer__warmup_updates": 9, "optimizer__schedule": "linear"}, ["warmup_updates"]),
+    ],
+    ids=["section", "key", "type", "group-of-one", "data", "weights", "reward-file", "schedule"],
+)
+def test_wrong_run_is_refused_before_anything_starts(
+    fleet: Stack, arithmetic: Path, tmp_path: Path, changes: dict[str, Any], told: list[str]
+) -> None:
+    before = len(fleet.ok("run", "list")["runs"])
+    outcome = fleet.flotilla("run", "start", str(run_file(tmp_path, arithmetic, **changes)), "--wait")
+    assert outcome.code == USAGE, outcome.err
+    for words in told:
+        assert words in outcome.err
+    assert "Traceback" not in outcome.err
+    assert len(fleet.ok("run", "list")["runs"]) == before
+
+
+def test_empty_data_set_is_refused(fleet: Stack, arithmetic: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    outcome = fleet.flotilla("run", "start", str(run_file(tmp_path, arithmetic, data__train=str(empty))))
+    assert outcome.code == USAGE
+    assert "empty.jsonl" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("raise RuntimeError('broken on purpose')", "broken on purpose"),
+        ("return float('nan')", "nan"),
+        ("return 'good'", "good"),
+        ("while True: pass", "0.5 s"),
+    ],
+    ids=["raises", "nan", "text", "never-returns"],
+)
+def test_broken_reward_fails_the_run_and_is_never_a_score(
+    fleet: Stack, arithmetic: Path, tmp_path: Path, body: str, told: str
+) -> None:
+    reward = tmp_path / "broken.py"
+    reward.write_text(f"def reward(prompt, response, answer, info):\n    {body}\n")
+    terms = [{"reward": f"{reward}:reward", "timeout_s": 0.5}]
+    outcome = fleet.flotilla(
+        "run", "start", str(run_file(tmp_path, arithmetic, rewards=terms)), "--wait", "--json"
+    )
+    assert outcome.code == FAILED_RUN
+    assert outcome.json["state"] == "failed"
+    assert told in outcome.json["reason"].lower()
+
+
+def test_missing_model_folder_starts_nothing(tmp_path: Path) -> None:
+    outcome = up(tmp_path, model="/nowhere/model")
+    assert outcome.code != 0
+    assert "/nowhere/model" in outcome.err
+    assert nothing_runs_below(tmp_path)
+
+
+def test_taken_port_names_the_port_and_starts_nothing(arithmetic: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        outcome = up(tmp_path, model=str(arithmetic / "model"), bind={"port": port})
+    assert outcome.code != 0
+    assert str(port) in outcome.err
+    assert nothing_runs_below(tmp_path)
+
+
+def test_service_that_dies_at_start_shows_its_last_words(arithmetic: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken-model"
+    broken.mkdir()
+    (broken / "tokenizer.json").write_bytes((arithmetic / "model" / "tokenizer.json").read_bytes())
+    (broken / "config.json").write_text(json.dumps({"model_type": "no-such-architecture"}))
+    outcome = up(tmp_path, model=str(broken))
+    assert outcome.code != 0
+    assert "config.json" in outcome.err or "no-such-architecture" in outcome.err
+    assert nothing_runs_below(tmp_path)
+
+
+def test_trainer_with_another_tokenizer_is_refused(arithmetic: Path, tmp_path: Path) -> None:
+    from flotilla_testing.stack import light_stack
+
+    other = tmp_path / "other-model"
+    other.mkdir()
+    for file in (arithmetic / "model").iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer, indent=3))
+    with light_stack(arithmetic / "model", tmp_path, trainer_model=other) as running:
+        run = running.run(run_file(tmp_path, arithmetic))
+    assert run["state"] == "failed"
+    assert "tokenizer" in run["reason"]
+
+
+def up(directory: Path, **stack: Any) -> Any:
+    """`flotilla up` with a stack of its own; always taken down again."""
+    file = directory / "stack.yaml"
+    file.write_text(
+        yaml.safe_dump({"name": "bad", "state_dir": str(directory), "trainer": {"replicas": 0}, **stack})
+    )
+    running = Stack(file, directory / "bad")
+    try:
+        return running.flotilla("up", timeout_s=100)
+    finally:
+        running.flotilla("down")
+
+
+def nothing_runs_below(directory: Path) -> bool:
+    """No process was left that was started with a file of this directory."""
+    return not [
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if any(str(directory) in argument for argument in process.info["cmdline"] or ())
+    ]

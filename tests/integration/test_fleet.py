@@ -1,0 +1,125 @@
+"""The whole fleet, end to end, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flotilla_coordinator.ledger.checker import check
+from flotilla_testing.stack import Stack, wait_until
+
+pytestmark = pytest.mark.timeout(300)
+
+CANARY = (
+    "weights.canary.prompts=64",
+    "weights.canary.tokens=16",
+    "weights.canary.temperatures=[1.0, 0.7]",
+)
+
+
+@pytest.fixture(scope="module")
+def finished_run(stack: Stack, arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """Three GRPO steps with the full canary, shared by the tests that only look at the result."""
+    file = tmp_path_factory.mktemp("run") / "run.yaml"
+    file.write_text(
+        json.dumps(
+            {
+                "name": "three-steps",
+                "steps": 3,
+                "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
+                "rollout": {
+                    "prompts_per_step": 64,
+                    "samples_per_prompt": 4,
+                    "sampling": {"max_response_tokens": 6},
+                },
+                "rewards": [{"reward": "exact"}],
+                "optimizer": {"learning_rate": 1.0e-4, "schedule": "constant"},
+                "evaluation": {"data": str(arithmetic / "data" / "heldout.jsonl"), "max_prompts": 64},
+            }
+        )
+    )
+    run = stack.run(file, *CANARY)
+    assert run["state"] == "succeeded", run["reason"]
+    return run
+
+
+def test_three_grpo_steps_account_for_every_sample(stack: Stack, finished_run: dict) -> None:
+    verdict = check(stack.directory / "ledger.sqlite", finished_run["run_id"])
+    assert verdict.passed, str(verdict)
+    assert verdict.trained == 3 * 64 * 4
+
+
+def test_trainer_and_generator_agree_at_every_sync(stack: Stack, finished_run: dict) -> None:
+    steps = stack.metrics(finished_run)
+    assert len(steps) == 3
+    for step in steps:
+        assert step["canary/max"] < 1e-4
+        assert step["logprob_diff/max"] < 1e-4
+
+
+def test_run_directory_holds_everything(finished_run: dict) -> None:
+    directory = Path(finished_run["directory"])
+    for name in ("run.yaml", "versions.json", "metrics.jsonl", "events.jsonl", "evaluations.jsonl"):
+        assert (directory / name).stat().st_size > 0, name
+    assert len(list((directory / "samples").glob("step-*.jsonl.zst"))) == 3
+    assert (directory / "model" / "model.safetensors").exists()
+    assert list((directory / "plots").glob("*.png"))
+    assert {path.stem for path in (directory / "logs").glob("*.log")} >= {
+        "coordinator",
+        "generator-0",
+        "trainer",
+    }
+
+
+def test_timeline_shows_one_step_over_four_processes(
+    stack: Stack, finished_run: dict, tmp_path: Path
+) -> None:
+    file = tmp_path / "timeline.json"
+    stack.ok("timeline", finished_run["run_id"], "-o", str(file), "--step", "1")
+    events = json.loads(file.read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len({event["pid"] for event in spans}) >= 4
+    names = {event["name"] for event in spans}
+    assert {"rl.step", "rl.train", "rl.sync", "rl.sample", "rl.reward"} <= names
+
+
+def test_second_up_changes_nothing(stack: Stack) -> None:
+    before = stack.process("coordinator").pid
+    outcome = stack.flotilla("up")
+    assert outcome.code == 0
+    assert "already running" in outcome.out + outcome.err
+    assert stack.process("coordinator").pid == before
+
+
+def test_staleness_one_overlaps_and_stays_within_the_bound(stack: Stack, run_file: Path) -> None:
+    run = stack.run(run_file, "rollout.max_staleness=1", "steps=4")
+    assert run["state"] == "succeeded", run["reason"]
+    steps = stack.metrics(run)
+    assert next(step["staleness/max"] for step in steps) == 0
+    assert max(step["staleness/max"] for step in steps) == 1
+    assert check(stack.directory / "ledger.sqlite", run["run_id"]).passed
+
+
+def test_killed_coordinator_leaves_a_timeline_and_a_fleet_that_goes_on(
+    stack: Stack, run_file: Path, tmp_path: Path
+) -> None:
+    run = stack.ok("run", "start", str(run_file), "steps=100000")
+    wait_until("the first steps", lambda: len(stack.metrics(run)) >= 3, 60)
+    stack.process("coordinator").kill()
+
+    file = tmp_path / "timeline.json"
+    stack.ok("timeline", run["run_id"], "-o", str(file))
+    names = {event["name"] for event in json.loads(file.read_text())["traceEvents"]}
+    assert {"rl.step", "rl.train", "rl.sample"} <= names
+
+    wait_until("the coordinator's return", lambda: _coordinator_is_back(stack), 60)
+    assert stack.ok("run", "show", run["run_id"])["state"] == "failed"
+    assert check(stack.directory / "ledger.sqlite", run["run_id"]).passed
+    after = stack.run(run_file)
+    assert after["state"] == "succeeded", after["reason"]
+
+
+def _coordinator_is_back(stack: Stack) -> bool:
+    return stack.flotilla("run", "list", "--json").code == 0

@@ -1,0 +1,333 @@
+"""Weights of a torch model reach a decoding vLLM: exactly, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from safetensors.torch import load_file
+
+from flotilla.common.v1 import weights_pb2
+from flotilla_core.config.stack import GeneratorConfig
+from flotilla_core.errors import WeightGroupFailed, WeightsMismatch
+from flotilla_core.version import Version
+from flotilla_generator.checkpoint import Checkpoint
+from flotilla_generator.engine.base import (
+    Applied,
+    FinishReason,
+    GenerationRequest,
+    KvPolicy,
+    PauseMode,
+    Sample,
+    SampleSlot,
+    Sampling,
+)
+from flotilla_generator.engine.vllm.boot import CPU_BATCHED_TOKENS
+from flotilla_generator.engine.vllm.engine import VllmEngine
+from flotilla_generator.weights import Phase, WeightSession
+from flotilla_weights.group import Sender
+from flotilla_weights.manifest import Manifest
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
+
+RUN = "run"
+TOLERANCE = 1e-4
+BUCKET_BYTES = 1 << 19
+Tensors = dict[str, torch.Tensor]
+
+SENDER = """
+import sys, threading
+from flotilla_weights.group import Sender
+from flotilla_weights.manifest import Manifest
+from safetensors.torch import load_file
+
+weights = load_file(sys.argv[1])
+manifest = Manifest.from_named(((n, t.dtype, t.shape) for n, t in weights.items()), int(sys.argv[2]))
+sender = Sender.listen("127.0.0.1", int(sys.argv[3]), 2, "gloo", 60.0)
+print(sender.port, flush=True)
+sender.connect(manifest)
+
+def tensors():
+    for index, spec in enumerate(manifest.tensors):
+        if index == len(manifest.tensors) // 2:
+            print("halfway", flush=True)
+            threading.Event().wait()
+        yield spec.name, weights[spec.name]
+
+sender.publish(manifest, tensors())
+"""
+
+
+def make_model(seed: int) -> torch.nn.Module:
+    """A tied Qwen3 in which any stale tensor shows at once: every seed is unrelated to the others."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+    )
+    model = Qwen3ForCausalLM(config).eval()
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.08 + ("norm" in name))
+    return model
+
+
+def tensors_of(model: torch.nn.Module) -> Tensors:
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+class Bench:
+    """One vLLM for all tests of this module, and the trainer's end of each sync."""
+
+    def __init__(self, engine: VllmEngine, folder: Path) -> None:
+        self.engine = engine
+        self.folder = folder
+        self.weights = WeightSession(engine)
+        self.epoch = 0
+        self.step = 0
+        self.model = make_model(0)
+        self._names = 0
+
+    async def join(self, tensors: Tensors) -> tuple[Sender, Manifest]:
+        self.epoch += 1
+        manifest = Manifest.from_named(((n, t.dtype, t.shape) for n, t in tensors.items()), BUCKET_BYTES)
+        sender = Sender.listen("127.0.0.1", self.epoch, 2, "gloo", 20.0)
+        connecting = asyncio.create_task(asyncio.to_thread(sender.connect, manifest))
+        try:
+            await self.weights.join(RUN, self.group(sender.port), 1, manifest)
+        except WeightsMismatch:
+            sender.abort()
+            await asyncio.wait([connecting])
+            connecting.exception()
+            raise
+        await connecting
+        return sender, manifest
+
+    def group(self, port: int) -> weights_pb2.WeightGroup:
+        group = weights_pb2.WeightGroup(
+            epoch=self.epoch, backend=1, host="127.0.0.1", port=port, world_size=2, sender_ranks=[0]
+        )
+        group.timeout.FromSeconds(20)
+        return group
+
+    async def publish(self, tensors: Tensors, sent: Tensors | None = None) -> Applied:
+        """A whole sync; `sent` are the bytes on the wire where they differ from what the digests are of."""
+        from flotilla_weights.digest import tensor_digests
+
+        sender, manifest = await self.join(tensors)
+        self.step += 1
+        version = Version(0, self.step)
+        wire = [(spec.name, (sent or tensors)[spec.name]) for spec in manifest.tensors]
+        await asyncio.gather(
+            asyncio.to_thread(sender.publish, manifest, wire),
+            self.weights.stage(RUN, self.epoch, version),
+        )
+        expected = weights_pb2.WeightDigests(
+            version=version.to_proto(),
+            manifest_digest=manifest.digest,
+            tensor_digests=tensor_digests(tensors[spec.name] for spec in manifest.tensors),
+        )
+        try:
+            return await self.weights.commit(RUN, self.epoch, version, KvPolicy.RECOMPUTE, expected)
+        finally:
+            sender.close()
+
+    async def sync(self, model: torch.nn.Module) -> Applied:
+        applied = await self.publish(tensors_of(model))
+        self.model = model
+        return applied
+
+    def prompts(self, count: int) -> list[list[int]]:
+        random = np.random.default_rng(count)
+        return [random.integers(2, 256, 8 + index % 20).tolist() for index in range(count)]
+
+    async def sample(
+        self, prompts: Iterable[list[int]], sampling: Sampling
+    ) -> list[tuple[list[int], Sample]]:
+        async def one(prompt: list[int]) -> tuple[list[int], Sample]:
+            self._names += 1
+            name = f"request-{self._names}"
+            request = GenerationRequest(name, prompt, (SampleSlot(name, self._names),), sampling)
+            (sample,) = [sample async for sample in self.engine.generate(request)]
+            return prompt, sample
+
+        return list(await asyncio.gather(*map(one, prompts)))
+
+    async def worst_difference(self, temperature: float) -> float:
+        """Between vLLM's logprobs and the current model's, over 64 prompts of 16 sampled tokens."""
+        sampling = Sampling(temperature, 16, ignore_eos=True)
+        drawn = await self.sample(self.prompts(64), sampling)
+        return max(difference(self.model, prompt, sample, temperature) for prompt, sample in drawn)
+
+
+@torch.no_grad()
+def difference(
+    model: torch.nn.Module, prompt: list[int], sample: Sample, temperature: float, start: int = 0
+) -> float:
+    """Largest difference of logprobs from token `start` on."""
+    ids = torch.tensor([prompt + sample.token_ids.tolist()])
+    logprobs = torch.log_softmax(model(ids).logits[0].double() / (temperature or 1.0), -1)
+    ours = logprobs[len(prompt) - 1 : -1].gather(1, torch.tensor(sample.token_ids).long()[:, None])[:, 0]
+    return float((ours - torch.tensor(sample.logprobs)).abs()[start:].max())
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
+    folder = tmp_path_factory.mktemp("model")
+    make_model(0).save_pretrained(folder)
+    sys.path.insert(0, str(Path(__file__).parent))
+    config = GeneratorConfig(kv_cache_gib=0.25, max_model_tokens=256)
+    engine = VllmEngine(config, Checkpoint.read(folder), "faulty_worker.FaultyWorker")
+    await engine.start()
+    try:
+        yield Bench(engine, folder)
+    finally:
+        sys.path.remove(str(Path(__file__).parent))
+        await engine.stop()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+async def test_weights_of_a_torch_model_reach_vllm_within_1e_4(bench: Bench, temperature: float) -> None:
+    await bench.sync(make_model(bench.epoch + 10))
+    assert await bench.worst_difference(temperature) < TOLERANCE
+
+
+async def test_requests_in_flight_survive_a_commit_and_their_spans_are_right(bench: Bench) -> None:
+    await bench.sync(make_model(20))
+    before, old = Version(0, bench.step), bench.model
+    decoding = asyncio.create_task(bench.sample(bench.prompts(4), Sampling(1.0, 200, ignore_eos=True)))
+    await asyncio.sleep(0.2)
+    await bench.sync(make_model(21))
+    for prompt, sample in await decoding:
+        first, second = sample.spans
+        assert (first.version, second.version) == (before, Version(0, bench.step))
+        assert first.start == 0 and first.end == second.start and second.end == 200
+        assert difference(bench.model, prompt, sample, 1.0, start=second.start) < TOLERANCE
+        upto = Sample(**{**vars(sample), "token_ids": sample.token_ids[: first.end]})
+        upto = Sample(**{**vars(upto), "logprobs": sample.logprobs[: first.end]})
+        assert difference(old, prompt, upto, 1.0) < TOLERANCE
+
+
+async def test_more_seeded_tokens_than_one_step_can_prefill_are_all_sampled(bench: Bench) -> None:
+    drawn = await bench.sample(bench.prompts(700), Sampling(1.0, 4, ignore_eos=True))
+    assert sum(len(prompt) for prompt, _ in drawn) > CPU_BATCHED_TOKENS
+    assert all(len(sample.token_ids) == 4 for _, sample in drawn)
+
+
+async def test_a_wrong_tensor_is_named_and_the_old_weights_go_on_serving(bench: Bench) -> None:
+    tensors = tensors_of(make_model(30))
+    name = "model.layers.2.self_attn.k_proj.weight"
+    damaged = tensors[name].clone()
+    damaged[0, 0] += 1e-3
+    with pytest.raises(WeightsMismatch, match=f"arrived otherwise than sent: {name}"):
+        await bench.publish(tensors, sent={**tensors, name: damaged})
+    assert await bench.worst_difference(1.0) < TOLERANCE
+
+
+async def test_a_missing_k_proj_is_named_and_the_old_weights_go_on_serving(bench: Bench) -> None:
+    tensors = tensors_of(make_model(31))
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+    with pytest.raises(WeightsMismatch, match=r"missing: model\.layers\.1\.self_attn\.k_proj\.weight"):
+        await bench.join(tensors)
+    assert await bench.worst_difference(1.0) < TOLERANCE
+
+
+async def test_a_stale_tied_head_is_named_and_serves_nobody_until_the_next_sync(bench: Bench) -> None:
+    live = bench.weights.live
+    running = asyncio.create_task(bench.sample(bench.prompts(2), Sampling(1.0, 200, ignore_eos=True)))
+    await asyncio.sleep(0.1)
+    await bench.engine._ask("flotilla_leave_tied_heads_stale", True)
+    try:
+        with pytest.raises(WeightsMismatch, match=r"lm_head\.weight: live head differs from what was staged"):
+            await bench.publish(tensors_of(make_model(40)))
+    finally:
+        await bench.engine._ask("flotilla_leave_tied_heads_stale", False)
+    assert bench.weights.phase is Phase.BROKEN
+    for _, sample in await running:
+        assert sample.finish_reason is FinishReason.ABORT
+        assert {span.version for span in sample.spans} == {live}
+    await bench.sync(make_model(41))
+    assert await bench.worst_difference(1.0) < TOLERANCE
+
+
+async def test_a_sender_killed_mid_broadcast_leaves_vllm_serving_and_a_retry_works(bench: Bench) -> None:
+    bench.epoch += 1
+    checkpoint = str(bench.folder / "model.safetensors")
+    command = [sys.executable, "-c", SENDER, checkpoint, str(BUCKET_BYTES), str(bench.epoch)]
+    sender = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    try:
+        assert sender.stdout
+        port = int(await asyncio.to_thread(sender.stdout.readline))
+        stored = load_file(checkpoint)
+        manifest = Manifest.from_named(((n, t.dtype, t.shape) for n, t in stored.items()), BUCKET_BYTES)
+        await bench.weights.join(RUN, bench.group(port), 1, manifest)
+        staging = asyncio.create_task(bench.weights.stage(RUN, bench.epoch, Version(0, bench.step + 1)))
+        assert (await asyncio.to_thread(sender.stdout.readline)).strip() == "halfway"
+        sender.send_signal(signal.SIGKILL)
+        with pytest.raises(WeightGroupFailed):
+            await asyncio.wait_for(staging, timeout=10)
+    finally:
+        sender.kill()
+        sender.wait()
+    assert await bench.worst_difference(1.0) < TOLERANCE
+    await bench.sync(make_model(50))
+    assert await bench.worst_difference(1.0) < TOLERANCE
+
+
+async def test_aborted_and_cancelled_requests_leave_the_engine(bench: Bench) -> None:
+    request = GenerationRequest(
+        "cut", [5, 6], (SampleSlot("a", 1), SampleSlot("b", 2)), Sampling(1.0, 250, ignore_eos=True)
+    )
+    await bench.engine.pause(PauseMode.KEEP)
+    stream = bench.engine.generate(request)
+    first = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0.05)
+    assert await bench.engine.abort(["cut"]) == 2
+    assert (await first).finish_reason is FinishReason.ABORT
+    await bench.engine.resume()
+    assert [sample.finish_reason async for sample in stream] == [FinishReason.ABORT]
+
+    stream = bench.engine.generate(GenerationRequest("gone", *list(vars(request).values())[1:]))
+    first = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0.05)
+    first.cancel()
+    await asyncio.wait([first])
+    await stream.aclose()
+    assert bench.engine.load().running_samples == 0
+    assert bench.engine._llm.output_processor.get_num_unfinished_requests() == 0
+
+
+async def test_the_same_seed_draws_the_same_sample_and_a_stop_token_ends_it(bench: Bench) -> None:
+    async def draw(seed: int, **more: object) -> Sample:
+        sampling = Sampling(1.0, 32, **{"ignore_eos": True, **more})
+        request = GenerationRequest(f"draw-{seed}-{more}", [7, 8, 9], (SampleSlot("s", seed),), sampling)
+        (sample,) = [sample async for sample in bench.engine.generate(request)]
+        return sample
+
+    first, again, other = await draw(1), await draw(1), await draw(2)
+    assert first.token_ids.tolist() == again.token_ids.tolist() != other.token_ids.tolist()
+    stop = int(first.token_ids[5])
+    stopped = await draw(1, stop_token_ids=(stop,))
+    assert stopped.finish_reason is FinishReason.STOP
+    assert stopped.token_ids.tolist() == first.token_ids.tolist()[: first.token_ids.tolist().index(stop) + 1]

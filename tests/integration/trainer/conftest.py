@@ -1,0 +1,224 @@
+"""A trainer with real ranks behind real gRPC, without a fleet around it; gangs are shared by the tests of a module."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from flotilla.trainer.v1 import session_pb2
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla.trainer.v1.trainer_pb2_grpc import (
+    TrainerServiceStub,
+    add_TrainerServiceServicer_to_server,
+)
+from flotilla_core import rpc
+from flotilla_core.config import StackConfig
+from flotilla_core.config.stack import BindConfig
+from flotilla_core.errors import FlotillaError
+from flotilla_core.service import Activities
+from flotilla_core.tensors import to_tensor
+from flotilla_core.version import Version
+from flotilla_trainer.gang import Gang, GangPlan
+from flotilla_trainer.service import SERVICE_NAME
+from flotilla_trainer.servicer import TrainerServicer
+from flotilla_trainer.session_holder import SessionHolder
+
+VOCABULARY = 31
+CALL_TIMEOUT_S = 60.0
+
+
+def make_model(folder: Path, seed: int, **changes: Any) -> Path:
+    """A two-layer Qwen3 with weights large enough to make every term matter."""
+    torch.manual_seed(seed)
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.3,
+        "tie_word_embeddings": True,
+    }
+    Qwen3ForCausalLM(Qwen3Config(**(shape | changes))).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}", "utf-8")
+    return folder
+
+
+@dataclass
+class Trainer:
+    """The front, its gang and a client."""
+
+    gang: Gang
+    holder: SessionHolder
+    activities: Activities
+    stub: Any
+    model: Path
+    lost: list[FlotillaError]
+    runs: int = 0
+
+    @property
+    def run_id(self) -> str:
+        return f"run-{self.runs}"
+
+    async def call(self, method: str, request: Any) -> Any:
+        return await rpc.unary(getattr(self.stub, method), request, timeout_s=CALL_TIMEOUT_S, attempts=1)
+
+    async def open(self, objective: str = "grpo", **changes: Any) -> pb.OpenSessionResponse:
+        """A new session of a new run, in place of the last one."""
+        await self.call("CloseSession", pb.CloseSessionRequest(run_id=self.run_id))
+        self.runs += 1
+        request = pb.OpenSessionRequest(run_id=self.run_id, spec=session_spec(objective, **changes))
+        return await self.call("OpenSession", request)
+
+    async def train(
+        self, step: int, groups: list[pb.TrainGroup], announced: int | None = None
+    ) -> pb.UpdateResult:
+        """One update from version (0, step), a chunk a group."""
+
+        async def stream() -> AsyncIterator[pb.TrainRequest]:
+            version = Version(0, step)
+            yield pb.TrainRequest(
+                header=pb.TrainHeader(
+                    run_id=self.run_id,
+                    update_id=f"{self.run_id}/{version}",
+                    policy_version=version.to_proto(),
+                    groups=len(groups) if announced is None else announced,
+                )
+            )
+            for group in groups:
+                yield pb.TrainRequest(chunk=pb.TrainChunk(groups=[group]))
+
+        reply = await rpc.client_stream(self.stub.Train, stream(), timeout_s=CALL_TIMEOUT_S)
+        return reply.result
+
+    async def export(self, path: Path, step: int) -> Path:
+        version = Version(0, step).to_proto()
+        await self.call(
+            "ExportModel", pb.ExportModelRequest(run_id=self.run_id, path=str(path), policy_version=version)
+        )
+        return path
+
+
+def session_spec(objective: str, **changes: Any) -> session_pb2.SessionSpec:
+    """GRPO or SFT with changes by field name, wherever the field is."""
+    spec = session_pb2.SessionSpec(
+        role=session_pb2.ROLE_POLICY,
+        optimizer=session_pb2.Optimizer(
+            learning_rate=1e-2,
+            beta1=0.9,
+            beta2=0.999,
+            epsilon=1e-8,
+            max_grad_norm=1.0,
+            schedule=session_pb2.SCHEDULE_CONSTANT,
+        ),
+        batching=session_pb2.Batching(tokens_per_microbatch=4096, logprob_chunk_tokens=2048),
+        seed=7,
+        total_updates=10,
+        max_skipped_updates=2,
+    )
+    if objective == "sft":
+        spec.objective.sft.SetInParent()
+    else:
+        spec.objective.grpo.MergeFrom(
+            session_pb2.GrpoObjective(temperature=0.7, clip_low=0.2, clip_high=0.28, normalize_std=True)
+        )
+    for name, value in changes.items():
+        owners = (
+            spec,
+            spec.optimizer,
+            spec.batching,
+            *([spec.objective.grpo] if objective == "grpo" else []),
+        )
+        owner = next(owner for owner in owners if name in owner.DESCRIPTOR.fields_by_name)
+        setattr(owner, name, value)
+    return spec
+
+
+def make_groups(sizes: list[int], seed: int = 0) -> list[pb.TrainGroup]:
+    """Groups of unequal size, prompts and responses of unequal length, one response masked in part."""
+    rng = np.random.default_rng(seed)
+
+    def ids(low: int, high: int) -> np.ndarray:
+        return rng.integers(0, VOCABULARY, rng.integers(low, high)).astype(np.int32)
+
+    groups = []
+    for index, size in enumerate(sizes):
+        group = pb.TrainGroup(group_id=f"g{index}", prompt_token_ids=to_tensor(ids(1, 9)))
+        for number in range(size):
+            response = ids(1, 20)
+            group.samples.add(
+                sample_id=f"g{index}/{number}",
+                token_ids=to_tensor(response),
+                logprobs=to_tensor(rng.normal(-3.0, 0.7, len(response)).astype(np.float32)),
+                reward=float(rng.normal()),
+            )
+        groups.append(group)
+    first = groups[0].samples[0]
+    first.mask.CopyFrom(to_tensor(np.arange(len(first.token_ids.data) // 4) % 2 == 0))
+    return groups
+
+
+@asynccontextmanager
+async def running_trainer(model: Path, logs: Path, **trainer_config: Any) -> AsyncIterator[Trainer]:
+    stack = StackConfig(model=model, trainer=trainer_config)
+    plan = GangPlan.of_stack(stack, "trainer-0", "trainer-0-test", model, logs)
+    lost: list[FlotillaError] = []
+
+    def on_lost(error: FlotillaError) -> None:
+        lost.append(error)
+        holder.gang_lost(error)
+
+    activities = Activities()
+    gang = Gang(plan, lost=on_lost, beyond_help=lost.append)
+    holder = SessionHolder(gang, plan, stack, activities)
+    server = rpc.RpcServer(BindConfig())
+    server.add(add_TrainerServiceServicer_to_server, TrainerServicer(holder), SERVICE_NAME)
+    async with AsyncExitStack() as stack_of_exits:
+        address = await server.start()
+        stack_of_exits.push_async_callback(server.stop, 0)
+        stack_of_exits.push_async_callback(gang.stop)
+        await gang.start()
+        channel = rpc.connect(address)
+        stack_of_exits.push_async_callback(channel.close)
+        yield Trainer(gang, holder, activities, TrainerServiceStub(channel), model, lost)
+
+
+@pytest.fixture(scope="module")
+def start_trainer(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Starts trainers with chosen configuration."""
+
+    def start(seed: int = 1, **trainer_config: Any) -> Any:
+        model = make_model(tmp_path_factory.mktemp("model"), seed)
+        return running_trainer(model, tmp_path_factory.mktemp("logs"), **trainer_config)
+
+    return start
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[1, 2], ids=["1-rank", "2-ranks"])
+async def trainer(
+    request: pytest.FixtureRequest, start_trainer: Callable[..., Any]
+) -> AsyncIterator[Trainer]:
+    async with start_trainer(nproc=request.param) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def groups_of() -> Callable[..., list[pb.TrainGroup]]:
+    return make_groups
+
+
+@pytest.fixture(scope="session")
+def model_maker() -> Callable[..., Path]:
+    return make_model

@@ -1,0 +1,231 @@
+"""Ranks that die or hang are named, the front stays answerable, broken weight groups cost only themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from google.protobuf.duration_pb2 import Duration
+from transformers import AutoModelForCausalLM
+
+from flotilla.common.v1 import weights_pb2
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_core.errors import (
+    Cancelled,
+    FailedPrecondition,
+    FlotillaError,
+    RankFailed,
+    StaleVersion,
+    WeightGroupFailed,
+)
+from flotilla_core.tensors import to_tensor
+from flotilla_core.version import Version
+from flotilla_weights.group import Receiver
+from flotilla_weights.manifest import Manifest
+
+RANK_TIMEOUT_S = 4.0
+GROUP_TIMEOUT_S = 20
+IDS = np.arange(1, 4, dtype=np.int32)
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+MakeGroups = Callable[..., list[pb.TrainGroup]]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(start_trainer: Callable[..., Any]) -> AsyncIterator[Any]:
+    """Two ranks that may be silent for a short while only."""
+    async with start_trainer(nproc=2, rank_timeout_s=RANK_TIMEOUT_S) as started:
+        yield started
+
+
+async def open_group(
+    trainer: Any, epoch: int, timeout_s: int = GROUP_TIMEOUT_S
+) -> pb.OpenWeightGroupResponse:
+    request = pb.OpenWeightGroupRequest(
+        run_id=trainer.run_id,
+        epoch=epoch,
+        backend=weights_pb2.WEIGHT_BACKEND_GLOO,
+        world_size=2,
+        bucket_bytes=4096,
+        timeout=Duration(seconds=timeout_s),
+    )
+    return await trainer.call("OpenWeightGroup", request)
+
+
+async def publish(trainer: Any, epoch: int, step: int) -> pb.PublishWeightsResponse:
+    request = pb.PublishWeightsRequest(
+        run_id=trainer.run_id, epoch=epoch, policy_version=Version(0, step).to_proto()
+    )
+    return await trainer.call("PublishWeights", request)
+
+
+def join(opened: pb.OpenWeightGroupResponse) -> Receiver:
+    receiver = Receiver(opened.group, 1, Manifest.from_proto(opened.manifest))
+    receiver.connect()
+    return receiver
+
+
+def receive(receiver: Receiver, into: dict[str, torch.Tensor]) -> list[int]:
+    return receiver.receive(into.update)
+
+
+async def test_published_weights_are_those_of_the_export(
+    pair: Any, groups_of: MakeGroups, tmp_path: Any
+) -> None:
+    await pair.open()
+    await pair.train(0, groups_of([3, 3]))
+    opened = await open_group(pair, epoch=1)
+    receiver = await asyncio.to_thread(join, opened)
+    arrived: dict[str, torch.Tensor] = {}
+    published, digests = await asyncio.gather(
+        publish(pair, epoch=1, step=1), asyncio.to_thread(receive, receiver, arrived)
+    )
+    assert list(published.digests.tensor_digests) == digests
+    assert published.digests.manifest_digest == opened.manifest.digest
+    assert published.bytes == sum(tensor.nbytes for tensor in arrived.values())
+    model = AutoModelForCausalLM.from_pretrained(await pair.export(tmp_path / "m", 1), dtype=torch.float32)
+    expected = dict(model.named_parameters())
+    assert arrived.keys() == expected.keys()  # the tied head travels once
+    for name, tensor in arrived.items():
+        assert torch.equal(tensor, expected[name]), name
+    receiver.close()
+    await pair.call("CloseWeightGroup", pb.CloseWeightGroupRequest(run_id=pair.run_id, epoch=1))
+
+
+async def test_a_stuck_publication_is_given_up_and_the_session_lives(
+    pair: Any, groups_of: MakeGroups
+) -> None:
+    await pair.open()
+    opened = await open_group(pair, epoch=1)
+    receiver = await asyncio.to_thread(join, opened)  # joins, and then never receives
+    stuck = asyncio.create_task(publish(pair, epoch=1, step=0))
+    # The standstill is longer than a silent rank may take, and no rank is blamed for it.
+    done, _ = await asyncio.wait({stuck}, timeout=RANK_TIMEOUT_S + 1)
+    if not done:
+        await pair.call("CloseWeightGroup", pb.CloseWeightGroupRequest(run_id=pair.run_id, epoch=1))
+        with pytest.raises(WeightGroupFailed):
+            await stuck
+    receiver.abort()
+    assert not (await pair.train(0, groups_of([3, 3]))).skipped
+    assert pair.lost == []
+
+
+async def test_members_that_never_come_cost_the_timeout_and_nothing_more(
+    pair: Any, groups_of: MakeGroups
+) -> None:
+    await pair.open()
+    started = time.monotonic()
+    await open_group(pair, epoch=1, timeout_s=2)
+    assert time.monotonic() - started < 1.5  # opening does not wait for the members
+    with pytest.raises(WeightGroupFailed, match="join"):
+        await publish(pair, epoch=1, step=0)
+    await open_group(pair, epoch=2)
+    with pytest.raises(StaleVersion, match="epoch 1"):
+        await publish(pair, epoch=1, step=0)
+    with pytest.raises(StaleVersion, match="epoch 2"):
+        await open_group(pair, epoch=2)
+    await pair.call("CloseWeightGroup", pb.CloseWeightGroupRequest(run_id=pair.run_id, epoch=2))
+    with pytest.raises(FailedPrecondition, match="epoch 2"):
+        await publish(pair, epoch=2, step=0)
+    assert not (await pair.train(0, groups_of([3, 3]))).skipped
+    assert pair.lost == []
+
+
+async def test_stacks_of_every_rank_are_told_on_request(pair: Any) -> None:
+    stacks = await pair.gang.stacks()
+    assert [process.process for process in stacks] == ["rank 0", "rank 1"]
+    assert ["next_command" in process.text for process in stacks] == [True, True], stacks
+
+
+async def test_an_aborted_update_leaves_the_version(pair: Any, groups_of: MakeGroups) -> None:
+    # Many tiny micro-batches, so that there is time to abort.
+    await pair.open(tokens_per_microbatch=1)
+    groups = groups_of([40, 40])
+    running = asyncio.create_task(pair.train(0, groups))
+    session = pair.holder.session(pair.run_id)
+    async with asyncio.timeout(20):
+        while not session._attempts:
+            await asyncio.sleep(0.01)
+    await pair.call("AbortUpdate", pb.AbortUpdateRequest(run_id=pair.run_id, update_id=f"{pair.run_id}/0.0"))
+    with pytest.raises(Cancelled, match="aborted"):
+        await running
+    assert Version.from_proto((await pair.train(0, groups_of([2]))).policy_version) == Version(0, 1)
+
+
+async def test_weights_are_never_labelled_with_the_version_before_a_running_update(
+    pair: Any, groups_of: MakeGroups
+) -> None:
+    await pair.open(tokens_per_microbatch=1)
+    running = asyncio.create_task(pair.train(0, groups_of([20, 20])))
+    session = pair.holder.session(pair.run_id)
+    async with asyncio.timeout(20):
+        while not session._attempts:
+            await asyncio.sleep(0.01)
+    sequences = [
+        pb.ScoredSequence(sequence_id="a", prompt_token_ids=to_tensor(IDS), token_ids=to_tensor(IDS))
+    ]
+    request = pb.ComputeLogprobsRequest(run_id=pair.run_id, sequences=sequences)
+    scoring = asyncio.create_task(pair.call("ComputeLogprobs", request))
+    with pytest.raises(StaleVersion):
+        await publish(pair, epoch=1, step=0)
+    assert not (await running).skipped
+    assert Version.from_proto((await scoring).policy_version) == Version(0, 1)
+
+
+async def failure_of(call: Any) -> FlotillaError:
+    with pytest.raises(FlotillaError) as caught:
+        await call
+    return caught.value
+
+
+async def test_a_killed_rank_is_named_and_the_gang_comes_back(pair: Any, groups_of: MakeGroups) -> None:
+    await pair.open()
+    victim = pair.gang.pids()[1]
+    running = asyncio.create_task(pair.train(0, groups_of([60, 60])))
+    os.kill(victim, signal.SIGKILL)
+    error = await failure_of(running)
+    assert isinstance(error, RankFailed)
+    assert f"rank 1 (pid {victim}) was killed by SIGKILL" in str(error)
+
+    later = await failure_of(pair.train(0, groups_of([2])))
+    assert isinstance(later, FailedPrecondition)
+    assert f"rank 1 (pid {victim})" in str(later)
+    pair.runs += 1
+    await pair.open()  # waits for the new gang
+    assert victim not in pair.gang.pids()
+    assert not (await pair.train(0, groups_of([3, 3]))).skipped
+
+
+async def test_a_stopped_rank_is_named_within_the_limit_while_the_front_answers(
+    pair: Any, groups_of: MakeGroups
+) -> None:
+    await pair.open()
+    pair.lost.clear()
+    old = pair.gang.pids()
+    os.kill(old[1], signal.SIGSTOP)
+    # The signal takes effect in its own time.
+    await asyncio.to_thread(os.waitid, os.P_PID, old[1], os.WSTOPPED | os.WNOWAIT)
+    started = time.monotonic()
+    running = asyncio.create_task(pair.train(0, groups_of([3, 3])))
+    stacks = await pair.gang.stacks()
+    assert "stopped by a signal" in stacks[1].text
+    assert [activity.what for activity in pair.activities.current()] == ["train: forward, backward and step"]
+    error = await failure_of(running)
+    assert time.monotonic() - started < RANK_TIMEOUT_S + 6
+    assert isinstance(error, RankFailed)
+    assert f"rank 1 (pid {old[1]}) does not answer for 4 s" in str(error)
+    assert "SIGSTOP" in str(error)
+    assert "most recent call first" in str(error)  # its stack, as text
+    assert "rank 0" not in error.what
+    pair.runs += 1
+    await pair.open()
+    assert all(not os.path.exists(f"/proc/{pid}") for pid in old)
+    assert not (await pair.train(0, groups_of([3, 3]))).skipped
