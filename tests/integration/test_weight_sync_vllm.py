@@ -42,6 +42,8 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)
 RUN = "run"
 TOLERANCE = 1e-4
 BUCKET_BYTES = 1 << 19
+LONG = 1900
+"""Tokens of a sample that still decodes, on any machine, when a version that is already staged is committed."""
 Tensors = dict[str, torch.Tensor]
 
 SENDER = """
@@ -79,7 +81,7 @@ def make_model(seed: int) -> torch.nn.Module:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=512,
+        max_position_embeddings=2048,
         tie_word_embeddings=True,
         eos_token_id=1,
     )
@@ -129,27 +131,34 @@ class Bench:
         group.timeout.FromSeconds(20)
         return group
 
-    async def publish(self, tensors: Tensors, sent: Tensors | None = None) -> Applied:
-        """A whole sync; `sent` are the bytes on the wire where they differ from what the digests are of."""
+    async def stage(self, tensors: Tensors, sent: Tensors | None = None) -> weights_pb2.WeightDigests:
+        """Send the next version; `sent` are the bytes on the wire where they differ from what the digests are of."""
         from flotilla_weights.digest import tensor_digests
 
         sender, manifest = await self.join(tensors)
         self.step += 1
         version = Version(0, self.step)
         wire = [(spec.name, (sent or tensors)[spec.name]) for spec in manifest.tensors]
-        await asyncio.gather(
-            asyncio.to_thread(sender.publish, manifest, wire),
-            self.weights.stage(RUN, self.epoch, version),
-        )
-        expected = weights_pb2.WeightDigests(
+        try:
+            await asyncio.gather(
+                asyncio.to_thread(sender.publish, manifest, wire),
+                self.weights.stage(RUN, self.epoch, version),
+            )
+        finally:
+            sender.close()
+        return weights_pb2.WeightDigests(
             version=version.to_proto(),
             manifest_digest=manifest.digest,
             tensor_digests=tensor_digests(tensors[spec.name] for spec in manifest.tensors),
         )
-        try:
-            return await self.weights.commit(RUN, self.epoch, version, KvPolicy.RECOMPUTE, expected)
-        finally:
-            sender.close()
+
+    async def commit(self, staged: weights_pb2.WeightDigests) -> Applied:
+        version = Version.from_proto(staged.version)
+        return await self.weights.commit(RUN, self.epoch, version, KvPolicy.RECOMPUTE, staged)
+
+    async def publish(self, tensors: Tensors, sent: Tensors | None = None) -> Applied:
+        """A whole sync."""
+        return await self.commit(await self.stage(tensors, sent))
 
     async def sync(self, model: torch.nn.Module) -> Applied:
         applied = await self.publish(tensors_of(model))
@@ -171,6 +180,22 @@ class Bench:
             return prompt, sample
 
         return list(await asyncio.gather(*map(one, prompts)))
+
+    async def decoding(self, count: int) -> asyncio.Task[list[tuple[list[int], Sample]]]:
+        """Start long samples and wait until each has tokens: a request that came after them has ended."""
+        task = asyncio.create_task(self.sample(self.prompts(count), Sampling(1.0, LONG, ignore_eos=True)))
+        await asyncio.sleep(0)
+        await self.sample(self.prompts(1), Sampling(1.0, 1, ignore_eos=True))
+        assert not task.done()
+        return task
+
+    def in_engine(self) -> int:
+        return int(self.engine._llm.output_processor.get_num_unfinished_requests())
+
+    async def wait_in_engine(self, count: int) -> None:
+        async with asyncio.timeout(10):
+            while self.in_engine() != count:
+                await asyncio.sleep(0.002)
 
     async def worst_difference(self, temperature: float) -> float:
         """Between vLLM's logprobs and the current model's, over 64 prompts of 16 sampled tokens."""
@@ -195,7 +220,7 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
     folder = tmp_path_factory.mktemp("model")
     make_model(0).save_pretrained(folder)
     sys.path.insert(0, str(Path(__file__).parent))
-    config = GeneratorConfig(kv_cache_gib=0.25, max_model_tokens=256)
+    config = GeneratorConfig(kv_cache_gib=0.25, max_model_tokens=2048)
     engine = VllmEngine(config, Checkpoint.read(folder), "faulty_worker.FaultyWorker")
     await engine.start()
     try:
@@ -214,13 +239,14 @@ async def test_weights_of_a_torch_model_reach_vllm_within_1e_4(bench: Bench, tem
 async def test_requests_in_flight_survive_a_commit_and_their_spans_are_right(bench: Bench) -> None:
     await bench.sync(make_model(20))
     before, old = Version(0, bench.step), bench.model
-    decoding = asyncio.create_task(bench.sample(bench.prompts(4), Sampling(1.0, 200, ignore_eos=True)))
-    await asyncio.sleep(0.2)
-    await bench.sync(make_model(21))
+    bench.model = make_model(21)
+    staged = await bench.stage(tensors_of(bench.model))
+    decoding = await bench.decoding(4)
+    await bench.commit(staged)
     for prompt, sample in await decoding:
         first, second = sample.spans
         assert (first.version, second.version) == (before, Version(0, bench.step))
-        assert first.start == 0 and first.end == second.start and second.end == 200
+        assert first.start == 0 and first.end == second.start and second.end == LONG
         assert difference(bench.model, prompt, sample, 1.0, start=second.start) < TOLERANCE
         upto = Sample(**{**vars(sample), "token_ids": sample.token_ids[: first.end]})
         upto = Sample(**{**vars(upto), "logprobs": sample.logprobs[: first.end]})
@@ -253,12 +279,12 @@ async def test_a_missing_k_proj_is_named_and_the_old_weights_go_on_serving(bench
 
 async def test_a_stale_tied_head_is_named_and_serves_nobody_until_the_next_sync(bench: Bench) -> None:
     live = bench.weights.live
-    running = asyncio.create_task(bench.sample(bench.prompts(2), Sampling(1.0, 200, ignore_eos=True)))
-    await asyncio.sleep(0.1)
+    staged = await bench.stage(tensors_of(make_model(40)))
     await bench.engine._ask("flotilla_leave_tied_heads_stale", True)
+    running = await bench.decoding(2)
     try:
         with pytest.raises(WeightsMismatch, match=r"lm_head\.weight: live head differs from what was staged"):
-            await bench.publish(tensors_of(make_model(40)))
+            await bench.commit(staged)
     finally:
         await bench.engine._ask("flotilla_leave_tied_heads_stale", False)
     assert bench.weights.phase is Phase.BROKEN
@@ -297,12 +323,12 @@ async def test_a_sender_killed_mid_broadcast_leaves_vllm_serving_and_a_retry_wor
 
 async def test_aborted_and_cancelled_requests_leave_the_engine(bench: Bench) -> None:
     request = GenerationRequest(
-        "cut", [5, 6], (SampleSlot("a", 1), SampleSlot("b", 2)), Sampling(1.0, 250, ignore_eos=True)
+        "cut", [5, 6], (SampleSlot("a", 1), SampleSlot("b", 2)), Sampling(1.0, LONG, ignore_eos=True)
     )
     await bench.engine.pause(PauseMode.KEEP)
     stream = bench.engine.generate(request)
     first = asyncio.ensure_future(anext(stream))
-    await asyncio.sleep(0.05)
+    await bench.wait_in_engine(2)
     assert await bench.engine.abort(["cut"]) == 2
     assert (await first).finish_reason is FinishReason.ABORT
     await bench.engine.resume()
@@ -310,12 +336,12 @@ async def test_aborted_and_cancelled_requests_leave_the_engine(bench: Bench) -> 
 
     stream = bench.engine.generate(GenerationRequest("gone", *list(vars(request).values())[1:]))
     first = asyncio.ensure_future(anext(stream))
-    await asyncio.sleep(0.05)
+    await bench.wait_in_engine(2)
     first.cancel()
     await asyncio.wait([first])
     await stream.aclose()
     assert bench.engine.load().running_samples == 0
-    assert bench.engine._llm.output_processor.get_num_unfinished_requests() == 0
+    assert bench.in_engine() == 0
 
 
 async def test_the_same_seed_draws_the_same_sample_and_a_stop_token_ends_it(bench: Bench) -> None:
