@@ -2,7 +2,7 @@
 
 Invariants: every admitted sample ends in exactly one of trained, dropped(reason) or in flight, and the ledger
 knows which before the loop goes on; batches are taken in the order of admission; a group is queued the moment
-it is complete and a sample is scored as soon as it ends, together with those that end within milliseconds;
+it is complete and a sample is scored as soon as it ends, together with those that end right after it;
 no sample older than the staleness bound leaves here.
 """
 
@@ -28,8 +28,8 @@ from flotilla_core.errors import UserCodeError
 from flotilla_core.telemetry import names
 from flotilla_core.version import Version
 
-# Samples that end almost together share one call: a call costs more than a score does.
-SCORE_TOGETHER_S = 0.005
+# Samples that end at about the same time share one call, which costs more than most scores; the last ones never wait.
+SCORE_TOGETHER_S = 0.05
 
 
 @dataclass
