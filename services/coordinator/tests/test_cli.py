@@ -116,6 +116,13 @@ def test_help_loads_nothing_heavy() -> None:
     assert shown.stdout.strip() == "[]"
 
 
+def test_commands_that_call_load_nothing_that_serves_or_records() -> None:
+    heavy = ["structlog", "opentelemetry.sdk", "grpc_reflection", "psutil", "nats", "numpy"]
+    code = f"import sys, flotilla_client, flotilla_launch.client; print([m for m in {heavy!r} if m in sys.modules])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
 def test_every_mistake_in_a_stack_file_is_said_with_line_and_suggestion(flotilla: Command) -> None:
     Path("stack.yaml").write_text("name: ok\ngenerator:\n  replica: 1\n")
     code, out, err = flotilla("up", "--json")

@@ -1,13 +1,20 @@
-"""The one door to gRPC: every server, channel and call of Flotilla goes through here."""
+"""The one door to gRPC: every server, channel and call of Flotilla goes through here.
+
+Invariant: a name is loaded when it is first asked for, so that a command which only calls never pays for what serves.
+"""
 
 from __future__ import annotations
 
-from flotilla_core.rpc.auth import is_loopback, read_token
-from flotilla_core.rpc.calls import client_stream, server_stream, unary
-from flotilla_core.rpc.channel import connect
-from flotilla_core.rpc.pool import ReplicaPool
-from flotilla_core.rpc.replica import Replica
-from flotilla_core.rpc.server import RpcServer
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flotilla_core.rpc.auth import is_loopback, read_token
+    from flotilla_core.rpc.calls import client_stream, server_stream, unary
+    from flotilla_core.rpc.channel import connect
+    from flotilla_core.rpc.pool import ReplicaPool
+    from flotilla_core.rpc.replica import Replica
+    from flotilla_core.rpc.server import RpcServer
 
 __all__ = [
     "Replica",
@@ -20,3 +27,23 @@ __all__ = [
     "server_stream",
     "unary",
 ]
+
+_MODULES = {
+    "Replica": "replica",
+    "ReplicaPool": "pool",
+    "RpcServer": "server",
+    "client_stream": "calls",
+    "connect": "channel",
+    "is_loopback": "auth",
+    "read_token": "auth",
+    "server_stream": "calls",
+    "unary": "calls",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value

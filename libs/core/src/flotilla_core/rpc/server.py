@@ -16,11 +16,12 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from flotilla_core.errors import PortInUse
-from flotilla_core.rpc.auth import TokenServerInterceptor, require_token
+from flotilla_core.rpc.auth import require_token
 from flotilla_core.rpc.boundary import BoundaryInterceptor
 from flotilla_core.rpc.health import SERVICE_NAME as HEALTH
 from flotilla_core.rpc.health import HealthServicer
 from flotilla_core.rpc.options import SERVER_OPTIONS
+from flotilla_core.rpc.token_interceptor import TokenServerInterceptor
 from flotilla_core.telemetry.grpc import server_interceptor
 
 if TYPE_CHECKING:

@@ -1,40 +1,22 @@
 """The tracer of this process: started once, stopped once, silent in between.
 
-Invariants: before `start`, after `stop` and without endpoints every span is a no-op; ids come from the
-operating system, so that seeding `random` for a run never repeats a trace; the process-wide OpenTelemetry
+Invariants: before `start`, after `stop` and without endpoints every span is a no-op; the process-wide OpenTelemetry
 provider stays untouched, because libraries inside a service may own it.
 """
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import SpanLimits, TracerProvider
-from opentelemetry.sdk.trace.id_generator import IdGenerator
-from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
-from opentelemetry.trace import Tracer
+from typing import TYPE_CHECKING
 
 from flotilla_core.errors import FailedPrecondition
-from flotilla_core.telemetry import names
-from flotilla_core.telemetry.export import OtlpProcessor
 
-_MAX_LINKS = 1024
-_MAX_ATTRIBUTE_LENGTH = 4096
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Tracer
 
-
-class _SystemIds(IdGenerator):
-    def generate_span_id(self) -> int:
-        return int.from_bytes(os.urandom(8)) or 1
-
-    def generate_trace_id(self) -> int:
-        return int.from_bytes(os.urandom(16)) or 1
-
-    def is_trace_id_random(self) -> bool:
-        return True
+    from flotilla_core.telemetry.export import OtlpProcessor
 
 
 class _State:
@@ -49,21 +31,11 @@ def start(service: str, instance_id: str, otlp: Sequence[str]) -> None:
         raise FailedPrecondition("telemetry is already started in this process", where=f"start({service!r})")
     if not otlp:
         return
-    resource = Resource.create(
-        {
-            names.SERVICE_NAME: service,
-            names.SERVICE_INSTANCE_ID: instance_id,
-            names.HOST_NAME: platform.node(),
-            names.PROCESS_PID: os.getpid(),
-        }
-    )
-    provider = TracerProvider(
-        sampler=ParentBased(ALWAYS_ON),
-        resource=resource,
-        shutdown_on_exit=False,
-        id_generator=_SystemIds(),
-        span_limits=SpanLimits(max_links=_MAX_LINKS, max_attribute_length=_MAX_ATTRIBUTE_LENGTH),
-    )
+    # A command line calls without ever recording: the SDK is for those that do.
+    from flotilla_core.telemetry.export import OtlpProcessor
+    from flotilla_core.telemetry.sdk import tracer_provider
+
+    provider = tracer_provider(service, instance_id)
     _State.processors = tuple(OtlpProcessor(endpoint) for endpoint in otlp)
     for processor in _State.processors:
         provider.add_span_processor(processor)
@@ -77,7 +49,7 @@ def stop() -> None:
     _State.provider = _State.tracer = None
     if processors:
         with ThreadPoolExecutor(len(processors)) as pool:
-            list(pool.map(OtlpProcessor.shutdown, processors))
+            list(pool.map(lambda processor: processor.shutdown(), processors))
 
 
 def endpoints() -> tuple[str, ...]:
