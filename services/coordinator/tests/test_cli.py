@@ -117,7 +117,7 @@ def test_help_loads_nothing_heavy() -> None:
 
 
 def test_commands_that_call_load_nothing_that_serves_or_records() -> None:
-    heavy = ["structlog", "opentelemetry.sdk", "grpc_reflection", "psutil", "nats", "numpy"]
+    heavy = ["structlog", "opentelemetry.sdk", "psutil", "nats", "numpy"]
     code = f"import sys, flotilla_client, flotilla_launch.client; print([m for m in {heavy!r} if m in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"
