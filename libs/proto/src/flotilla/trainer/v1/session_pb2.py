@@ -24,19 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!flotilla/trainer/v1/session.proto\x12\x13\x66lotilla.trainer.v1\"\xba\x02\n\x0bSessionSpec\x12\'\n\x04role\x18\x01 \x01(\x0e\x32\x19.flotilla.trainer.v1.Role\x12\x17\n\x0finitial_weights\x18\x02 \x01(\t\x12\x31\n\tobjective\x18\x03 \x01(\x0b\x32\x1e.flotilla.trainer.v1.Objective\x12\x31\n\toptimizer\x18\x04 \x01(\x0b\x32\x1e.flotilla.trainer.v1.Optimizer\x12/\n\x08\x62\x61tching\x18\x05 \x01(\x0b\x32\x1d.flotilla.trainer.v1.Batching\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x15\n\rtotal_updates\x18\x07 \x01(\x04\x12\x1b\n\x13max_skipped_updates\x18\x08 \x01(\r\x12\x10\n\x08\x64ump_dir\x18\t \x01(\t\"y\n\tObjective\x12\x30\n\x03sft\x18\x01 \x01(\x0b\x32!.flotilla.trainer.v1.SftObjectiveH\x00\x12\x32\n\x04grpo\x18\x02 \x01(\x0b\x32\".flotilla.trainer.v1.GrpoObjectiveH\x00\x42\x06\n\x04kind\"\x0e\n\x0cSftObjective\"\xaa\x01\n\rGrpoObjective\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x10\n\x08\x63lip_low\x18\x02 \x01(\x01\x12\x11\n\tclip_high\x18\x03 \x01(\x01\x12\x15\n\rnormalize_std\x18\x04 \x01(\x08\x12\x17\n\x0fshuffle_rewards\x18\x05 \x01(\x08\x12/\n\x08\x62\x61seline\x18\x06 \x01(\x0e\x32\x1d.flotilla.trainer.v1.Baseline\"\xdf\x01\n\tOptimizer\x12\x15\n\rlearning_rate\x18\x01 \x01(\x01\x12\r\n\x05\x62\x65ta1\x18\x02 \x01(\x01\x12\r\n\x05\x62\x65ta2\x18\x03 \x01(\x01\x12\x0f\n\x07\x65psilon\x18\x04 \x01(\x01\x12\x14\n\x0cweight_decay\x18\x05 \x01(\x01\x12\x15\n\rmax_grad_norm\x18\x06 \x01(\x01\x12/\n\x08schedule\x18\x07 \x01(\x0e\x32\x1d.flotilla.trainer.v1.Schedule\x12\x16\n\x0ewarmup_updates\x18\x08 \x01(\x04\x12\x16\n\x0e\x66inal_lr_ratio\x18\t \x01(\x01\"G\n\x08\x42\x61tching\x12\x1d\n\x15tokens_per_microbatch\x18\x01 \x01(\r\x12\x1c\n\x14logprob_chunk_tokens\x18\x02 \x01(\r*d\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_POLICY\x10\x01\x12\x0f\n\x0bROLE_CRITIC\x10\x02\x12\x12\n\x0eROLE_REFERENCE\x10\x03\x12\x10\n\x0cROLE_TEACHER\x10\x04*L\n\x08\x42\x61seline\x12\x18\n\x14\x42\x41SELINE_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x42\x41SELINE_GROUP\x10\x01\x12\x12\n\x0e\x42\x41SELINE_BATCH\x10\x02*e\n\x08Schedule\x12\x18\n\x14SCHEDULE_UNSPECIFIED\x10\x00\x12\x15\n\x11SCHEDULE_CONSTANT\x10\x01\x12\x13\n\x0fSCHEDULE_LINEAR\x10\x02\x12\x13\n\x0fSCHEDULE_COSINE\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!flotilla/trainer/v1/session.proto\x12\x13\x66lotilla.trainer.v1\"\xba\x02\n\x0bSessionSpec\x12\'\n\x04role\x18\x01 \x01(\x0e\x32\x19.flotilla.trainer.v1.Role\x12\x17\n\x0finitial_weights\x18\x02 \x01(\t\x12\x31\n\tobjective\x18\x03 \x01(\x0b\x32\x1e.flotilla.trainer.v1.Objective\x12\x31\n\toptimizer\x18\x04 \x01(\x0b\x32\x1e.flotilla.trainer.v1.Optimizer\x12/\n\x08\x62\x61tching\x18\x05 \x01(\x0b\x32\x1d.flotilla.trainer.v1.Batching\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x15\n\rtotal_updates\x18\x07 \x01(\x04\x12\x1b\n\x13max_skipped_updates\x18\x08 \x01(\r\x12\x10\n\x08\x64ump_dir\x18\t \x01(\t\"y\n\tObjective\x12\x30\n\x03sft\x18\x01 \x01(\x0b\x32!.flotilla.trainer.v1.SftObjectiveH\x00\x12\x32\n\x04grpo\x18\x02 \x01(\x0b\x32\".flotilla.trainer.v1.GrpoObjectiveH\x00\x42\x06\n\x04kind\"\x0e\n\x0cSftObjective\"\xaa\x01\n\rGrpoObjective\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x10\n\x08\x63lip_low\x18\x02 \x01(\x01\x12\x11\n\tclip_high\x18\x03 \x01(\x01\x12\x15\n\rnormalize_std\x18\x04 \x01(\x08\x12\x17\n\x0fshuffle_rewards\x18\x05 \x01(\x08\x12/\n\x08\x62\x61seline\x18\x06 \x01(\x0e\x32\x1d.flotilla.trainer.v1.Baseline\"\xf0\x01\n\tOptimizer\x12\x15\n\rlearning_rate\x18\x01 \x01(\x01\x12\r\n\x05\x62\x65ta1\x18\x02 \x01(\x01\x12\r\n\x05\x62\x65ta2\x18\x03 \x01(\x01\x12\x0f\n\x07\x65psilon\x18\x04 \x01(\x01\x12\x14\n\x0cweight_decay\x18\x05 \x01(\x01\x12\x15\n\rmax_grad_norm\x18\x06 \x01(\x01\x12/\n\x08schedule\x18\x07 \x01(\x0e\x32\x1d.flotilla.trainer.v1.Schedule\x12\x16\n\x0ewarmup_updates\x18\x08 \x01(\x04\x12\x16\n\x0e\x66inal_lr_ratio\x18\t \x01(\x01\x12\x0f\n\x07offload\x18\n \x01(\x08\"\x98\x01\n\x08\x42\x61tching\x12\x1d\n\x15tokens_per_microbatch\x18\x01 \x01(\r\x12\x1c\n\x14logprob_chunk_tokens\x18\x02 \x01(\r\x12-\n\x07packing\x18\x03 \x01(\x0e\x32\x1c.flotilla.trainer.v1.Packing\x12 \n\x18\x61\x63tivation_checkpointing\x18\x04 \x01(\x08*d\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_POLICY\x10\x01\x12\x0f\n\x0bROLE_CRITIC\x10\x02\x12\x12\n\x0eROLE_REFERENCE\x10\x03\x12\x10\n\x0cROLE_TEACHER\x10\x04*L\n\x08\x42\x61seline\x12\x18\n\x14\x42\x41SELINE_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x42\x41SELINE_GROUP\x10\x01\x12\x12\n\x0e\x42\x41SELINE_BATCH\x10\x02*e\n\x08Schedule\x12\x18\n\x14SCHEDULE_UNSPECIFIED\x10\x00\x12\x15\n\x11SCHEDULE_CONSTANT\x10\x01\x12\x13\n\x0fSCHEDULE_LINEAR\x10\x02\x12\x13\n\x0fSCHEDULE_COSINE\x10\x03*C\n\x07Packing\x12\x17\n\x13PACKING_UNSPECIFIED\x10\x00\x12\x0e\n\nPACKING_ON\x10\x01\x12\x0f\n\x0bPACKING_OFF\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'flotilla.trainer.v1.session_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=986
-  _globals['_ROLE']._serialized_end=1086
-  _globals['_BASELINE']._serialized_start=1088
-  _globals['_BASELINE']._serialized_end=1164
-  _globals['_SCHEDULE']._serialized_start=1166
-  _globals['_SCHEDULE']._serialized_end=1267
+  _globals['_ROLE']._serialized_start=1085
+  _globals['_ROLE']._serialized_end=1185
+  _globals['_BASELINE']._serialized_start=1187
+  _globals['_BASELINE']._serialized_end=1263
+  _globals['_SCHEDULE']._serialized_start=1265
+  _globals['_SCHEDULE']._serialized_end=1366
+  _globals['_PACKING']._serialized_start=1368
+  _globals['_PACKING']._serialized_end=1435
   _globals['_SESSIONSPEC']._serialized_start=59
   _globals['_SESSIONSPEC']._serialized_end=373
   _globals['_OBJECTIVE']._serialized_start=375
@@ -46,7 +48,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GRPOOBJECTIVE']._serialized_start=515
   _globals['_GRPOOBJECTIVE']._serialized_end=685
   _globals['_OPTIMIZER']._serialized_start=688
-  _globals['_OPTIMIZER']._serialized_end=911
-  _globals['_BATCHING']._serialized_start=913
-  _globals['_BATCHING']._serialized_end=984
+  _globals['_OPTIMIZER']._serialized_end=928
+  _globals['_BATCHING']._serialized_start=931
+  _globals['_BATCHING']._serialized_end=1083
 # @@protoc_insertion_point(module_scope)

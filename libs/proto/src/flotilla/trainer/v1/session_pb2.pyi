@@ -79,6 +79,28 @@ SCHEDULE_LINEAR: Schedule.ValueType  # 2
 SCHEDULE_COSINE: Schedule.ValueType  # 3
 Global___Schedule: _TypeAlias = Schedule  # noqa: Y015
 
+class _Packing:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PackingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Packing.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PACKING_UNSPECIFIED: _Packing.ValueType  # 0
+    """Packed on GPUs where the model allows it."""
+    PACKING_ON: _Packing.ValueType  # 1
+    """Refused where the model does not allow it."""
+    PACKING_OFF: _Packing.ValueType  # 2
+
+class Packing(_Packing, metaclass=_PackingEnumTypeWrapper):
+    """Whether the sequences of a micro-batch lie one after the other in one row, without padding."""
+
+PACKING_UNSPECIFIED: Packing.ValueType  # 0
+"""Packed on GPUs where the model allows it."""
+PACKING_ON: Packing.ValueType  # 1
+"""Refused where the model does not allow it."""
+PACKING_OFF: Packing.ValueType  # 2
+Global___Packing: _TypeAlias = Packing  # noqa: Y015
+
 @_typing.final
 class SessionSpec(_message.Message):
     """Everything that a trainer needs to know about a run."""
@@ -226,6 +248,7 @@ class Optimizer(_message.Message):
     SCHEDULE_FIELD_NUMBER: _builtins.int
     WARMUP_UPDATES_FIELD_NUMBER: _builtins.int
     FINAL_LR_RATIO_FIELD_NUMBER: _builtins.int
+    OFFLOAD_FIELD_NUMBER: _builtins.int
     learning_rate: _builtins.float
     beta1: _builtins.float
     beta2: _builtins.float
@@ -237,6 +260,8 @@ class Optimizer(_message.Message):
     warmup_updates: _builtins.int
     final_lr_ratio: _builtins.float
     """Learning rate at the end of the schedule, as a share of the peak."""
+    offload: _builtins.bool
+    """Keep the moments in host memory between updates."""
     def __init__(
         self,
         *,
@@ -249,10 +274,11 @@ class Optimizer(_message.Message):
         schedule: Global___Schedule.ValueType = ...,
         warmup_updates: _builtins.int = ...,
         final_lr_ratio: _builtins.float = ...,
+        offload: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beta1", b"beta1", "beta2", b"beta2", "epsilon", b"epsilon", "final_lr_ratio", b"final_lr_ratio", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "schedule", b"schedule", "warmup_updates", b"warmup_updates", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beta1", b"beta1", "beta2", b"beta2", "epsilon", b"epsilon", "final_lr_ratio", b"final_lr_ratio", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "offload", b"offload", "schedule", b"schedule", "warmup_updates", b"warmup_updates", "weight_decay", b"weight_decay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -264,18 +290,25 @@ class Batching(_message.Message):
 
     TOKENS_PER_MICROBATCH_FIELD_NUMBER: _builtins.int
     LOGPROB_CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
+    PACKING_FIELD_NUMBER: _builtins.int
+    ACTIVATION_CHECKPOINTING_FIELD_NUMBER: _builtins.int
     tokens_per_microbatch: _builtins.int
     logprob_chunk_tokens: _builtins.int
     """Tokens whose logits exist at one time."""
+    packing: Global___Packing.ValueType
+    activation_checkpointing: _builtins.bool
+    """Keep only the inputs of the layers for the backward pass and compute the rest again."""
     def __init__(
         self,
         *,
         tokens_per_microbatch: _builtins.int = ...,
         logprob_chunk_tokens: _builtins.int = ...,
+        packing: Global___Packing.ValueType = ...,
+        activation_checkpointing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob_chunk_tokens", b"logprob_chunk_tokens", "tokens_per_microbatch", b"tokens_per_microbatch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_checkpointing", b"activation_checkpointing", "logprob_chunk_tokens", b"logprob_chunk_tokens", "packing", b"packing", "tokens_per_microbatch", b"tokens_per_microbatch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
