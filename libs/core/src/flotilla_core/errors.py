@@ -166,4 +166,10 @@ class Unimplemented(FlotillaError):
     reason = pb.ERROR_REASON_UNIMPLEMENTED
 
 
+class Damaged(FlotillaError):
+    """Bytes on disk are not those that were written; the message names the file."""
+
+    reason = pb.ERROR_REASON_DAMAGED
+
+
 BY_REASON: dict[int, type[FlotillaError]] = {kind.reason: kind for kind in FlotillaError.__subclasses__()}

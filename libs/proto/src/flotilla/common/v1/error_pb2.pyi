@@ -55,6 +55,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_PERMISSION_DENIED: _ErrorReason.ValueType  # 19
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 20
     ERROR_REASON_UNIMPLEMENTED: _ErrorReason.ValueType  # 21
+    ERROR_REASON_DAMAGED: _ErrorReason.ValueType  # 22
+    """Bytes on disk are not those that were written; the message names the file."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed: the `reason` of google.rpc.ErrorInfo, domain "flotilla"."""
@@ -92,6 +94,8 @@ ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 18
 ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 19
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 20
 ERROR_REASON_UNIMPLEMENTED: ErrorReason.ValueType  # 21
+ERROR_REASON_DAMAGED: ErrorReason.ValueType  # 22
+"""Bytes on disk are not those that were written; the message names the file."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 class _RetryVerdict:

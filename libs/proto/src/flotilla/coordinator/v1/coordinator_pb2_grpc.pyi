@@ -46,6 +46,7 @@ class CoordinatorServiceStub:
     """Events from `after_sequence` on, then live ones, until the run has ended."""
     PauseRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.PauseRunRequest, _coordinator_pb2.PauseRunResponse]
     ResumeRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeRunRequest, _coordinator_pb2.ResumeRunResponse]
+    """Continue a run that ended before its last step, from a checkpoint, under the same id."""
     StopRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StopRunRequest, _coordinator_pb2.StopRunResponse]
     """End after the current step; samples in flight are dropped with a reason."""
     UpdateRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.UpdateRunRequest, _coordinator_pb2.UpdateRunResponse]
@@ -77,6 +78,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """Events from `after_sequence` on, then live ones, until the run has ended."""
     PauseRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.PauseRunRequest, _coordinator_pb2.PauseRunResponse]  # type: ignore[assignment]
     ResumeRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeRunRequest, _coordinator_pb2.ResumeRunResponse]  # type: ignore[assignment]
+    """Continue a run that ended before its last step, from a checkpoint, under the same id."""
     StopRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StopRunRequest, _coordinator_pb2.StopRunResponse]  # type: ignore[assignment]
     """End after the current step; samples in flight are dropped with a reason."""
     UpdateRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.UpdateRunRequest, _coordinator_pb2.UpdateRunResponse]  # type: ignore[assignment]
@@ -152,7 +154,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _coordinator_pb2.ResumeRunRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_coordinator_pb2.ResumeRunResponse, _abc.Awaitable[_coordinator_pb2.ResumeRunResponse]]: ...
+    ) -> _typing.Union[_coordinator_pb2.ResumeRunResponse, _abc.Awaitable[_coordinator_pb2.ResumeRunResponse]]:
+        """Continue a run that ended before its last step, from a checkpoint, under the same id."""
 
     @_abc_1.abstractmethod
     def StopRun(

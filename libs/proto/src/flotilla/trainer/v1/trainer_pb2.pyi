@@ -122,6 +122,45 @@ class CloseSessionResponse(_message.Message):
 Global___CloseSessionResponse: _TypeAlias = CloseSessionResponse  # noqa: Y015
 
 @_typing.final
+class GetSessionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetSessionRequest: _TypeAlias = GetSessionRequest  # noqa: Y015
+
+@_typing.final
+class GetSessionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def policy_version(self) -> _version_pb2.PolicyVersion: ...
+    def __init__(
+        self,
+        *,
+        policy_version: _version_pb2.PolicyVersion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetSessionResponse: _TypeAlias = GetSessionResponse  # noqa: Y015
+
+@_typing.final
 class TrainHeader(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -988,9 +1027,13 @@ class SaveCheckpointRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    COORDINATOR_STATE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     request_id: _builtins.str
     path: _builtins.str
+    """The folder to be made: <checkpoints of the run>/step-<steps done>."""
+    coordinator_state: _builtins.bytes
+    """What the coordinator needs to go on from here; sealed with the rest and returned by LoadCheckpoint."""
     @_builtins.property
     def policy_version(self) -> _version_pb2.PolicyVersion: ...
     def __init__(
@@ -1000,10 +1043,11 @@ class SaveCheckpointRequest(_message.Message):
         request_id: _builtins.str = ...,
         path: _builtins.str = ...,
         policy_version: _version_pb2.PolicyVersion | None = ...,
+        coordinator_state: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "policy_version", b"policy_version", "request_id", b"request_id", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_state", b"coordinator_state", "path", b"path", "policy_version", b"policy_version", "request_id", b"request_id", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1013,20 +1057,77 @@ Global___SaveCheckpointRequest: _TypeAlias = SaveCheckpointRequest  # noqa: Y015
 class SaveCheckpointResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    DURABLE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def snapshot(self) -> Global___CheckpointSnapshot: ...
+    @_builtins.property
+    def durable(self) -> Global___CheckpointDurable: ...
+    def __init__(
+        self,
+        *,
+        snapshot: Global___CheckpointSnapshot | None = ...,
+        durable: Global___CheckpointDurable | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["durable", b"durable", "snapshot", b"snapshot", "stage", b"stage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable", b"durable", "snapshot", b"snapshot", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_stage: _TypeAlias = _typing.Literal["snapshot", "durable"]  # noqa: Y015
+    _WhichOneofArgType_stage: _TypeAlias = _typing.Literal["stage", b"stage"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_stage) -> _WhichOneofReturnType_stage | None: ...
+
+Global___SaveCheckpointResponse: _TypeAlias = SaveCheckpointResponse  # noqa: Y015
+
+@_typing.final
+class CheckpointSnapshot(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STALL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def stall(self) -> _duration_pb2.Duration:
+        """How long training could not go on."""
+
+    def __init__(
+        self,
+        *,
+        stall: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stall", b"stall"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["stall", b"stall"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckpointSnapshot: _TypeAlias = CheckpointSnapshot  # noqa: Y015
+
+@_typing.final
+class CheckpointDurable(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
     PATH_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    ELAPSED_FIELD_NUMBER: _builtins.int
     path: _builtins.str
+    bytes: _builtins.int
+    @_builtins.property
+    def elapsed(self) -> _duration_pb2.Duration:
+        """From the snapshot to the sealed folder."""
+
     def __init__(
         self,
         *,
         path: _builtins.str = ...,
+        bytes: _builtins.int = ...,
+        elapsed: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "elapsed", b"elapsed", "path", b"path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SaveCheckpointResponse: _TypeAlias = SaveCheckpointResponse  # noqa: Y015
+Global___CheckpointDurable: _TypeAlias = CheckpointDurable  # noqa: Y015
 
 @_typing.final
 class LoadCheckpointRequest(_message.Message):
@@ -1058,16 +1159,21 @@ class LoadCheckpointResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    COORDINATOR_STATE_FIELD_NUMBER: _builtins.int
+    coordinator_state: _builtins.bytes
     @_builtins.property
-    def policy_version(self) -> _version_pb2.PolicyVersion: ...
+    def policy_version(self) -> _version_pb2.PolicyVersion:
+        """The lineage of the session, the step of the checkpoint."""
+
     def __init__(
         self,
         *,
         policy_version: _version_pb2.PolicyVersion | None = ...,
+        coordinator_state: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_state", b"coordinator_state", "policy_version", b"policy_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -46,6 +46,11 @@ class TrainerServiceStub:
                 request_serializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.CloseSessionRequest.SerializeToString,
                 response_deserializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.CloseSessionResponse.FromString,
                 _registered_method=True)
+        self.GetSession = channel.unary_unary(
+                '/flotilla.trainer.v1.TrainerService/GetSession',
+                request_serializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.GetSessionRequest.SerializeToString,
+                response_deserializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.GetSessionResponse.FromString,
+                _registered_method=True)
         self.Train = channel.stream_unary(
                 '/flotilla.trainer.v1.TrainerService/Train',
                 request_serializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.TrainRequest.SerializeToString,
@@ -101,7 +106,7 @@ class TrainerServiceStub:
                 request_serializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.CloseWeightGroupRequest.SerializeToString,
                 response_deserializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.CloseWeightGroupResponse.FromString,
                 _registered_method=True)
-        self.SaveCheckpoint = channel.unary_unary(
+        self.SaveCheckpoint = channel.unary_stream(
                 '/flotilla.trainer.v1.TrainerService/SaveCheckpoint',
                 request_serializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
                 response_deserializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.FromString,
@@ -142,6 +147,13 @@ class TrainerServiceServicer:
 
     def CloseSession(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetSession(self, request, context):
+        """Where a run's session stands; FAILED_PRECONDITION says why it has none (any more).
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -221,13 +233,16 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SaveCheckpoint(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Two messages: `snapshot` when the state is in host memory and training may go on, `durable` when the sealed folder is
+        on disk. A failure after the first costs that checkpoint alone.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadCheckpoint(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Put the open session back to a checkpoint, under a new lineage. Nothing changes unless all of it is verified and fits.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -263,6 +278,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.CloseSession,
                     request_deserializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.CloseSessionRequest.FromString,
                     response_serializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.CloseSessionResponse.SerializeToString,
+            ),
+            'GetSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSession,
+                    request_deserializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.GetSessionRequest.FromString,
+                    response_serializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.GetSessionResponse.SerializeToString,
             ),
             'Train': grpc.stream_unary_rpc_method_handler(
                     servicer.Train,
@@ -319,7 +339,7 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     request_deserializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.CloseWeightGroupRequest.FromString,
                     response_serializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.CloseWeightGroupResponse.SerializeToString,
             ),
-            'SaveCheckpoint': grpc.unary_unary_rpc_method_handler(
+            'SaveCheckpoint': grpc.unary_stream_rpc_method_handler(
                     servicer.SaveCheckpoint,
                     request_deserializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.FromString,
                     response_serializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.SerializeToString,
@@ -401,6 +421,33 @@ class TrainerService:
             '/flotilla.trainer.v1.TrainerService/CloseSession',
             flotilla_dot_trainer_dot_v1_dot_trainer__pb2.CloseSessionRequest.SerializeToString,
             flotilla_dot_trainer_dot_v1_dot_trainer__pb2.CloseSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flotilla.trainer.v1.TrainerService/GetSession',
+            flotilla_dot_trainer_dot_v1_dot_trainer__pb2.GetSessionRequest.SerializeToString,
+            flotilla_dot_trainer_dot_v1_dot_trainer__pb2.GetSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -719,7 +766,7 @@ class TrainerService:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/flotilla.trainer.v1.TrainerService/SaveCheckpoint',

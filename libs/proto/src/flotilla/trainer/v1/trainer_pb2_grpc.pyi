@@ -38,6 +38,8 @@ class TrainerServiceStub:
     OpenSession: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.OpenSessionRequest, _trainer_pb2.OpenSessionResponse]
     """Load weights, build optimizer and schedule, start at version (lineage, 0)."""
     CloseSession: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.CloseSessionRequest, _trainer_pb2.CloseSessionResponse]
+    GetSession: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.GetSessionRequest, _trainer_pb2.GetSessionResponse]
+    """Where a run's session stands; FAILED_PRECONDITION says why it has none (any more)."""
     Train: _grpc.StreamUnaryMultiCallable[_trainer_pb2.TrainRequest, _trainer_pb2.TrainResponse]
     """One optimizer update: a header, then chunks of whole groups. Nothing changes unless the stream
     ends well. A repeat with the same update_id returns the first result and trains nothing.
@@ -58,8 +60,12 @@ class TrainerServiceStub:
     """Broadcast the current version to the group; returns with the digests of what was sent."""
     CloseWeightGroup: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.CloseWeightGroupRequest, _trainer_pb2.CloseWeightGroupResponse]
     """Give up the group and a broadcast under way."""
-    SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]
+    SaveCheckpoint: _grpc.UnaryStreamMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]
+    """Two messages: `snapshot` when the state is in host memory and training may go on, `durable` when the sealed folder is
+    on disk. A failure after the first costs that checkpoint alone.
+    """
     LoadCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointResponse]
+    """Put the open session back to a checkpoint, under a new lineage. Nothing changes unless all of it is verified and fits."""
     ExportModel: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelResponse]
     """Write a Hugging Face folder that transformers and vLLM load unchanged."""
     Sleep: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SleepRequest, _trainer_pb2.SleepResponse]
@@ -75,6 +81,8 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     OpenSession: _aio.UnaryUnaryMultiCallable[_trainer_pb2.OpenSessionRequest, _trainer_pb2.OpenSessionResponse]  # type: ignore[assignment]
     """Load weights, build optimizer and schedule, start at version (lineage, 0)."""
     CloseSession: _aio.UnaryUnaryMultiCallable[_trainer_pb2.CloseSessionRequest, _trainer_pb2.CloseSessionResponse]  # type: ignore[assignment]
+    GetSession: _aio.UnaryUnaryMultiCallable[_trainer_pb2.GetSessionRequest, _trainer_pb2.GetSessionResponse]  # type: ignore[assignment]
+    """Where a run's session stands; FAILED_PRECONDITION says why it has none (any more)."""
     Train: _aio.StreamUnaryMultiCallable[_trainer_pb2.TrainRequest, _trainer_pb2.TrainResponse]  # type: ignore[assignment]
     """One optimizer update: a header, then chunks of whole groups. Nothing changes unless the stream
     ends well. A repeat with the same update_id returns the first result and trains nothing.
@@ -95,8 +103,12 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """Broadcast the current version to the group; returns with the digests of what was sent."""
     CloseWeightGroup: _aio.UnaryUnaryMultiCallable[_trainer_pb2.CloseWeightGroupRequest, _trainer_pb2.CloseWeightGroupResponse]  # type: ignore[assignment]
     """Give up the group and a broadcast under way."""
-    SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
+    SaveCheckpoint: _aio.UnaryStreamMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
+    """Two messages: `snapshot` when the state is in host memory and training may go on, `durable` when the sealed folder is
+    on disk. A failure after the first costs that checkpoint alone.
+    """
     LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointResponse]  # type: ignore[assignment]
+    """Put the open session back to a checkpoint, under a new lineage. Nothing changes unless all of it is verified and fits."""
     ExportModel: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelResponse]  # type: ignore[assignment]
     """Write a Hugging Face folder that transformers and vLLM load unchanged."""
     Sleep: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SleepRequest, _trainer_pb2.SleepResponse]  # type: ignore[assignment]
@@ -121,6 +133,14 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.CloseSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.CloseSessionResponse, _abc.Awaitable[_trainer_pb2.CloseSessionResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def GetSession(
+        self,
+        request: _trainer_pb2.GetSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.GetSessionResponse, _abc.Awaitable[_trainer_pb2.GetSessionResponse]]:
+        """Where a run's session stands; FAILED_PRECONDITION says why it has none (any more)."""
 
     @_abc_1.abstractmethod
     def Train(
@@ -213,14 +233,18 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _trainer_pb2.SaveCheckpointRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_trainer_pb2.SaveCheckpointResponse, _abc.Awaitable[_trainer_pb2.SaveCheckpointResponse]]: ...
+    ) -> _typing.Union[_abc.Iterator[_trainer_pb2.SaveCheckpointResponse], _abc.AsyncIterator[_trainer_pb2.SaveCheckpointResponse]]:
+        """Two messages: `snapshot` when the state is in host memory and training may go on, `durable` when the sealed folder is
+        on disk. A failure after the first costs that checkpoint alone.
+        """
 
     @_abc_1.abstractmethod
     def LoadCheckpoint(
         self,
         request: _trainer_pb2.LoadCheckpointRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_trainer_pb2.LoadCheckpointResponse, _abc.Awaitable[_trainer_pb2.LoadCheckpointResponse]]: ...
+    ) -> _typing.Union[_trainer_pb2.LoadCheckpointResponse, _abc.Awaitable[_trainer_pb2.LoadCheckpointResponse]]:
+        """Put the open session back to a checkpoint, under a new lineage. Nothing changes unless all of it is verified and fits."""
 
     @_abc_1.abstractmethod
     def ExportModel(
