@@ -35,7 +35,8 @@ class NatsProcess:
         self._on_change = on_change
         self._server: NatsServer | None = None
         self._task: asyncio.Task[None] | None = None
-        self._status = ProcessStatus(name=NAME)
+        self._status = ProcessStatus(name=NAME, state=ProcessState.PROCESS_STATE_STARTING)
+        self._status.since.GetCurrentTime()
         self._mark = secrets.token_hex(8)
 
     async def start(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,40 +19,34 @@ def up(stack: Stack = None, as_json: Json = False) -> None:
     """Start a stack and wait until every service is ready; a running one stays as it is."""
     import time
 
+    from flotilla_coordinator.cli.boot_progress import boot_progress
     from flotilla_coordinator.cli.example import make_example
-    from flotilla_coordinator.cli.output import print_json, say
+    from flotilla_coordinator.cli.output import print_json, print_table, say
+    from flotilla_coordinator.cli.processes import COLUMNS, process_json, process_row
     from flotilla_coordinator.cli.running import wait
     from flotilla_coordinator.cli.stack_choice import load_stack, stack_file
     from flotilla_launch import local
 
     make_example(stack_file(stack))
     config = load_stack(stack)
-    shown: dict[str, str] = {}
-
-    def show(processes: list[ProcessStatus]) -> None:
-        for process in processes:
-            state = _state(process)
-            if shown.get(process.name) != state:
-                shown[process.name] = state
-                say(f"  {process.name:14} {state}")
-
     started = time.monotonic()
-    result = wait(
-        local.up(config, on_progress=show, on_wait=say),
-        interrupted="interrupted: everything that was started is stopped again",
-    )
+    with boot_progress() as show:
+        result = wait(
+            local.up(config, on_progress=show, on_wait=say),
+            interrupted="interrupted: everything that was started is stopped again",
+        )
+        if result.changed:
+            show(result.processes)
     if as_json:
         processes = [process_json(process) for process in result.processes]
         print_json({"stack": config.name, "changed": result.changed, "processes": processes})
         return
-    if result.changed:
-        show(result.processes)
-        say(
-            f"stack {config.name!r} is up: {len(result.processes)} processes, {time.monotonic() - started:.1f} s"
-        )
-        say("next: flotilla run start FILE, flotilla ps, flotilla down")
-    else:
+    if not result.changed:
         say(f"stack {config.name!r} is already running; nothing changed")
+        return
+    print_table(COLUMNS[:-1], [process_row(process)[:-1] for process in result.processes])
+    say(f"stack {config.name!r} is up after {time.monotonic() - started:.0f} s")
+    say("next: flotilla run start FILE, flotilla ps, flotilla down")
 
 
 def down(stack: Stack = None, as_json: Json = False) -> None:
@@ -74,7 +68,8 @@ def down(stack: Stack = None, as_json: Json = False) -> None:
 
 def ps(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False) -> None:
     """List the processes of a stack."""
-    from flotilla_coordinator.cli.output import age, print_json, print_table, say
+    from flotilla_coordinator.cli.output import print_json, print_table, say
+    from flotilla_coordinator.cli.processes import COLUMNS, process_json, process_row
     from flotilla_coordinator.cli.running import wait
     from flotilla_coordinator.cli.stack_choice import stack_paths
 
@@ -84,10 +79,7 @@ def ps(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = Fal
         rows = [process_json(process, services.get(process.name)) for process in processes]
         print_json({"stack": paths.directory.name, "nats_url": nats_url, "processes": rows})
         return
-    columns = ("NAME", "KIND", "STATE", "PID", "ADDRESS", "RESTARTS", "SINCE", "VERSION")
-    print_table(
-        columns, [_row(process, services.get(process.name), age(process.since)) for process in processes]
-    )
+    print_table(COLUMNS, [process_row(process, services.get(process.name)) for process in processes])
     for process in processes:
         if process.error:
             say(f"{process.name}: {process.error}")
@@ -101,6 +93,7 @@ def scale(
 ) -> None:
     """Change the number of replicas while the stack runs; waits until new ones are ready."""
     from flotilla_coordinator.cli.output import print_json, say
+    from flotilla_coordinator.cli.processes import process_json, state_of
     from flotilla_coordinator.cli.running import wait
     from flotilla_coordinator.cli.stack_choice import load_stack, stack_paths
     from flotilla_core.errors import InvalidRequest
@@ -125,26 +118,8 @@ def scale(
         print_json({"kind": kind, "processes": [process_json(process) for process in processes]})
     else:
         say(
-            f"{kind}: {', '.join(f'{process.name} {_state(process)}' for process in processes) or 'none left'}"
+            f"{kind}: {', '.join(f'{process.name} {state_of(process)}' for process in processes) or 'none left'}"
         )
-
-
-def process_json(process: ProcessStatus, service: Service | None = None) -> dict[str, Any]:
-    """One process in the output of `up`, `ps` and `scale`."""
-    return {
-        "name": process.name,
-        "kind": _kind(process),
-        "state": _state(process),
-        "pid": process.pid or None,
-        "address": process.address or None,
-        "instance_id": process.instance_id or None,
-        "restarts": process.restarts,
-        "since": process.since.ToJsonString(),
-        "log": process.log_path or None,
-        "error": process.error or None,
-        "policy_version": _version(service),
-        "run_id": service.run_id or None if service is not None else None,
-    }
 
 
 async def _state_of(
@@ -169,35 +144,3 @@ async def _services(paths: StackPaths, coordinator: str | None) -> dict[str, Ser
     except (FlotillaError, TimeoutError):
         return {}
     return {service.registration.name: service for service in found}
-
-
-def _row(process: ProcessStatus, service: Service | None, since: str) -> tuple[str, ...]:
-    return (
-        process.name,
-        _kind(process),
-        _state(process),
-        str(process.pid or ""),
-        process.address,
-        str(process.restarts),
-        since,
-        _version(service) or "",
-    )
-
-
-def _kind(process: ProcessStatus) -> str:
-    from flotilla_launch.placement import kind_name
-
-    # Of all processes, NATS alone is no service of ours.
-    return kind_name(process.kind) if process.kind else process.name
-
-
-def _state(process: ProcessStatus) -> str:
-    from flotilla.launcher.v1.launcher_pb2 import ProcessState
-
-    return ProcessState.Name(process.state).removeprefix("PROCESS_STATE_").lower()
-
-
-def _version(service: Service | None) -> str | None:
-    if service is None or not service.HasField("live_version"):
-        return None
-    return f"{service.live_version.lineage}.{service.live_version.step}"

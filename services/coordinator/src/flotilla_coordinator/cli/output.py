@@ -46,17 +46,21 @@ def print_error(error: FlotillaError, *, as_json: bool) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Aligned columns; with colour where a person looks, whole lines where a pipe reads."""
+    """Aligned columns; wrapped to fit where a person looks, whole lines where a pipe reads."""
+    if not sys.stdout.isatty():
+        lines = [columns, *rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        for line in lines:
+            cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+            print_line("  ".join(cells).rstrip())
+        return
     from rich.console import Console
     from rich.table import Table
 
     table = Table(*columns, box=None, pad_edge=False, header_style="bold")
     for row in rows:
         table.add_row(*row)
-    console = Console(markup=False, highlight=False)
-    if not console.is_terminal:
-        console = Console(markup=False, highlight=False, width=1000)
-    console.print(table, soft_wrap=not console.is_terminal)
+    Console(markup=False, highlight=False).print(table)
 
 
 def wants_colour(stream: Any) -> bool:

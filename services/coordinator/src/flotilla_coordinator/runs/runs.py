@@ -134,8 +134,11 @@ class Runs:
         for active in self._active.values():
             if active.context is None or active.status.ended:
                 continue
+            policy = active.context.policy
+            if instance_id == policy.instance_id:
+                return active.run_id, policy.version
             version = active.context.sync.live_version(instance_id)
-            if version is not None or instance_id == active.context.policy.instance_id:
+            if version is not None:
                 return active.run_id, version
         return "", None
 
