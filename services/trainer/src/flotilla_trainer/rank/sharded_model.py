@@ -63,7 +63,7 @@ class ShardedModel:
                 source = self._read(folder)
             except FlotillaError as error:
                 failure = error
-        self._agree(failure)
+        self.agree(failure)
         with torch.no_grad():
             for name, parameter in self.causal_lm.named_parameters():
                 # Rank 0 has the numbers; the others give a place of the same shape for theirs.
@@ -77,6 +77,13 @@ class ShardedModel:
                 if source:
                     buffer.copy_(source[name])
                 dist.broadcast(buffer, 0)
+
+    def agree(self, failure: FlotillaError | None) -> None:
+        """All ranks go on, or none does."""
+        failed = torch.tensor(int(failure is not None), device=self.device)
+        dist.all_reduce(failed)
+        if failed.item():
+            raise failure or FailedPrecondition("another rank could not load the model")
 
     def check_head(self) -> None:
         """Refuse an architecture whose logits are not its head on its last hidden states."""
@@ -159,13 +166,6 @@ class ShardedModel:
                 why=f"{name} is {theirs.get(name, 'absent')} there and {ours[name]} here",
                 next_step="start a stack with this model, or choose weights of the same shapes",
             )
-
-    def _agree(self, failure: FlotillaError | None) -> None:
-        """All ranks go on, or none does."""
-        failed = torch.tensor(int(failure is not None), device=self.device)
-        dist.all_reduce(failed)
-        if failed.item():
-            raise failure or FailedPrecondition("rank 0 could not load the model")
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
