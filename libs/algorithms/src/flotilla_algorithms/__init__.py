@@ -1,9 +1,41 @@
-"""Advantages of whole updates, in numpy alone: callable from the trainer's front and from user code."""
+"""Advantages and weights of whole updates, in numpy alone: callable from the trainer's front and from user code."""
 
 from __future__ import annotations
 
+from flotilla_algorithms.aggregation import token_weights
+from flotilla_algorithms.covariance import covariances, drawn_between, highest
+from flotilla_algorithms.difficulty import kept_groups
+from flotilla_algorithms.divergence import adapted_coefficient, divergence
+from flotilla_algorithms.gae import gae
+from flotilla_algorithms.gdpo import gdpo
 from flotilla_algorithms.grpo import group_advantages
+from flotilla_algorithms.outcomes import Outcomes
+from flotilla_algorithms.overlong import overlong_penalties
+from flotilla_algorithms.remax import remax
 from flotilla_algorithms.rewards import NonFiniteRewardError
 from flotilla_algorithms.shuffle import shuffled_rewards
+from flotilla_algorithms.table import ADVANTAGES, AdvantageFunction
+from flotilla_algorithms.token_advantages import token_advantages
+from flotilla_algorithms.whitening import whitened
 
-__all__ = ["NonFiniteRewardError", "group_advantages", "shuffled_rewards"]
+__all__ = [
+    "ADVANTAGES",
+    "AdvantageFunction",
+    "NonFiniteRewardError",
+    "Outcomes",
+    "adapted_coefficient",
+    "covariances",
+    "divergence",
+    "drawn_between",
+    "gae",
+    "gdpo",
+    "group_advantages",
+    "highest",
+    "kept_groups",
+    "overlong_penalties",
+    "remax",
+    "shuffled_rewards",
+    "token_advantages",
+    "token_weights",
+    "whitened",
+]

@@ -1,4 +1,4 @@
-"""Group-relative advantages.
+"""Group-relative advantages (GRPO; without the deviation Dr. GRPO).
 
 Invariants: the advantages of a group sum to zero; a group of equal rewards gets exact zeros and so teaches
 nothing; groups may differ in size and are told apart by their sizes alone, in the order of the samples.
@@ -7,12 +7,19 @@ nothing; groups may differ in size and are told apart by their sizes alone, in t
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from flotilla_algorithms.outcomes import Floats, Outcomes, checked_sizes, segment_sums
 from flotilla_algorithms.rewards import finite_rewards
 
 STD_EPSILON = 1e-6
 """Keeps groups with nearly equal rewards from exploding when they are divided by their deviation."""
+
+
+def grpo(outcomes: Outcomes, *, baseline: str, normalize_std: bool) -> Floats:
+    """Reward minus its baseline, the mean of the `group` or of the whole `batch`, over the deviation of the same."""
+    sizes = [outcomes.rewards.size] if baseline == "batch" else outcomes.group_sizes
+    return group_advantages(outcomes.totals, sizes, normalize_std=normalize_std)
 
 
 def group_advantages(
@@ -21,23 +28,20 @@ def group_advantages(
     *,
     normalize_std: bool = False,
     std_epsilon: float = STD_EPSILON,
-) -> NDArray[np.float64]:
+) -> Floats:
     """Reward minus the mean of its group, over the group's standard deviation where asked for.
 
     The deviation is the sample one (divided by n - 1); a group of one has advantage zero.
     """
     values = finite_rewards(rewards)
-    sizes = np.asarray(group_sizes, dtype=np.int64)
-    if sizes.ndim != 1 or (sizes < 1).any() or sizes.sum() != values.size:
-        raise ValueError(f"group sizes {sizes.tolist()} do not cut {values.size} rewards into groups")
+    sizes = checked_sizes(group_sizes, values.size)
     if not values.size:
         return values
-    starts = np.cumsum(sizes) - sizes
     # Measuring from the group's first reward makes equal rewards cancel exactly, whatever their value.
-    relative = values - np.repeat(values[starts], sizes)
-    centred: NDArray[np.float64] = relative - np.repeat(np.add.reduceat(relative, starts) / sizes, sizes)
+    relative = values - np.repeat(values[np.cumsum(sizes) - sizes], sizes)
+    centred: Floats = relative - np.repeat(segment_sums(relative, sizes) / sizes, sizes)
     if not normalize_std:
         return centred
-    variance = np.add.reduceat(centred**2, starts) / np.maximum(sizes - 1, 1)
-    scaled: NDArray[np.float64] = centred / (np.repeat(np.sqrt(variance), sizes) + std_epsilon)
+    variance = segment_sums(centred**2, sizes) / np.maximum(sizes - 1, 1)
+    scaled: Floats = centred / (np.repeat(np.sqrt(variance), sizes) + std_epsilon)
     return scaled

@@ -1,0 +1,34 @@
+"""How much the loss of each token counts: the mean over an update, as weights.
+
+Invariants: the weights already hold the denominator, counted over the whole update, so what is left to do is a plain
+sum: it does not depend on how the update is cut, over how many ranks it is spread or in which order it comes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flotilla_algorithms.outcomes import Floats, Ints, segment_sums
+
+
+def token_weights(
+    aggregation: str, response_lengths: Ints, counted: NDArray[np.bool_], constant_tokens: int
+) -> Floats:
+    """One a token, zero where it is not counted.
+
+    token_mean: every token alike. sequence_mean_of_token_sum: every sequence counts by its summed tokens.
+    sequence_mean_of_token_mean: every sequence alike. constant: as the sum, over a fixed number of tokens.
+    """
+    tokens = segment_sums(counted.astype(np.float64), response_lengths)
+    sequences = max(int((tokens > 0).sum()), 1)
+    denominators = {
+        "token_mean": np.maximum(tokens.sum(), 1.0),
+        "sequence_mean_of_token_sum": sequences,
+        "sequence_mean_of_token_mean": sequences * np.repeat(np.maximum(tokens, 1.0), response_lengths),
+        "constant": sequences * constant_tokens,
+    }
+    if aggregation not in denominators:
+        raise ValueError(f"there is no aggregation {aggregation!r}: choose from {', '.join(denominators)}")
+    weights: Floats = np.where(counted, 1.0 / denominators[aggregation], 0.0)
+    return weights

@@ -1,0 +1,94 @@
+"""What an advantage may know of an update.
+
+Invariants: samples follow each other group by group, tokens sample by sample; every number is finite; sizes and lengths
+cut their arrays exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from flotilla_algorithms.rewards import finite_rewards
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """The rewards of an update and the shape of its groups and responses."""
+
+    rewards: Floats
+    """One a sample, for its whole response."""
+    group_sizes: Ints
+    response_lengths: Ints
+    trained: NDArray[np.bool_]
+    """One a token: whether it is the policy's own; the others are context."""
+    penalties: Floats
+    """One a token, subtracted from the reward where the token stands; zeros unless a reference is kept near."""
+
+    @classmethod
+    def of(
+        cls,
+        rewards: ArrayLike,
+        group_sizes: ArrayLike,
+        response_lengths: ArrayLike | None = None,
+        trained: ArrayLike | None = None,
+        penalties: ArrayLike | None = None,
+    ) -> Self:
+        """Checked arrays; by default responses of one trained token without penalty."""
+        values = finite_rewards(rewards)
+        sizes = checked_sizes(group_sizes, values.size)
+        lengths = np.ones(values.size, np.int64)
+        if response_lengths is not None:
+            lengths = np.asarray(response_lengths, dtype=np.int64)
+        if lengths.shape != values.shape or (lengths < 1).any():
+            raise ValueError(f"{lengths.size} response lengths do not belong to {values.size} rewards")
+        tokens = int(lengths.sum())
+        mask = np.ones(tokens, np.bool_) if trained is None else np.asarray(trained, dtype=np.bool_)
+        cost = np.zeros(tokens) if penalties is None else np.asarray(penalties, dtype=np.float64)
+        if mask.shape != (tokens,) or cost.shape != (tokens,):
+            raise ValueError(f"{mask.size} flags and {cost.size} penalties do not belong to {tokens} tokens")
+        return cls(values, sizes, lengths, mask, cost)
+
+    @property
+    def totals(self) -> Floats:
+        """One a sample: its reward less all penalties of its tokens."""
+        return self.rewards - self.sample_sums(self.penalties)
+
+    @property
+    def trained_lengths(self) -> Ints:
+        """Trained tokens of each sample."""
+        return self.sample_sums(self.trained.astype(np.float64)).astype(np.int64)
+
+    def sample_sums(self, tokens: Floats) -> Floats:
+        """Sums over the tokens of each sample."""
+        return segment_sums(tokens, self.response_lengths)
+
+    def group_sums(self, samples: Floats) -> Floats:
+        """Sums over the samples of each group."""
+        return segment_sums(samples, self.group_sizes)
+
+    def to_tokens(self, samples: Floats) -> Floats:
+        """A value a sample as one a token."""
+        return np.repeat(samples, self.response_lengths)
+
+
+def segment_sums(values: Floats, lengths: Ints) -> Floats:
+    """Sums over consecutive parts, none of them empty."""
+    if not values.size:
+        return np.zeros(lengths.size)
+    sums: Floats = np.add.reduceat(values, np.cumsum(lengths) - lengths)
+    return sums
+
+
+def checked_sizes(group_sizes: ArrayLike, samples: int) -> Ints:
+    """Group sizes that cut this many samples."""
+    sizes = np.asarray(group_sizes, dtype=np.int64)
+    if sizes.ndim != 1 or (sizes < 1).any() or sizes.sum() != samples:
+        raise ValueError(f"group sizes {sizes.tolist()} do not cut {samples} rewards into groups")
+    return sizes

@@ -1,0 +1,30 @@
+"""Every advantage that a run can name.
+
+Invariant: each takes the outcomes and its parameters by keyword, and gives one number a sample or one a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flotilla_algorithms.gpg import gpg
+from flotilla_algorithms.grpo import grpo
+from flotilla_algorithms.opo import opo
+from flotilla_algorithms.outcomes import Floats
+from flotilla_algorithms.pass_at_k import pass_at_k
+from flotilla_algorithms.reinforce import reinforce
+from flotilla_algorithms.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
+from flotilla_algorithms.rloo import rloo
+
+AdvantageFunction = Callable[..., Floats]
+
+ADVANTAGES: dict[str, AdvantageFunction] = {
+    "grpo": grpo,
+    "rloo": rloo,
+    "reinforce": reinforce,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "opo": opo,
+    "gpg": gpg,
+    "pass_at_k": pass_at_k,
+}

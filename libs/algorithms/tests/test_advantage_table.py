@@ -1,0 +1,233 @@
+"""Every advantage against its paper's formula, written out sample by sample in plain Python."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flotilla_algorithms import ADVANTAGES, Outcomes, gae, gdpo, remax, token_advantages, whitened
+
+TOLERANCE = 1e-9
+RNG = np.random.default_rng(11)
+SIZES = [4, 1, 5, 3, 2]
+GROUPS = [
+    [float(RNG.integers(0, 2)) + (0.25 if g == 2 else 0.0) for _ in range(n)] for g, n in enumerate(SIZES)
+]
+GROUPS[3] = [1.0, 1.0, 1.0]
+REWARDS = [reward for group in GROUPS for reward in group]
+LENGTHS = [int(n) for n in RNG.integers(1, 8, len(REWARDS))]
+PENALTIES = [list(RNG.normal(0, 0.1, n)) for n in LENGTHS]
+TRAINED = [[bool(RNG.integers(0, 4)) or t == 0 for t in range(n)] for n in LENGTHS]
+Rows = list[list[float]]
+
+
+def outcomes(penalties: bool = True) -> Outcomes:
+    flat_penalties = [x for row in PENALTIES for x in row]
+    flat_mask = [x for row in TRAINED for x in row]
+    return Outcomes.of(REWARDS, SIZES, LENGTHS, flat_mask, flat_penalties if penalties else None)
+
+
+TOTALS = [reward - math.fsum(row) for reward, row in zip(REWARDS, PENALTIES, strict=True)]
+
+
+def grouped(values: list[float]) -> Rows:
+    rest = iter(values)
+    return [list(itertools.islice(rest, size)) for size in SIZES]
+
+
+def on_tokens(samples: list[float]) -> Rows:
+    return [[value] * length for value, length in zip(samples, LENGTHS, strict=True)]
+
+
+def by_group(formula: Callable[[list[float], list[int]], list[float]]) -> Rows:
+    lengths = [sum(row) for row in TRAINED]
+    parts = zip(grouped(TOTALS), grouped(lengths), strict=True)
+    return on_tokens([value for rewards, sizes in parts for value in formula(rewards, sizes)])
+
+
+def white(rows: Rows) -> Rows:
+    trained = [
+        x for row, mask in zip(rows, TRAINED, strict=True) for x, m in zip(row, mask, strict=True) if m
+    ]
+    mean, variance = statistics.fmean(trained), statistics.variance(trained)
+    return [[(x - mean) / math.sqrt(variance + 1e-8) for x in row] for row in rows]
+
+
+def centred(rewards: list[float], lengths: list[int]) -> list[float]:
+    return [r - statistics.fmean(rewards) for r in rewards]
+
+
+def standardised(rewards: list[float], lengths: list[int]) -> list[float]:
+    deviation = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
+    return [(r - statistics.fmean(rewards)) / (deviation + 1e-6) for r in rewards]
+
+
+def left_out(rewards: list[float], lengths: list[int]) -> list[float]:
+    if len(rewards) == 1:
+        return [0.0]
+    return [r - statistics.fmean(rewards[:i] + rewards[i + 1 :]) for i, r in enumerate(rewards)]
+
+
+def length_weighted(rewards: list[float], lengths: list[int]) -> list[float]:
+    baseline = sum(n * r for n, r in zip(lengths, rewards, strict=True)) / sum(lengths)
+    return [r - baseline for r in rewards]
+
+
+def teams(k: int, right_at: float) -> Callable[[list[float], list[int]], list[float]]:
+    """Pass@k training by brute force: all teams of k, their rewards standardised, a sample's mean over its teams."""
+
+    def formula(rewards: list[float], lengths: list[int]) -> list[float]:
+        members = list(itertools.combinations(range(len(rewards)), min(k, len(rewards))))
+        values = [float(any(rewards[i] >= right_at for i in team)) for team in members]
+        deviation = statistics.pstdev(values)
+        if deviation == 0:
+            return [0.0] * len(rewards)
+        mean = statistics.fmean(values)
+        return [
+            statistics.fmean(
+                (v - mean) / deviation for team, v in zip(members, values, strict=True) if i in team
+            )
+            for i in range(len(rewards))
+        ]
+
+    return formula
+
+
+def returns(gamma: float) -> Rows:
+    rows = []
+    for reward, row in zip(REWARDS, PENALTIES, strict=True):
+        step = [-penalty for penalty in row]
+        step[-1] += reward
+        rows.append([sum(gamma ** (k - t) * step[k] for k in range(t, len(step))) for t in range(len(step))])
+    return rows
+
+
+def whole_batch(normalize: bool) -> Rows:
+    scale = statistics.stdev(TOTALS) + 1e-6 if normalize else 1.0
+    return on_tokens([(r - statistics.fmean(TOTALS)) / scale for r in TOTALS])
+
+
+def speaking_share() -> float:
+    silent = sum(len(group) for group in GROUPS if len(set(group)) == 1)
+    return len(REWARDS) / (len(REWARDS) - silent)
+
+
+def scaled(rows: Rows, factor: float) -> Rows:
+    return [[factor * value for value in row] for row in rows]
+
+
+TABLE: dict[str, tuple[str, dict[str, Any], Rows]] = {
+    "grpo": ("grpo", {"baseline": "group", "normalize_std": True}, by_group(standardised)),
+    "dr_grpo": ("grpo", {"baseline": "group", "normalize_std": False}, by_group(centred)),
+    "batch": ("grpo", {"baseline": "batch", "normalize_std": False}, whole_batch(False)),
+    "batch_std": ("grpo", {"baseline": "batch", "normalize_std": True}, whole_batch(True)),
+    "rloo": ("rloo", {}, by_group(left_out)),
+    "reinforce": ("reinforce", {"gamma": 1.0}, returns(1.0)),
+    "reinforce_discounted": ("reinforce", {"gamma": 0.9}, returns(0.9)),
+    "reinforce_plus_plus": ("reinforce_plus_plus", {"gamma": 0.95}, white(returns(0.95))),
+    "reinforce_plus_plus_baseline": ("reinforce_plus_plus_baseline", {}, white(by_group(centred))),
+    "opo": ("opo", {}, by_group(length_weighted)),
+    "gpg": ("gpg", {"normalize_std": False}, scaled(by_group(centred), speaking_share())),
+    "gpg_std": ("gpg", {"normalize_std": True}, scaled(by_group(standardised), speaking_share())),
+    "pass_at_2": ("pass_at_k", {"k": 2, "right_at": 0.9}, by_group(teams(2, 0.9))),
+    "pass_at_3": ("pass_at_k", {"k": 3, "right_at": 0.9}, by_group(teams(3, 0.9))),
+}
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_every_advantage_equals_its_formula(row: str) -> None:
+    name, parameters, expected = TABLE[row]
+    got = token_advantages(ADVANTAGES[name], outcomes(), parameters)
+    flat = [value for values in expected for value in values]
+    assert np.abs(flat).max() > 0.01  # There is something to compare.
+    np.testing.assert_allclose(got, flat, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_no_advantage_is_missing_from_the_table() -> None:
+    assert {name for name, _, _ in TABLE.values()} == set(ADVANTAGES)
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_the_order_of_groups_changes_no_advantage(row: str) -> None:
+    name, parameters, expected = TABLE[row]
+    order = [3, 0, 4, 2, 1]
+    samples = [i for g in order for i in range(sum(SIZES[:g]), sum(SIZES[: g + 1]))]
+    moved = Outcomes.of(
+        [REWARDS[i] for i in samples],
+        [SIZES[g] for g in order],
+        [LENGTHS[i] for i in samples],
+        [x for i in samples for x in TRAINED[i]],
+        [x for i in samples for x in PENALTIES[i]],
+    )
+    got = token_advantages(ADVANTAGES[name], moved, parameters)
+    np.testing.assert_allclose(got, [x for i in samples for x in expected[i]], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if row not in ("reinforce", "reinforce_discounted")])
+def test_an_update_of_equal_rewards_teaches_exactly_nothing(row: str) -> None:
+    name, parameters, _ = TABLE[row]
+    parameters = parameters | ({"gamma": 1.0} if "gamma" in parameters else {})
+    equal = Outcomes.of([0.3] * 7, [4, 3], [2, 3, 1, 4, 2, 2, 5])
+    assert not token_advantages(ADVANTAGES[name], equal, parameters).any()
+
+
+@pytest.mark.parametrize(("gamma", "decay"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
+def test_gae_equals_the_sum_of_discounted_errors(gamma: float, decay: float) -> None:
+    values = [list(RNG.normal(0, 1, n)) for n in LENGTHS]
+    advantages, targets = gae(outcomes(), [x for row in values for x in row], gamma=gamma, trace_decay=decay)
+    expected = []
+    for reward, penalties, row in zip(REWARDS, PENALTIES, values, strict=True):
+        following = [*row[1:], 0.0]
+        steps = [-p for p in penalties]
+        steps[-1] += reward
+        errors = [r + gamma * n - v for r, n, v in zip(steps, following, row, strict=True)]
+        for t in range(len(row)):
+            expected.append(sum((gamma * decay) ** (k - t) * errors[k] for k in range(t, len(row))))
+    np.testing.assert_allclose(advantages, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    np.testing.assert_allclose(targets, np.add(expected, [x for row in values for x in row]))
+
+
+def test_remax_compares_with_the_greedy_reward_of_the_prompt() -> None:
+    greedy = [0.0, 1.0, 0.5, 1.0, 0.25]
+    expected = [r - g for rewards, g in zip(grouped(TOTALS), greedy, strict=True) for r in rewards]
+    np.testing.assert_allclose(remax(outcomes(), greedy), expected, rtol=TOLERANCE)
+
+
+def test_gdpo_normalises_every_term_by_itself() -> None:
+    terms = [list(RNG.normal(0, 1, len(REWARDS))), list(RNG.normal(5, 100, len(REWARDS)))]
+    weights = [1.0, 0.5]
+    sums = [0.0] * len(REWARDS)
+    for term, weight in zip(terms, weights, strict=True):
+        normal = [x for group in grouped(term) for x in standardised(group, [])]
+        sums = [s + weight * x for s, x in zip(sums, normal, strict=True)]
+    expected = [x for row in white(on_tokens(sums)) for x in row]
+    np.testing.assert_allclose(gdpo(outcomes(), terms, weights), expected, rtol=1e-8, atol=TOLERANCE)
+
+
+def test_whitened_tokens_have_mean_zero_and_deviation_one() -> None:
+    trained = outcomes().trained
+    values = whitened(RNG.normal(3, 7, trained.size), outcomes())[trained]
+    assert values.mean() == pytest.approx(0, abs=1e-12)
+    assert values.std(ddof=1) == pytest.approx(1, abs=1e-6)
+
+
+def test_advantages_are_clipped_after_whitening() -> None:
+    parameters = {"baseline": "group", "normalize_std": False}
+    clipped = token_advantages(ADVANTAGES["grpo"], outcomes(), parameters, whiten=True, clip=0.5)
+    plain = token_advantages(ADVANTAGES["grpo"], outcomes(), parameters, whiten=True)
+    np.testing.assert_array_equal(clipped, np.clip(plain, -0.5, 0.5))
+    assert (clipped != plain).any()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"), [(np.zeros(3), "shape"), (np.full(len(REWARDS), np.nan), "not finite")]
+)
+def test_advantages_of_a_wrong_function_are_refused(wrong: np.ndarray, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        token_advantages(lambda given: wrong, outcomes(), {})
