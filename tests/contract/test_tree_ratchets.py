@@ -39,6 +39,7 @@ BROAD_EXCEPTS: dict[str, int] = {  # path: how many process or task boundaries i
     # A thread or a peer must outlive an operation that fails; its caller gets the error.
     "libs/launch/src/flotilla_launch/service_process.py": 1,
     "libs/weights/src/flotilla_weights/group.py": 1,
+    "services/trainer/src/flotilla_trainer/rank/checkpoint.py": 1,
     "services/coordinator/src/flotilla_coordinator/ledger/writer.py": 1,
     "services/coordinator/src/flotilla_coordinator/timeline/store.py": 1,
     # An exception inside a vLLM worker would shift its replies: it becomes state that is asked for.

@@ -75,20 +75,24 @@ class Trainer:
     async def call(self, method: str, request: Any) -> Any:
         return await rpc.unary(getattr(self.stub, method), request, timeout_s=CALL_TIMEOUT_S, attempts=1)
 
-    async def open(self, objective: str = "grpo", **changes: Any) -> pb.OpenSessionResponse:
+    async def open(
+        self, objective: str = "grpo", *, lineage: int = 0, **changes: Any
+    ) -> pb.OpenSessionResponse:
         """A new session of a new run, in place of the last one."""
         await self.call("CloseSession", pb.CloseSessionRequest(run_id=self.run_id))
         self.runs += 1
-        request = pb.OpenSessionRequest(run_id=self.run_id, spec=session_spec(objective, **changes))
+        request = pb.OpenSessionRequest(
+            run_id=self.run_id, spec=session_spec(objective, **changes), lineage=lineage
+        )
         return await self.call("OpenSession", request)
 
     async def train(
-        self, step: int, groups: list[pb.TrainGroup], announced: int | None = None
+        self, step: int, groups: list[pb.TrainGroup], announced: int | None = None, *, lineage: int = 0
     ) -> pb.UpdateResult:
-        """One update from version (0, step), a chunk a group."""
+        """One update from version (lineage, step), a chunk a group."""
 
         async def stream() -> AsyncIterator[pb.TrainRequest]:
-            version = Version(0, step)
+            version = Version(lineage, step)
             yield pb.TrainRequest(
                 header=pb.TrainHeader(
                     run_id=self.run_id,

@@ -40,7 +40,12 @@ def model_digest(folder: Path) -> str:
 
 def check_same_shape(folder: Path, booted: Path) -> None:
     """Raise Mismatch, naming the first key that differs, when `folder` does not fit the booted model."""
-    theirs, ours = model_shape(folder), model_shape(booted)
+    check_shape(model_shape(folder), folder, booted)
+
+
+def check_shape(theirs: dict[str, Any], folder: Path, booted: Path) -> None:
+    """The same for a shape that is known already."""
+    ours = model_shape(booted)
     for key in sorted(theirs.keys() | ours.keys()):
         if theirs.get(key) != ours.get(key):
             raise Mismatch(

@@ -6,6 +6,7 @@ except through the gang, so the loop stays free.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer
 from flotilla_core import ids
-from flotilla_core.errors import InvalidRequest
+from flotilla_core.errors import Cancelled, InvalidRequest
 from flotilla_core.version import Version
 from flotilla_trainer.once import Once
 from flotilla_trainer.session_holder import SessionHolder
@@ -36,6 +37,10 @@ class TrainerServicer(TrainerServiceServicer):
     async def CloseSession(self, request: pb.CloseSessionRequest, context: Any) -> pb.CloseSessionResponse:
         await self._holder.close(request.run_id)
         return pb.CloseSessionResponse()
+
+    async def GetSession(self, request: pb.GetSessionRequest, context: Any) -> pb.GetSessionResponse:
+        session = self._holder.session(request.run_id)
+        return pb.GetSessionResponse(policy_version=session.version.to_proto())
 
     async def Train(self, requests: AsyncIterator[pb.TrainRequest], context: Any) -> pb.TrainResponse:
         header = await _header(requests)
@@ -89,6 +94,26 @@ class TrainerServicer(TrainerServiceServicer):
     ) -> pb.CloseWeightGroupResponse:
         await self._holder.weights.close(request.epoch)
         return pb.CloseWeightGroupResponse()
+
+    async def SaveCheckpoint(
+        self, request: pb.SaveCheckpointRequest, context: Any
+    ) -> AsyncIterator[pb.SaveCheckpointResponse]:
+        session = self._holder.session(request.run_id)
+        save = await self._once("save", request, lambda: self._holder.checkpoints.begin(session, request))
+        snapshot = pb.CheckpointSnapshot()
+        snapshot.stall.FromNanoseconds(int(save.stall_s * 1e9))
+        yield pb.SaveCheckpointResponse(snapshot=snapshot)
+        # Its writer outlives this call.
+        await asyncio.wait({save.durable})
+        if save.durable.cancelled():
+            raise Cancelled(f"the checkpoint was given up: the session of run {request.run_id} was closed")
+        yield pb.SaveCheckpointResponse(durable=save.durable.result())
+
+    async def LoadCheckpoint(
+        self, request: pb.LoadCheckpointRequest, context: Any
+    ) -> pb.LoadCheckpointResponse:
+        session = self._holder.session(request.run_id)
+        return await self._once("load", request, lambda: self._holder.checkpoints.load(session, request.path))
 
     async def ExportModel(self, request: pb.ExportModelRequest, context: Any) -> pb.ExportModelResponse:
         session = self._holder.session(request.run_id)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import structlog
+from google.protobuf import json_format
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import Cancelled, FlotillaError, NotFinite, NotFound, StaleVersion
@@ -100,6 +101,21 @@ class Session:
         async with self._turn:
             self.check_version(version, what)
             yield
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint says about this session, beside the numbers of its ranks."""
+        return {
+            "run_id": self.run_id,
+            "policy_version": list(self.version),
+            "skipped_in_row": self._skipped_in_row,
+            "specification": json_format.MessageToDict(self._spec, preserving_proto_field_name=True),
+        }
+
+    def go_on_from(self, facts: dict[str, Any]) -> None:
+        """The ranks hold a checkpoint with these facts now: this session's lineage goes on at its step."""
+        _, step = facts["policy_version"]
+        self.version = Version(self.version.lineage, step)
+        self._skipped_in_row = facts["skipped_in_row"]
 
     async def evaluate(self, groups: Sequence[pb.TrainGroup]) -> pb.EvaluateLossResponse:
         """The loss of a batch; nothing changes."""
@@ -216,7 +232,8 @@ class Session:
         return batch, self._pack(batch.sequences(self._spec.objective, self._shuffle_seed(update_id)))
 
     def _shuffle_seed(self, update_id: str) -> int:
-        return derive_seed("shuffle", self._spec.seed, update_id.rpartition("/")[2])
+        """The same for an update and its repetition in a later lineage: run/lineage.step counts by its step."""
+        return derive_seed("shuffle", self._spec.seed, update_id.rpartition("/")[2].rpartition(".")[2])
 
     def _pack(self, sequences: Sequences) -> list[list[MicroBatch]]:
         return pack(sequences, self._spec.batching.tokens_per_microbatch, self._gang.size)

@@ -15,6 +15,7 @@ from flotilla_core.config import StackConfig
 from flotilla_core.errors import Cancelled, FailedPrecondition, FlotillaError, InvalidRequest
 from flotilla_core.model_folder import model_folder
 from flotilla_core.service import Activities
+from flotilla_trainer.checkpoints import Checkpoints
 from flotilla_trainer.gang import Gang, GangPlan
 from flotilla_trainer.model_shape import check_same_shape, model_digest
 from flotilla_trainer.session import Session
@@ -36,6 +37,7 @@ class SessionHolder:
         self._unwanted = False
         self._why_none = "no run has opened one"
         self._pristine: Path | None = plan.model
+        self.checkpoints = Checkpoints(gang, plan.model, activities)
         self.weights = WeightGroups(gang, stack.bind, plan.rank_timeout_s, activities)
 
     def session(self, run_id: str) -> Session:
@@ -90,6 +92,7 @@ class SessionHolder:
         if self._session is not None and self._session.run_id == run_id:
             self._session = None
             self._why_none = f"run {run_id} closed it"
+            await self.checkpoints.abandon()
             await self.weights.close_any()
 
     async def export(self, request: pb.ExportModelRequest) -> pb.ExportModelResponse:

@@ -123,6 +123,10 @@ class Gang:
         task.add_done_callback(self._finished)
         return await asyncio.shield(task)
 
+    def reports(self, number: int) -> list[asyncio.Future[Frame]]:
+        """What each rank will say under `number` about work that goes on behind a command; fails with the gang."""
+        return [rank.report(number) for rank in self._ranks]
+
     async def urgently(self, kind: str, fields: dict[str, Any]) -> None:
         """Tell all ranks something that they act on beside the command that runs."""
         if not self._ready.is_set():

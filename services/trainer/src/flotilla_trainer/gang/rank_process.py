@@ -32,6 +32,7 @@ class RankProcess:
         self._plan = plan
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Frame]] = {}
+        self._reports: dict[int, asyncio.Future[Frame]] = {}
         self._log_start = 0
         self.rank = rank
         self.last_beat = time.monotonic()
@@ -85,13 +86,20 @@ class RankProcess:
         finally:
             self._answers.pop(number, None)
 
+    def report(self, number: int) -> asyncio.Future[Frame]:
+        """What this rank will say under `number` about work that goes on behind a command."""
+        report: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+        self._reports[number] = report
+        report.add_done_callback(lambda _: self._reports.pop(number, None))
+        return report
+
     def judge(self) -> None:
         """The gang is given up: what this rank still answers, perhaps woken to show its stacks, is void."""
         self._judged = True
 
     def fail_answers(self, error: FlotillaError) -> None:
         """Nobody waits for this rank any longer."""
-        for answer in self._answers.values():
+        for answer in (*self._answers.values(), *self._reports.values()):
             if not answer.done():
                 answer.set_exception(error)
 
@@ -191,7 +199,7 @@ class RankProcess:
             self.progress = frame.fields["progress"]
             self.phase = frame.fields["phase"]
             return
-        answer = self._answers.get(frame.number)
+        answer = self._answers.get(frame.number) or self._reports.get(frame.number)
         if answer is None or answer.done() or self._judged:
             return
         if frame.kind == "refused":

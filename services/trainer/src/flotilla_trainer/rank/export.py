@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from flotilla_core import telemetry
@@ -24,36 +25,59 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json"
 """Files of the source folder that the export writes anew or leaves behind."""
 
 
-def export(path: Path, source: Path, model: ShardedModel, link: FrontLink) -> dict[str, Any]:
-    """Write the folder on rank 0; the other ranks take part in the gathers."""
-    with telemetry.span(names.TRAINER_EXPORT):
-        order = [name for name, _, _ in model.specs(model.dtype)]
-        whole: dict[str, torch.Tensor] = {}
-        for name, tensor in model.whole_tensors(order, model.dtype):
+class WholeModel:
+    """The policy in full on the host of rank 0, ready to be written; the other ranks take part in the gathers."""
+
+    def __init__(self, source: Path, model: ShardedModel, link: FrontLink) -> None:
+        self._source = source
+        self._tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in model.whole_tensors(
+            [name for name, _, _ in model.specs(model.dtype)], model.dtype
+        ):
             link.progress(f"gathering {name}")
             if dist.get_rank() == 0:
-                whole[name] = tensor.cpu().clone()
+                self._tensors[name] = tensor.cpu().clone()
+        # Built here and not in `write`: transformers changes torch's default type meanwhile, for all threads.
+        with torch.device("meta"):
+            self._skeleton = AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(source), dtype=model.dtype
+            )
+
+    def write(self, folder: Path) -> None:
+        """Fill a new folder; from any thread."""
+        try:
+            folder.mkdir(parents=True)
+            _copy_companions(self._source, folder)
+            if (self._source / "generation_config.json").is_file():
+                self._skeleton.generation_config = GenerationConfig.from_pretrained(self._source)
+            self._skeleton.save_pretrained(folder, state_dict=self._tensors)
+        except (OSError, SafetensorError) as error:
+            raise FailedPrecondition(
+                "the model cannot be written",
+                where=str(folder),
+                why=str(error),
+                next_step="see whether the disk is full",
+            ) from error
+
+
+def export(path: Path, source: Path, model: ShardedModel, link: FrontLink) -> dict[str, Any]:
+    """Write the folder on rank 0."""
+    with telemetry.span(names.TRAINER_EXPORT):
+        whole = WholeModel(source, model, link)
         if dist.get_rank() != 0:
             return {}
         link.progress("writing the model")
-        return _write(path, source, whole, model.dtype)
-
-
-def _write(path: Path, source: Path, whole: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, Any]:
-    aside = path.with_name(f".{path.name}.writing")
-    try:
+        aside = path.with_name(f".{path.name}.writing")
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        _copy_companions(source, aside)
-        with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=dtype)
-        if (source / "generation_config.json").is_file():
-            skeleton.generation_config = GenerationConfig.from_pretrained(source)
-        skeleton.save_pretrained(aside, state_dict=whole)
-        _replace(path, aside)
-    except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise FailedPrecondition("the model cannot be written", where=str(path), why=str(error)) from error
+        try:
+            whole.write(aside)
+            _replace(path, aside)
+        except OSError as error:
+            raise FailedPrecondition(
+                "the model cannot be put in place", where=str(path), why=str(error)
+            ) from error
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
     files = sorted(file for file in path.iterdir() if file.is_file())
     return {"files": [file.name for file in files], "bytes": sum(file.stat().st_size for file in files)}
 

@@ -12,6 +12,9 @@ import torch
 from flotilla_trainer.rank.settings import SessionSettings
 from flotilla_trainer.rank.sharded_model import ShardedModel, local
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW remembers of a parameter, by torch's names."""
+
 
 class PolicyOptimizer:
     """AdamW over the sharded parameters."""
@@ -51,6 +54,26 @@ class PolicyOptimizer:
             group["lr"] = learning_rate
         self._adamw.step()
         self.discard_gradients()
+
+    def moments(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What is remembered of a parameter; nothing before its first step."""
+        state = self._adamw.state.get(parameter, {})
+        return {name: state[name] for name in MOMENTS if name in state}
+
+    def steps(self, parameter: torch.Tensor) -> int:
+        """Steps that a parameter has taken."""
+        return int(self._adamw.state.get(parameter, {}).get("step", 0))
+
+    def restore(self, parameter: torch.Tensor, moments: dict[str, torch.Tensor], steps: int) -> None:
+        """Remember this rank's part of `moments` instead; without any, as before the first step."""
+        self._adamw.state.pop(parameter, None)
+        if not moments:
+            return
+        state = self._adamw.state[parameter]
+        state["step"] = torch.tensor(float(steps))
+        for name, values in moments.items():
+            state[name] = torch.zeros_like(parameter)
+            local(state[name]).copy_(values)
 
     def _local_gradients(self) -> list[torch.Tensor]:
         return [local(p.grad) for p in self._parameters if p.grad is not None]

@@ -19,6 +19,7 @@ from flotilla_core import telemetry
 from flotilla_core.errors import FailedPrecondition, FlotillaError
 from flotilla_core.telemetry import names
 from flotilla_trainer.frames import Array, Frame
+from flotilla_trainer.rank.checkpoint import RankCheckpoints
 from flotilla_trainer.rank.export import export
 from flotilla_trainer.rank.link import FrontLink
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
@@ -50,6 +51,7 @@ class RankWorker:
         self._settings: SessionSettings | None = None
         self._optimizer: PolicyOptimizer | None = None
         self._publisher = Publisher(self._model, link)
+        self._checkpoints = RankCheckpoints(self._model, link)
         link.urgent("abort_group", lambda frame: self._publisher.abort(frame.fields["why"]))
         link.urgent("abort_update", self._abort_update)
         self._commands = {
@@ -62,6 +64,8 @@ class RankWorker:
             "open_group": lambda command: (self._publisher.open(command.fields), {}),
             "publish": lambda command: (self._publisher.publish(command.fields), {}),
             "export": self._export,
+            "snapshot": self._snapshot,
+            "load_checkpoint": self._load_checkpoint,
         }
 
     def serve(self) -> None:
@@ -142,6 +146,16 @@ class RankWorker:
 
     def _export(self, command: Frame) -> Answer:
         return export(Path(command.fields["path"]), self._folder, self._model, self._link), {}
+
+    def _snapshot(self, command: Frame) -> Answer:
+        _, optimizer = self._session()
+        self._checkpoints.snapshot(command.fields, optimizer, self._folder)
+        return {}, {}
+
+    def _load_checkpoint(self, command: Frame) -> Answer:
+        _, optimizer = self._session()
+        self._checkpoints.load(Path(command.fields["folder"]), optimizer)
+        return {}, {}
 
     def _session(self) -> tuple[SessionSettings, PolicyOptimizer]:
         # The front sends no such command without a session: reaching this is a defect, and ends the process.

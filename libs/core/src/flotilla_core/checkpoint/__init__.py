@@ -1,0 +1,8 @@
+"""Checkpoints as folders: what seals one, where those of a run stand. Free of torch: services and tools share it."""
+
+from __future__ import annotations
+
+from flotilla_core.checkpoint.manifest import Manifest
+from flotilla_core.checkpoint.shelf import CheckpointShelf
+
+__all__ = ["CheckpointShelf", "Manifest"]

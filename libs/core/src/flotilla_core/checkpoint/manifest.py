@@ -1,0 +1,124 @@
+"""What seals a checkpoint: every file with its size and its digest.
+
+Invariants: the manifest is written last, when every file that it lists is on disk; a folder passes only when each
+listed file is there, byte for byte; a refusal names the first file that is wrong. Digests are SHA-256, so that any tool
+can check them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flotilla_core.errors import Damaged, Mismatch
+
+FILE_NAME = "manifest.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class SealedFile:
+    """One file as it was written."""
+
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The files of one folder by relative path."""
+
+    files: dict[str, SealedFile]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all files."""
+        return sum(file.nbytes for file in self.files.values())
+
+    @classmethod
+    def seal(cls, folder: Path) -> Manifest:
+        """Bring everything below `folder` to the disk, then write its manifest."""
+        manifest = cls({str(path.relative_to(folder)): _flushed(path) for path in _files(folder)})
+        entries = {
+            name: {"bytes": file.nbytes, "sha256": file.sha256} for name, file in manifest.files.items()
+        }
+        path = folder / FILE_NAME
+        path.write_text(json.dumps({"format": FORMAT, "files": entries}, indent=1) + "\n", "utf-8")
+        _flushed(path)
+        for directory in (*(child for child in folder.rglob("*") if child.is_dir()), folder):
+            flush_directory(directory)
+        return manifest
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """The manifest of a folder, whose files are not looked at."""
+        path = folder / FILE_NAME
+        try:
+            content = json.loads(path.read_text("utf-8"))
+            written_as = content["format"]
+            if written_as == FORMAT:
+                return cls({name: _entry(entry) for name, entry in content["files"].items()})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _damaged(path, f"it cannot be read: {error!r}") from error
+        raise Mismatch(
+            f"the checkpoint has format {written_as}, this Flotilla reads {FORMAT}",
+            where=str(path),
+            next_step="use the Flotilla that wrote it",
+        )
+
+    @classmethod
+    def verified(cls, folder: Path) -> Manifest:
+        """The manifest of a folder whose files are those that were sealed; Damaged names the first that is not."""
+        manifest = cls.read(folder)
+        for name, sealed in manifest.files.items():
+            path = folder / name
+            try:
+                nbytes = path.stat().st_size
+                if nbytes != sealed.nbytes:
+                    raise _damaged(path, f"it has {nbytes} bytes, {sealed.nbytes} were written")
+                with path.open("rb") as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+            except FileNotFoundError:
+                raise _damaged(path, "the file is missing") from None
+            except OSError as error:
+                raise _damaged(path, f"it cannot be read: {error}") from error
+            if digest != sealed.sha256:
+                raise _damaged(path, "its SHA-256 is not that of what was written")
+        return manifest
+
+
+def flush_directory(path: Path) -> None:
+    """Bring the names inside a directory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / FILE_NAME)
+
+
+def _flushed(path: Path) -> SealedFile:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        os.fsync(file.fileno())
+        return SealedFile(os.fstat(file.fileno()).st_size, digest)
+
+
+def _entry(entry: dict[str, Any]) -> SealedFile:
+    return SealedFile(int(entry["bytes"]), str(entry["sha256"]))
+
+
+def _damaged(path: Path, why: str) -> Damaged:
+    return Damaged(
+        "the checkpoint is damaged",
+        where=str(path),
+        why=why,
+        next_step="use another one: see `flotilla checkpoint list`",
+    )

@@ -1,0 +1,109 @@
+"""The checkpoints of one run, side by side in one folder.
+
+Invariants: a folder `step-...` is complete from the moment it can be seen until the moment it is gone, because it
+comes and goes by a rename; `latest` names a complete one and moves after it; what a fall-back left behind is called
+`void-...` and is never offered again.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from flotilla_core.checkpoint.manifest import flush_directory
+from flotilla_core.errors import AlreadyExists, InvalidRequest, NotFound
+from flotilla_core.files import write_atomically
+
+LATEST = "latest"
+MODEL = "model"
+"""Folder inside each checkpoint that transformers and vLLM load."""
+
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+class CheckpointShelf:
+    """`<run directory>/checkpoints/`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @staticmethod
+    def name_of(step: int) -> str:
+        """The checkpoint after so many steps: step-000120."""
+        return f"step-{step:06d}"
+
+    @staticmethod
+    def step_of(name: str) -> int:
+        """The steps that were done when a checkpoint was made."""
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise InvalidRequest(f"{name!r} is not the name of a checkpoint", why="it looks like step-000120")
+        return int(match[1])
+
+    def names(self) -> list[str]:
+        """Complete checkpoints, the oldest first."""
+        if not self.path.is_dir():
+            return []
+        found = [entry.name for entry in self.path.iterdir() if _NAME.fullmatch(entry.name)]
+        return sorted(found, key=self.step_of)
+
+    def folder(self, name: str) -> Path:
+        """A checkpoint that is there."""
+        if name not in self.names():
+            raise NotFound(
+                f"there is no checkpoint {name!r}",
+                where=str(self.path),
+                why=f"there are {', '.join(self.names()) or 'none'}",
+            )
+        return self.path / name
+
+    def begin(self, name: str) -> Path:
+        """An empty folder that no reader sees; what an interrupted write left goes first."""
+        self.step_of(name)
+        if name in self.names():
+            raise AlreadyExists(f"checkpoint {name} is there already", where=str(self.path))
+        self.path.mkdir(parents=True, exist_ok=True)
+        for unfinished in (*self.path.glob(".*.writing"), *self.path.glob(".*.removing")):
+            shutil.rmtree(unfinished)
+        aside = self.aside(name)
+        aside.mkdir()
+        return aside
+
+    def publish(self, name: str) -> Path:
+        """Let readers see a folder that is sealed, then point `latest` to it."""
+        folder = self.path / name
+        self.aside(name).rename(folder)
+        flush_directory(self.path)
+        write_atomically(self.path / LATEST, f"{name}\n")
+        flush_directory(self.path)
+        return folder
+
+    def discard(self, name: str) -> None:
+        """Remove a folder that was begun."""
+        shutil.rmtree(self.aside(name), ignore_errors=True)
+
+    def fall_back(self, name: str, lineage: int) -> list[str]:
+        """Put away everything newer than `name`, which `lineage` does not go on from; the names as they were."""
+        newer = [
+            other for other in self.names() if self.step_of(other) > (self.step_of(name) if name else -1)
+        ]
+        for other in newer:
+            (self.path / other).rename(self.path / f"void-{lineage}-{other}")
+        if name and newer:
+            write_atomically(self.path / LATEST, f"{name}\n")
+        return newer
+
+    def prune(self, keep: int) -> list[str]:
+        """Remove all but the newest `keep`, and what fall-backs left; the names that are gone."""
+        leftovers = [entry.name for entry in self.path.glob("void-*")] if self.path.is_dir() else []
+        gone = self.names()[:-keep] + leftovers
+        for name in gone:
+            hidden = self.path / f".{name}.removing"
+            (self.path / name).rename(hidden)
+            shutil.rmtree(hidden)
+        return gone
+
+    def aside(self, name: str) -> Path:
+        """Where a checkpoint is written before anybody can see it."""
+        return self.path / f".{name}.writing"

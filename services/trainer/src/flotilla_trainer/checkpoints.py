@@ -1,0 +1,222 @@
+"""Checkpoints as the front sees them: the ranks copy and write, the front seals, verifies and hands back.
+
+Invariants: at most one is being written; no update waits for more than its snapshot; whatever fails after that costs
+this checkpoint alone, and leaves no folder behind; a load verifies every byte before a rank hears of it. This process
+reads files on threads of its own, so it stays answerable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_core.checkpoint import CheckpointShelf, Manifest
+from flotilla_core.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    FlotillaError,
+    InvalidRequest,
+    Unavailable,
+)
+from flotilla_core.service import Activities
+from flotilla_core.version import Version
+from flotilla_trainer.frames import Frame
+from flotilla_trainer.gang import Gang
+from flotilla_trainer.model_shape import check_shape, model_shape
+from flotilla_trainer.session import Session
+
+TRAINER_FILE = "trainer.json"
+COORDINATOR_FILE = "coordinator.json"
+NUMBER_BITS = 48
+"""A report is named by chance: a gang that replaces another one must not answer for it."""
+
+Reports = list[asyncio.Future[Frame]]
+logger = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Save:
+    """A checkpoint whose state is in host memory; `durable` ends when it is sealed, or raises why it never will be."""
+
+    stall_s: float
+    durable: asyncio.Task[pb.CheckpointDurable]
+
+
+class Checkpoints:
+    """Saves and loads for whichever session is open."""
+
+    def __init__(self, gang: Gang, booted: Path, activities: Activities) -> None:
+        self._gang = gang
+        self._booted = booted
+        self._activities = activities
+        self._busy = ""
+        self._writing: asyncio.Task[pb.CheckpointDurable] | None = None
+        self._publishing = False
+
+    async def begin(self, session: Session, request: pb.SaveCheckpointRequest) -> Save:
+        """Copy the state of the session to host memory; the rest goes on behind."""
+        shelf, name = _place(request.path)
+        if self._busy:
+            raise FailedPrecondition(
+                f"checkpoint {self._busy} is still being written", next_step="save again when it is durable"
+            )
+        self._busy = name
+        try:
+            folder = await asyncio.to_thread(_on_disk, shelf.begin, name)
+            started = time.monotonic()
+            async with session.holding(Version.from_proto(request.policy_version), "the checkpoint"):
+                contents = {
+                    TRAINER_FILE: json.dumps(self._facts(session), indent=1).encode(),
+                    COORDINATOR_FILE: request.coordinator_state,
+                }
+                reports = await self._snapshot(session, folder)
+            stall_s = time.monotonic() - started
+            self._writing = asyncio.create_task(
+                self._write(session, shelf, name, reports, contents), name=f"checkpoint {name}"
+            )
+            self._writing.add_done_callback(self._ended)
+            return Save(stall_s, self._writing)
+        finally:
+            if self._writing is None:
+                shelf.discard(name)
+                self._busy = ""
+
+    async def load(self, session: Session, path: str) -> pb.LoadCheckpointResponse:
+        """Put the session back to a sealed checkpoint; nothing changes unless all of it is good and fits."""
+        folder = Path(path)
+        async with session.holding(session.version, "the load"):
+            with self._activities.doing(f"verifying checkpoint {folder.name}", run_id=session.run_id):
+                await asyncio.to_thread(Manifest.verified, folder)
+                facts = json.loads(await asyncio.to_thread((folder / TRAINER_FILE).read_bytes))
+                state = await asyncio.to_thread((folder / COORDINATOR_FILE).read_bytes)
+            check_shape(facts["model_shape"], folder, self._booted)
+            with self._activities.doing(f"loading checkpoint {folder.name}", run_id=session.run_id):
+                await self._gang.command(
+                    "load_checkpoint", {"folder": str(folder)}, limit_s=self._gang.slow_timeout_s
+                )
+            session.go_on_from(facts)
+        return pb.LoadCheckpointResponse(policy_version=session.version.to_proto(), coordinator_state=state)
+
+    async def abandon(self) -> None:
+        """Give up the checkpoint that is being written; one that is about to be seen comes to its end."""
+        if self._writing is not None:
+            if not self._publishing:
+                self._writing.cancel()
+            await asyncio.wait({self._writing})
+
+    def _facts(self, session: Session) -> dict[str, Any]:
+        return session.facts() | {
+            "ranks": self._gang.size,
+            "parameters": self._gang.facts["parameters"],
+            "model_shape": model_shape(self._booted),
+        }
+
+    async def _snapshot(self, session: Session, folder: Path) -> Reports:
+        number = secrets.randbits(NUMBER_BITS)
+        reports = self._gang.reports(number)
+        fields = {"folder": str(folder), "report": number}
+        try:
+            with self._activities.doing("copying the state for a checkpoint", run_id=session.run_id):
+                await self._gang.command("snapshot", fields, limit_s=self._gang.slow_timeout_s)
+        except FlotillaError:
+            _forget(reports)
+            raise
+        return reports
+
+    async def _write(
+        self,
+        session: Session,
+        shelf: CheckpointShelf,
+        name: str,
+        reports: Reports,
+        contents: dict[str, bytes],
+    ) -> pb.CheckpointDurable:
+        started = time.monotonic()
+        folder = shelf.aside(name)
+        try:
+            with self._activities.doing(f"writing checkpoint {name}", run_id=session.run_id):
+                await self._written(reports, folder)
+                manifest = await asyncio.to_thread(_on_disk, _seal, folder, contents)
+                self._publishing = True
+                path = await asyncio.to_thread(_on_disk, shelf.publish, name)
+        finally:
+            _forget(reports)
+            await asyncio.to_thread(shelf.discard, name)
+        durable = pb.CheckpointDurable(path=str(path), bytes=manifest.nbytes)
+        durable.elapsed.FromNanoseconds(int((time.monotonic() - started) * 1e9))
+        return durable
+
+    async def _written(self, reports: Reports, folder: Path) -> None:
+        """Wait until every rank has written its files, or one has failed and the others are done."""
+        if not reports:
+            raise Unavailable("the trainer's ranks are being restarted")
+        limit_s, nbytes = self._gang.slow_timeout_s, -1
+        pending = set(reports)
+        while pending:
+            _, pending = await asyncio.wait(pending, timeout=limit_s)
+            before, nbytes = nbytes, await asyncio.to_thread(_size, folder)
+            if pending and nbytes == before:
+                raise DeadlineExceeded(
+                    "the checkpoint cannot be written",
+                    where=str(folder),
+                    why=f"nothing was added to its {nbytes} bytes for {limit_s:g} s",
+                    next_step="see whether the disk answers",
+                )
+        for report in reports:
+            report.result()
+
+    def _ended(self, task: asyncio.Task[pb.CheckpointDurable]) -> None:
+        self._writing, self._busy, self._publishing = None, "", False
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("a checkpoint was not written", error=str(error))
+
+
+def _place(path: str) -> tuple[CheckpointShelf, str]:
+    folder = Path(path)
+    if not path or not folder.is_absolute():
+        raise InvalidRequest("the path is not absolute", where=f"path {path!r}")
+    CheckpointShelf.step_of(folder.name)
+    return CheckpointShelf(folder.parent), folder.name
+
+
+def _seal(folder: Path, contents: dict[str, bytes]) -> Manifest:
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    return Manifest.seal(folder)
+
+
+def _on_disk(work: Any, *arguments: Any) -> Any:
+    """What `work` returns; what the file system refuses becomes an error with a name."""
+    try:
+        return work(*arguments)
+    except OSError as error:
+        raise FailedPrecondition(
+            "the checkpoint cannot be written",
+            where=str(error.filename or arguments[0]),
+            why=error.strerror or str(error),
+            next_step="see whether the disk is full; checkpoint.keep says how many stay",
+        ) from error
+
+
+def _size(folder: Path) -> int:
+    """Bytes below a folder in which others write; a file that goes away meanwhile counts no more."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def _forget(reports: Reports) -> None:
+    for report in reports:
+        report.cancel()

@@ -1,0 +1,133 @@
+"""This rank's part in checkpoints: a copy in host memory, a thread that writes it, and the way back.
+
+Invariants: once `snapshot` returns, training may change everything and the checkpoint will not; the writing thread
+takes part in no collective, so it can neither hold up an update nor be held up by one; a load changes nothing before
+every rank has read all of its numbers. No random state is kept: a forward pass has no dropout, and seeds derive from
+the run's.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flotilla_core import telemetry
+from flotilla_core.errors import FlotillaError, Internal
+from flotilla_core.telemetry import names
+from flotilla_trainer.frames import Frame
+from flotilla_trainer.rank.export import WholeModel
+from flotilla_trainer.rank.link import FrontLink
+from flotilla_trainer.rank.optimizer import MOMENTS, PolicyOptimizer
+from flotilla_trainer.rank.sharded_model import ShardedModel, local
+from flotilla_trainer.rank.shards import Piece, ShardReader, write_shard
+
+PARAMETER = "parameter"
+MODEL = "model"
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """What one rank writes."""
+
+    pieces: dict[str, Piece]
+    steps: dict[str, int]
+    whole: WholeModel
+
+
+class RankCheckpoints:
+    """Takes, writes and loads this rank's shards."""
+
+    def __init__(self, model: ShardedModel, link: FrontLink) -> None:
+        self._model = model
+        self._link = link
+        self._rank = dist.get_rank()
+        self._ranks = dist.get_world_size()
+
+    def snapshot(self, fields: dict[str, Any], optimizer: PolicyOptimizer, source: Path) -> None:
+        """Copy everything to the host, then let a thread write it; its end is a report of its own to the front."""
+        with telemetry.span(names.TRAINER_SAVE):
+            taken = self._take(optimizer, source)
+        report = Frame("report", fields["report"])
+        threading.Thread(
+            target=self._write,
+            args=(Path(fields["folder"]), taken, report),
+            name="checkpoint-writer",
+            daemon=True,
+        ).start()
+
+    def load(self, folder: Path, optimizer: PolicyOptimizer) -> None:
+        """Put weights and moments back to those of a checkpoint, whatever number of ranks wrote it."""
+        with telemetry.span(names.TRAINER_LOAD):
+            found: dict[str, tuple[dict[str, torch.Tensor], int]] = {}
+            failure: FlotillaError | None = None
+            try:
+                found = self._read(folder)
+            except FlotillaError as error:
+                failure = error
+            self._model.agree(failure)
+            self._link.progress("putting the checkpoint in place")
+            with torch.no_grad():
+                for name, parameter in self._model.causal_lm.named_parameters():
+                    tensors, steps = found[name]
+                    local(parameter).copy_(tensors.pop(PARAMETER))
+                    optimizer.restore(parameter, tensors, steps)
+
+    def _take(self, optimizer: PolicyOptimizer, source: Path) -> _Snapshot:
+        pieces: dict[str, Piece] = {}
+        steps: dict[str, int] = {}
+        for name, parameter in self._model.causal_lm.named_parameters():
+            self._link.progress(f"copying {name}")
+            first, _ = self._rows(parameter)
+            steps[name] = optimizer.steps(parameter)
+            for kind, tensor in {PARAMETER: parameter, **optimizer.moments(parameter)}.items():
+                rows = local(tensor.detach()).to("cpu", copy=True)
+                pieces[f"{kind}/{name}"] = Piece(first, tuple(parameter.shape), rows)
+        return _Snapshot(pieces, steps, WholeModel(source, self._model, self._link))
+
+    def _write(self, folder: Path, taken: _Snapshot, report: Frame) -> None:
+        try:
+            write_shard(folder, self._rank, self._ranks, taken.pieces, {"steps": taken.steps})
+            if self._rank == 0:
+                taken.whole.write(folder / MODEL)
+        except FlotillaError as error:
+            self._link.refuse(report, error)
+        # Nobody is above a thread; the front waits for its report, and training goes on without it.
+        except Exception as error:  # noqa: BLE001
+            traceback.print_exc()
+            self._link.refuse(report, Internal("the checkpoint cannot be written", why=repr(error)))
+        else:
+            self._link.answer(report, {})
+
+    def _read(self, folder: Path) -> dict[str, tuple[dict[str, torch.Tensor], int]]:
+        """This rank's rows of every tensor, and the steps that each parameter has taken."""
+        found = {}
+        with ShardReader(folder) as shards:
+            parameters = dict(self._model.causal_lm.named_parameters())
+            kept = shards.names()
+            wanted = {
+                name: [PARAMETER, *(kind for kind in MOMENTS if f"{kind}/{name}" in kept)]
+                for name in parameters
+            }
+            for name, kinds in wanted.items():
+                for kind in kinds:
+                    shards.check(f"{kind}/{name}", tuple(parameters[name].shape))
+            for name, kinds in wanted.items():
+                self._link.progress(f"reading {name}")
+                first, count = self._rows(parameters[name])
+                tensors = {kind: shards.rows(f"{kind}/{name}", first, count) for kind in kinds}
+                found[name] = tensors, shards.facts["steps"][name]
+        return found
+
+    def _rows(self, parameter: torch.Tensor) -> tuple[int, int]:
+        """First row and number of rows that this rank holds: FSDP cuts evenly along them, the last part short."""
+        most = -(-parameter.shape[0] // self._ranks)
+        first = min(self._rank * most, parameter.shape[0])
+        count = min(most, parameter.shape[0] - first)
+        assert count == local(parameter).shape[0], "FSDP cut a parameter in another way than along its rows"
+        return first, count

@@ -1,0 +1,123 @@
+"""Sharded numbers in files, one file a rank, and back into a gang of any size.
+
+Invariants: a piece is a range of rows of a whole tensor, and says of which; reading asks for rows and never for ranks,
+so the number of ranks that wrote does not matter; files are safetensors, because nothing is unpickled; what is missing
+or of another shape is named before a number is used.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from flotilla_core.errors import Damaged, FailedPrecondition, Mismatch
+
+FOLDER = "shards"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows [first, first + len(rows)) of a whole tensor."""
+
+    first: int
+    whole: tuple[int, ...]
+    rows: torch.Tensor
+
+
+def write_shard(folder: Path, rank: int, ranks: int, pieces: dict[str, Piece], facts: dict[str, Any]) -> None:
+    """This rank's file; `facts` are small and the same on all ranks."""
+    path = folder / FOLDER / f"rank-{rank:05d}-of-{ranks:05d}.safetensors"
+    places = {name: [piece.first, list(piece.whole)] for name, piece in pieces.items()}
+    try:
+        path.parent.mkdir(exist_ok=True)
+        save_file(
+            {name: piece.rows.contiguous() for name, piece in pieces.items()},
+            path,
+            {"places": json.dumps(places), "facts": json.dumps(facts)},
+        )
+    except (OSError, SafetensorError) as error:
+        raise FailedPrecondition(
+            "the checkpoint cannot be written",
+            where=str(path),
+            why=str(error),
+            next_step="see whether the disk is full; checkpoint.keep says how many stay",
+        ) from error
+
+
+class _Source(NamedTuple):
+    """Where the rows [first, last) of a tensor are."""
+
+    first: int
+    last: int
+    file: Any
+
+
+class ShardReader:
+    """All shard files of a checkpoint, open for reading."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / FOLDER
+        self._open = ExitStack()
+        self._sources: dict[str, list[_Source]] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.facts: dict[str, Any] = {}
+        try:
+            for path in sorted(self._folder.glob("rank-*.safetensors")):
+                self._add(path)
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            self._open.close()
+            raise Damaged("the checkpoint cannot be read", where=str(self._folder), why=str(error)) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    def names(self) -> set[str]:
+        """Every tensor that any file holds a piece of."""
+        return set(self._shapes)
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Refuse a tensor that is not there, or has another shape."""
+        if self._shapes.get(name) != shape:
+            raise Mismatch(
+                "the checkpoint is for another model than the trainer holds",
+                where=str(self._folder),
+                why=f"{name} is {self._shapes.get(name, 'absent')} there and {shape} here",
+                next_step="start the stack with the model that the run was started with",
+            )
+
+    def rows(self, name: str, first: int, count: int) -> torch.Tensor:
+        """Rows [first, first + count), from whichever files hold them."""
+        parts, at = [], first
+        try:
+            for source in sorted(self._sources[name], key=lambda source: source.first):
+                if source.first <= at < min(source.last, first + count):
+                    last = min(source.last, first + count)
+                    parts.append(source.file.get_slice(name)[at - source.first : last - source.first])
+                    at = last
+        except SafetensorError as error:
+            raise Damaged(f"{name} cannot be read", where=str(self._folder), why=str(error)) from error
+        if at < first + count:
+            raise Damaged(f"{name} is not whole", where=str(self._folder), why=f"no file holds its row {at}")
+        return torch.cat(parts) if parts else torch.empty((0, *self._shapes[name][1:]))
+
+    def _add(self, path: Path) -> None:
+        file = self._open.enter_context(safe_open(path, framework="pt"))
+        metadata = file.metadata()
+        self.facts = json.loads(metadata["facts"])
+        for name, (first, whole) in json.loads(metadata["places"]).items():
+            self._shapes[name] = tuple(whole)
+            rows = file.get_slice(name).get_shape()[0]
+            self._sources.setdefault(name, []).append(_Source(first, first + rows, file))

@@ -1,0 +1,300 @@
+"""Checkpoints through the real front and real ranks: training goes on, comes back, and nothing half-written is used."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import shutil
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+from transformers import AutoModelForCausalLM
+
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_core import rpc
+from flotilla_core.checkpoint import CheckpointShelf, Manifest
+from flotilla_core.errors import (
+    AlreadyExists,
+    Damaged,
+    FailedPrecondition,
+    FlotillaError,
+    InvalidRequest,
+    Mismatch,
+    StaleVersion,
+)
+from flotilla_core.version import Version
+
+SIZES = [4, 1, 6, 3]
+STATE = b'{"cursor": 3}'
+SAVED_AT, STEPS = 2, 5
+LIMIT_S = 60.0
+# AdamW divides by the root of the second moment: this epsilon keeps the rounding of tiny gradients out of it.
+SPEC = {"epsilon": 1e-3, "schedule": 2, "total_updates": 8}
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+MakeGroups = Callable[..., list[pb.TrainGroup]]
+Stages = AsyncIterator[pb.SaveCheckpointResponse]
+
+
+def saving(trainer: Any, folder: Path, version: Version, **fields: Any) -> Any:
+    request = pb.SaveCheckpointRequest(
+        run_id=trainer.run_id,
+        path=str(folder),
+        policy_version=version.to_proto(),
+        coordinator_state=STATE,
+        **fields,
+    )
+    return aclosing(rpc.server_stream(trainer.stub.SaveCheckpoint, request, idle_timeout_s=LIMIT_S))
+
+
+async def save(trainer: Any, folder: Path, version: Version) -> pb.CheckpointDurable:
+    """Both stages of a save, one after the other."""
+    async with saving(trainer, folder, version) as stages:
+        found = [stage.WhichOneof("stage") async for stage in stages if (last := stage)]
+    assert found == ["snapshot", "durable"]
+    return last.durable
+
+
+async def load(trainer: Any, folder: Path) -> pb.LoadCheckpointResponse:
+    return await trainer.call(
+        "LoadCheckpoint", pb.LoadCheckpointRequest(run_id=trainer.run_id, path=str(folder))
+    )
+
+
+async def loss_of(trainer: Any, groups: list[pb.TrainGroup]) -> float:
+    request = pb.EvaluateLossRequest(run_id=trainer.run_id, groups=groups)
+    return (await trainer.call("EvaluateLoss", request)).metrics["loss"]
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """A run of five updates, with a checkpoint after the second."""
+
+    folder: Path
+    losses: list[float]
+    model: Path
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(start_trainer: Callable[..., Any]) -> AsyncIterator[Any]:
+    async with start_trainer(nproc=2) as started:
+        yield started
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def undisturbed(
+    pair: Any, groups_of: MakeGroups, tmp_path_factory: pytest.TempPathFactory
+) -> Undisturbed:
+    """Nothing waits for the writing: the updates after the snapshot go on beside it."""
+    folder = tmp_path_factory.mktemp("run") / "checkpoints" / CheckpointShelf.name_of(SAVED_AT)
+    await pair.open(**SPEC)
+    losses = []
+    async with contextlib.AsyncExitStack() as stack:
+        for step in range(STEPS):
+            if step == SAVED_AT:
+                stages = await stack.enter_async_context(saving(pair, folder, Version(0, step)))
+                assert (await anext(stages)).WhichOneof("stage") == "snapshot"
+            losses.append((await pair.train(step, groups_of(SIZES, seed=step))).metrics["loss"])
+        durable = (await anext(stages)).durable
+    assert durable.path == str(folder)
+    assert durable.bytes == Manifest.verified(folder).nbytes
+    return Undisturbed(folder, losses, pair.model)
+
+
+async def test_a_checkpoint_is_one_sealed_folder(undisturbed: Undisturbed) -> None:
+    folder = undisturbed.folder
+    assert {"trainer.json", "coordinator.json", "model/config.json", "model/tokenizer.json"} <= set(
+        Manifest.read(folder).files
+    )
+    assert (folder.parent / "latest").read_text() == f"{folder.name}\n"
+    assert sorted(entry.name for entry in folder.parent.iterdir()) == ["latest", folder.name]
+    facts = json.loads((folder / "trainer.json").read_text())
+    assert facts["policy_version"] == [0, SAVED_AT] and facts["ranks"] == 2
+
+
+async def test_its_model_loads_as_it_is(undisturbed: Undisturbed, pair: Any, groups_of: MakeGroups) -> None:
+    model = AutoModelForCausalLM.from_pretrained(undisturbed.folder / "model")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    await pair.open("sft", initial_weights=str(undisturbed.folder / "model"))
+    forked = await loss_of(pair, groups_of(SIZES))
+    await pair.open("sft", lineage=1)
+    await load(pair, undisturbed.folder)
+    assert await loss_of(pair, groups_of(SIZES)) == pytest.approx(forked, rel=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+async def test_a_killed_gang_goes_on_with_the_same_losses_on_any_number_of_ranks(
+    undisturbed: Undisturbed, start_trainer: Callable[..., Any], groups_of: MakeGroups, ranks: int
+) -> None:
+    async with start_trainer(nproc=ranks) as trainer:
+        await trainer.open(**SPEC)
+        await trainer.train(0, groups_of(SIZES, seed=99))
+        os.kill(trainer.gang.pids()[-1], signal.SIGKILL)
+        async with asyncio.timeout(LIMIT_S):
+            while not trainer.lost:
+                await asyncio.sleep(0.01)
+        await trainer.open(lineage=1, **SPEC)
+        reply = await load(trainer, undisturbed.folder)
+        assert Version.from_proto(reply.policy_version) == Version(1, SAVED_AT)
+        assert reply.coordinator_state == STATE
+        for step in range(SAVED_AT, STEPS):
+            update = await trainer.train(step, groups_of(SIZES, seed=step), lineage=1)
+            assert update.metrics["loss"] == pytest.approx(undisturbed.losses[step], rel=1e-5)
+
+
+def flip(folder: Path) -> str:
+    path = folder / "shards" / "rank-00001-of-00002.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    return path.name
+
+
+def truncate(folder: Path) -> str:
+    path = folder / "shards" / "rank-00000-of-00002.safetensors"
+    os.truncate(path, path.stat().st_size - 1)
+    return path.name
+
+
+def remove(folder: Path) -> str:
+    (folder / "model" / "model.safetensors").unlink()
+    return "model.safetensors"
+
+
+def garble(folder: Path) -> str:
+    (folder / "manifest.json").write_text("{")
+    return "manifest.json"
+
+
+@pytest.mark.parametrize("damage", [flip, truncate, remove, garble])
+async def test_a_damaged_checkpoint_is_refused_by_its_file_and_changes_nothing(
+    undisturbed: Undisturbed,
+    pair: Any,
+    groups_of: MakeGroups,
+    tmp_path: Path,
+    damage: Callable[[Path], str],
+) -> None:
+    copy = tmp_path / undisturbed.folder.name
+    shutil.copytree(undisturbed.folder, copy)
+    named = damage(copy)
+    await pair.open("sft", lineage=1)
+    before = await loss_of(pair, groups_of(SIZES))
+    with pytest.raises(Damaged, match=named):
+        await load(pair, copy)
+    assert await loss_of(pair, groups_of(SIZES)) == before
+    assert not (await pair.train(0, groups_of(SIZES), lineage=1)).skipped
+
+
+async def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(
+    undisturbed: Undisturbed, pair: Any, groups_of: MakeGroups, tmp_path: Path
+) -> None:
+    await pair.open("sft", lineage=1)
+    before = await loss_of(pair, groups_of(SIZES))
+    wide = tmp_path / "wide" / "step-000002"
+    shutil.copytree(undisturbed.folder, wide)
+    facts = json.loads((wide / "trainer.json").read_text())
+    facts["model_shape"]["hidden_size"] = 64
+    (wide / "trainer.json").write_text(json.dumps(facts))
+    Manifest.seal(wide)
+    with pytest.raises(Mismatch, match="hidden_size"):
+        await load(pair, wide)
+
+    foreign = tmp_path / "foreign" / "step-000002"
+    shutil.copytree(undisturbed.folder, foreign)
+    for path in (foreign / "shards").iterdir():
+        path.write_bytes(path.read_bytes().replace(b"embed_tokens", b"embed_tokenz"))
+    Manifest.seal(foreign)
+    with pytest.raises(Mismatch, match=r"embed_tokens\.weight is absent"):
+        await load(pair, foreign)
+    assert await loss_of(pair, groups_of(SIZES)) == before
+
+
+async def test_a_full_disk_costs_that_checkpoint_alone(
+    pair: Any, groups_of: MakeGroups, tmp_path: Path
+) -> None:
+    await pair.open()
+    shelf = CheckpointShelf(tmp_path / "checkpoints")
+    await pair.train(0, groups_of(SIZES))
+    await save(pair, shelf.path / "step-000001", Version(0, 1))
+    ranks = [psutil.Process(pid) for pid in pair.gang.pids()]
+    with contextlib.ExitStack() as limits:
+        for rank in ranks:
+            limits.callback(rank.rlimit, resource.RLIMIT_FSIZE, rank.rlimit(resource.RLIMIT_FSIZE))
+            rank.rlimit(resource.RLIMIT_FSIZE, (16384, resource.RLIM_INFINITY))
+        async with saving(pair, shelf.path / "step-000002", Version(0, 1)) as stages:
+            assert (await anext(stages)).WhichOneof("stage") == "snapshot"
+            assert not (await pair.train(1, groups_of(SIZES))).skipped
+            with pytest.raises(FailedPrecondition, match=r"cannot be written.*too large"):
+                await anext(stages)
+    assert shelf.names() == ["step-000001"]
+    assert not list(shelf.path.glob(".*"))
+    await save(pair, shelf.path / "step-000002", Version(0, 2))
+    assert shelf.names() == ["step-000001", "step-000002"]
+    assert pair.lost == []
+
+
+async def test_one_at_a_time_and_only_of_the_version_that_is_held(
+    pair: Any, groups_of: MakeGroups, tmp_path: Path
+) -> None:
+    await pair.open()
+    with pytest.raises(StaleVersion):
+        await save(pair, tmp_path / "step-000001", Version(0, 1))
+    with pytest.raises(InvalidRequest, match="not absolute"):
+        await save(pair, Path("step-000001"), Version(0, 0))
+    with pytest.raises(InvalidRequest, match="not the name of a checkpoint"):
+        await save(pair, tmp_path / "mine", Version(0, 0))
+    async with saving(pair, tmp_path / "step-000000", Version(0, 0), request_id="once") as stages:
+        await anext(stages)
+        with pytest.raises(FailedPrecondition, match="step-000000 is still being written"):
+            await save(pair, tmp_path / "step-000001", Version(0, 0))
+        # The same request joins the save that runs.
+        async with saving(pair, tmp_path / "step-000000", Version(0, 0), request_id="once") as again:
+            repeated = [stage async for stage in again]
+        assert (await anext(stages)) == repeated[-1]
+    with pytest.raises(AlreadyExists):
+        await save(pair, tmp_path / "step-000000", Version(0, 0))
+
+
+async def test_a_closed_session_gives_up_what_it_was_writing(pair: Any, tmp_path: Path) -> None:
+    await pair.open()
+    async with saving(pair, tmp_path / "step-000000", Version(0, 0)) as stages:
+        await anext(stages)
+        await pair.call("CloseSession", pb.CloseSessionRequest(run_id=pair.run_id))
+        # Whichever came first, the folder is whole or not there.
+        try:
+            await anext(stages)
+        except FlotillaError as error:
+            assert "given up" in str(error)
+            assert CheckpointShelf(tmp_path).names() == []
+        else:
+            Manifest.verified(tmp_path / "step-000000")
+    await pair.open()
+    await save(pair, tmp_path / "step-000001", Version(0, 0))
+
+
+async def test_a_rank_that_dies_while_it_writes_leaves_no_folder(
+    pair: Any, groups_of: MakeGroups, tmp_path: Path
+) -> None:
+    await pair.open()
+    victim = pair.gang.pids()[1]
+    os.kill(victim, signal.SIGSTOP)
+    with contextlib.suppress(FlotillaError):
+        async with saving(pair, tmp_path / "step-000000", Version(0, 0)) as stages:
+            asyncio.get_running_loop().call_soon(os.kill, victim, signal.SIGKILL)
+            await anext(stages)
+            await anext(stages)
+    assert CheckpointShelf(tmp_path).names() == []
+    assert not list(tmp_path.glob(".*"))
+    pair.runs += 1
+    await pair.open()
+    assert not (await pair.train(0, groups_of(SIZES))).skipped
