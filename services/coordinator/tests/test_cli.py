@@ -138,7 +138,7 @@ def test_every_mistake_in_a_stack_file_is_said_with_line_and_suggestion(flotilla
         (("ps",), 3, "stack 'local' is not running"),
         (("scale", "generator", "2"), 3, "flotilla up"),
         (("scale", "trainer", "2"), 2, "use one of: generator, reward"),
-        (("run", "list"), 3, "no coordinator has announced itself"),
+        (("run", "list"), 3, "has no runs on disk"),
         (("run", "start", "nowhere.yaml"), 2, "nowhere.yaml"),
         (("run", "start", "steps=3"), 2, "no configuration file is given"),
         (("run", "show", "--coordinator", "127.0.0.1:1"), 3, "127.0.0.1:1"),

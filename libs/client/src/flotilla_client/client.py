@@ -98,11 +98,10 @@ class Client:
                         yield answer.event
                 return
             except Unavailable:
-                # It may be restarting: raises when it does not come back. A new one numbers from the start.
+                # It may be restarting: raises when it does not come back.
                 await rpc.unary(
                     self._stub.GetRun, pb.GetRunRequest(run_id=run_id), timeout_s=_RECONNECT_S, attempts=30
                 )
-                after_sequence = 0
 
     async def wait_run(self, run_id: str = "latest") -> Run:
         """The run after it has ended."""

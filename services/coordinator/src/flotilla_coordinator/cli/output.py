@@ -76,6 +76,11 @@ def age(moment: Timestamp) -> str:
     return duration(seconds)
 
 
+def local_time(moment: Timestamp) -> str:
+    """On this machine's clock, to the second."""
+    return moment.ToDatetime(UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
 def duration(seconds: float) -> str:
     """12s, 4m, 3h, 2d."""
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):

@@ -18,6 +18,7 @@ Arguments = Annotated[
     list[str],
     typer.Argument(metavar="FILE... [key.path=value]...", help="Run files, merged left to right; overrides."),
 ]
+_ENDED = ("succeeded", "stopped", "failed")
 Latest = Annotated[str, typer.Argument(metavar="[RUN]", help='Id, unique prefix of an id, or "latest".')]
 
 
@@ -61,7 +62,7 @@ def plan(
     from flotilla_client import resolve_run
     from flotilla_coordinator.cli.arguments import split_arguments
     from flotilla_coordinator.cli.exit_codes import USAGE
-    from flotilla_coordinator.cli.running import wait
+    from flotilla_coordinator.cli.without_fleet import ask_or_else, plan_run
 
     files, overrides = split_arguments(arguments)
     resolve_run(files, overrides)
@@ -70,7 +71,7 @@ def plan(
         async with _client(stack, coordinator) as client:
             return await client.plan_run(files, overrides)
 
-    found = wait(ask())
+    found = ask_or_else(ask(), lambda _: plan_run(files, overrides, stack), stack, coordinator)
     _print_plan(found, as_json=as_json)
     if found.errors:
         raise typer.Exit(USAGE)
@@ -83,15 +84,15 @@ def list_(
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
-    """List runs, the newest first."""
+    """List runs, the newest first; those of a stack that is down, too."""
     from flotilla_coordinator.cli.output import age, print_json, print_table
-    from flotilla_coordinator.cli.running import wait
+    from flotilla_coordinator.cli.without_fleet import ask_or_else, list_runs
 
     async def ask() -> list[Run]:
         async with _client(stack, coordinator) as client:
             return await client.list_runs(limit)
 
-    runs = wait(ask())
+    runs = ask_or_else(ask(), lambda paths: list_runs(paths, limit), stack, coordinator)
     if as_json:
         print_json({"runs": [run_json(run) for run in runs]})
         return
@@ -106,28 +107,31 @@ def list_(
 def show(
     run: Latest = "latest", stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False
 ) -> None:
-    """Show one run: state, metrics, files, resolved configuration."""
-    import yaml
-
-    from flotilla_coordinator.cli.output import print_json, print_line
-    from flotilla_coordinator.cli.running import wait
+    """Show one run: state, metrics, files, resolved configuration; of a stack that is down, too."""
+    from flotilla_coordinator.cli.output import local_time, print_json, print_line
+    from flotilla_coordinator.cli.without_fleet import ask_or_else, get_run
 
     async def ask() -> tuple[Run, str]:
         async with _client(stack, coordinator) as client:
-            found = await client.get_run_and_config(run)
-            return found.run, found.config_yaml
+            answer = await client.get_run_and_config(run)
+            return answer.run, answer.config_yaml
 
-    found, config_yaml = wait(ask())
+    found, config_yaml = ask_or_else(ask(), lambda paths: get_run(paths, run), stack, coordinator)
     values = run_json(found)
     if as_json:
+        import yaml
+
         print_json({**values, "config": yaml.safe_load(config_yaml)})
         return
     metrics = values.pop("metrics")
+    for moment in ("created_at", "ended_at"):
+        values[moment] = local_time(getattr(found, moment)) if found.HasField(moment) else None
     for name, value in values.items():
         if value not in (None, ""):
             print_line(f"{name:15} {value}")
+    width = max(map(len, metrics), default=0)
     for name, value in sorted(metrics.items()):
-        print_line(f"  {name:28} {value:.6g}")
+        print_line(f"  {name:{width}}  {value:.6g}")
 
 
 @app.command()
@@ -146,17 +150,21 @@ def stop(
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
-    """End a run after the step that is under way."""
+    """End a run after the step that is under way; one that has ended stays as it is."""
     from flotilla_coordinator.cli.output import print_json, say
     from flotilla_coordinator.cli.running import wait
 
-    async def ask() -> Run:
+    async def ask() -> tuple[Run, bool]:
         async with _client(stack, coordinator) as client:
-            return await client.stop_run(run, reason)
+            found = await client.get_run(run)
+            ended = state_name(found) in _ENDED
+            return found if ended else await client.stop_run(found.run_id, reason), ended
 
-    found = wait(ask())
+    found, had_ended = wait(ask())
     if as_json:
         print_json(run_json(found))
+    elif had_ended:
+        say(f"run {found.run_id} has ended already ({state_name(found)}); nothing to stop")
     else:
         say(f"run {found.run_id} is {state_name(found)}")
 

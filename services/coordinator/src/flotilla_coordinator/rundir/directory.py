@@ -115,6 +115,15 @@ class RunDirectory:
         """All events so far."""
         return _read_lines(self.path / "events.jsonl")
 
+    def last_sequence(self) -> int:
+        """The number of the last event; 0 before the first."""
+        return max((int(event["sequence"]) for event in self.read_events()), default=0)
+
+    def last_written(self) -> float | None:
+        """When the last event was written, in seconds since the epoch."""
+        events = self.path / "events.jsonl"
+        return events.stat().st_mtime if events.is_file() else None
+
     def read_evaluations(self) -> Iterator[dict[str, Any]]:
         """All evaluations so far."""
         return _read_lines(self.path / "evaluations.jsonl")
@@ -184,10 +193,14 @@ def _free(path: Path) -> Path:
 
 
 def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole lines; the last one may be half written while the run goes on."""
+    """Whole lines; one may be half written while the run goes on, or for good by a process that was killed."""
     if not path.is_file():
         return
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            if line.endswith("\n"):
+            if not line.endswith("\n"):
+                return
+            try:
                 yield json.loads(line)
+            except ValueError:
+                continue

@@ -2,7 +2,7 @@
 
 Invariants: sequence numbers start at 1 and have no gaps; a watcher that reconnects with the last number it
 saw misses nothing of the last MAX_EVENTS; a slow watcher never slows the loop. All events are in the run
-directory.
+directory, from which they are told once the run has ended (`past_events`): a feed lives as long as its run.
 """
 
 from __future__ import annotations

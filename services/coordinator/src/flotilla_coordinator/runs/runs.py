@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from functools import lru_cache
-from pathlib import Path
 
 import structlog
 
@@ -24,6 +22,7 @@ from flotilla_coordinator.runs.active import ActiveRun
 from flotilla_coordinator.runs.execution import execute
 from flotilla_coordinator.runs.feed import RunFeed
 from flotilla_coordinator.runs.status import RunStatus
+from flotilla_coordinator.runs.stored_run import close_interrupted, stored_run
 from flotilla_core import ids
 from flotilla_core.bus import EventStream
 from flotilla_core.config import RunConfig, dump_yaml, load_text
@@ -35,10 +34,6 @@ log = structlog.get_logger(__name__)
 
 STOP_GRACE_S = 60.0
 LIST_LIMIT = 100
-INTERRUPTED = (
-    "the coordinator stopped while the run was going on: its samples are accounted for in the ledger, "
-    "its weights since the start of the run are gone. Start the run again"
-)
 
 
 class Runs:
@@ -58,8 +53,13 @@ class Runs:
         for record in await self._ledger.list_runs():
             if not record.state.ended:
                 await self._ledger.drop_in_flight(record.run_id, "run_interrupted")
+                run = await asyncio.to_thread(close_interrupted, record)
                 await self._ledger.update_run(
-                    record.run_id, state=RunState.FAILED, reason=INTERRUPTED, ended_at=time.time()
+                    record.run_id,
+                    state=RunState(run.state),
+                    reason=run.reason,
+                    ended_at=run.ended_at.ToNanoseconds() / 1e9,
+                    step=run.step,
                 )
 
     def plan(self, config_yaml: str) -> run_pb2.Plan:
@@ -102,14 +102,17 @@ class Runs:
         active.task = asyncio.create_task(
             execute(self._host, self._fleet, self._ledger, active, directory), name=f"run {run_id}"
         )
+        # What has ended is told from its records: memory is for runs that go on.
+        active.task.add_done_callback(lambda _: self._active.pop(run_id, None))
         return run
 
     async def stop(self, run_id: str, reason: str) -> run_pb2.Run:
         """End a run after its current step; after a grace period, at once."""
-        active = self._active.get((await self.find(run_id)).run_id)
+        run = await self.find(run_id)
+        active = self._active.get(run.run_id)
         if active is None or active.status.ended:
             raise FailedPrecondition(
-                "the run has ended already", where=run_id, next_step="see `flotilla run list`"
+                f"run {run.run_id} has ended already", next_step=f"see `flotilla run show {run.run_id}`"
             )
         active.status.set_state(run_pb2.RUN_STATE_STOPPING, reason)
         active.request_stop(reason)
@@ -143,7 +146,7 @@ class Runs:
         return "", None
 
     def active(self, run_id: str) -> ActiveRun | None:
-        """Handles of a run that this process started."""
+        """Handles of a run that goes on."""
         return self._active.get(run_id)
 
     async def close(self) -> None:
@@ -180,31 +183,4 @@ class Runs:
 
     def _message(self, record: RunRecord) -> run_pb2.Run:
         active = self._active.get(record.run_id)
-        if active is not None:
-            return active.status.run
-        ended = RunDirectory(Path(record.directory)).read_outcome()
-        if ended is not None:
-            return ended
-        run = run_pb2.Run(
-            run_id=record.run_id,
-            name=record.name,
-            state=run_pb2.RunState.ValueType(int(record.state)),
-            step=record.step,
-            total_steps=_total_steps(record.config_yaml),
-            policy_version=record.version.to_proto(),
-            reason=record.reason,
-            directory=record.directory,
-        )
-        run.created_at.FromNanoseconds(int(record.created_at * 1e9))
-        if record.ended_at is not None:
-            run.ended_at.FromNanoseconds(int(record.ended_at * 1e9))
-        return run
-
-
-@lru_cache(maxsize=LIST_LIMIT)
-def _total_steps(config_yaml: str) -> int:
-    """The steps that an earlier run was to make; 0 where this release cannot read its configuration."""
-    try:
-        return load_text(RunConfig, config_yaml, source="run").steps
-    except InvalidConfig:
-        return 0
+        return active.status.run if active is not None else stored_run(record)

@@ -1,0 +1,89 @@
+"""What `flotilla run` can say of a stack that does not run: from the ledger, the run directories and the files.
+
+Invariants: nothing is written; the state on disk is read only when nobody could be changing it, which is when no
+coordinator was named and no supervisor of the stack lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import sqlite3
+
+    from flotilla.coordinator.v1.run_pb2 import Plan, Run
+    from flotilla_coordinator.ledger.records import RunRecord
+    from flotilla_launch.paths import StackPaths
+
+Result = TypeVar("Result")
+
+
+def ask_or_else(
+    ask: Coroutine[Any, Any, Result],
+    otherwise: Callable[[StackPaths], Result],
+    stack: str | None,
+    coordinator: str | None,
+) -> Result:
+    """The coordinator's answer; where no fleet runs, what `otherwise` makes of the stack's files."""
+    from flotilla_coordinator.cli.running import wait
+    from flotilla_coordinator.cli.stack_choice import stack_paths
+    from flotilla_core.errors import Unavailable
+    from flotilla_launch.client import find
+
+    try:
+        return wait(ask)
+    except Unavailable:
+        paths = stack_paths(stack)
+        if coordinator is not None or find(paths) is not None:
+            raise
+        return otherwise(paths)
+
+
+def list_runs(paths: StackPaths, limit: int) -> list[Run]:
+    """The newest first."""
+    from flotilla_coordinator.ledger import queries
+    from flotilla_coordinator.runs.stored_run import interrupted_run
+
+    return [interrupted_run(record) for record in _query(paths, lambda db: queries.runs(db, limit))]
+
+
+def get_run(paths: StackPaths, reference: str) -> tuple[Run, str]:
+    """By id, unique prefix, or "latest": the run and its resolved configuration."""
+    from flotilla_coordinator.ledger import queries
+    from flotilla_coordinator.runs.stored_run import interrupted_run
+
+    record: RunRecord = _query(paths, lambda db: queries.run(db, reference))
+    return interrupted_run(record), record.config_yaml
+
+
+def plan_run(files: Sequence[Path], overrides: Sequence[str], stack: str | None) -> Plan:
+    """The coordinator's arithmetic, worked out here from the stack file."""
+    from flotilla_coordinator import plan
+    from flotilla_coordinator.cli.output import say
+    from flotilla_coordinator.cli.stack_choice import load_stack
+    from flotilla_core.config import RunConfig, load
+
+    say("no fleet runs: worked out from the stack file")
+    return plan.plan_run(load(RunConfig, files, overrides, resolve_paths=True), load_stack(stack))
+
+
+def _query(paths: StackPaths, query: Callable[[sqlite3.Connection], Result]) -> Result:
+    from flotilla_coordinator.cli.output import say
+    from flotilla_coordinator.ledger import schema
+    from flotilla_core.errors import Unavailable
+
+    ledger = paths.directory / "ledger.sqlite"
+    if not ledger.exists():
+        raise Unavailable(
+            f"stack {paths.directory.name!r} is not running and has no runs on disk",
+            where=str(paths.directory),
+            next_step="start it with `flotilla up`, or name a coordinator by --coordinator HOST:PORT",
+        )
+    say(f"no fleet runs: read from {paths.directory}")
+    db = schema.connect_read_only(ledger)
+    try:
+        return query(db)
+    finally:
+        db.close()

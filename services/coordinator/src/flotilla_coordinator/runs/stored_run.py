@@ -1,0 +1,100 @@
+"""A run that nobody works on, as its records tell.
+
+Invariants: the outcome in the run directory wins over the ledger, because it holds the metrics; a run without an
+end in any record was cut off, and ended when its last event was written.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import lru_cache
+from pathlib import Path
+
+import structlog
+
+from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.ledger.records import RunRecord
+from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.runs.status import TERMINAL
+from flotilla_core.config import RunConfig, load_text
+from flotilla_core.errors import InvalidConfig
+
+log = structlog.get_logger(__name__)
+
+REMEMBERED_CONFIGURATIONS = 100
+INTERRUPTED = (
+    "the coordinator stopped while the run was going on: its samples are accounted for in the ledger, "
+    "its weights since the start of the run are gone. Start the run again"
+)
+
+
+def stored_run(record: RunRecord) -> run_pb2.Run:
+    """The run as it ended, or as far as the ledger knows it."""
+    ended = RunDirectory(Path(record.directory)).read_outcome()
+    if ended is not None:
+        return ended
+    run = run_pb2.Run(
+        run_id=record.run_id,
+        name=record.name,
+        state=run_pb2.RunState.ValueType(int(record.state)),
+        step=record.step,
+        total_steps=_total_steps(record.config_yaml),
+        policy_version=record.version.to_proto(),
+        reason=record.reason,
+        directory=record.directory,
+    )
+    run.created_at.FromNanoseconds(int(record.created_at * 1e9))
+    if record.ended_at is not None:
+        run.ended_at.FromNanoseconds(int(record.ended_at * 1e9))
+    return run
+
+
+def interrupted_run(record: RunRecord) -> run_pb2.Run:
+    """The end of a run whose coordinator was gone before it could record one."""
+    run = stored_run(record)
+    directory = RunDirectory(Path(record.directory))
+    if run.state not in TERMINAL:
+        run.state = run_pb2.RUN_STATE_FAILED
+        run.reason = INTERRUPTED
+        run.ended_at.FromNanoseconds(int((directory.last_written() or time.time()) * 1e9))
+    if not run.metrics:
+        _add_metrics(run, directory)
+    return run
+
+
+def close_interrupted(record: RunRecord) -> run_pb2.Run:
+    """The same, and its directory gets what every ended run has: the last event, the outcome, logs and plots."""
+    run = interrupted_run(record)
+    directory = RunDirectory(Path(record.directory))
+    event = run_pb2.RunEvent(sequence=directory.last_sequence() + 1, run=run)
+    event.time.GetCurrentTime()
+    try:
+        directory.write_event(event)
+        directory.finish(run)
+    except (
+        OSError
+    ) as error:  # a full disk, or a directory that is gone, must not keep the coordinator from starting
+        log.warning("the end of a run was not recorded whole", run_id=run.run_id, error=str(error))
+    return run
+
+
+def _add_metrics(run: run_pb2.Run, directory: RunDirectory) -> None:
+    """The last value of each metric, and the steps that are done."""
+    for step, metrics in directory.read_metrics():
+        run.step = max(run.step, step + 1)
+        for name, value in metrics.items():
+            run.metrics[name] = value
+    for evaluation in directory.read_evaluations():
+        accuracy = float(evaluation["accuracy"])
+        if "eval/accuracy_before" not in run.metrics:
+            run.metrics["eval/accuracy_before"] = accuracy
+        run.metrics["eval/accuracy"] = accuracy
+
+
+@lru_cache(maxsize=REMEMBERED_CONFIGURATIONS)
+def _total_steps(config_yaml: str) -> int:
+    """The steps that an earlier run was to make; 0 where this release cannot read its configuration."""
+    try:
+        return load_text(RunConfig, config_yaml, source="run").steps
+    except InvalidConfig:
+        return 0
