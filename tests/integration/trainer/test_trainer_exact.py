@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import InvalidRequest, Mismatch, NotFinite, NotFound, StaleVersion
 from flotilla_core.tensors import from_tensor, to_tensor
@@ -19,6 +20,15 @@ from flotilla_core.version import Version
 TOLERANCE = 1e-5
 TEMPERATURE = 0.7
 SIZES = [4, 1, 6, 3]
+BATCHINGS = [
+    {"packing": packing, "logprob_chunk_tokens": chunk, "activation_checkpointing": recompute}
+    for packing, chunk, recompute in (
+        (session_pb2.PACKING_OFF, 16, False),
+        (session_pb2.PACKING_OFF, 2048, True),
+        (session_pb2.PACKING_ON, 16, True),
+        (session_pb2.PACKING_ON, 2048, False),
+    )
+]
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
 Groups = list[pb.TrainGroup]
@@ -62,13 +72,13 @@ async def ranks_grpo(trainer: Any, groups: Groups) -> tuple[float, dict[str, tor
     return answers[0].fields["metrics"]["loss"], gradients
 
 
-@pytest.mark.parametrize("chunk_tokens", [16, 2048])
+@pytest.mark.parametrize("batching", BATCHINGS, ids=lambda batching: "-".join(map(str, batching.values())))
 @pytest.mark.parametrize("budget", [64, 4096])
-async def test_loss_and_gradient_equal_plain_torch_for_any_ranks_and_cuts(
-    trainer: Any, groups_of: MakeGroups, budget: int, chunk_tokens: int
+async def test_loss_and_gradient_equal_plain_torch_for_any_ranks_and_layout(
+    trainer: Any, groups_of: MakeGroups, budget: int, batching: dict[str, Any]
 ) -> None:
     groups = groups_of(SIZES)
-    await trainer.open(tokens_per_microbatch=budget, logprob_chunk_tokens=chunk_tokens)
+    await trainer.open(tokens_per_microbatch=budget, **batching)
     loss, gradients = await ranks_grpo(trainer, groups)
     expected_loss, expected = plain_grpo(trainer.model, groups)
     assert loss == pytest.approx(expected_loss, abs=TOLERANCE)
@@ -85,14 +95,15 @@ async def test_loss_and_gradient_equal_plain_torch_for_any_ranks_and_cuts(
         )
 
 
+@pytest.mark.parametrize("offload", [False, True])
 async def test_one_update_is_adamw_on_the_clipped_mean_gradient(
-    trainer: Any, groups_of: MakeGroups, tmp_path: Path
+    trainer: Any, groups_of: MakeGroups, tmp_path: Path, offload: bool
 ) -> None:
     groups = groups_of(SIZES)
     _, gradients = plain_grpo(trainer.model, groups)
     norm = torch.sqrt(sum(gradient.square().sum() for gradient in gradients.values())).item()
     limit = norm / 3
-    await trainer.open(max_grad_norm=limit, epsilon=1e-3)
+    await trainer.open(max_grad_norm=limit, epsilon=1e-3, offload=offload)
     result = await trainer.train(0, groups)
     assert Version.from_proto(result.policy_version) == Version(0, 1)
     assert result.metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
@@ -121,12 +132,14 @@ async def test_sft_learns_the_answers_it_is_shown(trainer: Any, groups_of: MakeG
     assert evaluated.metrics["loss"] < losses[-1]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(
+    ("temperature", "packing"), [(1.0, session_pb2.PACKING_OFF), (0.7, session_pb2.PACKING_ON)]
+)
 async def test_logprobs_equal_plain_torch_in_the_order_of_the_request(
-    trainer: Any, groups_of: MakeGroups, temperature: float
+    trainer: Any, groups_of: MakeGroups, temperature: float, packing: int
 ) -> None:
     groups = groups_of(SIZES, seed=5)
-    await trainer.open()
+    await trainer.open(packing=packing, tokens_per_microbatch=64)
     request = pb.ComputeLogprobsRequest(run_id=trainer.run_id, temperature=temperature, top_k=3)
     for group in groups:
         for sample in group.samples:
@@ -149,9 +162,12 @@ async def test_logprobs_equal_plain_torch_in_the_order_of_the_request(
         assert (best[:, 0] >= from_tensor(item.logprobs) - TOLERANCE).all()
 
 
-async def test_fewer_samples_than_ranks_still_trains(trainer: Any, groups_of: MakeGroups) -> None:
+@pytest.mark.parametrize("packing", [session_pb2.PACKING_OFF, session_pb2.PACKING_ON])
+async def test_fewer_samples_than_ranks_still_trains(
+    trainer: Any, groups_of: MakeGroups, packing: int
+) -> None:
     groups = groups_of([1])
-    await trainer.open("sft")
+    await trainer.open("sft", packing=packing)
     result = await trainer.train(0, groups)
     assert not result.skipped
     assert result.metrics["grad_norm"] > 0

@@ -1,9 +1,9 @@
-"""Cutting an update into micro-batches that fit a token budget, balanced over the ranks.
+"""Laying the sequences of an update out in micro-batches, balanced over the ranks.
 
 Invariants: every sequence is in exactly one micro-batch and every scored token is scored once; a micro-batch has at
-most `budget` padded tokens unless it is one single longer sequence; all ranks get equally many micro-batches, so that
-their collectives match, idle ones where there is nothing left to do. How an update is cut never changes its result:
-only sums leave a micro-batch.
+most `budget` tokens, padding included, unless it is one single longer sequence; all ranks get equally many
+micro-batches, so that their collectives match, idle ones where there is nothing left to do. How an update is laid out
+never changes its result: only sums leave a micro-batch.
 """
 
 from __future__ import annotations
@@ -14,9 +14,29 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from flotilla_trainer.balanced_bins import balanced_bins
 from flotilla_trainer.frames import Array
+from flotilla_trainer.length_cuts import length_cuts
 
 Ints = NDArray[np.int64]
+NOTHING = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What decides how an update is laid out."""
+
+    budget: int
+    """Tokens of one micro-batch."""
+    ranks: int
+    packed: bool = False
+    """Sequences one after the other in one row, instead of in padded rows of their own."""
+    crossover_tokens: float = float("inf")
+    """Length of a sequence whose attention costs as much as everything else in the model."""
+
+    def costs(self, lengths: Ints) -> NDArray[np.float64]:
+        """Work for sequences of these lengths, in tokens of linear work."""
+        return lengths * (1 + lengths / self.crossover_tokens)
 
 
 @dataclass(frozen=True)
@@ -39,15 +59,20 @@ class Sequences:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass of one rank: right-padded rows and what is scored in them."""
+    """One forward pass of one rank: the rows and what is scored in them."""
 
     tokens: NDArray[np.int32]
+    """[rows, width]; padded on the right, or one packed row."""
     positions: Ints
     """Places in the flattened rows whose hidden states predict the scored tokens."""
     targets: NDArray[np.int32]
     columns: dict[str, NDArray[np.float32]]
     places: Ints
     """Index of each scored token within the update."""
+    packed_lengths: Ints
+    """Lengths of the sequences of a packed row; empty for padded rows."""
+    sequence_tokens: int
+    """Tokens without padding."""
     idle: bool = False
 
     def arrays(self, index: int) -> dict[str, Array]:
@@ -57,64 +82,60 @@ class MicroBatch:
             "positions": self.positions,
             "targets": self.targets,
         }
+        if self.packed_lengths.size:
+            named["packed_lengths"] = self.packed_lengths
         return {f"{index}/{name}": array for name, array in (named | self.columns).items()}
 
 
-def pack(sequences: Sequences, budget: int, ranks: int) -> list[list[MicroBatch]]:
+def pack(sequences: Sequences, layout: Layout) -> list[list[MicroBatch]]:
     """The micro-batches of each rank; ranks walk their lists in step."""
-    order = np.argsort(-sequences.lengths, kind="stable")
-    edges = _balanced_cuts(sequences.lengths[order] - 1, budget, ranks)
     starts = sequences.starts
     owner = np.searchsorted(starts, sequences.scored, side="right") - 1
     per_sequence = np.bincount(owner, minlength=len(starts))
     first_scored = np.cumsum(per_sequence) - per_sequence
 
-    batches = []
-    for begin, end in pairwise(edges):
-        rows = order[begin:end]
-        batches.append(_micro_batch(sequences, rows, starts[rows], first_scored[rows], per_sequence[rows]))
-    while len(batches) % ranks:
-        batches.append(_idle(sequences))
-    return [batches[rank::ranks] for rank in range(ranks)]
+    batches = [
+        _micro_batch(sequences, rows, starts[rows], first_scored[rows], per_sequence[rows], layout.packed)
+        for rows in _divided(sequences.lengths - 1, layout)
+    ]
+    while len(batches) % layout.ranks:
+        batches.append(_idle(sequences, layout.packed))
+    return [batches[rank :: layout.ranks] for rank in range(layout.ranks)]
 
 
-def padded_tokens(per_rank: list[list[MicroBatch]]) -> int:
+def fed_tokens(per_rank: list[list[MicroBatch]]) -> int:
     """Tokens that the forward passes see, padding included."""
     return sum(batch.tokens.size for batches in per_rank for batch in batches)
 
 
-def _balanced_cuts(descending: Ints, budget: int, ranks: int) -> list[int]:
-    """Cuts within `budget`, as few as the budget allows rounded up to the ranks, and evened out."""
-    cuts = _cuts(descending, budget)
-    target = -(-(len(cuts) - 1) // ranks) * ranks
-    # The smallest budget that still needs no more than `target` micro-batches spreads the work evenly.
-    low, high = min(budget, max(1, int(descending.sum()) // target)), budget
-    while low < high:
-        middle = (low + high) // 2
-        if len(_cuts(descending, middle)) - 1 <= target:
-            high = middle
-        else:
-            low = middle + 1
-    return _cuts(descending, low)
+def padding_share(per_rank: list[list[MicroBatch]]) -> float:
+    """Share of the fed tokens that belong to no sequence."""
+    wanted = sum(batch.sequence_tokens for batches in per_rank for batch in batches)
+    return 1.0 - wanted / fed_tokens(per_rank)
 
 
-def _cuts(descending: Ints, budget: int) -> list[int]:
-    """Greedy edges: rows of a micro-batch are as wide as its first, which is the longest."""
-    edges = [0]
-    while edges[-1] < len(descending):
-        rows = max(1, budget // int(descending[edges[-1]]))
-        edges.append(min(edges[-1] + rows, len(descending)))
-    return edges
+def _divided(lengths: Ints, layout: Layout) -> list[Ints]:
+    """The sequences of each micro-batch, the longest first."""
+    if layout.packed:
+        bins = balanced_bins(lengths, layout.costs(lengths), layout.budget, layout.ranks)
+        return [np.array(members) for members in bins]
+    order = np.argsort(-lengths, kind="stable")
+    cuts = length_cuts(lengths[order], layout.budget, layout.ranks)
+    return [order[begin:end] for begin, end in pairwise(cuts)]
 
 
 def _micro_batch(
-    sequences: Sequences, rows: Ints, starts: Ints, first_scored: Ints, counts: Ints
+    sequences: Sequences, rows: Ints, starts: Ints, first_scored: Ints, counts: Ints, packed: bool
 ) -> MicroBatch:
     lengths = sequences.lengths[rows] - 1  # nothing follows the last token, so it is not fed
     columns = np.arange(lengths[0])
     inside = columns < lengths[:, None]
-    tokens = np.zeros(inside.shape, np.int32)
-    tokens[inside] = sequences.tokens[(starts[:, None] + columns)[inside]]
+    fed = sequences.tokens[(starts[:, None] + columns)[inside]]
+    if packed:
+        tokens, row_starts = fed[None], np.cumsum(lengths) - lengths
+    else:
+        tokens, row_starts = np.zeros(inside.shape, np.int32), np.arange(len(rows)) * lengths[0]
+        tokens[inside] = fed
 
     row_of = np.repeat(np.arange(len(rows)), counts)
     within_row = np.arange(len(row_of)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -122,21 +143,25 @@ def _micro_batch(
     scored = sequences.scored[places]
     return MicroBatch(
         tokens=tokens,
-        positions=row_of * lengths[0] + scored - starts[row_of] - 1,
+        positions=row_starts[row_of] + scored - starts[row_of] - 1,
         targets=sequences.tokens[scored],
         columns={name: column[places] for name, column in sequences.columns.items()},
         places=places,
+        packed_lengths=lengths if packed else NOTHING,
+        sequence_tokens=len(fed),
     )
 
 
-def _idle(sequences: Sequences) -> MicroBatch:
+def _idle(sequences: Sequences, packed: bool) -> MicroBatch:
     """Work of weight zero for a rank that would otherwise be missing from the collectives."""
-    zero = np.zeros(1, np.int32)
+    tokens = np.zeros((1, 2), np.int32)
     return MicroBatch(
-        tokens=np.zeros((1, 2), np.int32),
+        tokens=tokens,
         positions=np.zeros(1, np.int64),
-        targets=zero,
+        targets=np.zeros(1, np.int32),
         columns={name: np.zeros(1, np.float32) for name in sequences.columns},
-        places=np.zeros(0, np.int64),
+        places=NOTHING,
+        packed_lengths=np.array([tokens.size]) if packed else NOTHING,
+        sequence_tokens=0,
         idle=True,
     )

@@ -28,9 +28,9 @@ from flotilla_trainer.batch_dump import dump_batch
 from flotilla_trainer.frames import Array, Frame
 from flotilla_trainer.gang import Gang
 from flotilla_trainer.once import Once
-from flotilla_trainer.packing import MicroBatch, Sequences, pack, padded_tokens
+from flotilla_trainer.packing import Layout, MicroBatch, Sequences, fed_tokens, pack, padding_share
 from flotilla_trainer.schedule import learning_rate
-from flotilla_trainer.session_settings import rank_settings
+from flotilla_trainer.session_settings import layout, rank_settings
 from flotilla_trainer.update_batch import ModelLimits, UpdateBatch, read_scored
 
 KEPT_RESULTS = 64
@@ -59,6 +59,8 @@ class Session:
 
     async def open(self) -> None:
         """Build the optimizer on the ranks."""
+        packed, refusal = self._layout().packed, self._gang.facts["packing_refusal"]
+        logger.info("session opens", run_id=self.run_id, packed=packed, packing_refusal=refusal)
         await self._gang.command("open_session", rank_settings(self._spec))
 
     async def train(self, header: pb.TrainHeader, groups: Sequence[pb.TrainGroup]) -> pb.UpdateResult:
@@ -236,7 +238,10 @@ class Session:
         return derive_seed("shuffle", self._spec.seed, update_id.rpartition("/")[2].rpartition(".")[2])
 
     def _pack(self, sequences: Sequences) -> list[list[MicroBatch]]:
-        return pack(sequences, self._spec.batching.tokens_per_microbatch, self._gang.size)
+        return pack(sequences, self._layout())
+
+    def _layout(self) -> Layout:
+        return layout(self._spec.batching, self._gang.facts, self._gang.size)
 
     async def _on_ranks(
         self, kind: str, packed: list[list[MicroBatch]], fields: dict[str, Any]
@@ -277,6 +282,7 @@ def _in_place(answers: list[Frame], packed: list[list[MicroBatch]], count: int) 
 def _batch_metrics(batch: UpdateBatch, packed: list[list[MicroBatch]]) -> dict[str, float]:
     return {
         "tokens/response_mean": float(batch.response_lengths.mean()),
-        "tokens/padded": float(padded_tokens(packed)),
+        "tokens/fed": float(fed_tokens(packed)),
+        "tokens/padding_share": padding_share(packed),
         "microbatches": float(len(packed[0])),
     }

@@ -7,7 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from flotilla.trainer.v1 import session_pb2 as pb
-from flotilla_core.errors import InvalidRequest, Unimplemented
+from flotilla_core.errors import FailedPrecondition, InvalidRequest, Unimplemented
+from flotilla_trainer.packing import Layout
 from flotilla_trainer.rank.settings import SessionSettings
 
 SEED_BITS = 63
@@ -57,9 +58,31 @@ def rank_settings(spec: pb.SessionSpec) -> dict[str, Any]:
         weight_decay=optimizer.weight_decay,
         max_grad_norm=optimizer.max_grad_norm,
         chunk_tokens=spec.batching.logprob_chunk_tokens,
+        activation_checkpointing=spec.batching.activation_checkpointing,
+        offload=optimizer.offload,
         seed=spec.seed % 2**SEED_BITS,
     )
     return asdict(settings)
+
+
+def layout(batching: pb.Batching, facts: dict[str, Any], ranks: int) -> Layout:
+    """How updates are laid out on ranks that hold a model with these facts."""
+    refusal = facts["packing_refusal"]
+    if refusal and batching.packing == pb.PACKING_ON:
+        raise FailedPrecondition(
+            "sequences of this model cannot be packed",
+            where="spec.batching.packing",
+            why=refusal,
+            next_step="set batching.packing to auto or off: padded rows give the same result",
+        )
+    # On the CPU dense kernels over padded rows are as fast as many small ones without padding.
+    automatic = batching.packing == pb.PACKING_UNSPECIFIED and facts["device"] != "cpu"
+    return Layout(
+        budget=batching.tokens_per_microbatch,
+        ranks=ranks,
+        packed=not refusal and (automatic or batching.packing == pb.PACKING_ON),
+        crossover_tokens=facts["attention_crossover_tokens"],
+    )
 
 
 def _number(value: float, above: float | None = None) -> bool:

@@ -131,13 +131,19 @@ class OptimizerConfig(ConfigModel):
     """Global clip; 0 is off."""
     max_skipped_updates: int = Field(default=3, ge=1)
     """Non-finite updates in a row before the run fails."""
+    offload: bool = False
+    """Keep AdamW's moments in host memory between updates: frees 8 bytes a parameter on the GPUs, costs transfers."""
 
 
 class BatchingConfig(ConfigModel):
     """How an update is cut for memory. Never changes the result."""
 
     tokens_per_microbatch: int = Field(default=8192, ge=1)
-    """Padded tokens of one forward pass on one rank."""
+    """Tokens of one forward pass on one rank, padding included."""
+    packing: Literal["auto", "on", "off"] = "auto"
+    """Sequences one after the other in one row, without padding; `auto`: on GPUs, where the model allows it."""
+    activation_checkpointing: bool = False
+    """Keep only the inputs of the layers, compute the rest again in the backward pass: less memory, a third more work."""
     logprob_chunk_tokens: int = Field(default=2048, ge=1)
     """Tokens whose logits exist at one time."""
 

@@ -13,6 +13,8 @@ SCHEDULES = {
     "cosine": pb.SCHEDULE_COSINE,
 }
 
+PACKINGS = {"auto": pb.PACKING_UNSPECIFIED, "on": pb.PACKING_ON, "off": pb.PACKING_OFF}
+
 BASELINES = {"group": pb.BASELINE_GROUP, "batch": pb.BASELINE_BATCH}
 
 
@@ -33,10 +35,13 @@ def session_spec(config: RunConfig, dump_dir: Path) -> pb.SessionSpec:
             schedule=SCHEDULES[optimizer.schedule],
             warmup_updates=optimizer.warmup_updates,
             final_lr_ratio=optimizer.final_lr_ratio,
+            offload=optimizer.offload,
         ),
         batching=pb.Batching(
             tokens_per_microbatch=batching.tokens_per_microbatch,
             logprob_chunk_tokens=batching.logprob_chunk_tokens,
+            packing=PACKINGS[batching.packing],
+            activation_checkpointing=batching.activation_checkpointing,
         ),
         seed=config.seed,
         total_updates=config.steps,

@@ -11,6 +11,7 @@ import torch
 
 from flotilla_trainer.rank.settings import SessionSettings
 from flotilla_trainer.rank.sharded_model import ShardedModel, local
+from flotilla_trainer.rank.visiting_moments import VisitingMoments
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW remembers of a parameter, by torch's names."""
@@ -33,6 +34,7 @@ class PolicyOptimizer:
             eps=settings.epsilon,
             foreach=True,
         )
+        self._visiting = VisitingMoments(self._adamw, self._parameters) if settings.offload else None
         self.discard_gradients()
 
     def discard_gradients(self) -> None:
@@ -52,7 +54,7 @@ class PolicyOptimizer:
         torch._foreach_mul_(self._local_gradients(), scale)
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
-        self._adamw.step()
+        (self._visiting or self._adamw).step()
         self.discard_gradients()
 
     def moments(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:

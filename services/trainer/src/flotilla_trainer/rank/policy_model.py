@@ -2,8 +2,8 @@
 
 Invariants: logits exist for `chunk_tokens` tokens at a time, in the forward and again in the backward pass, never for
 all; hidden states and head are used inside this module's own forward, so that sharded parameters (tied ones too) are
-whole when they are needed; no dropout, because rollouts and training must agree; padding is on the right, where a
-causal model cannot see it, so no attention mask is built.
+whole when they are needed; no dropout, because rollouts and training must agree. Tokens come as rows padded on the
+right, where a causal model cannot see it, or as one packed row with its borders; either way no mask is built.
 """
 
 from __future__ import annotations
@@ -14,6 +14,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+
+from flotilla_trainer.rank.packed_attention import PACKED_ATTENTION
+from flotilla_trainer.rank.packed_row import PackedRow
+
+ROW_ATTENTION = "sdpa"
 
 
 class TokenScores(NamedTuple):
@@ -47,9 +52,10 @@ class PolicyModel(nn.Module):
         temperature: float,
         chunk_tokens: int,
         top_k: int = 0,
+        packed_row: PackedRow | None = None,
     ) -> TokenScores:
         """Score `targets` where the flattened `positions` predict them."""
-        hidden = self._hidden(tokens)[positions]
+        hidden = self._hidden(tokens, packed_row)[positions]
         chunks = [
             checkpoint(
                 self._score,
@@ -72,8 +78,27 @@ class PolicyModel(nn.Module):
         own = self.causal_lm(input_ids=tokens, use_cache=False).logits.flatten(0, 1).float()
         return (self._logits(self._hidden(tokens)) - own).abs().max()
 
-    def _hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        output = self.causal_lm.base_model(input_ids=tokens, use_cache=False)
+    def packing_errors(self, first: torch.Tensor, other: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """What packing does to `last`, as shares of its largest hidden state.
+
+        How much it differs from `last` alone in a row, and how much it depends on which sequence lies before it.
+        """
+        row = PackedRow.of((len(first), len(last)), last.device)
+        alone = self._hidden(last[None])
+        after = [
+            self._hidden(torch.cat([before, last])[None], row)[len(first) :] for before in (first, other)
+        ]
+        differences = torch.stack([(after[0] - alone).abs().max(), (after[0] - after[1]).abs().max()])
+        return differences.float() / alone.abs().max()
+
+    def _hidden(self, tokens: torch.Tensor, packed_row: PackedRow | None = None) -> torch.Tensor:
+        attention, borders = ROW_ATTENTION, {}
+        if packed_row is not None:
+            attention = PACKED_ATTENTION
+            borders = {"position_ids": packed_row.position_ids, "packed_row": packed_row}
+        if self.causal_lm.config._attn_implementation != attention:
+            self.causal_lm.set_attn_implementation(attention)
+        output = self.causal_lm.base_model(input_ids=tokens, use_cache=False, **borders)
         return output.last_hidden_state.flatten(0, 1)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from flotilla_trainer.frames import Array, Frame
 from flotilla_trainer.rank.link import FrontLink
+from flotilla_trainer.rank.packed_row import PackedRow
 from flotilla_trainer.rank.sharded_model import ShardedModel
 from flotilla_trainer.rank.update import micro_batches
 
@@ -27,6 +28,7 @@ def score(command: Frame, model: ShardedModel, link: FrontLink) -> dict[str, Arr
                 temperature=command.fields["temperature"],
                 chunk_tokens=command.fields["chunk_tokens"],
                 top_k=command.fields["top_k"],
+                packed_row=PackedRow.among(columns),
             )
             if not idle:
                 parts.append((scores.logprobs, scores.top_ids.int(), scores.top_logprobs))

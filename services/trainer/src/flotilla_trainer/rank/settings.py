@@ -24,6 +24,8 @@ class SessionSettings:
     weight_decay: float
     max_grad_norm: float
     chunk_tokens: int
+    activation_checkpointing: bool
+    offload: bool
     seed: int
 
     @classmethod

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from flotilla_core.errors import FailedPrecondition, FlotillaError, Mismatch
+from flotilla_trainer.rank.packing_probe import packing_refusal
 from flotilla_trainer.rank.policy_model import PolicyModel
+from flotilla_trainer.rank.recomputed_layers import RecomputedLayers
 
 HEAD_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 
@@ -42,6 +45,7 @@ class ShardedModel:
                 config, dtype=torch.float32, attn_implementation="sdpa"
             )
         self.policy = PolicyModel(causal_lm)
+        self.recomputed_layers = RecomputedLayers(self._layers(causal_lm))
         self._shard(causal_lm)
         self.policy.to_empty(device=device)
 
@@ -97,6 +101,18 @@ class ShardedModel:
                 next_step="use a model whose head is one linear layer",
             )
 
+    def packing_facts(self) -> dict[str, Any]:
+        """Why rows cannot be packed, if so, and the length at which attention costs as much as all the rest."""
+        config = self.causal_lm.config.get_text_config()
+        heads = config.num_attention_heads
+        width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+        embedding = self.causal_lm.get_input_embeddings().weight
+        inner = sum(parameter.numel() for parameter in self.parameters()) - embedding.numel()
+        return {
+            "packing_refusal": packing_refusal(self.policy, self.dtype, self.device),
+            "attention_crossover_tokens": inner / (config.num_hidden_layers * width),
+        }
+
     def specs(self, dtype: torch.dtype) -> list[tuple[str, torch.dtype, torch.Size]]:
         """Name, type and whole shape of every tensor of the checkpoint, with weights stored as `dtype`."""
         return [
@@ -117,16 +133,21 @@ class ShardedModel:
         parameters = {name: parameter.detach() for name, parameter in self.causal_lm.named_parameters()}
         return parameters | {n: buffer for n, buffer in self.causal_lm.named_buffers() if n in saved}
 
+    @staticmethod
+    def _layers(causal_lm: PreTrainedModel) -> list[nn.Module]:
+        """The repeated blocks of the model."""
+        blocks = set(causal_lm._no_split_modules or ())
+        return [module for module in causal_lm.modules() if type(module).__name__ in blocks]
+
     def _shard(self, causal_lm: PreTrainedModel) -> None:
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
-        blocks = set(causal_lm._no_split_modules or ())
-        for module in causal_lm.modules():
-            if type(module).__name__ in blocks:
-                fully_shard(module, mesh=self._mesh, mp_policy=policy)
+        for layer in self._layers(causal_lm):
+            fully_shard(layer, mesh=self._mesh, mp_policy=policy)
         # By default the root stays whole after a forward pass without a backward one, and then the parameters that
         # the optimizer, the loader and the publisher find are copies that nobody keeps.
         fully_shard(self.policy, mesh=self._mesh, mp_policy=policy, reshard_after_forward=True)
-        register_fsdp_forward_method(self.policy, "head_error")
+        for method in ("head_error", "packing_errors"):
+            register_fsdp_forward_method(self.policy, method)
         for module in self.policy.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)

@@ -19,6 +19,7 @@ from flotilla_trainer.frames import Frame
 from flotilla_trainer.losses import LossTerms, grpo_loss, sft_loss
 from flotilla_trainer.rank.link import FrontLink
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
+from flotilla_trainer.rank.packed_row import PackedRow
 from flotilla_trainer.rank.settings import SessionSettings
 from flotilla_trainer.rank.sharded_model import ShardedModel
 
@@ -33,12 +34,17 @@ def micro_batches(command: Frame, device: torch.device) -> Iterator[tuple[Column
         prefix = f"{index}/"
         yield (
             {
-                name.removeprefix(prefix): torch.from_numpy(array).to(device)
+                name.removeprefix(prefix): _placed(name, torch.from_numpy(array), device)
                 for name, array in command.arrays.items()
                 if name.startswith(prefix)
             },
             idle,
         )
+
+
+def _placed(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    # Lengths shape the kernels' work: on the device every look at them would wait for it.
+    return tensor if name.endswith("packed_lengths") else tensor.to(device)
 
 
 class Update:
@@ -86,6 +92,7 @@ class Update:
             columns["targets"].long(),
             temperature=self._settings.temperature,
             chunk_tokens=self._settings.chunk_tokens,
+            packed_row=PackedRow.among(columns),
         )
         terms = self._loss(scores.logprobs, columns)
         if backward:

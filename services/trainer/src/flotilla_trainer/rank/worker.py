@@ -98,11 +98,13 @@ class RankWorker:
             "max_sequence_tokens": getattr(config, "max_position_embeddings", 0) or 0,
             "torch": torch.__version__,
             "device": str(self._model.device),
+            **self._model.packing_facts(),
         }, {}
 
     def _open_session(self, command: Frame) -> Answer:
         self._settings = SessionSettings.from_fields(command.fields)
         torch.manual_seed(self._settings.seed)
+        self._model.recomputed_layers.on = self._settings.activation_checkpointing
         self._optimizer = PolicyOptimizer(self._model, self._settings)
         return {}, {}
 

@@ -1,0 +1,30 @@
+"""Activation checkpointing: a layer keeps its input for the backward pass and computes the rest again.
+
+Invariant: off until a session asks for it, and without effect where there is no backward pass; numbers never change,
+because nothing in a layer is random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class RecomputedLayers:
+    """Layers that can forget what they computed."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self.on = False
+        for layer in layers:
+            # Inside the hooks that gather a layer's shards, so that its weights are whole when it computes again.
+            layer.forward = partial(self._forward, layer.forward)
+
+    def _forward(self, forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+        if not (self.on and torch.is_grad_enabled()):
+            return forward(*inputs, **options)
+        return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **options)

@@ -1,0 +1,40 @@
+"""When rows are packed: where it pays and the model allows it, or never silently against what was asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flotilla.trainer.v1 import session_pb2 as pb
+from flotilla_core.errors import FailedPrecondition
+from flotilla_trainer.session_settings import layout
+
+REFUSAL = "MambaForCausalLM carries a state beyond attention from token to token"
+
+
+def facts(device: str, refusal: str = "") -> dict[str, Any]:
+    return {"device": device, "packing_refusal": refusal, "attention_crossover_tokens": 1e4}
+
+
+def chosen(packing: int, device: str, refusal: str = "") -> bool:
+    batching = pb.Batching(tokens_per_microbatch=64, packing=packing)
+    return layout(batching, facts(device, refusal), ranks=2).packed
+
+
+def test_rows_are_packed_by_default_on_gpus_only() -> None:
+    assert chosen(pb.PACKING_UNSPECIFIED, "cuda:0")
+    assert not chosen(pb.PACKING_UNSPECIFIED, "cpu")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_a_wish_is_followed_on_every_device(device: str) -> None:
+    assert chosen(pb.PACKING_ON, device)
+    assert not chosen(pb.PACKING_OFF, device)
+
+
+def test_a_model_that_cannot_be_packed_gets_padded_rows_unless_packing_was_asked_for() -> None:
+    assert not chosen(pb.PACKING_UNSPECIFIED, "cuda:0", REFUSAL)
+    assert not chosen(pb.PACKING_OFF, "cuda:0", REFUSAL)
+    with pytest.raises(FailedPrecondition, match="state beyond attention"):
+        chosen(pb.PACKING_ON, "cuda:0", REFUSAL)
