@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.plan import plan_run
+from flotilla_coordinator.plan import plan_run, remarks
 from flotilla_core.config import RunConfig, StackConfig
 
 PARAMETERS = {"embed": [20, 8], "layer": [3, 8, 8]}
@@ -82,6 +82,7 @@ def test_the_arithmetic_of_a_run(run: dict[str, Any], stack: StackConfig) -> Non
     assert (list(planned.errors), list(planned.warnings)) == ([], [])
     values = {line.name: line.value for line in planned.lines}
     assert values["model"] == "352 parameters"
+    assert values["starting weights"] == str(stack.model)
     assert values["data"] == "40 prompts"
     assert values["step"] == "64 samples"
     assert values["tokens of a step"] == "at most 1,088"  # 64 x (5 + 12)
@@ -160,6 +161,21 @@ def test_weights_of_another_shape_are_refused(
     assert "initial_weights has hidden_size = 16" in the_error(plan(run, stack, initial_weights=other))
     small = make_model(tmp_path / "small", vocab_size=4)
     assert "13 tokens, the model knows 4" in the_error(plan(run, stack.model_copy(update={"model": small})))
+
+
+def test_the_start_of_a_run_says_from_which_weights(
+    run: dict[str, Any], stack: StackConfig, tmp_path: Path
+) -> None:
+    (told,) = remarks(plan(run, stack))
+    assert told == (
+        run_pb2.NOTICE_LEVEL_INFO,
+        f"starting weights: {stack.model} (the stack's model as it is; initial_weights starts from others)",
+    )
+    warm = make_model(tmp_path / "warm")
+    run["rollout"]["prompts_per_step"] = 64
+    (level, text), (warning, _) = remarks(plan(run, stack, initial_weights=warm))
+    assert (level, text) == (run_pb2.NOTICE_LEVEL_INFO, f"starting weights: {warm} (initial_weights)")
+    assert warning == run_pb2.NOTICE_LEVEL_WARNING
 
 
 def test_what_may_surprise_is_a_warning(run: dict[str, Any], stack: StackConfig, tmp_path: Path) -> None:

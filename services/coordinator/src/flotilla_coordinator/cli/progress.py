@@ -1,9 +1,14 @@
-"""How a run is followed: one live line on a terminal, plain lines anywhere else. All of it on stderr."""
+"""How a run is followed: one live line on a terminal, plain lines anywhere else. All of it on stderr.
+
+Invariants: a log gets every notice (evaluations among them), the first and the last step, and between them one line
+in STEP_LINE_S at most, so that a run of thousands of quick steps stays a page; nothing is ever said twice.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -15,6 +20,7 @@ if TYPE_CHECKING:
     from flotilla.coordinator.v1.run_pb2 import Notice, Run, RunEvent, StepMetrics
 
 Show = Callable[["RunEvent"], None]
+STEP_LINE_S = 5.0
 _SHOWN = (
     ("reward/mean", "reward {:.3f}"),
     ("eval/accuracy", "accuracy {:.3f}"),
@@ -22,13 +28,14 @@ _SHOWN = (
     ("tokens_per_s", "{:,.0f} tok/s"),
     ("time/step_s", "{:.2f} s"),
 )
+_SHOWN_LIVE = 2
 
 
 @contextmanager
 def progress(run: Run) -> Iterator[Show]:
     """Gives the function to call with every event."""
     if not sys.stderr.isatty():
-        yield _plain(run)
+        yield _Lines(run).show
         return
     from rich.console import Console
     from rich.live import Live
@@ -39,13 +46,18 @@ def progress(run: Run) -> Iterator[Show]:
 
         def show(event: RunEvent) -> None:
             screen.update(event)
-            kind = event.WhichOneof("event")
-            if kind == "notice":
-                console.print(_notice_line(event.notice), markup=False)
-            elif kind == "step" and "eval/accuracy" in event.step.metrics:
-                console.print(_step_line(event.step, screen.run.total_steps), markup=False)
+            if event.WhichOneof("event") == "notice":
+                console.print(notice_line(event.notice), markup=False)
 
         yield show
+
+
+def notice_line(notice: Notice) -> str:
+    """What happened; how bad it is, where it is."""
+    from flotilla.coordinator.v1.run_pb2 import NoticeLevel
+
+    level = NoticeLevel.Name(notice.level).removeprefix("NOTICE_LEVEL_").lower()
+    return notice.text if level == "info" else f"{level}: {notice.text}"
 
 
 class _Screen:
@@ -68,48 +80,53 @@ class _Screen:
 
         run = self.run
         line = Table.grid(padding=(0, 2))
-        for _ in range(6):
+        for _ in range(5):
             line.add_column(no_wrap=True)
-        bar = ProgressBar(total=max(run.total_steps, 1), completed=run.step, width=24)
-        eta = f"ETA {duration(run.eta_seconds)}" if run.eta_seconds > 0 else ""
-        line.add_row(run.run_id, bar, f"{run.step}/{run.total_steps}", _figures(self.metrics), run.phase, eta)
+        bar = ProgressBar(total=max(run.total_steps, 1), completed=run.step, width=12)
+        figures = "  ".join(_figures(self.metrics)[:_SHOWN_LIVE])
+        line.add_row(bar, f"{run.step}/{run.total_steps}", figures, run.phase, _time_left(run.eta_seconds))
         return line
 
 
-def _plain(run: Run) -> Show:
-    """One line a step, an evaluation, a notice and a change of state."""
-    seen = {"state": run.state, "total": run.total_steps}
+class _Lines:
+    """A line for a step now and then, an evaluation, a notice, a change of state on the way."""
 
-    def show(event: RunEvent) -> None:
+    def __init__(self, run: Run) -> None:
+        self._state = run.state
+        self._total = run.total_steps
+        self._time_left = run.eta_seconds
+        self._next_step_line = 0.0
+
+    def show(self, event: RunEvent) -> None:
         kind = event.WhichOneof("event")
         if kind == "step":
-            say(_step_line(event.step, seen["total"]))
+            self._step(event.step)
         elif kind == "notice":
-            say(_notice_line(event.notice))
+            say(notice_line(event.notice))
         elif kind == "run":
-            seen["total"] = event.run.total_steps
-            if event.run.state != seen["state"]:
-                seen["state"] = event.run.state
-                say(_state_line(event.run))
+            self._run(event.run)
 
-    return show
+    def _step(self, step: StepMetrics) -> None:
+        now = time.monotonic()
+        if now < self._next_step_line and step.step < self._total:
+            return
+        self._next_step_line = now + STEP_LINE_S
+        told = [f"step {step.step}/{self._total}", *_figures(step.metrics), _time_left(self._time_left)]
+        say("  ".join(part for part in told if part))
 
+    def _run(self, run: Run) -> None:
+        self._total, self._time_left = run.total_steps, run.eta_seconds
+        # The end is told by the command, with its reason.
+        if run.state != self._state and not run.HasField("ended_at"):
+            from flotilla_coordinator.cli.run import state_name
 
-def _step_line(step: StepMetrics, total: int) -> str:
-    return f"step {step.step}/{total}  {_figures(dict(step.metrics))}"
-
-
-def _figures(metrics: dict[str, float]) -> str:
-    return "  ".join(shape.format(metrics[name]) for name, shape in _SHOWN if name in metrics)
-
-
-def _notice_line(notice: Notice) -> str:
-    from flotilla.coordinator.v1.run_pb2 import NoticeLevel
-
-    return f"{NoticeLevel.Name(notice.level).removeprefix('NOTICE_LEVEL_').lower()}: {notice.text}"
+            say(f"{state_name(run)}: {run.phase}" if run.phase else state_name(run))
+        self._state = run.state
 
 
-def _state_line(run: Run) -> str:
-    from flotilla_coordinator.cli.run import state_name
+def _figures(metrics: Mapping[str, float]) -> list[str]:
+    return [shape.format(metrics[name]) for name, shape in _SHOWN if name in metrics]
 
-    return f"{state_name(run)}: {run.phase}" if run.phase else state_name(run)
+
+def _time_left(seconds: float) -> str:
+    return f"{duration(seconds)} left" if seconds > 0 else ""

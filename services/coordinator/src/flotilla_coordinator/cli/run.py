@@ -39,11 +39,12 @@ def start(
     files, overrides = split_arguments(arguments)
     resolve_run(files, overrides)  # What is wrong with the files is said even when no coordinator is there.
 
-    async def begin() -> Run:
+    async def begin() -> tuple[Run, list[str]]:
         async with _client(stack, coordinator) as client:
-            return await client.start_run(files, overrides)
+            started = await client.start_run(files, overrides)
+            return started, [] if follow else await _remarks(client, started.run_id)
 
-    run = wait(begin())
+    run, remarks = wait(begin())
     if follow:
         say(f"run {run.run_id} started; its files: {run.directory}")
         _follow(run.run_id, stack, coordinator, as_json=as_json)
@@ -51,7 +52,7 @@ def start(
         print_json(run_json(run))
     else:
         print_line(run.run_id)
-        say(f"files: {run.directory}\nnext: flotilla run watch {run.run_id}")
+        say("\n".join([*remarks, f"files: {run.directory}", f"next: flotilla run watch {run.run_id}"]))
 
 
 @app.command()
@@ -216,9 +217,27 @@ def _follow(run_id: str, stack: str | None, coordinator: str | None, *, as_json:
     if as_json:
         print_json(run_json(ended))
     say(f"run {ended.run_id} {state_name(ended)}" + (f": {ended.reason}" if ended.reason else ""))
+    if "eval/accuracy" in ended.metrics:
+        before, after = ended.metrics["eval/accuracy_before"], ended.metrics["eval/accuracy"]
+        say(f"held-out accuracy: {before:.3f} before, {after:.3f} after {ended.step} steps")
     say(f"files: {ended.directory}")
     if ended.state == RUN_STATE_FAILED:
         raise typer.Exit(RUN_FAILED)
+
+
+async def _remarks(client: Client, run_id: str) -> list[str]:
+    """What the coordinator has to say at the start: notices, up to the first thing that the run does."""
+    from contextlib import aclosing
+
+    from flotilla_coordinator.cli.progress import notice_line
+
+    said = []
+    async with aclosing(client.watch_run(run_id)) as events:
+        async for event in events:
+            if event.WhichOneof("event") != "notice":
+                break
+            said.append(notice_line(event.notice))
+    return said
 
 
 def _client(stack: str | None, coordinator: str | None) -> Client:

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from flotilla_coordinator.plan.plan import plan_run
+from flotilla_coordinator.plan.remarks import remarks
 
-__all__ = ["plan_run"]
+__all__ = ["plan_run", "remarks"]

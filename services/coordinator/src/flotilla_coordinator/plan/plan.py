@@ -15,6 +15,7 @@ from flotilla_coordinator.data.prompts import PromptFile, load_prompts
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.plan import checks
 from flotilla_coordinator.plan.model_facts import ModelFacts
+from flotilla_coordinator.plan.remarks import STARTING_WEIGHTS
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.errors import FlotillaError
 from flotilla_core.model_folder import model_folder
@@ -72,6 +73,7 @@ class _Planner:
     def write(self) -> None:
         """All lines, warnings and errors."""
         self._model_line()
+        self._start_line()
         self._data_lines()
         self._step_lines()
         self._update_lines()
@@ -88,6 +90,17 @@ class _Planner:
             f"{m.layers} layers, hidden size {m.hidden_size}, vocabulary {m.vocabulary_size}, "
             f"sequences up to {self._limit} tokens",
         )
+
+    def _start_line(self) -> None:
+        given = self._config.initial_weights
+        if given:
+            self._line(STARTING_WEIGHTS, str(given), "initial_weights")
+        else:
+            self._line(
+                STARTING_WEIGHTS,
+                str(self._model.folder),
+                "the stack's model as it is; initial_weights starts from others",
+            )
 
     def _data_lines(self) -> None:
         config, rows = self._config, len(self._data.prompts)

@@ -16,7 +16,7 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet import Fleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
-from flotilla_coordinator.plan import plan_run
+from flotilla_coordinator.plan import plan_run, remarks
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs.active import ActiveRun
 from flotilla_coordinator.runs.execution import execute
@@ -99,6 +99,8 @@ class Runs:
         )
         self._active[run_id] = active
         self._started[request_id] = run_id
+        for level, text in remarks(plan):
+            active.status.notice(level, text)
         active.task = asyncio.create_task(
             execute(self._host, self._fleet, self._ledger, active, directory), name=f"run {run_id}"
         )

@@ -12,6 +12,7 @@ from collections import deque
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.runs.feed import RunFeed
+from flotilla_coordinator.runs.learning_signal import LearningSignal
 from flotilla_core.version import Version
 
 RECENT_STEPS = 20
@@ -25,6 +26,7 @@ class RunStatus:
         self.run = run
         self._feed = feed
         self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._signal = LearningSignal()
 
     def enter(self, phase: str) -> None:
         """The loop begins a phase."""
@@ -57,9 +59,13 @@ class RunStatus:
         for name, value in metrics.items():
             self.run.metrics[name] = value
         self._feed.append(run_pb2.RunEvent(step=run_pb2.StepMetrics(step=steps_done, metrics=dict(metrics))))
+        warning = self._signal.step_done(steps_done, metrics)
+        if warning:
+            self.notice(run_pb2.NOTICE_LEVEL_WARNING, warning)
 
     def evaluated(self, step: int, accuracy: float) -> None:
         """One more evaluation."""
+        self._signal.evaluated(accuracy)
         if "eval/accuracy_before" not in self.run.metrics:
             self.run.metrics["eval/accuracy_before"] = accuracy
         self.run.metrics["eval/accuracy"] = accuracy
