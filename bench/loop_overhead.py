@@ -10,9 +10,6 @@ import itertools
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -20,9 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from fleet import MODEL, Fleet, fleet
 from processes import StackProcesses
 from table import Row
+
+from flotilla_testing.stack import Stack, light_stack, wait_until
+
+MODEL = Path(__file__).resolve().parents[1] / "examples" / "arithmetic" / "model"
 
 SECONDS = float(os.environ.get("FLOTILLA_BENCH_SECONDS", "60"))
 WARM_UP_STEPS = 3
@@ -76,8 +76,11 @@ def _cpu_rows(figures: Figures) -> list[Row]:
 
 
 def _figures(prompts: int, samples: int) -> Figures:
-    with tempfile.TemporaryDirectory(prefix="flotilla-bench-model-") as folder:
-        return _run(_long_model(Path(folder)), prompts, samples)
+    with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as folder:
+        directory = Path(folder)
+        model = _long_model(directory)
+        with light_stack(model, directory, sim={"response_tokens": RESPONSE_TOKENS}) as stack:
+            return _measured(stack, prompts, samples)
 
 
 def _long_model(folder: Path) -> Path:
@@ -89,42 +92,21 @@ def _long_model(folder: Path) -> Path:
     return model
 
 
-def _run(model: Path, prompts: int, samples: int) -> Figures:
-    stack = {
-        "name": "bench-loop",
-        "model": str(model),
-        "generator": {
-            "engine": "sim",
-            "sim": {"response_tokens": RESPONSE_TOKENS},
-        },
-        "trainer": {"replicas": 0},
-    }
-    with fleet(stack) as running:
-        trainer = _accepting_trainer(running)
-        try:
-            run = running.flotilla("run", "start", str(_run_file(running, prompts, samples)))
-            metrics_file = Path(run["directory"]) / "metrics.jsonl"
-            first = len(_wait_for_steps(metrics_file, WARM_UP_STEPS))
-            processes = StackProcesses(running.state_dir)
-            before = processes.cpu_seconds()
-            time.sleep(SECONDS)
-            after = processes.cpu_seconds()
-            steps = _steps(metrics_file)[first - 1 :]
-            running.flotilla("run", "stop", run["run_id"])
-            return _evaluate(steps, prompts * samples, {name: after[name] - before[name] for name in after})
-        finally:
-            trainer.send_signal(signal.SIGTERM)
-            trainer.wait(20)
+def _measured(stack: Stack, prompts: int, samples: int) -> Figures:
+    run = stack.ok("run", "start", str(_run_file(stack, prompts, samples)))
+    wait_until("the warm-up steps", lambda: len(stack.metrics(run)) >= WARM_UP_STEPS, WARM_UP_LIMIT_S)
+    first = len(stack.metrics(run))
+    processes = StackProcesses(stack.directory)
+    before = processes.cpu_seconds()
+    time.sleep(SECONDS)
+    after = processes.cpu_seconds()
+    steps = stack.metrics(run)[first - 1 :]
+    stack.ok("run", "stop", run["run_id"])
+    return _evaluate(steps, prompts * samples, {name: after[name] - before[name] for name in after})
 
 
-def _accepting_trainer(running: Fleet) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "flotilla_testing.accepting_trainer", "--name", "trainer"]
-    log = (running.state_dir / "trainer.log").open("wb")
-    return subprocess.Popen([*command, "--stack", str(running.stack_file)], stdout=log, stderr=log)
-
-
-def _run_file(running: Fleet, prompts: int, samples: int) -> Path:
-    data = running.state_dir / "prompts.jsonl"
+def _run_file(stack: Stack, prompts: int, samples: int) -> Path:
+    data = stack.directory / "prompts.jsonl"
     with data.open("w") as file:
         for a, b in itertools.product(range(100), range(100)):
             file.write(json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) + "\n")
@@ -143,23 +125,9 @@ def _run_file(running: Fleet, prompts: int, samples: int) -> Path:
         "weights": {"canary": {"prompts": 0}},
         "export_final": False,
     }
-    path = running.state_dir / "run.yaml"
+    path = stack.directory / "run.yaml"
     path.write_text(yaml.safe_dump(run))
     return path
-
-
-def _wait_for_steps(metrics_file: Path, count: int) -> list[dict[str, float]]:
-    deadline = time.monotonic() + WARM_UP_LIMIT_S
-    while len(steps := _steps(metrics_file)) < count:
-        if time.monotonic() > deadline:
-            raise SystemExit(f"{len(steps)} of {count} steps were done within {WARM_UP_LIMIT_S:g} s")
-        time.sleep(0.05)
-    return steps
-
-
-def _steps(metrics_file: Path) -> list[dict[str, float]]:
-    lines = metrics_file.read_text().splitlines(keepends=True) if metrics_file.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _evaluate(steps: list[dict[str, float]], samples_per_step: int, cpu: dict[str, float]) -> Figures:

@@ -11,15 +11,16 @@ import json
 import shutil
 import subprocess
 import sys
-import sysconfig
 import time
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from flotilla_testing.stack import Stack, running_stack
+
 ROOT = Path(__file__).resolve().parents[2]
-FLOTILLA = [str(Path(sysconfig.get_path("scripts")) / "flotilla")]
+RUN_LIMIT_S = 1800.0
 SHAPE = {
     "hidden_size": 1024,
     "intermediate_size": 3072,
@@ -71,29 +72,25 @@ def main() -> int:
             [sys.executable, ROOT / "examples/arithmetic" / script, "--out", work / name], check=True
         )
     make_model(work / "model", work / "tokenizer")
-    stack = {
+    description = {
         "name": "gpu",
         "model": str(work / "model"),
-        "state_dir": str(work / "state"),
         "generator": {"dtype": "bfloat16", "memory_fraction": 0.5, "max_model_tokens": 1024},
         "trainer": {"dtype": "bfloat16", "nproc": 1},
     }
-    (work / "stack.yaml").write_text(yaml.safe_dump(stack))
     try:
         started = time.monotonic()
-        _flotilla("up", work)
-        print(json.dumps({"up_s": round(time.monotonic() - started, 1)}), flush=True)
-        for staleness in (0, 1):
-            _run(work, staleness)
+        with running_stack(description, work) as stack:
+            print(json.dumps({"up_s": round(time.monotonic() - started, 1)}), flush=True)
+            for staleness in (0, 1):
+                _run(stack, work, staleness)
     finally:
-        logs = work / "state" / "gpu" / "logs"
-        for log in logs.glob("*.log"):
+        for log in (work / "state" / "gpu" / "logs").glob("*.log"):
             shutil.copy(log, out / log.name)
-        _flotilla("down", work)
     return 0
 
 
-def _run(work: Path, staleness: int) -> None:
+def _run(stack: Stack, work: Path, staleness: int) -> None:
     run: dict[str, Any] = {
         "name": f"smoke-{staleness}",
         "steps": 5,
@@ -112,26 +109,11 @@ def _run(work: Path, staleness: int) -> None:
     }
     file = work / f"run-{staleness}.yaml"
     file.write_text(yaml.safe_dump(run))
-    done = _flotilla("run", work, "start", str(file), "--wait", "--json")
-    finished = json.loads(done)
+    finished = stack.run(file, timeout_s=RUN_LIMIT_S)
     print(json.dumps({"state": finished["state"], "reason": finished["reason"]}), flush=True)
-    metrics = Path(finished["directory"]) / "metrics.jsonl"
-    for line in metrics.read_text().splitlines() if metrics.exists() else []:
-        step = json.loads(line)
-        print(
-            json.dumps({"staleness": staleness, "step": step["step"]} | {k: step.get(k) for k in FIGURES}),
-            flush=True,
-        )
-
-
-def _flotilla(command: str, work: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        [*FLOTILLA, command, *arguments, "--stack", str(work / "stack.yaml")],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    return done.stdout
+    for step in stack.metrics(finished):
+        figures = {name: step.get(name) for name in FIGURES}
+        print(json.dumps({"staleness": staleness, "step": step["step"], **figures}), flush=True)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,8 @@ class Stack:
     def metrics(self, run: dict[str, Any]) -> list[dict[str, float]]:
         """metrics.jsonl of a run, so far."""
         file = Path(run["directory"]) / "metrics.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 @contextlib.contextmanager
@@ -116,7 +117,8 @@ def light_stack(
             file = directory / "trainer-stack.yaml"
             text = {**yaml.safe_load(stack.file.read_text()), "model": str(trainer_model)}
             file.write_text(yaml.safe_dump(text))
-        trainer = subprocess.Popen([*command, "--stack", str(file)])
+        with (directory / "trainer.log").open("wb") as log:
+            trainer = subprocess.Popen([*command, "--stack", str(file)], stdout=log, stderr=log)
         try:
             yield stack
         finally:
