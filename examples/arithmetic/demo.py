@@ -22,6 +22,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 EXAMPLE = HERE.relative_to(ROOT)
 FLOTILLA = Path(sys.executable).with_name("flotilla")
+STACK = ("--stack", str(EXAMPLE / "stack.yaml"))
 
 HIGHEST_START = 0.65
 LOWEST_END = 0.90
@@ -37,60 +38,49 @@ def flotilla(*arguments: str) -> dict[str, Any]:
         [FLOTILLA, *arguments, "--json"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False
     )
     if done.returncode != 0:
-        raise DemoFailed(
-            f"flotilla {' '.join(arguments)} ended with exit code {done.returncode}{_why(done.stdout)}"
-        )
+        command = " ".join(("flotilla", *arguments))
+        raise DemoFailed(f"exit code {done.returncode}, for the reason said above, of: {command}")
     result: dict[str, Any] = json.loads(done.stdout)
     if result.get("state") == "stopped":
         raise DemoFailed(f"run {result['run_id']} was stopped at step {result['step']}: {result['reason']}")
     return result
 
 
-def _why(output: str) -> str:
-    try:
-        reason = json.loads(output).get("reason")
-    except (ValueError, AttributeError):
-        return ""
-    return f": {reason}" if reason else ""
-
-
 @contextmanager
 def fleet() -> Iterator[None]:
     """The fleet of this example: started if it does not run, and stopped again if it was started here."""
-    stack = ("--stack", str(EXAMPLE / "stack.yaml"))
     try:
         ours = True
-        ours = flotilla("up", *stack)["changed"]
+        ours = flotilla("up", *STACK)["changed"]
+        say("the fleet is up" if ours else "the fleet was up already")
         yield
     finally:
         if ours:
-            flotilla("down", *stack)
+            flotilla("down", *STACK)
+            say("the fleet is down")
 
 
 def train(files: list[str], *overrides: str) -> dict[str, Any]:
     """Start a run and follow it to its end."""
-    stack = ("--stack", str(EXAMPLE / "stack.yaml"))
-    return flotilla("run", "start", *(str(EXAMPLE / file) for file in files), *overrides, *stack, "--wait")
+    return flotilla("run", "start", *(str(EXAMPLE / file) for file in files), *overrides, *STACK, "--wait")
 
 
 def demo(seed: int, *, control: bool) -> None:
     """The whole story; raises `DemoFailed` where it ends otherwise."""
-    say("fleet: starting")
+    chapter(1, "fleet: a generator, a trainer of two ranks, rewards and the coordinator, on this machine")
     with fleet():
-        say(f"warm-up: imitation until held-out accuracy is 0.45 or more (seed {seed})")
+        chapter(2, f"warm-up: imitation, until held-out accuracy is 0.45 or more (seed {seed})")
         warm = train(["sft.yaml"], f"seed={seed}")
-        say(f"warm-up: {warm['step']} updates, accuracy {warm['metrics']['eval/accuracy']:.3f}")
 
-        say(
-            "control: the same training on shuffled rewards"
-            if control
-            else "GRPO: learning from rewards alone"
-        )
+        if control:
+            chapter(3, "control: the training of the demo on shuffled rewards, which must not teach anything")
+        else:
+            chapter(3, "GRPO: from the warmed-up weights, by rewards alone")
         files = ["grpo.yaml", "grpo-control.yaml"] if control else ["grpo.yaml"]
         run = train(files, f"seed={seed}", f"initial_weights={warm['directory']}/model")
         timeline = Path(run["directory"]) / "timeline.json"
-        stack = ("--stack", str(EXAMPLE / "stack.yaml"))
-        flotilla("timeline", run["run_id"], "-o", str(timeline), *stack)
+        flotilla("timeline", run["run_id"], "-o", str(timeline), *STACK)
+    chapter(4, "what came of it")
     report(run, timeline)
     judge(run["metrics"]["eval/accuracy_before"], run["metrics"]["eval/accuracy"], control=control)
 
@@ -98,13 +88,11 @@ def demo(seed: int, *, control: bool) -> None:
 def report(run: dict[str, Any], timeline: Path) -> None:
     """What a user wants to open next."""
     directory = Path(run["directory"])
-    before, after = run["metrics"]["eval/accuracy_before"], run["metrics"]["eval/accuracy"]
-    print()
-    print(f"held-out accuracy before  {before:.3f}")
-    print(f"held-out accuracy after   {after:.3f}")
+    print(f"held-out accuracy before  {run['metrics']['eval/accuracy_before']:.3f}")
+    print(f"held-out accuracy after   {run['metrics']['eval/accuracy']:.3f}")
     print(f"reward curve              {directory / 'plots' / 'reward.png'}")
-    print(f"timeline                  {timeline}  (open in ui.perfetto.dev)")
-    print(f"run directory             {directory}")
+    print(f"timeline                  {timeline}  (open it in https://ui.perfetto.dev)")
+    print(f"everything else           {directory}", flush=True)
 
 
 def judge(before: float, after: float, *, control: bool) -> None:
@@ -121,8 +109,12 @@ def judge(before: float, after: float, *, control: bool) -> None:
         raise DemoFailed(f"accuracy after is {after:.3f}, below {LOWEST_END}")
 
 
+def chapter(number: int, title: str) -> None:
+    say(f"\n==> {number}/4  {title}")
+
+
 def say(text: str) -> None:
-    print(f"==> {text}", file=sys.stderr, flush=True)
+    print(text, file=sys.stderr, flush=True)
 
 
 def main() -> int:
@@ -138,7 +130,7 @@ def main() -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    say(f"done in {time.monotonic() - started:.0f} s")
+    say(f"\ndone in {time.monotonic() - started:.0f} s")
     return 0
 
 

@@ -20,6 +20,7 @@ from flotilla.coordinator.v1.coordinator_pb2_grpc import (
 )
 from flotilla_client import connect
 from flotilla_coordinator.cli.main import main
+from flotilla_coordinator.cli.progress import progress
 from flotilla_coordinator.timeline import SpanStore
 from flotilla_core.config.stack import BindConfig
 from flotilla_core.errors import NotFound
@@ -176,6 +177,21 @@ def test_run_start_wait_streams_plain_lines_and_ends_with_the_run(flotilla: Comm
     assert json.loads(out)["state"] == "succeeded"
     assert "step 1/2  reward 0.250  1,234 tok/s" in err
     assert "warning: generator-0 is slow" in err
+
+
+def test_a_log_of_quick_steps_is_short_and_says_nothing_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_pb2.Run(run_id="trial-1", state=run_pb2.RUN_STATE_RUNNING, total_steps=100, eta_seconds=180)
+    with progress(run) as show:
+        for step in range(1, 101):
+            metrics = {"reward/mean": 0.5, "eval/accuracy": 0.25}
+            show(run_pb2.RunEvent(step=run_pb2.StepMetrics(step=step, metrics=metrics)))
+        show(
+            run_pb2.RunEvent(notice=run_pb2.Notice(level=run_pb2.NOTICE_LEVEL_INFO, text="held-out accuracy"))
+        )
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "step 1/100  reward 0.500  3m left"
+    assert lines[-2:] == ["step 100/100  reward 0.500", "held-out accuracy"]
+    assert len(lines) < 10
 
 
 def test_failed_run_ends_with_1_and_its_reason(flotilla: Command, serve: Any) -> None:

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 Show = Callable[["RunEvent"], None]
 STEP_LINE_S = 5.0
+ACCURACY = "eval/accuracy"
 _SHOWN = (
     ("reward/mean", "reward {:.3f}"),
-    ("eval/accuracy", "accuracy {:.3f}"),
+    (ACCURACY, "accuracy {:.3f}"),
     ("loss", "loss {:.4g}"),
     ("tokens_per_s", "{:,.0f} tok/s"),
     ("time/step_s", "{:.2f} s"),
@@ -111,8 +112,10 @@ class _Lines:
         if now < self._next_step_line and step.step < self._total:
             return
         self._next_step_line = now + STEP_LINE_S
-        told = [f"step {step.step}/{self._total}", *_figures(step.metrics), _time_left(self._time_left)]
-        say("  ".join(part for part in told if part))
+        # An evaluation has a line of its own.
+        figures = _figures({name: value for name, value in step.metrics.items() if name != ACCURACY})
+        left = _time_left(self._time_left) if step.step < self._total else ""
+        say("  ".join(part for part in (f"step {step.step}/{self._total}", *figures, left) if part))
 
     def _run(self, run: Run) -> None:
         self._total, self._time_left = run.total_steps, run.eta_seconds
