@@ -81,7 +81,7 @@ def test_an_earlier_attempt_is_never_overwritten(directory: RunDirectory) -> Non
         "step-000001-2.jsonl.zst",
         "step-000001.jsonl.zst",
     ]
-    assert len(list(directory.read_samples())) == 4
+    assert len(list(directory.read_samples())) == 3
 
 
 def test_a_finished_run_has_outcome_logs_and_plots(directory: RunDirectory) -> None:

@@ -32,7 +32,7 @@ class Events:
 
 @pytest.fixture
 async def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Runs]:
-    async def execute(_host: Any, _fleet: Any, _ledger: Any, active: Any, _directory: Any) -> None:
+    async def execute(_host: Any, _fleet: Any, _ledger: Any, active: Any, *_: Any) -> None:
         try:
             await asyncio.Event().wait()
         finally:

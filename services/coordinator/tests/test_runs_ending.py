@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs import execution
 from flotilla_coordinator.runs.active import ActiveRun
+from flotilla_coordinator.runs.beginning import Beginning
 from flotilla_coordinator.runs.feed import RunFeed
+from flotilla_coordinator.runs.recovery import MOST_IN_A_ROW
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_core.config import RunConfig
-from flotilla_core.errors import RankFailed, Unavailable
+from flotilla_core.errors import RankFailed, Unavailable, WeightGroupFailed
 
 RUN = "run-1"
 CONFIG = RunConfig.model_validate(
@@ -39,14 +42,29 @@ class Closing:
 
 
 @dataclass
+class Policy(Closing):
+    """A trainer that is there, or not."""
+
+    opened: bool = True
+    instance_id: str = "trainer-1"
+    is_lost: bool = False
+
+    async def lost(self) -> bool:
+        return self.is_lost
+
+
+@dataclass
 class Context:
     """What an assembled run shows to its execution."""
 
+    status: RunStatus | None = None
     run_id: str = RUN
     stop_requested: bool = False
+    steps_done: int = 0
     source: Closing = field(default_factory=Closing)
     sync: Closing = field(default_factory=Closing)
-    policy: Closing = field(default_factory=Closing)
+    checkpoints: Closing = field(default_factory=Closing)
+    policy: Policy = field(default_factory=Policy)
 
 
 class Directory(RunDirectory):
@@ -81,7 +99,8 @@ class Bench:
             pass
 
 
-Start = Callable[[Callable[[Any], Awaitable[None]]], Bench]
+Loop = Callable[[Any, Beginning], Awaitable[None]]
+Start = Callable[[Loop], Bench]
 
 
 @pytest.fixture
@@ -94,19 +113,23 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         def __init__(self, *_: Any) -> None:
             """Needs nothing."""
 
-        async def build(self, directory: RunDirectory) -> Context:
+        async def build(self, directory: RunDirectory, lineage: int) -> Context:
             await asyncio.sleep(0)
             return context
 
     monkeypatch.setattr(execution, "Assembly", Assembly)
 
-    def started(loop: Callable[[Any], Awaitable[None]]) -> Bench:
+    def started(loop: Loop) -> Bench:
         monkeypatch.setattr(execution, "run_loop", loop)
         feed = RunFeed(lambda event: None)
         active = ActiveRun(RUN, CONFIG, "", RunStatus(run_pb2.Run(run_id=RUN), feed), feed)
         directory = Directory(tmp_path)
+        context.status = active.status
         nobody: Any = None
-        active.task = asyncio.create_task(execution.execute(nobody, nobody, ledger, active, directory))
+        fleet: Any = SimpleNamespace(trainers=SimpleNamespace(eject=lambda *_: None))
+        active.task = asyncio.create_task(
+            execution.execute(nobody, fleet, ledger, active, directory, Beginning())
+        )
         return Bench(ledger, active, directory, context)
 
     yield started
@@ -114,24 +137,52 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def test_a_run_that_went_through_has_succeeded(start: Start) -> None:
-    async def loop(run: Any) -> None:
+    async def loop(run: Any, beginning: Beginning) -> None:
         await asyncio.sleep(0)
 
     assert (await start(loop).end()).state == RunState.SUCCEEDED
 
 
 async def test_a_failure_is_one_message(start: Start) -> None:
-    async def loop(run: Any) -> None:
+    async def loop(run: Any, beginning: Beginning) -> None:
         raise RankFailed("rank 1 was killed", next_step="see its log")
 
     record = await start(loop).end()
     assert record.state == RunState.FAILED and record.reason == "rank 1 was killed. see its log"
 
 
+async def test_a_run_whose_trainer_is_lost_begins_again_under_the_next_lineage(start: Start) -> None:
+    beginnings = []
+
+    async def loop(run: Any, beginning: Beginning) -> None:
+        beginnings.append(beginning)
+        run.policy.is_lost = len(beginnings) == 1
+        if run.policy.is_lost:
+            raise WeightGroupFailed("the broadcast broke")
+
+    assert (await start(loop).end()).state == RunState.SUCCEEDED
+    assert beginnings == [Beginning(0), Beginning(1)]
+
+
+async def test_a_trainer_that_is_lost_again_and_again_ends_the_run_with_the_reason(start: Start) -> None:
+    tries = []
+
+    async def loop(run: Any, beginning: Beginning) -> None:
+        run.policy.is_lost = True
+        # The first loss comes after three steps, the others before another one.
+        run.steps_done = 3 if not tries else len(tries) - 1
+        tries.append(beginning)
+        raise RankFailed("rank 1 was killed")
+
+    record = await start(loop).end()
+    assert record.state == RunState.FAILED and len(tries) == 1 + MOST_IN_A_ROW
+    assert "without a step in between" in record.reason and "rank 1 was killed" in record.reason
+
+
 async def test_a_stop_ends_what_waits_and_says_why(start: Start) -> None:
     waiting = asyncio.Event()
 
-    async def loop(run: Any) -> None:
+    async def loop(run: Any, beginning: Beginning) -> None:
         waiting.set()
         await asyncio.Event().wait()
 
@@ -148,7 +199,7 @@ async def test_a_stop_before_the_services_are_there_ends_at_once(
 ) -> None:
     building = asyncio.Event()
 
-    async def build(self: Any, directory: RunDirectory) -> Any:
+    async def build(self: Any, directory: RunDirectory, lineage: int) -> Any:
         building.set()
         await asyncio.Event().wait()
 
@@ -197,5 +248,5 @@ async def test_a_report_that_cannot_be_written_holds_up_no_watcher(start: Start)
     assert (await bench.end()).state == RunState.SUCCEEDED
 
 
-async def nothing_at_all(run: Any) -> None:
+async def nothing_at_all(run: Any, beginning: Beginning) -> None:
     await asyncio.sleep(0)

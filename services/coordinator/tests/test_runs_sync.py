@@ -84,6 +84,8 @@ def replica(name: str, life: int = 1) -> Replica:
 class Bench:
     """A sync with its trainer and a set of replicas that a test may change; the evicted ones stay out."""
 
+    version = Version(0, 0)
+
     def __init__(self, *names: str) -> None:
         self.replicas = {name: replica(name) for name in names}
         self.evicted: list[tuple[str, FlotillaError]] = []

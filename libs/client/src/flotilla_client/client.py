@@ -115,6 +115,11 @@ class Client:
         request = pb.StopRunRequest(run_id=run_id, request_id=new_request_id(), reason=reason)
         return (await rpc.unary(self._stub.StopRun, request, timeout_s=_CALL_S)).run
 
+    async def resume_run(self, run_id: str = "latest", checkpoint: str = "") -> Run:
+        """Goes on from a checkpoint: the named one, or the newest that is good."""
+        request = pb.ResumeRunRequest(run_id=run_id, request_id=new_request_id(), checkpoint=checkpoint)
+        return (await rpc.unary(self._stub.ResumeRun, request, timeout_s=_CALL_S)).run
+
     async def list_services(self) -> list[pb.Service]:
         """Everything in the registry."""
         answer = await rpc.unary(self._stub.ListServices, pb.ListServicesRequest(), timeout_s=_CALL_S)

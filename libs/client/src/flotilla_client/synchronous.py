@@ -80,6 +80,9 @@ class SyncClient:
     def stop_run(self, run_id: str = "latest", reason: str = "") -> Run:
         return self._wait(self._client.stop_run(run_id, reason))
 
+    def resume_run(self, run_id: str = "latest", checkpoint: str = "") -> Run:
+        return self._wait(self._client.resume_run(run_id, checkpoint))
+
     def list_services(self) -> list[pb.Service]:
         return self._wait(self._client.list_services())
 

@@ -9,8 +9,10 @@ step, so digests change with versions.
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -21,6 +23,7 @@ from flotilla.common.v1 import operate_pb2, weights_pb2
 from flotilla.common.v1.registration_pb2 import SERVICE_KIND_TRAINER, Registration
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla.trainer.v1 import trainer_pb2_grpc
+from flotilla_core.checkpoint import CheckpointShelf, Manifest
 from flotilla_core.errors import FailedPrecondition, NotFound, StaleVersion
 from flotilla_core.model_folder import model_folder
 from flotilla_core.rpc import RpcServer
@@ -29,7 +32,7 @@ from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.tokenizer_digest import tokenizer_digest
 from flotilla_core.version import Version
 from flotilla_weights.group import BACKENDS, Sender
-from flotilla_weights.manifest import Manifest
+from flotilla_weights.manifest import Manifest as WeightManifest
 
 TENSOR = "accepting.weight"
 ELEMENTS = 1024
@@ -41,11 +44,12 @@ class AcceptingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
 
     def __init__(self, host: Host) -> None:
         self._host = host
+        self._run_id = ""
         self._version = Version(0, 0)
         self._updates: dict[str, pb.UpdateResult] = {}
         self._sender: Sender | None = None
         self._connected: asyncio.Task[None] | None = None
-        self._manifest: Manifest | None = None
+        self._manifest: WeightManifest | None = None
         self._epoch = 0
 
     def add_to(self, server: RpcServer) -> None:
@@ -78,6 +82,7 @@ class AcceptingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Context) -> pb.OpenSessionResponse:
         """Start at step 0."""
+        self._run_id = request.run_id
         self._version = Version(request.lineage, 0)
         self._updates.clear()
         return pb.OpenSessionResponse(policy_version=self._version.to_proto(), parameters=ELEMENTS, ranks=1)
@@ -86,8 +91,43 @@ class AcceptingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: pb.CloseSessionRequest, context: Context
     ) -> pb.CloseSessionResponse:
         """Forget the run."""
+        if request.run_id == self._run_id:
+            self._run_id = ""
         self._leave()
         return pb.CloseSessionResponse()
+
+    async def GetSession(self, request: pb.GetSessionRequest, context: Context) -> pb.GetSessionResponse:
+        """The version of the run that was opened last."""
+        if request.run_id != self._run_id:
+            raise FailedPrecondition(f"run {request.run_id} has no session")
+        return pb.GetSessionResponse(policy_version=self._version.to_proto())
+
+    async def SaveCheckpoint(
+        self, request: pb.SaveCheckpointRequest, context: Context
+    ) -> AsyncIterator[pb.SaveCheckpointResponse]:
+        """A sealed folder that holds the version and nothing heavy."""
+        yield pb.SaveCheckpointResponse(snapshot=pb.CheckpointSnapshot())
+        path = Path(request.path)
+        shelf = CheckpointShelf(path.parent)
+        folder = shelf.begin(path.name)
+        (folder / "trainer.json").write_text(json.dumps({"policy_version": list(self._version)}), "utf-8")
+        (folder / "coordinator.json").write_bytes(request.coordinator_state)
+        nbytes = (await asyncio.to_thread(Manifest.seal, folder)).nbytes
+        shelf.publish(path.name)
+        yield pb.SaveCheckpointResponse(durable=pb.CheckpointDurable(path=request.path, bytes=nbytes))
+
+    async def LoadCheckpoint(
+        self, request: pb.LoadCheckpointRequest, context: Context
+    ) -> pb.LoadCheckpointResponse:
+        """Go on at the step of the checkpoint."""
+        folder = Path(request.path)
+        await asyncio.to_thread(Manifest.verified, folder)
+        _, step = json.loads((folder / "trainer.json").read_text("utf-8"))["policy_version"]
+        self._version = Version(self._version.lineage, step)
+        return pb.LoadCheckpointResponse(
+            policy_version=self._version.to_proto(),
+            coordinator_state=(folder / "coordinator.json").read_bytes(),
+        )
 
     async def Train(self, requests: AsyncIterator[pb.TrainRequest], context: Context) -> pb.TrainResponse:
         """Take the whole stream, count its tokens, move one step on."""
@@ -140,7 +180,9 @@ class AcceptingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> pb.OpenWeightGroupResponse:
         """Listen, and let the members come."""
         self._leave()
-        self._manifest = Manifest.from_named([(TENSOR, torch.float32, (ELEMENTS,))], request.bucket_bytes)
+        self._manifest = WeightManifest.from_named(
+            [(TENSOR, torch.float32, (ELEMENTS,))], request.bucket_bytes
+        )
         backend = BACKENDS[request.backend]
         self._epoch = request.epoch
         self._sender = Sender.listen(

@@ -99,6 +99,20 @@ def running_stack(description: dict[str, Any], directory: Path) -> Iterator[Stac
 
 
 @contextlib.contextmanager
+def sim_stack(model: Path, directory: Path, **sections: dict[str, Any]) -> Iterator[Stack]:
+    """A simulated engine, and everything else real: also the trainer, which learns from made-up samples."""
+    description = {
+        "name": "sim",
+        "model": str(model),
+        **sections,
+        "generator": {"engine": "sim", **sections.get("generator", {})},
+        "restart_budget": 1000,
+    }
+    with running_stack(description, directory) as stack:
+        yield stack
+
+
+@contextlib.contextmanager
 def light_stack(
     model: Path, directory: Path, *, trainer_model: Path | None = None, **generator: Any
 ) -> Iterator[Stack]:

@@ -143,8 +143,9 @@ class CoordinatorServicer(CoordinatorServiceServicer):
         raise _not_yet("PauseRun")
 
     async def ResumeRun(self, request: pb.ResumeRunRequest, context: Context) -> pb.ResumeRunResponse:
-        """Not in this release."""
-        raise _not_yet("ResumeRun")
+        """Continue a run from a checkpoint."""
+        run = await self._runs.resume(request.run_id, request.checkpoint, request.request_id)
+        return pb.ResumeRunResponse(run=run)
 
     async def UpdateRun(self, request: pb.UpdateRunRequest, context: Context) -> pb.UpdateRunResponse:
         """Not in this release."""

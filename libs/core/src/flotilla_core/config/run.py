@@ -200,6 +200,15 @@ class WeightSyncConfig(ConfigModel):
     """The live check."""
 
 
+class CheckpointConfig(ConfigModel):
+    """Sealed states of the run that it, or a later one, goes on from."""
+
+    every_steps: int = Field(default=20, ge=0)
+    """Steps between two; a lost trainer repeats at most so many updates, on recorded samples. 0: none is made."""
+    keep: int = Field(default=2, ge=1)
+    """Newest ones that stay; the one before is used where the newest is damaged."""
+
+
 class RunConfig(ConfigModel):
     """A whole run."""
 
@@ -229,6 +238,8 @@ class RunConfig(ConfigModel):
     """End early."""
     weights: WeightSyncConfig = WeightSyncConfig()
     """Weight synchronisation."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """How often the state is kept, and how many times over; the end of a run is kept as well."""
     export_final: bool = True
     """Write the final policy as a Hugging Face folder into the run directory."""
 

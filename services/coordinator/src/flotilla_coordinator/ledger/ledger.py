@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flotilla_coordinator.ledger import queries, rows, schema, transitions
+from flotilla_coordinator.ledger import queries, rewind, rows, schema, transitions
 from flotilla_coordinator.ledger.records import (
     Conservation,
     GeneratedSample,
@@ -113,7 +113,7 @@ class Ledger:
         return await self._writer.submit(lambda db: transitions.drop_in_flight(db, run_id, reason))
 
     async def durable(self, run_id: str, update_ids: Sequence[str]) -> None:
-        """Mark updates that a checkpoint covers."""
+        """Mark updates that every kept checkpoint covers."""
         await self._writer.submit(lambda db: transitions.durable(db, run_id, update_ids))
 
     async def void_updates(self, run_id: str, after_version: Version) -> list[VoidedUpdate]:
@@ -123,6 +123,25 @@ class Ledger:
     async def prune_payloads(self, run_id: str, before_step: int) -> int:
         """Forget the tokens of durable and dropped samples of earlier steps; the number of samples."""
         return await self._writer.submit(lambda db: transitions.prune_payloads(db, run_id, before_step))
+
+    async def covered(self, run_id: str, version: Version, step: int) -> int:
+        """The oldest kept checkpoint holds `version` after `step` steps: what led there is durable, its payloads go."""
+        return await self._writer.submit(lambda db: rewind.covered(db, run_id, version, step))
+
+    async def fall_back(
+        self, run_id: str, version: Version, *, step: int, cursor: dict[str, Any] | None
+    ) -> list[VoidedUpdate]:
+        """Let a run go on from a checkpoint of `step` steps as `version`, a new lineage; the updates that this undid.
+
+        Their samples, and those that were under way when the run ended, are scored or issued again.
+        """
+        return await self._writer.submit(
+            lambda db: rewind.fall_back(db, run_id, version, step, _json(cursor))
+        )
+
+    async def last_admitted_step(self, run_id: str) -> int:
+        """The newest step of which a sample was admitted; -1 before the first."""
+        return await self._read(lambda db: queries.last_admitted_step(db, run_id))
 
     async def counts(self, run_id: str) -> Conservation:
         """Where the admitted samples of a run are."""

@@ -75,6 +75,14 @@ def conservation(db: sqlite3.Connection, run_id: str) -> Conservation:
     return Conservation(admitted, trained, dropped, in_flight, duplicates, late)
 
 
+def last_admitted_step(db: sqlite3.Connection, run_id: str) -> int:
+    """The newest step of which a sample was admitted; -1 before the first."""
+    row = db.execute(
+        "SELECT max(step) FROM samples WHERE run = (SELECT key FROM runs WHERE run_id = ?)", (run_id,)
+    ).fetchone()
+    return -1 if row[0] is None else int(row[0])
+
+
 def samples(
     db: sqlite3.Connection,
     run_id: str,

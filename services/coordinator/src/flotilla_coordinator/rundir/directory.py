@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from flotilla_coordinator.runs.batch import Batch, RolloutGroup, RolloutSample
 
 SAMPLE_FILES = "step-*.jsonl.zst"
+OUTCOME = "outcome.json"
 
 
 class RunDirectory:
@@ -51,15 +52,29 @@ class RunDirectory:
         """The exported policy."""
         return self.path / "model"
 
+    @property
+    def checkpoints_path(self) -> Path:
+        """What the run, or a later one, can go on from."""
+        return self.path / "checkpoints"
+
+    def reopen(self, versions: Mapping[str, Any]) -> None:
+        """The run goes on: its last end becomes one of several, and who takes part now is noted as well."""
+        outcome = self.path / OUTCOME
+        if outcome.exists():
+            outcome.rename(_free(outcome))
+        _free(self.path / "versions.json").write_text(_pretty(versions), "utf-8")
+
     def write_configuration(self, config_yaml: str, versions: Mapping[str, Any]) -> None:
         """The resolved configuration, and who took part (versions and digests by service)."""
         _free(self.path / "run.yaml").write_text(config_yaml, "utf-8")
         _free(self.path / "versions.json").write_text(_pretty(versions), "utf-8")
 
-    def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write_metrics(self, step: int, metrics: Mapping[str, float], *, lineage: int = 0) -> None:
         """One line for a step; a value that is not finite is null, for JSON has no other word for it."""
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._append("metrics.jsonl", {"step": step, "time": round(time.time(), 3), **values})
+        self._append(
+            "metrics.jsonl", {"step": step, "lineage": lineage, "time": round(time.time(), 3), **values}
+        )
 
     def write_event(self, event: run_pb2.RunEvent) -> None:
         """One line for something that happened."""
@@ -87,7 +102,7 @@ class RunDirectory:
         from flotilla_coordinator.report import write_plots
 
         outcome = json_format.MessageToDict(run, preserving_proto_field_name=True)
-        _free(self.path / "outcome.json").write_text(_pretty(outcome), "utf-8")
+        _free(self.path / OUTCOME).write_text(_pretty(outcome), "utf-8")
         self._keep_logs(sorted((self.path.parent.parent / "logs").glob("*.log")))
         try:
             write_plots(self.path)
@@ -97,7 +112,7 @@ class RunDirectory:
 
     def read_outcome(self) -> run_pb2.Run | None:
         """The run as it ended; None while it goes on, and where its coordinator was killed."""
-        path = self.path / "outcome.json"
+        path = self.path / OUTCOME
         return json_format.Parse(path.read_text("utf-8"), run_pb2.Run()) if path.is_file() else None
 
     def read_configuration(self) -> str:
@@ -105,11 +120,11 @@ class RunDirectory:
         return (self.path / "run.yaml").read_text("utf-8")
 
     def read_metrics(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """Steps so far with their metrics."""
-        for line in _read_lines(self.path / "metrics.jsonl"):
+        """Steps so far with their metrics, those that a fall-back undid left out."""
+        for line in _surviving(_read_lines(self.path / "metrics.jsonl")):
             step = int(line.pop("step"))
-            line.pop("time")
-            yield step, {name: value for name, value in line.items() if value is not None}
+            values = {name: value for name, value in line.items() if name not in ("time", "lineage")}
+            yield step, {name: value for name, value in values.items() if value is not None}
 
     def read_events(self) -> Iterator[dict[str, Any]]:
         """All events so far."""
@@ -125,12 +140,16 @@ class RunDirectory:
         return events.stat().st_mtime if events.is_file() else None
 
     def read_evaluations(self) -> Iterator[dict[str, Any]]:
-        """All evaluations so far."""
-        return _read_lines(self.path / "evaluations.jsonl")
+        """All evaluations so far, those that a fall-back undid left out."""
+        return _surviving(_read_lines(self.path / "evaluations.jsonl"))
 
     def read_samples(self) -> Iterator[dict[str, Any]]:
-        """All samples, step by step."""
-        for path in sorted((self.path / "samples").glob(SAMPLE_FILES)):
+        """All samples, step by step; of a step that was made again, those of the last time."""
+        newest: dict[str, tuple[int, Path]] = {}
+        for path in (self.path / "samples").glob(SAMPLE_FILES):
+            step, _, number = path.name.partition(".")[0].removeprefix("step-").partition("-")
+            newest[step] = max(newest.get(step, (0, path)), (int(number or 1), path))
+        for _, (_, path) in sorted(newest.items()):
             with path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as reader:
                 for line in io.TextIOWrapper(reader, "utf-8"):
                     yield json.loads(line)
@@ -190,6 +209,16 @@ def _free(path: Path) -> Path:
         number += 1
         candidate = path.with_name(f"{stem}-{number}{dot}{suffixes}")
     return candidate
+
+
+def _surviving(lines: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A line voids all earlier ones of its step and of later steps: the run fell back before it wrote that line."""
+    kept: list[dict[str, Any]] = []
+    for line in lines:
+        while kept and kept[-1]["step"] >= line["step"]:
+            kept.pop()
+        kept.append(line)
+    return iter(kept)
 
 
 def _read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -6,6 +6,8 @@ sequence token; nothing is generated, so nothing enters the ledger.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from flotilla_coordinator.data.prompts import Prompt, PromptSource
@@ -28,6 +30,11 @@ class AnswerSource:
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._prompts_per_step = prompts_per_step
+
+    async def go_on(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
+        """Take the answers from there on."""
+        if cursor is not None:
+            self._prompts.restore(cursor)
 
     def admit(self, step: int, version: Version) -> None:
         """Nothing to prepare: answers are at hand."""

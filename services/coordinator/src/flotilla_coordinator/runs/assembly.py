@@ -21,6 +21,7 @@ from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs.answers import AnswerSource
 from flotilla_coordinator.runs.batch import BatchSource
 from flotilla_coordinator.runs.canary import Canary
+from flotilla_coordinator.runs.checkpoints import RunCheckpoints
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.evaluate import Evaluator
 from flotilla_coordinator.runs.generation import Generation
@@ -30,6 +31,7 @@ from flotilla_coordinator.runs.rollouts import RolloutSource
 from flotilla_coordinator.runs.scoring import Scorer
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_coordinator.runs.sync import SyncReport, WeightSync
+from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.config import RunConfig
 from flotilla_core.errors import FlotillaError, Mismatch
 from flotilla_core.model_folder import model_folder
@@ -52,13 +54,13 @@ class Assembly:
         self._status = status
         self._wait_limit_s = host.stack.ready_timeout_s
 
-    async def build(self, directory: RunDirectory) -> RunContext:
+    async def build(self, directory: RunDirectory, lineage: int) -> RunContext:
         """Wait for the services that the run needs, then wire them."""
         config = self._config
         tokenizer = await asyncio.to_thread(lambda: Tokenizer.load(model_folder(self._host.stack.model)))
         prompts = await asyncio.to_thread(PromptSource, config.data, tokenizer, config.seed)
         held_out = await asyncio.to_thread(self._held_out, tokenizer)
-        policy = await self._policy(directory, tokenizer)
+        policy = await self._policy(directory, tokenizer, lineage)
         sync = self._sync(policy, prompts, tokenizer)
         generation = self._generation(sync)
         scorer = Scorer(self._run_id, config.rewards, self._fleet.rewards, self._wait_limit_s)
@@ -69,6 +71,14 @@ class Assembly:
             source=self._source(prompts, tokenizer, generation, scorer),
             sync=sync,
             evaluator=self._evaluator(held_out, tokenizer, generation, scorer),
+            checkpoints=RunCheckpoints(
+                self._run_id,
+                config.checkpoint,
+                policy,
+                self._ledger,
+                CheckpointShelf(directory.checkpoints_path),
+                lambda text: self._status.notice(run_pb2.NOTICE_LEVEL_WARNING, text),
+            ),
             ledger=self._ledger,
             directory=directory,
             status=self._status,
@@ -77,7 +87,7 @@ class Assembly:
         self._context = context
         return context
 
-    async def _policy(self, directory: RunDirectory, tokenizer: Tokenizer) -> PolicyTrainer:
+    async def _policy(self, directory: RunDirectory, tokenizer: Tokenizer, lineage: int) -> PolicyTrainer:
         await self._fleet.trainers.wait_for(1, self._wait_limit_s, "a trainer")
         replica = self._fleet.trainers.replicas()[0]
         self._require_tokenizer(replica.name, replica.registration.tokenizer_digest, tokenizer)
@@ -88,6 +98,7 @@ class Assembly:
             replica.instance_id,
             directory.path / "dumps",
             self._ended_runs,
+            lineage,
         )
 
     async def _ended_runs(self) -> list[str]:

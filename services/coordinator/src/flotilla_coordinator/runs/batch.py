@@ -73,6 +73,9 @@ class BatchSource(Protocol):
     samples_from_policy: bool
     """Whether every step needs the newest weights in the generators."""
 
+    async def go_on(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
+        """Begin after so many steps, where the data set stood then; what is recorded of later steps is used again."""
+
     def admit(self, step: int, version: Version) -> None:
         """Let work up to `step` plus the allowed staleness begin."""
 
@@ -80,4 +83,4 @@ class BatchSource(Protocol):
         """The whole batch of `step`, for training on `version`."""
 
     async def close(self) -> None:
-        """Cancel what is under way and account for it."""
+        """Cancel what is under way."""

@@ -11,14 +11,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla.trainer.v1 import trainer_pb2
 from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.ledger.rewind import UPDATE_SKIPPED
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs.batch import Batch, BatchSource
+from flotilla_coordinator.runs.checkpoints import RunCheckpoints
 from flotilla_coordinator.runs.evaluate import Evaluator
 from flotilla_coordinator.runs.policy import PolicyTrainer
+from flotilla_coordinator.runs.progress import Progress
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_coordinator.runs.sync import WeightSync
 from flotilla_core import telemetry
@@ -38,6 +42,7 @@ class RunContext:
     source: BatchSource
     sync: WeightSync
     evaluator: Evaluator | None
+    checkpoints: RunCheckpoints
     ledger: Ledger
     directory: RunDirectory
     status: RunStatus
@@ -45,6 +50,7 @@ class RunContext:
     stop_requested: bool = False
     steps_done: int = 0
     last_accuracy: float | None = None
+    cursor: dict[str, Any] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     _evaluated_version: Version | None = None
 
@@ -71,8 +77,9 @@ class RunContext:
         self.metrics["ledger/backlog"] = float(self.ledger.backlog)
         tokens = self.metrics.get("tokens/response_total", self.metrics.get("tokens/trained", 0.0))
         self.metrics["tokens_per_s"] = tokens / self.metrics["time/step_s"]
+        self.metrics.update(self.checkpoints.take_metrics())
         self.steps_done = step + 1
-        self.directory.write_metrics(step, self.metrics)
+        self.directory.write_metrics(step, self.metrics, lineage=self.policy.version.lineage)
         self.status.step_done(self.steps_done, self.policy.version, self.metrics)
 
     async def record_update(
@@ -81,12 +88,13 @@ class RunContext:
         """The samples of the batch are consumed now, or dropped where the trainer skipped the update."""
         self.metrics.update(batch.metrics)
         self.metrics.update(update.metrics)
+        self.cursor = batch.cursor
         if not self.source.samples_from_policy:
             return
         sample_ids = [sample.sample_id for sample in batch.samples]
         if update.skipped:
             self.status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"update skipped: {update.skipped}")
-            await self.ledger.dropped(self.run_id, sample_ids, "update_skipped")
+            await self.ledger.dropped(self.run_id, sample_ids, UPDATE_SKIPPED)
         else:
             await self.ledger.consumed(
                 self.run_id,
@@ -98,6 +106,17 @@ class RunContext:
                 cursor=batch.cursor,
             )
         await asyncio.to_thread(self.directory.write_samples, batch)
+
+    def progress(self, steps_done: int) -> Progress:
+        """Where the run stands after so many steps."""
+        return Progress(self.run_id, steps_done, self.policy.version, self.cursor, self.last_accuracy)
+
+    def go_on(self, progress: Progress) -> None:
+        """Stand where an earlier part of the run stood."""
+        self.steps_done = self.checkpoints.newest = progress.steps_done
+        self.cursor, self.last_accuracy = progress.cursor, progress.last_accuracy
+        self.status.run.step = progress.steps_done
+        self.status.run.policy_version.CopyFrom(self.policy.version.to_proto())
 
     def evaluation_due(self, steps_done: int) -> bool:
         """Whether the schedule asks for an evaluation after so many steps."""

@@ -15,11 +15,14 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet import Fleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunState
+from flotilla_coordinator.ledger.rewind import RUN_ENDED
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs.active import ActiveRun
 from flotilla_coordinator.runs.assembly import Assembly
+from flotilla_coordinator.runs.beginning import Beginning
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.loop import run_loop
+from flotilla_coordinator.runs.recovery import Recovery
 from flotilla_core.errors import FlotillaError
 from flotilla_core.service import Host
 from flotilla_core.version import Version
@@ -28,21 +31,19 @@ log = structlog.get_logger(__name__)
 
 
 async def execute(
-    host: Host, fleet: Fleet, ledger: Ledger, active: ActiveRun, directory: RunDirectory
+    host: Host,
+    fleet: Fleet,
+    ledger: Ledger,
+    active: ActiveRun,
+    directory: RunDirectory,
+    beginning: Beginning,
 ) -> None:
     """Run to the end; never raises but for cancellation of the coordinator itself."""
-    status = active.status
-    context: RunContext | None = None
     state, reason = run_pb2.RUN_STATE_FAILED, ""
     try:
-        status.set_state(run_pb2.RUN_STATE_RUNNING)
-        status.enter("waiting for services")
-        assembly = Assembly(host, fleet, ledger, active.run_id, active.config, status)
-        context = await assembly.build(directory)
-        active.context = context
-        context.stop_requested = active.stop_requested
-        await run_loop(context)
-        stopped = context.stop_requested
+        active.status.set_state(run_pb2.RUN_STATE_RUNNING)
+        await _run(host, fleet, ledger, active, directory, beginning)
+        stopped = active.stop_requested
         state = run_pb2.RUN_STATE_STOPPED if stopped else run_pb2.RUN_STATE_SUCCEEDED
         reason = active.stop_reason if stopped else ""
     except asyncio.CancelledError:
@@ -60,14 +61,40 @@ async def execute(
         log.exception("run failed", run_id=active.run_id)
     finally:
         active.ending = True
-        if context is not None:
-            await _close(context)
+        if active.context is not None:
+            await _close(active.context)
         await _finish(ledger, active, directory, state, reason)
+
+
+async def _run(
+    host: Host, fleet: Fleet, ledger: Ledger, active: ActiveRun, directory: RunDirectory, beginning: Beginning
+) -> None:
+    """The loop, begun again from its last checkpoint whenever the trainer is lost under it."""
+    recovery = Recovery(fleet, ledger)
+    while True:
+        active.status.enter("waiting for services")
+        assembly = Assembly(host, fleet, ledger, active.run_id, active.config, active.status)
+        context = await assembly.build(directory, beginning.lineage)
+        active.context = context
+        context.stop_requested = active.stop_requested
+        try:
+            return await run_loop(context, beginning)
+        except FlotillaError as error:
+            log.warning("the loop broke", run_id=active.run_id, error=str(error))
+            beginning = await recovery.after(context, error)
+        active.status.enter("recovering from the loss of the trainer")
+        await _close(context)
+        active.context = None
 
 
 async def _close(context: RunContext) -> None:
     """Give everything back; a service that is gone has nothing to give back."""
-    for close in (context.source.close, context.sync.close, context.policy.close):
+    for close in (
+        context.source.close,
+        context.sync.close,
+        context.checkpoints.close,
+        context.policy.close,
+    ):
         try:
             await close()
         except FlotillaError as error:
@@ -84,6 +111,7 @@ async def _finish(
     active.context = None
     active.status.set_state(state, reason)
     try:
+        await ledger.drop_in_flight(active.run_id, RUN_ENDED)
         await ledger.update_run(
             active.run_id,
             state=RunState(state),

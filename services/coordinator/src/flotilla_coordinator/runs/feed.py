@@ -20,10 +20,10 @@ MAX_EVENTS = 20_000
 class RunFeed:
     """Append-only events of one run."""
 
-    def __init__(self, published: Callable[[run_pb2.RunEvent], None]) -> None:
+    def __init__(self, published: Callable[[run_pb2.RunEvent], None], *, after: int = 0) -> None:
         self._published = published
         self._events: deque[run_pb2.RunEvent] = deque(maxlen=MAX_EVENTS)
-        self._count = 0
+        self._count = after
         self._grown = asyncio.Event()
         self._closed = False
 

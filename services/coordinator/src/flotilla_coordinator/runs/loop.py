@@ -8,22 +8,23 @@ reads like the algorithm.
 
 from __future__ import annotations
 
+from flotilla_coordinator.runs.beginning import Beginning, begin
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_core import telemetry
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.telemetry import names
 
 
-async def run_loop(run: RunContext) -> None:
-    """Train `run` from its first step to its last, or to its stop rule."""
+async def run_loop(run: RunContext, beginning: Beginning) -> None:
+    """Train `run` from where it begins to its last step, or to its stop rule."""
     with telemetry.span(names.RL_LOOP, attributes={names.RUN_ID: run.run_id}):
-        with run.phase("open session"):
-            await run.policy.open()
+        await begin(run, beginning)
         with run.phase("sync"):
             await run.sync.publish(run.policy.version)
-        await _evaluate(run, step=0)
+        if run.steps_done == 0:
+            await _evaluate(run, step=0)
 
-        for step in range(run.config.steps):
+        for step in range(run.steps_done, run.config.steps):
             with run.step(step):
                 await _train_one_step(run, step)
             if run.stop_requested or _stop_rule_met(run):
@@ -34,6 +35,7 @@ async def run_loop(run: RunContext) -> None:
                 await run.sync.publish(run.policy.version)
         if not run.evaluated(run.policy.version):
             await _evaluate(run, step=run.steps_done)
+        await _checkpoint_end(run)
         if run.config.export_final:
             with run.phase("export"):
                 await run.policy.export(run.directory.model_path)
@@ -55,6 +57,25 @@ async def _train_one_step(run: RunContext, step: int) -> None:
             await run.sync.publish(run.policy.version)
     if evaluation_due:
         await _evaluate(run, step=step + 1)
+    if run.checkpoints.due(step + 1):
+        await _checkpoint(run, step + 1)
+
+
+async def _checkpoint(run: RunContext, steps_done: int) -> None:
+    """The state as it is now, into the trainer's host memory; it is written while the run goes on."""
+    if run.checkpoints.writing:
+        with run.phase("wait for the last checkpoint"):
+            await run.checkpoints.settle()
+    with run.phase("checkpoint"):
+        await run.checkpoints.save(run.progress(steps_done))
+
+
+async def _checkpoint_end(run: RunContext) -> None:
+    """A run that keeps checkpoints ends with one, on disk."""
+    if run.checkpoints.wanted and run.checkpoints.newest != run.steps_done:
+        await _checkpoint(run, run.steps_done)
+    with run.phase("write checkpoint"):
+        await run.checkpoints.settle()
 
 
 async def _evaluate(run: RunContext, step: int) -> None:

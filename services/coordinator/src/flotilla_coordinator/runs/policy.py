@@ -7,7 +7,8 @@ GetUpdate, or sent again, and never trained twice; a trainer is taken back only 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from flotilla_coordinator.runs.batch import Batch, RolloutGroup
 from flotilla_coordinator.runs.session_spec import session_spec
 from flotilla_core import ids, rpc, telemetry
 from flotilla_core.config import RunConfig
-from flotilla_core.errors import FailedPrecondition, NotFound, Unavailable
+from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, NotFound, Unavailable
 from flotilla_core.telemetry import names
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
@@ -34,6 +35,10 @@ TRAIN_TIMEOUT_S = 3600.0
 SESSION_TIMEOUT_S = 300.0
 CLOSE_TIMEOUT_S = 10.0
 TRAIN_ATTEMPTS = 3
+SAVE_TIMEOUT_S = 3600.0
+PROBE_TIMEOUT_S = 10.0
+LOST_PROBES = 5
+PROBE_EVERY_S = 0.5
 
 
 class PolicyTrainer:
@@ -47,6 +52,7 @@ class PolicyTrainer:
         instance_id: str,
         dump_dir: Path,
         ended_runs: Callable[[], Awaitable[list[str]]],
+        lineage: int = 0,
     ) -> None:
         self._run_id = run_id
         self._config = config
@@ -54,17 +60,52 @@ class PolicyTrainer:
         self._ended_runs = ended_runs
         self.stub = stub
         self.instance_id = instance_id
-        self.version = Version(0, 0)
+        self.version = Version(lineage, 0)
+        self.opened = False
+        """Whether the trainer has a session of this run, as far as is known here."""
 
     async def open(self) -> None:
         """Load the starting weights and build the optimizer."""
         try:
             await self._open()
         except FailedPrecondition:
-            # A run that ended without us (its coordinator was killed) may hold the trainer still.
-            for run_id in await self._ended_runs():
+            # A run that ended without us (its coordinator was killed) may hold the trainer still, this one too.
+            for run_id in (self._run_id, *await self._ended_runs()):
                 await self._close(run_id)
             await self._open()
+        self.opened = True
+
+    async def lost(self) -> bool:
+        """Whether the session is gone, and with it all that was trained since the last checkpoint."""
+        for _ in range(LOST_PROBES):
+            try:
+                request = pb.GetSessionRequest(run_id=self._run_id)
+                await rpc.unary(self.stub.GetSession, request, timeout_s=PROBE_TIMEOUT_S)
+            except (FailedPrecondition, Unavailable, DeadlineExceeded):
+                return True
+            # A front learns of a rank's death a moment after its peers do.
+            await asyncio.sleep(PROBE_EVERY_S)
+        return False
+
+    def save(self, folder: Path, state: bytes) -> AsyncGenerator[pb.SaveCheckpointResponse]:
+        """Checkpoint the session, with `state` inside: a message when it is in memory, another when it is on disk."""
+        request = pb.SaveCheckpointRequest(
+            run_id=self._run_id,
+            request_id=ids.new_request_id(),
+            path=str(folder),
+            policy_version=self.version.to_proto(),
+            coordinator_state=state,
+        )
+        return rpc.server_stream(self.stub.SaveCheckpoint, request, idle_timeout_s=SAVE_TIMEOUT_S)
+
+    async def load(self, folder: Path) -> bytes:
+        """Put the session back to a checkpoint; the state that it was saved with."""
+        request = pb.LoadCheckpointRequest(
+            run_id=self._run_id, request_id=ids.new_request_id(), path=str(folder)
+        )
+        reply = await rpc.unary(self.stub.LoadCheckpoint, request, timeout_s=SAVE_TIMEOUT_S)
+        self.version = Version.from_proto(reply.policy_version)
+        return reply.coordinator_state
 
     async def _open(self) -> None:
         reply = await rpc.unary(
@@ -152,8 +193,8 @@ class PolicyTrainer:
             raise Unavailable(
                 "the trainer went away before it finished the update",
                 where=f"update {update_id}",
-                why="its session is gone, and with it the weights since the start of the run",
-                next_step="see `flotilla logs trainer`; start the run again",
+                why="its session is gone, and with it the updates since the last checkpoint",
+                next_step="see `flotilla logs trainer`",
             ) from error
         return reply.result
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
 from flotilla_coordinator.data.prompts import Prompt, PromptSource
 from flotilla_coordinator.data.tokenizer import Tokenizer
@@ -19,6 +20,7 @@ from flotilla_coordinator.ledger.records import GroupIssue
 from flotilla_coordinator.runs.batch import Batch, RolloutGroup, RolloutSample
 from flotilla_coordinator.runs.batch_metrics import batch_metrics
 from flotilla_coordinator.runs.generation import Generation, GenerationRequest
+from flotilla_coordinator.runs.replay import Replay, decided, recorded_samples
 from flotilla_coordinator.runs.samples import ledger_sample, rollout_sample
 from flotilla_coordinator.runs.score_item import score_item
 from flotilla_coordinator.runs.scoring import Outcome, Scorer
@@ -84,8 +86,16 @@ class RolloutSource:
         self._scorer = scorer
         self._ledger = ledger
         self._min_group_samples = min_group_samples
+        self._replay = Replay(run_id, ledger)
         self._admitted: dict[int, _Admitted] = {}
         self._next_step = 0
+
+    async def go_on(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
+        """Begin after so many steps; the ledger's samples of later ones come before any new sample."""
+        if cursor is not None:
+            self._prompts.restore(cursor)
+        self._next_step = steps_done
+        await self._replay.begin()
 
     def admit(self, step: int, version: Version) -> None:
         """Issue every step up to `step + max_staleness` that has not been issued yet."""
@@ -116,11 +126,10 @@ class RolloutSource:
         return batch
 
     async def close(self) -> None:
-        """Cancel what is under way; its samples are dropped with the reason `run_ended`."""
+        """Cancel what is under way."""
         groups = [group for admitted in self._admitted.values() for group in admitted.groups]
         self._admitted.clear()
         await self._cancel(groups)
-        await self._ledger.drop_in_flight(self._run_id, "run_ended")
 
     @staticmethod
     async def _cancel(groups: list[asyncio.Task[_Finished]]) -> None:
@@ -129,7 +138,7 @@ class RolloutSource:
         await asyncio.gather(*groups, return_exceptions=True)
 
     async def _run_group(self, prompt: Prompt, step: int, version: Version) -> _Finished:
-        """Generate, score and record one group."""
+        """Generate, score and record one group, or what the ledger does not hold of it."""
         group_id = ids.group_id(self._run_id, prompt.epoch, prompt.index)
         sample_ids = tuple(ids.sample_id(group_id, i) for i in range(self._config.samples_per_prompt))
         attributes: dict[str, str | int] = {
@@ -138,19 +147,24 @@ class RolloutSource:
             names.GROUP_ID: group_id,
         }
         with telemetry.span(names.RL_SAMPLE, attributes=attributes) as span:
-            await self._ledger.group_issued(
-                GroupIssue(self._run_id, group_id, sample_ids, step, 0, prompt.prompt_text, prompt.token_ids)
-            )
+            records = await self._replay.group(step, group_id)
+            if not records:
+                await self._ledger.group_issued(
+                    GroupIssue(
+                        self._run_id, group_id, sample_ids, step, 0, prompt.prompt_text, prompt.token_ids
+                    )
+                )
+            have = decided(records)
             request = GenerationRequest(
                 prompt_token_ids=prompt.token_ids,
-                sample_ids=sample_ids,
+                sample_ids=tuple(sample_id for sample_id in sample_ids if sample_id not in have),
                 sampling=self._config.sampling,
                 min_version=version,
                 timeout_s=self._config.sample_timeout_s,
                 max_attempts=self._config.max_attempts,
             )
-            scored = await self._generate_and_score(request, prompt)
-            group = await self._record(group_id, prompt, scored, sample_ids)
+            scored = await self._generate_and_score(request, prompt) if request.sample_ids else []
+            group = await self._record(group_id, prompt, recorded_samples(records), scored, sample_ids)
             group.span = span.get_span_context() if span.is_recording() else None
         return _Finished(
             group,
@@ -196,12 +210,19 @@ class RolloutSource:
         return [_Scored(sample, outcomes[sample.sample_id]) for sample in samples]
 
     async def _record(
-        self, group_id: str, prompt: Prompt, scored: list[_Scored], sample_ids: tuple[str, ...]
+        self,
+        group_id: str,
+        prompt: Prompt,
+        recorded: list[RolloutSample],
+        scored: list[_Scored],
+        sample_ids: tuple[str, ...],
     ) -> RolloutGroup:
-        """Write the whole group to the ledger, then hand on what may train, in the order of the slots."""
+        """Write what is new of a group to the ledger, then hand on what may train, in the order of the slots."""
         trainable = [item for item in scored if item.outcome.total is not None]
-        too_few = len(trainable) < self._min_group_samples
+        too_few = len(recorded) + len(trainable) < self._min_group_samples
         dropped: dict[str, list[str]] = {}
+        if too_few and recorded:
+            dropped["group_too_small"] = [sample.sample_id for sample in recorded]
         for item in scored:
             reason = _drop_reason(item.outcome) or ("group_too_small" if too_few else "")
             if reason:
@@ -212,8 +233,9 @@ class RolloutSource:
             return RolloutGroup(group_id, prompt.prompt_text, prompt.token_ids, [])
         for item in trainable:
             item.sample.reward = item.outcome.total or 0.0
-        samples = sorted((item.sample for item in trainable), key=lambda s: sample_ids.index(s.sample_id))
-        await self._ledger.group_scored([ledger_sample(sample) for sample in samples])
+        await self._ledger.group_scored([ledger_sample(item.sample) for item in trainable])
+        samples = [*recorded, *(item.sample for item in trainable)]
+        samples.sort(key=lambda sample: sample_ids.index(sample.sample_id))
         return RolloutGroup(group_id, prompt.prompt_text, prompt.token_ids, samples)
 
     async def _within_staleness(self, groups: list[RolloutGroup], version: Version) -> list[RolloutGroup]:
@@ -226,10 +248,9 @@ class RolloutSource:
         return groups
 
     def _too_old(self, sample: RolloutSample, version: Version) -> bool:
+        """By steps: a sample of an earlier lineage is as old as the step that it was drawn for."""
         oldest = sample.oldest_version()
-        return oldest is not None and (
-            oldest.lineage != version.lineage or version.step - oldest.step > self._config.max_staleness
-        )
+        return oldest is not None and version.step - oldest.step > self._config.max_staleness
 
     def _refuse_failing_rewards(self, step: int, finished: list[_Finished]) -> None:
         """A reward that fails for most samples is a broken reward, not a hard task."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 
 import structlog
 
@@ -16,15 +17,18 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet import Fleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
+from flotilla_coordinator.ledger.rewind import RUN_INTERRUPTED
 from flotilla_coordinator.plan import plan_run, remarks
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs.active import ActiveRun
+from flotilla_coordinator.runs.beginning import Beginning
 from flotilla_coordinator.runs.execution import execute
 from flotilla_coordinator.runs.feed import RunFeed
 from flotilla_coordinator.runs.status import RunStatus
-from flotilla_coordinator.runs.stored_run import close_interrupted, stored_run
+from flotilla_coordinator.runs.stored_run import close_interrupted, continued_run, stored_run
 from flotilla_core import ids
 from flotilla_core.bus import EventStream
+from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.config import RunConfig, dump_yaml, load_text
 from flotilla_core.errors import FailedPrecondition, InvalidConfig
 from flotilla_core.service import Host
@@ -52,7 +56,7 @@ class Runs:
         """Close what an earlier coordinator left open."""
         for record in await self._ledger.list_runs():
             if not record.state.ended:
-                await self._ledger.drop_in_flight(record.run_id, "run_interrupted")
+                await self._ledger.drop_in_flight(record.run_id, RUN_INTERRUPTED)
                 run = await asyncio.to_thread(close_interrupted, record)
                 await self._ledger.update_run(
                     record.run_id,
@@ -73,14 +77,15 @@ class Runs:
                 return await self.find(self._started[request_id])
             return await self._admit(config_yaml, request_id)
 
+    async def resume(self, run_id: str, checkpoint: str, request_id: str) -> run_pb2.Run:
+        """Continue a run that ended before its last step, or say why not; a repeated request does it once."""
+        async with self._admission:
+            if request_id and request_id in self._started:
+                return await self.find(self._started[request_id])
+            return await self._readmit(await self._ledger.get_run(run_id), checkpoint, request_id)
+
     async def _admit(self, config_yaml: str, request_id: str) -> run_pb2.Run:
-        config = load_text(RunConfig, config_yaml, source="run")
-        plan = await asyncio.to_thread(plan_run, config, self._host.stack)
-        if plan.errors:
-            raise InvalidConfig(
-                "the run would not work", where=f"run {config.name}", why="; ".join(plan.errors)
-            )
-        self._refuse_second()
+        config, plan = await self._checked(config_yaml)
         run_id = ids.new_run_id(config.name)
         directory = RunDirectory.create(self._host.state_dir / "runs" / run_id)
         directory.write_configuration(dump_yaml(config), self._versions())
@@ -97,16 +102,53 @@ class Runs:
         await self._ledger.save_run(
             RunRecord(run_id, config.name, RunState.RUNNING, config_yaml, str(directory.path), time.time())
         )
-        self._active[run_id] = active
-        self._started[request_id] = run_id
         for level, text in remarks(plan):
             active.status.notice(level, text)
+        return self._launch(active, directory, Beginning(), request_id)
+
+    async def _readmit(self, record: RunRecord, checkpoint: str, request_id: str) -> run_pb2.Run:
+        run_id, directory = record.run_id, RunDirectory(Path(record.directory))
+        if run_id in self._active or record.state is RunState.SUCCEEDED:
+            raise FailedPrecondition(
+                f"run {run_id} has {'succeeded' if record.state is RunState.SUCCEEDED else 'not ended'}",
+                why="there is nothing to continue",
+                next_step="a new run goes on from its weights: set initial_weights to the folder `model` of a "
+                "checkpoint",
+            )
+        config, _ = await self._checked(record.config_yaml)
+        if checkpoint:
+            CheckpointShelf(directory.checkpoints_path).folder(checkpoint)
+        run = await asyncio.to_thread(continued_run, record)
+        await asyncio.to_thread(directory.reopen, self._versions())
+        await self._ledger.update_run(run_id, state=RunState.RUNNING, reason="")
+        newest = await asyncio.to_thread(directory.last_sequence)
+        feed = RunFeed(lambda event: self._publish(run_id, directory, event), after=newest)
+        active = ActiveRun(run_id, config, record.config_yaml, RunStatus(run, feed), feed)
+        return self._launch(active, directory, Beginning(record.version.lineage + 1, checkpoint), request_id)
+
+    async def _checked(self, config_yaml: str) -> tuple[RunConfig, run_pb2.Plan]:
+        """The configuration of a run that may start now, and its plan."""
+        config = load_text(RunConfig, config_yaml, source="run")
+        plan = await asyncio.to_thread(plan_run, config, self._host.stack)
+        if plan.errors:
+            raise InvalidConfig(
+                "the run would not work", where=f"run {config.name}", why="; ".join(plan.errors)
+            )
+        self._refuse_second()
+        return config, plan
+
+    def _launch(
+        self, active: ActiveRun, directory: RunDirectory, beginning: Beginning, request_id: str
+    ) -> run_pb2.Run:
+        run_id = active.run_id
+        self._active[run_id] = active
+        self._started[request_id] = run_id
         active.task = asyncio.create_task(
-            execute(self._host, self._fleet, self._ledger, active, directory), name=f"run {run_id}"
+            execute(self._host, self._fleet, self._ledger, active, directory, beginning), name=f"run {run_id}"
         )
         # What has ended is told from its records: memory is for runs that go on.
         active.task.add_done_callback(lambda _: self._active.pop(run_id, None))
-        return run
+        return active.status.run
 
     async def stop(self, run_id: str, reason: str) -> run_pb2.Run:
         """End a run after its current step; after a grace period, at once."""

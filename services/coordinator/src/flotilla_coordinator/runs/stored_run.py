@@ -23,8 +23,8 @@ log = structlog.get_logger(__name__)
 
 REMEMBERED_CONFIGURATIONS = 100
 INTERRUPTED = (
-    "the coordinator stopped while the run was going on: its samples are accounted for in the ledger, "
-    "its weights since the start of the run are gone. Start the run again"
+    "the coordinator stopped while the run was going on; its samples are accounted for in the ledger. "
+    "Continue it: flotilla run resume {run_id}"
 )
 
 
@@ -55,10 +55,18 @@ def interrupted_run(record: RunRecord) -> run_pb2.Run:
     directory = RunDirectory(Path(record.directory))
     if run.state not in TERMINAL:
         run.state = run_pb2.RUN_STATE_FAILED
-        run.reason = INTERRUPTED
+        run.reason = INTERRUPTED.format(run_id=record.run_id)
         run.ended_at.FromNanoseconds(int((directory.last_written() or time.time()) * 1e9))
     if not run.metrics:
         _add_metrics(run, directory)
+    return run
+
+
+def continued_run(record: RunRecord) -> run_pb2.Run:
+    """A run that is about to go on: what was measured so far, without an end."""
+    run = interrupted_run(record)
+    run.state, run.reason = run_pb2.RUN_STATE_PENDING, ""
+    run.ClearField("ended_at")
     return run
 
 

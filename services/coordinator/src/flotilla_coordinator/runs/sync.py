@@ -39,6 +39,7 @@ from flotilla_core.version import Version
 T = TypeVar("T")
 
 MAX_EPOCHS_PER_SYNC = 8
+EPOCHS_PER_LINEAGE = 1_000_000
 LOOK_AGAIN_S = 0.5
 PROBE_TIMEOUT_S = 3.0
 # The members' own limit comes first: who still answers then says whom it waited for.
@@ -98,7 +99,8 @@ class WeightSync:
         self._evict = evict
         self._verify = verify
         self._group: Group | None = None
-        self._epoch = 0
+        # Generators outlive a beginning of the run, and refuse an epoch that is not newer than their last.
+        self._epoch = policy.version.lineage * EPOCHS_PER_LINEAGE
         self._live: dict[str, Version] = {}
         self.version: Version | None = None
 

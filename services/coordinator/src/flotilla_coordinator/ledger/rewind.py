@@ -1,0 +1,71 @@
+"""Going on from a checkpoint, as operations on the writer's connection.
+
+Invariants: an update becomes durable when every checkpoint that is kept covers it, so no fall-back can ever ask for it
+back; after a fall-back each sample of the steps to come is scored with its payload, asked for again, or dropped for a
+reason of its own; nothing that was trained before the checkpoint moves.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+from flotilla_coordinator.ledger.records import RunState, SampleState, VoidedUpdate
+from flotilla_coordinator.ledger.rows import Event, Known, log, lookup, run_key, tally_moves
+from flotilla_coordinator.ledger.transitions import durable, prune_payloads, void_updates
+from flotilla_core.version import Version
+
+RUN_ENDED = "run_ended"
+RUN_INTERRUPTED = "run_interrupted"
+UPDATE_SKIPPED = "update_skipped"
+REOPENED = (RUN_ENDED, RUN_INTERRUPTED, UPDATE_SKIPPED)
+"""Reasons that say something about the run and nothing about the sample: one that goes on may train it after all."""
+
+State = SampleState
+
+
+def covered(db: sqlite3.Connection, run_id: str, version: Version, step: int) -> int:
+    """Every kept checkpoint has `version` after `step` steps: what led there is durable, its payloads go."""
+    rows = db.execute(
+        "SELECT update_id FROM updates WHERE run = ? AND step < ? AND status = 'applied' ORDER BY key",
+        (run_key(db, run_id), version.step),
+    )
+    durable(db, run_id, [update_id for (update_id,) in rows.fetchall()])
+    return prune_payloads(db, run_id, step)
+
+
+def fall_back(
+    db: sqlite3.Connection, run_id: str, version: Version, step: int, cursor: str | None
+) -> list[VoidedUpdate]:
+    """The run goes on as `version`, a new lineage, after `step` steps; the updates that this undid."""
+    voided = void_updates(db, run_id, version)
+    _reopen(db, run_key(db, run_id), step)
+    db.execute(
+        "UPDATE runs SET state = ?, reason = '', ended_at = NULL, step = ?, version_lineage = ?, version_step = ?, "
+        "cursor = ? WHERE run_id = ?",
+        (RunState.RUNNING, step, version.lineage, version.step, cursor, run_id),
+    )
+    return voided
+
+
+def _reopen(db: sqlite3.Connection, run: int, step: int) -> None:
+    """Take back drops that only said that the run had ended."""
+    places = ", ".join("?" * len(REOPENED))
+    rows = db.execute(
+        "SELECT s.sample_id, p.sample IS NOT NULL AND s.reward IS NOT NULL FROM samples s "
+        "LEFT JOIN payloads p ON p.sample = s.key "
+        f"WHERE s.run = ? AND s.step >= ? AND s.state = ? AND s.drop_reason IN ({places}) ORDER BY s.key",
+        (run, step, State.DROPPED, *REOPENED),
+    ).fetchall()
+    known = lookup(db, [sample_id for sample_id, _ in rows])
+    _return_to(db, run, [known[sample_id] for sample_id, whole in rows if whole], State.SCORED)
+    again = [known[sample_id] for sample_id, whole in rows if not whole]
+    db.executemany("DELETE FROM payloads WHERE sample = ?", [(sample.key,) for sample in again])
+    _return_to(db, run, again, State.ISSUED)
+
+
+def _return_to(db: sqlite3.Connection, run: int, samples: list[Known], state: State) -> None:
+    db.executemany(
+        "UPDATE samples SET state = ?, drop_reason = '' WHERE key = ?", [(state, s.key) for s in samples]
+    )
+    log(db, [Event(run, s.sample_id, s.attempt, s.state, state, detail="run_goes_on") for s in samples])
+    tally_moves(db, samples, state)

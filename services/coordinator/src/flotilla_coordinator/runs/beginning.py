@@ -1,0 +1,71 @@
+"""How a run begins: at its start, or where a checkpoint left it.
+
+Invariants: a later beginning has a higher lineage than every version of the run before it; trainer, ledger, data set
+and checkpoints agree on the place before the first step is made; a damaged checkpoint is named and the one before it
+is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.runs.context import RunContext
+from flotilla_coordinator.runs.progress import Progress
+from flotilla_core.errors import Damaged
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Lineage 0 is the first; every other one goes on from a checkpoint."""
+
+    lineage: int = 0
+    checkpoint: str = ""
+    """The name of one; empty takes the newest that is good, or the start of the run where it has none."""
+
+
+async def begin(run: RunContext, beginning: Beginning) -> None:
+    """Open the session; a later beginning then goes back to a checkpoint."""
+    with run.phase("open session"):
+        await run.policy.open()
+    if beginning.lineage == 0:
+        return
+    with run.phase("load checkpoint"):
+        name, progress = await _loaded(run, beginning.checkpoint)
+        await asyncio.to_thread(run.checkpoints.shelf.fall_back, name, beginning.lineage)
+        voided = await run.ledger.fall_back(
+            run.run_id, run.policy.version, step=progress.steps_done, cursor=progress.cursor
+        )
+        await run.source.go_on(progress.steps_done, progress.cursor)
+    run.go_on(progress)
+    origin = f"checkpoint {name}" if name else "its start, for there is no checkpoint yet"
+    run.status.notice(
+        run_pb2.NOTICE_LEVEL_INFO,
+        f"the run goes on from {origin} as version {run.policy.version}; {len(voided)} updates are made again",
+    )
+
+
+async def _loaded(run: RunContext, wanted: str) -> tuple[str, Progress]:
+    """The name of the checkpoint that the trainer holds now, empty for the start of the run, and where that was."""
+    shelf = run.checkpoints.shelf
+    candidates = [wanted] if wanted else shelf.names()[::-1]
+    refused: Damaged | None = None
+    for name in candidates:
+        try:
+            content = await run.policy.load(shelf.folder(name))
+        except Damaged as error:
+            if wanted:
+                raise
+            refused = error
+            run.status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"checkpoint {name} is not used: {error}")
+            continue
+        return name, Progress.from_bytes(content, name)
+    if refused is not None:
+        raise Damaged(
+            "no checkpoint of the run is good",
+            where=str(shelf.path),
+            why=f"all of {', '.join(candidates)} are damaged, at last: {refused.where}: {refused.why}",
+            next_step="start a new run",
+        )
+    return "", Progress(run.run_id, 0, run.policy.version, None)

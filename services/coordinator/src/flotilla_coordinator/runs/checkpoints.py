@@ -1,0 +1,120 @@
+"""When a run's state is saved, and what follows from it.
+
+Invariants: at most one save is under way; the loop waits for its snapshot and for nothing else of it; a save that fails
+is a warning and never the end of a run; an update is called durable when each checkpoint that is kept covers it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.runs.policy import PolicyTrainer
+from flotilla_coordinator.runs.progress import Progress
+from flotilla_core import telemetry
+from flotilla_core.checkpoint import CheckpointShelf
+from flotilla_core.config import CheckpointConfig
+from flotilla_core.errors import FlotillaError, Unavailable
+from flotilla_core.telemetry import names
+
+
+class RunCheckpoints:
+    """The checkpoints of one run, from the loop's side."""
+
+    def __init__(
+        self,
+        run_id: str,
+        config: CheckpointConfig,
+        policy: PolicyTrainer,
+        ledger: Ledger,
+        shelf: CheckpointShelf,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._run_id = run_id
+        self._config = config
+        self._policy = policy
+        self._ledger = ledger
+        self._warn = warn
+        self._writing: asyncio.Task[None] | None = None
+        self._measured: dict[str, float] = {}
+        self.shelf = shelf
+        self.newest = -1
+        """Steps of the newest one that was made or loaded here."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the run makes any."""
+        return self._config.every_steps > 0
+
+    @property
+    def writing(self) -> bool:
+        """Whether one is still on its way to the disk."""
+        return self._writing is not None and not self._writing.done()
+
+    def due(self, steps_done: int) -> bool:
+        """Whether one belongs after so many steps."""
+        return self.wanted and steps_done % self._config.every_steps == 0 and steps_done != self.newest
+
+    async def save(self, progress: Progress) -> None:
+        """Return when the state is in the trainer's host memory; it reaches the disk behind the next steps."""
+        await self.settle()
+        folder = self.shelf.path / CheckpointShelf.name_of(progress.steps_done)
+        stages = self._policy.save(folder, progress.to_bytes())
+        attributes: dict[str, str | int] = {names.RUN_ID: self._run_id, names.STEP: progress.steps_done}
+        with telemetry.span(names.RL_CHECKPOINT, attributes=attributes):
+            try:
+                await self._next(stages)
+            except FlotillaError as error:
+                await stages.aclose()
+                self._refused(progress, error)
+                return
+        self.newest = progress.steps_done
+        self._writing = asyncio.create_task(self._follow(stages, progress), name=f"checkpoint {folder.name}")
+
+    async def settle(self) -> None:
+        """Wait for the one that is being written, if any."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            try:
+                await writing
+            finally:
+                writing.cancel()
+
+    async def close(self) -> None:
+        """Follow no save any more; what the trainer writes it writes."""
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.wait({self._writing})
+
+    def take_metrics(self) -> dict[str, float]:
+        """What the writing of a checkpoint took, told once."""
+        measured, self._measured = self._measured, {}
+        return measured
+
+    async def _follow(self, stages: AsyncGenerator[pb.SaveCheckpointResponse], progress: Progress) -> None:
+        """Until the checkpoint is on disk, and what it replaces is gone."""
+        try:
+            async with aclosing(stages):
+                durable = (await self._next(stages)).durable
+            self._measured["checkpoint/write_s"] = durable.elapsed.ToNanoseconds() / 1e9
+            self._measured["checkpoint/bytes"] = float(durable.bytes)
+            await asyncio.to_thread(self.shelf.prune, self._config.keep)
+            oldest = await asyncio.to_thread(self._oldest)
+            await self._ledger.covered(self._run_id, oldest.version, oldest.steps_done)
+        except (FlotillaError, OSError) as error:
+            self._refused(progress, error)
+
+    def _oldest(self) -> Progress:
+        return Progress.of(self.shelf.path / self.shelf.names()[0])
+
+    def _refused(self, progress: Progress, error: Exception) -> None:
+        self._warn(f"the checkpoint after step {progress.steps_done} failed, the run goes on: {error}")
+
+    @staticmethod
+    async def _next(stages: AsyncGenerator[pb.SaveCheckpointResponse]) -> pb.SaveCheckpointResponse:
+        async for stage in stages:
+            return stage
+        raise Unavailable("the trainer ended the save without a result")

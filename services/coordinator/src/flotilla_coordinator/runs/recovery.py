@@ -1,0 +1,54 @@
+"""A run that lost its trainer goes on by itself.
+
+Invariants: only the loss of the session counts, whichever call noticed it; a run that loses its trainer again and again
+without making a step ends, with the reason of the last time.
+"""
+
+from __future__ import annotations
+
+from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.fleet import Fleet
+from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.runs.beginning import Beginning
+from flotilla_coordinator.runs.context import RunContext
+from flotilla_core.errors import DeadlineExceeded, Exhausted, FlotillaError, RankFailed, Unavailable
+
+MOST_IN_A_ROW = 3
+NOT_THERE = (Unavailable, RankFailed, DeadlineExceeded)
+
+
+class Recovery:
+    """Counts the losses of one run."""
+
+    def __init__(self, fleet: Fleet, ledger: Ledger) -> None:
+        self._fleet = fleet
+        self._ledger = ledger
+        self._furthest = -1
+        self._in_row = 0
+
+    async def after(self, run: RunContext, error: FlotillaError) -> Beginning:
+        """How the run begins anew; raises `error` where the trainer is not what was lost."""
+        if run.stop_requested or not await self._trainer_is_lost(run, error):
+            raise error
+        if run.steps_done > self._furthest:
+            self._furthest, self._in_row = run.steps_done, 0
+        self._in_row += 1
+        if self._in_row > MOST_IN_A_ROW:
+            raise Exhausted(
+                f"the trainer was lost {self._in_row} times without a step in between",
+                where=f"run {run.run_id}, step {run.steps_done}",
+                why=str(error),
+                next_step=f"see `flotilla logs trainer`, then `flotilla run resume {run.run_id}`",
+            ) from error
+        run.status.notice(
+            run_pb2.NOTICE_LEVEL_WARNING, f"the trainer was lost, the run waits for it and goes on: {error}"
+        )
+        self._fleet.trainers.eject(run.policy.instance_id, str(error))
+        record = await self._ledger.get_run(run.run_id)
+        return Beginning(lineage=record.version.lineage + 1)
+
+    async def _trainer_is_lost(self, run: RunContext, error: FlotillaError) -> bool:
+        if run.policy.opened:
+            return await run.policy.lost()
+        # One that was lost before may take its time to come back.
+        return self._in_row > 0 and isinstance(error, NOT_THERE)

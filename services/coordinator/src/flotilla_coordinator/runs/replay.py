@@ -1,0 +1,70 @@
+"""What the ledger holds of steps that a run makes once more.
+
+Invariants: a sample that was scored is never asked for again; one that was dropped for a reason of its own stays
+dropped; groups and samples come in the order in which they were admitted, because the data set is walked again from the
+same place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.ledger.records import SampleRecord, SampleState
+from flotilla_coordinator.runs.batch import RolloutSample
+
+MOST_SAMPLES = 1 << 30
+FINAL = (SampleState.SCORED, SampleState.DROPPED)
+
+
+class Replay:
+    """Recorded samples of one run, up to the newest step that it had admitted."""
+
+    def __init__(self, run_id: str, ledger: Ledger) -> None:
+        self._run_id = run_id
+        self._ledger = ledger
+        self._last_step = -1
+        self._steps: dict[int, asyncio.Task[dict[str, list[SampleRecord]]]] = {}
+
+    async def begin(self) -> None:
+        """Learn how far the record goes; before this nothing is replayed."""
+        self._last_step = await self._ledger.last_admitted_step(self._run_id)
+
+    async def group(self, step: int, group_id: str) -> list[SampleRecord]:
+        """The samples of a group that were admitted before; empty where it is new."""
+        if step > self._last_step:
+            return []
+        if step not in self._steps:
+            self._steps = {known: task for known, task in self._steps.items() if known >= step - 1}
+            self._steps[step] = asyncio.create_task(self._read(step), name=f"replay of step {step}")
+        return (await asyncio.shield(self._steps[step])).get(group_id, [])
+
+    async def _read(self, step: int) -> dict[str, list[SampleRecord]]:
+        groups: dict[str, list[SampleRecord]] = {}
+        for record in await self._ledger.samples(self._run_id, step=step, limit=MOST_SAMPLES):
+            groups.setdefault(record.group_id, []).append(record)
+        return groups
+
+
+def decided(records: list[SampleRecord]) -> set[str]:
+    """Samples that need no generator any more."""
+    return {record.sample_id for record in records if record.state in FINAL}
+
+
+def recorded_samples(records: list[SampleRecord]) -> list[RolloutSample]:
+    """Those that may train, with the tokens, log-probabilities and rewards that they had."""
+    return [
+        RolloutSample(
+            sample_id=record.sample_id,
+            token_ids=record.token_ids,
+            logprobs=record.logprobs,
+            text=record.text,
+            spans=record.spans,
+            reward=record.reward or 0.0,
+            truncated=record.truncated,
+            generator=record.generator,
+            attempt=record.attempt,
+        )
+        for record in records
+        if record.state is SampleState.SCORED and record.token_ids is not None
+    ]
