@@ -259,6 +259,24 @@ def test_timeline_is_read_from_the_store_when_the_coordinator_is_down(flotilla: 
     assert not Path("u.json").exists()
 
 
+def test_an_example_that_cannot_be_made_shows_the_last_words_of_its_script(flotilla: Command) -> None:
+    example = Path("examples/arithmetic")
+    example.mkdir(parents=True)
+    (example / "stack.yaml").write_text("model: examples/arithmetic/model\n")
+    (example / "make_model.py").write_text("raise SystemExit('no space left')\n")
+    code, _, err = flotilla("up")
+    assert code == 5
+    assert "no space left" in err and "make_model.py" in err
+
+
+def test_a_plan_needs_no_fleet_and_names_what_is_missing(flotilla: Command) -> None:
+    Path("run.yaml").write_text(RUN_YAML)
+    code, out, err = flotilla("run", "plan", "run.yaml", "--json")
+    assert code == 2
+    assert "no fleet runs" in err
+    assert len(json.loads(out)["errors"]) == 1
+
+
 def test_doctor_names_the_missing_model_and_fails(flotilla: Command) -> None:
     Path("stack.yaml").write_text("model: /nowhere/model\n")
     code, out, _ = flotilla("doctor", "--json")

@@ -9,6 +9,8 @@ from pathlib import Path
 from flotilla_coordinator.cli.output import say
 from flotilla_coordinator.cli.stack_choice import EXAMPLE
 
+LAST_LINES = 5
+
 
 def make_example(file: Path | None) -> None:
     """Does nothing for any other stack, or when model and data are there."""
@@ -26,11 +28,13 @@ def make_example(file: Path | None) -> None:
 def _make(script: Path) -> None:
     from flotilla_core.errors import FailedPrecondition
 
-    done = subprocess.run([sys.executable, str(script)], stdout=sys.stderr, check=False)
+    # Progress bars of its libraries would tear up our own output; a failure shows what it said last.
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
+        last = "\n".join(f"  {line}" for line in done.stderr.splitlines()[-LAST_LINES:])
         raise FailedPrecondition(
             "the arithmetic example could not be made",
             where=str(script),
-            why=f"the script exited with code {done.returncode}; its message is above",
+            why=f"the script exited with code {done.returncode}\n{last}\n",
             next_step=f"run it by hand: {sys.executable} {script}",
         )

@@ -255,7 +255,8 @@ def _print_plan(plan: Plan, *, as_json: bool) -> None:
         lines = [{"name": n.name, "value": n.value, "explanation": n.explanation} for n in plan.lines]
         print_json({"lines": lines, "warnings": list(plan.warnings), "errors": list(plan.errors)})
         return
-    print_table(("WHAT", "VALUE", "HOW"), [(n.name, n.value, n.explanation) for n in plan.lines])
+    if plan.lines:
+        print_table(("WHAT", "VALUE", "HOW"), [(n.name, n.value, n.explanation) for n in plan.lines])
     for warning in plan.warnings:
         say(f"warning: {warning}")
     for error in plan.errors:

@@ -1,7 +1,7 @@
 """What `flotilla run` can say of a stack that does not run: from the ledger, the run directories and the files.
 
-Invariants: nothing is written; the state on disk is read only when nobody could be changing it, which is when no
-coordinator was named and no supervisor of the stack lives.
+Invariants: nothing of a stack is written; its state on disk is read only when nobody could be changing it, which is
+when no coordinator was named and no supervisor of the stack lives.
 """
 
 from __future__ import annotations
@@ -61,10 +61,12 @@ def get_run(paths: StackPaths, reference: str) -> tuple[Run, str]:
 def plan_run(files: Sequence[Path], overrides: Sequence[str], stack: str | None) -> Plan:
     """The coordinator's arithmetic, worked out here from the stack file."""
     from flotilla_coordinator import plan
+    from flotilla_coordinator.cli.example import make_example
     from flotilla_coordinator.cli.output import say
-    from flotilla_coordinator.cli.stack_choice import load_stack
+    from flotilla_coordinator.cli.stack_choice import load_stack, stack_file
     from flotilla_core.config import RunConfig, load
 
+    make_example(stack_file(stack))
     say("no fleet runs: worked out from the stack file")
     return plan.plan_run(load(RunConfig, files, overrides, resolve_paths=True), load_stack(stack))
 
