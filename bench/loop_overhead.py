@@ -114,7 +114,7 @@ def _run_file(stack: Stack, prompts: int, samples: int) -> Path:
         "name": "loop-overhead",
         "steps": 1_000_000,
         "data": {"train": str(data)},
-        "algorithm": {"type": "grpo", "baseline": "group" if samples > 1 else "batch"},
+        "algorithm": {"advantage": {"baseline": "group" if samples > 1 else "batch"}},
         "rollout": {
             "prompts_per_step": prompts,
             "samples_per_prompt": samples,

@@ -50,9 +50,11 @@ def test_key_of_another_section_is_found() -> None:
 
 
 def test_unknown_key_inside_list_and_union() -> None:
-    message = problem(RUN + "    wieght: 2\nalgorithm: {type: grpo, clip_hihg: 0.3}\n")
+    message = problem(RUN + "    wieght: 2\nalgorithm: {type: grpo, loss: {clip_hihg: 0.3}}\n")
     assert "run.yaml:7: unknown key rewards[0].wieght; did you mean rewards[0].weight?" in message
-    assert "run.yaml:8: unknown key algorithm.clip_hihg; did you mean algorithm.clip_high?" in message
+    assert (
+        "run.yaml:8: unknown key algorithm.loss.clip_hihg; did you mean algorithm.loss.clip_high?" in message
+    )
 
 
 def test_all_problems_come_at_once() -> None:

@@ -1,61 +1,281 @@
-"""Losses against float64 references written out token by token."""
+"""Every policy loss against its paper's formula in float64, token by token: values, and gradients by differences."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from flotilla_trainer.losses import grpo_loss, sft_loss
+from flotilla_trainer.losses.correction import (
+    geometric_mask,
+    icepop_weights,
+    truncated_sequence_weights,
+    truncated_token_weights,
+)
+from flotilla_trainer.losses.divergence import divergence
+from flotilla_trainer.losses.policy_tokens import PolicyTokens
+from flotilla_trainer.losses.table import LOSSES
+
+TOLERANCE = 1e-6
+STEP = 1e-6
+LENGTHS = [3, 1, 7, 5, 4, 6]
+SEQUENCES = [sequence for sequence, length in enumerate(LENGTHS) for _ in range(length)]
+COUNT = len(SEQUENCES)
+RNG = np.random.default_rng(17)
+NEW = -3 * RNG.random(COUNT) - 0.02
+OLD = np.minimum(NEW + 0.5 * RNG.normal(size=COUNT), -0.01)
+# Small sequence ratios, so that limits of 1e-2 and of 0.4 both cut somewhere.
+ADVANTAGES = np.repeat(RNG.normal(size=len(LENGTHS)), LENGTHS)
+MIXED = RNG.normal(size=COUNT)
+SELECTED = RNG.random(COUNT) < 0.4
+
+Token = Callable[[int, np.ndarray], float]
+"""The part of a loss that a token is to carry, of all log-probabilities; the mean of these parts is compared."""
 
 
-def reference_grpo(
-    new: list[float], old: list[float], advantages: list[float], low: float, high: float
-) -> tuple[float, int, float]:
-    loss, clipped, ratios = 0.0, 0, 0.0
-    for n, o, a in zip(new, old, advantages, strict=True):
-        ratio = math.exp(n - o)
-        plain, bounded = ratio * a, min(max(ratio, 1 - low), 1 + high) * a
-        loss -= min(plain, bounded)
-        clipped += bounded < plain
-        ratios += ratio
-    return loss, clipped, ratios
+def of(sequence: int) -> list[int]:
+    return [i for i, s in enumerate(SEQUENCES) if s == sequence]
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.2, 0.28), (0.0, 0.0)])
-def test_grpo_equals_the_formula(low: float, high: float) -> None:
-    generator = torch.Generator().manual_seed(3)
-    new = -3 * torch.rand(500, generator=generator, dtype=torch.float64)
-    old = new + 0.4 * torch.randn(500, generator=generator, dtype=torch.float64)
-    advantages = torch.randn(500, generator=generator, dtype=torch.float64)
-    terms = grpo_loss(new.float(), old.float(), advantages.float(), low, high)
-    loss, clipped, ratio = reference_grpo(new.tolist(), old.tolist(), advantages.tolist(), low, high)
-    assert terms.loss.item() == pytest.approx(loss, rel=1e-5)
-    assert terms.clipped.item() == pytest.approx(clipped, abs=2)  # ties fall either way in float32
-    assert terms.ratio.item() == pytest.approx(ratio, rel=1e-5)
+def ratio(i: int, new: np.ndarray) -> float:
+    return math.exp(new[i] - OLD[i])
 
 
-def test_on_policy_the_gradient_is_the_advantage() -> None:
-    logprobs = torch.tensor([-0.5, -1.5, -2.5], dtype=torch.float64, requires_grad=True)
-    advantages = torch.tensor([1.0, -2.0, 0.0], dtype=torch.float64)
-    grpo_loss(logprobs, logprobs.detach(), advantages, 0.2, 0.2).loss.backward()
-    assert logprobs.grad is not None
-    torch.testing.assert_close(logprobs.grad, -advantages)
+def clip(x: float, low: float, high: float) -> float:
+    return min(max(x, low), high)
+
+
+def ppo(low: float, high: float, dual: float | None, a: np.ndarray) -> Token:
+    def loss(i: int, new: np.ndarray) -> float:
+        r = ratio(i, new)
+        objective = min(r * a[i], clip(r, 1 - low, 1 + high) * a[i])
+        if dual is not None and a[i] < 0:
+            objective = max(objective, dual * a[i])
+        return -objective
+
+    return loss
+
+
+def gspo(low: float, high: float) -> Token:
+    def loss(i: int, new: np.ndarray) -> float:
+        tokens = of(SEQUENCES[i])
+        s = math.exp(sum(new[t] - OLD[t] for t in tokens) / len(tokens))
+        return -min(s * ADVANTAGES[i], clip(s, 1 - low, 1 + high) * ADVANTAGES[i])
+
+    return loss
+
+
+def gmpo(low: float, high: float) -> Token:
+    def loss(i: int, new: np.ndarray) -> float:
+        tokens, sign = of(SEQUENCES[i]), math.copysign(1, ADVANTAGES[i])
+        product = 1.0
+        for t in tokens:
+            r = ratio(t, new)
+            bounded = clip(r, math.exp(-low), math.exp(high))
+            product *= min(r**sign, bounded**sign) ** sign
+        return -(product ** (1 / len(tokens))) * ADVANTAGES[i]
+
+    return loss
+
+
+def constant_weight(weight: Token) -> Token:
+    """-sg(w) A log p, with the weight from the log-probabilities at which the gradient is taken."""
+    return lambda i, new: -weight(i, NEW) * ADVANTAGES[i] * new[i]
+
+
+def sapo(positive: float, negative: float) -> Token:
+    def loss(i: int, new: np.ndarray) -> float:
+        tau = positive if MIXED[i] > 0 else negative
+        return -(4 / tau) / (1 + math.exp(-tau * (ratio(i, new) - 1))) * MIXED[i]
+
+    return loss
+
+
+def clip_cov(low: float, high: float) -> Token:
+    plain = ppo(low, high, None, MIXED)
+    return lambda i, new: 0.0 if SELECTED[i] else plain(i, new)
+
+
+def kl_cov(penalty: float) -> Token:
+    def loss(i: int, new: np.ndarray) -> float:
+        extra = penalty * abs(new[i] - OLD[i]) if SELECTED[i] else 0.0
+        return -ratio(i, new) * MIXED[i] + extra
+
+    return loss
+
+
+def total_variation(p: float, q: float) -> float:
+    return abs(p - q)
+
+
+def binary_kl(p: float, q: float) -> float:
+    return q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+
+
+def dppo(distance: Callable[[float, float], float], limit: float) -> Token:
+    def loss(i: int, new: np.ndarray) -> float:
+        far = distance(math.exp(NEW[i]), math.exp(OLD[i])) > limit
+        outward = (ratio(i, NEW) > 1) if MIXED[i] > 0 else (ratio(i, NEW) < 1)
+        return 0.0 if far and outward else -ratio(i, new) * MIXED[i]
+
+    return loss
+
+
+def topr(cap: float) -> Token:
+    def weight(i: int, new: np.ndarray) -> float:
+        if ADVANTAGES[i] >= 0:
+            return 1.0
+        return min(math.exp(sum(new[t] - OLD[t] for t in of(SEQUENCES[i]))), cap)
+
+    return constant_weight(weight)
+
+
+def kimi(tau: float) -> Token:
+    def loss(i: int, new: np.ndarray) -> float:
+        tokens = of(SEQUENCES[i])
+        whole = sum(new[t] - OLD[t] for t in tokens)
+        return (-ADVANTAGES[i] * whole + tau / 2 * whole**2) / len(tokens)
+
+    return loss
+
+
+TABLE: dict[str, tuple[str, dict[str, Any], np.ndarray, Token]] = {
+    "ppo": (
+        "ppo",
+        {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
+        MIXED,
+        ppo(0.2, 0.2, None, MIXED),
+    ),
+    "ppo, higher": (
+        "ppo",
+        {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None},
+        MIXED,
+        ppo(0.2, 0.28, None, MIXED),
+    ),
+    "ppo, dual": (
+        "ppo",
+        {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 1.5},
+        MIXED,
+        ppo(0.2, 0.2, 1.5, MIXED),
+    ),
+    "reinforce": ("reinforce", {}, MIXED, lambda i, new: -MIXED[i] * new[i]),
+    "gspo": ("gspo", {"clip_low": 0.01, "clip_high": 0.02}, ADVANTAGES, gspo(0.01, 0.02)),
+    "gspo, wide": ("gspo", {"clip_low": 0.4, "clip_high": 0.4}, ADVANTAGES, gspo(0.4, 0.4)),
+    "gmpo": ("gmpo", {"clip_low": 0.4, "clip_high": 0.3}, ADVANTAGES, gmpo(0.4, 0.3)),
+    "cispo": (
+        "cispo",
+        {"clip_low": 0.2, "clip_high": 0.3},
+        ADVANTAGES,
+        constant_weight(lambda i, new: clip(ratio(i, new), 0.8, 1.3)),
+    ),
+    "sapo": ("sapo", {"tau_positive": 1.0, "tau_negative": 1.05}, MIXED, sapo(1.0, 1.05)),
+    "clip_cov": ("clip_cov", {"clip_low": 0.2, "clip_high": 0.2}, MIXED, clip_cov(0.2, 0.2)),
+    "kl_cov": ("kl_cov", {"penalty": 0.7}, MIXED, kl_cov(0.7)),
+    "dppo_tv": ("dppo_tv", {"limit": 0.05}, MIXED, dppo(total_variation, 0.05)),
+    "dppo_kl": ("dppo_kl", {"limit": 0.02}, MIXED, dppo(binary_kl, 0.02)),
+    "topr": ("topr", {"negative_cap": 1.0}, ADVANTAGES, topr(1.0)),
+    "kimi": ("kimi", {"tau": 0.3}, ADVANTAGES, kimi(0.3)),
+}
+WHOLE_SEQUENCES = {"kimi"}
+"""Losses whose tokens carry shares that are only defined together: they are compared by their sums over sequences."""
+
+
+def tokens_of(advantages: np.ndarray) -> PolicyTokens:
+    return PolicyTokens(
+        logprobs=torch.tensor(NEW, requires_grad=True),
+        old_logprobs=torch.tensor(OLD),
+        advantages=torch.tensor(advantages),
+        sequences=torch.tensor(SEQUENCES),
+        selected=torch.tensor(SELECTED),
+    )
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_every_loss_and_its_gradient_equal_the_formula(row: str) -> None:
+    name, parameters, advantages, formula = TABLE[row]
+    tokens = tokens_of(advantages)
+    loss = LOSSES[name](tokens, **parameters).loss
+    expected = np.array([formula(i, NEW) for i in range(COUNT)])
+    got = loss.detach().numpy()
+    if name in WHOLE_SEQUENCES:
+        expected, got = (np.bincount(SEQUENCES, weights=values) for values in (expected, got))
+    np.testing.assert_allclose(got, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+    # The same weight for all tokens of a sequence, another for each sequence.
+    weights = np.repeat(np.linspace(0.5, 2.0, len(LENGTHS)), LENGTHS)
+    (torch.tensor(weights) * loss).sum().backward()
+    assert tokens.logprobs.grad is not None
+
+    def total(new: np.ndarray) -> float:
+        return math.fsum(weights[i] * formula(i, new) for i in range(COUNT))
+
+    shifts = STEP * np.eye(COUNT)
+    slopes = [(total(NEW + shift) - total(NEW - shift)) / (2 * STEP) for shift in shifts]
+    np.testing.assert_allclose(tokens.logprobs.grad.numpy(), slopes, atol=TOLERANCE, rtol=TOLERANCE)
+    assert np.abs(slopes).max() > 0.01  # There is something to compare.
+
+
+def test_no_loss_is_missing_from_the_table() -> None:
+    assert {name for name, *_ in TABLE.values()} == set(LOSSES)
 
 
 @pytest.mark.parametrize(
-    ("shift", "advantage", "flows"), [(0.5, 1.0, False), (0.5, -1.0, True), (-0.5, -1.0, False)]
+    "row", ["ppo", "ppo, dual", "gspo, wide", "gmpo", "cispo", "clip_cov", "dppo_tv", "topr"]
 )
-def test_the_clip_stops_only_what_already_went_far_enough(
-    shift: float, advantage: float, flows: bool
-) -> None:
-    logprobs = torch.tensor([-1.0], requires_grad=True)
-    grpo_loss(logprobs, logprobs.detach() - shift, torch.tensor([advantage]), 0.2, 0.2).loss.backward()
+def test_every_limit_of_the_table_cuts_some_tokens_and_not_all(row: str) -> None:
+    name, parameters, advantages, _ = TABLE[row]
+    clipped = LOSSES[name](tokens_of(advantages), **parameters).clipped
+    assert 0 < clipped.sum() < COUNT
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if TABLE[row][0] not in ("clip_cov", "kl_cov")])
+def test_on_policy_every_loss_has_the_gradient_of_reinforce(row: str) -> None:
+    name, parameters, _, _ = TABLE[row]
+    tokens = tokens_of(ADVANTAGES)._replace(old_logprobs=torch.tensor(NEW))
+    LOSSES[name](tokens, **parameters).loss.sum().backward()
+    assert tokens.logprobs.grad is not None
+    torch.testing.assert_close(tokens.logprobs.grad, -tokens.advantages, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
+def test_divergence_and_its_gradient_equal_the_formula(estimator: str) -> None:
+    formulas: dict[str, tuple[Callable[[float], float], Callable[[float], float]]] = {
+        "k1": (lambda d: d, lambda d: 1.0),
+        "k2": (lambda d: d * d / 2, lambda d: d),
+        "k3": (lambda d: math.exp(-d) - 1 + d, lambda d: 1 - math.exp(-d)),
+        "abs": (abs, lambda d: math.copysign(1, d)),
+    }
+    value, slope = formulas[estimator]
+    logprobs = torch.tensor(NEW, requires_grad=True)
+    got = divergence(estimator, logprobs, torch.tensor(OLD))
+    got.sum().backward()
     assert logprobs.grad is not None
-    assert bool(logprobs.grad.abs().item()) is flows
+    np.testing.assert_allclose(got.detach().numpy(), [value(d) for d in NEW - OLD], rtol=1e-9)
+    np.testing.assert_allclose(logprobs.grad.numpy(), [slope(d) for d in NEW - OLD], rtol=1e-9)
 
 
-def test_sft_sums_the_negative_log_likelihood() -> None:
-    logprobs = torch.tensor([-0.25, -1.0, -3.0])
-    assert sft_loss(logprobs).loss.item() == pytest.approx(4.25)
+def test_corrections_equal_their_formulas() -> None:
+    differences = 0.3 * np.random.default_rng(2).normal(size=COUNT)
+    difference, sequences = torch.tensor(differences), torch.tensor(SEQUENCES)
+    ratios = np.exp(differences)
+    sums = np.bincount(SEQUENCES, weights=differences)[SEQUENCES]
+    means = np.exp(sums / np.array(LENGTHS)[SEQUENCES])
+    expected = {
+        "token": np.minimum(ratios, 1.2),
+        "sequence": np.minimum(np.exp(sums), 1.2),
+        "icepop": np.where((ratios >= 0.7) & (ratios <= 1.2), ratios, 0.0),
+        "mask": ((means >= 0.9) & (means <= 1.15)).astype(float),
+    }
+    got = {
+        "token": truncated_token_weights(difference, cap=1.2),
+        "sequence": truncated_sequence_weights(difference, sequences, cap=1.2),
+        "icepop": icepop_weights(difference, low=0.7, high=1.2),
+        "mask": geometric_mask(difference, sequences, low=0.9, high=1.15),
+    }
+    for name, values in expected.items():
+        assert len(np.unique(values)) > 1, name
+        np.testing.assert_allclose(got[name].numpy(), values, rtol=1e-9, err_msg=name)

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flotilla.trainer.v1 import session_pb2
+from flotilla.common.v1 import version_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
-from flotilla_core.errors import FlotillaError, InvalidRequest, NotFinite
+from flotilla_core.errors import InvalidRequest
 from flotilla_core.tensors import to_tensor
+from flotilla_core.version import Version
 from flotilla_trainer.update_batch import ModelLimits, UpdateBatch
 
 LIMITS = ModelLimits(vocabulary=16, max_sequence_tokens=12)
-GRPO = session_pb2.Objective(grpo=session_pb2.GrpoObjective(temperature=1, clip_low=0.2, clip_high=0.2))
-SFT = session_pb2.Objective(sft=session_pb2.SftObjective())
+VERSION = Version(0, 7)
 
 
 def sample(name: str, tokens: list[int], reward: float = 0.0, **fields: Any) -> pb.TrainSample:
@@ -35,7 +35,7 @@ def group(name: str, prompt: list[int], *samples: pb.TrainSample) -> pb.TrainGro
 
 
 def read(*groups: pb.TrainGroup) -> UpdateBatch:
-    return UpdateBatch.read(groups, LIMITS)
+    return UpdateBatch.read(groups, LIMITS, VERSION)
 
 
 def test_a_batch_is_laid_out_in_the_order_of_the_wire() -> None:
@@ -43,34 +43,52 @@ def test_a_batch_is_laid_out_in_the_order_of_the_wire() -> None:
         group("g0", [1, 2], sample("a", [3, 4, 5], 1.0), sample("b", [6], 0.0)),
         group("g1", [7], sample("c", [8, 9], 2.0), sample("d", [10], 4.0), sample("e", [11], 3.0)),
     )
-    sequences = batch.sequences(GRPO, shuffle_seed=0)
+    sequences = batch.sequences({"places": np.arange(8)})
     assert sequences.tokens.tolist() == [1, 2, 3, 4, 5, 1, 2, 6, 7, 8, 9, 7, 10, 7, 11]
     assert sequences.lengths.tolist() == [5, 3, 3, 2, 2]
     assert sequences.tokens[sequences.scored].tolist() == [3, 4, 5, 6, 8, 9, 10, 11]
-    assert sequences.columns["advantages"].tolist() == [0.5, 0.5, 0.5, -0.5, -1.0, -1.0, 1.0, 0.0]
+    assert sequences.columns["places"].tolist() == list(range(8))
+    assert batch.rewards.tolist() == [1.0, 0.0, 2.0, 4.0, 3.0]
+    assert batch.group_sizes.tolist() == [2, 3]
 
 
 def test_masked_tokens_are_context_and_not_trained() -> None:
     batch = read(group("g", [1], sample("a", [2, 3, 4], mask=np.array([True, False, True]))))
-    sequences = batch.sequences(SFT, shuffle_seed=0)
+    sequences = batch.sequences({"places": np.arange(3)})
     assert sequences.tokens.tolist() == [1, 2, 3, 4]
     assert sequences.tokens[sequences.scored].tolist() == [2, 4]
+    assert sequences.columns["places"].tolist() == [0, 2]
+    assert batch.all_responses().scored.tolist() == [1, 2, 3]
 
 
-def test_advantages_of_the_caller_are_taken_as_they_are() -> None:
-    own = np.array([0.25, -4.0], np.float32)
-    sequences = read(group("g", [1], sample("a", [2, 3], 1.0, advantages=own))).sequences(GRPO, 0)
-    np.testing.assert_array_equal(sequences.columns["advantages"], own)
+def spans(*parts: tuple[int, int, int, int]) -> list[version_pb2.VersionSpan]:
+    return [
+        version_pb2.VersionSpan(version=Version(lineage, step).to_proto(), start=start, end=end)
+        for lineage, step, start, end in parts
+    ]
 
 
-def test_shuffled_rewards_are_the_same_rewards_in_another_order() -> None:
-    objective = session_pb2.Objective(grpo=session_pb2.GrpoObjective(shuffle_rewards=True))
-    groups = [group(f"g{i}", [1], *(sample(f"{i}/{j}", [2], float(j)) for j in range(4))) for i in range(8)]
-    plain = read(*groups).sequences(GRPO, 5).columns["advantages"]
-    shuffled = read(*groups).sequences(objective, 5).columns["advantages"]
-    again = read(*groups).sequences(objective, 5).columns["advantages"]
-    assert (shuffled != plain).any()
-    np.testing.assert_array_equal(shuffled, again)
+def test_staleness_counts_versions_token_by_token() -> None:
+    old = sample("a", [2, 3, 4, 5])
+    old.version_spans.extend(spans((0, 4, 0, 1), (0, 6, 1, 3), (0, 7, 3, 4)))
+    batch = read(group("g", [1], sample("new", [2, 3]), old))
+    assert batch.staleness.tolist() == [0, 0, 3, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("span", "why"),
+    [
+        ((0, 8, 0, 2), "does not exist yet"),
+        ((1, 2, 0, 2), "does not exist yet"),
+        ((0, 7, 0, 3), "do not lie"),
+    ],
+)
+def test_version_spans_that_cannot_be_are_refused_by_name(span: tuple[int, int, int, int], why: str) -> None:
+    wrong = sample("bad", [2, 3])
+    wrong.version_spans.extend(spans(span))
+    with pytest.raises(InvalidRequest, match=why) as caught:
+        read(group("g", [1], sample("ok", [2]), wrong))
+    assert "'bad'" in str(caught.value)
 
 
 NAN = np.array([-1.0, np.nan], np.float32)
@@ -100,13 +118,3 @@ def test_a_wrong_batch_is_refused_by_name(case: str) -> None:
     groups, name = WRONG[case]
     with pytest.raises(InvalidRequest, match=name):
         read(*groups)
-
-
-@pytest.mark.parametrize(
-    ("broken", "kind"),
-    [(sample("bad", [2], float("nan")), NotFinite), (sample("bad", [2], logprobs=None), InvalidRequest)],
-)
-def test_grpo_refuses_what_it_cannot_use_by_name(broken: pb.TrainSample, kind: type[FlotillaError]) -> None:
-    with pytest.raises(kind, match="bad"):
-        read(group("g", [1], broken)).sequences(GRPO, 0)
-    read(group("g", [1], broken)).sequences(SFT, 0)  # nothing of it matters there

@@ -76,7 +76,7 @@ class Trainer:
         return await rpc.unary(getattr(self.stub, method), request, timeout_s=CALL_TIMEOUT_S, attempts=1)
 
     async def open(
-        self, objective: str = "grpo", *, lineage: int = 0, **changes: Any
+        self, objective: str | session_pb2.PolicyObjective = "grpo", *, lineage: int = 0, **changes: Any
     ) -> pb.OpenSessionResponse:
         """A new session of a new run, in place of the last one."""
         await self.call("CloseSession", pb.CloseSessionRequest(run_id=self.run_id))
@@ -115,8 +115,27 @@ class Trainer:
         return path
 
 
-def session_spec(objective: str, **changes: Any) -> session_pb2.SessionSpec:
-    """GRPO or SFT with changes by field name, wherever the field is."""
+def policy_objective(**changes: Any) -> session_pb2.PolicyObjective:
+    """GRPO with an asymmetric clip, and changes by field name."""
+    default = {
+        "temperature": 0.7,
+        "max_response_tokens": 20,
+        "advantage": session_pb2.Advantage(function=function("grpo", baseline="group", normalize_std=True)),
+        "loss": function("ppo", clip_low=0.2, clip_high=0.28),
+        "aggregation": session_pb2.Aggregation(type=session_pb2.AGGREGATION_TYPE_TOKEN_MEAN),
+        "correction": session_pb2.Correction(staleness_decay=1.0),
+    }
+    return session_pb2.PolicyObjective(**(default | changes))
+
+
+def function(name: str, **parameters: Any) -> session_pb2.Function:
+    made = session_pb2.Function(name=name)
+    made.parameters.update(parameters)
+    return made
+
+
+def session_spec(objective: str | session_pb2.PolicyObjective, **changes: Any) -> session_pb2.SessionSpec:
+    """GRPO, SFT or another objective, with changes by field name, wherever the field is."""
     spec = session_pb2.SessionSpec(
         role=session_pb2.ROLE_POLICY,
         optimizer=session_pb2.Optimizer(
@@ -132,19 +151,14 @@ def session_spec(objective: str, **changes: Any) -> session_pb2.SessionSpec:
         total_updates=10,
         max_skipped_updates=2,
     )
-    if objective == "sft":
+    if isinstance(objective, session_pb2.PolicyObjective):
+        spec.objective.policy.CopyFrom(objective)
+    elif objective == "sft":
         spec.objective.sft.SetInParent()
     else:
-        spec.objective.grpo.MergeFrom(
-            session_pb2.GrpoObjective(temperature=0.7, clip_low=0.2, clip_high=0.28, normalize_std=True)
-        )
+        spec.objective.policy.CopyFrom(policy_objective())
     for name, value in changes.items():
-        owners = (
-            spec,
-            spec.optimizer,
-            spec.batching,
-            *([spec.objective.grpo] if objective == "grpo" else []),
-        )
+        owners = (spec, spec.optimizer, spec.batching)
         owner = next(owner for owner in owners if name in owner.DESCRIPTOR.fields_by_name)
         setattr(owner, name, value)
     return spec

@@ -27,6 +27,7 @@ from flotilla_core.version import Version
 from flotilla_trainer.batch_dump import dump_batch
 from flotilla_trainer.frames import Array, Frame
 from flotilla_trainer.gang import Gang
+from flotilla_trainer.objective.update_objective import UpdateObjective
 from flotilla_trainer.once import Once
 from flotilla_trainer.packing import Layout, MicroBatch, Sequences, fed_tokens, pack, padding_share
 from flotilla_trainer.schedule import learning_rate
@@ -51,6 +52,7 @@ class Session:
         self._spec = request.spec
         self._gang = gang
         self._activities = activities
+        self._objective = UpdateObjective(request.spec.objective)
         self._updates: Once[pb.UpdateResult] = Once(KEPT_RESULTS)
         self._attempts: dict[str, str] = {}
         self._turn = asyncio.Lock()
@@ -110,6 +112,7 @@ class Session:
             "run_id": self.run_id,
             "policy_version": list(self.version),
             "skipped_in_row": self._skipped_in_row,
+            "kl_coefficient": self._objective.kl_coefficient,
             "specification": json_format.MessageToDict(self._spec, preserving_proto_field_name=True),
         }
 
@@ -118,14 +121,13 @@ class Session:
         _, step = facts["policy_version"]
         self.version = Version(self.version.lineage, step)
         self._skipped_in_row = facts["skipped_in_row"]
+        self._objective.kl_coefficient = facts["kl_coefficient"]
 
     async def evaluate(self, groups: Sequence[pb.TrainGroup]) -> pb.EvaluateLossResponse:
         """The loss of a batch; nothing changes."""
-        batch = UpdateBatch.read(groups, self._limits())
-        sequences = batch.sequences(self._spec.objective, self._shuffle_seed("evaluate"))
-        packed = self._pack(sequences)
         async with self._turn:
             version = self.version
+            _, packed, _ = await self._prepare("evaluate", groups)
             with self._activities.doing("evaluating the loss", run_id=self.run_id):
                 answers = await self._on_ranks("evaluate", packed, {})
         metrics: dict[str, float] = answers[0].fields["metrics"]
@@ -181,7 +183,7 @@ class Session:
                 raise self._failure
             self.check_version(Version.from_proto(header.policy_version), f"update {header.update_id}")
             started = time.monotonic()
-            batch, packed = await asyncio.to_thread(self._prepare, header.update_id, groups)
+            batch, packed, facts = await self._prepare(header.update_id, groups)
             prepared_s = time.monotonic() - started
             rate = learning_rate(self._spec.optimizer, self._spec.total_updates, self.version.step)
             with self._activities.doing("train: forward, backward and step", run_id=self.run_id):
@@ -189,7 +191,9 @@ class Session:
             answer = answers[0].fields
             if answer["aborted"]:
                 raise Cancelled(f"update {header.update_id} was aborted before its step")
-            metrics = answer["metrics"] | _batch_metrics(batch, packed) | {"time/prepare_s": prepared_s}
+            metrics = (
+                answer["metrics"] | facts | _batch_metrics(batch, packed) | {"time/prepare_s": prepared_s}
+            )
             self._account(header.update_id, batch, answer["skipped"], metrics)
             return pb.UpdateResult(
                 update_id=header.update_id,
@@ -204,6 +208,7 @@ class Session:
         if not skipped:
             self.version = Version(self.version.lineage, self.version.step + 1)
             self._skipped_in_row = 0
+            self._objective.adapt(metrics, len(batch.sample_ids))
             return
         self._skipped_in_row += 1
         dumped = self._dump(update_id, batch, skipped, metrics)
@@ -227,11 +232,32 @@ class Session:
         except OSError as error:
             return f"not written: {error}"
 
-    def _prepare(
+    async def _prepare(
         self, update_id: str, groups: Sequence[pb.TrainGroup]
-    ) -> tuple[UpdateBatch, list[list[MicroBatch]]]:
-        batch = UpdateBatch.read(groups, self._limits())
-        return batch, self._pack(batch.sequences(self._spec.objective, self._shuffle_seed(update_id)))
+    ) -> tuple[UpdateBatch, list[list[MicroBatch]], dict[str, float]]:
+        """The batch, laid out for the ranks, and its own metrics."""
+        batch = await asyncio.to_thread(UpdateBatch.read, groups, self._limits(), self.version)
+        reference = await self._reference_logprobs(batch) if self._objective.needs_reference else None
+
+        def lay_out() -> tuple[list[list[MicroBatch]], dict[str, float]]:
+            sequences, metrics = self._objective.sequences(batch, self._shuffle_seed(update_id), reference)
+            return self._pack(sequences), metrics
+
+        return batch, *await asyncio.to_thread(lay_out)
+
+    async def _reference_logprobs(self, batch: UpdateBatch) -> Array:
+        """Of every response token, under the policy that the session started from."""
+        sequences = batch.all_responses()
+        packed = await asyncio.to_thread(self._pack, sequences)
+        fields = {
+            "temperature": self._objective.temperature,
+            "chunk_tokens": self._spec.batching.logprob_chunk_tokens,
+            "top_k": 0,
+            "reference": True,
+        }
+        with self._activities.doing("scoring with the reference", run_id=self.run_id):
+            answers = await self._on_ranks("score", packed, fields)
+        return _in_place(answers, packed, len(sequences.scored))["logprobs"]
 
     def _shuffle_seed(self, update_id: str) -> int:
         """The same for an update and its repetition in a later lineage: run/lineage.step counts by its step."""

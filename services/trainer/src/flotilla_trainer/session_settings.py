@@ -8,6 +8,7 @@ from typing import Any
 
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_core.errors import FailedPrecondition, InvalidRequest, Unimplemented
+from flotilla_trainer.objective.settings import check_objective, objective_settings
 from flotilla_trainer.packing import Layout
 from flotilla_trainer.rank.settings import SessionSettings
 
@@ -18,10 +19,8 @@ def check_spec(spec: pb.SessionSpec) -> None:
     """Refuse a specification that cannot be trained, naming the field."""
     if spec.role not in (pb.ROLE_UNSPECIFIED, pb.ROLE_POLICY):
         raise Unimplemented(f"this trainer holds policies, not {pb.Role.Name(spec.role)}", where="spec.role")
-    objective = spec.objective.WhichOneof("kind")
-    if objective is None:
-        raise InvalidRequest("no objective is given", where="spec.objective", next_step="set sft or grpo")
-    optimizer, grpo = spec.optimizer, spec.objective.grpo
+    check_objective(spec.objective)
+    optimizer = spec.optimizer
     rules = {
         "optimizer.learning_rate": _number(optimizer.learning_rate, above=0),
         "optimizer.beta1": 0 <= optimizer.beta1 < 1,
@@ -35,10 +34,6 @@ def check_spec(spec: pb.SessionSpec) -> None:
         "batching.logprob_chunk_tokens": spec.batching.logprob_chunk_tokens > 0,
         "total_updates": spec.total_updates > 0,
     }
-    if objective == "grpo":
-        rules["objective.grpo.temperature"] = _number(grpo.temperature, above=0)
-        rules["objective.grpo.clip_low"] = 0 <= grpo.clip_low <= 1
-        rules["objective.grpo.clip_high"] = _number(grpo.clip_high)
     for name, holds in rules.items():
         if not holds:
             raise InvalidRequest(f"{name} is out of range or missing", where=f"spec.{name}")
@@ -46,12 +41,9 @@ def check_spec(spec: pb.SessionSpec) -> None:
 
 def rank_settings(spec: pb.SessionSpec) -> dict[str, Any]:
     """The fields of the command that opens the session on the ranks."""
-    grpo, optimizer = spec.objective.grpo, spec.optimizer
+    optimizer = spec.optimizer
     settings = SessionSettings(
-        objective=spec.objective.WhichOneof("kind") or "",
-        temperature=grpo.temperature if spec.objective.HasField("grpo") else 1.0,
-        clip_low=grpo.clip_low,
-        clip_high=grpo.clip_high,
+        objective=objective_settings(spec.objective),
         beta1=optimizer.beta1,
         beta2=optimizer.beta2,
         epsilon=optimizer.epsilon,

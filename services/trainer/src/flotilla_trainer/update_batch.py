@@ -14,11 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flotilla.common.v1 import tensor_pb2
-from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
-from flotilla_algorithms import group_advantages, shuffled_rewards
-from flotilla_core.errors import InvalidRequest, NotFinite
+from flotilla_core.errors import InvalidRequest
 from flotilla_core.tensors import from_tensor
+from flotilla_core.version import Version
 from flotilla_trainer.frames import Array
 from flotilla_trainer.packing import Sequences
 
@@ -46,10 +45,12 @@ class UpdateBatch:
     logprobs: NDArray[np.float32] | None
     advantages: NDArray[np.float32] | None
     """Where the caller computed them itself."""
+    staleness: NDArray[np.int64]
+    """Versions that lie between the one that wrote a token and the one that it trains."""
 
     @classmethod
-    def read(cls, groups: Sequence[pb.TrainGroup], limits: ModelLimits) -> UpdateBatch:
-        """The batch on the wire."""
+    def read(cls, groups: Sequence[pb.TrainGroup], limits: ModelLimits, version: Version) -> UpdateBatch:
+        """The batch on the wire, to train `version`."""
         samples = [sample for group in groups for sample in group.samples]
         if not samples:
             raise InvalidRequest(
@@ -62,7 +63,7 @@ class UpdateBatch:
         _check_unique(ids)
         prompts = [_tokens(group.prompt_token_ids, f"prompt of group {group.group_id!r}") for group in groups]
         sizes = np.array([len(group.samples) for group in groups])
-        responses = [_tokens(sample.token_ids, _sample(sample.sample_id)) for sample in samples]
+        responses = [_tokens(sample.token_ids, sample_place(sample.sample_id)) for sample in samples]
         lengths = np.array([len(response) for response in responses])
         prompt_of = np.repeat(np.arange(len(groups)), sizes)
         tokens, prompt_lengths = _joined([prompts[index] for index in prompt_of], responses, ids, limits)
@@ -76,50 +77,30 @@ class UpdateBatch:
             trained=_mask(samples, lengths),
             logprobs=_optional("logprobs", samples, lengths),
             advantages=_optional("advantages", samples, lengths),
+            staleness=_staleness(samples, lengths, version),
         )
         if not batch.trained.any():
             raise InvalidRequest("no token of the update is trained", why="every mask is false")
         return batch
 
-    def sequences(self, objective: session_pb2.Objective, shuffle_seed: int) -> Sequences:
-        """What the ranks need for this objective."""
-        columns: dict[str, NDArray[np.float32]] = {}
-        if objective.HasField("grpo"):
-            columns = {
-                "rollout_logprobs": self._rollout_logprobs()[self.trained],
-                "advantages": self._token_advantages(objective.grpo, shuffle_seed)[self.trained],
-            }
+    def sequences(self, columns: dict[str, NDArray[Any]] | None = None) -> Sequences:
+        """What the ranks need; `columns` cover all response tokens and are cut down to those that are trained."""
         return Sequences(
             tokens=self.tokens,
             lengths=self.prompt_lengths + self.response_lengths,
             scored=response_places(self.prompt_lengths, self.response_lengths)[self.trained],
-            columns=columns,
+            columns={
+                name: column[self.trained].astype(np.float32) for name, column in (columns or {}).items()
+            },
         )
 
-    def _rollout_logprobs(self) -> NDArray[np.float32]:
-        if self.logprobs is None:
-            raise InvalidRequest(
-                "the grpo objective needs the rollout's log-probabilities",
-                where=_sample(self.sample_ids[0]),
-                why="the field `logprobs` is empty",
-            )
-        return self.logprobs
-
-    def _token_advantages(self, objective: session_pb2.GrpoObjective, seed: int) -> NDArray[np.float32]:
-        if self.advantages is not None:
-            return self.advantages
-        wrong = np.flatnonzero(~np.isfinite(self.rewards))
-        if wrong.size:
-            raise NotFinite(
-                f"a reward is {self.rewards[wrong[0]]}",
-                where=_sample(self.sample_ids[wrong[0]]),
-                next_step="let the reward function report an error instead of a number",
-            )
-        rewards = shuffled_rewards(self.rewards, seed) if objective.shuffle_rewards else self.rewards
-        whole_update = objective.baseline == session_pb2.BASELINE_BATCH
-        sizes = [len(rewards)] if whole_update else self.group_sizes
-        advantages = group_advantages(rewards, sizes, normalize_std=objective.normalize_std)
-        return np.repeat(advantages, self.response_lengths).astype(np.float32)
+    def all_responses(self) -> Sequences:
+        """Every response token to be scored, trained or not."""
+        return Sequences(
+            tokens=self.tokens,
+            lengths=self.prompt_lengths + self.response_lengths,
+            scored=response_places(self.prompt_lengths, self.response_lengths),
+        )
 
 
 def read_scored(
@@ -131,8 +112,10 @@ def read_scored(
         raise InvalidRequest("there is nothing to score", where="ComputeLogprobs")
     ids = [item.sequence_id for item in items]
     _check_unique(ids)
-    prompts = [_tokens(item.prompt_token_ids, f"prompt of {_sample(item.sequence_id)}") for item in items]
-    responses = [_tokens(item.token_ids, _sample(item.sequence_id)) for item in items]
+    prompts = [
+        _tokens(item.prompt_token_ids, f"prompt of {sample_place(item.sequence_id)}") for item in items
+    ]
+    responses = [_tokens(item.token_ids, sample_place(item.sequence_id)) for item in items]
     lengths = np.array([len(response) for response in responses])
     tokens, prompt_lengths = _joined(prompts, responses, ids, limits)
     scored = response_places(prompt_lengths, lengths)
@@ -161,7 +144,7 @@ def _joined(
     if len(too_long):
         raise InvalidRequest(
             f"a sequence of {lengths[too_long[0]]} tokens does not fit the model",
-            where=_sample(ids[too_long[0]]),
+            where=sample_place(ids[too_long[0]]),
             why=f"the model takes {limits.max_sequence_tokens}",
             next_step="lower rollout.sampling.max_response_tokens or drop long prompts",
         )
@@ -170,7 +153,7 @@ def _joined(
         owner = int(np.searchsorted(np.cumsum(lengths), wrong[0], side="right"))
         raise InvalidRequest(
             f"token id {tokens[wrong[0]]} is not in the vocabulary",
-            where=_sample(ids[owner]),
+            where=sample_place(ids[owner]),
             why=f"the model knows ids 0 to {limits.vocabulary - 1}",
             next_step="use the tokenizer of the model that the trainer holds",
         )
@@ -200,11 +183,12 @@ def _optional(
         values = from_tensor(getattr(sample, name)) if present else np.zeros(0, np.float32)
         if values.shape != (length,) or values.dtype.kind != "f":
             raise InvalidRequest(
-                f"`{name}` holds {values.size} numbers for {length} tokens", where=_sample(sample.sample_id)
+                f"`{name}` holds {values.size} numbers for {length} tokens",
+                where=sample_place(sample.sample_id),
             )
         if not np.isfinite(values).all():
             raise InvalidRequest(
-                f"`{name}` holds a number that is not finite", where=_sample(sample.sample_id)
+                f"`{name}` holds a number that is not finite", where=sample_place(sample.sample_id)
             )
         arrays.append(values)
     return np.concatenate(arrays).astype(np.float32)
@@ -216,19 +200,45 @@ def _mask(samples: list[pb.TrainSample], lengths: NDArray[np.int64]) -> NDArray[
         mask = from_tensor(sample.mask) if sample.mask.data else np.ones(length, np.bool_)
         if mask.shape != (length,) or mask.dtype != np.bool_:
             raise InvalidRequest(
-                f"`mask` holds {mask.size} flags for {length} tokens", where=_sample(sample.sample_id)
+                f"`mask` holds {mask.size} flags for {length} tokens", where=sample_place(sample.sample_id)
             )
         masks.append(mask)
     return np.concatenate(masks)
+
+
+def _staleness(
+    samples: list[pb.TrainSample], lengths: NDArray[np.int64], version: Version
+) -> NDArray[np.int64]:
+    """Tokens that no version claims are taken as written by the newest."""
+    behind = np.zeros(int(lengths.sum()), np.int64)
+    starts = np.cumsum(lengths) - lengths
+    for sample, start, length in zip(samples, starts.tolist(), lengths.tolist(), strict=True):
+        for span in sample.version_spans:
+            wrote = Version.from_proto(span.version)
+            if not span.start <= span.end <= length:
+                raise InvalidRequest(
+                    f"tokens {span.start} to {span.end} of version {wrote} do not lie within {length} tokens",
+                    where=sample_place(sample.sample_id),
+                )
+            if wrote > version:
+                raise InvalidRequest(
+                    f"tokens are said to be written by version {wrote}, which does not exist yet",
+                    where=sample_place(sample.sample_id),
+                    why=f"the update trains version {version}",
+                    next_step="send the version spans that the generator reported",
+                )
+            behind[start + span.start : start + span.end] = max(0, version.step - wrote.step)
+    return behind
 
 
 def _check_unique(ids: list[str]) -> None:
     seen: set[str] = set()
     for identifier in ids:
         if not identifier or identifier in seen:
-            raise InvalidRequest("an id is empty or stands twice", where=_sample(identifier))
+            raise InvalidRequest("an id is empty or stands twice", where=sample_place(identifier))
         seen.add(identifier)
 
 
-def _sample(identifier: str) -> str:
+def sample_place(identifier: str) -> str:
+    """Where an error about a sample points."""
     return f"sample {identifier!r}"

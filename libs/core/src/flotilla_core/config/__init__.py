@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+from flotilla_core.config.algorithm import AlgorithmConfig, PolicyConfig, SftConfig
 from flotilla_core.config.loader import load, load_text
 from flotilla_core.config.model import ConfigModel
 from flotilla_core.config.output import dump_yaml, json_schema
 from flotilla_core.config.run import (
-    AlgorithmConfig,
     BatchingConfig,
     CanaryConfig,
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
-    GrpoConfig,
     OptimizerConfig,
     RewardTermConfig,
     RolloutConfig,
     RunConfig,
     SamplingConfig,
-    SftConfig,
     StopConfig,
     WeightSyncConfig,
 )
@@ -45,9 +43,9 @@ __all__ = [
     "DataConfig",
     "EvaluationConfig",
     "GeneratorConfig",
-    "GrpoConfig",
     "NatsConfig",
     "OptimizerConfig",
+    "PolicyConfig",
     "RewardServiceConfig",
     "RewardTermConfig",
     "RolloutConfig",

@@ -39,12 +39,13 @@ def explain(failure: ValidationError, model: type[ConfigModel], document: Docume
 def _message(problem: Any, path: KeyPath, model: type[ConfigModel]) -> str:
     kind, value = problem["type"], problem["input"]
     if kind == "extra_forbidden":
-        meant = _probably_meant(path, model)
-        return f"unknown key {join(path)}" + (f"; did you mean {meant}?" if meant else "")
+        return _unknown_key(path, model)
     if kind == "missing":
         return f"{join(path)} is missing"
     if kind == "union_tag_not_found":
         return f"{join(path)}.type is missing"
+    if kind in ("union_tag_invalid", "literal_error") and isinstance(name := _name_of(value), str):
+        return _unknown_name(path, kind, name, problem["ctx"])
     text = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     text = text.partition(", unable to parse")[0]
     text = re.sub(r"^(\w+) should ", lambda kind: f"a {kind[1].lower()} that should ", text)
@@ -53,6 +54,30 @@ def _message(problem: Any, path: KeyPath, model: type[ConfigModel]) -> str:
     if kind == "model_type":
         text = "a mapping of keys to values"
     return f"{join(path)}: expected {text[0].lower()}{text[1:]}, got {describe(value)}"
+
+
+def _unknown_key(path: KeyPath, model: type[ConfigModel]) -> str:
+    meant = _probably_meant(path, model)
+    if meant == join(path):
+        return f"unknown key {meant}: another {join(path[:-1])}.type has it, this one does not"
+    return f"unknown key {join(path)}" + (f"; did you mean {meant}?" if meant else "")
+
+
+def _name_of(value: Any) -> Any:
+    return value.get("type") if isinstance(value, dict) else value
+
+
+def _unknown_name(path: KeyPath, kind: str, name: str, context: dict[str, Any]) -> str:
+    """The names that pydantic expected, and the nearest of them."""
+    of_a_section = kind == "union_tag_invalid"
+    expected = context["expected_tags" if of_a_section else "expected"]
+    known = re.findall(r"'([^']*)'", expected.replace("'user'", "'path.py:function'"))
+    place = join((*path, "type")) if of_a_section else join(path)
+    near = difflib.get_close_matches(name, known, n=1)
+    choice = " or ".join(known) if len(known) < 3 else f"one of {', '.join(known)}"
+    return f"{place}: expected {choice}, got the text {name!r}" + (
+        f"; did you mean {near[0]}?" if near else ""
+    )
 
 
 def _written_path(location: tuple[str | int, ...], kind: str, values: Any) -> KeyPath:

@@ -6,11 +6,13 @@ Names carry units. Nothing has to divide anything: accumulation, packing and dat
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from flotilla_core.config.algorithm import AlgorithmConfig, PolicyConfig
 from flotilla_core.config.model import ConfigModel
+from flotilla_core.config.user_function import function_path
 
 
 class DataConfig(ConfigModel):
@@ -79,35 +81,7 @@ class RewardTermConfig(ConfigModel):
     """Limit for one sample; then it counts as a timeout, never as a score."""
 
     def with_paths_from(self, directory: Path) -> Self:
-        file, colon, function = self.reward.rpartition(":")
-        if not (colon and file.endswith(".py")):
-            return self
-        return self.model_copy(update={"reward": f"{directory / Path(file).expanduser()}:{function}"})
-
-
-class GrpoConfig(ConfigModel):
-    """Group-relative policy optimisation."""
-
-    type: Literal["grpo"] = "grpo"
-    clip_low: float = Field(default=0.2, gt=0)
-    """Ratio floor is 1 - clip_low."""
-    clip_high: float = Field(default=0.2, gt=0)
-    """Ratio ceiling is 1 + clip_high."""
-    baseline: Literal["group", "batch"] = "group"
-    """What a reward is compared with: the mean of its prompt's samples, or that of the whole update."""
-    normalize_std: bool = True
-    """Divide centred rewards by their standard deviation (of the group or of the update, as `baseline`)."""
-    shuffle_rewards: bool = False
-    """Control experiment: permute the rewards of an update. Such a run must not learn."""
-
-
-class SftConfig(ConfigModel):
-    """Supervised next-token training on the answers."""
-
-    type: Literal["sft"] = "sft"
-
-
-AlgorithmConfig = Annotated[GrpoConfig | SftConfig, Field(discriminator="type")]
+        return self.model_copy(update={"reward": function_path(self.reward, directory)})
 
 
 class OptimizerConfig(ConfigModel):
@@ -226,7 +200,7 @@ class RunConfig(ConfigModel):
     """Generation; `sft` uses `prompts_per_step` alone."""
     rewards: tuple[RewardTermConfig, ...] = ()
     """Weighted sum; evaluation uses the same terms."""
-    algorithm: AlgorithmConfig = GrpoConfig()
+    algorithm: AlgorithmConfig = PolicyConfig()
     """What is optimised."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW."""
@@ -245,14 +219,16 @@ class RunConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
-        if self.algorithm.type == "grpo":
-            if self.rollout.samples_per_prompt < 2 and self.algorithm.baseline == "group":
+        if self.algorithm.type != "sft":
+            name, least = self.algorithm.type, self.algorithm.advantage.min_group_samples
+            if self.rollout.samples_per_prompt < least:
                 raise ValueError(
-                    "rollout.samples_per_prompt is 1, but grpo compares the samples of one prompt with each "
-                    "other: set it to 2 or more (8 is usual), or algorithm.baseline to batch"
+                    f"rollout.samples_per_prompt is {self.rollout.samples_per_prompt}, but {name} compares the "
+                    f"samples of one prompt with each other: set it to {least} or more (8 is usual), "
+                    "or take an advantage that compares over the whole batch"
                 )
             if not self.rewards:
-                raise ValueError("rewards is empty: grpo needs at least one reward term")
+                raise ValueError(f"rewards is empty: {name} needs at least one reward term")
             if self.rollout.sampling.temperature == 0:
                 raise ValueError("rollout.sampling.temperature is 0: greedy samples of a group are all equal")
             if self.rollout.sampling.top_p < 1 or self.rollout.sampling.top_k > 0:

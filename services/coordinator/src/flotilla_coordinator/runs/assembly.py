@@ -214,7 +214,7 @@ class Assembly:
             generation,
             scorer,
             self._ledger,
-            min_group_samples=2 if config.algorithm.baseline == "group" else 1,
+            min_group_samples=config.algorithm.advantage.min_group_samples,
         )
 
     def _held_out(self, tokenizer: Tokenizer) -> list[Prompt]:

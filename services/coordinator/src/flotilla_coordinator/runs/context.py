@@ -20,6 +20,7 @@ from flotilla_coordinator.ledger.rewind import UPDATE_SKIPPED
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs.batch import Batch, BatchSource
 from flotilla_coordinator.runs.checkpoints import RunCheckpoints
+from flotilla_coordinator.runs.distance import distance_warning
 from flotilla_coordinator.runs.evaluate import Evaluator
 from flotilla_coordinator.runs.policy import PolicyTrainer
 from flotilla_coordinator.runs.progress import Progress
@@ -88,6 +89,8 @@ class RunContext:
         """The samples of the batch are consumed now, or dropped where the trainer skipped the update."""
         self.metrics.update(batch.metrics)
         self.metrics.update(update.metrics)
+        if warning := distance_warning(self.config.algorithm, update.metrics):
+            self.status.notice(run_pb2.NOTICE_LEVEL_WARNING, warning)
         self.cursor = batch.cursor
         if not self.source.samples_from_policy:
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from flotilla.trainer.v1 import session_pb2 as pb
+from flotilla_coordinator.runs.objective import objective
 from flotilla_core.config import RunConfig
 
 SCHEDULES = {
@@ -15,8 +16,6 @@ SCHEDULES = {
 
 PACKINGS = {"auto": pb.PACKING_UNSPECIFIED, "on": pb.PACKING_ON, "off": pb.PACKING_OFF}
 
-BASELINES = {"group": pb.BASELINE_GROUP, "batch": pb.BASELINE_BATCH}
-
 
 def session_spec(config: RunConfig, dump_dir: Path) -> pb.SessionSpec:
     """Everything that a policy session needs to know about a run."""
@@ -24,7 +23,7 @@ def session_spec(config: RunConfig, dump_dir: Path) -> pb.SessionSpec:
     return pb.SessionSpec(
         role=pb.ROLE_POLICY,
         initial_weights=str(config.initial_weights or ""),
-        objective=_objective(config),
+        objective=objective(config),
         optimizer=pb.Optimizer(
             learning_rate=optimizer.learning_rate,
             beta1=optimizer.betas[0],
@@ -47,20 +46,4 @@ def session_spec(config: RunConfig, dump_dir: Path) -> pb.SessionSpec:
         total_updates=config.steps,
         max_skipped_updates=optimizer.max_skipped_updates,
         dump_dir=str(dump_dir),
-    )
-
-
-def _objective(config: RunConfig) -> pb.Objective:
-    algorithm = config.algorithm
-    if algorithm.type == "sft":
-        return pb.Objective(sft=pb.SftObjective())
-    return pb.Objective(
-        grpo=pb.GrpoObjective(
-            temperature=config.rollout.sampling.temperature,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            normalize_std=algorithm.normalize_std,
-            shuffle_rewards=algorithm.shuffle_rewards,
-            baseline=BASELINES[algorithm.baseline],
-        )
     )

@@ -1,4 +1,4 @@
-"""What a loss gives back for one micro-batch."""
+"""What an objective says about one micro-batch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import torch
 
 
 class LossTerms(NamedTuple):
-    """Sums over the tokens of a micro-batch; only `loss` carries a gradient."""
+    """`loss` carries the gradient; sums and maxima over its tokens are added up over micro-batches and ranks."""
 
     loss: torch.Tensor
-    clipped: torch.Tensor
-    """Tokens whose gradient the clip removed."""
-    ratio: torch.Tensor
-    """Probability under the policy over probability at sampling time."""
+    sums: dict[str, torch.Tensor]
+    maxima: dict[str, torch.Tensor]

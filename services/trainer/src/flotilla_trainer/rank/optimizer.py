@@ -1,8 +1,8 @@
-"""One optimizer step on gradients that were accumulated as sums.
+"""One optimizer step on gradients that were accumulated over micro-batches.
 
-Invariants: gradients are scaled exactly once, by one over the tokens of the whole update times the clip; the norm is
-that of the whole gradient over all ranks; matrices decay, vectors (norms, biases) do not; a rank updates only its own
-shards, which element-wise AdamW allows.
+Invariants: losses came weighted, so gradients are scaled by nothing but the clip; the norm is that of the whole
+gradient over all ranks; matrices decay, vectors (norms, biases) do not; a rank updates only its own shards, which
+element-wise AdamW allows.
 """
 
 from __future__ import annotations
@@ -42,16 +42,14 @@ class PolicyOptimizer:
         self._adamw.zero_grad(set_to_none=True)
 
     def squared_norm(self) -> torch.Tensor:
-        """This rank's share of the squared norm of the summed gradient, in float64."""
+        """This rank's share of the squared norm of the gradient, in float64."""
         norms = torch._foreach_norm(self._local_gradients())
         return torch.stack(norms).double().square().sum()
 
-    def step(self, learning_rate: float, tokens: float, mean_norm: float) -> None:
-        """Update the weights; `mean_norm` is the norm of the gradient divided by `tokens`."""
-        scale = 1.0 / tokens
-        if self._max_grad_norm and mean_norm > self._max_grad_norm:
-            scale *= self._max_grad_norm / mean_norm
-        torch._foreach_mul_(self._local_gradients(), scale)
+    def step(self, learning_rate: float, norm: float) -> None:
+        """Update the weights; `norm` is that of the whole gradient."""
+        if self._max_grad_norm and norm > self._max_grad_norm:
+            torch._foreach_mul_(self._local_gradients(), self._max_grad_norm / norm)
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         (self._visiting or self._adamw).step()

@@ -53,6 +53,7 @@ class PolicyModel(nn.Module):
         chunk_tokens: int,
         top_k: int = 0,
         packed_row: PackedRow | None = None,
+        entropy_gradient: bool = False,
     ) -> TokenScores:
         """Score `targets` where the flattened `positions` predict them."""
         hidden = self._hidden(tokens, packed_row)[positions]
@@ -63,6 +64,7 @@ class PolicyModel(nn.Module):
                 target_chunk,
                 temperature,
                 top_k,
+                entropy_gradient,
                 use_reentrant=False,
                 preserve_rng_state=False,
                 determinism_check="none",
@@ -110,16 +112,22 @@ class PolicyModel(nn.Module):
         return logits
 
     def _score(
-        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, top_k: int
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        top_k: int,
+        entropy_gradient: bool,
     ) -> TokenScores:
         logits = self._logits(hidden)
         if temperature != 1.0:
             logits = logits / temperature
         normalizer = torch.logsumexp(logits, dim=-1)
         logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - normalizer
-        with torch.no_grad():
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             probabilities = torch.softmax(logits, dim=-1)
             entropy = normalizer - (probabilities * logits).sum(-1)
+        with torch.no_grad():
             top = logits.topk(top_k, dim=-1)
             top_logprobs = top.values - normalizer[:, None]
         return TokenScores(logprobs, entropy, top.indices, top_logprobs)

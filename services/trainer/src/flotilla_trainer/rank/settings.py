@@ -8,16 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from flotilla_trainer.rank.objective_settings import ObjectiveSettings
+
 
 @dataclass(frozen=True)
 class SessionSettings:
     """Objective, optimizer and memory limits of one session."""
 
-    objective: str
-    """sft or grpo."""
-    temperature: float
-    clip_low: float
-    clip_high: float
+    objective: ObjectiveSettings
     beta1: float
     beta2: float
     epsilon: float
@@ -31,4 +29,4 @@ class SessionSettings:
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> SessionSettings:
         """Read the fields of the command that opens a session."""
-        return cls(**fields)
+        return cls(**{**fields, "objective": ObjectiveSettings(**fields["objective"])})

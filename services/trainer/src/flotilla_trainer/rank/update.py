@@ -1,7 +1,8 @@
 """One update on one rank: forward and backward over its micro-batches, then a step that all ranks take or none.
 
-Invariants: all numbers leave a micro-batch as sums; every decision (skip, abort) is made from values reduced over the
-gang, so the ranks never part; weights change in `finish` only, and only where loss and gradient are finite.
+Invariants: all numbers leave a micro-batch as sums, the loss as one that is weighted already; every decision (skip,
+abort, distrust) is made from values reduced over the gang, so the ranks never part; weights change in `finish` only,
+and only where loss and gradient are finite.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ import torch
 import torch.distributed as dist
 
 from flotilla_core import telemetry
+from flotilla_core.errors import Mismatch
 from flotilla_core.telemetry import names
 from flotilla_trainer.frames import Frame
-from flotilla_trainer.losses import LossTerms, grpo_loss, sft_loss
+from flotilla_trainer.losses.terms import LossTerms
 from flotilla_trainer.rank.link import FrontLink
+from flotilla_trainer.rank.objective import Objective
+from flotilla_trainer.rank.objective_metrics import MAXIMA, SUMS, objective_metrics
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
 from flotilla_trainer.rank.packed_row import PackedRow
 from flotilla_trainer.rank.settings import SessionSettings
 from flotilla_trainer.rank.sharded_model import ShardedModel
 
-SUMS = ("loss", "tokens", "entropy", "clipped", "ratio", "logprob_diff", "probs_diff")
-MAXIMA = ("logprob_diff", "probs_diff")
 Columns = dict[str, torch.Tensor]
 
 
@@ -50,10 +52,14 @@ def _placed(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tens
 class Update:
     """Accumulates sums of losses and gradients."""
 
-    def __init__(self, model: ShardedModel, settings: SessionSettings, link: FrontLink) -> None:
+    def __init__(
+        self, model: ShardedModel, settings: SessionSettings, objective: Objective, link: FrontLink
+    ) -> None:
         self._model = model
         self._settings = settings
         self._link = link
+        self._objective = objective
+        self._named: set[str] = set()
         self._sums = torch.zeros(len(SUMS), dtype=torch.float64, device=model.device)
         self._maxima = torch.zeros(len(MAXIMA), dtype=torch.float64, device=model.device)
 
@@ -66,73 +72,47 @@ class Update:
                 self._one(columns, idle, backward)
 
     def reduced(self, *extra: torch.Tensor) -> tuple[dict[str, float], list[float]]:
-        """Means over all tokens of all ranks, and `extra` summed over the ranks."""
+        """The metrics over all tokens of all ranks, and `extra` summed over the ranks."""
         self._link.progress("reducing over the ranks")
         sums = torch.cat([self._sums, *(value.double().reshape(1) for value in extra)])
         dist.all_reduce(sums)
         dist.all_reduce(self._maxima, dist.ReduceOp.MAX)
         totals = dict(zip(SUMS, sums.tolist(), strict=False))
         peaks = dict(zip(MAXIMA, self._maxima.tolist(), strict=True))
-        tokens = totals["tokens"]
-        metrics = {
-            "loss": totals["loss"] / tokens,
-            "entropy": totals["entropy"] / tokens,
-            "tokens/trained": tokens,
-        }
-        if self._settings.objective == "grpo":
-            metrics |= {"clip_fraction": totals["clipped"] / tokens, "ratio_mean": totals["ratio"] / tokens}
-            for name, peak in peaks.items():
-                metrics |= {f"{name}/mean": totals[name] / tokens, f"{name}/max": peak}
-        return metrics, sums[len(SUMS) :].tolist()
+        return objective_metrics(totals, peaks, self._named), sums[len(SUMS) :].tolist()
+
+    def distrust(self, metrics: dict[str, float]) -> str:
+        """Why rollouts this far from the trainer must not be trained on; empty where they may."""
+        limit, mean = self._settings.objective.fail_at, metrics.get("probs_diff/mean", 0.0)
+        if limit is None or mean <= limit:
+            return ""
+        return (
+            f"the rollout's probabilities differ from the trainer's by {mean:.4g} on average, above {limit:g}"
+        )
 
     def _one(self, columns: Columns, idle: bool, backward: bool) -> None:
         scores = self._model.policy(
             columns["tokens"],
             columns["positions"],
             columns["targets"].long(),
-            temperature=self._settings.temperature,
+            temperature=self._settings.objective.temperature,
             chunk_tokens=self._settings.chunk_tokens,
             packed_row=PackedRow.among(columns),
+            entropy_gradient=self._objective.entropy_gradient,
         )
-        terms = self._loss(scores.logprobs, columns)
+        terms = self._objective(scores.logprobs, scores.entropy, columns)
+        self._named.update(terms.sums)
         if backward:
             # Idle work takes part in the collectives of the backward pass with a gradient of zero.
             (terms.loss * 0.0 if idle else terms.loss).backward()
         if not idle:
-            self._count(terms, scores.logprobs.detach(), scores.entropy, columns)
+            self._count(terms)
 
-    def _loss(self, logprobs: torch.Tensor, columns: Columns) -> LossTerms:
-        if self._settings.objective == "sft":
-            return sft_loss(logprobs)
-        return grpo_loss(
-            logprobs,
-            columns["rollout_logprobs"],
-            columns["advantages"],
-            self._settings.clip_low,
-            self._settings.clip_high,
-        )
-
-    def _count(
-        self, terms: LossTerms, logprobs: torch.Tensor, entropy: torch.Tensor, columns: Columns
-    ) -> None:
-        nothing = logprobs.new_zeros(())
-        difference = probability_difference = nothing[None]
-        if "rollout_logprobs" in columns:
-            rollout = columns["rollout_logprobs"]
-            difference = (logprobs - rollout).abs()
-            probability_difference = (logprobs.exp() - rollout.exp()).abs()
-        sums = [
-            terms.loss.detach(),
-            nothing + logprobs.numel(),
-            entropy.sum(),
-            terms.clipped,
-            terms.ratio,
-            difference.sum(),
-            probability_difference.sum(),
-        ]
-        self._sums += torch.stack([value.double() for value in sums])
-        peaks = torch.stack([difference.max(), probability_difference.max()])
-        self._maxima = torch.maximum(self._maxima, peaks.double())
+    def _count(self, terms: LossTerms) -> None:
+        nothing = terms.loss.new_zeros((), dtype=torch.float64)
+        self._sums += torch.stack([terms.sums.get(name, nothing).double() for name in SUMS])
+        peaks = torch.stack([terms.maxima.get(name, nothing).double() for name in MAXIMA])
+        self._maxima = torch.maximum(self._maxima, peaks)
 
 
 def finish(
@@ -143,14 +123,22 @@ def finish(
     with telemetry.span(names.TRAINER_OPTIMIZER_STEP):
         abort = torch.tensor(float(aborted), device=device)
         metrics, (squared_norm, aborts) = update.reduced(optimizer.squared_norm(), abort)
-        norm = math.sqrt(squared_norm) / metrics["tokens/trained"] if squared_norm >= 0 else math.nan
+        norm = math.sqrt(squared_norm) if squared_norm >= 0 else math.nan
         metrics |= {"grad_norm": norm, "learning_rate": learning_rate}
         skipped = "" if math.isfinite(norm) else f"the gradient norm is {norm}"
         if not math.isfinite(metrics["loss"]):
             skipped = f"the loss is {metrics['loss']}"
-        if skipped or aborts:
+        distrusted = "" if skipped or aborts else update.distrust(metrics)
+        if skipped or aborts or distrusted:
             optimizer.discard_gradients()
         else:
-            optimizer.step(learning_rate, metrics["tokens/trained"], norm)
+            optimizer.step(learning_rate, norm)
+    if distrusted:
+        raise Mismatch(
+            distrusted,
+            why="generator and trainer do not compute the same policy, or the samples are too old",
+            next_step="look at probs_diff and canary over the run; algorithm.correction.importance makes up for "
+            "small differences, algorithm.correction.fail_at is this limit",
+        )
     metrics["time/optimizer_s"] = time.monotonic() - started
     return metrics, skipped, bool(aborts)

@@ -21,7 +21,9 @@ from flotilla_core.telemetry import names
 from flotilla_trainer.frames import Array, Frame
 from flotilla_trainer.rank.checkpoint import RankCheckpoints
 from flotilla_trainer.rank.export import export
+from flotilla_trainer.rank.frozen_copy import FrozenCopy
 from flotilla_trainer.rank.link import FrontLink
+from flotilla_trainer.rank.objective import Objective
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
 from flotilla_trainer.rank.publisher import Publisher
 from flotilla_trainer.rank.scoring import score
@@ -49,7 +51,9 @@ class RankWorker:
         mesh = init_device_mesh(device.type, (setup.ranks,))
         self._model = ShardedModel(self._folder, getattr(torch, setup.dtype), mesh, device)
         self._settings: SessionSettings | None = None
+        self._objective: Objective | None = None
         self._optimizer: PolicyOptimizer | None = None
+        self._reference: FrozenCopy | None = None
         self._publisher = Publisher(self._model, link)
         self._checkpoints = RankCheckpoints(self._model, link)
         link.urgent("abort_group", lambda frame: self._publisher.abort(frame.fields["why"]))
@@ -102,16 +106,19 @@ class RankWorker:
         }, {}
 
     def _open_session(self, command: Frame) -> Answer:
-        self._settings = SessionSettings.from_fields(command.fields)
+        settings = SessionSettings.from_fields(command.fields)
+        self._objective = Objective(settings.objective)
+        self._settings = settings
         torch.manual_seed(self._settings.seed)
         self._model.recomputed_layers.on = self._settings.activation_checkpointing
         self._optimizer = PolicyOptimizer(self._model, self._settings)
+        self._reference = FrozenCopy(self._model) if self._settings.objective.keeps_reference else None
         return {}, {}
 
     def _train(self, command: Frame) -> Answer:
-        settings, optimizer = self._session()
+        settings, objective, optimizer = self._session()
         started = time.monotonic()
-        update = Update(self._model, settings, self._link)
+        update = Update(self._model, settings, objective, self._link)
         update.accumulate(command, backward=True)
         elapsed = time.monotonic() - started
         aborted = self._aborted == command.fields["attempt"]
@@ -122,21 +129,21 @@ class RankWorker:
         return {"metrics": metrics, "skipped": skipped, "aborted": aborted}, {}
 
     def _evaluate(self, command: Frame) -> Answer:
-        settings, _ = self._session()
-        update = Update(self._model, settings, self._link)
+        settings, objective, _ = self._session()
+        update = Update(self._model, settings, objective, self._link)
         update.accumulate(command, backward=False)
         metrics, _ = update.reduced()
         return {"metrics": metrics}, {}
 
     def _gradients(self, command: Frame) -> Answer:
-        """The loss and the whole mean gradient of a batch, from rank 0; no step follows."""
-        settings, optimizer = self._session()
-        update = Update(self._model, settings, self._link)
+        """The loss and the whole gradient of a batch, from rank 0; no step follows."""
+        settings, objective, optimizer = self._session()
+        update = Update(self._model, settings, objective, self._link)
         update.accumulate(command, backward=True)
         metrics, _ = update.reduced()
         arrays = {}
         for name, parameter in self._model.causal_lm.named_parameters():
-            whole = gathered(parameter.grad) / metrics["tokens/trained"]
+            whole = gathered(parameter.grad)
             if self._setup.rank == 0:
                 arrays[name] = whole.cpu().numpy()
         optimizer.discard_gradients()
@@ -144,25 +151,30 @@ class RankWorker:
 
     def _score(self, command: Frame) -> Answer:
         with telemetry.span(names.TRAINER_LOGPROBS):
-            return {}, score(command, self._model, self._link)
+            if not command.fields.get("reference"):
+                return {}, score(command, self._model, self._link)
+            # The front asks for it only where the session keeps one.
+            assert self._reference is not None
+            with self._reference.in_place():
+                return {}, score(command, self._model, self._link)
 
     def _export(self, command: Frame) -> Answer:
         return export(Path(command.fields["path"]), self._folder, self._model, self._link), {}
 
     def _snapshot(self, command: Frame) -> Answer:
-        _, optimizer = self._session()
+        _, _, optimizer = self._session()
         self._checkpoints.snapshot(command.fields, optimizer, self._folder)
         return {}, {}
 
     def _load_checkpoint(self, command: Frame) -> Answer:
-        _, optimizer = self._session()
+        _, _, optimizer = self._session()
         self._checkpoints.load(Path(command.fields["folder"]), optimizer)
         return {}, {}
 
-    def _session(self) -> tuple[SessionSettings, PolicyOptimizer]:
+    def _session(self) -> tuple[SessionSettings, Objective, PolicyOptimizer]:
         # The front sends no such command without a session: reaching this is a defect, and ends the process.
-        assert self._settings is not None and self._optimizer is not None
-        return self._settings, self._optimizer
+        assert self._settings is not None and self._objective is not None and self._optimizer is not None
+        return self._settings, self._objective, self._optimizer
 
     def _abort_update(self, frame: Frame) -> None:
         self._aborted = frame.fields["attempt"]

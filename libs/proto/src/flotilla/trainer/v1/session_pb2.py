@@ -22,33 +22,54 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!flotilla/trainer/v1/session.proto\x12\x13\x66lotilla.trainer.v1\"\xba\x02\n\x0bSessionSpec\x12\'\n\x04role\x18\x01 \x01(\x0e\x32\x19.flotilla.trainer.v1.Role\x12\x17\n\x0finitial_weights\x18\x02 \x01(\t\x12\x31\n\tobjective\x18\x03 \x01(\x0b\x32\x1e.flotilla.trainer.v1.Objective\x12\x31\n\toptimizer\x18\x04 \x01(\x0b\x32\x1e.flotilla.trainer.v1.Optimizer\x12/\n\x08\x62\x61tching\x18\x05 \x01(\x0b\x32\x1d.flotilla.trainer.v1.Batching\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x15\n\rtotal_updates\x18\x07 \x01(\x04\x12\x1b\n\x13max_skipped_updates\x18\x08 \x01(\r\x12\x10\n\x08\x64ump_dir\x18\t \x01(\t\"y\n\tObjective\x12\x30\n\x03sft\x18\x01 \x01(\x0b\x32!.flotilla.trainer.v1.SftObjectiveH\x00\x12\x32\n\x04grpo\x18\x02 \x01(\x0b\x32\".flotilla.trainer.v1.GrpoObjectiveH\x00\x42\x06\n\x04kind\"\x0e\n\x0cSftObjective\"\xaa\x01\n\rGrpoObjective\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x10\n\x08\x63lip_low\x18\x02 \x01(\x01\x12\x11\n\tclip_high\x18\x03 \x01(\x01\x12\x15\n\rnormalize_std\x18\x04 \x01(\x08\x12\x17\n\x0fshuffle_rewards\x18\x05 \x01(\x08\x12/\n\x08\x62\x61seline\x18\x06 \x01(\x0e\x32\x1d.flotilla.trainer.v1.Baseline\"\xf0\x01\n\tOptimizer\x12\x15\n\rlearning_rate\x18\x01 \x01(\x01\x12\r\n\x05\x62\x65ta1\x18\x02 \x01(\x01\x12\r\n\x05\x62\x65ta2\x18\x03 \x01(\x01\x12\x0f\n\x07\x65psilon\x18\x04 \x01(\x01\x12\x14\n\x0cweight_decay\x18\x05 \x01(\x01\x12\x15\n\rmax_grad_norm\x18\x06 \x01(\x01\x12/\n\x08schedule\x18\x07 \x01(\x0e\x32\x1d.flotilla.trainer.v1.Schedule\x12\x16\n\x0ewarmup_updates\x18\x08 \x01(\x04\x12\x16\n\x0e\x66inal_lr_ratio\x18\t \x01(\x01\x12\x0f\n\x07offload\x18\n \x01(\x08\"\x98\x01\n\x08\x42\x61tching\x12\x1d\n\x15tokens_per_microbatch\x18\x01 \x01(\r\x12\x1c\n\x14logprob_chunk_tokens\x18\x02 \x01(\r\x12-\n\x07packing\x18\x03 \x01(\x0e\x32\x1c.flotilla.trainer.v1.Packing\x12 \n\x18\x61\x63tivation_checkpointing\x18\x04 \x01(\x08*d\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_POLICY\x10\x01\x12\x0f\n\x0bROLE_CRITIC\x10\x02\x12\x12\n\x0eROLE_REFERENCE\x10\x03\x12\x10\n\x0cROLE_TEACHER\x10\x04*L\n\x08\x42\x61seline\x12\x18\n\x14\x42\x41SELINE_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x42\x41SELINE_GROUP\x10\x01\x12\x12\n\x0e\x42\x41SELINE_BATCH\x10\x02*e\n\x08Schedule\x12\x18\n\x14SCHEDULE_UNSPECIFIED\x10\x00\x12\x15\n\x11SCHEDULE_CONSTANT\x10\x01\x12\x13\n\x0fSCHEDULE_LINEAR\x10\x02\x12\x13\n\x0fSCHEDULE_COSINE\x10\x03*C\n\x07Packing\x12\x17\n\x13PACKING_UNSPECIFIED\x10\x00\x12\x0e\n\nPACKING_ON\x10\x01\x12\x0f\n\x0bPACKING_OFF\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!flotilla/trainer/v1/session.proto\x12\x13\x66lotilla.trainer.v1\x1a\x1cgoogle/protobuf/struct.proto\"\xba\x02\n\x0bSessionSpec\x12\'\n\x04role\x18\x01 \x01(\x0e\x32\x19.flotilla.trainer.v1.Role\x12\x17\n\x0finitial_weights\x18\x02 \x01(\t\x12\x31\n\tobjective\x18\x03 \x01(\x0b\x32\x1e.flotilla.trainer.v1.Objective\x12\x31\n\toptimizer\x18\x04 \x01(\x0b\x32\x1e.flotilla.trainer.v1.Optimizer\x12/\n\x08\x62\x61tching\x18\x05 \x01(\x0b\x32\x1d.flotilla.trainer.v1.Batching\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x15\n\rtotal_updates\x18\x07 \x01(\x04\x12\x1b\n\x13max_skipped_updates\x18\x08 \x01(\r\x12\x10\n\x08\x64ump_dir\x18\t \x01(\t\"}\n\tObjective\x12\x30\n\x03sft\x18\x01 \x01(\x0b\x32!.flotilla.trainer.v1.SftObjectiveH\x00\x12\x36\n\x06policy\x18\x02 \x01(\x0b\x32$.flotilla.trainer.v1.PolicyObjectiveH\x00\x42\x06\n\x04kind\"\x0e\n\x0cSftObjective\"\xea\x02\n\x0fPolicyObjective\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x1b\n\x13max_response_tokens\x18\x02 \x01(\r\x12\x31\n\tadvantage\x18\x03 \x01(\x0b\x32\x1e.flotilla.trainer.v1.Advantage\x12+\n\x04loss\x18\x04 \x01(\x0b\x32\x1d.flotilla.trainer.v1.Function\x12\x35\n\x0b\x61ggregation\x18\x05 \x01(\x0b\x32 .flotilla.trainer.v1.Aggregation\x12#\n\x02kl\x18\x06 \x01(\x0b\x32\x17.flotilla.trainer.v1.Kl\x12\x33\n\ncorrection\x18\x07 \x01(\x0b\x32\x1f.flotilla.trainer.v1.Correction\x12\x1b\n\x13\x65ntropy_coefficient\x18\x08 \x01(\x01\x12\x17\n\x0fshuffle_rewards\x18\t \x01(\x08\"E\n\x08\x46unction\x12\x0c\n\x04name\x18\x01 \x01(\t\x12+\n\nparameters\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\"\xc4\x02\n\tAdvantage\x12/\n\x08\x66unction\x18\x01 \x01(\x0b\x32\x1d.flotilla.trainer.v1.Function\x12\x0e\n\x06whiten\x18\x02 \x01(\x08\x12\x11\n\x04\x63lip\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x0breward_clip\x18\x04 \x01(\x01H\x01\x88\x01\x01\x12/\n\x08overlong\x18\x05 \x01(\x0b\x32\x1d.flotilla.trainer.v1.Overlong\x12\x1b\n\x13\x64rop_uniform_groups\x18\x06 \x01(\x08\x12\x1c\n\x0fkeep_mean_above\x18\x07 \x01(\x01H\x02\x88\x01\x01\x12\x1c\n\x0fkeep_mean_below\x18\x08 \x01(\x01H\x03\x88\x01\x01\x42\x07\n\x05_clipB\x0e\n\x0c_reward_clipB\x12\n\x10_keep_mean_aboveB\x12\n\x10_keep_mean_below\"2\n\x08Overlong\x12\x15\n\rbuffer_tokens\x18\x01 \x01(\r\x12\x0f\n\x07penalty\x18\x02 \x01(\x01\"Z\n\x0b\x41ggregation\x12\x32\n\x04type\x18\x01 \x01(\x0e\x32$.flotilla.trainer.v1.AggregationType\x12\x17\n\x0f\x63onstant_tokens\x18\x02 \x01(\r\"\xbc\x01\n\x02Kl\x12\x33\n\tplacement\x18\x01 \x01(\x0e\x32 .flotilla.trainer.v1.KlPlacement\x12\x33\n\testimator\x18\x02 \x01(\x0e\x32 .flotilla.trainer.v1.KlEstimator\x12\x13\n\x0b\x63oefficient\x18\x03 \x01(\x01\x12\x13\n\x06target\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\x0fhorizon_samples\x18\x05 \x01(\x04\x42\t\n\x07_target\"\xb9\x02\n\nCorrection\x12/\n\x08proximal\x18\x01 \x01(\x0e\x32\x1d.flotilla.trainer.v1.Proximal\x12\x33\n\nimportance\x18\x02 \x01(\x0e\x32\x1f.flotilla.trainer.v1.Importance\x12\x16\n\x0eimportance_cap\x18\x03 \x01(\x01\x12\x18\n\x10importance_floor\x18\x04 \x01(\x01\x12\x19\n\x0csequence_low\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\rsequence_high\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12\x17\n\x0fstaleness_decay\x18\x07 \x01(\x01\x12\x14\n\x07\x66\x61il_at\x18\x08 \x01(\x01H\x02\x88\x01\x01\x42\x0f\n\r_sequence_lowB\x10\n\x0e_sequence_highB\n\n\x08_fail_at\"\xf0\x01\n\tOptimizer\x12\x15\n\rlearning_rate\x18\x01 \x01(\x01\x12\r\n\x05\x62\x65ta1\x18\x02 \x01(\x01\x12\r\n\x05\x62\x65ta2\x18\x03 \x01(\x01\x12\x0f\n\x07\x65psilon\x18\x04 \x01(\x01\x12\x14\n\x0cweight_decay\x18\x05 \x01(\x01\x12\x15\n\rmax_grad_norm\x18\x06 \x01(\x01\x12/\n\x08schedule\x18\x07 \x01(\x0e\x32\x1d.flotilla.trainer.v1.Schedule\x12\x16\n\x0ewarmup_updates\x18\x08 \x01(\x04\x12\x16\n\x0e\x66inal_lr_ratio\x18\t \x01(\x01\x12\x0f\n\x07offload\x18\n \x01(\x08\"\x98\x01\n\x08\x42\x61tching\x12\x1d\n\x15tokens_per_microbatch\x18\x01 \x01(\r\x12\x1c\n\x14logprob_chunk_tokens\x18\x02 \x01(\r\x12-\n\x07packing\x18\x03 \x01(\x0e\x32\x1c.flotilla.trainer.v1.Packing\x12 \n\x18\x61\x63tivation_checkpointing\x18\x04 \x01(\x08*d\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_POLICY\x10\x01\x12\x0f\n\x0bROLE_CRITIC\x10\x02\x12\x12\n\x0eROLE_REFERENCE\x10\x03\x12\x10\n\x0cROLE_TEACHER\x10\x04*\xd6\x01\n\x0f\x41ggregationType\x12 \n\x1c\x41GGREGATION_TYPE_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x41GGREGATION_TYPE_TOKEN_MEAN\x10\x01\x12/\n+AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_SUM\x10\x02\x12\x30\n,AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_MEAN\x10\x03\x12\x1d\n\x19\x41GGREGATION_TYPE_CONSTANT\x10\x04*[\n\x0bKlPlacement\x12\x1c\n\x18KL_PLACEMENT_UNSPECIFIED\x10\x00\x12\x15\n\x11KL_PLACEMENT_LOSS\x10\x01\x12\x17\n\x13KL_PLACEMENT_REWARD\x10\x02*\x80\x01\n\x0bKlEstimator\x12\x1c\n\x18KL_ESTIMATOR_UNSPECIFIED\x10\x00\x12\x13\n\x0fKL_ESTIMATOR_K1\x10\x01\x12\x13\n\x0fKL_ESTIMATOR_K2\x10\x02\x12\x13\n\x0fKL_ESTIMATOR_K3\x10\x03\x12\x14\n\x10KL_ESTIMATOR_ABS\x10\x04*P\n\x08Proximal\x12\x18\n\x14PROXIMAL_UNSPECIFIED\x10\x00\x12\x14\n\x10PROXIMAL_ROLLOUT\x10\x01\x12\x14\n\x10PROXIMAL_TRAINER\x10\x02*n\n\nImportance\x12\x1a\n\x16IMPORTANCE_UNSPECIFIED\x10\x00\x12\x14\n\x10IMPORTANCE_TOKEN\x10\x01\x12\x17\n\x13IMPORTANCE_SEQUENCE\x10\x02\x12\x15\n\x11IMPORTANCE_ICEPOP\x10\x03*e\n\x08Schedule\x12\x18\n\x14SCHEDULE_UNSPECIFIED\x10\x00\x12\x15\n\x11SCHEDULE_CONSTANT\x10\x01\x12\x13\n\x0fSCHEDULE_LINEAR\x10\x02\x12\x13\n\x0fSCHEDULE_COSINE\x10\x03*C\n\x07Packing\x12\x17\n\x13PACKING_UNSPECIFIED\x10\x00\x12\x0e\n\nPACKING_ON\x10\x01\x12\x0f\n\x0bPACKING_OFF\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'flotilla.trainer.v1.session_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=1085
-  _globals['_ROLE']._serialized_end=1185
-  _globals['_BASELINE']._serialized_start=1187
-  _globals['_BASELINE']._serialized_end=1263
-  _globals['_SCHEDULE']._serialized_start=1265
-  _globals['_SCHEDULE']._serialized_end=1366
-  _globals['_PACKING']._serialized_start=1368
-  _globals['_PACKING']._serialized_end=1435
-  _globals['_SESSIONSPEC']._serialized_start=59
-  _globals['_SESSIONSPEC']._serialized_end=373
-  _globals['_OBJECTIVE']._serialized_start=375
-  _globals['_OBJECTIVE']._serialized_end=496
-  _globals['_SFTOBJECTIVE']._serialized_start=498
-  _globals['_SFTOBJECTIVE']._serialized_end=512
-  _globals['_GRPOOBJECTIVE']._serialized_start=515
-  _globals['_GRPOOBJECTIVE']._serialized_end=685
-  _globals['_OPTIMIZER']._serialized_start=688
-  _globals['_OPTIMIZER']._serialized_end=928
-  _globals['_BATCHING']._serialized_start=931
-  _globals['_BATCHING']._serialized_end=1083
+  _globals['_ROLE']._serialized_start=2360
+  _globals['_ROLE']._serialized_end=2460
+  _globals['_AGGREGATIONTYPE']._serialized_start=2463
+  _globals['_AGGREGATIONTYPE']._serialized_end=2677
+  _globals['_KLPLACEMENT']._serialized_start=2679
+  _globals['_KLPLACEMENT']._serialized_end=2770
+  _globals['_KLESTIMATOR']._serialized_start=2773
+  _globals['_KLESTIMATOR']._serialized_end=2901
+  _globals['_PROXIMAL']._serialized_start=2903
+  _globals['_PROXIMAL']._serialized_end=2983
+  _globals['_IMPORTANCE']._serialized_start=2985
+  _globals['_IMPORTANCE']._serialized_end=3095
+  _globals['_SCHEDULE']._serialized_start=3097
+  _globals['_SCHEDULE']._serialized_end=3198
+  _globals['_PACKING']._serialized_start=3200
+  _globals['_PACKING']._serialized_end=3267
+  _globals['_SESSIONSPEC']._serialized_start=89
+  _globals['_SESSIONSPEC']._serialized_end=403
+  _globals['_OBJECTIVE']._serialized_start=405
+  _globals['_OBJECTIVE']._serialized_end=530
+  _globals['_SFTOBJECTIVE']._serialized_start=532
+  _globals['_SFTOBJECTIVE']._serialized_end=546
+  _globals['_POLICYOBJECTIVE']._serialized_start=549
+  _globals['_POLICYOBJECTIVE']._serialized_end=911
+  _globals['_FUNCTION']._serialized_start=913
+  _globals['_FUNCTION']._serialized_end=982
+  _globals['_ADVANTAGE']._serialized_start=985
+  _globals['_ADVANTAGE']._serialized_end=1309
+  _globals['_OVERLONG']._serialized_start=1311
+  _globals['_OVERLONG']._serialized_end=1361
+  _globals['_AGGREGATION']._serialized_start=1363
+  _globals['_AGGREGATION']._serialized_end=1453
+  _globals['_KL']._serialized_start=1456
+  _globals['_KL']._serialized_end=1644
+  _globals['_CORRECTION']._serialized_start=1647
+  _globals['_CORRECTION']._serialized_end=1960
+  _globals['_OPTIMIZER']._serialized_start=1963
+  _globals['_OPTIMIZER']._serialized_end=2203
+  _globals['_BATCHING']._serialized_start=2206
+  _globals['_BATCHING']._serialized_end=2358
 # @@protoc_insertion_point(module_scope)

@@ -5,6 +5,7 @@ isort:skip_file
 
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
@@ -38,27 +39,106 @@ ROLE_REFERENCE: Role.ValueType  # 3
 ROLE_TEACHER: Role.ValueType  # 4
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
-class _Baseline:
+class _AggregationType:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
 
-class _BaselineEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Baseline.ValueType], _builtins.type):
+class _AggregationTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AggregationType.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
-    BASELINE_UNSPECIFIED: _Baseline.ValueType  # 0
-    BASELINE_GROUP: _Baseline.ValueType  # 1
-    """The mean over the samples of the same prompt."""
-    BASELINE_BATCH: _Baseline.ValueType  # 2
-    """The mean over all samples of the update."""
+    AGGREGATION_TYPE_UNSPECIFIED: _AggregationType.ValueType  # 0
+    AGGREGATION_TYPE_TOKEN_MEAN: _AggregationType.ValueType  # 1
+    AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_SUM: _AggregationType.ValueType  # 2
+    AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_MEAN: _AggregationType.ValueType  # 3
+    AGGREGATION_TYPE_CONSTANT: _AggregationType.ValueType  # 4
+    """The mean over sequences of their sum over a constant."""
 
-class Baseline(_Baseline, metaclass=_BaselineEnumTypeWrapper):
-    """What the rewards of an update are compared with."""
+class AggregationType(_AggregationType, metaclass=_AggregationTypeEnumTypeWrapper): ...
 
-BASELINE_UNSPECIFIED: Baseline.ValueType  # 0
-BASELINE_GROUP: Baseline.ValueType  # 1
-"""The mean over the samples of the same prompt."""
-BASELINE_BATCH: Baseline.ValueType  # 2
-"""The mean over all samples of the update."""
-Global___Baseline: _TypeAlias = Baseline  # noqa: Y015
+AGGREGATION_TYPE_UNSPECIFIED: AggregationType.ValueType  # 0
+AGGREGATION_TYPE_TOKEN_MEAN: AggregationType.ValueType  # 1
+AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_SUM: AggregationType.ValueType  # 2
+AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_MEAN: AggregationType.ValueType  # 3
+AGGREGATION_TYPE_CONSTANT: AggregationType.ValueType  # 4
+"""The mean over sequences of their sum over a constant."""
+Global___AggregationType: _TypeAlias = AggregationType  # noqa: Y015
+
+class _KlPlacement:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KlPlacementEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KlPlacement.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    KL_PLACEMENT_UNSPECIFIED: _KlPlacement.ValueType  # 0
+    KL_PLACEMENT_LOSS: _KlPlacement.ValueType  # 1
+    KL_PLACEMENT_REWARD: _KlPlacement.ValueType  # 2
+
+class KlPlacement(_KlPlacement, metaclass=_KlPlacementEnumTypeWrapper): ...
+
+KL_PLACEMENT_UNSPECIFIED: KlPlacement.ValueType  # 0
+KL_PLACEMENT_LOSS: KlPlacement.ValueType  # 1
+KL_PLACEMENT_REWARD: KlPlacement.ValueType  # 2
+Global___KlPlacement: _TypeAlias = KlPlacement  # noqa: Y015
+
+class _KlEstimator:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KlEstimatorEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KlEstimator.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    KL_ESTIMATOR_UNSPECIFIED: _KlEstimator.ValueType  # 0
+    KL_ESTIMATOR_K1: _KlEstimator.ValueType  # 1
+    KL_ESTIMATOR_K2: _KlEstimator.ValueType  # 2
+    KL_ESTIMATOR_K3: _KlEstimator.ValueType  # 3
+    KL_ESTIMATOR_ABS: _KlEstimator.ValueType  # 4
+
+class KlEstimator(_KlEstimator, metaclass=_KlEstimatorEnumTypeWrapper): ...
+
+KL_ESTIMATOR_UNSPECIFIED: KlEstimator.ValueType  # 0
+KL_ESTIMATOR_K1: KlEstimator.ValueType  # 1
+KL_ESTIMATOR_K2: KlEstimator.ValueType  # 2
+KL_ESTIMATOR_K3: KlEstimator.ValueType  # 3
+KL_ESTIMATOR_ABS: KlEstimator.ValueType  # 4
+Global___KlEstimator: _TypeAlias = KlEstimator  # noqa: Y015
+
+class _Proximal:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ProximalEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Proximal.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PROXIMAL_UNSPECIFIED: _Proximal.ValueType  # 0
+    PROXIMAL_ROLLOUT: _Proximal.ValueType  # 1
+    """The ratio compares with the log-probabilities that came with the samples."""
+    PROXIMAL_TRAINER: _Proximal.ValueType  # 2
+    """The ratio compares with the trainer's own before the update."""
+
+class Proximal(_Proximal, metaclass=_ProximalEnumTypeWrapper): ...
+
+PROXIMAL_UNSPECIFIED: Proximal.ValueType  # 0
+PROXIMAL_ROLLOUT: Proximal.ValueType  # 1
+"""The ratio compares with the log-probabilities that came with the samples."""
+PROXIMAL_TRAINER: Proximal.ValueType  # 2
+"""The ratio compares with the trainer's own before the update."""
+Global___Proximal: _TypeAlias = Proximal  # noqa: Y015
+
+class _Importance:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ImportanceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Importance.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    IMPORTANCE_UNSPECIFIED: _Importance.ValueType  # 0
+    IMPORTANCE_TOKEN: _Importance.ValueType  # 1
+    IMPORTANCE_SEQUENCE: _Importance.ValueType  # 2
+    IMPORTANCE_ICEPOP: _Importance.ValueType  # 3
+
+class Importance(_Importance, metaclass=_ImportanceEnumTypeWrapper): ...
+
+IMPORTANCE_UNSPECIFIED: Importance.ValueType  # 0
+IMPORTANCE_TOKEN: Importance.ValueType  # 1
+IMPORTANCE_SEQUENCE: Importance.ValueType  # 2
+IMPORTANCE_ICEPOP: Importance.ValueType  # 3
+Global___Importance: _TypeAlias = Importance  # noqa: Y015
 
 class _Schedule:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -158,22 +238,22 @@ class Objective(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SFT_FIELD_NUMBER: _builtins.int
-    GRPO_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sft(self) -> Global___SftObjective: ...
     @_builtins.property
-    def grpo(self) -> Global___GrpoObjective: ...
+    def policy(self) -> Global___PolicyObjective: ...
     def __init__(
         self,
         *,
         sft: Global___SftObjective | None = ...,
-        grpo: Global___GrpoObjective | None = ...,
+        policy: Global___PolicyObjective | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["grpo", b"grpo", "kind", b"kind", "sft", b"sft"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "policy", b"policy", "sft", b"sft"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grpo", b"grpo", "kind", b"kind", "sft", b"sft"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "policy", b"policy", "sft", b"sft"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["sft", "grpo"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["sft", "policy"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -197,43 +277,286 @@ class SftObjective(_message.Message):
 Global___SftObjective: _TypeAlias = SftObjective  # noqa: Y015
 
 @_typing.final
-class GrpoObjective(_message.Message):
-    """Clipped policy gradient on group-relative advantages, mean over all tokens of the update."""
+class PolicyObjective(_message.Message):
+    """Reinforcement learning on rollouts of the policy. docs/algorithms.md has the names and their formulas."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TEMPERATURE_FIELD_NUMBER: _builtins.int
-    CLIP_LOW_FIELD_NUMBER: _builtins.int
-    CLIP_HIGH_FIELD_NUMBER: _builtins.int
-    NORMALIZE_STD_FIELD_NUMBER: _builtins.int
+    MAX_RESPONSE_TOKENS_FIELD_NUMBER: _builtins.int
+    ADVANTAGE_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
+    AGGREGATION_FIELD_NUMBER: _builtins.int
+    KL_FIELD_NUMBER: _builtins.int
+    CORRECTION_FIELD_NUMBER: _builtins.int
+    ENTROPY_COEFFICIENT_FIELD_NUMBER: _builtins.int
     SHUFFLE_REWARDS_FIELD_NUMBER: _builtins.int
-    BASELINE_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Sampling temperature of the rollouts; logits are divided by it."""
-    clip_low: _builtins.float
-    clip_high: _builtins.float
-    normalize_std: _builtins.bool
-    """Divide group-centred rewards by the group's standard deviation."""
+    max_response_tokens: _builtins.int
+    """Length limit of the rollouts."""
+    entropy_coefficient: _builtins.float
+    """Factor of the entropy that is taken from the loss."""
     shuffle_rewards: _builtins.bool
     """Control experiment: permute rewards over the whole update before computing advantages."""
-    baseline: Global___Baseline.ValueType
+    @_builtins.property
+    def advantage(self) -> Global___Advantage: ...
+    @_builtins.property
+    def loss(self) -> Global___Function: ...
+    @_builtins.property
+    def aggregation(self) -> Global___Aggregation: ...
+    @_builtins.property
+    def kl(self) -> Global___Kl: ...
+    @_builtins.property
+    def correction(self) -> Global___Correction: ...
     def __init__(
         self,
         *,
         temperature: _builtins.float = ...,
-        clip_low: _builtins.float = ...,
-        clip_high: _builtins.float = ...,
-        normalize_std: _builtins.bool = ...,
+        max_response_tokens: _builtins.int = ...,
+        advantage: Global___Advantage | None = ...,
+        loss: Global___Function | None = ...,
+        aggregation: Global___Aggregation | None = ...,
+        kl: Global___Kl | None = ...,
+        correction: Global___Correction | None = ...,
+        entropy_coefficient: _builtins.float = ...,
         shuffle_rewards: _builtins.bool = ...,
-        baseline: Global___Baseline.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "aggregation", b"aggregation", "correction", b"correction", "kl", b"kl", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["baseline", b"baseline", "clip_high", b"clip_high", "clip_low", b"clip_low", "normalize_std", b"normalize_std", "shuffle_rewards", b"shuffle_rewards", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "aggregation", b"aggregation", "correction", b"correction", "entropy_coefficient", b"entropy_coefficient", "kl", b"kl", "loss", b"loss", "max_response_tokens", b"max_response_tokens", "shuffle_rewards", b"shuffle_rewards", "temperature", b"temperature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GrpoObjective: _TypeAlias = GrpoObjective  # noqa: Y015
+Global___PolicyObjective: _TypeAlias = PolicyObjective  # noqa: Y015
+
+@_typing.final
+class Function(_message.Message):
+    """A function of ours by its name, or one of the user's as path.py:function."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    @_builtins.property
+    def parameters(self) -> _struct_pb2.Struct: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        parameters: _struct_pb2.Struct | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["parameters", b"parameters"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "parameters", b"parameters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Function: _TypeAlias = Function  # noqa: Y015
+
+@_typing.final
+class Advantage(_message.Message):
+    """What a reward becomes before it reaches a loss."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FUNCTION_FIELD_NUMBER: _builtins.int
+    WHITEN_FIELD_NUMBER: _builtins.int
+    CLIP_FIELD_NUMBER: _builtins.int
+    REWARD_CLIP_FIELD_NUMBER: _builtins.int
+    OVERLONG_FIELD_NUMBER: _builtins.int
+    DROP_UNIFORM_GROUPS_FIELD_NUMBER: _builtins.int
+    KEEP_MEAN_ABOVE_FIELD_NUMBER: _builtins.int
+    KEEP_MEAN_BELOW_FIELD_NUMBER: _builtins.int
+    whiten: _builtins.bool
+    """Centre the advantages of all trained tokens and divide them by their deviation."""
+    clip: _builtins.float
+    """Largest advantage, and largest reward, either way."""
+    reward_clip: _builtins.float
+    drop_uniform_groups: _builtins.bool
+    """Leave out groups of equal rewards, and those whose mean reward is not strictly between."""
+    keep_mean_above: _builtins.float
+    keep_mean_below: _builtins.float
+    @_builtins.property
+    def function(self) -> Global___Function: ...
+    @_builtins.property
+    def overlong(self) -> Global___Overlong: ...
+    def __init__(
+        self,
+        *,
+        function: Global___Function | None = ...,
+        whiten: _builtins.bool = ...,
+        clip: _builtins.float | None = ...,
+        reward_clip: _builtins.float | None = ...,
+        overlong: Global___Overlong | None = ...,
+        drop_uniform_groups: _builtins.bool = ...,
+        keep_mean_above: _builtins.float | None = ...,
+        keep_mean_below: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip", b"_clip", "_keep_mean_above", b"_keep_mean_above", "_keep_mean_below", b"_keep_mean_below", "_reward_clip", b"_reward_clip", "clip", b"clip", "function", b"function", "keep_mean_above", b"keep_mean_above", "keep_mean_below", b"keep_mean_below", "overlong", b"overlong", "reward_clip", b"reward_clip"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip", b"_clip", "_keep_mean_above", b"_keep_mean_above", "_keep_mean_below", b"_keep_mean_below", "_reward_clip", b"_reward_clip", "clip", b"clip", "drop_uniform_groups", b"drop_uniform_groups", "function", b"function", "keep_mean_above", b"keep_mean_above", "keep_mean_below", b"keep_mean_below", "overlong", b"overlong", "reward_clip", b"reward_clip", "whiten", b"whiten"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__clip: _TypeAlias = _typing.Literal["clip"]  # noqa: Y015
+    _WhichOneofArgType__clip: _TypeAlias = _typing.Literal["_clip", b"_clip"]  # noqa: Y015
+    _WhichOneofReturnType__keep_mean_above: _TypeAlias = _typing.Literal["keep_mean_above"]  # noqa: Y015
+    _WhichOneofArgType__keep_mean_above: _TypeAlias = _typing.Literal["_keep_mean_above", b"_keep_mean_above"]  # noqa: Y015
+    _WhichOneofReturnType__keep_mean_below: _TypeAlias = _typing.Literal["keep_mean_below"]  # noqa: Y015
+    _WhichOneofArgType__keep_mean_below: _TypeAlias = _typing.Literal["_keep_mean_below", b"_keep_mean_below"]  # noqa: Y015
+    _WhichOneofReturnType__reward_clip: _TypeAlias = _typing.Literal["reward_clip"]  # noqa: Y015
+    _WhichOneofArgType__reward_clip: _TypeAlias = _typing.Literal["_reward_clip", b"_reward_clip"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip) -> _WhichOneofReturnType__clip | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__keep_mean_above) -> _WhichOneofReturnType__keep_mean_above | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__keep_mean_below) -> _WhichOneofReturnType__keep_mean_below | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward_clip) -> _WhichOneofReturnType__reward_clip | None: ...
+
+Global___Advantage: _TypeAlias = Advantage  # noqa: Y015
+
+@_typing.final
+class Overlong(_message.Message):
+    """Rewards fall in a line by `penalty` over the last `buffer_tokens` before the length limit."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUFFER_TOKENS_FIELD_NUMBER: _builtins.int
+    PENALTY_FIELD_NUMBER: _builtins.int
+    buffer_tokens: _builtins.int
+    penalty: _builtins.float
+    def __init__(
+        self,
+        *,
+        buffer_tokens: _builtins.int = ...,
+        penalty: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_tokens", b"buffer_tokens", "penalty", b"penalty"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Overlong: _TypeAlias = Overlong  # noqa: Y015
+
+@_typing.final
+class Aggregation(_message.Message):
+    """How the losses of tokens become one number; denominators count over the whole update."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TYPE_FIELD_NUMBER: _builtins.int
+    CONSTANT_TOKENS_FIELD_NUMBER: _builtins.int
+    type: Global___AggregationType.ValueType
+    constant_tokens: _builtins.int
+    """0: the length limit of the rollouts."""
+    def __init__(
+        self,
+        *,
+        type: Global___AggregationType.ValueType = ...,
+        constant_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["constant_tokens", b"constant_tokens", "type", b"type"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Aggregation: _TypeAlias = Aggregation  # noqa: Y015
+
+@_typing.final
+class Kl(_message.Message):
+    """Distance from the policy that the session started from; UNSPECIFIED placement is off."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACEMENT_FIELD_NUMBER: _builtins.int
+    ESTIMATOR_FIELD_NUMBER: _builtins.int
+    COEFFICIENT_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    HORIZON_SAMPLES_FIELD_NUMBER: _builtins.int
+    placement: Global___KlPlacement.ValueType
+    estimator: Global___KlEstimator.ValueType
+    coefficient: _builtins.float
+    target: _builtins.float
+    """Mean divergence a token that the coefficient adapts to; absent: it stays."""
+    horizon_samples: _builtins.int
+    def __init__(
+        self,
+        *,
+        placement: Global___KlPlacement.ValueType = ...,
+        estimator: Global___KlEstimator.ValueType = ...,
+        coefficient: _builtins.float = ...,
+        target: _builtins.float | None = ...,
+        horizon_samples: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_target", b"_target", "target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_target", b"_target", "coefficient", b"coefficient", "estimator", b"estimator", "horizon_samples", b"horizon_samples", "placement", b"placement", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__target: _TypeAlias = _typing.Literal["target"]  # noqa: Y015
+    _WhichOneofArgType__target: _TypeAlias = _typing.Literal["_target", b"_target"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__target) -> _WhichOneofReturnType__target | None: ...
+
+Global___Kl: _TypeAlias = Kl  # noqa: Y015
+
+@_typing.final
+class Correction(_message.Message):
+    """What is done about the distance of the policy that sampled from the one that learns."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROXIMAL_FIELD_NUMBER: _builtins.int
+    IMPORTANCE_FIELD_NUMBER: _builtins.int
+    IMPORTANCE_CAP_FIELD_NUMBER: _builtins.int
+    IMPORTANCE_FLOOR_FIELD_NUMBER: _builtins.int
+    SEQUENCE_LOW_FIELD_NUMBER: _builtins.int
+    SEQUENCE_HIGH_FIELD_NUMBER: _builtins.int
+    STALENESS_DECAY_FIELD_NUMBER: _builtins.int
+    FAIL_AT_FIELD_NUMBER: _builtins.int
+    proximal: Global___Proximal.ValueType
+    importance: Global___Importance.ValueType
+    importance_cap: _builtins.float
+    importance_floor: _builtins.float
+    sequence_low: _builtins.float
+    """Limits of a sequence's geometric mean of trainer over rollout."""
+    sequence_high: _builtins.float
+    staleness_decay: _builtins.float
+    """Weight of a token for each version that it is behind."""
+    fail_at: _builtins.float
+    """Mean difference of probabilities that refuses the update."""
+    def __init__(
+        self,
+        *,
+        proximal: Global___Proximal.ValueType = ...,
+        importance: Global___Importance.ValueType = ...,
+        importance_cap: _builtins.float = ...,
+        importance_floor: _builtins.float = ...,
+        sequence_low: _builtins.float | None = ...,
+        sequence_high: _builtins.float | None = ...,
+        staleness_decay: _builtins.float = ...,
+        fail_at: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_fail_at", b"_fail_at", "_sequence_high", b"_sequence_high", "_sequence_low", b"_sequence_low", "fail_at", b"fail_at", "sequence_high", b"sequence_high", "sequence_low", b"sequence_low"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fail_at", b"_fail_at", "_sequence_high", b"_sequence_high", "_sequence_low", b"_sequence_low", "fail_at", b"fail_at", "importance", b"importance", "importance_cap", b"importance_cap", "importance_floor", b"importance_floor", "proximal", b"proximal", "sequence_high", b"sequence_high", "sequence_low", b"sequence_low", "staleness_decay", b"staleness_decay"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__fail_at: _TypeAlias = _typing.Literal["fail_at"]  # noqa: Y015
+    _WhichOneofArgType__fail_at: _TypeAlias = _typing.Literal["_fail_at", b"_fail_at"]  # noqa: Y015
+    _WhichOneofReturnType__sequence_high: _TypeAlias = _typing.Literal["sequence_high"]  # noqa: Y015
+    _WhichOneofArgType__sequence_high: _TypeAlias = _typing.Literal["_sequence_high", b"_sequence_high"]  # noqa: Y015
+    _WhichOneofReturnType__sequence_low: _TypeAlias = _typing.Literal["sequence_low"]  # noqa: Y015
+    _WhichOneofArgType__sequence_low: _TypeAlias = _typing.Literal["_sequence_low", b"_sequence_low"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__fail_at) -> _WhichOneofReturnType__fail_at | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sequence_high) -> _WhichOneofReturnType__sequence_high | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sequence_low) -> _WhichOneofReturnType__sequence_low | None: ...
+
+Global___Correction: _TypeAlias = Correction  # noqa: Y015
 
 @_typing.final
 class Optimizer(_message.Message):

@@ -1,0 +1,158 @@
+"""`algorithm.advantage`: what a reward becomes before it reaches a loss.
+
+Invariant: a class names one function of flotilla_algorithms and exactly its parameters; what every advantage shares
+stands in the base.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from flotilla_core.config.model import ConfigModel
+from flotilla_core.config.user_function import UserFunction, kind_of
+
+
+class OverlongConfig(ConfigModel):
+    """Soft punishment of responses that come near the length limit."""
+
+    buffer_tokens: int = Field(ge=1)
+    """The punishment begins so many tokens before rollout.sampling.max_response_tokens."""
+    penalty: float = Field(default=1.0, gt=0)
+    """Taken from the reward at the limit."""
+
+
+class AdvantageConfig(ConfigModel):
+    """What every advantage shares."""
+
+    type: str
+    """Its name."""
+    whiten: bool = False
+    """Centre the advantages of all trained tokens and divide them by their deviation."""
+    clip: float | None = Field(default=None, gt=0)
+    """Largest advantage either way; empty is off."""
+    reward_clip: float | None = Field(default=None, gt=0)
+    """Largest reward either way, before anything is made of it; empty is off."""
+    overlong: OverlongConfig | None = None
+    """Punish responses that come near the limit; empty is off."""
+    drop_uniform_groups: bool = False
+    """Leave out groups of equal rewards, denominators included."""
+    keep_mean_above: float | None = None
+    """Leave out groups whose mean reward is not above; empty is off."""
+    keep_mean_below: float | None = None
+    """Leave out groups whose mean reward is not below; empty is off."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the function is called with."""
+        return {name: value for name, value in self if name not in AdvantageConfig.model_fields}
+
+    @property
+    def min_group_samples(self) -> int:
+        """Samples without which a group says nothing."""
+        return 2
+
+
+class GrpoAdvantage(AdvantageConfig):
+    """Reward minus a mean, over a deviation."""
+
+    type: Literal["grpo"] = "grpo"
+    baseline: Literal["group", "batch"] = "group"
+    """What a reward is compared with: the mean of its prompt's samples, or that of the whole update."""
+    normalize_std: bool = True
+    """Divide centred rewards by their standard deviation (of the group or of the update, as `baseline`)."""
+
+    @property
+    def min_group_samples(self) -> int:
+        return 2 if self.baseline == "group" else 1
+
+
+class RlooAdvantage(AdvantageConfig):
+    """Reward minus the mean of the others of its group."""
+
+    type: Literal["rloo"] = "rloo"
+
+
+class ReinforceAdvantage(AdvantageConfig):
+    """Discounted return from each token on."""
+
+    type: Literal["reinforce"] = "reinforce"
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount a token."""
+
+    @property
+    def min_group_samples(self) -> int:
+        return 1
+
+
+class ReinforcePlusPlusAdvantage(AdvantageConfig):
+    """Discounted returns, whitened over the update."""
+
+    type: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount a token."""
+
+    @property
+    def min_group_samples(self) -> int:
+        return 1
+
+
+class ReinforcePlusPlusBaselineAdvantage(AdvantageConfig):
+    """Reward minus the mean of its group, whitened over the update."""
+
+    type: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
+
+
+class OpoAdvantage(AdvantageConfig):
+    """Reward minus the mean of its group weighted by length."""
+
+    type: Literal["opo"] = "opo"
+
+
+class GpgAdvantage(AdvantageConfig):
+    """Group-relative, scaled up by the share of samples whose group says something."""
+
+    type: Literal["gpg"] = "gpg"
+    normalize_std: bool = False
+    """Divide centred rewards by the standard deviation of their group."""
+
+
+class PassAtKAdvantage(AdvantageConfig):
+    """Group-relative over all teams of k samples, of which one has to be right."""
+
+    type: Literal["pass_at_k"] = "pass_at_k"
+    k: int = Field(default=4, ge=2)
+    """Size of a team."""
+    right_at: float = 1.0
+    """Reward from which a sample is right."""
+
+    @property
+    def min_group_samples(self) -> int:
+        return self.k
+
+
+class UserAdvantage(UserFunction, AdvantageConfig):
+    """A function of the user's: function(outcomes, **parameters), one number a sample or a token."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return self.parameters
+
+    @property
+    def min_group_samples(self) -> int:
+        return 1
+
+
+AdvantageSection = Annotated[
+    Annotated[GrpoAdvantage, Tag("grpo")]
+    | Annotated[RlooAdvantage, Tag("rloo")]
+    | Annotated[ReinforceAdvantage, Tag("reinforce")]
+    | Annotated[ReinforcePlusPlusAdvantage, Tag("reinforce_plus_plus")]
+    | Annotated[ReinforcePlusPlusBaselineAdvantage, Tag("reinforce_plus_plus_baseline")]
+    | Annotated[OpoAdvantage, Tag("opo")]
+    | Annotated[GpgAdvantage, Tag("gpg")]
+    | Annotated[PassAtKAdvantage, Tag("pass_at_k")]
+    | Annotated[UserAdvantage, Tag("user")],
+    Discriminator(kind_of),
+]

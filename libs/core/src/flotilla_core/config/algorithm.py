@@ -1,0 +1,139 @@
+"""`algorithm`: what is optimised. `type` picks a preset, and every section of it can be changed by itself."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from flotilla_core.config.advantages import AdvantageSection, GrpoAdvantage
+from flotilla_core.config.losses import LossSection, PpoLoss
+from flotilla_core.config.model import ConfigModel
+from flotilla_core.config.presets import PRESETS, with_preset
+
+
+class AggregationConfig(ConfigModel):
+    """How the losses of tokens become one number; every denominator counts over the whole update."""
+
+    type: Literal["token_mean", "sequence_mean_of_token_sum", "sequence_mean_of_token_mean", "constant"] = (
+        "token_mean"
+    )
+    """Every token alike; every sequence by its sum; every sequence alike; or by its sum over a constant."""
+    constant_tokens: int | None = Field(default=None, ge=1)
+    """The constant of `constant`; empty takes rollout.sampling.max_response_tokens."""
+
+
+class KlConfig(ConfigModel):
+    """Stay near the policy that the run started from, which the trainer keeps a frozen copy of."""
+
+    placement: Literal["none", "loss", "reward"] = "none"
+    """Add the divergence to the loss, or take it from the rewards before advantages are made of them."""
+    estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
+    """log p - log q; half its square; q / p - 1 - log q / p; its absolute value."""
+    coefficient: float = Field(default=0.001, ge=0)
+    """Factor of the divergence."""
+    target: float | None = Field(default=None, gt=0)
+    """Mean divergence a token that the coefficient adapts to; empty keeps the coefficient."""
+    horizon_samples: int = Field(default=10_000, ge=1)
+    """An adaptive coefficient changes by at most a fifth over so many samples."""
+
+
+class CorrectionConfig(ConfigModel):
+    """What is done about the distance of the policy that sampled from the one that learns."""
+
+    proximal: Literal["rollout", "trainer"] = "rollout"
+    """What the ratio compares with: the generator's log-probabilities, or the trainer's own before the update."""
+    importance: Literal["none", "token", "sequence", "icepop"] = "none"
+    """Weight by trainer over generator: truncated by token, by sequence, or left out where beyond the limits."""
+    importance_cap: float = Field(default=2.0, gt=0)
+    """Largest weight; for `icepop` tokens above it are left out."""
+    importance_floor: float = Field(default=0.5, ge=0)
+    """For `icepop`: tokens with a weight below are left out."""
+    sequence_low: float | None = Field(default=None, ge=0)
+    """Leave out sequences whose geometric mean of trainer over generator is below; empty is off."""
+    sequence_high: float | None = Field(default=None, gt=0)
+    """Leave out sequences whose geometric mean of trainer over generator is above; empty is off."""
+    staleness_decay: float = Field(default=1.0, gt=0, le=1)
+    """Weight of a token for each version that it is behind the one it trains."""
+    warn_at: float | None = Field(default=0.05, gt=0)
+    """Mean difference of token probabilities between generator and trainer that is warned of; empty is off."""
+    fail_at: float | None = Field(default=None, gt=0)
+    """The same, that refuses the update and fails the run; empty is off."""
+
+
+class PolicyConfig(ConfigModel):
+    """Reinforcement learning on rollouts of the policy."""
+
+    type: Literal[
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "rloo",
+        "reinforce",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "opo",
+        "gpg",
+        "pass_at_k",
+        "gspo",
+        "gmpo",
+        "sapo",
+        "cispo",
+        "clip_cov",
+        "kl_cov",
+        "dppo_tv",
+        "dppo_kl",
+        "topr",
+        "kimi",
+        "tis_grpo",
+        "icepop_grpo",
+    ] = "grpo"
+    """The preset that fills the sections below where they are not written."""
+    advantage: AdvantageSection = GrpoAdvantage()
+    """What a reward becomes."""
+    loss: LossSection = PpoLoss()
+    """What the trainer descends on."""
+    aggregation: AggregationConfig = AggregationConfig()
+    """How tokens are averaged."""
+    kl: KlConfig = KlConfig()
+    """Distance from the first policy."""
+    correction: CorrectionConfig = CorrectionConfig()
+    """Distance from the policy that sampled."""
+    entropy_coefficient: float = Field(default=0.0, ge=0)
+    """Factor of the entropy that is taken from the loss."""
+    shuffle_rewards: bool = False
+    """Control experiment: permute the rewards of an update. Such a run must not learn."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _over_its_preset(cls, written: Any) -> Any:
+        name = written.get("type", "grpo") if isinstance(written, dict) else None
+        return with_preset(written, name) if isinstance(name, str) and name in PRESETS else written
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PolicyConfig:
+        weighted = self.correction.importance != "none"
+        if weighted and self.loss.has_ratio and self.correction.proximal == "rollout":
+            raise ValueError(
+                f"correction.importance is {self.correction.importance}, but the ratio of "
+                f"{self.loss.type} compares with the rollout already: set correction.proximal to trainer"
+            )
+        if self.aggregation.constant_tokens is not None and self.aggregation.type != "constant":
+            raise ValueError("aggregation.constant_tokens belongs to type constant alone")
+        return self
+
+
+class SftConfig(ConfigModel):
+    """Supervised next-token training on the answers."""
+
+    type: Literal["sft"] = "sft"
+
+
+def _branch(section: Any) -> str:
+    kind = section.get("type") if isinstance(section, dict) else getattr(section, "type", None)
+    return "sft" if kind == "sft" else "policy"
+
+
+AlgorithmConfig = Annotated[
+    Annotated[PolicyConfig, Tag("policy")] | Annotated[SftConfig, Tag("sft")], Discriminator(_branch)
+]

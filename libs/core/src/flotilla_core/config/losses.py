@@ -1,0 +1,173 @@
+"""`algorithm.loss`: what the trainer descends on, token by token.
+
+Invariant: a class names one function of the trainer and exactly its parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from flotilla_core.config.model import ConfigModel
+from flotilla_core.config.user_function import UserFunction, kind_of
+
+
+class LossConfig(ConfigModel):
+    """What every loss shares."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the function is called with."""
+        return {name: value for name, value in self if name != "type"}
+
+    @property
+    def has_ratio(self) -> bool:
+        """Whether it compares the policy with the one that sampled."""
+        return True
+
+
+class PpoLoss(LossConfig):
+    """Clipped policy gradient, also that of GRPO and DAPO."""
+
+    type: Literal["ppo"] = "ppo"
+    clip_low: float = Field(default=0.2, gt=0, le=1)
+    """Ratio floor is 1 - clip_low."""
+    clip_high: float = Field(default=0.2, gt=0)
+    """Ratio ceiling is 1 + clip_high."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Largest ratio that counts against a negative advantage; empty is off."""
+
+
+class ReinforceLoss(LossConfig):
+    """Plain policy gradient."""
+
+    type: Literal["reinforce"] = "reinforce"
+
+    @property
+    def has_ratio(self) -> bool:
+        return False
+
+
+class GspoLoss(LossConfig):
+    """Clipped policy gradient with one ratio a sequence."""
+
+    type: Literal["gspo"] = "gspo"
+    clip_low: float = Field(default=3e-4, gt=0, le=1)
+    """Floor of the sequence's ratio is 1 - clip_low."""
+    clip_high: float = Field(default=4e-4, gt=0)
+    """Ceiling of the sequence's ratio is 1 + clip_high."""
+
+
+class GmpoLoss(LossConfig):
+    """Geometric mean of clipped token ratios."""
+
+    type: Literal["gmpo"] = "gmpo"
+    clip_low: float = Field(default=0.4, gt=0)
+    """Floor of the log of a token's ratio is -clip_low."""
+    clip_high: float = Field(default=0.4, gt=0)
+    """Ceiling of the log of a token's ratio."""
+
+
+class CispoLoss(LossConfig):
+    """Policy gradient with clipped, constant importance weights."""
+
+    type: Literal["cispo"] = "cispo"
+    clip_low: float = Field(default=1.0, gt=0, le=1)
+    """Weight floor is 1 - clip_low; 1 is no floor."""
+    clip_high: float = Field(default=4.0, gt=0)
+    """Weight ceiling is 1 + clip_high."""
+
+
+class SapoLoss(LossConfig):
+    """Policy gradient with a soft gate in place of the clip."""
+
+    type: Literal["sapo"] = "sapo"
+    tau_positive: float = Field(default=1.0, gt=0)
+    """How fast the gate closes where the advantage is positive."""
+    tau_negative: float = Field(default=1.05, gt=0)
+    """How fast the gate closes elsewhere."""
+
+
+class ClipCovLoss(LossConfig):
+    """PPO that takes the gradient from tokens of high covariance of log-probability and advantage."""
+
+    type: Literal["clip_cov"] = "clip_cov"
+    clip_low: float = Field(default=0.2, gt=0, le=1)
+    """Ratio floor is 1 - clip_low."""
+    clip_high: float = Field(default=0.2, gt=0)
+    """Ratio ceiling is 1 + clip_high."""
+    share: float = Field(default=2e-4, gt=0, le=1)
+    """Share of the update's tokens that are drawn."""
+    covariance_low: float = 1.0
+    """They are drawn from tokens with a covariance above."""
+    covariance_high: float = 5.0
+    """They are drawn from tokens with a covariance below."""
+
+
+class KlCovLoss(LossConfig):
+    """Plain surrogate with a penalty on tokens of the highest covariance."""
+
+    type: Literal["kl_cov"] = "kl_cov"
+    share: float = Field(default=2e-3, gt=0, le=1)
+    """Share of the update's tokens that are penalised."""
+    penalty: float = Field(default=1.0, ge=0)
+    """Factor of the log of their ratio, without its sign."""
+
+
+class DppoTvLoss(LossConfig):
+    """Policy gradient masked by the change of a token's probability."""
+
+    type: Literal["dppo_tv"] = "dppo_tv"
+    limit: float = Field(default=0.15, gt=0, le=1)
+    """Largest change of the probability."""
+
+
+class DppoKlLoss(LossConfig):
+    """Policy gradient masked by the KL divergence of a token against all others."""
+
+    type: Literal["dppo_kl"] = "dppo_kl"
+    limit: float = Field(default=0.05, gt=0)
+    """Largest divergence."""
+
+
+class ToprLoss(LossConfig):
+    """REINFORCE for good sequences, tapered by the sequence's ratio for bad ones."""
+
+    type: Literal["topr"] = "topr"
+    negative_cap: float = Field(default=1.0, gt=0)
+    """Largest weight of a bad sequence."""
+
+
+class KimiLoss(LossConfig):
+    """Policy mirror descent with a quadratic pull towards the policy that sampled."""
+
+    type: Literal["kimi"] = "kimi"
+    tau: float = Field(default=0.1, ge=0)
+    """Strength of the pull."""
+
+
+class UserLoss(UserFunction, LossConfig):
+    """A function of the user's: function(tokens, **parameters), one loss a token."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return self.parameters
+
+
+LossSection = Annotated[
+    Annotated[PpoLoss, Tag("ppo")]
+    | Annotated[ReinforceLoss, Tag("reinforce")]
+    | Annotated[GspoLoss, Tag("gspo")]
+    | Annotated[GmpoLoss, Tag("gmpo")]
+    | Annotated[CispoLoss, Tag("cispo")]
+    | Annotated[SapoLoss, Tag("sapo")]
+    | Annotated[ClipCovLoss, Tag("clip_cov")]
+    | Annotated[KlCovLoss, Tag("kl_cov")]
+    | Annotated[DppoTvLoss, Tag("dppo_tv")]
+    | Annotated[DppoKlLoss, Tag("dppo_kl")]
+    | Annotated[ToprLoss, Tag("topr")]
+    | Annotated[KimiLoss, Tag("kimi")]
+    | Annotated[UserLoss, Tag("user")],
+    Discriminator(kind_of),
+]

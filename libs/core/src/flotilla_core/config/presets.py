@@ -1,0 +1,92 @@
+"""Algorithms by name: what `algorithm.type` fills in where the file says nothing.
+
+Invariants: a preset always names its advantage and its loss; what the file says wins key by key, and a section of
+another type than the preset's starts from that type's own defaults.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+PPO, GRPO = {"type": "ppo"}, {"type": "grpo"}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": {"advantage": GRPO, "loss": PPO},
+    "dr_grpo": {
+        "advantage": {"type": "grpo", "normalize_std": False},
+        "loss": PPO,
+        "aggregation": {"type": "constant"},
+    },
+    "dapo": {
+        "advantage": {"type": "grpo", "drop_uniform_groups": True},
+        "loss": {"type": "ppo", "clip_high": 0.28},
+    },
+    "rloo": {
+        "advantage": {"type": "rloo"},
+        "loss": {"type": "reinforce"},
+        "aggregation": {"type": "sequence_mean_of_token_sum"},
+    },
+    "reinforce": {
+        "advantage": {"type": "reinforce"},
+        "loss": {"type": "reinforce"},
+        "aggregation": {"type": "sequence_mean_of_token_sum"},
+    },
+    "reinforce_plus_plus": {"advantage": {"type": "reinforce_plus_plus"}, "loss": PPO},
+    "reinforce_plus_plus_baseline": {"advantage": {"type": "reinforce_plus_plus_baseline"}, "loss": PPO},
+    "opo": {"advantage": {"type": "opo"}, "loss": {"type": "reinforce"}},
+    "gpg": {"advantage": {"type": "gpg"}, "loss": {"type": "reinforce"}},
+    "pass_at_k": {"advantage": {"type": "pass_at_k"}, "loss": PPO},
+    "gspo": {
+        "advantage": GRPO,
+        "loss": {"type": "gspo"},
+        "aggregation": {"type": "sequence_mean_of_token_mean"},
+    },
+    "gmpo": {
+        "advantage": GRPO,
+        "loss": {"type": "gmpo"},
+        "aggregation": {"type": "sequence_mean_of_token_mean"},
+    },
+    "sapo": {
+        "advantage": GRPO,
+        "loss": {"type": "sapo"},
+        "aggregation": {"type": "sequence_mean_of_token_mean"},
+    },
+    "cispo": {"advantage": GRPO, "loss": {"type": "cispo"}},
+    "clip_cov": {"advantage": GRPO, "loss": {"type": "clip_cov"}},
+    "kl_cov": {"advantage": GRPO, "loss": {"type": "kl_cov"}},
+    "dppo_tv": {"advantage": GRPO, "loss": {"type": "dppo_tv"}},
+    "dppo_kl": {"advantage": GRPO, "loss": {"type": "dppo_kl"}},
+    "topr": {
+        "advantage": {"type": "grpo", "normalize_std": False},
+        "loss": {"type": "topr"},
+        "aggregation": {"type": "sequence_mean_of_token_sum"},
+    },
+    "kimi": {
+        "advantage": {"type": "grpo", "normalize_std": False},
+        "loss": {"type": "kimi"},
+        "aggregation": {"type": "sequence_mean_of_token_sum"},
+    },
+    "tis_grpo": {
+        "advantage": GRPO,
+        "loss": PPO,
+        "correction": {"proximal": "trainer", "importance": "token"},
+    },
+    "icepop_grpo": {
+        "advantage": GRPO,
+        "loss": PPO,
+        "correction": {"proximal": "trainer", "importance": "icepop"},
+    },
+}
+
+
+def with_preset(written: dict[str, Any], name: str) -> dict[str, Any]:
+    """The section `algorithm` as written, over the preset of this name."""
+    preset = PRESETS[name]
+    return preset | {key: _over(preset.get(key), value) for key, value in written.items()}
+
+
+def _over(base: Any, value: Any) -> Any:
+    if not isinstance(base, dict) or not isinstance(value, dict):
+        return value
+    another = "type" in value and value["type"] != base.get("type")
+    return value if another else base | value

@@ -1,0 +1,22 @@
+"""Whether generator and trainer still compute the same policy, as the update measured it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flotilla_core.config import AlgorithmConfig
+
+MEASURED = "probs_diff/mean"
+
+
+def distance_warning(algorithm: AlgorithmConfig, metrics: Mapping[str, float]) -> str:
+    """What to say about rollouts that are further from the trainer than the run wants; empty where they are not."""
+    if algorithm.type == "sft":
+        return ""
+    limit, measured = algorithm.correction.warn_at, metrics.get(MEASURED, 0.0)
+    if limit is None or measured <= limit:
+        return ""
+    return (
+        f"the rollout's probabilities differ from the trainer's by {measured:.3g} on average, "
+        f"above algorithm.correction.warn_at = {limit:g}"
+    )

@@ -1,0 +1,108 @@
+"""`algorithm` of a run as the trainer wants to hear it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from google.protobuf import struct_pb2
+
+from flotilla.trainer.v1 import session_pb2 as pb
+from flotilla_core.config import PolicyConfig, RunConfig
+from flotilla_core.config.advantages import AdvantageConfig, AdvantageSection
+from flotilla_core.config.algorithm import CorrectionConfig, KlConfig
+
+AGGREGATIONS = {
+    "token_mean": pb.AGGREGATION_TYPE_TOKEN_MEAN,
+    "sequence_mean_of_token_sum": pb.AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_SUM,
+    "sequence_mean_of_token_mean": pb.AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_MEAN,
+    "constant": pb.AGGREGATION_TYPE_CONSTANT,
+}
+PLACEMENTS = {
+    "none": pb.KL_PLACEMENT_UNSPECIFIED,
+    "loss": pb.KL_PLACEMENT_LOSS,
+    "reward": pb.KL_PLACEMENT_REWARD,
+}
+ESTIMATORS = {
+    "k1": pb.KL_ESTIMATOR_K1,
+    "k2": pb.KL_ESTIMATOR_K2,
+    "k3": pb.KL_ESTIMATOR_K3,
+    "abs": pb.KL_ESTIMATOR_ABS,
+}
+PROXIMALS = {"rollout": pb.PROXIMAL_ROLLOUT, "trainer": pb.PROXIMAL_TRAINER}
+IMPORTANCE = {
+    "none": pb.IMPORTANCE_UNSPECIFIED,
+    "token": pb.IMPORTANCE_TOKEN,
+    "sequence": pb.IMPORTANCE_SEQUENCE,
+    "icepop": pb.IMPORTANCE_ICEPOP,
+}
+
+
+def objective(config: RunConfig) -> pb.Objective:
+    """Supervised, or a policy objective with every section resolved."""
+    if config.algorithm.type == "sft":
+        return pb.Objective(sft=pb.SftObjective())
+    sampling = config.rollout.sampling
+    return pb.Objective(policy=_policy(config.algorithm, sampling.temperature, sampling.max_response_tokens))
+
+
+def _policy(algorithm: PolicyConfig, temperature: float, max_response_tokens: int) -> pb.PolicyObjective:
+    return pb.PolicyObjective(
+        temperature=temperature,
+        max_response_tokens=max_response_tokens,
+        advantage=_advantage(algorithm.advantage),
+        loss=_function(algorithm.loss.type, algorithm.loss.arguments),
+        aggregation=pb.Aggregation(
+            type=AGGREGATIONS[algorithm.aggregation.type],
+            constant_tokens=algorithm.aggregation.constant_tokens or 0,
+        ),
+        kl=_kl(algorithm.kl),
+        correction=_correction(algorithm.correction),
+        entropy_coefficient=algorithm.entropy_coefficient,
+        shuffle_rewards=algorithm.shuffle_rewards,
+    )
+
+
+def _advantage(section: AdvantageSection) -> pb.Advantage:
+    shared: AdvantageConfig = section
+    overlong = None
+    if shared.overlong is not None:
+        overlong = pb.Overlong(buffer_tokens=shared.overlong.buffer_tokens, penalty=shared.overlong.penalty)
+    return pb.Advantage(
+        function=_function(section.type, shared.arguments),
+        whiten=shared.whiten,
+        clip=shared.clip,
+        reward_clip=shared.reward_clip,
+        overlong=overlong,
+        drop_uniform_groups=shared.drop_uniform_groups,
+        keep_mean_above=shared.keep_mean_above,
+        keep_mean_below=shared.keep_mean_below,
+    )
+
+
+def _kl(section: KlConfig) -> pb.Kl:
+    return pb.Kl(
+        placement=PLACEMENTS[section.placement],
+        estimator=ESTIMATORS[section.estimator],
+        coefficient=section.coefficient,
+        target=section.target,
+        horizon_samples=section.horizon_samples,
+    )
+
+
+def _correction(section: CorrectionConfig) -> pb.Correction:
+    return pb.Correction(
+        proximal=PROXIMALS[section.proximal],
+        importance=IMPORTANCE[section.importance],
+        importance_cap=section.importance_cap,
+        importance_floor=section.importance_floor,
+        sequence_low=section.sequence_low,
+        sequence_high=section.sequence_high,
+        staleness_decay=section.staleness_decay,
+        fail_at=section.fail_at,
+    )
+
+
+def _function(name: str, arguments: dict[str, Any]) -> pb.Function:
+    parameters = struct_pb2.Struct()
+    parameters.update(arguments)
+    return pb.Function(name=name, parameters=parameters)

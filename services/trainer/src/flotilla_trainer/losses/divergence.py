@@ -1,0 +1,19 @@
+"""Estimators of the KL divergence from a reference, with a gradient."""
+
+from __future__ import annotations
+
+import torch
+
+
+def divergence(estimator: str, logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """One a token, of samples of the policy: k1, k2 (square), k3 (never negative) or abs."""
+    difference = logprobs - reference
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return 0.5 * difference.square()
+    if estimator == "k3":
+        return torch.expm1(-difference) + difference
+    if estimator == "abs":
+        return difference.abs()
+    raise ValueError(f"there is no estimator {estimator!r}")

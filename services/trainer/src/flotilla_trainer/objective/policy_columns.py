@@ -1,0 +1,145 @@
+"""The numbers that the ranks need for every trained token of an update, computed from the whole of it.
+
+Invariants: denominators, means and selections are those of the update, whatever the cuts; all columns cover all
+response tokens here and are cut down to the trained ones in one place, by the caller.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flotilla.trainer.v1 import session_pb2 as pb
+from flotilla_algorithms import (
+    ADVANTAGES,
+    AdvantageFunction,
+    Outcomes,
+    covariances,
+    divergence,
+    drawn_between,
+    highest,
+    kept_groups,
+    overlong_penalties,
+    shuffled_rewards,
+    token_advantages,
+    token_weights,
+)
+from flotilla_core.errors import NotFinite, UserCodeError
+from flotilla_trainer.objective.user_functions import guarded, is_user_function, load_user_function
+from flotilla_trainer.update_batch import UpdateBatch, sample_place
+
+Floats = NDArray[np.float64]
+
+AGGREGATIONS = {
+    pb.AGGREGATION_TYPE_TOKEN_MEAN: "token_mean",
+    pb.AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_SUM: "sequence_mean_of_token_sum",
+    pb.AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_MEAN: "sequence_mean_of_token_mean",
+    pb.AGGREGATION_TYPE_CONSTANT: "constant",
+}
+ESTIMATORS = {
+    pb.KL_ESTIMATOR_K1: "k1",
+    pb.KL_ESTIMATOR_K2: "k2",
+    pb.KL_ESTIMATOR_K3: "k3",
+    pb.KL_ESTIMATOR_ABS: "abs",
+}
+
+
+def advantage_function(name: str) -> AdvantageFunction:
+    """A function of ours, or one of the user's."""
+    return load_user_function(name) if is_user_function(name) else ADVANTAGES[name]
+
+
+def outcomes_of(
+    batch: UpdateBatch, policy: pb.PolicyObjective, seed: int, penalties: Floats | None
+) -> Outcomes:
+    """The rewards as the advantage sees them: punished, bounded and, in a control, shuffled."""
+    wrong = np.flatnonzero(~np.isfinite(batch.rewards))
+    if wrong.size:
+        raise NotFinite(
+            f"a reward is {batch.rewards[wrong[0]]}",
+            where=sample_place(batch.sample_ids[wrong[0]]),
+            next_step="let the reward function report an error instead of a number",
+        )
+    rewards, advantage = batch.rewards, policy.advantage
+    if advantage.HasField("overlong"):
+        rewards = rewards + overlong_penalties(
+            batch.response_lengths,
+            limit=policy.max_response_tokens,
+            buffer_tokens=advantage.overlong.buffer_tokens,
+            penalty=advantage.overlong.penalty,
+        )
+    if advantage.HasField("reward_clip"):
+        rewards = np.clip(rewards, -advantage.reward_clip, advantage.reward_clip)
+    if policy.shuffle_rewards:
+        rewards = shuffled_rewards(rewards, seed)
+    return Outcomes.of(rewards, batch.group_sizes, batch.response_lengths, batch.trained, penalties)
+
+
+def advantages_of(
+    outcomes: Outcomes, advantage: pb.Advantage, function: AdvantageFunction, arguments: dict[str, Any]
+) -> Floats:
+    """One a token."""
+    name = advantage.function.name
+    options: dict[str, Any] = {
+        "whiten": advantage.whiten,
+        "clip": advantage.clip if advantage.HasField("clip") else None,
+    }
+    if not is_user_function(name):
+        return token_advantages(function, outcomes, arguments, **options)
+
+    def called(given: Outcomes, **parameters: Any) -> Any:
+        return guarded(name, lambda: function(given, **parameters))
+
+    try:
+        return token_advantages(called, outcomes, arguments, **options)
+    except (ValueError, TypeError) as error:
+        raise UserCodeError("the advantages cannot be used", where=name, why=str(error)) from error
+
+
+def kept_tokens(batch: UpdateBatch, advantage: pb.Advantage) -> NDArray[np.bool_]:
+    """Tokens of groups that the difficulty limits leave in, by the rewards as they came."""
+    above = advantage.keep_mean_above if advantage.HasField("keep_mean_above") else None
+    below = advantage.keep_mean_below if advantage.HasField("keep_mean_below") else None
+    if not advantage.drop_uniform_groups and above is None and below is None:
+        return np.ones(batch.trained.size, np.bool_)
+    outcomes = Outcomes.of(batch.rewards, batch.group_sizes)
+    kept = kept_groups(
+        outcomes, drop_uniform=advantage.drop_uniform_groups, mean_above=above, mean_below=below
+    )
+    tokens: NDArray[np.bool_] = np.repeat(np.repeat(kept, batch.group_sizes), batch.response_lengths)
+    return tokens
+
+
+def weights_of(batch: UpdateBatch, policy: pb.PolicyObjective, counted: NDArray[np.bool_]) -> Floats:
+    """How much each token counts, denominators included."""
+    constant = policy.aggregation.constant_tokens or policy.max_response_tokens
+    kind = AGGREGATIONS[policy.aggregation.type]
+    return token_weights(kind, batch.response_lengths, counted, constant)
+
+
+def reference_divergence(batch: UpdateBatch, estimator: int, reference: Floats) -> Floats:
+    """Of the policy that sampled from the reference, one a token, zero where nothing is trained."""
+    assert batch.logprobs is not None, "checked before a reference is asked"
+    values = divergence(ESTIMATORS[estimator], batch.logprobs.astype(np.float64), reference)
+    return np.where(batch.trained, values, 0.0)
+
+
+def selected_tokens(
+    batch: UpdateBatch,
+    loss: str,
+    arguments: dict[str, Any],
+    advantages: Floats,
+    counted: NDArray[np.bool_],
+    seed: int,
+) -> NDArray[np.bool_] | None:
+    """The tokens that a loss treats apart by their covariance, under the log-probabilities of the rollout."""
+    if loss not in ("clip_cov", "kl_cov"):
+        return None
+    assert batch.logprobs is not None, "checked before columns are made"
+    covariance = covariances(batch.logprobs.astype(np.float64), advantages, counted)
+    if loss == "kl_cov":
+        return highest(covariance, arguments["share"])
+    limits = arguments["covariance_low"], arguments["covariance_high"]
+    return drawn_between(covariance, *limits, arguments["share"], seed)

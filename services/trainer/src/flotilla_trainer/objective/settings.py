@@ -1,0 +1,88 @@
+"""A session's objective on the wire, checked, as the ranks need it."""
+
+from __future__ import annotations
+
+import math
+
+from flotilla.trainer.v1 import session_pb2 as pb
+from flotilla_core.errors import InvalidRequest
+from flotilla_trainer.objective.policy_columns import ESTIMATORS
+from flotilla_trainer.objective.sections import ADVANTAGE, LOSS, checked_section
+from flotilla_trainer.objective.user_functions import check_user_function, is_user_function
+from flotilla_trainer.rank.objective_settings import ObjectiveSettings
+
+IMPORTANCE = {
+    pb.IMPORTANCE_UNSPECIFIED: "",
+    pb.IMPORTANCE_TOKEN: "token",
+    pb.IMPORTANCE_SEQUENCE: "sequence",
+    pb.IMPORTANCE_ICEPOP: "icepop",
+}
+PLACE = "spec.objective.policy"
+
+
+def check_objective(objective: pb.Objective) -> None:
+    """Refuse an objective that cannot be trained, naming the field."""
+    kind = objective.WhichOneof("kind")
+    if kind is None:
+        raise InvalidRequest("no objective is given", where="spec.objective", next_step="set sft or policy")
+    if kind == "sft":
+        return
+    policy = objective.policy
+    checked_section(LOSS, policy.loss, f"{PLACE}.loss")
+    checked_section(ADVANTAGE, policy.advantage.function, f"{PLACE}.advantage.function")
+    for name, holds in _rules(policy).items():
+        if not holds:
+            raise InvalidRequest(f"{name} is out of range or missing", where=f"{PLACE}.{name}")
+    for function in (policy.loss, policy.advantage.function):
+        if is_user_function(function.name):
+            check_user_function(function.name)
+
+
+def objective_settings(objective: pb.Objective) -> ObjectiveSettings:
+    """What the ranks have to know of a checked objective."""
+    if not objective.HasField("policy"):
+        return ObjectiveSettings()
+    policy, correction = objective.policy, objective.policy.correction
+    loss = checked_section(LOSS, policy.loss, f"{PLACE}.loss")
+    selects = ("share", "covariance_low", "covariance_high")
+    return ObjectiveSettings(
+        loss=policy.loss.name,
+        # What selects tokens is used up by the front, which sees the whole update.
+        parameters={name: value for name, value in loss.arguments.items() if name not in selects},
+        temperature=policy.temperature,
+        ratio_to_trainer=correction.proximal == pb.PROXIMAL_TRAINER,
+        importance=IMPORTANCE[correction.importance],
+        importance_cap=correction.importance_cap,
+        importance_floor=correction.importance_floor,
+        sequence_low=correction.sequence_low if correction.HasField("sequence_low") else None,
+        sequence_high=correction.sequence_high if correction.HasField("sequence_high") else None,
+        kl_estimator=ESTIMATORS[policy.kl.estimator] if policy.kl.placement else "",
+        keeps_reference=bool(policy.kl.placement),
+        entropy_coefficient=policy.entropy_coefficient,
+        fail_at=correction.fail_at if correction.HasField("fail_at") else None,
+    )
+
+
+def _rules(policy: pb.PolicyObjective) -> dict[str, bool]:
+    """What has to hold, by the name of the field."""
+    kl, correction, overlong = policy.kl, policy.correction, policy.advantage.overlong
+    constant = policy.aggregation.constant_tokens or policy.max_response_tokens
+    return {
+        "temperature": _positive(policy.temperature),
+        "aggregation.type": policy.aggregation.type != pb.AGGREGATION_TYPE_UNSPECIFIED,
+        "aggregation.constant_tokens": constant > 0
+        or policy.aggregation.type != pb.AGGREGATION_TYPE_CONSTANT,
+        "max_response_tokens": policy.max_response_tokens > 0 or not policy.advantage.HasField("overlong"),
+        "advantage.overlong": not policy.advantage.HasField("overlong")
+        or (overlong.buffer_tokens > 0 and _positive(overlong.penalty)),
+        "kl.estimator": not kl.placement or kl.estimator != pb.KL_ESTIMATOR_UNSPECIFIED,
+        "kl.coefficient": math.isfinite(kl.coefficient) and kl.coefficient >= 0,
+        "kl.target": not kl.HasField("target") or (_positive(kl.target) and kl.horizon_samples > 0),
+        "correction.importance_cap": not correction.importance or _positive(correction.importance_cap),
+        "correction.staleness_decay": 0 < correction.staleness_decay <= 1,
+        "entropy_coefficient": math.isfinite(policy.entropy_coefficient) and policy.entropy_coefficient >= 0,
+    }
+
+
+def _positive(value: float) -> bool:
+    return math.isfinite(value) and value > 0

@@ -1,0 +1,137 @@
+"""A session's objective, applied to one update after the other.
+
+Invariants: an update changes nothing here but an adaptive coefficient, and that only once its step was made; what the
+objective needs and the update lacks is refused before a rank sees anything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flotilla.trainer.v1 import session_pb2 as pb
+from flotilla_algorithms import adapted_coefficient, token_weights
+from flotilla_core.errors import InvalidRequest
+from flotilla_trainer.objective import policy_columns as columns
+from flotilla_trainer.objective.sections import ADVANTAGE, LOSS, checked_section
+from flotilla_trainer.packing import Sequences
+from flotilla_trainer.update_batch import UpdateBatch, sample_place
+
+Columns = dict[str, NDArray[Any]]
+
+
+class UpdateObjective:
+    """What the ranks need of an update, and what it says about itself."""
+
+    def __init__(self, objective: pb.Objective) -> None:
+        self._policy = objective.policy if objective.HasField("policy") else None
+        self.kl_coefficient = objective.policy.kl.coefficient
+        if self._policy is None:
+            return
+        advantage, loss = self._policy.advantage.function, self._policy.loss
+        self._loss = checked_section(LOSS, loss, "spec.objective.policy.loss")
+        self._advantage = checked_section(ADVANTAGE, advantage, "spec.objective.policy.advantage.function")
+        self._function = columns.advantage_function(advantage.name)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether updates have to be scored by the policy that the session started from."""
+        return self._policy is not None and bool(self._policy.kl.placement)
+
+    @property
+    def temperature(self) -> float:
+        """That of the rollouts."""
+        return self._policy.temperature if self._policy is not None else 1.0
+
+    def sequences(
+        self, batch: UpdateBatch, seed: int, reference: NDArray[np.float32] | None = None
+    ) -> tuple[Sequences, dict[str, float]]:
+        """Sequences with their columns, and metrics; `reference` scores every response token."""
+        if self._policy is None:
+            weights = token_weights("token_mean", batch.response_lengths, batch.trained, 0)
+            return batch.sequences({"weights": weights}), {}
+        if self._needs_rollout_logprobs:
+            _check_logprobs(batch, self._policy.loss.name)
+        made, metrics = self._policy_columns(self._policy, batch, seed, reference)
+        return batch.sequences(made), metrics
+
+    def adapt(self, metrics: dict[str, float], samples: int) -> None:
+        """After a step: move the coefficient towards the target divergence, where there is one."""
+        if self._policy is not None and self._policy.kl.HasField("target") and "kl/mean" in metrics:
+            kl = self._policy.kl
+            self.kl_coefficient = adapted_coefficient(
+                self.kl_coefficient,
+                metrics["kl/mean"],
+                target=kl.target,
+                horizon_samples=kl.horizon_samples,
+                samples=samples,
+            )
+
+    @property
+    def _needs_rollout_logprobs(self) -> bool:
+        assert self._policy is not None
+        correction = self._policy.correction
+        corrected = correction.importance or correction.HasField("sequence_low")
+        return bool(
+            self._loss.has_ratio
+            or corrected
+            or correction.HasField("sequence_high")
+            or correction.HasField("fail_at")
+            or self._policy.kl.placement
+        )
+
+    def _policy_columns(
+        self,
+        policy: pb.PolicyObjective,
+        batch: UpdateBatch,
+        seed: int,
+        reference: NDArray[np.float32] | None,
+    ) -> tuple[Columns, dict[str, float]]:
+        metrics: dict[str, float] = {}
+        distance = penalties = None
+        if reference is not None:
+            distance = columns.reference_divergence(batch, policy.kl.estimator, reference.astype(np.float64))
+            metrics["kl/mean"] = float(distance.sum() / batch.trained.sum())
+            metrics["kl/coefficient"] = self.kl_coefficient
+            if policy.kl.placement == pb.KL_PLACEMENT_REWARD:
+                penalties = self.kl_coefficient * distance
+        advantages = self._advantages(policy, batch, seed, penalties)
+        counted = batch.trained & columns.kept_tokens(batch, policy.advantage)
+        weights = columns.weights_of(batch, policy, counted)
+        metrics["advantages/std"] = float(advantages[batch.trained].std())
+        metrics["tokens/counted_share"] = float(counted.sum() / batch.trained.sum())
+
+        made: Columns = {
+            "advantages": advantages,
+            "weights": weights * policy.correction.staleness_decay**batch.staleness,
+            "sequences": np.repeat(np.arange(len(batch.sample_ids)), batch.response_lengths),
+        }
+        if batch.logprobs is not None:
+            made["rollout_logprobs"] = batch.logprobs
+        if policy.kl.placement == pb.KL_PLACEMENT_LOSS and reference is not None:
+            made |= {"reference_logprobs": reference, "kl_weights": self.kl_coefficient * weights}
+        selected = columns.selected_tokens(
+            batch, policy.loss.name, self._loss.arguments, advantages, counted, seed
+        )
+        if selected is not None:
+            made["selected"] = selected
+        return made, metrics
+
+    def _advantages(
+        self, policy: pb.PolicyObjective, batch: UpdateBatch, seed: int, penalties: Any
+    ) -> NDArray[Any]:
+        if batch.advantages is not None:
+            return batch.advantages
+        outcomes = columns.outcomes_of(batch, policy, seed, penalties)
+        return columns.advantages_of(outcomes, policy.advantage, self._function, self._advantage.arguments)
+
+
+def _check_logprobs(batch: UpdateBatch, loss: str) -> None:
+    if batch.logprobs is None:
+        raise InvalidRequest(
+            f"the loss {loss} needs the rollout's log-probabilities",
+            where=sample_place(batch.sample_ids[0]),
+            why="the field `logprobs` is empty",
+        )

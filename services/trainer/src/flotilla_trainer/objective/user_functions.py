@@ -1,0 +1,73 @@
+"""Advantages and losses of the user's, written path.py:function.
+
+Invariant: whatever is wrong with a file or comes out of it becomes one typed error that names the function.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from flotilla_core.errors import NotFound, UserCodeError
+
+
+def is_user_function(name: str) -> bool:
+    """Whether a name means a function in a file; names of ours have no colon."""
+    return ":" in name
+
+
+def check_user_function(name: str) -> None:
+    """Refuse a file that is not there or does not define the function, without running it."""
+    path, function = _parts(name)
+    try:
+        tree = ast.parse(path.read_text("utf-8"), filename=str(path))
+    except OSError as error:
+        raise NotFound("the file cannot be read", where=name, why=error.strerror or str(error)) from error
+    except (SyntaxError, ValueError) as error:
+        raise UserCodeError("the file is not Python", where=name, why=str(error)) from error
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    if function not in names:
+        raise UserCodeError(
+            f"the file defines no function {function}",
+            where=name,
+            why=f"it defines {', '.join(names) or 'none'}",
+        )
+
+
+def load_user_function(name: str) -> Callable[..., Any]:
+    """The function, from its file as it is now."""
+    check_user_function(name)
+    path, function = _parts(name)
+    spec = importlib.util.spec_from_file_location(f"flotilla_user_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise UserCodeError("the file is not Python", where=name, next_step="name a file that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    guarded(name, lambda: _run(spec, module))
+    loaded: Callable[..., Any] = getattr(module, function)
+    return loaded
+
+
+def guarded(name: str, call: Callable[[], Any]) -> Any:
+    """The result of a call into code of the user's."""
+    try:
+        return call()
+    except Exception as error:
+        raise UserCodeError(
+            f"{type(error).__name__} in code of yours",
+            where=name,
+            why=str(error),
+            next_step="call the function by hand with a small input",
+        ) from error
+
+
+def _run(spec: Any, module: ModuleType) -> None:
+    spec.loader.exec_module(module)
+
+
+def _parts(name: str) -> tuple[Path, str]:
+    file, _, function = name.rpartition(":")
+    return Path(file), function

@@ -1,0 +1,127 @@
+"""The objective of one micro-batch: loss, corrections and bonuses, weighted and summed.
+
+Invariants: weights come from the front and hold the denominators of the whole update, so nothing is averaged here; the
+gradient flows through `logprobs`, and through `entropy` where it earns a bonus, and through nothing else.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flotilla_core.errors import UserCodeError
+from flotilla_trainer.losses.correction import (
+    geometric_mask,
+    icepop_weights,
+    truncated_sequence_weights,
+    truncated_token_weights,
+)
+from flotilla_trainer.losses.divergence import divergence
+from flotilla_trainer.losses.policy_tokens import PolicyTokens, TokenLosses, not_one
+from flotilla_trainer.losses.table import LOSSES, PolicyLoss
+from flotilla_trainer.losses.terms import LossTerms
+from flotilla_trainer.objective.user_functions import is_user_function, load_user_function
+from flotilla_trainer.rank.objective_settings import ObjectiveSettings
+
+Columns = dict[str, torch.Tensor]
+
+
+class Objective:
+    """A session's objective, ready to be applied to micro-batches."""
+
+    def __init__(self, settings: ObjectiveSettings) -> None:
+        self._settings = settings
+        self._loss = None if settings.supervised else _loss_named(settings.loss)
+
+    @property
+    def entropy_gradient(self) -> bool:
+        """Whether `entropy` has to carry a gradient."""
+        return self._settings.entropy_coefficient > 0
+
+    def __call__(self, logprobs: torch.Tensor, entropy: torch.Tensor, columns: Columns) -> LossTerms:
+        """The weighted sum over the tokens of a micro-batch, and what it says about itself."""
+        weights = columns["weights"]
+        sums = {"tokens": torch.ones_like(logprobs).sum(), "entropy": entropy.detach().sum()}
+        maxima: Columns = {}
+        if self._settings.supervised:
+            loss = -(weights * logprobs).sum()
+        else:
+            loss = self._policy_loss(logprobs, columns, sums, maxima)
+            if self._settings.entropy_coefficient:
+                loss = loss - self._settings.entropy_coefficient * (weights * entropy).sum()
+        sums["loss"] = loss.detach()
+        return LossTerms(loss, sums, maxima)
+
+    def _policy_loss(
+        self, logprobs: torch.Tensor, columns: Columns, sums: Columns, maxima: Columns
+    ) -> torch.Tensor:
+        now, weights, rollout = logprobs.detach(), columns["weights"], columns.get("rollout_logprobs")
+        _, sequences = torch.unique_consecutive(columns["sequences"], return_inverse=True)
+        tokens = PolicyTokens(
+            logprobs=logprobs,
+            old_logprobs=now if rollout is None or self._settings.ratio_to_trainer else rollout,
+            advantages=columns["advantages"],
+            sequences=sequences,
+            selected=columns["selected"].bool() if "selected" in columns else None,
+        )
+        losses = self._token_losses(tokens)
+        if rollout is not None:
+            correction = self._correction(now - rollout, sequences)
+            sums |= {"correction": correction.sum(), "left_out": (correction == 0).sum()}
+            weights = weights * correction
+            _measure_distance(now, rollout, sums, maxima)
+        sums |= {"clipped": losses.clipped.sum(), "ratio": tokens.log_ratio.detach().exp().sum()}
+        loss = (weights * losses.loss).sum()
+        if "kl_weights" in columns:
+            distance = divergence(self._settings.kl_estimator, logprobs, columns["reference_logprobs"])
+            loss = loss + (columns["kl_weights"] * distance).sum()
+        return loss
+
+    def _token_losses(self, tokens: PolicyTokens) -> TokenLosses:
+        assert self._loss is not None
+        losses = self._loss(tokens, **self._settings.parameters)
+        if isinstance(losses, torch.Tensor):
+            losses = TokenLosses(losses, not_one(tokens))
+        if losses.loss.shape != tokens.logprobs.shape:
+            raise UserCodeError(
+                f"the loss has shape {list(losses.loss.shape)}, not one number for each of "
+                f"{tokens.logprobs.numel()} tokens",
+                where=self._settings.loss,
+            )
+        return losses
+
+    def _correction(self, log_ratio: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
+        """Weights for the distance between trainer and rollout; ones where nothing is asked for."""
+        settings, weights = self._settings, torch.ones_like(log_ratio)
+        cap, floor = settings.importance_cap, settings.importance_floor
+        if settings.importance == "token":
+            weights = truncated_token_weights(log_ratio, cap=cap)
+        elif settings.importance == "sequence":
+            weights = truncated_sequence_weights(log_ratio, sequences, cap=cap)
+        elif settings.importance == "icepop":
+            weights = icepop_weights(log_ratio, low=floor, high=cap)
+        if settings.sequence_low is not None or settings.sequence_high is not None:
+            low = 0.0 if settings.sequence_low is None else settings.sequence_low
+            high = float("inf") if settings.sequence_high is None else settings.sequence_high
+            weights = weights * geometric_mask(log_ratio, sequences, low=low, high=high)
+        return weights
+
+
+def _loss_named(name: str) -> PolicyLoss:
+    return load_user_function(name) if is_user_function(name) else LOSSES[name]
+
+
+def _measure_distance(now: torch.Tensor, rollout: torch.Tensor, sums: Columns, maxima: Columns) -> None:
+    """How far the trainer's probabilities are from those that the rollout reported."""
+    difference, p, q = (now - rollout).abs(), now.exp(), rollout.exp()
+    moved = (p - q).abs()
+    sums |= {
+        "logprob_diff": difference.sum(),
+        "probs_diff": moved.sum(),
+        "rollout_kl": (torch.expm1(now - rollout) - (now - rollout)).sum(),
+        "trainer_probs": p.sum(),
+        "rollout_probs": q.sum(),
+        "trainer_squares": p.double().square().sum(),
+        "rollout_squares": q.double().square().sum(),
+        "products": (p.double() * q.double()).sum(),
+    }
+    maxima |= {"logprob_diff": difference.max(), "probs_diff": moved.max()}

@@ -1,0 +1,56 @@
+"""Metrics of an update from its sums over all tokens of all ranks.
+
+Invariant: a metric is there on every rank or on none, because the same columns come to all of them.
+"""
+
+from __future__ import annotations
+
+import math
+
+SUMS = (
+    "loss",
+    "tokens",
+    "entropy",
+    "clipped",
+    "ratio",
+    "correction",
+    "left_out",
+    "logprob_diff",
+    "probs_diff",
+    "rollout_kl",
+    "trainer_probs",
+    "rollout_probs",
+    "trainer_squares",
+    "rollout_squares",
+    "products",
+)
+MAXIMA = ("logprob_diff", "probs_diff")
+
+
+def objective_metrics(totals: dict[str, float], peaks: dict[str, float], names: set[str]) -> dict[str, float]:
+    """What the sums say, of those whose `names` the objective gave."""
+    tokens = totals["tokens"]
+    metrics = {"loss": totals["loss"], "entropy": totals["entropy"] / tokens, "tokens/trained": tokens}
+    if "ratio" in names:
+        metrics |= {"clip_fraction": totals["clipped"] / tokens, "ratio_mean": totals["ratio"] / tokens}
+    if "probs_diff" in names:
+        for name, peak in peaks.items():
+            metrics |= {f"{name}/mean": totals[name] / tokens, f"{name}/max": peak}
+        metrics |= {
+            "rollout_kl": totals["rollout_kl"] / tokens,
+            "rollout_correlation": _correlation(totals),
+            "correction/weight_mean": totals["correction"] / tokens,
+            "correction/left_out": totals["left_out"] / tokens,
+        }
+    return metrics
+
+
+def _correlation(totals: dict[str, float]) -> float:
+    """Of the probabilities of trainer and rollout over all tokens; 1 where one of them never varies."""
+    tokens = totals["tokens"]
+    mean_p, mean_q = totals["trainer_probs"] / tokens, totals["rollout_probs"] / tokens
+    variance_p = totals["trainer_squares"] / tokens - mean_p**2
+    variance_q = totals["rollout_squares"] / tokens - mean_q**2
+    if not (variance_p > 0 and variance_q > 0):
+        return 1.0
+    return (totals["products"] / tokens - mean_p * mean_q) / math.sqrt(variance_p * variance_q)

@@ -1,0 +1,41 @@
+"""What the ranks have to know of a session's objective.
+
+Invariant: made by the front from checked sections; everything that depends on a whole update comes with the update.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+SUPERVISED = "sft"
+
+
+@dataclass(frozen=True)
+class ObjectiveSettings:
+    """Loss, correction and bonuses of one session."""
+
+    loss: str = SUPERVISED
+    """`sft`, a policy loss of ours, or path.py:function."""
+    parameters: dict[str, Any] = field(default_factory=dict)
+    temperature: float = 1.0
+    ratio_to_trainer: bool = False
+    """The ratio compares with the trainer's own log-probabilities and not with those of the rollout."""
+    importance: str = ""
+    """token, sequence or icepop; empty is off."""
+    importance_cap: float = 0.0
+    importance_floor: float = 0.0
+    sequence_low: float | None = None
+    sequence_high: float | None = None
+    kl_estimator: str = ""
+    """Of the divergence in the loss."""
+    keeps_reference: bool = False
+    """Whether the ranks keep the weights that the session started from."""
+    entropy_coefficient: float = 0.0
+    fail_at: float | None = None
+    """Mean difference of probabilities from which an update is refused."""
+
+    @property
+    def supervised(self) -> bool:
+        """Whether the tokens are answers to imitate."""
+        return self.loss == SUPERVISED
