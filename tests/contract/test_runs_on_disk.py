@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +72,16 @@ def test_a_killed_coordinator_leaves_an_outcome_and_plots(own_fleet: Stack, run_
     own_fleet.process("coordinator").kill()
     wait_until("the coordinator's return", lambda: own_fleet.flotilla("run", "list").code == 0, 60)
 
-    shown = own_fleet.ok("run", "show", run["run_id"])
-    assert shown["state"] == "failed"
+    show = partial(own_fleet.ok, "run", "show", run["run_id"])
+    wait_until("the end of the run", lambda: show()["state"] == "failed", 30)
+    shown = show()
     # The ledger knows an update before the step's line is written.
     assert shown["step"] - len(own_fleet.metrics(run)) in (0, 1)
     assert "the coordinator stopped" in shown["reason"]
     directory = Path(run["directory"])
+    # Calls are answered while the report is still being drawn.
+    wait_until("the last plot", (directory / "plots" / "time.png").exists, 30)
     assert json.loads((directory / "outcome.json").read_text())["state"] == "RUN_STATE_FAILED"
-    assert list((directory / "plots").glob("*.png"))
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
     assert events[-1]["run"]["state"] == "RUN_STATE_FAILED"
     assert [int(event["sequence"]) for event in events] == list(range(1, len(events) + 1))

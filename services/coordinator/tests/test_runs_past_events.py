@@ -9,7 +9,7 @@ from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs import past_events as module
 from flotilla_coordinator.runs.past_events import past_events
-from flotilla_coordinator.runs.stored_run import close_interrupted, interrupted_run
+from flotilla_coordinator.runs.stored_run import interrupted_run, record_end
 
 RUN = "run-1"
 
@@ -32,6 +32,12 @@ def record(directory: RunDirectory, state: RunState = RunState.RUNNING) -> RunRe
     return RunRecord(RUN, "run", state, "", str(directory.path), 0.0)
 
 
+def closed(directory: RunDirectory) -> run_pb2.Run:
+    run = interrupted_run(record(directory))
+    record_end(run)
+    return run
+
+
 async def told(run: run_pb2.Run, after: int) -> list[tuple[int, str | None]]:
     return [(event.sequence, event.WhichOneof("event")) async for event in past_events(run, after)]
 
@@ -40,7 +46,7 @@ async def test_a_watcher_gets_what_it_has_not_seen_and_then_the_end(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "EVENTS_AT_ONCE", 1)
-    run = close_interrupted(record(directory))
+    run = closed(directory)
     assert await told(run, 0) == [(1, "step"), (2, "step"), (3, "step"), (4, "run")]
     assert await told(run, 2) == [(3, "step"), (4, "run")]
 
@@ -52,7 +58,7 @@ async def test_an_end_that_its_file_lacks_is_told_all_the_same(directory: RunDir
 async def test_half_a_line_of_a_killed_process_hides_nothing_else(directory: RunDirectory) -> None:
     with (directory.path / "events.jsonl").open("a") as file:
         file.write('{"sequence": "4", "sto\n')
-    assert await told(close_interrupted(record(directory)), 0) == [
+    assert await told(closed(directory), 0) == [
         (1, "step"),
         (2, "step"),
         (3, "step"),
@@ -61,7 +67,7 @@ async def test_half_a_line_of_a_killed_process_hides_nothing_else(directory: Run
 
 
 def test_an_interrupted_run_keeps_its_steps_and_accuracies(directory: RunDirectory) -> None:
-    run = close_interrupted(record(directory))
+    run = closed(directory)
     assert (run.state, run.step) == (run_pb2.RUN_STATE_FAILED, 3)
     assert run.metrics["reward/mean"] == 0.5
     assert (run.metrics["eval/accuracy_before"], run.metrics["eval/accuracy"]) == (0.125, 0.5)
@@ -72,4 +78,4 @@ def test_an_interrupted_run_keeps_its_steps_and_accuracies(directory: RunDirecto
 
 def test_a_directory_that_is_gone_keeps_no_coordinator_from_starting(tmp_path: Path) -> None:
     gone = RunDirectory(tmp_path / "gone")
-    assert close_interrupted(record(gone)).state == run_pb2.RUN_STATE_FAILED
+    assert closed(gone).state == run_pb2.RUN_STATE_FAILED

@@ -25,7 +25,7 @@ from flotilla_coordinator.runs.beginning import Beginning
 from flotilla_coordinator.runs.execution import execute
 from flotilla_coordinator.runs.feed import RunFeed
 from flotilla_coordinator.runs.status import RunStatus
-from flotilla_coordinator.runs.stored_run import close_interrupted, continued_run, stored_run
+from flotilla_coordinator.runs.stored_run import continued_run, interrupted_run, record_end, stored_run
 from flotilla_core import ids
 from flotilla_core.bus import EventStream
 from flotilla_core.checkpoint import CheckpointShelf
@@ -53,18 +53,20 @@ class Runs:
         self._admission = asyncio.Lock()
 
     async def recover(self) -> None:
-        """Close what an earlier coordinator left open."""
-        for record in await self._ledger.list_runs():
-            if not record.state.ended:
-                await self._ledger.drop_in_flight(record.run_id, RUN_INTERRUPTED)
-                run = await asyncio.to_thread(close_interrupted, record)
-                await self._ledger.update_run(
-                    record.run_id,
-                    state=RunState(run.state),
-                    reason=run.reason,
-                    ended_at=run.ended_at.ToNanoseconds() / 1e9,
-                    step=run.step,
-                )
+        """Close what an earlier coordinator left open, before any run is admitted."""
+        async with self._admission:
+            for record in await self._ledger.list_runs():
+                if not record.state.ended:
+                    await self._ledger.drop_in_flight(record.run_id, RUN_INTERRUPTED)
+                    run = await asyncio.to_thread(interrupted_run, record)
+                    await self._ledger.update_run(
+                        record.run_id,
+                        state=RunState(run.state),
+                        reason=run.reason,
+                        ended_at=run.ended_at.ToNanoseconds() / 1e9,
+                        step=run.step,
+                    )
+                    await asyncio.to_thread(record_end, run)
 
     def plan(self, config_yaml: str) -> run_pb2.Plan:
         """The arithmetic, the warnings and the reasons to refuse."""

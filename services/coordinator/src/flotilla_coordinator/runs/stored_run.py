@@ -70,10 +70,9 @@ def continued_run(record: RunRecord) -> run_pb2.Run:
     return run
 
 
-def close_interrupted(record: RunRecord) -> run_pb2.Run:
-    """The same, and its directory gets what every ended run has: the last event, the outcome, logs and plots."""
-    run = interrupted_run(record)
-    directory = RunDirectory(Path(record.directory))
+def record_end(run: run_pb2.Run) -> None:
+    """Give the directory of an interrupted run what every ended one has: the last event, the outcome, logs, plots."""
+    directory = RunDirectory(Path(run.directory))
     event = run_pb2.RunEvent(sequence=directory.last_sequence() + 1, run=run)
     event.time.GetCurrentTime()
     try:
@@ -81,9 +80,8 @@ def close_interrupted(record: RunRecord) -> run_pb2.Run:
         directory.finish(run)
     except (
         OSError
-    ) as error:  # a full disk, or a directory that is gone, must not keep the coordinator from starting
+    ) as error:  # a full disk, a directory that is gone: no reason for the coordinator not to start
         log.warning("the end of a run was not recorded whole", run_id=run.run_id, error=str(error))
-    return run
 
 
 def _add_metrics(run: run_pb2.Run, directory: RunDirectory) -> None:
