@@ -93,7 +93,7 @@ class _Lines:
     """A line for a step now and then, an evaluation, a notice, a change of state on the way."""
 
     def __init__(self, run: Run) -> None:
-        self._state = run.state
+        self._state = ""
         self._total = run.total_steps
         self._time_left = run.eta_seconds
         self._next_step_line = 0.0
@@ -119,12 +119,13 @@ class _Lines:
 
     def _run(self, run: Run) -> None:
         self._total, self._time_left = run.total_steps, run.eta_seconds
-        # The end is told by the command, with its reason.
-        if run.state != self._state and not run.HasField("ended_at"):
-            from flotilla_coordinator.cli.run import state_name
+        from flotilla_coordinator.cli.run import state_name
 
-            say(f"{state_name(run)}: {run.phase}" if run.phase else state_name(run))
-        self._state = run.state
+        # That it runs shows in its steps, and the end is told by the command, with its reason.
+        name = state_name(run)
+        if name not in (self._state, "running") and not run.HasField("ended_at"):
+            say(f"{name}: {run.phase}" if run.phase else name)
+        self._state = name
 
 
 def _figures(metrics: Mapping[str, float]) -> list[str]:
