@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import tokenizers
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.plan import plan_run, remarks
+from flotilla_coordinator.plan.model_facts import ModelFacts
+from flotilla_coordinator.plan.trainer_memory import TrainerMemory
 from flotilla_core.config import RunConfig, StackConfig
 
 PARAMETERS = {"embed": [20, 8], "layer": [3, 8, 8]}
@@ -87,7 +90,7 @@ def test_the_arithmetic_of_a_run(run: dict[str, Any], stack: StackConfig) -> Non
     assert values["step"] == "64 samples"
     assert values["tokens of a step"] == "at most 1,088"  # 64 x (5 + 12)
     assert values["updates"] == "100"
-    assert values["micro-batches of an update"] == "at most 11 a rank"  # 32 a rank, 64 // 17 = 3 together
+    assert values["micro-batches of an update"] == "at most 8 a rank"  # 64 // 16 fed = 4 together
     assert values["evaluations"] == "5 x 10 prompts"  # before, at 30, 60 and 90, after
     assert "40.00 epochs" in next(line.explanation for line in planned.lines if line.name == "data")
 
@@ -106,6 +109,46 @@ def test_supervised_training_needs_answers_and_no_generators(run: dict[str, Any]
     assert "flotilla scale generator 1" in plan(run, idle).warnings[0]
     run["data"]["answer_field"] = "solution"
     assert "no 'solution'" in the_error(plan(run, stack, **supervised))
+
+
+def test_answers_that_the_model_cannot_hold_are_refused(
+    run: dict[str, Any], stack: StackConfig, tmp_path: Path
+) -> None:
+    supervised = {"algorithm": {"type": "sft"}, "evaluation": None, "rewards": []}
+    for digits, errors in ((58, []), (59, ["65 tokens, the model has 64"])):
+        line = json.dumps({"prompt": "10+1=", "answer": "1" * digits})
+        (tmp_path / "train.jsonl").write_text(line + "\n")
+        found = plan(run, stack, **supervised).errors
+        assert [wanted in error for wanted, error in zip(errors, found, strict=True)] == [True] * len(errors)
+
+
+def test_no_updates_are_no_plan(run: dict[str, Any], stack: StackConfig) -> None:
+    with pytest.raises(ValueError, match="steps"):
+        plan(run, stack, steps=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"batching": {"activation_checkpointing": True, "tokens_per_microbatch": 4096}}, "activations"),
+        ({"optimizer": {"offload": True}}, "AdamW"),
+        ({"batching": {"logprob_chunk_tokens": 16, "tokens_per_microbatch": 4096}}, "logits"),
+    ],
+)
+def test_what_saves_memory_is_in_the_estimate(
+    run: dict[str, Any], stack: StackConfig, changes: dict[str, Any], part: str
+) -> None:
+    def need(**changed: Any) -> TrainerMemory:
+        model = ModelFacts.read(Path(stack.model))
+        wide = replace(model, parameters=10**9, outer_parameters=10**8)
+        return TrainerMemory.of(wide, RunConfig.model_validate(run | changed), stack.trainer, 64)
+
+    name = {"AdamW": "moments"}.get(part, part)
+    run["batching"] = {"tokens_per_microbatch": 4096}
+    assert getattr(need(**changes), name) < getattr(need(), name)
+    assert need(**changes).total < need().total
+    line = next(line for line in plan(run, stack).lines if line.name == "memory of a trainer rank")
+    assert part in line.explanation
 
 
 def test_a_schedule_that_never_leaves_its_warm_up_is_refused(run: dict[str, Any], stack: StackConfig) -> None:
@@ -181,7 +224,7 @@ def test_the_start_of_a_run_says_from_which_weights(
 def test_what_may_surprise_is_a_warning(run: dict[str, Any], stack: StackConfig, tmp_path: Path) -> None:
     write(tmp_path / "heldout.jsonl", range(45, 55))
     run["rollout"]["prompts_per_step"] = 64
-    run["batching"]["tokens_per_microbatch"] = 16
+    run["batching"]["tokens_per_microbatch"] = 15
     repeated, budget, overlap = plan(run, stack).warnings
     assert "prompts repeat within a step" in repeated
     assert "a micro-batch of its own" in budget

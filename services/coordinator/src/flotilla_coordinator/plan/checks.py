@@ -10,6 +10,7 @@ import ast
 from pathlib import Path
 
 from flotilla_coordinator.data.prompts import PromptFile
+from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_core.config import RunConfig, StackConfig
 
@@ -88,6 +89,17 @@ def model_errors(
 def longest_prompt(data: PromptFile) -> int:
     """Tokens of the longest prompt that is kept."""
     return max(len(prompt.token_ids) for prompt in data.prompts)
+
+
+def longest_sequence(config: RunConfig, data: PromptFile, tokenizer: Tokenizer) -> int:
+    """Most tokens that one sequence of an update can have."""
+    if config.algorithm.type != "sft":
+        return longest_prompt(data) + config.rollout.sampling.max_response_tokens
+    # An answer is followed by the token that ends it.
+    answers = tokenizer.encode_many([prompt.answer for prompt in data.prompts])
+    return max(
+        len(prompt.token_ids) + len(answer) + 1 for prompt, answer in zip(data.prompts, answers, strict=True)
+    )
 
 
 def length_errors(limit: int, prompt_tokens: int, response_tokens: int, response_key: str) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 from flotilla_core.errors import InvalidConfig, NotFound
 
 LONGEST_HEADER = 100 << 20
+LAYER = ".layers."
 SHAPE_KEYS = (
     "model_type",
     "hidden_size",
@@ -33,8 +34,16 @@ class ModelFacts:
 
     folder: Path
     parameters: int
+    outer_parameters: int
+    """Those of no layer: embedding, head, last norm."""
     layers: int
     hidden_size: int
+    intermediate_size: int
+    """Width of the feed-forward part; of all the experts that one token visits together."""
+    query_size: int
+    """Numbers that one token asks with in one layer."""
+    normalizes_heads: bool
+    """Queries and keys pass a norm of their own."""
     vocabulary_size: int
     longest_sequence: int
     key_value_size: int
@@ -50,11 +59,16 @@ class ModelFacts:
         try:
             hidden, heads = int(text["hidden_size"]), int(text["num_attention_heads"])
             head_size = int(text.get("head_dim") or hidden // heads)
+            tensors = _tensors(folder)
             return cls(
                 folder=folder,
-                parameters=_parameters(folder),
+                parameters=sum(tensors.values()),
+                outer_parameters=sum(size for name, size in tensors.items() if LAYER not in name),
                 layers=int(text["num_hidden_layers"]),
                 hidden_size=hidden,
+                intermediate_size=_intermediate_size(text),
+                query_size=head_size * heads,
+                normalizes_heads=any("q_norm" in name for name in tensors),
                 vocabulary_size=int(text["vocab_size"]),
                 longest_sequence=int(text["max_position_embeddings"]),
                 key_value_size=2 * head_size * int(text.get("num_key_value_heads") or heads),
@@ -80,7 +94,14 @@ def _config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _parameters(folder: Path) -> int:
+def _intermediate_size(config: dict[str, Any]) -> int:
+    dense = int(config.get("intermediate_size") or 4 * int(config["hidden_size"]))
+    experts = int(config.get("num_experts_per_tok") or 0)
+    return experts * int(config.get("moe_intermediate_size") or dense) if experts else dense
+
+
+def _tensors(folder: Path) -> dict[str, int]:
+    """Every stored tensor and how many numbers it holds."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise NotFound(
@@ -88,10 +109,10 @@ def _parameters(folder: Path) -> int:
             where=str(folder),
             next_step="save the model as safetensors",
         )
-    return sum(_parameters_of_file(file) for file in files)
+    return {name: size for file in files for name, size in _tensors_of_file(file).items()}
 
 
-def _parameters_of_file(path: Path) -> int:
+def _tensors_of_file(path: Path) -> dict[str, int]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         content = file.read(length) if length <= LONGEST_HEADER else b""
@@ -101,4 +122,4 @@ def _parameters_of_file(path: Path) -> int:
         raise InvalidConfig(
             "the file of weights is damaged", where=str(path), why="its header is not JSON"
         ) from None
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return {name: math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}

@@ -14,14 +14,14 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.data.prompts import PromptFile, load_prompts
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.plan import checks
+from flotilla_coordinator.plan.micro_batches import MicroBatches
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.remarks import STARTING_WEIGHTS
+from flotilla_coordinator.plan.trainer_memory import BYTES, TrainerMemory
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.errors import FlotillaError
 from flotilla_core.model_folder import model_folder
 
-BYTES = {"float32": 4, "bfloat16": 2}
-MASTER_BYTES = 4 + 4 + 8  # float32 weight, gradient, two AdamW moments
 PAYLOAD_BYTES_PER_TOKEN = 4 + 4 + 6  # token id, logprob, text in the ledger and in the samples file
 
 
@@ -41,7 +41,8 @@ def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:
     except FlotillaError as error:
         plan.errors.append(str(error))
         return plan
-    _Planner(config, stack, model, data, held_out, plan).write()
+    longest = checks.longest_sequence(config, data, tokenizer)
+    _Planner(config, stack, model, data, held_out, longest, plan).write()
     return plan
 
 
@@ -55,6 +56,7 @@ class _Planner:
         model: ModelFacts,
         data: PromptFile,
         held_out: PromptFile | None,
+        longest: int,
         plan: run_pb2.Plan,
     ) -> None:
         self._config = config
@@ -68,6 +70,7 @@ class _Planner:
         self._samples = self._prompts * (1 if self._supervised else config.rollout.samples_per_prompt)
         self._prompt_tokens = checks.longest_prompt(data)
         self._response_tokens = config.rollout.sampling.max_response_tokens
+        self._longest = longest
         self._limit = min(stack.generator.max_model_tokens or model.longest_sequence, model.longest_sequence)
 
     def write(self) -> None:
@@ -124,6 +127,11 @@ class _Planner:
             self._line(
                 "step", f"{self._prompts} sequences", "rollout.prompts_per_step prompts with their answers"
             )
+            if self._longest > self._limit:
+                self._plan.errors.append(
+                    f"the longest prompt with its answer has {self._longest} tokens, the model has "
+                    f"{self._limit}: lower data.max_prompt_tokens or shorten the answers"
+                )
             return
         rollout, replicas = config.rollout, max(self._stack.generator.replicas, 1)
         self._line(
@@ -158,19 +166,17 @@ class _Planner:
         config, ranks = self._config, self._stack.trainer.nproc
         optimizer, budget = config.optimizer, config.batching.tokens_per_microbatch
         self._line("updates", f"{config.steps}", "one a step, over all of its samples")
-        length = self._prompt_tokens + self._response_tokens
-        share = math.ceil(self._samples / ranks)
-        together = max(budget // length, 1)
+        cut = MicroBatches.of(self._samples, self._longest, budget, ranks)
         self._line(
             "micro-batches of an update",
-            f"at most {math.ceil(share / together)} a rank",
-            f"{share} of {self._samples} sequences a rank ({ranks} rank(s)), {together} together within "
-            f"tokens_per_microbatch = {budget} at {length} tokens each; never changes the result",
+            f"at most {cut.per_rank} a rank",
+            f"{self._samples} sequences over {ranks} rank(s), {cut.together} together within "
+            f"tokens_per_microbatch = {budget} when each feeds {cut.fed_tokens} tokens; never changes the result",
         )
-        if length > budget:
+        if cut.fed_tokens > budget:
             self._plan.warnings.append(
-                f"a sequence may have {length} tokens, more than batching.tokens_per_microbatch = {budget}: "
-                "such a one is a micro-batch of its own"
+                f"a sequence may have {self._longest} tokens, more than batching.tokens_per_microbatch = "
+                f"{budget}: such a one is a micro-batch of its own"
             )
         end = optimizer.learning_rate * (
             1.0 if optimizer.schedule == "constant" else optimizer.final_lr_ratio
@@ -202,15 +208,15 @@ class _Planner:
 
     def _memory_lines(self) -> None:
         m, generator, trainer = self._model, self._stack.generator, self._stack.trainer
-        state = m.parameters * MASTER_BYTES // trainer.nproc
-        gathered = m.parameters * BYTES[trainer.dtype]
-        logits = self._config.batching.logprob_chunk_tokens * m.vocabulary_size * 4 * 2
+        need = TrainerMemory.of(m, self._config, trainer, self._longest)
+        batching = self._config.batching
         self._line(
             "memory of a trainer rank",
-            f"about {_bytes(state + gathered + logits)}",
-            f"weights, gradients and AdamW {_bytes(state)}, gathered {trainer.dtype} weights "
-            f"{_bytes(gathered)}, logits of {self._config.batching.logprob_chunk_tokens} tokens {_bytes(logits)}; "
-            "activations come on top",
+            f"about {_bytes(need.total)}",
+            f"weights {_bytes(need.masters)}, gradients {_bytes(need.gradients)}, AdamW {_bytes(need.moments)}, "
+            f"gathered {trainer.dtype} layers {_bytes(need.gathered)}, activations of "
+            f"{batching.tokens_per_microbatch} tokens {_bytes(need.activations)}, logits of "
+            f"{batching.logprob_chunk_tokens} tokens {_bytes(need.logits)}",
         )
         weights = m.parameters * BYTES[generator.dtype] // generator.tensor_parallel_size
         token = m.layers * m.key_value_size * BYTES[generator.dtype] // generator.tensor_parallel_size

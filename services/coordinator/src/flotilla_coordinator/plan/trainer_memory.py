@@ -1,0 +1,82 @@
+"""What one trainer rank needs at its worst moment, in bytes, from the shape of the model alone.
+
+Invariant: follows what the ranks keep: float32 masters, gradients and AdamW moments, spread over the ranks; weights of
+the outer part and of two layers whole; the activations that autograd saves for one micro-batch; the logits of one
+chunk. The worst moment is the backward pass through the head of the last micro-batch, when all of that is there.
+Buffers of NCCL, the CUDA context and what allocators waste come on top.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flotilla_coordinator.plan.model_facts import ModelFacts
+from flotilla_core.config import RunConfig, TrainerConfig
+
+BYTES = {"float32": 4, "bfloat16": 2}
+MASTER = 4
+MOMENTS = 8
+LOGIT_COPIES = 4
+"""Scaled logits, probabilities, their product and a gradient, in float32."""
+VISITING_BYTES = 512 << 20
+"""Moments that an offloaded optimizer has on the device at one time."""
+
+
+@dataclass(frozen=True)
+class TrainerMemory:
+    """Bytes on one rank."""
+
+    masters: int
+    gradients: int
+    moments: int
+    gathered: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """All of it together."""
+        return sum(vars(self).values())
+
+    @classmethod
+    def of(
+        cls, model: ModelFacts, config: RunConfig, trainer: TrainerConfig, longest_sequence: int
+    ) -> TrainerMemory:
+        """The need of a run whose sequences have up to `longest_sequence` tokens."""
+        batching, size = config.batching, BYTES[trainer.dtype]
+        share = -(-model.parameters // trainer.nproc)
+        moments = share * MOMENTS
+        layer = (model.parameters - model.outer_parameters) // model.layers
+        tokens = max(batching.tokens_per_microbatch, longest_sequence)
+        chunk = min(batching.logprob_chunk_tokens, tokens)
+        return cls(
+            masters=share * MASTER,
+            gradients=share * MASTER,
+            moments=min(moments, VISITING_BYTES) if config.optimizer.offload else moments,
+            # Weights of two layers, one of them fetched ahead, and of the outer part, whose gradient comes whole.
+            gathered=(2 * layer + 2 * model.outer_parameters) * size,
+            activations=tokens * _token_activations(model, size, batching.activation_checkpointing),
+            logits=chunk * model.vocabulary_size * 4 * LOGIT_COPIES,
+        )
+
+
+def _token_activations(model: ModelFacts, size: int, recomputed: bool) -> int:
+    """What one token leaves behind for the backward pass, all layers together."""
+    layer = layer_activations(model, size)
+    last_norm = (4 + 2 * size) * model.hidden_size
+    if recomputed:
+        return model.layers * model.hidden_size * size + layer + last_norm
+    return model.layers * layer + last_norm
+
+
+def layer_activations(model: ModelFacts, size: int) -> int:
+    """What one token leaves behind in one layer, in numbers of `size` bytes.
+
+    A norm keeps its input in float32, the normalised numbers and its output. Attention keeps queries, keys, values and
+    its output, once as it came from the kernels and once put together; the feed-forward part four intermediates.
+    """
+    norm = 4 + 2 * size
+    asked = model.query_size * 3 * size + model.key_value_size * size
+    if model.normalizes_heads:
+        asked += (model.query_size + model.key_value_size // 2) * (4 + size)
+    return 2 * norm * model.hidden_size + asked + 4 * size * model.intermediate_size
