@@ -240,3 +240,8 @@ def groups_of() -> Callable[..., list[pb.TrainGroup]]:
 @pytest.fixture(scope="session")
 def model_maker() -> Callable[..., Path]:
     return make_model
+
+
+@pytest.fixture(scope="session")
+def policy_of() -> Callable[..., session_pb2.PolicyObjective]:
+    return policy_objective

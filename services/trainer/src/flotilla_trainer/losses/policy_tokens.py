@@ -48,8 +48,9 @@ class TokenLosses(NamedTuple):
 
 def sequence_sums(values: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
     """For each token the sum of `values` over its sequence."""
-    sums = values.new_zeros(int(sequences[-1]) + 1).index_add(0, sequences, values)
-    return sums[sequences]
+    # A micro-batch may hold context alone.
+    count = int(sequences[-1]) + 1 if sequences.numel() else 0
+    return values.new_zeros(count).index_add(0, sequences, values)[sequences]
 
 
 def sequence_means(values: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:

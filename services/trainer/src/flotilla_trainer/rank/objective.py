@@ -124,4 +124,5 @@ def _measure_distance(now: torch.Tensor, rollout: torch.Tensor, sums: Columns, m
         "rollout_squares": q.double().square().sum(),
         "products": (p.double() * q.double()).sum(),
     }
-    maxima |= {"logprob_diff": difference.max(), "probs_diff": moved.max()}
+    if now.numel():
+        maxima |= {"logprob_diff": difference.max(), "probs_diff": moved.max()}

@@ -1,0 +1,415 @@
+"""Every preset on a small model, from the samples to the gradient: how an update is laid out never shows in the result.
+
+The model is a table of bigrams, whose logits depend on the token before alone, so that any layout can be computed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flotilla.trainer.v1 import session_pb2
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_core.config import PolicyConfig
+from flotilla_core.config.presets import PRESETS
+from flotilla_core.errors import FlotillaError, InvalidRequest, NotFinite, NotFound, UserCodeError
+from flotilla_core.tensors import to_tensor
+from flotilla_core.version import Version
+from flotilla_trainer.objective.settings import check_objective, objective_settings
+from flotilla_trainer.objective.update_objective import UpdateObjective
+from flotilla_trainer.packing import Layout, pack
+from flotilla_trainer.rank.objective import Objective
+from flotilla_trainer.rank.objective_metrics import objective_metrics
+from flotilla_trainer.update_batch import ModelLimits, UpdateBatch
+
+VOCABULARY = 13
+TOLERANCE = 1e-5
+LIMIT = 24
+VERSION = Version(0, 3)
+AGGREGATIONS = {
+    "token_mean": session_pb2.AGGREGATION_TYPE_TOKEN_MEAN,
+    "sequence_mean_of_token_sum": session_pb2.AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_SUM,
+    "sequence_mean_of_token_mean": session_pb2.AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_MEAN,
+    "constant": session_pb2.AGGREGATION_TYPE_CONSTANT,
+}
+LAYOUTS = [(1, 37, False), (1, 37, True), (2, 1, False), (2, 150, True), (3, 150, False), (3, 1, True)]
+"""Ranks, token budget, packed."""
+EVERYTHING = {
+    "correction": {
+        "importance": session_pb2.IMPORTANCE_TOKEN,
+        "proximal": session_pb2.PROXIMAL_TRAINER,
+        "importance_cap": 0.9,
+        "sequence_low": 0.5,
+        "sequence_high": 0.7,
+        "staleness_decay": 0.9,
+    },
+    "kl": {
+        "placement": session_pb2.KL_PLACEMENT_LOSS,
+        "estimator": session_pb2.KL_ESTIMATOR_K3,
+        "coefficient": 0.1,
+    },
+    "entropy_coefficient": 0.01,
+}
+
+
+def function(name: str, **parameters: Any) -> session_pb2.Function:
+    made = session_pb2.Function(name=name)
+    made.parameters.update(parameters)
+    return made
+
+
+def objective_of(preset: str, **changes: Any) -> session_pb2.Objective:
+    """The objective that a run of this preset would send."""
+    algorithm = PolicyConfig(type=preset)  # type: ignore[arg-type]
+    policy = session_pb2.PolicyObjective(
+        temperature=1.0,
+        max_response_tokens=LIMIT,
+        advantage=session_pb2.Advantage(
+            function=function(algorithm.advantage.type, **algorithm.advantage.arguments),
+            drop_uniform_groups=algorithm.advantage.drop_uniform_groups,
+        ),
+        loss=function(algorithm.loss.type, **algorithm.loss.arguments),
+        aggregation=session_pb2.Aggregation(type=AGGREGATIONS[algorithm.aggregation.type]),
+        correction=session_pb2.Correction(staleness_decay=1.0),
+    )
+    for name, value in changes.items():
+        if isinstance(value, dict):
+            getattr(policy, name).MergeFrom(type(getattr(policy, name))(**value))
+        elif isinstance(value, float | bool):
+            setattr(policy, name, value)
+        else:
+            getattr(policy, name).CopyFrom(value)
+    return session_pb2.Objective(policy=policy)
+
+
+def make_groups(sizes: list[int], seed: int = 0) -> list[pb.TrainGroup]:
+    """Unequal lengths, masks, versions and some groups of equal rewards."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for index, size in enumerate(sizes):
+        prompt = rng.integers(0, VOCABULARY, rng.integers(1, 6)).astype(np.int32)
+        group = pb.TrainGroup(group_id=f"g{index}", prompt_token_ids=to_tensor(prompt))
+        for number in range(size):
+            response = rng.integers(0, VOCABULARY, rng.integers(1, LIMIT)).astype(np.int32)
+            sample = group.samples.add(
+                sample_id=f"g{index}/{number}",
+                token_ids=to_tensor(response),
+                logprobs=to_tensor(rng.normal(-2.5, 0.4, len(response)).astype(np.float32)),
+                reward=float(index == 1 or rng.random() < 0.3),
+            )
+            if number == 1:
+                sample.mask.CopyFrom(to_tensor(np.arange(len(response)) % 3 > 0))
+            span = sample.version_spans.add(start=0, end=len(response) // 2)
+            span.version.CopyFrom(Version(0, 2).to_proto())
+        groups.append(group)
+    return groups
+
+
+def reordered(groups: list[pb.TrainGroup]) -> list[pb.TrainGroup]:
+    moved = []
+    for group in reversed(groups):
+        other = pb.TrainGroup(group_id=group.group_id, prompt_token_ids=group.prompt_token_ids)
+        other.samples.extend(reversed(group.samples))
+        moved.append(other)
+    return moved
+
+
+def result(
+    objective: session_pb2.Objective,
+    groups: list[pb.TrainGroup],
+    *,
+    budget: int = 10_000,
+    ranks: int = 1,
+    packed: bool = False,
+) -> tuple[float, np.ndarray, dict[str, float]]:
+    """Loss, gradient and metrics of an update, by the path that the front and the ranks take."""
+    check_objective(objective)
+    front, rank = UpdateObjective(objective), Objective(objective_settings(objective))
+    batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION)
+    # What a token gets from the reference depends on the token alone, so that any order of samples has the same.
+    reference = -2.0 - 0.1 * batch.all_responses().tokens[batch.all_responses().scored].astype(np.float32)
+    sequences, _ = front.sequences(batch, 5, reference if front.needs_reference else None)
+    table = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    sums: dict[str, float] = {}
+    for batches in pack(sequences, Layout(budget, ranks, packed)):
+        for micro in batches:
+            columns = {name: torch.from_numpy(values) for name, values in micro.columns.items()}
+            before = torch.from_numpy(micro.tokens).flatten()[torch.from_numpy(micro.positions)].long()
+            distribution = torch.log_softmax(table[before], -1)
+            logprobs = distribution.gather(-1, torch.from_numpy(micro.targets)[:, None].long())[:, 0]
+            terms = rank(logprobs, -(distribution.exp() * distribution).sum(-1), columns)
+            (terms.loss * 0.0 if micro.idle else terms.loss).backward()
+            if not micro.idle:
+                for name, value in terms.sums.items():
+                    sums[name] = sums.get(name, 0.0) + value.item()
+    assert table.grad is not None
+    totals = {name: sums.get(name, 0.0) for name in [*sums, "clipped", "ratio"]}
+    return sums["loss"], table.grad.numpy(), objective_metrics(totals, {}, set(sums))
+
+
+def assert_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
+    assert one[0] == pytest.approx(other[0], abs=TOLERANCE)
+    np.testing.assert_allclose(one[1], other[1], atol=TOLERANCE)
+    assert one[2] == pytest.approx(other[2], abs=1e-4)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_neither_cuts_nor_ranks_nor_padding_nor_order_change_an_update(preset: str) -> None:
+    objective, groups = objective_of(preset), make_groups([6, 3, 8, 2, 7])
+    whole = result(objective, groups)
+    assert np.abs(whole[1]).max() > 1e-4  # There is something to compare.
+    for ranks, budget, packed in LAYOUTS:
+        assert_same(result(objective, groups, budget=budget, ranks=ranks, packed=packed), whole)
+    if preset != "clip_cov":  # It draws tokens by their place in the update.
+        assert_same(result(objective, reordered(groups), budget=37, ranks=2), whole)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_corrections_divergence_and_entropy_do_not_depend_on_the_layout_either(aggregation: str) -> None:
+    objective = objective_of(
+        "grpo", aggregation=session_pb2.Aggregation(type=AGGREGATIONS[aggregation]), **EVERYTHING
+    )
+    groups = make_groups([4, 3, 5, 2, 3])
+    whole = result(objective, groups)
+    assert 0 < whole[2]["correction/left_out"] < 1
+    for ranks, budget, packed in LAYOUTS:
+        assert_same(result(objective, groups, budget=budget, ranks=ranks, packed=packed), whole)
+    assert_same(result(objective, reordered(groups), budget=37, ranks=3), whole)
+
+
+@pytest.mark.parametrize("sizes", [[2], [1], [7], [13, 11], [2] * 17])
+@pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "gspo", "reinforce_plus_plus"])
+def test_awkward_batch_sizes_are_exact(preset: str, sizes: list[int]) -> None:
+    objective, groups = objective_of(preset), make_groups(sizes, seed=3)
+    whole = result(objective, groups)
+    assert_same(result(objective, groups, budget=29, ranks=3), whole)
+
+
+@pytest.mark.parametrize("preset", ["grpo", "gspo", "kimi", "topr"])
+def test_a_sample_without_a_trained_token_is_context_alone(preset: str) -> None:
+    objective, groups = objective_of(preset), make_groups([3, 4])
+    masked = groups[0].samples[2]
+    masked.mask.CopyFrom(to_tensor(np.zeros(len(masked.token_ids.data) // 4, np.bool_)))
+    assert_same(result(objective, groups, budget=1, ranks=2), result(objective, groups))
+
+
+def test_groups_that_are_dropped_leave_the_denominators_too() -> None:
+    groups = make_groups([4, 3, 5], seed=1)
+    for sample in groups[1].samples:
+        sample.reward = 0.5
+    dropped = result(objective_of("dapo"), groups)
+    alone = result(objective_of("dapo"), [groups[0], groups[2]])
+    assert dropped[0] == pytest.approx(alone[0], abs=TOLERANCE)
+    np.testing.assert_allclose(dropped[1], alone[1], atol=TOLERANCE)
+
+
+def test_an_update_of_dropped_groups_alone_has_no_gradient() -> None:
+    groups = make_groups([3, 4])
+    for group in groups:
+        for sample in group.samples:
+            sample.reward = 1.0
+    loss, gradient, _ = result(objective_of("dapo"), groups)
+    assert (loss, np.abs(gradient).max()) == (0.0, 0.0)
+
+
+def test_stale_tokens_count_less() -> None:
+    groups = make_groups([3, 4])
+    batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION)
+    objective = objective_of("grpo", correction={"staleness_decay": 0.5})
+    plain, _ = UpdateObjective(objective_of("grpo")).sequences(batch, 0)
+    decayed, _ = UpdateObjective(objective).sequences(batch, 0)
+    expected = plain.columns["weights"] * 0.5 ** batch.staleness[batch.trained]
+    np.testing.assert_allclose(decayed.columns["weights"], expected, rtol=1e-6)
+    assert (decayed.columns["weights"] < plain.columns["weights"]).any()
+
+
+def test_divergence_in_the_reward_is_paid_token_by_token() -> None:
+    groups = make_groups([3, 4])
+    batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION)
+    kl = {"placement": session_pb2.KL_PLACEMENT_REWARD, "estimator": session_pb2.KL_ESTIMATOR_K1}
+    front = UpdateObjective(objective_of("reinforce", kl=kl | {"coefficient": 0.5}))
+    assert batch.logprobs is not None
+    reference = batch.logprobs - 0.1
+    sequences, metrics = front.sequences(batch, 0, reference)
+    plain, _ = UpdateObjective(objective_of("reinforce")).sequences(batch, 0)
+    assert metrics["kl/mean"] == pytest.approx(0.1, abs=1e-5)
+    # From each token on, every trained token costs half of a tenth.
+    trained = np.split(batch.trained, np.cumsum(batch.response_lengths)[:-1])
+    ahead = np.concatenate([mask[::-1].cumsum()[::-1] for mask in trained])[batch.trained]
+    np.testing.assert_allclose(
+        sequences.columns["advantages"], plain.columns["advantages"] - 0.05 * ahead, atol=1e-5
+    )
+    assert "kl_weights" not in sequences.columns
+
+
+def test_an_adaptive_coefficient_moves_with_the_steps_that_were_made() -> None:
+    kl = {
+        "placement": session_pb2.KL_PLACEMENT_LOSS,
+        "estimator": session_pb2.KL_ESTIMATOR_K1,
+        "coefficient": 0.5,
+        "target": 0.01,
+        "horizon_samples": 100,
+    }
+    front = UpdateObjective(objective_of("grpo", kl=kl))
+    front.adapt({"kl/mean": 1.0}, samples=10)
+    assert front.kl_coefficient == pytest.approx(0.5 * 1.02)
+
+
+def test_shuffled_rewards_are_the_same_rewards_in_another_order() -> None:
+    batch = UpdateBatch.read(make_groups([4] * 8), ModelLimits(VOCABULARY, 0), VERSION)
+    plain = UpdateObjective(objective_of("grpo")).sequences(batch, 5)[0].columns["advantages"]
+    control = UpdateObjective(objective_of("grpo", shuffle_rewards=True))
+    shuffled = control.sequences(batch, 5)[0].columns["advantages"]
+    assert (shuffled != plain).any()
+    np.testing.assert_array_equal(shuffled, control.sequences(batch, 5)[0].columns["advantages"])
+
+
+def test_advantages_of_the_caller_are_taken_as_they_are() -> None:
+    groups = make_groups([1])
+    own = np.linspace(-1, 1, len(groups[0].samples[0].token_ids.data) // 4, dtype=np.float32)
+    groups[0].samples[0].advantages.CopyFrom(to_tensor(own))
+    batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION)
+    sequences, _ = UpdateObjective(objective_of("grpo")).sequences(batch, 0)
+    np.testing.assert_array_equal(sequences.columns["advantages"], own)
+
+
+def test_overlong_responses_lose_reward_towards_the_limit() -> None:
+    groups = make_groups([2])
+    for sample, length in zip(groups[0].samples, (4, LIMIT), strict=True):
+        sample.Clear()
+        sample.sample_id = f"of-{length}"
+        sample.token_ids.CopyFrom(to_tensor(np.ones(length, np.int32)))
+        sample.logprobs.CopyFrom(to_tensor(np.full(length, -1, np.float32)))
+        sample.reward = 1.0
+    batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION)
+    objective = objective_of("dr_grpo", advantage={"overlong": {"buffer_tokens": 8, "penalty": 1.0}})
+    sequences, _ = UpdateObjective(objective).sequences(batch, 0)
+    assert sequences.columns["advantages"].tolist() == [0.5] * 4 + [-0.5] * LIMIT
+
+
+def broken_update(field: str) -> list[pb.TrainGroup]:
+    groups = make_groups([3, 2])
+    sample = groups[1].samples[1]
+    if field == "reward":
+        sample.reward = float("nan")
+    else:
+        for group in groups:
+            for one in group.samples:
+                one.ClearField(field)
+    return groups
+
+
+@pytest.mark.parametrize(
+    ("field", "kind", "named"),
+    [("reward", NotFinite, "'g1/1'"), ("logprobs", InvalidRequest, "'g0/0'")],
+)
+def test_what_an_objective_cannot_use_is_refused_by_name(
+    field: str, kind: type[FlotillaError], named: str
+) -> None:
+    batch = UpdateBatch.read(broken_update(field), ModelLimits(VOCABULARY, 0), VERSION)
+    with pytest.raises(kind, match=named):
+        UpdateObjective(objective_of("grpo")).sequences(batch, 0)
+    # Nothing of it matters to a supervised session.
+    UpdateObjective(session_pb2.Objective(sft=session_pb2.SftObjective())).sequences(batch, 0)
+
+
+def test_plain_reinforce_needs_no_logprobs_until_something_compares_with_the_rollout() -> None:
+    batch = UpdateBatch.read(broken_update("logprobs"), ModelLimits(VOCABULARY, 0), VERSION)
+    UpdateObjective(objective_of("rloo")).sequences(batch, 0)
+    corrected = objective_of("rloo", correction={"importance": session_pb2.IMPORTANCE_TOKEN})
+    with pytest.raises(InvalidRequest, match="log-probabilities"):
+        UpdateObjective(corrected).sequences(batch, 0)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown loss": ({"loss": function("pqo")}, "pqo"),
+    "no loss": ({"loss": function("")}, "without a name"),
+    "unknown parameter": ({"loss": function("gspo", dual_clip=2.0)}, "dual_clip"),
+    "out of range": ({"loss": function("ppo", clip_low=-1.0)}, "clip_low"),
+    "unknown advantage": ({"advantage": {"function": function("gripo")}}, "gripo"),
+    "no aggregation": ({"aggregation": session_pb2.Aggregation()}, "aggregation.type"),
+    "no cap": ({"correction": {"importance": session_pb2.IMPORTANCE_TOKEN}}, "importance_cap"),
+    "no decay": ({"correction": session_pb2.Correction()}, "staleness_decay"),
+    "no estimator": ({"kl": {"placement": session_pb2.KL_PLACEMENT_LOSS}}, "kl.estimator"),
+    "negative bonus": ({"entropy_coefficient": -1.0}, "entropy_coefficient"),
+    "no temperature": ({"temperature": 0.0}, "temperature"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_an_objective_that_cannot_be_is_refused_by_field(case: str) -> None:
+    changes, named = WRONG[case]
+    with pytest.raises(InvalidRequest, match=named):
+        check_objective(objective_of("grpo", **changes))
+
+
+USER_CODE = """
+import numpy as np
+import torch
+
+def advantage(outcomes, *, scale):
+    return scale * (outcomes.rewards - outcomes.rewards.mean())
+
+def loss(tokens, *, power):
+    return -tokens.advantages * (tokens.logprobs - tokens.old_logprobs) ** power
+
+def scalar(tokens):
+    return tokens.logprobs.sum()
+
+def broken(outcomes):
+    raise KeyError("no such thing")
+
+def short(outcomes):
+    return np.zeros(1)
+"""
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(USER_CODE)
+    return path
+
+
+def test_functions_of_the_user_are_advantage_and_loss(code: Path) -> None:
+    objective = objective_of(
+        "grpo",
+        advantage=session_pb2.Advantage(function=function(f"{code}:advantage", scale=2.0)),
+        loss=function(f"{code}:loss", power=1),
+    )
+    ours = objective_of(
+        "grpo",
+        advantage=session_pb2.Advantage(function=function("grpo", baseline="batch", normalize_std=False)),
+        loss=function("reinforce"),
+    )
+    groups = make_groups([3, 4])
+    np.testing.assert_allclose(result(objective, groups)[1], 2 * result(ours, groups)[1], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "named"),
+    [
+        ("nothing", UserCodeError, "defines no function nothing"),
+        ("broken", UserCodeError, "KeyError"),
+        ("short", UserCodeError, "shape"),
+    ],
+)
+def test_an_advantage_of_the_user_that_fails_is_named(
+    code: Path, name: str, kind: type[FlotillaError], named: str
+) -> None:
+    objective = objective_of("grpo", advantage=session_pb2.Advantage(function=function(f"{code}:{name}")))
+    with pytest.raises(kind, match=named) as caught:
+        result(objective, make_groups([3, 4]))
+    assert f"mine.py:{name}" in str(caught.value)
+
+
+def test_a_loss_of_the_user_gives_one_number_a_token(code: Path) -> None:
+    objective = objective_of("grpo", loss=function(f"{code}:scalar"))
+    with pytest.raises(UserCodeError, match="not one number for each"):
+        result(objective, make_groups([3, 4]))
+    with pytest.raises(NotFound, match="cannot be read"):
+        check_objective(objective_of("grpo", loss=function("/nowhere/mine.py:loss")))

@@ -1,0 +1,193 @@
+"""Objectives on three real ranks, against plain torch in float64: aggregations, a frozen reference, bonuses, limits."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from transformers import AutoModelForCausalLM
+
+from flotilla.trainer.v1 import session_pb2
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_core.errors import InvalidRequest, Mismatch, UserCodeError
+from flotilla_core.tensors import from_tensor
+from flotilla_core.version import Version
+
+TOLERANCE = 1e-5
+TEMPERATURE, LIMIT = 0.7, 20
+SIZES = [4, 2, 5]
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+Groups = list[pb.TrainGroup]
+MakeGroups = Callable[..., Groups]
+Policy = Callable[..., session_pb2.PolicyObjective]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def trainer(start_trainer: Callable[..., Any]) -> AsyncIterator[Any]:
+    async with start_trainer(nproc=3) as started:
+        yield started
+
+
+def loaded(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+
+
+def distribution(model: Any, prompt: np.ndarray, response: np.ndarray) -> torch.Tensor:
+    """Log-probabilities over the vocabulary at each response token."""
+    tokens = torch.from_numpy(np.concatenate([prompt, response])).long()
+    return torch.log_softmax(model(input_ids=tokens[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE, -1)
+
+
+def expected(
+    policy: Any, groups: Groups, aggregate: Callable[[list[torch.Tensor]], torch.Tensor], **bonus: Any
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradient as the formulas say it, one sequence at a time."""
+    losses = []
+    for group in groups:
+        prompt = from_tensor(group.prompt_token_ids)
+        rewards = np.array([sample.reward for sample in group.samples])
+        for sample in group.samples:
+            advantage = (sample.reward - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+            response = from_tensor(sample.token_ids)
+            scores = distribution(policy, prompt, response)
+            tokens = torch.from_numpy(response.astype(np.int64))[:, None]
+            new = scores.gather(-1, tokens)[:, 0]
+            ratio = (new - torch.from_numpy(from_tensor(sample.logprobs).astype(np.float64))).exp()
+            loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+            if bonus:
+                with torch.no_grad():
+                    old = distribution(bonus["reference"], prompt, response).gather(-1, tokens)[:, 0]
+                loss = loss + bonus["kl"] * ((old - new).exp() - 1 - (old - new))
+                loss = loss + bonus["entropy"] * (scores.exp() * scores).sum(-1)
+            mask = from_tensor(sample.mask) if sample.mask.data else np.ones(len(response), bool)
+            losses.append(loss[torch.from_numpy(mask.copy())])
+    total = aggregate(losses)
+    total.backward()
+    return total.item(), {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+
+
+async def on_ranks(trainer: Any, groups: Groups) -> tuple[float, dict[str, np.ndarray], dict[str, float]]:
+    """Loss, gradient and metrics of the same batch through the path that Train takes."""
+    session = trainer.holder.session(trainer.run_id)
+    _, packed, facts = await session._prepare("gradients", groups)
+    answers = await session._on_ranks("gradients", packed, {})
+    gradients = {name: array.copy() for name, array in answers[0].arrays.items()}
+    return answers[0].fields["metrics"]["loss"], gradients, answers[0].fields["metrics"] | facts
+
+
+def assert_equal(got: dict[str, np.ndarray], wanted: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    assert max(float(gradient.abs().max()) for gradient in wanted.values()) > 1e-3
+    for name, gradient in wanted.items():
+        np.testing.assert_allclose(got[name], gradient.numpy(), atol=TOLERANCE, rtol=TOLERANCE, err_msg=name)
+
+
+AGGREGATIONS: dict[int, Callable[[list[torch.Tensor]], torch.Tensor]] = {
+    session_pb2.AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_SUM: lambda rows: torch.stack(
+        [row.sum() for row in rows]
+    ).mean(),
+    session_pb2.AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_MEAN: lambda rows: torch.stack(
+        [row.mean() for row in rows]
+    ).mean(),
+    session_pb2.AGGREGATION_TYPE_CONSTANT: lambda rows: torch.stack(
+        [row.sum() / LIMIT for row in rows]
+    ).mean(),
+}
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+async def test_every_aggregation_equals_plain_torch_on_three_ranks(
+    trainer: Any, groups_of: MakeGroups, policy_of: Policy, aggregation: int
+) -> None:
+    groups = groups_of(SIZES)
+    objective = policy_of(aggregation=session_pb2.Aggregation(type=aggregation))
+    await trainer.open(objective, tokens_per_microbatch=40)
+    loss, gradients, _ = await on_ranks(trainer, groups)
+    wanted_loss, wanted = expected(loaded(trainer.model), groups, AGGREGATIONS[aggregation])
+    assert loss == pytest.approx(wanted_loss, abs=TOLERANCE)
+    assert_equal(gradients, wanted)
+
+
+async def test_the_reference_stays_where_the_session_began_and_entropy_earns_a_bonus(
+    trainer: Any, groups_of: MakeGroups, policy_of: Policy, tmp_path: Path
+) -> None:
+    groups = groups_of(SIZES)
+    kl = session_pb2.Kl(
+        placement=session_pb2.KL_PLACEMENT_LOSS, estimator=session_pb2.KL_ESTIMATOR_K3, coefficient=0.3
+    )
+    objective = policy_of(kl=kl, entropy_coefficient=0.2)
+    await trainer.open(objective, tokens_per_microbatch=40, learning_rate=1e-3)
+    first = await trainer.train(0, groups)
+    assert not first.skipped
+    assert first.metrics["kl/coefficient"] == pytest.approx(0.3)
+    now = await trainer.export(tmp_path / "now", 1)
+
+    loss, gradients, metrics = await on_ranks(trainer, groups)
+    wanted_loss, wanted = expected(
+        loaded(now),
+        groups,
+        lambda rows: torch.cat(rows).mean(),
+        reference=loaded(trainer.model),
+        kl=0.3,
+        entropy=0.2,
+    )
+    assert loss == pytest.approx(wanted_loss, rel=TOLERANCE, abs=TOLERANCE)
+    assert_equal(gradients, wanted)
+    # Scoring with the reference left the policy as it was.
+    assert metrics["kl/mean"] == pytest.approx(first.metrics["kl/mean"], rel=1e-5)
+    again = await trainer.export(tmp_path / "again", 1)
+    before, after = loaded(now), loaded(again)
+    assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
+
+
+async def test_rollouts_beyond_the_limit_are_refused_and_change_nothing(
+    trainer: Any, groups_of: MakeGroups, policy_of: Policy
+) -> None:
+    groups = groups_of(SIZES)
+    await trainer.open(policy_of(correction=session_pb2.Correction(staleness_decay=1.0, fail_at=1e-6)))
+    with pytest.raises(Mismatch, match="differ from the trainer's"):
+        await trainer.train(0, groups)
+    await trainer.open("sft")
+    before = (await trainer.train(0, groups)).metrics["loss"]
+    await trainer.open("sft")
+    assert (await trainer.train(0, groups)).metrics["loss"] == pytest.approx(before, abs=1e-6)
+
+
+async def test_samples_from_the_future_are_refused_by_name_and_change_nothing(
+    trainer: Any, groups_of: MakeGroups
+) -> None:
+    groups = groups_of(SIZES)
+    span = groups[1].samples[1].version_spans.add(start=0, end=1)
+    span.version.CopyFrom(Version(0, 1).to_proto())
+    await trainer.open()
+    with pytest.raises(InvalidRequest, match="'g1/1'"):
+        await trainer.train(0, groups)
+    result = await trainer.train(0, groups_of(SIZES))
+    assert Version.from_proto(result.policy_version) == Version(0, 1)
+
+
+async def test_a_loss_of_the_user_trains_and_a_broken_file_opens_no_session(
+    trainer: Any, groups_of: MakeGroups, policy_of: Policy, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def loss(tokens, *, scale):\n    return -scale * tokens.advantages * tokens.logprobs\n")
+    mine = session_pb2.Function(name=f"{path}:loss")
+    mine.parameters.update({"scale": 1.0})
+    await trainer.open(policy_of(loss=mine))
+    own = await on_ranks(trainer, groups_of(SIZES))
+    await trainer.open(policy_of(loss=session_pb2.Function(name="reinforce")))
+    ours = await on_ranks(trainer, groups_of(SIZES))
+    assert own[0] == pytest.approx(ours[0], abs=TOLERANCE)
+    assert_equal(own[1], {name: torch.from_numpy(values) for name, values in ours[1].items()})
+
+    path.write_text("import nothing_of_that_name\n\n\ndef loss(tokens):\n    return tokens.logprobs\n")
+    with pytest.raises(UserCodeError, match="ModuleNotFoundError"):
+        await trainer.open(policy_of(loss=session_pb2.Function(name=f"{path}:loss")))
+    await trainer.open()
+    assert not (await trainer.train(0, groups_of(SIZES))).skipped
