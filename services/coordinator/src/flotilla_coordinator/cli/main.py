@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import typer
 
-from flotilla_coordinator.cli import config, doctor, fleet, logs, run, timeline
+from flotilla_coordinator.cli import checkpoint, config, doctor, fleet, logs, run, timeline
 from flotilla_coordinator.cli.exit_codes import INTERRUPTED, code_of
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app.command()(fleet.ps)
 app.command()(logs.logs)
 app.command()(fleet.scale)
 app.add_typer(run.app, name="run")
+app.add_typer(checkpoint.app, name="checkpoint")
 app.command()(timeline.timeline)
 app.command()(doctor.doctor)
 app.add_typer(config.app, name="config")

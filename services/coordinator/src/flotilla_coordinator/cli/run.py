@@ -1,4 +1,4 @@
-"""`flotilla run`: start, plan, list, show, watch and stop runs."""
+"""`flotilla run`: start, plan, list, show, watch, stop and resume runs."""
 
 from __future__ import annotations
 
@@ -168,6 +168,34 @@ def stop(
         say(f"run {found.run_id} has ended already ({state_name(found)}); nothing to stop")
     else:
         say(f"run {found.run_id} is {state_name(found)}")
+
+
+@app.command()
+def resume(
+    run: RunId,
+    checkpoint: Annotated[
+        str, typer.Option("--from", metavar="NAME", help="A checkpoint; those after it are given up.")
+    ] = "",
+    follow: Annotated[bool, typer.Option("--wait", help="Stay until the run has ended.")] = False,
+    stack: Stack = None,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """Continue a run that failed or was stopped, from its newest good checkpoint."""
+    from flotilla_coordinator.cli.output import print_json, say
+    from flotilla_coordinator.cli.running import wait
+
+    async def ask() -> Run:
+        async with _client(stack, coordinator) as client:
+            return await client.resume_run(run, checkpoint)
+
+    found = wait(ask())
+    if follow:
+        _follow(found.run_id, stack, coordinator, as_json=as_json)
+    elif as_json:
+        print_json(run_json(found))
+    else:
+        say(f"run {found.run_id} goes on\nnext: flotilla run watch {found.run_id}")
 
 
 def run_json(run: Run) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flotilla_core.errors import Mismatch
+from flotilla_core.errors import Damaged, Mismatch
 from flotilla_core.version import Version
 
 FILE_NAME = "coordinator.json"
@@ -45,4 +45,8 @@ class Progress:
     @classmethod
     def of(cls, checkpoint: Path) -> Progress:
         """The one inside a checkpoint."""
-        return cls.from_bytes((checkpoint / FILE_NAME).read_bytes(), str(checkpoint))
+        path = checkpoint / FILE_NAME
+        try:
+            return cls.from_bytes(path.read_bytes(), str(path))
+        except OSError as error:
+            raise Damaged("the checkpoint is damaged", where=str(path), why=str(error)) from error

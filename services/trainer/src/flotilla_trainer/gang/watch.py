@@ -71,7 +71,7 @@ class GangWatch:
             f"{first.name} {first.ended()}",
             where=self._where(first),
             why=_quoted("the last lines of its log", first.last_log_lines()),
-            next_step="The ranks are being restarted; start the run again.",
+            next_step="The ranks are being restarted; a run goes on from its last checkpoint.",
         )
 
     def _silent(self, now: float) -> list[RankProcess]:
@@ -100,7 +100,7 @@ class GangWatch:
             f"{' and '.join(rank.name for rank in ranks)} {how} for {limit_s:g} s",
             where="; ".join(self._where(rank) for rank in ranks),
             why=why + "\n".join(evidence),
-            next_step="The ranks are being restarted; start the run again.",
+            next_step="The ranks are being restarted; a run goes on from its last checkpoint.",
         )
 
     def _where(self, rank: RankProcess) -> str:

@@ -41,6 +41,10 @@ class PolicyOptimizer:
         """Forget what was accumulated."""
         self._adamw.zero_grad(set_to_none=True)
 
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply what was accumulated."""
+        torch._foreach_mul_(self._local_gradients(), factor)
+
     def squared_norm(self) -> torch.Tensor:
         """This rank's share of the squared norm of the gradient, in float64."""
         norms = torch._foreach_norm(self._local_gradients())
@@ -72,6 +76,9 @@ class PolicyOptimizer:
         state = self._adamw.state[parameter]
         state["step"] = torch.tensor(float(steps))
         for name, values in moments.items():
+            if self._visiting is not None:
+                state[name] = values
+                continue
             state[name] = torch.zeros_like(parameter)
             local(state[name]).copy_(values)
 

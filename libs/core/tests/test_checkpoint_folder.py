@@ -1,0 +1,122 @@
+"""A checkpoint is seen whole or not at all, and whatever happened to one of its bytes is named."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flotilla_core.checkpoint import CheckpointShelf, Manifest
+from flotilla_core.errors import AlreadyExists, Damaged, InvalidRequest, Mismatch, NotFound
+
+
+def made(shelf: CheckpointShelf, step: int) -> Path:
+    name = CheckpointShelf.name_of(step)
+    folder = shelf.begin(name)
+    (folder / "shards").mkdir()
+    (folder / "shards" / "rank-0").write_bytes(bytes(range(256)))
+    (folder / "trainer.json").write_text("{}")
+    Manifest.seal(folder)
+    return shelf.publish(name)
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> CheckpointShelf:
+    return CheckpointShelf(tmp_path / "checkpoints")
+
+
+def test_a_sealed_folder_passes(shelf: CheckpointShelf) -> None:
+    manifest = Manifest.verified(made(shelf, 3))
+    assert set(manifest.files) == {"shards/rank-0", "trainer.json"} and manifest.nbytes == 258
+
+
+def flipped(folder: Path) -> None:
+    content = bytearray((folder / "shards" / "rank-0").read_bytes())
+    content[17] ^= 4
+    (folder / "shards" / "rank-0").write_bytes(content)
+
+
+def truncated(folder: Path) -> None:
+    os.truncate(folder / "shards" / "rank-0", 255)
+
+
+def missing(folder: Path) -> None:
+    (folder / "shards" / "rank-0").unlink()
+
+
+def unlisted_digest(folder: Path) -> None:
+    content = json.loads((folder / "manifest.json").read_text())
+    del content["files"]["shards/rank-0"]["sha256"]
+    (folder / "manifest.json").write_text(json.dumps(content))
+
+
+def no_manifest(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (flipped, "shards/rank-0"),
+        (truncated, "shards/rank-0"),
+        (missing, "shards/rank-0"),
+        (unlisted_digest, "manifest.json"),
+        (no_manifest, "manifest.json"),
+    ],
+)
+def test_damage_is_named_by_its_file(
+    shelf: CheckpointShelf, damage: Callable[[Path], None], named: str
+) -> None:
+    folder = made(shelf, 3)
+    damage(folder)
+    with pytest.raises(Damaged, match=named):
+        Manifest.verified(folder)
+
+
+def test_another_format_is_refused_as_such(shelf: CheckpointShelf) -> None:
+    folder = made(shelf, 3)
+    (folder / "manifest.json").write_text('{"format": 99, "files": {}}')
+    with pytest.raises(Mismatch, match="format 99"):
+        Manifest.verified(folder)
+
+
+def test_nothing_is_seen_before_it_is_published(shelf: CheckpointShelf) -> None:
+    assert shelf.names() == []
+    (shelf.begin("step-000001") / "trainer.json").write_text("{}")
+    assert shelf.names() == []
+    made(shelf, 2)
+    assert shelf.names() == ["step-000002"]
+    assert not shelf.aside("step-000001").exists()  # what an interrupted write left goes with the next
+    assert (shelf.path / "latest").read_text() == "step-000002\n"
+
+
+def test_a_name_is_used_once_and_means_a_step(shelf: CheckpointShelf) -> None:
+    made(shelf, 2)
+    with pytest.raises(AlreadyExists):
+        shelf.begin("step-000002")
+    with pytest.raises(InvalidRequest, match="looks like"):
+        shelf.begin("../step-000003")
+    with pytest.raises(NotFound, match="there are step-000002"):
+        shelf.folder("step-000003")
+
+
+def test_the_newest_stay(shelf: CheckpointShelf) -> None:
+    for step in (2, 4, 1_000_000):
+        made(shelf, step)
+    assert shelf.prune(2) == ["step-000002"]
+    assert shelf.names() == ["step-000004", "step-1000000"]
+
+
+def test_a_fall_back_puts_away_what_is_newer_and_pruning_removes_it(shelf: CheckpointShelf) -> None:
+    for step in (2, 4, 6):
+        made(shelf, step)
+    assert shelf.fall_back("step-000004", lineage=1) == ["step-000006"]
+    assert shelf.names() == ["step-000002", "step-000004"]
+    assert (shelf.path / "latest").read_text() == "step-000004\n"
+    made(shelf, 6)
+    assert shelf.prune(2) == ["step-000002", "void-1-step-000006"]
+    assert sorted(entry.name for entry in shelf.path.iterdir()) == ["latest", "step-000004", "step-000006"]
+    assert shelf.fall_back("", lineage=2) == ["step-000004", "step-000006"]

@@ -1,0 +1,169 @@
+"""`flotilla checkpoint`: what a run can go on from. Needs the run's folder alone, whether a fleet runs or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flotilla_coordinator.cli.options import Json, RunId, Stack
+
+if TYPE_CHECKING:
+    from flotilla_core.checkpoint import CheckpointShelf
+
+app = typer.Typer(help="List, check, export and remove checkpoints of a run.", no_args_is_help=True)
+
+Name = Annotated[
+    str | None, typer.Option("--checkpoint", metavar="NAME", help="One of them, such as step-000120.")
+]
+
+
+@app.command("list")
+def list_(run: RunId, stack: Stack = None, as_json: Json = False) -> None:
+    """List the checkpoints of a run, the oldest first."""
+    from flotilla_coordinator.cli.output import print_json, print_table
+
+    run_id, shelf = _shelf(stack, run)
+    found = [_described(shelf, name) for name in shelf.names()]
+    if as_json:
+        print_json({"run_id": run_id, "checkpoints": found})
+        return
+    rows = [
+        (
+            one["name"],
+            str(one["steps_done"]),
+            one["policy_version"],
+            f"{one['bytes']:,}",
+            "" if one["accuracy"] is None else f"{one['accuracy']:.3f}",
+        )
+        for one in found
+    ]
+    print_table(("CHECKPOINT", "STEPS", "VERSION", "BYTES", "ACCURACY"), rows)
+
+
+@app.command()
+def verify(run: RunId, checkpoint: Name = None, stack: Stack = None, as_json: Json = False) -> None:
+    """Compare every byte with what was written; exit code 1 when one is damaged."""
+    from flotilla_coordinator.cli.exit_codes import RUN_FAILED
+    from flotilla_coordinator.cli.output import print_json, print_line
+    from flotilla_core.checkpoint import Manifest
+    from flotilla_core.errors import Damaged
+
+    run_id, shelf = _shelf(stack, run)
+    findings: list[dict[str, str]] = []
+    for name in _chosen(shelf, checkpoint):
+        try:
+            Manifest.verified(shelf.folder(name))
+            problem = ""
+        except Damaged as error:
+            problem = f"{error.where}: {error.why}"
+        findings.append({"name": name, "problem": problem})
+        if not as_json:
+            print_line(f"{name}  {problem or 'good'}")
+    if as_json:
+        print_json({"run_id": run_id, "checkpoints": findings})
+    if any(finding["problem"] for finding in findings):
+        raise typer.Exit(RUN_FAILED)
+
+
+@app.command()
+def export(
+    run: RunId,
+    path: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to make.")],
+    checkpoint: Name = None,
+    stack: Stack = None,
+    as_json: Json = False,
+) -> None:
+    """Copy the model of a checkpoint, the newest by default, to a folder that transformers and vLLM load."""
+    import shutil
+
+    from flotilla_coordinator.cli.output import print_json, say
+    from flotilla_core.checkpoint import Manifest
+    from flotilla_core.errors import AlreadyExists
+
+    run_id, shelf = _shelf(stack, run)
+    name = _chosen(shelf, checkpoint)[-1]
+    if path.exists():
+        raise AlreadyExists("the folder exists already", where=str(path), next_step="name another one")
+    Manifest.verified(shelf.folder(name))
+    aside = path.absolute().with_name(f".{path.name}.part")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        shutil.copytree(shelf.folder(name) / "model", aside)
+        aside.rename(path)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    if as_json:
+        print_json({"run_id": run_id, "checkpoint": name, "folder": str(path.absolute())})
+    else:
+        say(f"wrote the model of {name} to {path}")
+
+
+@app.command()
+def prune(
+    run: RunId,
+    keep: Annotated[int, typer.Option("--keep", min=1, help="Newest ones that stay.")],
+    stack: Stack = None,
+    as_json: Json = False,
+) -> None:
+    """Remove all but the newest checkpoints."""
+    from flotilla_coordinator.cli.output import print_json, say
+
+    run_id, shelf = _shelf(stack, run)
+    gone = shelf.prune(keep)
+    if as_json:
+        print_json({"run_id": run_id, "removed": gone, "kept": shelf.names()})
+    else:
+        say(f"removed {', '.join(gone) or 'none'}; kept {', '.join(shelf.names()) or 'none'}")
+
+
+def _shelf(stack: str | None, run: str) -> tuple[str, CheckpointShelf]:
+    """The run that is meant, by the ledger's file, and its checkpoints."""
+    from flotilla_coordinator.cli.stack_choice import stack_paths
+    from flotilla_coordinator.ledger import queries, schema
+    from flotilla_coordinator.rundir import RunDirectory
+    from flotilla_core.checkpoint import CheckpointShelf
+    from flotilla_core.errors import NotFound
+
+    ledger = stack_paths(stack).directory / "ledger.sqlite"
+    if not ledger.exists():
+        raise NotFound("the stack has no runs on disk", where=str(ledger.parent), next_step="see --stack")
+    db = schema.connect_read_only(ledger)
+    try:
+        record = queries.run(db, run)
+    finally:
+        db.close()
+    return record.run_id, CheckpointShelf(RunDirectory(Path(record.directory)).checkpoints_path)
+
+
+def _chosen(shelf: CheckpointShelf, name: str | None) -> list[str]:
+    """All of them, or the one that was named."""
+    from flotilla_core.errors import NotFound
+
+    if name is not None:
+        return [shelf.folder(name).name]
+    if not shelf.names():
+        raise NotFound(
+            "the run has no checkpoint",
+            where=str(shelf.path),
+            why="none was due yet, or checkpoint.every_steps is 0",
+        )
+    return shelf.names()
+
+
+def _described(shelf: CheckpointShelf, name: str) -> dict[str, Any]:
+    """What a checkpoint says of itself; damage shows in `verify`."""
+    from flotilla_coordinator.runs.progress import Progress
+    from flotilla_core.checkpoint import Manifest
+
+    folder = shelf.folder(name)
+    progress = Progress.of(folder)
+    return {
+        "name": name,
+        "steps_done": progress.steps_done,
+        "policy_version": str(progress.version),
+        "bytes": Manifest.read(folder).nbytes,
+        "accuracy": progress.last_accuracy,
+        "path": str(folder),
+    }

@@ -1,0 +1,144 @@
+"""A run that falls back to a checkpoint: what is undone comes back, what is covered never does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flotilla_coordinator.ledger.checker import check
+from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.ledger.records import (
+    GroupIssue,
+    RunRecord,
+    RunState,
+    SampleState,
+    ScoredSample,
+    TokenSpan,
+)
+from flotilla_core.errors import FailedPrecondition
+from flotilla_core.version import Version
+
+RUN = "count-20260314-0915-7f3a"
+CONFIG = "rollout: {max_staleness: 1}\n"
+
+
+@pytest.fixture
+async def ledger(tmp_path: Path) -> AsyncIterator[Ledger]:
+    ledger = Ledger.open(tmp_path / "ledger.sqlite")
+    await ledger.save_run(RunRecord(RUN, "count", RunState.RUNNING, CONFIG, "/runs/count", time.time()))
+    yield ledger
+    ledger.close()
+
+
+async def issued(ledger: Ledger, step: int) -> list[str]:
+    group_id = f"{RUN}/0/{step}"
+    samples = tuple(f"{group_id}/{index}" for index in range(2))
+    prompt = np.array([1], dtype=np.int32)
+    await ledger.group_issued(GroupIssue(RUN, group_id, samples, step, 0, "1+1=", prompt))
+    return list(samples)
+
+
+async def scored(ledger: Ledger, step: int) -> list[str]:
+    sample_ids = await issued(ledger, step)
+    await ledger.group_scored(
+        [
+            ScoredSample(
+                sample_id=sample_id,
+                attempt=0,
+                generator="generator-0",
+                token_ids=np.array([step], dtype=np.int32),
+                logprobs=np.array([-0.5], dtype=np.float32),
+                text="2",
+                spans=(TokenSpan(Version(0, step), 0, 1),),
+                reward=float(step),
+            )
+            for sample_id in sample_ids
+        ]
+    )
+    return sample_ids
+
+
+async def trained(ledger: Ledger, step: int, lineage: int = 0, samples: list[str] | None = None) -> None:
+    before, after = Version(lineage, step), Version(lineage, step + 1)
+    ids = samples or await scored(ledger, step)
+    await ledger.consumed(
+        RUN, f"{RUN}/{after}", ids, before, result=after, step=step + 1, cursor={"position": step + 1}
+    )
+
+
+async def states(ledger: Ledger, step: int) -> list[SampleState]:
+    return [record.state for record in await ledger.samples(RUN, step=step)]
+
+
+async def test_a_fall_back_brings_everything_after_the_checkpoint_back(
+    ledger: Ledger, tmp_path: Path
+) -> None:
+    for step in range(4):
+        await trained(ledger, step)
+    await scored(ledger, 4)
+    await issued(ledger, 5)
+    await ledger.dropped(RUN, [f"{RUN}/0/5/0"], "reward_error")
+    await ledger.drop_in_flight(RUN, "run_ended")
+    await ledger.update_run(RUN, state=RunState.FAILED, reason="the trainer died", ended_at=1.0)
+    assert check(tmp_path / "ledger.sqlite", RUN).passed
+
+    voided = await ledger.fall_back(RUN, Version(1, 2), step=2, cursor={"position": 2})
+    assert [update.sample_ids for update in voided] == [
+        (f"{RUN}/0/2/0", f"{RUN}/0/2/1"),
+        (f"{RUN}/0/3/0", f"{RUN}/0/3/1"),
+    ]
+    run = await ledger.get_run(RUN)
+    assert (run.state, run.reason, run.ended_at) == (RunState.RUNNING, "", None)
+    assert (run.step, run.version, run.cursor) == (2, Version(1, 2), {"position": 2})
+    assert await states(ledger, 1) == [SampleState.CONSUMED] * 2
+    for step in (2, 3, 4):
+        assert await states(ledger, step) == [SampleState.SCORED] * 2
+        assert [record.token_ids.tolist() for record in await ledger.samples(RUN, step=step)] == [[step]] * 2
+    assert await states(ledger, 5) == [SampleState.DROPPED, SampleState.ISSUED]
+    assert await ledger.last_admitted_step(RUN) == 5
+
+    for step in (2, 3):
+        await trained(ledger, step, lineage=1, samples=[f"{RUN}/0/{step}/0", f"{RUN}/0/{step}/1"])
+    await ledger.drop_in_flight(RUN, "run_ended")
+    await ledger.update_run(RUN, state=RunState.STOPPED)
+    verdict = check(tmp_path / "ledger.sqlite", RUN)
+    assert verdict.passed, str(verdict)
+    assert verdict.trained == 8 and verdict.dropped == {"reward_error": 1, "run_ended": 3}
+
+
+async def test_a_fall_back_from_anywhere_can_be_repeated(ledger: Ledger, tmp_path: Path) -> None:
+    for step in range(3):
+        await trained(ledger, step)
+    for lineage in (1, 2, 3):
+        await ledger.fall_back(RUN, Version(lineage, 1), step=1, cursor=None)
+        await trained(ledger, 1, lineage=lineage, samples=[f"{RUN}/0/1/0", f"{RUN}/0/1/1"])
+    verdict = check(tmp_path / "ledger.sqlite", RUN)
+    assert verdict.passed and verdict.trained == 4 and verdict.in_flight == 2, str(verdict)
+
+
+async def test_what_a_skipped_update_dropped_is_tried_again(ledger: Ledger) -> None:
+    await trained(ledger, 0)
+    await ledger.dropped(RUN, await scored(ledger, 1), "update_skipped")
+    await trained(ledger, 2)
+    await ledger.fall_back(RUN, Version(1, 1), step=1, cursor=None)
+    assert await states(ledger, 1) == await states(ledger, 2) == [SampleState.SCORED] * 2
+
+
+async def test_what_every_kept_checkpoint_covers_is_durable_and_loses_its_payload(
+    ledger: Ledger, tmp_path: Path
+) -> None:
+    for step in range(4):
+        await trained(ledger, step)
+    assert await ledger.covered(RUN, Version(0, 2), 2) == 4
+    assert await states(ledger, 1) == [SampleState.DURABLE] * 2
+    assert [record.token_ids for record in await ledger.samples(RUN, step=1)] == [None, None]
+    assert [record.token_ids.tolist() for record in await ledger.samples(RUN, step=2)] == [[2], [2]]
+    assert await ledger.covered(RUN, Version(0, 2), 2) == 0
+    with pytest.raises(FailedPrecondition, match="is durable and cannot be undone"):
+        await ledger.fall_back(RUN, Version(1, 1), step=1, cursor=None)
+    assert len(await ledger.fall_back(RUN, Version(1, 2), step=2, cursor=None)) == 2
+    assert check(tmp_path / "ledger.sqlite", RUN).passed

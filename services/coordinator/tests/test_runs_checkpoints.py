@@ -1,0 +1,132 @@
+"""When a run is saved: the loop waits for the snapshot alone, and a save that fails is a warning."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.ledger.records import RunRecord, RunState
+from flotilla_coordinator.runs.checkpoints import RunCheckpoints
+from flotilla_coordinator.runs.progress import Progress
+from flotilla_core.checkpoint import CheckpointShelf, Manifest
+from flotilla_core.config import CheckpointConfig
+from flotilla_core.errors import FailedPrecondition, FlotillaError
+from flotilla_core.version import Version
+
+RUN = "run-1"
+
+
+class Trainer:
+    """Saves into real folders, as slowly and as badly as a test says."""
+
+    def __init__(self) -> None:
+        self.may_write = asyncio.Event()
+        self.may_write.set()
+        self.no_snapshot: FlotillaError | None = None
+        self.not_durable: FlotillaError | None = None
+
+    async def save(self, folder: Path, state: bytes) -> AsyncGenerator[pb.SaveCheckpointResponse]:
+        if self.no_snapshot is not None:
+            raise self.no_snapshot
+        yield pb.SaveCheckpointResponse(snapshot=pb.CheckpointSnapshot())
+        await self.may_write.wait()
+        if self.not_durable is not None:
+            raise self.not_durable
+        shelf = CheckpointShelf(folder.parent)
+        aside = shelf.begin(folder.name)
+        (aside / "coordinator.json").write_bytes(state)
+        nbytes = Manifest.seal(aside).nbytes
+        shelf.publish(folder.name)
+        yield pb.SaveCheckpointResponse(durable=pb.CheckpointDurable(path=str(folder), bytes=nbytes))
+
+
+class Bench:
+    def __init__(self, ledger: Ledger, folder: Path) -> None:
+        self.trainer = Trainer()
+        self.warnings: list[str] = []
+        self.covered: list[tuple[Version, int]] = []
+        self.shelf = CheckpointShelf(folder)
+        policy: Any = self.trainer
+        config = CheckpointConfig(every_steps=2, keep=2)
+        self.checkpoints = RunCheckpoints(RUN, config, policy, ledger, self.shelf, self.warnings.append)
+
+    async def save(self, steps_done: int) -> None:
+        progress = Progress(RUN, steps_done, Version(0, steps_done), {"position": steps_done}, 0.5)
+        await asyncio.wait_for(self.checkpoints.save(progress), 5)
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    ledger = Ledger.open(tmp_path / "ledger.sqlite")
+    await ledger.save_run(RunRecord(RUN, "run", RunState.RUNNING, "", str(tmp_path), time.time()))
+    made = Bench(ledger, tmp_path / "checkpoints")
+    yield made
+    await made.checkpoints.close()
+    ledger.close()
+
+
+def test_one_is_due_after_every_so_many_steps(bench: Bench) -> None:
+    assert [step for step in range(1, 7) if bench.checkpoints.due(step)] == [2, 4, 6]
+    bench.checkpoints.newest = 4
+    assert not bench.checkpoints.due(4)
+
+
+async def test_the_loop_waits_for_the_snapshot_alone(bench: Bench) -> None:
+    bench.trainer.may_write.clear()
+    await bench.save(2)
+    assert bench.checkpoints.writing and bench.shelf.names() == []
+    second = asyncio.create_task(bench.save(4))
+    done, _ = await asyncio.wait({second}, timeout=0.1)
+    assert not done  # at most one is under way
+    bench.trainer.may_write.set()
+    await asyncio.wait_for(second, 5)
+    await bench.checkpoints.settle()
+    assert bench.shelf.names() == ["step-000002", "step-000004"] and not bench.warnings
+    assert bench.checkpoints.take_metrics().keys() == {"checkpoint/write_s", "checkpoint/bytes"}
+    assert bench.checkpoints.take_metrics() == {}
+
+
+async def test_the_newest_stay_and_the_oldest_of_them_says_what_is_durable(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    covered = []
+
+    async def record(self: Ledger, run_id: str, version: Version, step: int) -> int:
+        covered.append((version, step))
+        return 0
+
+    monkeypatch.setattr(Ledger, "covered", record)
+    for step in (2, 4, 6):
+        await bench.save(step)
+    await bench.checkpoints.settle()
+    assert bench.shelf.names() == ["step-000004", "step-000006"]
+    assert covered == [(Version(0, 2), 2), (Version(0, 2), 2), (Version(0, 4), 4)]
+
+
+@pytest.mark.parametrize("stage", ["no_snapshot", "not_durable"])
+async def test_a_save_that_fails_is_a_warning_and_the_next_one_works(bench: Bench, stage: str) -> None:
+    setattr(
+        bench.trainer, stage, FailedPrecondition("the checkpoint cannot be written", why="the disk is full")
+    )
+    await bench.save(2)
+    await bench.checkpoints.settle()
+    (warning,) = bench.warnings
+    assert "after step 2 failed, the run goes on" in warning and "the disk is full" in warning
+    setattr(bench.trainer, stage, None)
+    await bench.save(4)
+    await bench.checkpoints.settle()
+    assert bench.shelf.names() == ["step-000004"]
+
+
+async def test_progress_comes_back_as_it_was(bench: Bench) -> None:
+    await bench.save(2)
+    await bench.checkpoints.settle()
+    found = Progress.of(bench.shelf.folder("step-000002"))
+    assert found == Progress(RUN, 2, Version(0, 2), {"position": 2}, 0.5)

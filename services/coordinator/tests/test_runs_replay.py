@@ -1,0 +1,178 @@
+"""A run that goes on trains the samples that it had, in their order, and asks for the missing ones alone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flotilla.generator.v1 import generator_pb2 as gen
+from flotilla_coordinator.ledger.checker import check
+from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.ledger.records import RunRecord, RunState
+from flotilla_coordinator.runs.batch import Batch
+from flotilla_coordinator.runs.generation import Generated, GenerationRequest
+from flotilla_coordinator.runs.rollouts import RolloutSource
+from flotilla_core.config import RolloutConfig
+from flotilla_core.tensors import to_tensor
+from flotilla_core.version import Version
+
+RUN = "run-1"
+STEPS = 6
+
+
+class Prompts:
+    """One prompt after the other, from wherever the cursor says."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def next(self) -> Any:
+        self.position += 1
+        index = self.position - 1
+        tokens = np.array([index], dtype=np.int32)
+        return SimpleNamespace(
+            epoch=0, index=index, prompt_text=str(index), token_ids=tokens, answer="", info={}
+        )
+
+    @property
+    def cursor(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def restore(self, cursor: dict[str, int]) -> None:
+        self.position = cursor["position"]
+
+
+class Generation:
+    """Answers with the sample's number; silent from a prompt on, where a test says so."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.silent_from = 1000
+
+    async def samples(self, request: GenerationRequest) -> AsyncGenerator[Generated]:
+        for sample_id in request.sample_ids:
+            self.asked.append(sample_id)
+            prompt = int(sample_id.split("/")[2])
+            if prompt >= self.silent_from and not sample_id.endswith("/0"):
+                await asyncio.Event().wait()
+            version = request.min_version
+            response = gen.GenerateResponse(
+                sample_id=sample_id,
+                token_ids=to_tensor(np.array([prompt, 7 + version.lineage], dtype=np.int32)),
+                logprobs=to_tensor(np.array([-0.5, -0.25], dtype=np.float32)),
+            )
+            response.version_spans.add(version=version.to_proto(), start=0, end=2)
+            yield Generated(response, "generator-0", 0)
+
+
+class Scorer:
+    async def score(self, items: list[Any]) -> dict[str, Any]:
+        return {item.sample_id: SimpleNamespace(total=1.0, timed_out=False, failure="") for item in items}
+
+
+@pytest.fixture
+async def ledger(tmp_path: Path) -> AsyncIterator[Ledger]:
+    ledger = Ledger.open(tmp_path / "ledger.sqlite")
+    config = "rollout: {max_staleness: 1}\n"
+    await ledger.save_run(RunRecord(RUN, "run", RunState.RUNNING, config, str(tmp_path), time.time()))
+    yield ledger
+    ledger.close()
+
+
+def source(ledger: Ledger, generation: Generation) -> RolloutSource:
+    config = RolloutConfig(prompts_per_step=2, samples_per_prompt=3, max_staleness=1)
+    tokenizer: Any = SimpleNamespace(decode=str)
+    parts: Any = (Prompts(), tokenizer, generation, Scorer())
+    return RolloutSource(RUN, config, STEPS, *parts, ledger, min_group_samples=2)
+
+
+async def train(rollouts: RolloutSource, ledger: Ledger, step: int, lineage: int) -> Batch:
+    before, after = Version(lineage, step), Version(lineage, step + 1)
+    rollouts.admit(step, before)
+    batch = await asyncio.wait_for(rollouts.batch(step, before), 5)
+    ids = [sample.sample_id for sample in batch.samples]
+    await ledger.consumed(
+        RUN, f"{RUN}/{after}", ids, before, result=after, step=step + 1, cursor=batch.cursor
+    )
+    return batch
+
+
+def content(batch: Batch) -> list[tuple[Any, ...]]:
+    return [
+        (sample.sample_id, sample.token_ids.tolist(), sample.logprobs.tolist(), sample.reward, sample.spans)
+        for sample in batch.samples
+        if sample.logprobs is not None
+    ]
+
+
+async def test_recorded_samples_train_again_in_their_order_and_missing_ones_are_asked_for(
+    ledger: Ledger, tmp_path: Path
+) -> None:
+    generation = Generation()
+    rollouts = source(ledger, generation)
+    batches = [await train(rollouts, ledger, step, 0) for step in range(4)]
+    await rollouts.close()
+
+    # Of step 4, admitted with step 3, every sample of prompt 8 and none of prompt 9 may be there: cut it in between.
+    await ledger.drop_in_flight(RUN, "run_interrupted")
+    known = {record.sample_id: record.state.name for record in await ledger.samples(RUN, step=4)}
+
+    again = Generation()
+    rollouts = source(ledger, again)
+    await ledger.fall_back(RUN, Version(1, 2), step=2, cursor=batches[1].cursor)
+    await rollouts.go_on(2, batches[1].cursor)
+    replayed = [await train(rollouts, ledger, step, 1) for step in (2, 3)]
+    assert [content(batch) for batch in replayed] == [content(batch) for batch in batches[2:]]
+    assert [batch.cursor for batch in replayed] == [batch.cursor for batch in batches[2:]]
+
+    last = [await train(rollouts, ledger, step, 1) for step in (4, 5)]
+    assert [sample.sample_id for sample in last[0].samples] == sorted(known)
+    assert [sample.sample_id.split("/")[2] for sample in last[1].samples] == ["10"] * 3 + ["11"] * 3
+    assert not {sample_id for sample_id in again.asked if int(sample_id.split("/")[2]) < 8}
+    await rollouts.close()
+    await ledger.drop_in_flight(RUN, "run_ended")
+    await ledger.update_run(RUN, state=RunState.SUCCEEDED)
+    verdict = check(tmp_path / "ledger.sqlite", RUN)
+    assert verdict.passed and verdict.trained == STEPS * 6, str(verdict)
+
+
+async def test_a_group_that_was_cut_in_the_middle_keeps_its_ids(ledger: Ledger, tmp_path: Path) -> None:
+    generation = Generation()
+    generation.silent_from = 2
+    rollouts = source(ledger, generation)
+    first = await train(rollouts, ledger, 0, 0)
+    async with asyncio.timeout(5):
+        while len(generation.asked) < 6 + 4:  # two samples of each silent group
+            await asyncio.sleep(0.001)
+    await rollouts.close()
+    await ledger.drop_in_flight(RUN, "run_ended")
+
+    again = Generation()
+    rollouts = source(ledger, again)
+    await ledger.fall_back(RUN, Version(1, 0), step=0, cursor=None)
+    await rollouts.go_on(0, None)
+    assert content(await train(rollouts, ledger, 0, 1)) == content(first)
+    second = await train(rollouts, ledger, 1, 1)
+    assert [sample.sample_id for sample in second.samples] == [
+        f"{RUN}/0/{p}/{i}" for p in (2, 3) for i in range(3)
+    ]
+    assert await ledger.counts(RUN) and (await ledger.counts(RUN)).admitted == 3 * 6
+    await rollouts.close()
+    await ledger.drop_in_flight(RUN, "run_ended")
+    await ledger.update_run(RUN, state=RunState.STOPPED)
+    assert check(tmp_path / "ledger.sqlite", RUN).passed
+
+
+async def test_a_new_run_replays_nothing(ledger: Ledger) -> None:
+    generation = Generation()
+    rollouts = source(ledger, generation)
+    batch = await train(rollouts, ledger, 0, 0)
+    assert {sample.sample_id for sample in batch.samples} <= set(generation.asked)
+    await rollouts.close()
