@@ -79,3 +79,17 @@ async def test_a_run_that_an_earlier_coordinator_left_is_failed_and_listed(
     await runs.recover()
     (listed,) = await runs.list(0)
     assert listed.state == run_pb2.RUN_STATE_FAILED and "coordinator stopped" in listed.reason
+
+
+async def test_an_ended_run_is_kept_in_its_records_alone(runs: Runs) -> None:
+    run = await runs.start(CONFIG, "r1")
+    active = runs.active(run.run_id)
+    assert active is not None and active.task is not None
+    await asyncio.sleep(0)  # the run has begun
+    active.cancel()
+    await asyncio.wait({active.task}, timeout=5)
+    await asyncio.sleep(0)  # what follows the end of a task comes with the next turn of the loop
+    assert runs.active(run.run_id) is None
+    assert (await runs.find(run.run_id)).run_id == run.run_id
+    with pytest.raises(FailedPrecondition, match=f"run {run.run_id} has ended already"):
+        await runs.stop(run.run_id, "too late")
