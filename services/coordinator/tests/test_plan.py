@@ -169,6 +169,30 @@ def test_a_sequence_that_the_model_cannot_hold_is_refused(run: dict[str, Any], s
     assert "evaluation.max_response_tokens = 12" in the_error(plan(run, short))
 
 
+def test_the_plan_shows_the_preset_resolved(run: dict[str, Any], stack: StackConfig) -> None:
+    algorithm = {"type": "dapo", "loss": {"clip_low": 0.1}, "kl": {"placement": "loss", "coefficient": 0.01}}
+    lines = {line.name: line for line in plan(run, stack, algorithm=algorithm).lines}
+    assert lines["algorithm"].value == "dapo"
+    assert lines["loss"].value == "ppo"
+    assert lines["loss"].explanation == "clip_low 0.1, clip_high 0.28"
+    assert "drop_uniform_groups yes" in lines["advantage"].explanation
+    assert lines["aggregation"].value == "token_mean"
+    assert lines["divergence"].value == "in the loss"
+    assert "frozen reference" in lines["memory of a trainer rank"].explanation
+    assert "correction" not in lines
+
+
+def test_a_function_that_its_file_does_not_define_is_refused(
+    run: dict[str, Any], stack: StackConfig, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def other(tokens):\n    return tokens.logprobs\n")
+    for section in ("loss", "advantage"):
+        error = the_error(plan(run, stack, algorithm={section: {"type": f"{file}:mine"}}))
+        assert error.startswith(f"algorithm.{section}.type: {file} defines no function mine")
+        assert plan(run, stack, algorithm={section: {"type": f"{file}:other"}}).errors == []
+
+
 def test_missing_files_are_named(run: dict[str, Any], stack: StackConfig, tmp_path: Path) -> None:
     assert "nowhere" in the_error(plan(run, stack.model_copy(update={"model": tmp_path / "nowhere"})))
     assert "nowhere.jsonl" in the_error(plan(run, stack, data={"train": tmp_path / "nowhere.jsonl"}))

@@ -34,28 +34,30 @@ def config_errors(config: RunConfig) -> list[str]:
             f"stop.accuracy_at_most = {stop.accuracy_at_most} is below "
             f"stop.accuracy_at_least = {stop.accuracy_at_least}: no evaluation can satisfy both"
         )
-    errors += [error for term in config.rewards for error in _reward_errors(term.reward)]
+    functions = [("rewards", term.reward) for term in config.rewards]
+    if config.algorithm.type != "sft":
+        functions.append(("algorithm.advantage.type", config.algorithm.advantage.type))
+        functions.append(("algorithm.loss.type", config.algorithm.loss.type))
+    errors += [error for key, name in functions for error in _function_errors(key, name)]
     return errors
 
 
-def _reward_errors(reward: str) -> list[str]:
-    """A reward of the user's own: does the file define it? Names are the reward service's to check."""
-    file, colon, function = reward.rpartition(":")
+def _function_errors(key: str, name: str) -> list[str]:
+    """A function of the user's own: does the file define it? Other names are checked by who knows them."""
+    file, colon, function = name.rpartition(":")
     if not colon or not file.endswith(".py"):
         return []
     path = Path(file)
     if not path.is_file():
-        return [f"rewards: the file {path} does not exist"]
+        return [f"{key}: the file {path} does not exist"]
     try:
         tree = ast.parse(path.read_text("utf-8"), filename=str(path))
     except (SyntaxError, UnicodeDecodeError) as error:
-        return [f"rewards: {path} is not Python: {error}"]
+        return [f"{key}: {path} is not Python: {error}"]
     names = {name for node in tree.body for name in _names_bound_by(node)}
     if function in names or "*" in names:
         return []
-    return [
-        f"rewards: {path} defines no function {function} (it defines {', '.join(sorted(names)) or 'none'})"
-    ]
+    return [f"{key}: {path} defines no function {function} (it defines {', '.join(sorted(names)) or 'none'})"]
 
 
 def _names_bound_by(node: ast.stmt) -> list[str]:

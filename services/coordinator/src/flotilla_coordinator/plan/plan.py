@@ -14,6 +14,7 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.data.prompts import PromptFile, load_prompts
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.plan import checks
+from flotilla_coordinator.plan.algorithm import algorithm_lines
 from flotilla_coordinator.plan.micro_batches import MicroBatches
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.remarks import STARTING_WEIGHTS
@@ -77,6 +78,8 @@ class _Planner:
         """All lines, warnings and errors."""
         self._model_line()
         self._start_line()
+        for line in algorithm_lines(self._config.algorithm):
+            self._line(*line)
         self._data_lines()
         self._step_lines()
         self._update_lines()
@@ -216,7 +219,8 @@ class _Planner:
             f"weights {_bytes(need.masters)}, gradients {_bytes(need.gradients)}, AdamW {_bytes(need.moments)}, "
             f"gathered {trainer.dtype} layers {_bytes(need.gathered)}, activations of "
             f"{batching.tokens_per_microbatch} tokens {_bytes(need.activations)}, logits of "
-            f"{batching.logprob_chunk_tokens} tokens {_bytes(need.logits)}",
+            f"{batching.logprob_chunk_tokens} tokens {_bytes(need.logits)}"
+            + (f", frozen reference {_bytes(need.reference)}" if need.reference else ""),
         )
         weights = m.parameters * BYTES[generator.dtype] // generator.tensor_parallel_size
         token = m.layers * m.key_value_size * BYTES[generator.dtype] // generator.tensor_parallel_size

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flotilla_coordinator.plan.model_facts import ModelFacts
-from flotilla_core.config import RunConfig, TrainerConfig
+from flotilla_core.config import AlgorithmConfig, RunConfig, TrainerConfig
 
 BYTES = {"float32": 4, "bfloat16": 2}
 MASTER = 4
@@ -32,6 +32,8 @@ class TrainerMemory:
     gathered: int
     activations: int
     logits: int
+    reference: int
+    """The frozen copy of the first policy; 0 where no divergence from it is measured."""
 
     @property
     def total(self) -> int:
@@ -57,7 +59,12 @@ class TrainerMemory:
             gathered=(2 * layer + 2 * model.outer_parameters) * size,
             activations=tokens * _token_activations(model, size, batching.activation_checkpointing),
             logits=chunk * model.vocabulary_size * 4 * LOGIT_COPIES,
+            reference=share * MASTER if _keeps_reference(config.algorithm) else 0,
         )
+
+
+def _keeps_reference(algorithm: AlgorithmConfig) -> bool:
+    return algorithm.type != "sft" and algorithm.kl.placement != "none"
 
 
 def _token_activations(model: ModelFacts, size: int, recomputed: bool) -> int:

@@ -29,7 +29,7 @@ def check_user_function(name: str) -> None:
         raise NotFound("the file cannot be read", where=name, why=error.strerror or str(error)) from error
     except (SyntaxError, ValueError) as error:
         raise UserCodeError("the file is not Python", where=name, why=str(error)) from error
-    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    names = [name for node in tree.body for name in _bound_by(node)]
     if function not in names:
         raise UserCodeError(
             f"the file defines no function {function}",
@@ -62,6 +62,16 @@ def guarded(name: str, call: Callable[[], Any]) -> Any:
             why=str(error),
             next_step="call the function by hand with a small input",
         ) from error
+
+
+def _bound_by(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef):
+        return [node.name]
+    if isinstance(node, ast.ImportFrom):
+        return [alias.asname or alias.name for alias in node.names]
+    if isinstance(node, ast.Assign):
+        return [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return []
 
 
 def _run(spec: Any, module: ModuleType) -> None:

@@ -1,0 +1,96 @@
+"""`algorithm`: presets, what is laid over them, and what a user reads when a name or a combination is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from flotilla_core.config import PolicyConfig, RunConfig, dump_yaml, load_text
+from flotilla_core.config.presets import PRESETS
+from flotilla_core.errors import InvalidConfig
+
+RUN = """\
+name: arithmetic
+steps: 20
+data: {train: train.jsonl}
+rewards: [{reward: exact}]
+"""
+
+
+def algorithm(text: str, *overrides: str) -> PolicyConfig:
+    config = load_text(RunConfig, f"{RUN}algorithm: {text}\n", source="run.yaml", overrides=overrides)
+    assert isinstance(config.algorithm, PolicyConfig)
+    return config.algorithm
+
+
+def problem(text: str) -> str:
+    with pytest.raises(InvalidConfig) as caught:
+        algorithm(text)
+    return str(caught.value)
+
+
+def test_a_run_without_an_algorithm_is_grpo() -> None:
+    default = load_text(RunConfig, RUN).algorithm
+    assert default == algorithm("{type: grpo}")
+    assert isinstance(default, PolicyConfig)
+    assert default.advantage.arguments == {"baseline": "group", "normalize_std": True}
+    assert default.loss.arguments == {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
+    assert (default.aggregation.type, default.kl.placement) == ("token_mean", "none")
+
+
+def test_every_preset_has_a_name_in_the_schema_and_the_other_way_round() -> None:
+    assert set(get_args(PolicyConfig.model_fields["type"].annotation)) == set(PRESETS)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_written_out_resolved_and_read_back_equal(preset: str) -> None:
+    config = load_text(RunConfig, f"{RUN}algorithm: {{type: {preset}}}")
+    assert isinstance(config.algorithm, PolicyConfig)
+    assert config.algorithm.loss.type == PRESETS[preset]["loss"]["type"]
+    assert load_text(RunConfig, dump_yaml(config)) == config
+
+
+def test_a_key_changes_its_preset_and_leaves_the_rest() -> None:
+    changed = algorithm("{type: dapo, loss: {clip_low: 0.1}}", "algorithm.advantage.normalize_std=false")
+    assert changed.loss.arguments == {"clip_low": 0.1, "clip_high": 0.28, "dual_clip": None}
+    assert changed.advantage.arguments == {"baseline": "group", "normalize_std": False}
+    assert changed.advantage.drop_uniform_groups
+
+
+def test_another_type_starts_from_its_own_defaults() -> None:
+    changed = algorithm("{type: dapo, loss: {type: gspo, clip_low: 0.1}}")
+    assert changed.loss.arguments == {"clip_low": 0.1, "clip_high": 4e-4}
+
+
+def test_functions_of_the_user_are_taken_from_the_directory_of_the_command(tmp_path: Path) -> None:
+    text = "{loss: {type: 'mine.py:loss', parameters: {power: 2}}, advantage: {type: mine.py:adv, clip: 3}}"
+    mine = algorithm(text).with_paths_from(tmp_path)
+    assert mine.loss.type == f"{tmp_path}/mine.py:loss"
+    assert mine.loss.arguments == {"power": 2}
+    assert (mine.advantage.type, mine.advantage.arguments) == (f"{tmp_path}/mine.py:adv", {})
+    assert mine.advantage.clip == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{type: gropo}", "did you mean grpo?"),
+        ("{loss: {type: gsop}}", "algorithm.loss.type: expected one of ppo, "),
+        ("{loss: {type: gsop}}", "path.py:function, got the text 'gsop'; did you mean gspo?"),
+        ("{advantage: {type: rlo}}", "did you mean rloo?"),
+        ("{clip_high: 0.3}", "unknown key algorithm.clip_high; did you mean algorithm.loss.clip_high?"),
+        ("{loss: {type: gspo, dual_clip: 3}}", "another algorithm.loss.type has it, this one does not"),
+        ("{type: sft, loss: {type: ppo}}", "another algorithm.type has it, this one does not"),
+        ("{aggregation: {type: mean}}", "expected one of token_mean, "),
+        ("{aggregation: {constant_tokens: 5}}", "belongs to type constant alone"),
+        ("{correction: {importance: token}}", "set correction.proximal to trainer"),
+        ("{type: pass_at_k, advantage: {k: 16}}", "set it to 16 or more"),
+        ("{loss: {clip_low: 2}}", "algorithm.loss.clip_low: expected less than or equal to 1"),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_way_out(text: str, said: str) -> None:
+    message = problem(text)
+    assert said in message
+    assert message.startswith(("run.yaml:5: ", "rollout."))

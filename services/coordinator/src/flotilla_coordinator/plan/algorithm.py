@@ -1,0 +1,65 @@
+"""What a run optimises, with every preset resolved, as lines of its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from flotilla_core.config import AlgorithmConfig
+from flotilla_core.config.algorithm import CorrectionConfig, KlConfig
+
+Line = tuple[str, str, str]
+"""Name, value, explanation."""
+
+
+def algorithm_lines(algorithm: AlgorithmConfig) -> Iterator[Line]:
+    """One line a section; sections that are off are not mentioned."""
+    if algorithm.type == "sft":
+        yield "algorithm", "sft", "cross-entropy of the answers, mean over all tokens of the update"
+        return
+    control = ", control: rewards are shuffled" if algorithm.shuffle_rewards else ""
+    yield "algorithm", algorithm.type, f"a preset; docs/algorithms.md has the formulas{control}"
+    shared = {key: value for key, value in algorithm.advantage if key not in algorithm.advantage.arguments}
+    switched_on = {key: value for key, value in shared.items() if value and key not in ("type", "parameters")}
+    yield (
+        "advantage",
+        algorithm.advantage.type,
+        _settings(algorithm.advantage.arguments | switched_on),
+    )
+    bonus = {"entropy_coefficient": algorithm.entropy_coefficient} if algorithm.entropy_coefficient else {}
+    yield "loss", algorithm.loss.type, _settings(algorithm.loss.arguments | bonus)
+    constant = algorithm.aggregation.constant_tokens or "rollout.sampling.max_response_tokens"
+    yield (
+        "aggregation",
+        algorithm.aggregation.type,
+        f"over {constant}" if algorithm.aggregation.type == "constant" else "counted over the whole update",
+    )
+    yield from _correction(algorithm.correction)
+    yield from _divergence(algorithm.kl)
+
+
+def _correction(correction: CorrectionConfig) -> Iterator[Line]:
+    usual = CorrectionConfig()
+    changed = {key: value for key, value in correction if value != getattr(usual, key)}
+    if changed:
+        yield "correction", correction.importance, _settings(changed)
+
+
+def _divergence(kl: KlConfig) -> Iterator[Line]:
+    if kl.placement != "none":
+        adaptive = "" if kl.target is None else f", adapts to {kl.target:g} a token"
+        yield (
+            "divergence",
+            f"in the {kl.placement}",
+            f"{kl.estimator} from the first policy, coefficient {kl.coefficient:g}{adaptive}",
+        )
+
+
+def _settings(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {_shown(value)}" for name, value in values.items() if value is not None)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)
