@@ -11,10 +11,16 @@ from typing import Any
 import pytest
 
 from flotilla_algorithms import ADVANTAGES
+from flotilla_coordinator.runs.session_spec import session_spec
+from flotilla_core.config import RunConfig
 from flotilla_core.config.advantages import AdvantageSection
 from flotilla_core.config.losses import LossSection
 from flotilla_core.config.presets import PRESETS
 from flotilla_trainer.losses.table import LOSSES
+from flotilla_trainer.objective.settings import objective_settings
+from flotilla_trainer.objective.update_objective import UpdateObjective
+from flotilla_trainer.rank.objective_settings import ObjectiveSettings
+from flotilla_trainer.session_settings import check_spec
 
 DOCUMENT = Path(__file__).parents[2] / "docs/algorithms.md"
 CHOSEN_BY_THE_FRONT = {"share", "covariance_low", "covariance_high"}
@@ -40,6 +46,50 @@ def test_every_function_is_configured_by_its_own_parameters(
     assert configured.keys() == table.keys()
     for name, section in configured.items():
         assert section.arguments.keys() - CHOSEN_BY_THE_FRONT == parameters(table[name]), name
+
+
+ALGORITHMS = [
+    *({"type": preset} for preset in PRESETS),
+    {"type": "sft"},
+    {
+        "advantage": {"overlong": {"buffer_tokens": 4}, "clip": 5, "reward_clip": 2, "keep_mean_above": 0},
+        "aggregation": {"type": "constant", "constant_tokens": 7},
+        "kl": {"placement": "reward", "estimator": "k1", "target": 0.1},
+        "correction": {"proximal": "trainer", "importance": "sequence", "sequence_low": 0.5, "fail_at": 0.2},
+        "entropy_coefficient": 0.01,
+        "shuffle_rewards": True,
+    },
+]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.get("type", "everything"))
+def test_what_the_coordinator_sends_is_what_the_trainer_takes(
+    algorithm: dict[str, Any], tmp_path: Path
+) -> None:
+    config = RunConfig.model_validate(
+        {
+            "name": "contract",
+            "steps": 1,
+            "data": {"train": tmp_path / "train.jsonl"},
+            "rewards": [{"reward": "exact"}],
+            "algorithm": algorithm,
+        }
+    )
+    sent = session_spec(config, tmp_path)
+    check_spec(sent)
+    UpdateObjective(sent.objective)
+    settings = objective_settings(sent.objective)
+    if config.algorithm.type == "sft":
+        assert settings == ObjectiveSettings()
+        return
+    loss, correction = config.algorithm.loss, config.algorithm.correction
+    assert settings.loss == loss.type
+    kept = {name: value for name, value in loss.arguments.items() if name not in CHOSEN_BY_THE_FRONT}
+    assert settings.parameters == kept
+    assert settings.ratio_to_trainer == (correction.proximal == "trainer")
+    assert (settings.importance or "none") == correction.importance
+    assert (settings.sequence_low, settings.fail_at) == (correction.sequence_low, correction.fail_at)
+    assert settings.keeps_reference == (config.algorithm.kl.placement != "none")
 
 
 @pytest.mark.parametrize("name", sorted({*ADVANTAGES, *LOSSES, *PRESETS}))
