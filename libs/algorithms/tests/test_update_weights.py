@@ -11,6 +11,7 @@ import pytest
 from flotilla_algorithms import (
     Outcomes,
     adapted_coefficient,
+    counted_units,
     covariances,
     divergence,
     drawn_between,
@@ -57,6 +58,20 @@ def test_an_update_without_counted_tokens_weighs_nothing(aggregation: str) -> No
 def test_an_unknown_aggregation_is_refused() -> None:
     with pytest.raises(ValueError, match="choose from token_mean"):
         token_weights("mean", LENGTHS, COUNTED, constant_tokens=1)
+
+
+@pytest.mark.parametrize("aggregation", MEANS)
+def test_the_mean_of_an_update_is_the_sum_of_its_parts_over_the_sum_of_their_units(aggregation: str) -> None:
+    total = units = 0.0
+    ends = np.cumsum(LENGTHS)
+    for first, last in ((0, 2), (2, 3), (3, len(LENGTHS))):
+        tokens = slice(ends[first] - LENGTHS[first], ends[last - 1])
+        lengths, counted = LENGTHS[first:last], COUNTED[tokens]
+        weights = token_weights(aggregation, lengths, counted, constant_tokens=64)
+        part = counted_units(aggregation, lengths, counted)
+        total += part * float(weights @ LOSSES[tokens])
+        units += part
+    assert total / units == pytest.approx(MEANS[aggregation](rows(LOSSES)), rel=1e-12)
 
 
 def test_overlong_responses_are_punished_in_a_line_up_to_the_limit() -> None:

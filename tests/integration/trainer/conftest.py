@@ -245,3 +245,8 @@ def model_maker() -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def policy_of() -> Callable[..., session_pb2.PolicyObjective]:
     return policy_objective
+
+
+@pytest.fixture(scope="session")
+def function_of() -> Callable[..., session_pb2.Function]:
+    return function

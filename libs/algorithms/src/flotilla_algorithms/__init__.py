@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flotilla_algorithms.aggregation import token_weights
+from flotilla_algorithms.aggregation import counted_units, token_weights
 from flotilla_algorithms.covariance import covariances, drawn_between, highest
 from flotilla_algorithms.difficulty import kept_groups
 from flotilla_algorithms.divergence import adapted_coefficient, divergence
@@ -24,6 +24,7 @@ __all__ = [
     "NonFiniteRewardError",
     "Outcomes",
     "adapted_coefficient",
+    "counted_units",
     "covariances",
     "divergence",
     "drawn_between",

@@ -32,3 +32,14 @@ def token_weights(
         raise ValueError(f"there is no aggregation {aggregation!r}: choose from {', '.join(denominators)}")
     weights: Floats = np.where(counted, 1.0 / denominators[aggregation], 0.0)
     return weights
+
+
+def counted_units(aggregation: str, response_lengths: Ints, counted: NDArray[np.bool_]) -> float:
+    """What the weights of an update share: its counted tokens for token_mean, else its sequences with such a token.
+
+    Weights times their units depend on nothing else in the update, so parts of it add up; the sum over the sum of their
+    units is the whole.
+    """
+    if aggregation == "token_mean":
+        return float(counted.sum())
+    return float((segment_sums(counted.astype(np.float64), response_lengths) > 0).sum())

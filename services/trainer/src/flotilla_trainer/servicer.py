@@ -72,6 +72,15 @@ class TrainerServicer(TrainerServiceServicer):
     async def EvaluateLoss(self, request: pb.EvaluateLossRequest, context: Any) -> pb.EvaluateLossResponse:
         return await self._holder.session(request.run_id).evaluate(request.groups)
 
+    async def ForwardBackward(
+        self, request: pb.ForwardBackwardRequest, context: Any
+    ) -> pb.ForwardBackwardResponse:
+        return await self._holder.session(request.run_id).forward_backward(request)
+
+    async def OptimStep(self, request: pb.OptimStepRequest, context: Any) -> pb.OptimStepResponse:
+        session = self._holder.session(request.run_id)
+        return await self._once("step", request, lambda: session.optim_step(request.learning_rate))
+
     async def OpenWeightGroup(
         self, request: pb.OpenWeightGroupRequest, context: Any
     ) -> pb.OpenWeightGroupResponse:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +21,28 @@ import structlog
 from google.protobuf import json_format
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
-from flotilla_core.errors import Cancelled, FlotillaError, NotFinite, NotFound, StaleVersion
-from flotilla_core.ids import derive_seed, new_request_id
+from flotilla_core import ids
+from flotilla_core.errors import (
+    Cancelled,
+    FailedPrecondition,
+    FlotillaError,
+    InvalidRequest,
+    NotFinite,
+    NotFound,
+    StaleVersion,
+)
 from flotilla_core.service import Activities
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 from flotilla_trainer.batch_dump import dump_batch
 from flotilla_trainer.frames import Array, Frame
 from flotilla_trainer.gang import Gang
+from flotilla_trainer.objective.call_objective import call_objective
+from flotilla_trainer.objective.settings import objective_settings
 from flotilla_trainer.objective.update_objective import UpdateObjective
 from flotilla_trainer.once import Once
 from flotilla_trainer.packing import Layout, MicroBatch, Sequences, fed_tokens, pack, padding_share
+from flotilla_trainer.pending_gradients import PendingGradients
 from flotilla_trainer.schedule import learning_rate
 from flotilla_trainer.session_settings import layout, rank_settings
 from flotilla_trainer.update_batch import ModelLimits, UpdateBatch, read_scored
@@ -55,6 +68,7 @@ class Session:
         self._objective = UpdateObjective(request.spec.objective)
         self._updates: Once[pb.UpdateResult] = Once(KEPT_RESULTS)
         self._attempts: dict[str, str] = {}
+        self._pending = PendingGradients(request.run_id)
         self._turn = asyncio.Lock()
         self._skipped_in_row = 0
         self._failure: FlotillaError | None = None
@@ -99,6 +113,33 @@ class Session:
         await self._gang.urgently("abort_update", {"attempt": self._attempts[update_id]})
         await asyncio.wait({running})
 
+    async def forward_backward(self, request: pb.ForwardBackwardRequest) -> pb.ForwardBackwardResponse:
+        """Add the gradients of a batch to those that wait for their step."""
+        return await self._pending.once(
+            request.request_id or ids.new_request_id(), lambda: self._add_gradients(request)
+        )
+
+    async def optim_step(self, rate: float) -> pb.OptimStepResponse:
+        """One step on the gradients that wait; without a rate, on that of the schedule."""
+        if not (math.isfinite(rate) and rate >= 0):
+            raise InvalidRequest(f"the learning rate is {rate}", where="learning_rate")
+        async with self._turn:
+            self._check_usable()
+            self._pending.require()
+            rate = rate or learning_rate(self._spec.optimizer, self._spec.total_updates, self.version.step)
+            fields = {"learning_rate": rate, "units": self._pending.units}
+            facts, samples = self._pending.facts(), self._pending.samples
+            # The ranks give the gradients up, whatever comes of the step.
+            self._pending.clear(forget=False)
+            with self._activities.doing("optimizer step", run_id=self.run_id):
+                answers = await self._gang.command("optim_step", fields)
+            answer = answers[0].fields
+            metrics, skipped = answer["metrics"] | facts, answer["skipped"]
+            self._account(f"step from {self.version}", samples, skipped, metrics, lambda: "not kept")
+            return pb.OptimStepResponse(
+                policy_version=self.version.to_proto(), metrics=metrics, skipped=skipped
+            )
+
     @contextlib.asynccontextmanager
     async def holding(self, version: Version, what: str) -> AsyncIterator[None]:
         """Keep the weights at `version` meanwhile: no update runs, and one that ran before has been counted."""
@@ -122,6 +163,7 @@ class Session:
         self.version = Version(self.version.lineage, step)
         self._skipped_in_row = facts["skipped_in_row"]
         self._objective.kl_coefficient = facts["kl_coefficient"]
+        self._pending.clear(forget=True)
 
     async def evaluate(self, groups: Sequence[pb.TrainGroup]) -> pb.EvaluateLossResponse:
         """The loss of a batch; nothing changes."""
@@ -135,7 +177,7 @@ class Session:
 
     async def logprobs(self, request: pb.ComputeLogprobsRequest) -> pb.ComputeLogprobsResponse:
         """Log-probabilities under the current policy, in the order of the request."""
-        ids, sequences, lengths = read_scored(request.sequences, self._limits())
+        sequence_ids, sequences, lengths = read_scored(request.sequences, self._limits())
         packed = self._pack(sequences)
         fields = {
             "temperature": request.temperature or 1.0,
@@ -149,7 +191,7 @@ class Session:
         scores = _in_place(answers, packed, len(sequences.scored))
         reply = pb.ComputeLogprobsResponse(policy_version=version.to_proto())
         edges = [0, *lengths.cumsum().tolist()]
-        for index, sequence_id in enumerate(ids):
+        for index, sequence_id in enumerate(sequence_ids):
             part = slice(edges[index], edges[index + 1])
             item = reply.sequences.add(sequence_id=sequence_id, logprobs=to_tensor(scores["logprobs"][part]))
             if request.top_k:
@@ -169,7 +211,7 @@ class Session:
 
     async def _attempt(self, header: pb.TrainHeader, groups: Sequence[pb.TrainGroup]) -> pb.UpdateResult:
         """One try at an update, under a name that an abort can mean without hitting the next try."""
-        attempt = self._attempts[header.update_id] = new_request_id()
+        attempt = self._attempts[header.update_id] = ids.new_request_id()
         try:
             return await self._train(header, groups, attempt)
         finally:
@@ -179,8 +221,8 @@ class Session:
         self, header: pb.TrainHeader, groups: Sequence[pb.TrainGroup], attempt: str
     ) -> pb.UpdateResult:
         async with self._turn:
-            if self._failure is not None:
-                raise self._failure
+            self._check_usable()
+            self._pending.refuse(f"update {header.update_id}")
             self.check_version(Version.from_proto(header.policy_version), f"update {header.update_id}")
             started = time.monotonic()
             batch, packed, facts = await self._prepare(header.update_id, groups)
@@ -194,24 +236,74 @@ class Session:
             metrics = (
                 answer["metrics"] | facts | _batch_metrics(batch, packed) | {"time/prepare_s": prepared_s}
             )
-            self._account(header.update_id, batch, answer["skipped"], metrics)
+            skipped = answer["skipped"]
+            self._account(
+                header.update_id,
+                len(batch.sample_ids),
+                skipped,
+                metrics,
+                lambda: self._dump(header.update_id, batch, skipped, metrics),
+            )
             return pb.UpdateResult(
                 update_id=header.update_id,
                 policy_version=self.version.to_proto(),
-                skipped=answer["skipped"],
+                skipped=skipped,
                 metrics=metrics,
                 sample_ids=batch.sample_ids,
             )
 
-    def _account(self, update_id: str, batch: UpdateBatch, skipped: str, metrics: dict[str, float]) -> None:
-        """Move the version on, or count the skip."""
+    async def _add_gradients(self, request: pb.ForwardBackwardRequest) -> pb.ForwardBackwardResponse:
+        if self._attempts:
+            raise FailedPrecondition(
+                "gradients cannot be added now",
+                where=f"run {self.run_id}",
+                why=f"update {next(iter(self._attempts))} is under way",
+                next_step="wait for its result: Train and ForwardBackward take turns",
+            )
+        async with self._turn:
+            self._check_usable()
+            asked = self._spec.objective
+            if request.HasField("loss"):
+                asked = call_objective(asked, request.loss)
+            objective = UpdateObjective(asked)
+            objective.kl_coefficient = self._objective.kl_coefficient
+            self._pending.check_kind(objective.unit)
+            batch, packed, facts = await self._prepare(self._call_name(), request.groups, objective)
+            units = objective.units(batch)
+            fields = {"objective": asdict(objective_settings(asked)), "units": units}
+            try:
+                with self._activities.doing("forward and backward", run_id=self.run_id):
+                    answers = await self._on_ranks("forward_backward", packed, fields)
+            except FlotillaError:
+                self._pending.clear(forget=True)
+                raise
+            metrics: dict[str, float] = answers[0].fields["metrics"]
+            self._pending.add(objective.unit, units, len(batch.sample_ids), metrics["tokens/trained"], facts)
+            return pb.ForwardBackwardResponse(
+                metrics=metrics | facts | _batch_metrics(batch, packed),
+                policy_version=self.version.to_proto(),
+            )
+
+    def _call_name(self) -> str:
+        """The first call of a step draws what the update of that step would draw."""
+        update_id = ids.update_id(self.run_id, Version(self.version.lineage, self.version.step + 1))
+        return update_id + (f"-{self._pending.calls}" if self._pending.calls else "")
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _account(
+        self, update_id: str, samples: int, skipped: str, metrics: dict[str, float], dump: Callable[[], str]
+    ) -> None:
+        """Move the version on, or count the skip and `dump` what led to it."""
         if not skipped:
             self.version = Version(self.version.lineage, self.version.step + 1)
             self._skipped_in_row = 0
-            self._objective.adapt(metrics, len(batch.sample_ids))
+            self._objective.adapt(metrics, samples)
             return
         self._skipped_in_row += 1
-        dumped = self._dump(update_id, batch, skipped, metrics)
+        dumped = dump()
         logger.warning(
             "update skipped", update_id=update_id, why=skipped, in_row=self._skipped_in_row, dump=dumped
         )
@@ -233,14 +325,15 @@ class Session:
             return f"not written: {error}"
 
     async def _prepare(
-        self, update_id: str, groups: Sequence[pb.TrainGroup]
+        self, update_id: str, groups: Sequence[pb.TrainGroup], objective: UpdateObjective | None = None
     ) -> tuple[UpdateBatch, list[list[MicroBatch]], dict[str, float]]:
-        """The batch, laid out for the ranks, and its own metrics."""
+        """The batch, laid out for the ranks, and its own metrics; by the session's objective or another one."""
+        objective = objective or self._objective
         batch = await asyncio.to_thread(UpdateBatch.read, groups, self._limits(), self.version)
-        reference = await self._reference_logprobs(batch) if self._objective.needs_reference else None
+        reference = await self._reference_logprobs(batch) if objective.needs_reference else None
 
         def lay_out() -> tuple[list[list[MicroBatch]], dict[str, float]]:
-            sequences, metrics = self._objective.sequences(batch, self._shuffle_seed(update_id), reference)
+            sequences, metrics = objective.sequences(batch, self._shuffle_seed(update_id), reference)
             return self._pack(sequences), metrics
 
         return batch, *await asyncio.to_thread(lay_out)
@@ -261,7 +354,7 @@ class Session:
 
     def _shuffle_seed(self, update_id: str) -> int:
         """The same for an update and its repetition in a later lineage: run/lineage.step counts by its step."""
-        return derive_seed("shuffle", self._spec.seed, update_id.rpartition("/")[2].rpartition(".")[2])
+        return ids.derive_seed("shuffle", self._spec.seed, update_id.rpartition("/")[2].rpartition(".")[2])
 
     def _pack(self, sequences: Sequences) -> list[list[MicroBatch]]:
         return pack(sequences, self._layout())

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from google.protobuf import json_format
 from pydantic import TypeAdapter, ValidationError
 
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_core.config.advantages import AdvantageSection
 from flotilla_core.config.losses import LossSection
 from flotilla_core.errors import InvalidRequest
+from flotilla_core.structs import to_json
 from flotilla_trainer.objective.user_functions import is_user_function
 
 ADVANTAGE: TypeAdapter[Any] = TypeAdapter(AdvantageSection)
@@ -22,7 +22,7 @@ LOSS: TypeAdapter[Any] = TypeAdapter(LossSection)
 
 def checked_section(adapter: TypeAdapter[Any], function: pb.Function, where: str) -> Any:
     """The section that a function on the wire stands for."""
-    parameters = json_format.MessageToDict(function.parameters)
+    parameters = to_json(function.parameters)
     if is_user_function(function.name):
         parameters = {"parameters": parameters}
     try:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flotilla.trainer.v1 import session_pb2 as pb
-from flotilla_algorithms import adapted_coefficient, token_weights
+from flotilla_algorithms import adapted_coefficient, counted_units, token_weights
 from flotilla_core.errors import InvalidRequest
 from flotilla_trainer.objective import policy_columns as columns
 from flotilla_trainer.objective.sections import ADVANTAGE, LOSS, checked_section
@@ -20,6 +20,7 @@ from flotilla_trainer.packing import Sequences
 from flotilla_trainer.update_batch import UpdateBatch, sample_place
 
 Columns = dict[str, NDArray[Any]]
+TOKEN_MEAN = "token_mean"
 
 
 class UpdateObjective:
@@ -50,12 +51,24 @@ class UpdateObjective:
     ) -> tuple[Sequences, dict[str, float]]:
         """Sequences with their columns, and metrics; `reference` scores every response token."""
         if self._policy is None:
-            weights = token_weights("token_mean", batch.response_lengths, batch.trained, 0)
+            weights = token_weights(TOKEN_MEAN, batch.response_lengths, batch.trained, 0)
             return batch.sequences({"weights": weights}), {}
         if self._needs_rollout_logprobs:
             _check_logprobs(batch, self._policy.loss.name)
         made, metrics = self._policy_columns(self._policy, batch, seed, reference)
         return batch.sequences(made), metrics
+
+    @property
+    def unit(self) -> str:
+        """What its losses are a mean over."""
+        return "tokens" if self._aggregation == TOKEN_MEAN else "sequences"
+
+    def units(self, batch: UpdateBatch) -> float:
+        """How many of them a batch has."""
+        counted = batch.trained
+        if self._policy is not None:
+            counted = counted & columns.kept_tokens(batch, self._policy.advantage)
+        return counted_units(self._aggregation, batch.response_lengths, counted)
 
     def adapt(self, metrics: dict[str, float], samples: int) -> None:
         """After a step: move the coefficient towards the target divergence, where there is one."""
@@ -68,6 +81,10 @@ class UpdateObjective:
                 horizon_samples=kl.horizon_samples,
                 samples=samples,
             )
+
+    @property
+    def _aggregation(self) -> str:
+        return columns.AGGREGATIONS[self._policy.aggregation.type] if self._policy is not None else TOKEN_MEAN
 
     @property
     def _needs_rollout_logprobs(self) -> bool:

@@ -60,16 +60,28 @@ class Update:
         self._link = link
         self._objective = objective
         self._named: set[str] = set()
+        self._factor = 1.0
         self._sums = torch.zeros(len(SUMS), dtype=torch.float64, device=model.device)
         self._maxima = torch.zeros(len(MAXIMA), dtype=torch.float64, device=model.device)
 
-    def accumulate(self, command: Frame, *, backward: bool) -> None:
-        """Run every micro-batch of this rank."""
+    def accumulate(self, command: Frame, *, backward: bool, factor: float = 1.0) -> None:
+        """Run every micro-batch of this rank, and let its loss count `factor` times."""
         total = len(command.fields["idle"])
+        self._factor = factor
         with telemetry.span(names.TRAINER_FORWARD_BACKWARD), torch.set_grad_enabled(backward):
             for index, (columns, idle) in enumerate(micro_batches(command, self._model.device)):
                 self._link.progress(f"micro-batch {index + 1} of {total}")
                 self._one(columns, idle, backward)
+
+    def absorb(self, other: Update) -> None:
+        """Count what `other` counted as well."""
+        self._named |= other._named
+        self._sums += other._sums
+        self._maxima = torch.maximum(self._maxima, other._maxima)
+
+    def scale_loss(self, factor: float) -> None:
+        """Let the loss so far count `factor` times."""
+        self._sums[SUMS.index("loss")] *= factor
 
     def reduced(self, *extra: torch.Tensor) -> tuple[dict[str, float], list[float]]:
         """The metrics over all tokens of all ranks, and `extra` summed over the ranks."""
@@ -104,13 +116,15 @@ class Update:
         self._named.update(terms.sums)
         if backward:
             # Idle work takes part in the collectives of the backward pass with a gradient of zero.
-            (terms.loss * 0.0 if idle else terms.loss).backward()
+            (terms.loss * (0.0 if idle else self._factor)).backward()
         if not idle:
             self._count(terms)
 
     def _count(self, terms: LossTerms) -> None:
         nothing = terms.loss.new_zeros((), dtype=torch.float64)
-        self._sums += torch.stack([terms.sums.get(name, nothing).double() for name in SUMS])
+        sums = torch.stack([terms.sums.get(name, nothing).double() for name in SUMS])
+        sums[SUMS.index("loss")] *= self._factor
+        self._sums += sums
         peaks = torch.stack([terms.maxima.get(name, nothing).double() for name in MAXIMA])
         self._maxima = torch.maximum(self._maxima, peaks)
 

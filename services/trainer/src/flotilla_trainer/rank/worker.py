@@ -7,6 +7,7 @@ it; any other exception ends this process, and the front replaces the gang.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from flotilla_trainer.rank.export import export
 from flotilla_trainer.rank.frozen_copy import FrozenCopy
 from flotilla_trainer.rank.link import FrontLink
 from flotilla_trainer.rank.objective import Objective
+from flotilla_trainer.rank.objective_settings import ObjectiveSettings
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
 from flotilla_trainer.rank.publisher import Publisher
 from flotilla_trainer.rank.scoring import score
@@ -54,6 +56,7 @@ class RankWorker:
         self._objective: Objective | None = None
         self._optimizer: PolicyOptimizer | None = None
         self._reference: FrozenCopy | None = None
+        self._pending: Update | None = None
         self._publisher = Publisher(self._model, link)
         self._checkpoints = RankCheckpoints(self._model, link)
         link.urgent("abort_group", lambda frame: self._publisher.abort(frame.fields["why"]))
@@ -63,6 +66,8 @@ class RankWorker:
             "open_session": self._open_session,
             "train": self._train,
             "evaluate": self._evaluate,
+            "forward_backward": self._forward_backward,
+            "optim_step": self._optim_step,
             "gradients": self._gradients,
             "score": self._score,
             "open_group": lambda command: (self._publisher.open(command.fields), {}),
@@ -112,6 +117,7 @@ class RankWorker:
         torch.manual_seed(self._settings.seed)
         self._model.recomputed_layers.on = self._settings.activation_checkpointing
         self._optimizer = PolicyOptimizer(self._model, self._settings)
+        self._pending = None
         self._reference = FrozenCopy(self._model) if self._settings.objective.keeps_reference else None
         return {}, {}
 
@@ -119,7 +125,7 @@ class RankWorker:
         settings, objective, optimizer = self._session()
         started = time.monotonic()
         update = Update(self._model, settings, objective, self._link)
-        update.accumulate(command, backward=True)
+        self._accumulate(update, command)
         elapsed = time.monotonic() - started
         aborted = self._aborted == command.fields["attempt"]
         metrics, skipped, aborted = finish(
@@ -127,6 +133,34 @@ class RankWorker:
         )
         metrics["time/forward_backward_s"] = elapsed
         return {"metrics": metrics, "skipped": skipped, "aborted": aborted}, {}
+
+    def _forward_backward(self, command: Frame) -> Answer:
+        """Add sums of gradients to those that wait; what they are sums of is divided out when the step is made."""
+        settings, objective, _ = self._session()
+        asked = ObjectiveSettings(**command.fields["objective"])
+        units, started = command.fields["units"], time.monotonic()
+        update = Update(self._model, replace(settings, objective=asked), Objective(asked), self._link)
+        self._accumulate(update, command, factor=units)
+        if self._pending is None:
+            self._pending = Update(self._model, settings, objective, self._link)
+        self._pending.absorb(update)
+        update.scale_loss(1 / max(units, 1.0))
+        metrics, _ = update.reduced()
+        metrics["time/forward_backward_s"] = time.monotonic() - started
+        return {"metrics": metrics}, {}
+
+    def _optim_step(self, command: Frame) -> Answer:
+        _, _, optimizer = self._session()
+        # The front knows whether any call succeeded: stepping on nothing is a defect.
+        assert self._pending is not None
+        update, self._pending = self._pending, None
+        scale = 1 / max(command.fields["units"], 1.0)
+        update.scale_loss(scale)
+        optimizer.scale_gradients(scale)
+        metrics, skipped, _ = finish(
+            update, optimizer, command.fields["learning_rate"], False, self._model.device
+        )
+        return {"metrics": metrics, "skipped": skipped}, {}
 
     def _evaluate(self, command: Frame) -> Answer:
         settings, objective, _ = self._session()
@@ -169,7 +203,21 @@ class RankWorker:
     def _load_checkpoint(self, command: Frame) -> Answer:
         _, _, optimizer = self._session()
         self._checkpoints.load(Path(command.fields["folder"]), optimizer)
+        self._drop_gradients()
         return {}, {}
+
+    def _accumulate(self, update: Update, command: Frame, *, factor: float = 1.0) -> None:
+        """Forward and backward; gradients that came half of the way are dropped with all that waited before them."""
+        try:
+            update.accumulate(command, backward=True, factor=factor)
+        except FlotillaError:
+            self._drop_gradients()
+            raise
+
+    def _drop_gradients(self) -> None:
+        _, _, optimizer = self._session()
+        optimizer.discard_gradients()
+        self._pending = None
 
     def _session(self) -> tuple[SessionSettings, Objective, PolicyOptimizer]:
         # The front sends no such command without a session: reaching this is a defect, and ends the process.

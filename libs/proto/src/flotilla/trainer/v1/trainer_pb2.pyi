@@ -733,20 +733,28 @@ class ForwardBackwardRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     request_id: _builtins.str
     @_builtins.property
-    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrainGroup]: ...
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrainGroup]:
+        """Whatever looks at a whole update (batch baselines, whitening, selections) looks at these groups."""
+
+    @_builtins.property
+    def loss(self) -> _session_pb2.Function:
+        """Loss of this call alone, or sft; absent: that of the session."""
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         request_id: _builtins.str = ...,
         groups: _abc.Iterable[Global___TrainGroup] | None = ...,
+        loss: _session_pb2.Function | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "request_id", b"request_id", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "loss", b"loss", "request_id", b"request_id", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -777,16 +785,24 @@ class ForwardBackwardResponse(_message.Message):
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     METRICS_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Of this call, as those of an update."""
+
+    @_builtins.property
+    def policy_version(self) -> _version_pb2.PolicyVersion:
+        """Version that the gradients are for."""
+
     def __init__(
         self,
         *,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        policy_version: _version_pb2.PolicyVersion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics", "policy_version", b"policy_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -802,6 +818,7 @@ class OptimStepRequest(_message.Message):
     run_id: _builtins.str
     request_id: _builtins.str
     learning_rate: _builtins.float
+    """0: that of the session's schedule."""
     def __init__(
         self,
         *,
@@ -843,8 +860,13 @@ class OptimStepResponse(_message.Message):
 
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    SKIPPED_FIELD_NUMBER: _builtins.int
+    skipped: _builtins.str
+    """Why no step was made (a non-finite gradient); empty when one was. The gradients are gone either way."""
     @_builtins.property
-    def policy_version(self) -> _version_pb2.PolicyVersion: ...
+    def policy_version(self) -> _version_pb2.PolicyVersion:
+        """Version after the step; equal to the one before when it was skipped."""
+
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     def __init__(
@@ -852,10 +874,11 @@ class OptimStepResponse(_message.Message):
         *,
         policy_version: _version_pb2.PolicyVersion | None = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        skipped: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics", "policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics", "policy_version", b"policy_version", "skipped", b"skipped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

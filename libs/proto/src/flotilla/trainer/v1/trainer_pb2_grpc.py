@@ -199,14 +199,17 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ForwardBackward(self, request, context):
-        """Primitives for custom loops.
+        """Primitives for custom loops. Gradients add up over the calls until OptimStep divides them by what all calls counted, so
+        several calls equal one with all their groups. A call that fails on the ranks drops what was added up before it.
+        Train is refused while gradients wait for their step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OptimStep(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """FAILED_PRECONDITION without gradients.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -52,8 +52,12 @@ class TrainerServiceStub:
     ComputeValues: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ComputeValuesRequest, _trainer_pb2.ComputeValuesResponse]
     EvaluateLoss: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.EvaluateLossRequest, _trainer_pb2.EvaluateLossResponse]
     ForwardBackward: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ForwardBackwardRequest, _trainer_pb2.ForwardBackwardResponse]
-    """Primitives for custom loops."""
+    """Primitives for custom loops. Gradients add up over the calls until OptimStep divides them by what all calls counted, so
+    several calls equal one with all their groups. A call that fails on the ranks drops what was added up before it.
+    Train is refused while gradients wait for their step.
+    """
     OptimStep: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.OptimStepRequest, _trainer_pb2.OptimStepResponse]
+    """FAILED_PRECONDITION without gradients."""
     OpenWeightGroup: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.OpenWeightGroupRequest, _trainer_pb2.OpenWeightGroupResponse]
     """Open the rendezvous of a new epoch and describe what will be sent; returns before the members join."""
     PublishWeights: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.PublishWeightsRequest, _trainer_pb2.PublishWeightsResponse]
@@ -95,8 +99,12 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     ComputeValues: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ComputeValuesRequest, _trainer_pb2.ComputeValuesResponse]  # type: ignore[assignment]
     EvaluateLoss: _aio.UnaryUnaryMultiCallable[_trainer_pb2.EvaluateLossRequest, _trainer_pb2.EvaluateLossResponse]  # type: ignore[assignment]
     ForwardBackward: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ForwardBackwardRequest, _trainer_pb2.ForwardBackwardResponse]  # type: ignore[assignment]
-    """Primitives for custom loops."""
+    """Primitives for custom loops. Gradients add up over the calls until OptimStep divides them by what all calls counted, so
+    several calls equal one with all their groups. A call that fails on the ranks drops what was added up before it.
+    Train is refused while gradients wait for their step.
+    """
     OptimStep: _aio.UnaryUnaryMultiCallable[_trainer_pb2.OptimStepRequest, _trainer_pb2.OptimStepResponse]  # type: ignore[assignment]
+    """FAILED_PRECONDITION without gradients."""
     OpenWeightGroup: _aio.UnaryUnaryMultiCallable[_trainer_pb2.OpenWeightGroupRequest, _trainer_pb2.OpenWeightGroupResponse]  # type: ignore[assignment]
     """Open the rendezvous of a new epoch and describe what will be sent; returns before the members join."""
     PublishWeights: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PublishWeightsRequest, _trainer_pb2.PublishWeightsResponse]  # type: ignore[assignment]
@@ -195,14 +203,18 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.ForwardBackwardRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.ForwardBackwardResponse, _abc.Awaitable[_trainer_pb2.ForwardBackwardResponse]]:
-        """Primitives for custom loops."""
+        """Primitives for custom loops. Gradients add up over the calls until OptimStep divides them by what all calls counted, so
+        several calls equal one with all their groups. A call that fails on the ranks drops what was added up before it.
+        Train is refused while gradients wait for their step.
+        """
 
     @_abc_1.abstractmethod
     def OptimStep(
         self,
         request: _trainer_pb2.OptimStepRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_trainer_pb2.OptimStepResponse, _abc.Awaitable[_trainer_pb2.OptimStepResponse]]: ...
+    ) -> _typing.Union[_trainer_pb2.OptimStepResponse, _abc.Awaitable[_trainer_pb2.OptimStepResponse]]:
+        """FAILED_PRECONDITION without gradients."""
 
     @_abc_1.abstractmethod
     def OpenWeightGroup(
