@@ -1,0 +1,113 @@
+"""One rank in this process: bfloat16 in layers, float32 where numbers add up; layers compute again when asked to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from flotilla.trainer.v1 import session_pb2 as pb
+from flotilla_trainer.rank.optimizer import MOMENTS, PolicyOptimizer
+from flotilla_trainer.rank.settings import SessionSettings
+from flotilla_trainer.rank.sharded_model import ShardedModel, local
+from flotilla_trainer.session_settings import rank_settings
+
+STEP = 1e-4
+"""Far below the distance between neighbours of 1 in bfloat16, 2**-8."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShardedModel]:
+    place = tmp_path_factory.mktemp("rank")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3Config(vocab_size=31, num_hidden_layers=2, head_dim=8, initializer_range=0.2, **shape)
+    Qwen3ForCausalLM(config).save_pretrained(place / "model")
+    store = dist.FileStore(str(place / "rendezvous"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        sharded = ShardedModel(place / "model", torch.bfloat16, mesh, torch.device("cpu"))
+        sharded.load(Path(place / "model"))
+        yield sharded
+    finally:
+        dist.destroy_process_group()
+
+
+def backward(model: ShardedModel, seed: int) -> None:
+    tokens = torch.randint(31, (2, 12), generator=torch.Generator().manual_seed(seed))
+    scores = model.policy(tokens, torch.arange(10), tokens.flatten()[1:11], temperature=1.0, chunk_tokens=4)
+    (-scores.logprobs.sum()).backward()
+
+
+def session(**optimizer: object) -> SessionSettings:
+    spec = pb.SessionSpec(objective=pb.Objective(sft=pb.SftObjective()), optimizer=pb.Optimizer(**optimizer))
+    return SessionSettings.from_fields(rank_settings(spec))
+
+
+def test_layers_compute_in_bfloat16_and_everything_that_adds_up_is_float32(model: ShardedModel) -> None:
+    computed = []
+    hook = model.causal_lm.model.layers[0].mlp.down_proj.register_forward_hook(
+        lambda module, inputs, output: computed.append((module.weight.dtype, output.dtype))
+    )
+    optimizer = PolicyOptimizer(model, session(beta1=0.9, beta2=0.999, epsilon=1e-8))
+    try:
+        backward(model, 0)
+    finally:
+        hook.remove()
+    assert computed == [(torch.bfloat16, torch.bfloat16)]
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+    before = local(model.causal_lm.model.norm.weight.detach()).clone()
+    optimizer.step(STEP, 1.0)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    for parameter in model.parameters():
+        assert {optimizer.moments(parameter)[name].dtype for name in MOMENTS} == {torch.float32}
+    # Steps that bfloat16 weights would swallow.
+    moved = (local(model.causal_lm.model.norm.weight.detach()) - before).abs()
+    torch.testing.assert_close(moved, torch.full_like(moved, STEP), rtol=0.05, atol=0)
+
+
+def test_gradients_of_micro_batches_add_up_in_float32(model: ShardedModel) -> None:
+    optimizer = PolicyOptimizer(model, session())
+    single = []
+    for seed in (1, 2):
+        backward(model, seed)
+        single.append([local(parameter.grad).clone() for parameter in model.parameters()])
+        optimizer.discard_gradients()
+    for seed in (1, 2):
+        backward(model, seed)
+    together = [local(parameter.grad) for parameter in model.parameters()]
+    for first, second, both in zip(*single, together, strict=True):
+        assert torch.equal(first + second, both)
+    assert any(not torch.equal(both, both.bfloat16().float()) for both in together)
+    optimizer.discard_gradients()
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_layers_compute_again_for_the_backward_pass_exactly_where_it_is_asked_for(
+    model: ShardedModel, on: bool
+) -> None:
+    calls: list[int] = []
+    hooks = [
+        layer.mlp.register_forward_pre_hook(lambda *_, number=number: calls.append(number))
+        for number, layer in enumerate(model.causal_lm.model.layers)
+    ]
+    model.recomputed_layers.on = on
+    try:
+        with torch.no_grad():
+            tokens = torch.zeros(1, 4, dtype=torch.long)
+            model.policy(tokens, torch.arange(2), tokens[0, :2], temperature=1.0, chunk_tokens=4)
+        assert calls == [0, 1]
+        calls.clear()
+        backward(model, 3)
+        assert calls == ([0, 1, 1, 0] if on else [0, 1])
+    finally:
+        model.recomputed_layers.on = False
+        for hook in hooks:
+            hook.remove()
+        model.policy.zero_grad()
