@@ -12,12 +12,17 @@ from typing import Any
 import pytest
 import yaml
 
+from flotilla_coordinator.cli.exit_codes import PREFLIGHT, RUN_FAILED, USAGE
 from flotilla_coordinator.ledger.checker import check
+from flotilla_coordinator.rundir import RunDirectory
+from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_testing.stack import Stack, sim_stack, wait_until
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 STEPS = 12
+# Made-up samples are never right: any number that differs between them gives gradients.
+REWARD = "def reward(prompt, response, answer, info):\n    return float(sum(map(ord, response)) % 7)\n"
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +32,12 @@ def fleet(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield running
 
 
-@pytest.fixture
-def run_file(arithmetic: Path, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def run_file(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twelve small steps with a checkpoint after every third."""
+    folder = tmp_path_factory.mktemp("run")
+    reward = folder / "reward.py"
+    reward.write_text(REWARD)
     run: dict[str, Any] = {
         "name": "resumed",
         "steps": STEPS,
@@ -37,17 +45,25 @@ def run_file(arithmetic: Path, tmp_path: Path) -> Path:
         "rollout": {
             "prompts_per_step": 4,
             "samples_per_prompt": 4,
-            "max_staleness": 1,
             "sampling": {"max_response_tokens": 6},
         },
-        "rewards": [{"reward": "exact"}],
+        "rewards": [{"reward": f"{reward}:reward"}],
+        "optimizer": {"learning_rate": 1.0e-3, "schedule": "constant", "epsilon": 1.0e-3},
         "weights": {"canary": {"prompts": 0}},
         "checkpoint": {"every_steps": 3},
         "export_final": False,
     }
-    path = tmp_path / "run.yaml"
+    path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(run))
     return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(fleet: Stack, run_file: Path) -> dict[str, Any]:
+    """The run as it goes when nothing happens to it."""
+    run = fleet.run(run_file)
+    assert run["state"] == "succeeded", run["reason"]
+    return run
 
 
 def steps_of(fleet: Stack, run: dict[str, Any]) -> int:
@@ -71,8 +87,40 @@ def judged(fleet: Stack, run: dict[str, Any]) -> None:
     assert verdict.lost == 0 and verdict.trained_twice == 0
 
 
+def places_of(run: dict[str, Any]) -> list[str]:
+    """Which samples each step trained, without the name of the run."""
+    samples = RunDirectory(Path(run["directory"])).read_samples()
+    return [f"{sample['step']}:{sample['sample_id'].partition('/')[2]}" for sample in samples]
+
+
+def repeated_losses(fleet: Stack, run: dict[str, Any]) -> list[tuple[float, float]]:
+    """The losses of steps that were made twice, as they were and as they are."""
+    first: dict[float, dict[str, float]] = {}
+    pairs = []
+    for line in fleet.metrics(run):
+        if line["step"] in first:
+            pairs.append((first[line["step"]]["loss"], line["loss"]))
+        first[line["step"]] = line
+    return pairs
+
+
+def test_checkpoints_are_listed_exported_and_pruned_from_the_folder_alone(
+    fleet: Stack, undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    run = undisturbed
+    listed = fleet.ok("checkpoint", "list", run["run_id"])["checkpoints"]
+    assert [(one["name"], one["steps_done"]) for one in listed] == [("step-000009", 9), ("step-000012", 12)]
+    fleet.ok("checkpoint", "export", run["run_id"], str(tmp_path / "model"))
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+    again = fleet.flotilla("checkpoint", "export", run["run_id"], str(tmp_path / "model"))
+    assert again.code == USAGE and "exists already" in again.err
+    assert fleet.ok("checkpoint", "prune", run["run_id"], "--keep", "1")["kept"] == ["step-000012"]
+    missing = fleet.flotilla("checkpoint", "verify", run["run_id"], "--checkpoint", "step-000009")
+    assert missing.code == USAGE and "step-000012" in missing.err
+
+
 def test_a_run_whose_trainer_is_killed_recovers_by_itself(fleet: Stack, run_file: Path) -> None:
-    run = fleet.ok("run", "start", str(run_file))
+    run = fleet.ok("run", "start", str(run_file), "rollout.max_staleness=1")
     wait_until(
         "a checkpoint and a step after it", lambda: steps_of(fleet, run) >= 5 and checkpoints_of(run), 120
     )
@@ -88,3 +136,44 @@ def test_a_run_whose_trainer_is_killed_recovers_by_itself(fleet: Stack, run_file
     lineages = {line["step"]: line["lineage"] for line in fleet.metrics(run)}
     assert sorted(lineages) == list(range(STEPS)) and lineages[STEPS - 1] == 2
     assert checkpoints_of(run) == ["step-000009", "step-000012"]
+    for before, after in repeated_losses(fleet, run):
+        assert after == pytest.approx(before, rel=1e-5)
+
+
+def test_a_run_goes_on_with_other_ranks_after_everything_was_killed_and_its_newest_checkpoint_damaged(
+    fleet: Stack, run_file: Path, undisturbed: dict[str, Any]
+) -> None:
+    refused = fleet.flotilla("run", "resume", undisturbed["run_id"])
+    assert refused.code == PREFLIGHT and "nothing to continue" in refused.err
+
+    run = fleet.ok("run", "start", str(run_file))
+    wait_until("steps after the second checkpoint", lambda: steps_of(fleet, run) >= 8, 120)
+    wait_until("the second checkpoint", lambda: "step-000006" in checkpoints_of(run), 120)
+    for name in ("coordinator", "trainer", "generator-0"):
+        fleet.process(name).kill()
+    fleet.ok("down")
+    shelf = CheckpointShelf(Path(run["directory"]) / "checkpoints")
+    newest = shelf.names()[-1]
+    shard = shelf.path / newest / "shards" / "rank-00001-of-00002.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    verified = fleet.flotilla("checkpoint", "verify", run["run_id"], "--json")
+    assert verified.code == RUN_FAILED
+    problems = {one["name"]: one["problem"] for one in verified.json["checkpoints"]}
+    assert shard.name in problems.pop(newest) and set(problems.values()) == {""}
+
+    fleet.file.write_text(fleet.file.read_text().replace("nproc: 2", "nproc: 3"))
+    fleet.ok("up")
+    shown = fleet.ok("run", "show", run["run_id"])
+    assert shown["state"] == "failed" and "flotilla run resume" in shown["reason"]
+    resumed = fleet.flotilla("run", "resume", run["run_id"], "--wait", "--json")
+    assert resumed.code == 0, resumed.err
+    assert resumed.json["policy_version"] == f"1.{STEPS}"
+    assert shard.name in resumed.err  # told to whoever watches
+    judged(fleet, run)
+    assert places_of(run) == places_of(undisturbed)
+    pairs = repeated_losses(fleet, run)
+    assert len(pairs) >= 5 and any(before != 0 for before, _ in pairs)
+    for before, after in pairs:
+        assert after == pytest.approx(before, rel=1e-5)

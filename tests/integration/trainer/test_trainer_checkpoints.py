@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import resource
 import shutil
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -132,24 +134,35 @@ async def test_its_model_loads_as_it_is(undisturbed: Undisturbed, pair: Any, gro
     assert await loss_of(pair, groups_of(SIZES)) == pytest.approx(forked, rel=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-async def test_a_killed_gang_goes_on_with_the_same_losses_on_any_number_of_ranks(
+async def goes_on_as(undisturbed: Undisturbed, trainer: Any, groups_of: MakeGroups) -> None:
+    await trainer.open(lineage=1, **SPEC)
+    reply = await load(trainer, undisturbed.folder)
+    assert Version.from_proto(reply.policy_version) == Version(1, SAVED_AT)
+    assert reply.coordinator_state == STATE
+    for step in range(SAVED_AT, STEPS):
+        update = await trainer.train(step, groups_of(SIZES, seed=step), lineage=1)
+        assert update.metrics["loss"] == pytest.approx(undisturbed.losses[step], rel=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+async def test_losses_are_the_same_on_another_number_of_ranks(
     undisturbed: Undisturbed, start_trainer: Callable[..., Any], groups_of: MakeGroups, ranks: int
 ) -> None:
     async with start_trainer(nproc=ranks) as trainer:
-        await trainer.open(**SPEC)
-        await trainer.train(0, groups_of(SIZES, seed=99))
-        os.kill(trainer.gang.pids()[-1], signal.SIGKILL)
-        async with asyncio.timeout(LIMIT_S):
-            while not trainer.lost:
-                await asyncio.sleep(0.01)
-        await trainer.open(lineage=1, **SPEC)
-        reply = await load(trainer, undisturbed.folder)
-        assert Version.from_proto(reply.policy_version) == Version(1, SAVED_AT)
-        assert reply.coordinator_state == STATE
-        for step in range(SAVED_AT, STEPS):
-            update = await trainer.train(step, groups_of(SIZES, seed=step), lineage=1)
-            assert update.metrics["loss"] == pytest.approx(undisturbed.losses[step], rel=1e-5)
+        await goes_on_as(undisturbed, trainer, groups_of)
+
+
+async def test_losses_are_the_same_after_a_rank_was_killed(
+    undisturbed: Undisturbed, pair: Any, groups_of: MakeGroups
+) -> None:
+    await pair.open(**SPEC)
+    await pair.train(0, groups_of(SIZES, seed=99))
+    os.kill(pair.gang.pids()[-1], signal.SIGKILL)
+    async with asyncio.timeout(LIMIT_S):
+        while not pair.lost:
+            await asyncio.sleep(0.01)
+    pair.lost.clear()
+    await goes_on_as(undisturbed, pair, groups_of)
 
 
 def flip(folder: Path) -> str:
@@ -241,6 +254,47 @@ async def test_a_full_disk_costs_that_checkpoint_alone(
     await save(pair, shelf.path / "step-000002", Version(0, 2))
     assert shelf.names() == ["step-000001", "step-000002"]
     assert pair.lost == []
+
+
+async def test_updates_are_made_while_a_checkpoint_is_written_and_it_holds_the_state_before_them(
+    pair: Any, groups_of: MakeGroups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_seal = threading.Event()
+    seal = Manifest.seal
+
+    def late(folder: Path) -> Manifest:
+        assert may_seal.wait(LIMIT_S)
+        return seal(folder)
+
+    monkeypatch.setattr(Manifest, "seal", late)
+    await pair.open("sft")
+    before = await loss_of(pair, groups_of(SIZES))
+    async with saving(pair, tmp_path / "step-000000", Version(0, 0)) as stages:
+        await anext(stages)
+        for step in range(3):
+            assert not (await pair.train(step, groups_of(SIZES))).skipped
+        assert CheckpointShelf(tmp_path).names() == []
+        may_seal.set()
+        assert (await anext(stages)).durable.bytes
+    assert await loss_of(pair, groups_of(SIZES)) < before
+    await pair.open("sft", lineage=1)
+    await load(pair, tmp_path / "step-000000")
+    assert await loss_of(pair, groups_of(SIZES)) == pytest.approx(before, rel=1e-6)
+
+
+async def test_a_disk_that_fills_up_at_the_seal_leaves_nothing(
+    pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(folder: Path) -> Manifest:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / "manifest.json"))
+
+    await pair.open()
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "seal", full)
+        with pytest.raises(FailedPrecondition, match=r"manifest\.json.*No space left"):
+            await save(pair, tmp_path / "step-000000", Version(0, 0))
+    assert list(tmp_path.iterdir()) == []
+    await save(pair, tmp_path / "step-000000", Version(0, 0))
 
 
 async def test_one_at_a_time_and_only_of_the_version_that_is_held(

@@ -74,8 +74,9 @@ async def _checkpoint_end(run: RunContext) -> None:
     """A run that keeps checkpoints ends with one, on disk."""
     if run.checkpoints.wanted and run.checkpoints.newest != run.steps_done:
         await _checkpoint(run, run.steps_done)
-    with run.phase("write checkpoint"):
-        await run.checkpoints.settle()
+    if run.checkpoints.writing:
+        with run.phase("write checkpoint"):
+            await run.checkpoints.settle()
 
 
 async def _evaluate(run: RunContext, step: int) -> None:
