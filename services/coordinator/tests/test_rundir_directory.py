@@ -144,3 +144,38 @@ def test_without_the_extra_the_run_ends_well_and_says_what_to_install(directory:
         [sys.executable, "-c", script, str(directory.path)], capture_output=True, text=True, check=True
     )
     assert "pip install 'flotilla-coordinator[report]'" in done.stdout
+
+
+def test_what_a_fall_back_undid_is_kept_and_not_read(directory: RunDirectory) -> None:
+    for step in range(4):
+        directory.write_metrics(step, {"loss": float(step)})
+        directory.write_evaluation(step + 1, f"0.{step + 1}", 0.1)
+    for step in (2, 3):
+        directory.write_metrics(step, {"loss": 10.0 + step}, lineage=1)
+    directory.write_evaluation(3, "1.3", 0.2)
+    assert list(directory.read_metrics()) == [
+        (0, {"loss": 0.0}),
+        (1, {"loss": 1.0}),
+        (2, {"loss": 12.0}),
+        (3, {"loss": 13.0}),
+    ]
+    versions = [(line["step"], line["policy_version"]) for line in directory.read_evaluations()]
+    assert versions == [(1, "0.1"), (2, "0.2"), (3, "1.3")]
+    lines = [json.loads(line) for line in (directory.path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["lineage"]) for line in lines] == [
+        (0, 0),
+        (1, 0),
+        (2, 0),
+        (3, 0),
+        (2, 1),
+        (3, 1),
+    ]
+
+
+def test_a_run_that_goes_on_keeps_its_earlier_end_aside(directory: RunDirectory) -> None:
+    directory.write_configuration("steps: 1\n", {"trainer": {"torch": "1"}})
+    directory.finish(run_pb2.Run(run_id="run", reason="the first end"))
+    directory.reopen({"trainer": {"torch": "2"}})
+    assert directory.read_outcome() is None
+    assert "the first end" in (directory.path / "outcome-2.json").read_text()
+    assert json.loads((directory.path / "versions-2.json").read_text()) == {"trainer": {"torch": "2"}}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_coordinator.runs import policy as policy_module
 from flotilla_coordinator.runs.batch import Batch, RolloutGroup, RolloutSample
 from flotilla_coordinator.runs.policy import PolicyTrainer
 from flotilla_core import rpc
@@ -27,6 +28,7 @@ class Trainer:
 
     def __init__(self) -> None:
         self.holder = ""
+        self.lineage = 0
         self.version = Version(0, 0)
         self.updates: dict[str, pb.UpdateResult] = {}
         self.breaks_before: int = 0
@@ -36,7 +38,7 @@ class Trainer:
     async def OpenSession(self, request: pb.OpenSessionRequest) -> pb.OpenSessionResponse:
         if self.holder:
             raise FailedPrecondition(f"run {self.holder} holds the trainer")
-        self.holder = request.run_id
+        self.holder, self.lineage = request.run_id, request.lineage
         return pb.OpenSessionResponse(policy_version=self.version.to_proto())
 
     async def CloseSession(self, request: pb.CloseSessionRequest) -> pb.CloseSessionResponse:
@@ -59,6 +61,15 @@ class Trainer:
             raise Unavailable("the stream broke after the step")
         return pb.TrainResponse(result=result)
 
+    async def GetSession(self, request: pb.GetSessionRequest) -> pb.GetSessionResponse:
+        if self.lost or request.run_id != self.holder:
+            raise FailedPrecondition("run has no session")
+        return pb.GetSessionResponse(policy_version=self.version.to_proto())
+
+    async def LoadCheckpoint(self, request: pb.LoadCheckpointRequest) -> pb.LoadCheckpointResponse:
+        self.version = Version(self.lineage, 3)
+        return pb.LoadCheckpointResponse(policy_version=self.version.to_proto(), coordinator_state=b"{}")
+
     async def GetUpdate(self, request: pb.GetUpdateRequest) -> pb.GetUpdateResponse:
         if self.lost:
             raise FailedPrecondition("run has no session")
@@ -78,11 +89,12 @@ def direct_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc, "client_stream", call)
 
 
-def policy(trainer: Trainer, *ended: str) -> PolicyTrainer:
+def policy(trainer: Trainer, *ended: str, lineage: int = 0) -> PolicyTrainer:
     async def ended_runs() -> list[str]:
         return list(ended)
 
-    return PolicyTrainer("run", CONFIG, trainer, "trainer-0-1", Path("dumps"), ended_runs)  # type: ignore[arg-type]
+    stub: Any = trainer
+    return PolicyTrainer("run", CONFIG, stub, "trainer-0-1", Path("dumps"), ended_runs, lineage)
 
 
 def batch() -> Batch:
@@ -96,6 +108,27 @@ async def test_a_trainer_held_by_a_run_that_has_ended_is_taken_back() -> None:
     trainer.holder = "killed"
     await policy(trainer, "older", "killed").open()
     assert trainer.holder == "run"
+
+
+async def test_a_run_that_goes_on_takes_its_own_old_session_back() -> None:
+    trainer = Trainer()
+    trainer.holder = "run"
+    client = policy(trainer, lineage=2)
+    await client.open()
+    assert trainer.holder == "run" and trainer.lineage == 2
+    assert await client.load(Path("/run/checkpoints/step-000003")) == b"{}"
+    assert client.version == Version(2, 3)
+
+
+async def test_a_session_is_lost_when_the_trainer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_module, "PROBE_EVERY_S", 0.0)
+    trainer = Trainer()
+    client = policy(trainer)
+    assert not client.opened
+    await client.open()
+    assert client.opened and not await client.lost()
+    trainer.lost = True
+    assert await client.lost()
 
 
 async def test_a_trainer_held_by_anybody_else_is_refused() -> None:
