@@ -18,8 +18,8 @@ from pydantic import ValidationError
 
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_core.errors import InvalidConfig, InvalidRequest
+from flotilla_core.structs import to_json
 from flotilla_reward.builtin import BUILTIN, BuiltinReward
-from flotilla_reward.parameters import to_json
 from flotilla_reward.target import Target
 
 ENTRY_POINT_GROUP = "flotilla.rewards"

@@ -15,10 +15,10 @@ from google.protobuf.duration_pb2 import Duration
 
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_core.errors import InvalidRequest
+from flotilla_core.structs import to_json
 from flotilla_reward import catalog
 from flotilla_reward.catalog import Term
 from flotilla_reward.outcome import Failure, Outcome, Timeout, Value
-from flotilla_reward.parameters import to_json
 from flotilla_reward.pool import WorkerPool
 from flotilla_reward.sample import CannotScore, Sample
 
