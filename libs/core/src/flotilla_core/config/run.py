@@ -117,7 +117,7 @@ class BatchingConfig(ConfigModel):
     packing: Literal["auto", "on", "off"] = "auto"
     """Sequences one after the other in one row, without padding; `auto`: on GPUs, where the model allows it."""
     activation_checkpointing: bool = False
-    """Keep only the inputs of the layers, compute the rest again in the backward pass: less memory, a third more work."""
+    """Keep only the inputs of the layers and compute the rest again backward: less memory, a third more work."""
     logprob_chunk_tokens: int = Field(default=2048, ge=1)
     """Tokens whose logits exist at one time."""
 
