@@ -119,6 +119,29 @@ def test_checkpoints_are_listed_exported_and_pruned_from_the_folder_alone(
     assert missing.code == USAGE and "step-000012" in missing.err
 
 
+def test_a_stopped_run_ends_with_a_checkpoint_and_goes_on_from_the_one_that_is_asked_for(
+    fleet: Stack, run_file: Path
+) -> None:
+    run = fleet.ok("run", "start", str(run_file), "steps=1000", "checkpoint.keep=1000")
+    wait_until("a checkpoint and a step after it", lambda: steps_of(fleet, run) >= 4, 120)
+    fleet.ok("run", "stop", run["run_id"])
+    stopped = ended(fleet, run)
+    assert stopped["state"] == "stopped"
+    assert checkpoints_of(run)[-1] == CheckpointShelf.name_of(stopped["step"])
+    judged(fleet, run)
+
+    unknown = fleet.flotilla("run", "resume", run["run_id"], "--from", "step-000004")
+    assert unknown.code == USAGE and "step-000003" in unknown.err
+    fleet.ok("run", "resume", run["run_id"], "--from", "step-000003")
+    wait_until("a step of the next lineage", lambda: fleet.metrics(run)[-1]["lineage"] == 1, 120)
+    assert next(line for line in fleet.metrics(run) if line["lineage"] == 1)["step"] == 3
+    fleet.ok("run", "stop", run["run_id"])
+    assert ended(fleet, run)["state"] == "stopped"
+    judged(fleet, run)
+    for before, after in repeated_losses(fleet, run):
+        assert after == pytest.approx(before, rel=1e-5)
+
+
 def test_a_run_whose_trainer_is_killed_recovers_by_itself(fleet: Stack, run_file: Path) -> None:
     run = fleet.ok("run", "start", str(run_file), "rollout.max_staleness=1")
     wait_until(
