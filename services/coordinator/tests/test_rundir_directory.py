@@ -15,7 +15,7 @@ import zstandard
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.ledger.records import TokenSpan
-from flotilla_coordinator.report import export_parquet, write_plots
+from flotilla_coordinator.report import conclude, export_parquet, write_plots
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs.batch import Batch, RolloutGroup, RolloutSample
 from flotilla_core.errors import AlreadyExists
@@ -95,7 +95,7 @@ def test_a_finished_run_has_outcome_logs_and_plots(directory: RunDirectory) -> N
     directory.write_evaluation(0, "0.0", 0.5)
     directory.write_evaluation(3, "0.3", 0.9)
     run = run_pb2.Run(run_id="count-1", state=run_pb2.RUN_STATE_SUCCEEDED, step=3)
-    assert directory.finish(run) == ""
+    assert conclude(directory, run) == ""
     (logs / "trainer-0.log").open("a").write("draining\n")
     assert (directory.path / "logs" / "trainer-0.log").read_text() == "ready\ndraining\n"
     assert json.loads((directory.path / "outcome.json").read_text())["state"] == "RUN_STATE_SUCCEEDED"
@@ -137,8 +137,9 @@ def test_without_the_extra_the_run_ends_well_and_says_what_to_install(directory:
         "import sys; sys.modules['matplotlib'] = None\n"
         "from pathlib import Path\n"
         "from flotilla.coordinator.v1 import run_pb2\n"
+        "from flotilla_coordinator.report import conclude\n"
         "from flotilla_coordinator.rundir import RunDirectory\n"
-        "sys.stdout.write(RunDirectory(Path(sys.argv[1])).finish(run_pb2.Run()))\n"
+        "sys.stdout.write(conclude(RunDirectory(Path(sys.argv[1])), run_pb2.Run()))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(directory.path)], capture_output=True, text=True, check=True

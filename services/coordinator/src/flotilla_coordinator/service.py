@@ -10,10 +10,11 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 
 from flotilla.common.v1 import operate_pb2
 from flotilla.common.v1.registration_pb2 import Registration
-from flotilla.coordinator.v1 import coordinator_pb2_grpc
+from flotilla.coordinator.v1 import coordinator_pb2_grpc, loop_pb2_grpc
 from flotilla_coordinator.fleet import Fleet
 from flotilla_coordinator.launcher_link import LauncherLink
 from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.loop_servicer import LoopServicer
 from flotilla_coordinator.runs.runs import Runs
 from flotilla_coordinator.servicer import CoordinatorServicer
 from flotilla_coordinator.timeline import SpanStore, TraceReceiver
@@ -43,6 +44,11 @@ class Coordinator:
             coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server,
             servicer,
             "flotilla.coordinator.v1.CoordinatorService",
+        )
+        server.add(
+            loop_pb2_grpc.add_LoopServiceServicer_to_server,
+            LoopServicer(self._runs),
+            "flotilla.coordinator.v1.LoopService",
         )
         server.add(
             trace_service_pb2_grpc.add_TraceServiceServicer_to_server,

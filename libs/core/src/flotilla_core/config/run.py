@@ -192,6 +192,8 @@ class RunConfig(ConfigModel):
     """Every other seed derives from it."""
     steps: int = Field(ge=1)
     """Steps of the loop; one optimizer update each."""
+    loop: Literal["coordinator", "client"] = "coordinator"
+    """Who makes the steps: the coordinator by itself, or a client of yours, call by call, any number of them."""
     initial_weights: Path | None = None
     """Hugging Face folder to start from; empty takes the stack's model."""
     data: DataConfig

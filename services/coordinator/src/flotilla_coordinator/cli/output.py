@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from google.protobuf.timestamp_pb2 import Timestamp
 
+    from flotilla.coordinator.v1.run_pb2 import Run
     from flotilla_core.errors import FlotillaError
 
 
@@ -87,3 +88,10 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f}{unit}"
     return f"{seconds:.0f}s"
+
+
+def state_name(run: Run) -> str:
+    """`running` for RUN_STATE_RUNNING."""
+    from flotilla.coordinator.v1.run_pb2 import RunState
+
+    return RunState.Name(run.state).removeprefix("RUN_STATE_").lower()

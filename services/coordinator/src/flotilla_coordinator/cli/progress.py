@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from flotilla_coordinator.cli.output import duration, say, wants_colour
+from flotilla_coordinator.cli.output import duration, say, state_name, wants_colour
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -119,8 +119,6 @@ class _Lines:
 
     def _run(self, run: Run) -> None:
         self._total, self._time_left = run.total_steps, run.eta_seconds
-        from flotilla_coordinator.cli.run import state_name
-
         # That it runs shows in its steps, and the end is told by the command, with its reason.
         name = state_name(run)
         if name not in (self._state, "running") and not run.HasField("ended_at"):

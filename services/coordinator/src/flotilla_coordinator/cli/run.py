@@ -86,7 +86,7 @@ def list_(
     as_json: Json = False,
 ) -> None:
     """List runs, the newest first; those of a stack that is down, too."""
-    from flotilla_coordinator.cli.output import age, print_json, print_table
+    from flotilla_coordinator.cli.output import age, print_json, print_table, state_name
     from flotilla_coordinator.cli.without_fleet import ask_or_else, list_runs
 
     async def ask() -> list[Run]:
@@ -152,7 +152,7 @@ def stop(
     as_json: Json = False,
 ) -> None:
     """End a run after the step that is under way; one that has ended stays as it is."""
-    from flotilla_coordinator.cli.output import print_json, say
+    from flotilla_coordinator.cli.output import print_json, say, state_name
     from flotilla_coordinator.cli.running import wait
 
     async def ask() -> tuple[Run, bool]:
@@ -200,6 +200,8 @@ def resume(
 
 def run_json(run: Run) -> dict[str, Any]:
     """A run in the output of all `run` commands."""
+    from flotilla_coordinator.cli.output import state_name
+
     version = run.policy_version
     return {
         "run_id": run.run_id,
@@ -217,18 +219,11 @@ def run_json(run: Run) -> dict[str, Any]:
     }
 
 
-def state_name(run: Run) -> str:
-    """`running` for RUN_STATE_RUNNING."""
-    from flotilla.coordinator.v1.run_pb2 import RunState
-
-    return RunState.Name(run.state).removeprefix("RUN_STATE_").lower()
-
-
 def _follow(run_id: str, stack: str | None, coordinator: str | None, *, as_json: bool) -> None:
     """Progress on stderr; the run at its end; exit code 1 when it failed."""
     from flotilla.coordinator.v1.run_pb2 import RUN_STATE_FAILED
     from flotilla_coordinator.cli.exit_codes import RUN_FAILED
-    from flotilla_coordinator.cli.output import print_json, say
+    from flotilla_coordinator.cli.output import print_json, say, state_name
     from flotilla_coordinator.cli.progress import progress
     from flotilla_coordinator.cli.running import wait
 

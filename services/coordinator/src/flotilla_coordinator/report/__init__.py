@@ -8,6 +8,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.rundir import RunDirectory
+from flotilla_core.errors import FailedPrecondition
+
+
+def conclude(directory: RunDirectory, run: run_pb2.Run) -> str:
+    """Outcome, logs and plots of a run that has ended; a sentence where plots could not be made."""
+    directory.finish(run)
+    try:
+        write_plots(directory.path)
+    except FailedPrecondition as error:
+        return f"no plots: {error}"
+    return ""
+
 
 def write_plots(run_dir: Path) -> list[Path]:
     """PNG plots of a run directory, in `plots/`."""
@@ -28,8 +42,6 @@ def export_parquet(run_dir: Path) -> list[Path]:
 
 
 def _missing(error: ModuleNotFoundError) -> Exception:
-    from flotilla_core.errors import FailedPrecondition
-
     return FailedPrecondition(
         f"reports need the package {error.name}",
         why="the extra is not installed",

@@ -22,7 +22,7 @@ import zstandard
 from google.protobuf import json_format
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_core.errors import AlreadyExists, FailedPrecondition
+from flotilla_core.errors import AlreadyExists
 
 if TYPE_CHECKING:
     from flotilla_coordinator.runs.batch import Batch, RolloutGroup, RolloutSample
@@ -97,18 +97,11 @@ class RunDirectory:
         partial.rename(path)
         return path
 
-    def finish(self, run: run_pb2.Run) -> str:
-        """Outcome, logs and plots of a run that has ended; a sentence where plots could not be made."""
-        from flotilla_coordinator.report import write_plots
-
+    def finish(self, run: run_pb2.Run) -> None:
+        """Outcome and logs of a run that has ended."""
         outcome = json_format.MessageToDict(run, preserving_proto_field_name=True)
         _free(self.path / OUTCOME).write_text(_pretty(outcome), "utf-8")
         self._keep_logs(sorted((self.path.parent.parent / "logs").glob("*.log")))
-        try:
-            write_plots(self.path)
-        except FailedPrecondition as error:
-            return f"no plots: {error}"
-        return ""
 
     def read_outcome(self) -> run_pb2.Run | None:
         """The run as it ended; None while it goes on, and where its coordinator was killed."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from flotilla_coordinator.runs.client_loop import ClientLoop
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.feed import RunFeed
 from flotilla_coordinator.runs.status import RunStatus
@@ -22,6 +23,9 @@ class ActiveRun:
     feed: RunFeed
     context: RunContext | None = None
     task: asyncio.Task[None] | None = None
+    client: ClientLoop | None = None
+    """Of a run whose steps a client makes; it takes calls once `opened` is set."""
+    opened: asyncio.Event = field(default_factory=asyncio.Event)
     stop_requested: bool = False
     stop_reason: str = ""
     ending: bool = False
@@ -33,6 +37,8 @@ class ActiveRun:
         self.stop_reason = reason or "stopped by request"
         if self.context is not None:
             self.context.stop_requested = True
+            if self.client is not None:
+                self.client.end()
         else:
             self.cancel()
 

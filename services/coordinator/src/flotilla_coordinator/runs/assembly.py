@@ -22,6 +22,8 @@ from flotilla_coordinator.runs.answers import AnswerSource
 from flotilla_coordinator.runs.batch import BatchSource
 from flotilla_coordinator.runs.canary import Canary
 from flotilla_coordinator.runs.checkpoints import RunCheckpoints
+from flotilla_coordinator.runs.client_loop import ClientLoop
+from flotilla_coordinator.runs.client_sampling import ClientSampling
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.evaluate import Evaluator
 from flotilla_coordinator.runs.generation import Generation
@@ -53,6 +55,8 @@ class Assembly:
         self._config = config
         self._status = status
         self._wait_limit_s = host.stack.ready_timeout_s
+        self.client: ClientLoop | None = None
+        """Where a client makes the steps of the run."""
 
     async def build(self, directory: RunDirectory, lineage: int) -> RunContext:
         """Wait for the services that the run needs, then wire them."""
@@ -85,6 +89,11 @@ class Assembly:
             activities=self._host.activities,
         )
         self._context = context
+        if config.loop == "client":
+            sampling = ClientSampling(
+                self._run_id, config.rollout, lineage, tokenizer, generation, self._ledger
+            )
+            self.client = ClientLoop(context, prompts, sampling, scorer)
         return context
 
     async def _policy(self, directory: RunDirectory, tokenizer: Tokenizer, lineage: int) -> PolicyTrainer:

@@ -69,12 +69,16 @@ class RunContext:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """One step: a span, its metrics, one line in every record."""
+        """One step of the built-in loop, in a span."""
         self.metrics.clear()
         started = time.monotonic()
         with telemetry.span(names.RL_STEP, attributes={names.RUN_ID: self.run_id, names.STEP: step}):
             yield
-        self.metrics["time/step_s"] = time.monotonic() - started
+        self.end_step(step, time.monotonic() - started)
+
+    def end_step(self, step: int, seconds: float) -> None:
+        """Its metrics, and one line in every record."""
+        self.metrics["time/step_s"] = seconds
         self.metrics["ledger/backlog"] = float(self.ledger.backlog)
         tokens = self.metrics.get("tokens/response_total", self.metrics.get("tokens/trained", 0.0))
         self.metrics["tokens_per_s"] = tokens / self.metrics["time/step_s"]

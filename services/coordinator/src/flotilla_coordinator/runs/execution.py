@@ -16,6 +16,7 @@ from flotilla_coordinator.fleet import Fleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunState
 from flotilla_coordinator.ledger.rewind import RUN_ENDED
+from flotilla_coordinator.report import conclude
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs.active import ActiveRun
 from flotilla_coordinator.runs.assembly import Assembly
@@ -23,6 +24,7 @@ from flotilla_coordinator.runs.beginning import Beginning
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.loop import run_loop
 from flotilla_coordinator.runs.recovery import Recovery
+from flotilla_coordinator.runs.serve_client import serve_client
 from flotilla_core.errors import FlotillaError
 from flotilla_core.service import Host
 from flotilla_core.version import Version
@@ -77,6 +79,9 @@ async def _run(
         context = await assembly.build(directory, beginning.lineage)
         active.context = context
         context.stop_requested = active.stop_requested
+        if assembly.client is not None:
+            active.client = assembly.client
+            return await serve_client(assembly.client, beginning, active.opened)
         try:
             return await run_loop(context, beginning)
         except FlotillaError as error:
@@ -120,7 +125,7 @@ async def _finish(
             step=active.status.run.step,
             version=Version.from_proto(active.status.run.policy_version),
         )
-        notice = await asyncio.to_thread(directory.finish, active.status.run)
+        notice = await asyncio.to_thread(conclude, directory, active.status.run)
         if notice:
             active.status.notice(run_pb2.NOTICE_LEVEL_INFO, notice)
     # Nobody is above: a full disk must not leave watchers waiting for an end that never comes.

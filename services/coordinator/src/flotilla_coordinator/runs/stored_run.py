@@ -14,6 +14,7 @@ import structlog
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.ledger.records import RunRecord
+from flotilla_coordinator.report import conclude
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs.status import TERMINAL
 from flotilla_core.config import RunConfig, load_text
@@ -77,7 +78,7 @@ def record_end(run: run_pb2.Run) -> None:
     event.time.GetCurrentTime()
     try:
         directory.write_event(event)
-        directory.finish(run)
+        conclude(directory, run)
     except (
         OSError
     ) as error:  # a full disk, a directory that is gone: no reason for the coordinator not to start
