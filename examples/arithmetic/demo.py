@@ -65,7 +65,7 @@ def train(files: list[str], *overrides: str) -> dict[str, Any]:
     return flotilla("run", "start", *(str(EXAMPLE / file) for file in files), *overrides, *STACK, "--wait")
 
 
-def demo(seed: int, *, control: bool) -> None:
+def demo(seed: int, algorithm: str, *, control: bool) -> None:
     """The whole story; raises `DemoFailed` where it ends otherwise."""
     chapter(1, "fleet: a generator, a trainer of two ranks, rewards and the coordinator, on this machine")
     with fleet():
@@ -75,9 +75,10 @@ def demo(seed: int, *, control: bool) -> None:
         if control:
             chapter(3, "control: the training of the demo on shuffled rewards, which must not teach anything")
         else:
-            chapter(3, "GRPO: from the warmed-up weights, by rewards alone")
+            chapter(3, f"{algorithm}: from the warmed-up weights, by rewards alone")
         files = ["grpo.yaml", "grpo-control.yaml"] if control else ["grpo.yaml"]
-        run = train(files, f"seed={seed}", f"initial_weights={warm['directory']}/model")
+        start = f"initial_weights={warm['directory']}/model"
+        run = train(files, f"seed={seed}", start, f"algorithm.type={algorithm}")
         timeline = Path(run["directory"]) / "timeline.json"
         flotilla("timeline", run["run_id"], "-o", str(timeline), *STACK)
     chapter(4, "what came of it")
@@ -120,11 +121,14 @@ def say(text: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, help="seed of both runs (%(default)s)")
+    parser.add_argument(
+        "--algorithm", default="grpo", help="a preset of docs/algorithms.md to train with (%(default)s)"
+    )
     parser.add_argument("--control", action="store_true", help="shuffle the rewards: must not learn")
     arguments = parser.parse_args()
     started = time.monotonic()
     try:
-        demo(arguments.seed, control=arguments.control)
+        demo(arguments.seed, arguments.algorithm, control=arguments.control)
     except DemoFailed as failure:
         print(f"demo failed: {failure}", file=sys.stderr)
         return 1
