@@ -7,13 +7,29 @@
         for event in fleet.watch_run(run.run_id):
             ...
 
-`Client` is the same for asyncio.
+A training loop of one's own is `fleet.open_loop("run.yaml")`; docs/custom-loops.md shows one. `Client` is the same for
+asyncio.
 """
 
 from __future__ import annotations
 
 from flotilla_client.client import Client, resolve_run
 from flotilla_client.discovery import find_coordinator
+from flotilla_client.groups import Group, Prompt, Sample
+from flotilla_client.loop import Loop, StepResult
 from flotilla_client.synchronous import SyncClient, connect
+from flotilla_client.synchronous_loop import SyncLoop
 
-__all__ = ["Client", "SyncClient", "connect", "find_coordinator", "resolve_run"]
+__all__ = [
+    "Client",
+    "Group",
+    "Loop",
+    "Prompt",
+    "Sample",
+    "StepResult",
+    "SyncClient",
+    "SyncLoop",
+    "connect",
+    "find_coordinator",
+    "resolve_run",
+]

@@ -18,6 +18,7 @@ from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from flotilla.coordinator.v1.run_pb2 import Plan, Run, RunEvent
 from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
 from flotilla_client.discovery import find_coordinator
+from flotilla_client.loop import Loop
 from flotilla_core import rpc
 from flotilla_core.config import RunConfig, dump_yaml, load
 from flotilla_core.errors import Unavailable
@@ -71,6 +72,17 @@ class Client:
         """Returns as soon as the run is admitted."""
         request = pb.StartRunRequest(request_id=new_request_id(), config_yaml=resolve_run(files, overrides))
         return (await rpc.unary(self._stub.StartRun, request, timeout_s=_CALL_S)).run
+
+    async def open_loop(self, files: RunFiles, overrides: Sequence[str] = ()) -> Loop:
+        """Start a run whose steps are made here, and return when it takes calls."""
+        run = await self.start_run(files, [*overrides, "loop=client"])
+        return await self.attach_loop(run.run_id)
+
+    async def attach_loop(self, run_id: str = "latest") -> Loop:
+        """A run that was opened before, by this client or another one."""
+        loop = Loop(self._channel, run_id)
+        await loop.open()
+        return loop
 
     async def get_run(self, run_id: str = "latest") -> Run:
         """By id, unique prefix, or "latest"."""

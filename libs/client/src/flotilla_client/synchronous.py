@@ -17,6 +17,8 @@ from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1.run_pb2 import Plan, Run, RunEvent
 from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
 from flotilla_client.client import Client, RunFiles
+from flotilla_client.loop import Loop
+from flotilla_client.synchronous_loop import SyncLoop
 
 Result = TypeVar("Result")
 _END: Any = object()
@@ -65,6 +67,12 @@ class SyncClient:
     def start_run(self, files: RunFiles, overrides: Sequence[str] = ()) -> Run:
         return self._wait(self._client.start_run(files, overrides))
 
+    def open_loop(self, files: RunFiles, overrides: Sequence[str] = ()) -> SyncLoop:
+        return self._synchronous(self._wait(self._client.open_loop(files, overrides)))
+
+    def attach_loop(self, run_id: str = "latest") -> SyncLoop:
+        return self._synchronous(self._wait(self._client.attach_loop(run_id)))
+
     def get_run(self, run_id: str = "latest") -> Run:
         return self._wait(self._client.get_run(run_id))
 
@@ -103,6 +111,9 @@ class SyncClient:
 
     def scale(self, kind: ServiceKind.ValueType, replicas: int) -> list[ProcessStatus]:
         return self._wait(self._client.scale(kind, replicas))
+
+    def _synchronous(self, loop: Loop) -> SyncLoop:
+        return SyncLoop(loop, self._wait, lambda reason: self.stop_run(loop.run_id, reason))
 
     def _wait(self, call: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(call, self._loop).result()

@@ -93,7 +93,13 @@ class Assembly:
             sampling = ClientSampling(
                 self._run_id, config.rollout, lineage, tokenizer, generation, self._ledger
             )
-            self.client = ClientLoop(context, prompts, sampling, scorer)
+            self.client = ClientLoop(
+                context,
+                prompts,
+                sampling,
+                scorer,
+                lambda error: self._fleet.trainers.eject(policy.instance_id, str(error)),
+            )
         return context
 
     async def _policy(self, directory: RunDirectory, tokenizer: Tokenizer, lineage: int) -> PolicyTrainer:

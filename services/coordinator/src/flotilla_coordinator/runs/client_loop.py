@@ -1,0 +1,291 @@
+"""The steps of a run that a client makes, call by call, through the collaborators of the built-in loop.
+
+Invariants: calls that change the policy, publish it or save it take turns and come to their end when their caller goes
+away; a repeated call acts and is recorded once; the loss of the trainer ends the run, because what the client knows
+of the policy would not be true any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from flotilla.coordinator.v1 import loop_pb2 as pb
+from flotilla.reward.v1 import reward_pb2
+from flotilla.trainer.v1 import trainer_pb2 as train
+from flotilla_coordinator.data.prompts import Prompt, PromptSource
+from flotilla_coordinator.runs.batch import Batch, RolloutGroup
+from flotilla_coordinator.runs.batch_metrics import batch_metrics
+from flotilla_coordinator.runs.client_sampling import ClientPrompt, ClientSampling
+from flotilla_coordinator.runs.context import RunContext
+from flotilla_coordinator.runs.samples import ledger_sample
+from flotilla_coordinator.runs.scoring import Outcome, Scorer
+from flotilla_coordinator.runs.sync import SyncReport
+from flotilla_core import ids, rpc, telemetry
+from flotilla_core.checkpoint import CheckpointShelf
+from flotilla_core.config import SamplingConfig
+from flotilla_core.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    FailedPrecondition,
+    FlotillaError,
+    InvalidRequest,
+    RankFailed,
+    Unavailable,
+)
+from flotilla_core.telemetry import names
+from flotilla_core.version import Version
+
+T = TypeVar("T")
+
+STEP_TIMEOUT_S = 3600.0
+KEPT_STEPS = 64
+IDLE = "waiting for the client"
+# With these a call may fail because the trainer's session is gone.
+MAYBE_LOST = (Unavailable, RankFailed, DeadlineExceeded, FailedPrecondition)
+
+
+class ClientLoop:
+    """What a client may do with one run."""
+
+    def __init__(
+        self,
+        run: RunContext,
+        prompts: PromptSource,
+        sampling: ClientSampling,
+        scorer: Scorer,
+        trainer_lost: Callable[[FlotillaError], None],
+    ) -> None:
+        self._run = run
+        self._prompts = prompts
+        self._scorer = scorer
+        self._trainer_lost = trainer_lost
+        self._turn = asyncio.Lock()
+        self._over = asyncio.Event()
+        self._failure: FlotillaError | None = None
+        self._works: set[asyncio.Task[Any]] = set()
+        self._rewards: dict[str, float] = {}
+        self._steps: OrderedDict[str, train.OptimStepResponse] = OrderedDict()
+        self._step_began = time.monotonic()
+        self.sampling = sampling
+
+    @property
+    def run(self) -> RunContext:
+        """The run that is driven."""
+        return self._run
+
+    async def serve(self) -> None:
+        """Until the client closes the loop; raises what made further calls useless."""
+        self._step_began = time.monotonic()
+        self._run.status.enter(IDLE)
+        await self._over.wait()
+        async with self._turn:
+            if self._failure is not None:
+                raise self._failure
+
+    def end(self) -> None:
+        """Take no further calls."""
+        self._over.set()
+
+    async def close(self) -> None:
+        """Give up what is still under way."""
+        self.end()
+        for work in self._works:
+            work.cancel()
+        await asyncio.gather(*self._works, return_exceptions=True)
+
+    def draw(self, count: int) -> list[Prompt]:
+        """The next prompts of the data set."""
+        self._check_open()
+        return [self._prompts.next() for _ in range(count)]
+
+    async def groups(
+        self, prompts: Sequence[ClientPrompt], count: int, changes: dict[str, Any]
+    ) -> AsyncGenerator[tuple[int, RolloutGroup]]:
+        """Groups from the weights that the generators serve, as they are complete."""
+        self._check_open()
+        sampling = SamplingConfig.model_validate(self._run.config.rollout.sampling.model_dump() | changes)
+        version = self._run.sync.version
+        assert version is not None, "the first version was published before the first call"
+        async for index, group in self.sampling.groups(
+            prompts, count, sampling, version, self._run.steps_done
+        ):
+            yield index, group
+
+    async def scores(self, items: list[reward_pb2.ScoreItem]) -> dict[str, Outcome]:
+        """What the rewards of the run make of samples."""
+        self._check_open()
+        if not self._run.config.rewards:
+            raise InvalidRequest(
+                "the run has no rewards", where=f"run {self._run.run_id}", next_step="name them in `rewards`"
+            )
+        return await self._scorer.score(items)
+
+    async def logprobs(
+        self, sequences: Sequence[train.ScoredSequence], temperature: float
+    ) -> train.ComputeLogprobsResponse:
+        """Of given tokens under the policy as the trainer holds it."""
+        request = train.ComputeLogprobsRequest(
+            run_id=self._run.run_id, sequences=sequences, temperature=temperature
+        )
+        self._check_open()
+        return await rpc.unary(self._run.policy.stub.ComputeLogprobs, request, timeout_s=STEP_TIMEOUT_S)
+
+    async def add_gradients(self, request: pb.AddGradientsRequest) -> train.ForwardBackwardResponse:
+        """Gradients of a batch, added to those that wait for their step."""
+        asked = train.ForwardBackwardRequest(
+            run_id=self._run.run_id, request_id=request.request_id, groups=request.groups
+        )
+        if request.HasField("loss"):
+            asked.loss.CopyFrom(request.loss)
+        rewards = {s.sample_id: s.reward for group in request.groups for s in group.samples}
+
+        async def act() -> train.ForwardBackwardResponse:
+            async with self._step_of("forward and backward"):
+                method = self._run.policy.stub.ForwardBackward
+                reply: train.ForwardBackwardResponse = await rpc.unary(
+                    method, asked, timeout_s=STEP_TIMEOUT_S
+                )
+                self._rewards |= rewards
+                return reply
+
+        return await self._whole(act())
+
+    async def step_optimizer(self, request_id: str, rate: float) -> train.OptimStepResponse:
+        """One optimizer step, recorded as a step of the run."""
+        request_id = request_id or ids.new_request_id()
+        return await self._whole(self._step_optimizer(request_id, rate))
+
+    async def sync(self) -> SyncReport:
+        """Bring the policy to the generators."""
+
+        async def act() -> SyncReport:
+            async with self._step_of("sync"):
+                return await self._run.sync.publish(self._run.policy.version)
+
+        return await self._whole(act())
+
+    async def evaluate(self) -> tuple[Version, float]:
+        """Accuracy on held-out prompts, and the version that was asked."""
+
+        async def act() -> tuple[Version, float]:
+            async with self._step_of("evaluate"):
+                evaluator, version = self._run.evaluator, self._run.sync.version
+                if evaluator is None or version is None:
+                    raise FailedPrecondition(
+                        "the run has no held-out prompts",
+                        where=f"run {self._run.run_id}",
+                        next_step="name them in `evaluation`",
+                    )
+                accuracy = await evaluator.accuracy(version, self._run.steps_done)
+                self._run.record_evaluation(self._run.steps_done, version, accuracy)
+                return version, accuracy
+
+        return await self._whole(act())
+
+    async def save_state(self) -> Path:
+        """A checkpoint of the run, on disk."""
+
+        async def act() -> Path:
+            async with self._step_of("checkpoint"):
+                checkpoints, steps = self._run.checkpoints, self._run.steps_done
+                name = CheckpointShelf.name_of(steps)
+                if name not in checkpoints.shelf.names():
+                    await checkpoints.save(self._run.progress(steps))
+                    await checkpoints.settle()
+                if name not in checkpoints.shelf.names():
+                    raise Unavailable(
+                        f"checkpoint {name} was not written",
+                        where=f"run {self._run.run_id}",
+                        next_step="the last notice of `flotilla run watch` says why; save again",
+                    )
+                return checkpoints.shelf.folder(name)
+
+        return await self._whole(act())
+
+    async def save_model(self, path: Path) -> Path:
+        """A Hugging Face folder of the policy."""
+
+        async def act() -> Path:
+            async with self._step_of("export"):
+                await self._run.policy.export(path)
+                return path
+
+        return await self._whole(act())
+
+    async def _step_optimizer(self, request_id: str, rate: float) -> train.OptimStepResponse:
+        run = self._run
+        async with self._step_of("optimizer step"):
+            if request_id in self._steps:
+                return self._steps[request_id]
+            version, step = run.policy.version, run.steps_done
+            request = train.OptimStepRequest(run_id=run.run_id, request_id=request_id, learning_rate=rate)
+            rewards, self._rewards = self._rewards, {}
+            attributes: dict[str, Any] = {names.RUN_ID: run.run_id, names.STEP: step}
+            with telemetry.span(names.RL_TRAIN, attributes=attributes):
+                reply: train.OptimStepResponse = await rpc.unary(
+                    run.policy.stub.OptimStep, request, timeout_s=STEP_TIMEOUT_S
+                )
+            self._steps[request_id] = reply
+            while len(self._steps) > KEPT_STEPS:
+                self._steps.popitem(last=False)
+            run.policy.version = Version.from_proto(reply.policy_version)
+            await self._record(step, version, rewards, reply)
+        return reply
+
+    async def _record(
+        self, step: int, version: Version, rewards: dict[str, float], reply: train.OptimStepResponse
+    ) -> None:
+        """The step and the samples that it used for the first time, in every record."""
+        run = self._run
+        batch = Batch(step, self.sampling.use(rewards), self._prompts.cursor)
+        batch.metrics.update(batch_metrics(batch, version))
+        await run.ledger.group_scored([ledger_sample(sample) for sample in batch.samples])
+        update = train.UpdateResult(
+            update_id=ids.update_id(run.run_id, Version(version.lineage, step + 1)),
+            policy_version=reply.policy_version,
+            skipped=reply.skipped,
+            metrics=reply.metrics,
+        )
+        await run.record_update(step, version, batch, update)
+        now = time.monotonic()
+        run.end_step(step, now - self._step_began)
+        run.metrics.clear()
+        self._step_began = now
+
+    @asynccontextmanager
+    async def _step_of(self, phase: str) -> AsyncIterator[None]:
+        """The turn of one call, named to whoever watches the run."""
+        async with self._turn:
+            self._check_open()
+            try:
+                with self._run.phase(phase):
+                    yield
+            except MAYBE_LOST as error:
+                if await self._run.policy.lost():
+                    self._trainer_lost(error)
+                    self._failure = error
+                    self.end()
+                raise
+            finally:
+                self._run.status.enter(IDLE)
+
+    async def _whole(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of work that goes on when its caller goes away."""
+        task = asyncio.create_task(work)
+        self._works.add(task)
+        task.add_done_callback(self._works.discard)
+        return await asyncio.shield(task)
+
+    def _check_open(self) -> None:
+        if self._over.is_set():
+            raise Cancelled(
+                f"the loop of run {self._run.run_id} takes no further calls",
+                why=str(self._failure or "it was closed or stopped"),
+                next_step=f"see `flotilla run show {self._run.run_id}`",
+            )
