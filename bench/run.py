@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-NOT_FIGURES = {"run", "table", "processes"}
+NOT_FIGURES = {"run", "table", "processes", "one_rank"}
 
 
 def main() -> int:
