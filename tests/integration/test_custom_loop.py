@@ -1,0 +1,174 @@
+"""A training loop of a user's own, through the Python client, on a fleet whose trainer is real."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from flotilla_client import SyncClient, connect
+from flotilla_coordinator.ledger.checker import check
+from flotilla_coordinator.rundir import RunDirectory
+from flotilla_core.errors import Cancelled, FailedPrecondition, FlotillaError, InvalidRequest, NotFinite
+from flotilla_core.version import Version
+from flotilla_testing.stack import Stack, sim_stack
+
+pytestmark = pytest.mark.timeout(300)
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples/custom_loop/grpo.py"
+# Made-up samples are never right: any number that differs between them gives gradients.
+REWARD = "def reward(prompt, response, answer, info):\n    return float(sum(map(ord, response)) % 7)\n"
+
+
+@pytest.fixture(scope="module")
+def fleet(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A simulated engine; trainer, rewards, ledger and weight groups are real."""
+    with sim_stack(arithmetic / "model", tmp_path_factory.mktemp("fleet"), trainer={"nproc": 1}) as running:
+        yield running
+
+
+@pytest.fixture
+def client(fleet: Stack) -> Iterator[SyncClient]:
+    with connect(fleet.directory.name, fleet.directory.parent) as connected:
+        yield connected
+
+
+@pytest.fixture
+def run_file(arithmetic: Path, tmp_path: Path) -> Path:
+    reward = tmp_path / "reward.py"
+    reward.write_text(REWARD)
+    run: dict[str, Any] = {
+        "name": "own",
+        "steps": 3,
+        "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
+        "rollout": {"samples_per_prompt": 4, "sampling": {"max_response_tokens": 6}},
+        "rewards": [{"reward": f"{reward}:reward"}],
+        "optimizer": {"learning_rate": 1.0e-3, "schedule": "constant", "epsilon": 1.0e-3},
+        "evaluation": {"data": str(arithmetic / "data" / "heldout.jsonl"), "max_prompts": 8},
+        "weights": {"canary": {"prompts": 0}},
+        "export_final": False,
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(run))
+    return path
+
+
+def ended(fleet: Stack, run_id: str) -> dict[str, Any]:
+    outcome = fleet.flotilla("run", "watch", run_id)
+    assert outcome.out or outcome.err
+    return fleet.ok("run", "show", run_id)
+
+
+def test_the_example_trains_and_leaves_what_a_run_leaves(fleet: Stack, run_file: Path) -> None:
+    sizes = ["--steps", "3", "--prompts", "4", "--samples", "4", "--config", str(run_file)]
+    where = ["--stack", fleet.directory.name, "--state-dir", str(fleet.directory.parent)]
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), *where, *sizes],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[1] for line in done.stdout.splitlines()[:3]] == ["1", "2", "3"]
+    run = ended(fleet, "latest")
+    assert run["state"] == "succeeded" and run["step"] == 3 and run["policy_version"] == "0.3"
+    directory = Path(run["directory"])
+    assert (directory / "model" / "model.safetensors").is_file()
+    assert (directory / "checkpoints" / "step-000003").is_dir()
+    lines = fleet.metrics(run)
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all(line["grad_norm"] > 0 and line["reward/std"] > 0 for line in lines)
+    verdict = check(fleet.directory / "ledger.sqlite", run["run_id"])
+    assert verdict.passed, verdict
+    assert verdict.trained == verdict.admitted == 3 * 4 * 4
+    assert len(list(RunDirectory(directory).read_samples())) == 3 * 4 * 4
+
+
+def test_the_primitives_act_once_and_say_what_is_wrong(
+    client: SyncClient, fleet: Stack, run_file: Path
+) -> None:
+    with client.open_loop(run_file) as loop:
+        run_id = loop.run_id
+        assert loop.version == Version(0, 0)
+        [group] = loop.sample(["12+34="], 3, temperature=0.5, max_response_tokens=4)
+        assert len(group.samples) == 3 and all(len(sample.token_ids) <= 4 for sample in group.samples)
+        [before] = loop.logprobs([group])
+        with pytest.raises(FailedPrecondition, match="no gradients"):
+            loop.optim_step()
+        with pytest.raises(InvalidRequest, match="nonsense"):
+            loop.forward_backward([group], "nonsense")
+        group.samples[0].reward = float("nan")
+        with pytest.raises(NotFinite, match="reward is nan"):
+            loop.forward_backward([group])
+        for sample in group.samples:
+            sample.reward, sample.advantages = 1.0, 1.0
+        metrics = loop.forward_backward([group], {"type": "sft"})
+        assert metrics["loss"] == pytest.approx(-float(np.concatenate(before).mean()), rel=1e-4)
+        step = loop.optim_step(1e-3)
+        assert (step.version, step.metrics["learning_rate"], step.skipped) == (Version(0, 1), 1e-3, "")
+        [after] = loop.logprobs([group])
+        assert np.concatenate(after).mean() > np.concatenate(before).mean()
+
+        [stale] = loop.sample(loop.prompts(1), 1)
+        assert Version.from_proto(stale.samples[0].version_spans[0].version) == Version(0, 0)
+        assert loop.sync() == Version(0, 1)
+        [fresh] = loop.sample(loop.prompts(1), 1)
+        assert Version.from_proto(fresh.samples[0].version_spans[0].version) == Version(0, 1)
+        assert 0 <= loop.evaluate() <= 1
+        # The same samples again: trained again, recorded once.
+        loop.forward_backward([group])
+        assert loop.optim_step().version == Version(0, 2)
+        assert client.attach_loop(run_id).version == Version(0, 2)
+        with pytest.raises(FailedPrecondition, match="is using the trainer"):
+            client.start_run(run_file)
+    run = ended(fleet, run_id)
+    assert run["state"] == "succeeded"
+    verdict = check(fleet.directory / "ledger.sqlite", run_id)
+    assert verdict.passed, verdict
+    with pytest.raises(FailedPrecondition, match="takes no calls"):
+        loop.prompts(1)
+
+
+def test_a_loop_that_fails_or_is_stopped_frees_the_trainer(
+    client: SyncClient, fleet: Stack, run_file: Path
+) -> None:
+    with pytest.raises(ZeroDivisionError), client.open_loop(run_file) as loop:
+        raise ZeroDivisionError
+    run = ended(fleet, loop.run_id)
+    assert run["state"] == "stopped" and "ZeroDivisionError" in run["reason"]
+
+    loop = client.open_loop(run_file)
+    loop.forward_backward(loop.sample(loop.prompts(2), 2))
+    client.stop_run(loop.run_id)
+    assert ended(fleet, loop.run_id)["state"] == "stopped"
+    with pytest.raises((Cancelled, FailedPrecondition)):
+        loop.optim_step()
+
+
+def test_the_loss_of_the_trainer_ends_the_loop_which_goes_on_from_its_checkpoint(
+    client: SyncClient, fleet: Stack, run_file: Path
+) -> None:
+    loop = client.open_loop(run_file)
+    loop.forward_backward(loop.sample(loop.prompts(2), 2))
+    loop.optim_step()
+    loop.save()
+    fleet.process("trainer").kill()
+    with pytest.raises(FlotillaError):
+        loop.forward_backward(loop.sample(loop.prompts(2), 2))
+    assert ended(fleet, loop.run_id)["state"] == "failed"
+    client.resume_run(loop.run_id)
+    with client.attach_loop(loop.run_id) as again:
+        assert again.version == Version(1, 1) and again.steps_done == 1
+        again.sync()
+        again.forward_backward(again.sample(again.prompts(2), 2))
+        assert again.optim_step().version == Version(1, 2)
+    assert ended(fleet, loop.run_id)["state"] == "succeeded"
+    assert check(fleet.directory / "ledger.sqlite", loop.run_id).passed
