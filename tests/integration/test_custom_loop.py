@@ -123,8 +123,9 @@ def test_the_primitives_act_once_and_say_what_is_wrong(
         [fresh] = loop.sample(loop.prompts(1), 1)
         assert Version.from_proto(fresh.samples[0].version_spans[0].version) == Version(0, 1)
         assert 0 <= loop.evaluate() <= 1
-        # The same samples again: trained again, recorded once.
+        # The same samples again: trained again, recorded once. An older version's: as stale as the client likes.
         loop.forward_backward([group])
+        loop.forward_backward([stale])
         assert loop.optim_step().version == Version(0, 2)
         assert client.attach_loop(run_id).version == Version(0, 2)
         with pytest.raises(FailedPrecondition, match="is using the trainer"):

@@ -89,6 +89,7 @@ async def test_several_calls_and_a_step_are_one_update_on_all_groups(
     assert Version.from_proto(step.policy_version) == Version(0, 1)
     assert_equal(await weights_of(trainer, tmp_path / "calls", 1), expected)
     assert max(float((expected[name] - start[name]).abs().max()) for name in start) > 1e-3
+    assert step.sample_ids == update.sample_ids
     for name in (*EXACT, "learning_rate", *(["kl/mean"] if kl else [])):
         assert step.metrics[name] == pytest.approx(update.metrics[name], rel=1e-5, abs=1e-6), name
 

@@ -29,7 +29,7 @@ class PendingGradients:
         self._tokens = 0.0
         self._sums: dict[str, float] = {}
         self.calls = 0
-        self.samples = 0
+        self.sample_ids: list[str] = []
         self.units = 0.0
         """What the sum of the gradients is divided by."""
 
@@ -67,12 +67,14 @@ class PendingGradients:
                 next_step="take the step between the two losses, or set algorithm.aggregation to token_mean",
             )
 
-    def add(self, kind: str, units: float, samples: int, tokens: float, facts: dict[str, float]) -> None:
+    def add(
+        self, kind: str, units: float, sample_ids: list[str], tokens: float, facts: dict[str, float]
+    ) -> None:
         """One more call, on so many trained tokens."""
         self._kind = kind
         self.calls += 1
         self.units += units
-        self.samples += samples
+        self.sample_ids += sample_ids
         self._tokens += tokens
         for name, value in facts.items():
             if name not in NOT_MEANS:
@@ -85,6 +87,6 @@ class PendingGradients:
     def clear(self, *, forget: bool) -> None:
         """No gradients are left; `forget` where no step was made of them, and their calls are to be sent again."""
         self._kind, self._tokens, self._sums = "", 0.0, {}
-        self.calls, self.samples, self.units = 0, 0, 0.0
+        self.calls, self.sample_ids, self.units = 0, [], 0.0
         if forget:
             self._replies = Once(KEPT_REPLIES)

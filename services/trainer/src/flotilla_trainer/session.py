@@ -128,16 +128,19 @@ class Session:
             self._pending.require()
             rate = rate or learning_rate(self._spec.optimizer, self._spec.total_updates, self.version.step)
             fields = {"learning_rate": rate, "units": self._pending.units}
-            facts, samples = self._pending.facts(), self._pending.samples
+            facts, sample_ids = self._pending.facts(), self._pending.sample_ids
             # The ranks give the gradients up, whatever comes of the step.
             self._pending.clear(forget=False)
             with self._activities.doing("optimizer step", run_id=self.run_id):
                 answers = await self._gang.command("optim_step", fields)
             answer = answers[0].fields
             metrics, skipped = answer["metrics"] | facts, answer["skipped"]
-            self._account(f"step from {self.version}", samples, skipped, metrics, lambda: "not kept")
+            self._account(f"step from {self.version}", len(sample_ids), skipped, metrics, lambda: "not kept")
             return pb.OptimStepResponse(
-                policy_version=self.version.to_proto(), metrics=metrics, skipped=skipped
+                policy_version=self.version.to_proto(),
+                metrics=metrics,
+                skipped=skipped,
+                sample_ids=sample_ids,
             )
 
     @contextlib.asynccontextmanager
@@ -278,7 +281,7 @@ class Session:
                 self._pending.clear(forget=True)
                 raise
             metrics: dict[str, float] = answers[0].fields["metrics"]
-            self._pending.add(objective.unit, units, len(batch.sample_ids), metrics["tokens/trained"], facts)
+            self._pending.add(objective.unit, units, batch.sample_ids, metrics["tokens/trained"], facts)
             return pb.ForwardBackwardResponse(
                 metrics=metrics | facts | _batch_metrics(batch, packed),
                 policy_version=self.version.to_proto(),

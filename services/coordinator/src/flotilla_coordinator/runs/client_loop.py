@@ -243,7 +243,9 @@ class ClientLoop:
     ) -> None:
         """The step and the samples that it used for the first time, in every record."""
         run = self._run
-        batch = Batch(step, self.sampling.use(rewards), self._prompts.cursor)
+        # Calls whose gradients were dropped are no part of the step.
+        used = {sample_id: rewards[sample_id] for sample_id in reply.sample_ids if sample_id in rewards}
+        batch = Batch(step, self.sampling.use(used), self._prompts.cursor)
         batch.metrics.update(batch_metrics(batch, version))
         await run.ledger.group_scored([ledger_sample(sample) for sample in batch.samples])
         update = train.UpdateResult(

@@ -55,7 +55,7 @@ class RunStatus:
         self._durations.append(metrics["time/step_s"])
         self.run.step = steps_done
         self.run.policy_version.CopyFrom(version.to_proto())
-        self.run.eta_seconds = statistics.median(self._durations) * (self.run.total_steps - steps_done)
+        self.run.eta_seconds = statistics.median(self._durations) * max(0, self.run.total_steps - steps_done)
         for name, value in metrics.items():
             self.run.metrics[name] = value
         self._feed.append(run_pb2.RunEvent(step=run_pb2.StepMetrics(step=steps_done, metrics=dict(metrics))))

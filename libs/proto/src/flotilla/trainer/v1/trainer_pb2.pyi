@@ -861,6 +861,7 @@ class OptimStepResponse(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     SKIPPED_FIELD_NUMBER: _builtins.int
+    SAMPLE_IDS_FIELD_NUMBER: _builtins.int
     skipped: _builtins.str
     """Why no step was made (a non-finite gradient); empty when one was. The gradients are gone either way."""
     @_builtins.property
@@ -869,16 +870,21 @@ class OptimStepResponse(_message.Message):
 
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    @_builtins.property
+    def sample_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Samples that the step was made of, call by call."""
+
     def __init__(
         self,
         *,
         policy_version: _version_pb2.PolicyVersion | None = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         skipped: _builtins.str = ...,
+        sample_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics", "policy_version", b"policy_version", "skipped", b"skipped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics", "policy_version", b"policy_version", "sample_ids", b"sample_ids", "skipped", b"skipped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,56 @@
+"""What a loop hands to the trainer: losses as in a run file, samples as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf import json_format
+
+from flotilla_client import Group, Prompt, Sample
+from flotilla_client.loop import loss_function
+from flotilla_core.errors import InvalidRequest
+from flotilla_core.tensors import from_tensor
+
+
+def sample(**changes: Any) -> Sample:
+    return Sample("g/0", np.array([5, 6, 7], np.int32), **changes)
+
+
+def test_a_loss_is_a_name_or_a_section_of_a_run_file() -> None:
+    clipped = loss_function({"type": "ppo", "clip_high": 0.28})
+    assert clipped.name == "ppo" == loss_function("ppo").name
+    parameters = json_format.MessageToDict(clipped.parameters)
+    assert (parameters["clip_low"], parameters["clip_high"]) == (0.2, 0.28)
+    assert loss_function("sft").name == "sft"
+    mine = loss_function({"type": "mine.py:loss", "parameters": {"beta": 2.0}})
+    assert mine.name == f"{Path.cwd()}/mine.py:loss"
+    assert json_format.MessageToDict(mine.parameters) == {"beta": 2.0}
+
+
+@pytest.mark.parametrize(
+    "wrong", ["nonsense", "", {"clip_low": 0.1}, {"type": "ppo", "clip": 1}, {"type": "sft", "share": 1}]
+)
+def test_a_loss_that_is_not_one_is_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidRequest, match="cannot be used so"):
+        loss_function(wrong)
+
+
+def test_one_advantage_is_that_of_every_token_and_an_array_stays() -> None:
+    np.testing.assert_array_equal(from_tensor(sample(advantages=-2).train_sample().advantages), [-2.0] * 3)
+    given = np.array([1.0, 0.0, -1.0])
+    np.testing.assert_array_equal(from_tensor(sample(advantages=given).train_sample().advantages), given)
+    assert not sample().train_sample().HasField("advantages")
+
+
+def test_a_mask_and_log_probabilities_go_as_they_are() -> None:
+    made = sample(mask=[True, False, True], logprobs=[-1.0, -2.0, -3.0]).train_sample()
+    assert from_tensor(made.mask).tolist() == [True, False, True]
+    assert from_tensor(made.logprobs).tolist() == [-1.0, -2.0, -3.0]
+
+
+def test_a_group_without_prompt_tokens_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="prompt has no tokens"):
+        Group("g", Prompt("text"), [sample()]).train_group()
