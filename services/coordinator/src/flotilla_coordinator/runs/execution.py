@@ -79,7 +79,8 @@ async def _run(
         context = await assembly.build(directory, beginning.lineage)
         active.context = context
         context.stop_requested = active.stop_requested
-        if assembly.client is not None:
+        if active.config.loop == "client":
+            assert assembly.client is not None, "built for every run of this kind"
             active.client = assembly.client
             return await serve_client(assembly.client, beginning, active.opened)
         try:
