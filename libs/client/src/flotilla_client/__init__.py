@@ -13,12 +13,17 @@ asyncio.
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from flotilla_client.client import Client, resolve_run
 from flotilla_client.discovery import find_coordinator
-from flotilla_client.groups import Group, Prompt, Sample
-from flotilla_client.loop import Loop, StepResult
 from flotilla_client.synchronous import SyncClient, connect
-from flotilla_client.synchronous_loop import SyncLoop
+
+if TYPE_CHECKING:
+    from flotilla_client.groups import Group, Prompt, Sample
+    from flotilla_client.loop import Loop, StepResult
+    from flotilla_client.synchronous_loop import SyncLoop
 
 __all__ = [
     "Client",
@@ -33,3 +38,19 @@ __all__ = [
     "find_coordinator",
     "resolve_run",
 ]
+
+_OF_LOOPS = {
+    "Group": "groups",
+    "Loop": "loop",
+    "Prompt": "groups",
+    "Sample": "groups",
+    "StepResult": "loop",
+    "SyncLoop": "synchronous_loop",
+}
+"""Names that need numpy, which a client that only starts and watches runs should not wait for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _OF_LOOPS:
+        return getattr(import_module(f"flotilla_client.{_OF_LOOPS[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

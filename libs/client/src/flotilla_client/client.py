@@ -18,7 +18,6 @@ from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from flotilla.coordinator.v1.run_pb2 import Plan, Run, RunEvent
 from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
 from flotilla_client.discovery import find_coordinator
-from flotilla_client.loop import Loop
 from flotilla_core import rpc
 from flotilla_core.config import RunConfig, dump_yaml, load
 from flotilla_core.errors import Unavailable
@@ -27,6 +26,7 @@ from flotilla_core.ids import new_request_id
 if TYPE_CHECKING:
     # A class of the typed stubs only.
     from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
+    from flotilla_client.loop import Loop
 
 _CALL_S = 30.0
 _SCALE_S = 300.0
@@ -80,6 +80,9 @@ class Client:
 
     async def attach_loop(self, run_id: str = "latest") -> Loop:
         """A run that was opened before, by this client or another one."""
+        # Loops alone need numpy, and the command line drives none.
+        from flotilla_client.loop import Loop
+
         loop = Loop(self._channel, run_id)
         await loop.open()
         return loop

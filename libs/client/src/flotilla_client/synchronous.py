@@ -10,15 +10,17 @@ import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1.run_pb2 import Plan, Run, RunEvent
 from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
 from flotilla_client.client import Client, RunFiles
-from flotilla_client.loop import Loop
-from flotilla_client.synchronous_loop import SyncLoop
+
+if TYPE_CHECKING:
+    from flotilla_client.loop import Loop
+    from flotilla_client.synchronous_loop import SyncLoop
 
 Result = TypeVar("Result")
 _END: Any = object()
@@ -113,6 +115,8 @@ class SyncClient:
         return self._wait(self._client.scale(kind, replicas))
 
     def _synchronous(self, loop: Loop) -> SyncLoop:
+        from flotilla_client.synchronous_loop import SyncLoop
+
         return SyncLoop(loop, self._wait, lambda reason: self.stop_run(loop.run_id, reason))
 
     def _wait(self, call: Coroutine[Any, Any, Result]) -> Result:
