@@ -31,7 +31,7 @@ from flotilla_core.telemetry import names
 from flotilla_core.version import Version
 
 # Samples that end at about the same time share one call, which costs more than most scores; the last ones never wait.
-SCORE_TOGETHER_S = 0.05
+SCORE_TOGETHER_S = 0.25
 
 
 @dataclass
