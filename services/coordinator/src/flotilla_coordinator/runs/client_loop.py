@@ -1,8 +1,8 @@
 """The steps of a run that a client makes, call by call, through the collaborators of the built-in loop.
 
 Invariants: calls that change the policy, publish it or save it take turns and come to their end when their caller goes
-away; a repeated call acts and is recorded once; the loss of the trainer ends the run, because what the client knows
-of the policy would not be true any more.
+away; a repeated call acts and is recorded once, and a step is recorded before anything builds on it; the loss of the
+trainer ends the run, because what the client knows of the policy would not be true any more.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,6 +51,16 @@ IDLE = "waiting for the client"
 MAYBE_LOST = (Unavailable, RankFailed, DeadlineExceeded, FailedPrecondition)
 
 
+@dataclass(frozen=True)
+class MadeStep:
+    """What the trainer made of a step, until every record has it."""
+
+    request_id: str
+    step: int
+    version: Version
+    reply: train.OptimStepResponse
+
+
 class ClientLoop:
     """What a client may do with one run."""
 
@@ -71,6 +82,7 @@ class ClientLoop:
         self._works: set[asyncio.Task[Any]] = set()
         self._rewards: dict[str, float] = {}
         self._steps: OrderedDict[str, train.OptimStepResponse] = OrderedDict()
+        self._unrecorded: MadeStep | None = None
         self._step_began = time.monotonic()
         self.sampling = sampling
 
@@ -193,6 +205,7 @@ class ClientLoop:
 
         async def act() -> Path:
             async with self._step_of("checkpoint"):
+                await self._record()
                 checkpoints, steps = self._run.checkpoints, self._run.steps_done
                 name = CheckpointShelf.name_of(steps)
                 if name not in checkpoints.shelf.names():
@@ -221,44 +234,56 @@ class ClientLoop:
     async def _step_optimizer(self, request_id: str, rate: float) -> train.OptimStepResponse:
         run = self._run
         async with self._step_of("optimizer step"):
+            await self._record()
             if request_id in self._steps:
                 return self._steps[request_id]
             version, step = run.policy.version, run.steps_done
             request = train.OptimStepRequest(run_id=run.run_id, request_id=request_id, learning_rate=rate)
-            rewards, self._rewards = self._rewards, {}
             attributes: dict[str, Any] = {names.RUN_ID: run.run_id, names.STEP: step}
             with telemetry.span(names.RL_TRAIN, attributes=attributes):
                 reply: train.OptimStepResponse = await rpc.unary(
                     run.policy.stub.OptimStep, request, timeout_s=STEP_TIMEOUT_S
                 )
-            self._steps[request_id] = reply
-            while len(self._steps) > KEPT_STEPS:
-                self._steps.popitem(last=False)
             run.policy.version = Version.from_proto(reply.policy_version)
-            await self._record(step, version, rewards, reply)
+            self._unrecorded = MadeStep(request_id, step, version, reply)
+            await self._record()
         return reply
 
-    async def _record(
-        self, step: int, version: Version, rewards: dict[str, float], reply: train.OptimStepResponse
-    ) -> None:
-        """The step and the samples that it used for the first time, in every record."""
-        run = self._run
+    async def _record(self) -> None:
+        """The step that was made last and the samples that it used for the first time, in every record.
+
+        Where one of them failed, the next call that counts on the step comes here again.
+        """
+        if (made := self._unrecorded) is None:
+            return
+        run, reply = self._run, made.reply
         # Calls whose gradients were dropped are no part of the step.
-        used = {sample_id: rewards[sample_id] for sample_id in reply.sample_ids if sample_id in rewards}
-        batch = Batch(step, self.sampling.use(used), self._prompts.cursor)
-        batch.metrics.update(batch_metrics(batch, version))
+        rewards = {
+            sample_id: self._rewards[sample_id]
+            for sample_id in reply.sample_ids
+            if sample_id in self._rewards
+        }
+        batch = Batch(made.step, self.sampling.unused(rewards), self._prompts.cursor)
+        batch.metrics.update(batch_metrics(batch, made.version))
         await run.ledger.group_scored([ledger_sample(sample) for sample in batch.samples])
         update = train.UpdateResult(
-            update_id=ids.update_id(run.run_id, Version(version.lineage, step + 1)),
+            update_id=ids.update_id(run.run_id, Version(made.version.lineage, made.step + 1)),
             policy_version=reply.policy_version,
             skipped=reply.skipped,
             metrics=reply.metrics,
         )
-        await run.record_update(step, version, batch, update)
+        await run.record_update(made.step, made.version, batch, update)
         now = time.monotonic()
-        run.end_step(step, now - self._step_began)
+        run.end_step(made.step, now - self._step_began)
         run.metrics.clear()
         self._step_began = now
+        self.sampling.use(reply.sample_ids)
+        for sample_id in rewards:
+            del self._rewards[sample_id]
+        self._unrecorded = None
+        self._steps[made.request_id] = reply
+        while len(self._steps) > KEPT_STEPS:
+            self._steps.popitem(last=False)
 
     @asynccontextmanager
     async def _step_of(self, phase: str) -> AsyncIterator[None]:

@@ -7,7 +7,7 @@ ids never repeat within a run, so seeds do not either; a sample is handed to the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -106,11 +106,11 @@ class ClientSampling:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def use(self, rewards: dict[str, float]) -> list[RolloutGroup]:
+    def unused(self, rewards: dict[str, float]) -> list[RolloutGroup]:
         """The samples of an update with the rewards that the client gave them, by group; only those not used before."""
         groups: dict[str, RolloutGroup] = {}
         for sample_id, reward in rewards.items():
-            if (known := self._unused.pop(sample_id, None)) is None:
+            if (known := self._unused.get(sample_id)) is None:
                 continue
             origin, sample = known
             sample.reward = reward
@@ -120,6 +120,11 @@ class ClientSampling:
             )
             group.samples.append(sample)
         return list(groups.values())
+
+    def use(self, sample_ids: Iterable[str]) -> None:
+        """These are in the record of an update now."""
+        for sample_id in sample_ids:
+            self._unused.pop(sample_id, None)
 
     async def _sampled(self, request: GenerationRequest, prompt: ClientPrompt, group_id: str) -> RolloutGroup:
         group = RolloutGroup(group_id, prompt.text, prompt.token_ids, [])

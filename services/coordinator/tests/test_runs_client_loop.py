@@ -1,0 +1,184 @@
+"""A client's calls: each acts once and is recorded once, and none outlives the loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flotilla.coordinator.v1 import loop_pb2, run_pb2
+from flotilla.generator.v1 import generator_pb2 as gen
+from flotilla.trainer.v1 import trainer_pb2 as train
+from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.ledger.records import RunRecord, RunState
+from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.runs.batch import RolloutGroup
+from flotilla_coordinator.runs.client_loop import ClientLoop
+from flotilla_coordinator.runs.client_sampling import ClientPrompt, ClientSampling
+from flotilla_coordinator.runs.context import RunContext
+from flotilla_coordinator.runs.feed import RunFeed
+from flotilla_coordinator.runs.generation import Generated, GenerationRequest
+from flotilla_coordinator.runs.status import RunStatus
+from flotilla_core import rpc
+from flotilla_core.config import RunConfig
+from flotilla_core.errors import FlotillaError, Unavailable
+from flotilla_core.service import Activities
+from flotilla_core.tensors import to_tensor
+from flotilla_core.version import Version
+
+RUN = "run-1"
+CONFIG = {
+    "name": "run",
+    "steps": 3,
+    "loop": "client",
+    "data": {"train": "x.jsonl"},
+    "rewards": [{"reward": "exact"}],
+}
+PROMPT = ClientPrompt("1+1=", np.array([1, 2, 3], np.int32))
+
+
+class Trainer:
+    """Makes steps of what was added, each request once; an answer may get lost on its way."""
+
+    def __init__(self) -> None:
+        self.version = Version(0, 0)
+        self.waiting: list[str] = []
+        self.seen: list[str] = []
+        self.skips = ""
+        self.lose_answer: FlotillaError | None = None
+        self._replies: dict[str, train.OptimStepResponse] = {}
+
+    @property
+    def stub(self) -> Trainer:
+        return self
+
+    async def lost(self) -> bool:
+        return False
+
+    async def ForwardBackward(self, request: train.ForwardBackwardRequest) -> train.ForwardBackwardResponse:
+        self.seen.append(request.request_id)
+        self.waiting += [sample.sample_id for group in request.groups for sample in group.samples]
+        return train.ForwardBackwardResponse()
+
+    async def OptimStep(self, request: train.OptimStepRequest) -> train.OptimStepResponse:
+        if request.request_id not in self._replies:
+            moved = self.version if self.skips else Version(self.version.lineage, self.version.step + 1)
+            self._replies[request.request_id] = train.OptimStepResponse(
+                policy_version=moved.to_proto(), sample_ids=self.waiting, skipped=self.skips
+            )
+            self.waiting = []
+        if self.lose_answer is not None:
+            error, self.lose_answer = self.lose_answer, None
+            raise error
+        return self._replies[request.request_id]
+
+
+class Generators:
+    """Answer every slot with two tokens, when they may."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.ended = asyncio.Event()
+
+    async def samples(self, request: GenerationRequest) -> AsyncGenerator[Generated]:
+        self.asked.set()
+        try:
+            await self.may_answer.wait()
+            for sample_id in request.sample_ids:
+                response = gen.GenerateResponse(
+                    sample_id=sample_id,
+                    token_ids=to_tensor(np.array([4, 5], np.int32)),
+                    logprobs=to_tensor(np.array([-1.0, -1.0], np.float32)),
+                )
+                yield Generated(response, "generator-0", 0)
+        finally:
+            self.ended.set()
+
+
+class Bench:
+    def __init__(self, ledger: Ledger, folder: Path) -> None:
+        self.ledger, self.trainer, self.generators = ledger, Trainer(), Generators()
+        self.config = RunConfig.model_validate(CONFIG)
+        self.checkpoints: Any = SimpleNamespace(take_metrics=dict, wanted=False)
+        self.directory = RunDirectory(folder)
+        self.scorer: Any = SimpleNamespace()
+
+    def loop(self) -> ClientLoop:
+        trainer: Any = self.trainer
+        generators: Any = self.generators
+        tokenizer: Any = SimpleNamespace(decode=lambda token_ids: "2")
+        prompts: Any = SimpleNamespace(cursor={"position": 0})
+        context: Any = RunContext(
+            run_id=RUN,
+            config=self.config,
+            policy=trainer,
+            source=SimpleNamespace(samples_from_policy=True),  # type: ignore[arg-type]
+            sync=SimpleNamespace(version=Version(0, 0)),  # type: ignore[arg-type]
+            evaluator=None,
+            checkpoints=self.checkpoints,
+            ledger=self.ledger,
+            directory=self.directory,
+            status=RunStatus(run_pb2.Run(run_id=RUN), RunFeed(lambda event: None)),
+            activities=Activities(),
+        )
+        sampling = ClientSampling(RUN, self.config.rollout, 0, tokenizer, generators, self.ledger)
+        return ClientLoop(context, prompts, sampling, self.scorer, lambda error: None)
+
+
+@pytest.fixture
+async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+    async def direct(method: Any, request: Any, **_: Any) -> Any:
+        return await method(request)
+
+    monkeypatch.setattr(rpc, "unary", direct)
+    ledger = Ledger.open(tmp_path / "ledger.sqlite")
+    await ledger.save_run(RunRecord(RUN, "run", RunState.RUNNING, "", str(tmp_path), 0.0))
+    yield Bench(ledger, tmp_path)
+    ledger.close()
+
+
+async def sample(loop: ClientLoop) -> RolloutGroup:
+    [(_, group)] = [item async for item in loop.groups([PROMPT], 2, {})]
+    return group
+
+
+def gradients(group: RolloutGroup) -> loop_pb2.AddGradientsRequest:
+    samples = [train.TrainSample(sample_id=s.sample_id, reward=1.0) for s in group.samples]
+    return loop_pb2.AddGradientsRequest(run_id=RUN, groups=[train.TrainGroup(samples=samples)])
+
+
+async def test_a_step_whose_answer_was_lost_is_recorded_with_its_samples_when_it_is_asked_again(
+    bench: Bench,
+) -> None:
+    loop = bench.loop()
+    await loop.add_gradients(gradients(await sample(loop)))
+    bench.trainer.lose_answer = Unavailable("the connection broke")
+    with pytest.raises(Unavailable):
+        await loop.step_optimizer("step", 0.0)
+    await loop.step_optimizer("step", 0.0)
+    await loop.step_optimizer("step", 0.0)
+    assert (await bench.ledger.counts(RUN)).trained == 2
+    assert loop.run.steps_done == 1 and loop.run.policy.version == Version(0, 1)
+
+
+async def test_a_step_that_could_not_be_recorded_is_recorded_before_the_next_one(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = bench.loop()
+    await loop.add_gradients(gradients(await sample(loop)))
+    with monkeypatch.context() as broken:
+        broken.setattr(RunDirectory, "write_samples", lambda *_: (_ for _ in ()).throw(OSError("full")))
+        with pytest.raises(OSError, match="full"):
+            await loop.step_optimizer("first", 0.0)
+    assert loop.run.steps_done == 0 and loop.run.policy.version == Version(0, 1)
+    await loop.add_gradients(gradients(await sample(loop)))
+    await loop.step_optimizer("second", 0.0)
+    assert (await bench.ledger.counts(RUN)).trained == 4
+    assert loop.run.steps_done == 2 and len(list(bench.directory.read_samples())) == 4
