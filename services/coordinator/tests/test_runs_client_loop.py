@@ -182,3 +182,11 @@ async def test_a_step_that_could_not_be_recorded_is_recorded_before_the_next_one
     await loop.step_optimizer("second", 0.0)
     assert (await bench.ledger.counts(RUN)).trained == 4
     assert loop.run.steps_done == 2 and len(list(bench.directory.read_samples())) == 4
+
+
+async def test_gradients_without_an_id_reach_the_trainer_under_one_of_their_own(bench: Bench) -> None:
+    loop = bench.loop()
+    group = await sample(loop)
+    for _ in range(2):
+        await loop.add_gradients(gradients(group))
+    assert all(bench.trainer.seen) and len(set(bench.trainer.seen)) == 2

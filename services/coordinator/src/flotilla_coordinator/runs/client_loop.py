@@ -150,8 +150,10 @@ class ClientLoop:
 
     async def add_gradients(self, request: pb.AddGradientsRequest) -> train.ForwardBackwardResponse:
         """Gradients of a batch, added to those that wait for their step."""
+        # Without an id of its own, a call that is sent again over a broken connection would count twice.
+        request_id = request.request_id or ids.new_request_id()
         asked = train.ForwardBackwardRequest(
-            run_id=self._run.run_id, request_id=request.request_id, groups=request.groups
+            run_id=self._run.run_id, request_id=request_id, groups=request.groups
         )
         if request.HasField("loss"):
             asked.loss.CopyFrom(request.loss)
