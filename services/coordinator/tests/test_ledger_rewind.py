@@ -128,6 +128,22 @@ async def test_what_a_skipped_update_dropped_is_tried_again(ledger: Ledger) -> N
     assert await states(ledger, 1) == await states(ledger, 2) == [SampleState.SCORED] * 2
 
 
+@pytest.mark.parametrize("reason", ["reward_error", "reward_timeout", "group_too_small"])
+async def test_what_a_reward_failed_on_is_asked_for_again_where_a_user_resumes(
+    ledger: Ledger, tmp_path: Path, reason: str
+) -> None:
+    await trained(ledger, 0)
+    sample_ids = await issued(ledger, 1)
+    await ledger.dropped(RUN, sample_ids[:1], reason)
+    await ledger.fall_back(RUN, Version(1, 1), step=1, cursor=None)
+    assert await states(ledger, 1) == [SampleState.DROPPED, SampleState.ISSUED]
+    await ledger.fall_back(RUN, Version(2, 1), step=1, cursor=None, retry_rewards=True)
+    assert await states(ledger, 1) == [SampleState.ISSUED] * 2
+    await trained(ledger, 1, lineage=2)
+    verdict = check(tmp_path / "ledger.sqlite", RUN)
+    assert verdict.passed and verdict.trained == 4 and not verdict.dropped, str(verdict)
+
+
 async def test_what_every_kept_checkpoint_covers_is_durable_and_loses_its_payload(
     ledger: Ledger, tmp_path: Path
 ) -> None:

@@ -19,7 +19,9 @@ from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.runs.batch import Batch
 from flotilla_coordinator.runs.generation import Generated, GenerationRequest
 from flotilla_coordinator.runs.rollouts import RolloutSource
+from flotilla_coordinator.runs.scoring import Outcome
 from flotilla_core.config import RolloutConfig
+from flotilla_core.errors import UserCodeError
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 
@@ -73,8 +75,18 @@ class Generation:
 
 
 class Scorer:
-    async def score(self, items: list[Any]) -> dict[str, Any]:
-        return {item.sample_id: SimpleNamespace(total=1.0, timed_out=False, failure="") for item in items}
+    """Every sample is worth 1; those that a test names fail."""
+
+    def __init__(self) -> None:
+        self.broken_for: tuple[str, ...] = ()
+
+    async def score(self, items: list[Any]) -> dict[str, Outcome]:
+        return {
+            item.sample_id: Outcome(None, "division by zero")
+            if item.sample_id.endswith(self.broken_for)
+            else Outcome(1.0)
+            for item in items
+        }
 
 
 @pytest.fixture
@@ -86,10 +98,10 @@ async def ledger(tmp_path: Path) -> AsyncIterator[Ledger]:
     ledger.close()
 
 
-def source(ledger: Ledger, generation: Generation) -> RolloutSource:
+def source(ledger: Ledger, generation: Generation, scorer: Scorer | None = None) -> RolloutSource:
     config = RolloutConfig(prompts_per_step=2, samples_per_prompt=3, max_staleness=1)
     tokenizer: Any = SimpleNamespace(decode=str)
-    parts: Any = (Prompts(), tokenizer, generation, Scorer())
+    parts: Any = (Prompts(), tokenizer, generation, scorer or Scorer())
     return RolloutSource(RUN, config, STEPS, *parts, ledger, min_group_samples=2)
 
 
@@ -168,6 +180,38 @@ async def test_a_group_that_was_cut_in_the_middle_keeps_its_ids(ledger: Ledger, 
     await ledger.drop_in_flight(RUN, "run_ended")
     await ledger.update_run(RUN, state=RunState.STOPPED)
     assert check(tmp_path / "ledger.sqlite", RUN).passed
+
+
+async def test_a_run_whose_reward_was_mended_is_resumed_and_one_that_was_not_fails_again(
+    ledger: Ledger,
+) -> None:
+    scorer = Scorer()
+    scorer.broken_for = ("/0", "/1")
+    rollouts = source(ledger, Generation(), scorer)
+    with pytest.raises(UserCodeError, match="4 samples of step 0 could not be scored"):
+        await train(rollouts, ledger, 0, 0)
+    await rollouts.close()
+    await ledger.drop_in_flight(RUN, "run_ended")
+
+    # Nobody asked for another try: what failed is recorded, and is too much as it was before.
+    unchanged = Generation()
+    rollouts = source(ledger, unchanged, scorer)
+    await ledger.fall_back(RUN, Version(1, 0), step=0, cursor=None)
+    await rollouts.go_on(0, None)
+    with pytest.raises(UserCodeError, match="4 samples of step 0 could not be scored"):
+        await train(rollouts, ledger, 0, 1)
+    await rollouts.close()
+    await ledger.drop_in_flight(RUN, "run_ended")
+    assert not {f"{RUN}/0/{prompt}/{index}" for prompt in (0, 1) for index in (0, 1)} & set(unchanged.asked)
+
+    rollouts = source(ledger, Generation())
+    await ledger.fall_back(RUN, Version(2, 0), step=0, cursor=None, retry_rewards=True)
+    await rollouts.go_on(0, None)
+    batch = await train(rollouts, ledger, 0, 2)
+    assert [sample.sample_id for sample in batch.samples] == [
+        f"{RUN}/0/{prompt}/{index}" for prompt in (0, 1) for index in range(3)
+    ]
+    await rollouts.close()
 
 
 async def test_a_new_run_replays_nothing(ledger: Ledger) -> None:

@@ -89,7 +89,7 @@ async def test_a_run_that_failed_or_was_stopped_goes_on_under_the_next_lineage(
     assert (run.run_id, run.step, run.reason) == (RUN, 2, "")
     assert not run.HasField("ended_at")
     assert (await bench.runs.resume(RUN, "", "r1")).run_id == RUN  # the same request
-    assert bench.launched == [Beginning(5)]
+    assert bench.launched == [Beginning(5, by_user=True)]
     assert (await bench.ledger.get_run(RUN)).state == RunState.RUNNING
     assert bench.directory.read_outcome() is None and bench.directory.last_sequence() == 8
     with pytest.raises(FailedPrecondition, match="has not ended"):
@@ -113,4 +113,4 @@ async def test_a_checkpoint_that_is_not_there_changes_nothing(bench: Bench) -> N
     (bench.directory.checkpoints_path / "step-000001").mkdir(parents=True)
     await bench.runs.resume(RUN, "step-000001", "r1")
     await asyncio.sleep(0)
-    assert bench.launched == [Beginning(5, "step-000001")]
+    assert bench.launched == [Beginning(5, "step-000001", by_user=True)]

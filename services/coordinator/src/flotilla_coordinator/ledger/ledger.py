@@ -129,14 +129,21 @@ class Ledger:
         return await self._writer.submit(lambda db: rewind.covered(db, run_id, version, step))
 
     async def fall_back(
-        self, run_id: str, version: Version, *, step: int, cursor: dict[str, Any] | None
+        self,
+        run_id: str,
+        version: Version,
+        *,
+        step: int,
+        cursor: dict[str, Any] | None,
+        retry_rewards: bool = False,
     ) -> list[VoidedUpdate]:
         """Let a run go on from a checkpoint of `step` steps as `version`, a new lineage; the updates that this undid.
 
-        Their samples, and those that were under way when the run ended, are scored or issued again.
+        Their samples, and those that were under way when the run ended, are scored or issued again; with
+        `retry_rewards` also those that a failing reward took out.
         """
         return await self._writer.submit(
-            lambda db: rewind.fall_back(db, run_id, version, step, _json(cursor))
+            lambda db: rewind.fall_back(db, run_id, version, step, _json(cursor), retry_rewards=retry_rewards)
         )
 
     async def last_admitted_step(self, run_id: str) -> int:

@@ -2,7 +2,8 @@
 
 Invariants: an update becomes durable when every checkpoint that is kept covers it, so no fall-back can ever ask for it
 back; after a fall-back each sample of the steps to come is scored with its payload, asked for again, or dropped for a
-reason of its own; nothing that was trained before the checkpoint moves.
+reason of its own, a failure of its reward among them unless a user resumes; nothing that was trained before the
+checkpoint moves.
 """
 
 from __future__ import annotations
@@ -20,6 +21,12 @@ UPDATE_SKIPPED = "update_skipped"
 REOPENED = (RUN_ENDED, RUN_INTERRUPTED, UPDATE_SKIPPED)
 """Reasons that say something about the run and nothing about the sample: one that goes on may train it after all."""
 
+REWARD_ERROR = "reward_error"
+REWARD_TIMEOUT = "reward_timeout"
+GROUP_TOO_SMALL = "group_too_small"
+REWARDS_FAILED = (REWARD_ERROR, REWARD_TIMEOUT, GROUP_TOO_SMALL)
+"""Reasons that a failing reward makes, the last for the siblings of what it failed on."""
+
 State = SampleState
 
 
@@ -34,11 +41,17 @@ def covered(db: sqlite3.Connection, run_id: str, version: Version, step: int) ->
 
 
 def fall_back(
-    db: sqlite3.Connection, run_id: str, version: Version, step: int, cursor: str | None
+    db: sqlite3.Connection,
+    run_id: str,
+    version: Version,
+    step: int,
+    cursor: str | None,
+    *,
+    retry_rewards: bool = False,
 ) -> list[VoidedUpdate]:
     """The run goes on as `version`, a new lineage, after `step` steps; the updates that this undid."""
     voided = void_updates(db, run_id, version)
-    _reopen(db, run_key(db, run_id), step)
+    _reopen(db, run_key(db, run_id), step, (*REOPENED, *REWARDS_FAILED) if retry_rewards else REOPENED)
     db.execute(
         "UPDATE runs SET state = ?, reason = '', ended_at = NULL, step = ?, version_lineage = ?, version_step = ?, "
         "cursor = ? WHERE run_id = ?",
@@ -47,14 +60,14 @@ def fall_back(
     return voided
 
 
-def _reopen(db: sqlite3.Connection, run: int, step: int) -> None:
-    """Take back drops that only said that the run had ended."""
-    places = ", ".join("?" * len(REOPENED))
+def _reopen(db: sqlite3.Connection, run: int, step: int, reasons: tuple[str, ...]) -> None:
+    """Take back drops for reasons that hold no more."""
+    places = ", ".join("?" * len(reasons))
     rows = db.execute(
         "SELECT s.sample_id, p.sample IS NOT NULL AND s.reward IS NOT NULL FROM samples s "
         "LEFT JOIN payloads p ON p.sample = s.key "
         f"WHERE s.run = ? AND s.step >= ? AND s.state = ? AND s.drop_reason IN ({places}) ORDER BY s.key",
-        (run, step, State.DROPPED, *REOPENED),
+        (run, step, State.DROPPED, *reasons),
     ).fetchall()
     known = lookup(db, [sample_id for sample_id, _ in rows])
     _return_to(db, run, [known[sample_id] for sample_id, whole in rows if whole], State.SCORED)

@@ -23,6 +23,8 @@ class Beginning:
     lineage: int = 0
     checkpoint: str = ""
     """The name of one; empty takes the newest that is good, or the start of the run where it has none."""
+    by_user: bool = False
+    """Somebody resumed it, who may have mended a reward: what the rewards failed on is asked for again."""
 
 
 async def begin(run: RunContext, beginning: Beginning) -> None:
@@ -35,7 +37,11 @@ async def begin(run: RunContext, beginning: Beginning) -> None:
         name, progress = await _loaded(run, beginning.checkpoint)
         await asyncio.to_thread(run.checkpoints.shelf.fall_back, name, beginning.lineage)
         voided = await run.ledger.fall_back(
-            run.run_id, run.policy.version, step=progress.steps_done, cursor=progress.cursor
+            run.run_id,
+            run.policy.version,
+            step=progress.steps_done,
+            cursor=progress.cursor,
+            retry_rewards=beginning.by_user,
         )
         await run.source.go_on(progress.steps_done, progress.cursor)
     run.go_on(progress)

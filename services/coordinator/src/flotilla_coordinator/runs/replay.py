@@ -1,8 +1,8 @@
 """What the ledger holds of steps that a run makes once more.
 
 Invariants: a sample that was scored is never asked for again; one that was dropped for a reason of its own stays
-dropped; groups and samples come in the order in which they were admitted, because the data set is walked again from the
-same place.
+dropped, and counts as a failure of its reward where it was one; groups and samples come in the order in which they
+were admitted, because the data set is walked again from the same place.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import asyncio
 
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import SampleRecord, SampleState
+from flotilla_coordinator.ledger.rewind import REWARD_ERROR, REWARD_TIMEOUT
 from flotilla_coordinator.runs.batch import RolloutSample
+from flotilla_coordinator.runs.scoring import Outcome
 
 MOST_SAMPLES = 1 << 30
 FINAL = (SampleState.SCORED, SampleState.DROPPED)
@@ -67,4 +69,17 @@ def recorded_samples(records: list[SampleRecord]) -> list[RolloutSample]:
         )
         for record in records
         if record.state is SampleState.SCORED and record.token_ids is not None
+    ]
+
+
+def recorded_failures(records: list[SampleRecord]) -> list[Outcome]:
+    """What the rewards had failed on; the message of the failure is not in the ledger."""
+    return [
+        Outcome(
+            None,
+            f"the reward of {record.sample_id} failed before the run went on",
+            timed_out=record.drop_reason == REWARD_TIMEOUT,
+        )
+        for record in records
+        if record.state is SampleState.DROPPED and record.drop_reason in (REWARD_ERROR, REWARD_TIMEOUT)
     ]

@@ -17,10 +17,11 @@ from flotilla_coordinator.data.prompts import Prompt, PromptSource
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import GroupIssue
+from flotilla_coordinator.ledger.rewind import GROUP_TOO_SMALL, REWARD_ERROR, REWARD_TIMEOUT
 from flotilla_coordinator.runs.batch import Batch, RolloutGroup, RolloutSample
 from flotilla_coordinator.runs.batch_metrics import batch_metrics
 from flotilla_coordinator.runs.generation import Generation, GenerationRequest
-from flotilla_coordinator.runs.replay import Replay, decided, recorded_samples
+from flotilla_coordinator.runs.replay import Replay, decided, recorded_failures, recorded_samples
 from flotilla_coordinator.runs.samples import ledger_sample, rollout_sample
 from flotilla_coordinator.runs.score_item import score_item
 from flotilla_coordinator.runs.scoring import Outcome, Scorer
@@ -168,7 +169,10 @@ class RolloutSource:
             group.span = span.get_span_context() if span.is_recording() else None
         return _Finished(
             group,
-            failures=[item.outcome for item in scored if item.outcome.total is None],
+            failures=[
+                *(item.outcome for item in scored if item.outcome.total is None),
+                *recorded_failures(records),
+            ],
             dropped=len(sample_ids) - len(group.samples),
             retried=sum(item.sample.attempt > 0 for item in scored),
         )
@@ -222,9 +226,9 @@ class RolloutSource:
         too_few = len(recorded) + len(trainable) < self._min_group_samples
         dropped: dict[str, list[str]] = {}
         if too_few and recorded:
-            dropped["group_too_small"] = [sample.sample_id for sample in recorded]
+            dropped[GROUP_TOO_SMALL] = [sample.sample_id for sample in recorded]
         for item in scored:
-            reason = _drop_reason(item.outcome) or ("group_too_small" if too_few else "")
+            reason = _drop_reason(item.outcome) or (GROUP_TOO_SMALL if too_few else "")
             if reason:
                 dropped.setdefault(reason, []).append(item.sample.sample_id)
         for reason, lost in dropped.items():
@@ -275,4 +279,4 @@ def _drop_reason(outcome: Outcome) -> str:
     """Why a sample cannot train; empty where it has a value."""
     if outcome.total is not None:
         return ""
-    return "reward_timeout" if outcome.timed_out else "reward_error"
+    return REWARD_TIMEOUT if outcome.timed_out else REWARD_ERROR

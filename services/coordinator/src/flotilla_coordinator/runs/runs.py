@@ -126,7 +126,8 @@ class Runs:
         newest = await asyncio.to_thread(directory.last_sequence)
         feed = RunFeed(lambda event: self._publish(run_id, directory, event), after=newest)
         active = ActiveRun(run_id, config, record.config_yaml, RunStatus(run, feed), feed)
-        return self._launch(active, directory, Beginning(record.version.lineage + 1, checkpoint), request_id)
+        beginning = Beginning(record.version.lineage + 1, checkpoint, by_user=True)
+        return self._launch(active, directory, beginning, request_id)
 
     async def _checked(self, config_yaml: str) -> tuple[RunConfig, run_pb2.Plan]:
         """The configuration of a run that may start now, and its plan."""
