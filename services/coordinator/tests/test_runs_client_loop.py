@@ -26,7 +26,7 @@ from flotilla_coordinator.runs.generation import Generated, GenerationRequest
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_core import rpc
 from flotilla_core.config import RunConfig
-from flotilla_core.errors import FlotillaError, Unavailable
+from flotilla_core.errors import Cancelled, FlotillaError, Unavailable
 from flotilla_core.service import Activities
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
@@ -190,3 +190,43 @@ async def test_gradients_without_an_id_reach_the_trainer_under_one_of_their_own(
     for _ in range(2):
         await loop.add_gradients(gradients(group))
     assert all(bench.trainer.seen) and len(set(bench.trainer.seen)) == 2
+
+
+async def test_sampling_ends_with_the_loop_and_says_so(bench: Bench) -> None:
+    loop = bench.loop()
+    bench.generators.may_answer.clear()
+    sampling = asyncio.create_task(sample(loop))
+    await asyncio.wait_for(bench.generators.asked.wait(), 5)
+    await asyncio.wait_for(loop.close(), 5)
+    assert bench.generators.ended.is_set()
+    with pytest.raises(Cancelled, match="no further calls"):
+        await asyncio.wait_for(sampling, 5)
+
+
+async def test_sampling_ends_with_its_caller(bench: Bench) -> None:
+    loop = bench.loop()
+    bench.generators.may_answer.clear()
+    sampling = asyncio.create_task(sample(loop))
+    await asyncio.wait_for(bench.generators.asked.wait(), 5)
+    sampling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(sampling, 5)
+    assert bench.generators.ended.is_set()
+
+
+@pytest.mark.parametrize("call", ["scores", "logprobs"])
+async def test_scores_and_logprobs_end_with_the_loop(bench: Bench, call: str) -> None:
+    asked = asyncio.Event()
+
+    async def never(*_: Any) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    bench.scorer.score = never
+    bench.trainer.ComputeLogprobs = never  # type: ignore[attr-defined]
+    loop = bench.loop()
+    calling = asyncio.create_task(loop.scores([]) if call == "scores" else loop.logprobs([], 1.0))  # type: ignore[arg-type]
+    await asyncio.wait_for(asked.wait(), 5)
+    await asyncio.wait_for(loop.close(), 5)
+    with pytest.raises(Cancelled, match="no further calls"):
+        await asyncio.wait_for(calling, 5)

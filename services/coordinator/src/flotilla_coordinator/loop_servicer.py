@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,11 @@ class LoopServicer(LoopServiceServicer):
             for name in ("temperature", "max_response_tokens")
             if request.HasField(name)
         }
-        async for index, group in loop.groups(prompts, request.samples_per_prompt, changes):
-            yield pb.SampleGroupsResponse(index=index, group=_group_message(group, request.prompts[index]))
+        async with aclosing(loop.groups(prompts, request.samples_per_prompt, changes)) as groups:
+            async for index, group in groups:
+                yield pb.SampleGroupsResponse(
+                    index=index, group=_group_message(group, request.prompts[index])
+                )
 
     async def ScoreGroups(self, request: pb.ScoreGroupsRequest, context: Context) -> pb.ScoreGroupsResponse:
         """What the rewards make of samples."""

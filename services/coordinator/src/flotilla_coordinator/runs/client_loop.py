@@ -2,7 +2,7 @@
 
 Invariants: calls that change the policy, publish it or save it take turns and come to their end when their caller goes
 away; a repeated call acts and is recorded once, and a step is recorded before anything builds on it; the loss of the
-trainer ends the run, because what the client knows of the policy would not be true any more.
+trainer ends the run, because what the client knows of the policy would not be true any more; no call outlives the loop.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -109,7 +109,7 @@ class ClientLoop:
         self.end()
         for work in self._works:
             work.cancel()
-        await asyncio.gather(*self._works, return_exceptions=True)
+        await asyncio.gather(*self._works, self.sampling.close(), return_exceptions=True)
 
     def draw(self, count: int) -> list[Prompt]:
         """The next prompts of the data set."""
@@ -124,10 +124,11 @@ class ClientLoop:
         sampling = SamplingConfig.model_validate(self._run.config.rollout.sampling.model_dump() | changes)
         version = self._run.sync.version
         assert version is not None, "the first version was published before the first call"
-        async for index, group in self.sampling.groups(
-            prompts, count, sampling, version, self._run.steps_done
-        ):
-            yield index, group
+        groups = self.sampling.groups(prompts, count, sampling, version, self._run.steps_done)
+        with self._told_when_over():
+            async with aclosing(groups):
+                async for index, group in groups:
+                    yield index, group
 
     async def scores(self, items: list[reward_pb2.ScoreItem]) -> dict[str, Outcome]:
         """What the rewards of the run make of samples."""
@@ -136,7 +137,7 @@ class ClientLoop:
             raise InvalidRequest(
                 "the run has no rewards", where=f"run {self._run.run_id}", next_step="name them in `rewards`"
             )
-        return await self._scorer.score(items)
+        return await self._while_open(self._scorer.score(items))
 
     async def logprobs(
         self, sequences: Sequence[train.ScoredSequence], temperature: float
@@ -146,7 +147,8 @@ class ClientLoop:
             run_id=self._run.run_id, sequences=sequences, temperature=temperature
         )
         self._check_open()
-        return await rpc.unary(self._run.policy.stub.ComputeLogprobs, request, timeout_s=STEP_TIMEOUT_S)
+        method = self._run.policy.stub.ComputeLogprobs
+        return await self._while_open(rpc.unary(method, request, timeout_s=STEP_TIMEOUT_S))
 
     async def add_gradients(self, request: pb.AddGradientsRequest) -> train.ForwardBackwardResponse:
         """Gradients of a batch, added to those that wait for their step."""
@@ -306,10 +308,30 @@ class ClientLoop:
 
     async def _whole(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of work that goes on when its caller goes away."""
+        with self._told_when_over():
+            return await asyncio.shield(self._begun(work))
+
+    async def _while_open(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of work that ends with its caller, or with the loop."""
+        with self._told_when_over():
+            return await self._begun(work)
+
+    def _begun(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
         self._works.add(task)
         task.add_done_callback(self._works.discard)
-        return await asyncio.shield(task)
+        return task
+
+    @contextmanager
+    def _told_when_over(self) -> Iterator[None]:
+        """Where the end of the loop cancels work under a caller who is still there, the caller hears why."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if caller is not None and not caller.cancelling():
+                self._check_open()
+            raise
 
     def _check_open(self) -> None:
         if self._over.is_set():

@@ -58,6 +58,7 @@ class ClientSampling:
         # What an earlier life of the run drew keeps its ids.
         self._call = lineage * CALLS_PER_LINEAGE
         self._unused: dict[str, tuple[RolloutGroup, RolloutSample]] = {}
+        self._works: set[asyncio.Task[tuple[int, RolloutGroup]]] = set()
 
     def prompt(self, text: str, token_ids: np.ndarray | None) -> ClientPrompt:
         """A prompt with its tokens."""
@@ -98,6 +99,7 @@ class ClientSampling:
                 return index, await self._sampled(request, prompt, group_id)
 
         tasks = [asyncio.create_task(one(index, prompt)) for index, prompt in enumerate(prompts)]
+        self._works.update(tasks)
         try:
             for ended in asyncio.as_completed(tasks):
                 yield await ended
@@ -105,6 +107,13 @@ class ClientSampling:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._works.difference_update(tasks)
+
+    async def close(self) -> None:
+        """Give up what is still under way, also where its caller does not listen at the moment."""
+        for work in self._works:
+            work.cancel()
+        await asyncio.gather(*self._works, return_exceptions=True)
 
     def unused(self, rewards: dict[str, float]) -> list[RolloutGroup]:
         """The samples of an update with the rewards that the client gave them, by group; only those not used before."""
