@@ -26,7 +26,7 @@ from flotilla_coordinator.runs.generation import Generated, GenerationRequest
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_core import rpc
 from flotilla_core.config import RunConfig
-from flotilla_core.errors import Cancelled, FlotillaError, Unavailable
+from flotilla_core.errors import Cancelled, FlotillaError, InvalidRequest, Unavailable
 from flotilla_core.service import Activities
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
@@ -230,3 +230,10 @@ async def test_scores_and_logprobs_end_with_the_loop(bench: Bench, call: str) ->
     await asyncio.wait_for(loop.close(), 5)
     with pytest.raises(Cancelled, match="no further calls"):
         await asyncio.wait_for(calling, 5)
+
+
+async def test_sampling_that_cannot_be_is_refused_by_name_before_anything_is_drawn(bench: Bench) -> None:
+    loop = bench.loop()
+    with pytest.raises(InvalidRequest, match="temperature"):
+        _ = [group async for group in loop.groups([PROMPT], 2, {"temperature": -1.0})]
+    assert (await bench.ledger.counts(RUN)).admitted == 0

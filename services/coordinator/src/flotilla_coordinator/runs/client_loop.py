@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic import ValidationError
+
 from flotilla.coordinator.v1 import loop_pb2 as pb
 from flotilla.reward.v1 import reward_pb2
 from flotilla.trainer.v1 import trainer_pb2 as train
@@ -121,7 +123,7 @@ class ClientLoop:
     ) -> AsyncGenerator[tuple[int, RolloutGroup]]:
         """Groups from the weights that the generators serve, as they are complete."""
         self._check_open()
-        sampling = SamplingConfig.model_validate(self._run.config.rollout.sampling.model_dump() | changes)
+        sampling = self._sampling_with(changes)
         version = self._run.sync.version
         assert version is not None, "the first version was published before the first call"
         groups = self.sampling.groups(prompts, count, sampling, version, self._run.steps_done)
@@ -332,6 +334,19 @@ class ClientLoop:
             if caller is not None and not caller.cancelling():
                 self._check_open()
             raise
+
+    def _sampling_with(self, changes: dict[str, Any]) -> SamplingConfig:
+        """The sampling of the run, changed for one call."""
+        try:
+            return SamplingConfig.model_validate(self._run.config.rollout.sampling.model_dump() | changes)
+        except ValidationError as error:
+            problems = (f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+            raise InvalidRequest(
+                "nothing can be sampled so",
+                where=f"run {self._run.run_id}",
+                why="; ".join(problems),
+                next_step="the limits are those of `rollout.sampling` in a run file",
+            ) from error
 
     def _check_open(self) -> None:
         if self._over.is_set():
