@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ import pytest
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
+from flotilla_coordinator.runs.beginning import Beginning
 from flotilla_coordinator.runs.checkpoints import RunCheckpoints
+from flotilla_coordinator.runs.loop import run_loop
 from flotilla_coordinator.runs.progress import Progress
 from flotilla_core.checkpoint import CheckpointShelf, Manifest
 from flotilla_core.config import CheckpointConfig
@@ -38,7 +42,8 @@ class Trainer:
         yield pb.SaveCheckpointResponse(snapshot=pb.CheckpointSnapshot())
         await self.may_write.wait()
         if self.not_durable is not None:
-            raise self.not_durable
+            error, self.not_durable = self.not_durable, None
+            raise error
         shelf = CheckpointShelf(folder.parent)
         aside = shelf.begin(folder.name)
         (aside / "coordinator.json").write_bytes(state)
@@ -60,6 +65,32 @@ class Bench:
     async def save(self, steps_done: int) -> None:
         progress = Progress(RUN, steps_done, Version(0, steps_done), {"position": steps_done}, 0.5)
         await asyncio.wait_for(self.checkpoints.save(progress), 5)
+
+    def at_its_last_step(self, steps_done: int) -> Any:
+        """A run with nothing left but its end; the disk takes a checkpoint once somebody waits for it."""
+
+        @contextmanager
+        def phase(name: str) -> Iterator[None]:
+            if name == "write checkpoint":
+                self.trainer.may_write.set()
+            yield
+
+        async def nothing(*_: Any) -> None:
+            await asyncio.sleep(0)
+
+        version = Version(0, steps_done)
+        return SimpleNamespace(
+            run_id=RUN,
+            config=SimpleNamespace(steps=steps_done, export_final=False),
+            policy=SimpleNamespace(open=nothing, version=version),
+            sync=SimpleNamespace(publish=nothing, version=version),
+            evaluator=None,
+            checkpoints=self.checkpoints,
+            steps_done=steps_done,
+            phase=phase,
+            progress=lambda steps_done: Progress(RUN, steps_done, version, None),
+            evaluated=lambda _: True,
+        )
 
 
 @pytest.fixture
@@ -119,10 +150,19 @@ async def test_a_save_that_fails_is_a_warning_and_the_next_one_works(bench: Benc
     await bench.checkpoints.settle()
     (warning,) = bench.warnings
     assert "after step 2 failed, the run goes on" in warning and "the disk is full" in warning
+    assert bench.checkpoints.newest == -1  # so that the end of a run sees that it has none
     setattr(bench.trainer, stage, None)
     await bench.save(4)
     await bench.checkpoints.settle()
     assert bench.shelf.names() == ["step-000004"]
+
+
+async def test_a_last_checkpoint_that_could_not_be_written_is_tried_again_at_the_end(bench: Bench) -> None:
+    bench.trainer.may_write.clear()
+    bench.trainer.not_durable = FailedPrecondition("the checkpoint cannot be written")
+    await bench.save(2)
+    await asyncio.wait_for(run_loop(bench.at_its_last_step(2), Beginning()), 5)
+    assert bench.shelf.names() == ["step-000002"] and len(bench.warnings) == 1
 
 
 async def test_progress_comes_back_as_it_was(bench: Bench) -> None:

@@ -1,7 +1,8 @@
 """When a run's state is saved, and what follows from it.
 
 Invariants: at most one save is under way; the loop waits for its snapshot and for nothing else of it; a save that fails
-is a warning and never the end of a run; an update is called durable when each checkpoint that is kept covers it.
+is a warning and never the end of a run, and leaves `newest` as it was; an update is called durable when each checkpoint
+that is kept covers it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class RunCheckpoints:
         self._measured: dict[str, float] = {}
         self.shelf = shelf
         self.newest = -1
-        """Steps of the newest one that was made or loaded here."""
+        """Steps of the newest one that was made or loaded here, or is being written."""
 
     @property
     def wanted(self) -> bool:
@@ -71,8 +72,10 @@ class RunCheckpoints:
                 await stages.aclose()
                 self._refused(progress, error)
                 return
-        self.newest = progress.steps_done
-        self._writing = asyncio.create_task(self._follow(stages, progress), name=f"checkpoint {folder.name}")
+        before, self.newest = self.newest, progress.steps_done
+        self._writing = asyncio.create_task(
+            self._follow(stages, progress, before), name=f"checkpoint {folder.name}"
+        )
 
     async def settle(self) -> None:
         """Wait for the one that is being written, if any."""
@@ -94,13 +97,20 @@ class RunCheckpoints:
         measured, self._measured = self._measured, {}
         return measured
 
-    async def _follow(self, stages: AsyncGenerator[pb.SaveCheckpointResponse], progress: Progress) -> None:
+    async def _follow(
+        self, stages: AsyncGenerator[pb.SaveCheckpointResponse], progress: Progress, before: int
+    ) -> None:
         """Until the checkpoint is on disk, and what it replaces is gone."""
         try:
             async with aclosing(stages):
                 durable = (await self._next(stages)).durable
-            self._measured["checkpoint/write_s"] = durable.elapsed.ToNanoseconds() / 1e9
-            self._measured["checkpoint/bytes"] = float(durable.bytes)
+        except FlotillaError as error:
+            self.newest = before
+            self._refused(progress, error)
+            return
+        self._measured["checkpoint/write_s"] = durable.elapsed.ToNanoseconds() / 1e9
+        self._measured["checkpoint/bytes"] = float(durable.bytes)
+        try:
             await asyncio.to_thread(self.shelf.prune, self._config.keep)
             oldest = await asyncio.to_thread(self._oldest)
             await self._ledger.covered(self._run_id, oldest.version, oldest.steps_done)

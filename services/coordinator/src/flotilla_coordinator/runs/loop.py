@@ -71,9 +71,15 @@ async def _checkpoint(run: RunContext, steps_done: int) -> None:
 
 
 async def _checkpoint_end(run: RunContext) -> None:
-    """A run that keeps checkpoints ends with one, on disk."""
+    """A run that keeps checkpoints ends with one, on disk; a last one that could not be written is tried once more."""
+    await _checkpoint_written(run)
     if run.checkpoints.wanted and run.checkpoints.newest != run.steps_done:
         await _checkpoint(run, run.steps_done)
+        await _checkpoint_written(run)
+
+
+async def _checkpoint_written(run: RunContext) -> None:
+    """Nothing of a checkpoint is left to be written."""
     if run.checkpoints.writing:
         with run.phase("write checkpoint"):
             await run.checkpoints.settle()
