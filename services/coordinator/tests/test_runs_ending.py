@@ -60,6 +60,7 @@ class Context:
     status: RunStatus | None = None
     run_id: str = RUN
     stop_requested: bool = False
+    begun: bool = False
     steps_done: int = 0
     source: Closing = field(default_factory=Closing)
     sync: Closing = field(default_factory=Closing)
@@ -100,7 +101,8 @@ class Bench:
 
 
 Loop = Callable[[Any, Beginning], Awaitable[None]]
-Start = Callable[[Loop], Bench]
+Start = Callable[..., Bench]
+AT_THE_START = Beginning()
 
 
 @pytest.fixture
@@ -119,7 +121,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
     monkeypatch.setattr(execution, "Assembly", Assembly)
 
-    def started(loop: Loop) -> Bench:
+    def started(loop: Loop, beginning: Beginning = AT_THE_START) -> Bench:
         monkeypatch.setattr(execution, "run_loop", loop)
         feed = RunFeed(lambda event: None)
         active = ActiveRun(RUN, CONFIG, "", RunStatus(run_pb2.Run(run_id=RUN), feed), feed)
@@ -128,7 +130,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         nobody: Any = None
         fleet: Any = SimpleNamespace(trainers=SimpleNamespace(eject=lambda *_: None))
         active.task = asyncio.create_task(
-            execution.execute(nobody, fleet, ledger, active, directory, Beginning())
+            execution.execute(nobody, fleet, ledger, active, directory, beginning)
         )
         return Bench(ledger, active, directory, context)
 
@@ -162,6 +164,23 @@ async def test_a_run_whose_trainer_is_lost_begins_again_under_the_next_lineage(s
 
     assert (await start(loop).end()).state == RunState.SUCCEEDED
     assert beginnings == [Beginning(0), Beginning(1)]
+
+
+async def test_the_checkpoint_that_a_user_named_is_asked_for_until_the_run_has_begun_there(
+    start: Start,
+) -> None:
+    beginnings = []
+
+    async def loop(run: Any, beginning: Beginning) -> None:
+        beginnings.append(beginning)
+        run.begun = len(beginnings) > 1
+        run.policy.is_lost = len(beginnings) < 3
+        if run.policy.is_lost:
+            raise RankFailed("rank 1 was killed")
+
+    named = Beginning(1, "step-000002", by_user=True)
+    assert (await start(loop, named).end()).state == RunState.SUCCEEDED
+    assert beginnings == [named, named, Beginning(1)]
 
 
 async def test_a_trainer_that_is_lost_again_and_again_ends_the_run_with_the_reason(start: Start) -> None:

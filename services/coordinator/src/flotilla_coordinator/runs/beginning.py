@@ -32,6 +32,7 @@ async def begin(run: RunContext, beginning: Beginning) -> None:
     with run.phase("open session"):
         await run.policy.open()
     if beginning.lineage == 0:
+        run.begun = True
         return
     with run.phase("load checkpoint"):
         name, progress = await _loaded(run, beginning.checkpoint)
@@ -45,6 +46,7 @@ async def begin(run: RunContext, beginning: Beginning) -> None:
         )
         await run.source.go_on(progress.steps_done, progress.cursor)
     run.go_on(progress)
+    run.begun = True
     origin = f"checkpoint {name}" if name else "its start, for there is no checkpoint yet"
     run.status.notice(
         run_pb2.NOTICE_LEVEL_INFO,

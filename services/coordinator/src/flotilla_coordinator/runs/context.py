@@ -49,6 +49,8 @@ class RunContext:
     status: RunStatus
     activities: Activities
     stop_requested: bool = False
+    begun: bool = False
+    """Whether it stands where it was to begin."""
     steps_done: int = 0
     last_accuracy: float | None = None
     cursor: dict[str, Any] | None = None

@@ -87,7 +87,7 @@ async def _run(
             return await run_loop(context, beginning)
         except FlotillaError as error:
             log.warning("the loop broke", run_id=active.run_id, error=str(error))
-            beginning = await recovery.after(context, error)
+            beginning = await recovery.after(context, error, beginning)
         active.status.enter("recovering from the loss of the trainer")
         await _close(context)
         active.context = None

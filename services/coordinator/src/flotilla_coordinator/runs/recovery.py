@@ -1,10 +1,13 @@
 """A run that lost its trainer goes on by itself.
 
-Invariants: only the loss of the session counts, whichever call noticed it; a run that loses its trainer again and again
-without making a step ends, with the reason of the last time.
+Invariants: only the loss of the session counts, whichever call noticed it; what a user asked a run to begin with is
+asked for until it has begun so; a run that loses its trainer again and again without making a step ends, with the
+reason of the last time.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet import Fleet
@@ -26,7 +29,7 @@ class Recovery:
         self._furthest = -1
         self._in_row = 0
 
-    async def after(self, run: RunContext, error: FlotillaError) -> Beginning:
+    async def after(self, run: RunContext, error: FlotillaError, beginning: Beginning) -> Beginning:
         """How the run begins anew; raises `error` where the trainer is not what was lost."""
         if run.stop_requested or not await self._trainer_is_lost(run, error):
             raise error
@@ -45,7 +48,8 @@ class Recovery:
         )
         self._fleet.trainers.eject(run.policy.instance_id, str(error))
         record = await self._ledger.get_run(run.run_id)
-        return Beginning(lineage=record.version.lineage + 1)
+        lineage = record.version.lineage + 1
+        return Beginning(lineage) if run.begun else replace(beginning, lineage=lineage)
 
     async def _trainer_is_lost(self, run: RunContext, error: FlotillaError) -> bool:
         if run.policy.opened:
