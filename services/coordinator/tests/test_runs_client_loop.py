@@ -237,3 +237,16 @@ async def test_sampling_that_cannot_be_is_refused_by_name_before_anything_is_dra
     with pytest.raises(InvalidRequest, match="temperature"):
         _ = [group async for group in loop.groups([PROMPT], 2, {"temperature": -1.0})]
     assert (await bench.ledger.counts(RUN)).admitted == 0
+
+
+async def test_samples_of_a_skipped_step_are_recorded_with_the_step_that_trains_them(bench: Bench) -> None:
+    loop = bench.loop()
+    group = await sample(loop)
+    bench.trainer.skips = "the gradients are not finite"
+    await loop.add_gradients(gradients(group))
+    await loop.step_optimizer("skipped", 0.0)
+    assert (await bench.ledger.counts(RUN)).in_flight == 2
+    bench.trainer.skips = ""
+    await loop.add_gradients(gradients(group))
+    await loop.step_optimizer("made", 0.0)
+    assert (await bench.ledger.counts(RUN)).trained == 2

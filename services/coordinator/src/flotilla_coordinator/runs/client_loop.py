@@ -271,6 +271,9 @@ class ClientLoop:
         }
         batch = Batch(made.step, self.sampling.unused(rewards), self._prompts.cursor)
         batch.metrics.update(batch_metrics(batch, made.version))
+        if reply.skipped:
+            # Nothing was trained: the samples stay as they are, for a later step or for the end of the run.
+            batch.groups = []
         await run.ledger.group_scored([ledger_sample(sample) for sample in batch.samples])
         update = train.UpdateResult(
             update_id=ids.update_id(run.run_id, Version(made.version.lineage, made.step + 1)),
@@ -283,7 +286,7 @@ class ClientLoop:
         run.end_step(made.step, now - self._step_began)
         run.metrics.clear()
         self._step_began = now
-        self.sampling.use(reply.sample_ids)
+        self.sampling.use(sample.sample_id for sample in batch.samples)
         for sample_id in rewards:
             del self._rewards[sample_id]
         self._unrecorded = None
