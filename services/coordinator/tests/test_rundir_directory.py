@@ -60,6 +60,22 @@ def test_metrics_are_json_lines_that_grow_by_whole_lines(directory: RunDirectory
     assert (first["step"], first["loss"]) == (0, None)
 
 
+def test_a_line_that_was_cut_off_takes_no_later_one_with_it(directory: RunDirectory) -> None:
+    directory.write_metrics(0, {"loss": 1.0})
+    for name in ("metrics.jsonl", "events.jsonl", "evaluations.jsonl"):
+        with (directory.path / name).open("ab") as file:
+            file.write('{"step": 1, "text": "zwö'.encode()[:-1])
+    directory.reopen({})
+    directory.write_metrics(1, {"loss": 0.5})
+    directory.write_metrics(2, {"loss": 0.25})
+    directory.write_event(run_pb2.RunEvent(sequence=8))
+    directory.write_evaluation(1, "1.1", 0.25)
+    assert list(directory.read_metrics()) == [(step, {"loss": 0.5**step}) for step in range(3)]
+    assert [json.loads(line)["step"] for line in (directory.path / "metrics.jsonl").open()] == [0, 1, 2]
+    assert directory.last_sequence() == 8
+    assert [line["accuracy"] for line in directory.read_evaluations()] == [0.25]
+
+
 def test_samples_of_a_step_are_readable_by_zstd(directory: RunDirectory) -> None:
     path = directory.write_samples(batch(1))
     assert path.name == "step-000001.jsonl.zst"

@@ -1,8 +1,8 @@
 """Files of one run, for people and for scripts.
 
 Invariants: what an earlier attempt left is never overwritten (a second file of a name gets a number); JSON
-Lines files grow by whole lines, flushed one by one; everything can be read while the run goes on, by
-ordinary tools (jq, zstdcat).
+Lines files grow by whole lines, flushed one by one, and half a line goes when the next one comes; everything
+can be read while the run goes on, by ordinary tools (jq, zstdcat).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import zstandard
@@ -158,8 +158,9 @@ class RunDirectory:
                 shutil.copyfile(log, target)
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
-        with (self.path / name).open("a", encoding="utf-8") as file:
-            file.write(_line(record))
+        with (self.path / name).open("a+b") as file:
+            _cut_unfinished_line(file)
+            file.write(_line(record).encode())
 
 
 def _sample(step: int, group: RolloutGroup, sample: RolloutSample) -> dict[str, Any]:
@@ -188,6 +189,16 @@ def _mean(values: np.ndarray | None) -> float | None:
 
 def _line(record: Mapping[str, Any]) -> str:
     return json.dumps(record, ensure_ascii=False) + "\n"
+
+
+def _cut_unfinished_line(file: BinaryIO) -> None:
+    """Half a line, from a process that was killed or a disk that was full, would spoil the next one; nobody read it."""
+    if file.tell() == 0:
+        return
+    file.seek(-1, os.SEEK_END)
+    if file.read(1) != b"\n":
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _pretty(value: Mapping[str, Any]) -> str:
