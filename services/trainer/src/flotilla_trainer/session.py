@@ -2,7 +2,7 @@
 
 Invariants: the version grows by one with every step that was made and with nothing else; an update id trains once, and
 a repeat gets the first result; nothing changes before a whole valid batch is here; a skipped update leaves weights and
-version as they were, and too many of them in a row end the session.
+version as they were, and too many of them in a row end the session; a session that has ended sends the ranks nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core import ids
 from flotilla_core.errors import (
     Cancelled,
+    DeadlineExceeded,
     FailedPrecondition,
     FlotillaError,
     InvalidRequest,
@@ -72,12 +73,36 @@ class Session:
         self._turn = asyncio.Lock()
         self._skipped_in_row = 0
         self._failure: FlotillaError | None = None
+        self._over: FlotillaError | None = None
 
     async def open(self) -> None:
         """Build the optimizer on the ranks."""
         packed, refusal = self._layout().packed, self._gang.facts["packing_refusal"]
         logger.info("session opens", run_id=self.run_id, packed=packed, packing_refusal=refusal)
         await self._gang.command("open_session", rank_settings(self._spec))
+
+    def end(self, why: FlotillaError) -> None:
+        """Let nothing of this session reach the ranks any more; what they do already comes to its end."""
+        self._over = self._over or why
+
+    def check_open(self) -> None:
+        """Refuse work for a session that has ended."""
+        if self._over is not None:
+            raise self._over
+
+    async def settled(self) -> None:
+        """Wait until nothing of this session is under way."""
+        limit_s = self._gang.slow_timeout_s
+        try:
+            async with asyncio.timeout(limit_s), self._turn:
+                return
+        except TimeoutError:
+            raise DeadlineExceeded(
+                "the session cannot be closed",
+                where=f"run {self.run_id}",
+                why=f"waited {limit_s:g} s for its last command; " + "; ".join(self._gang.phases()),
+                next_step="close it again; a rank that hangs is named and replaced by itself",
+            ) from None
 
     async def train(self, header: pb.TrainHeader, groups: Sequence[pb.TrainGroup]) -> pb.UpdateResult:
         """One update on a whole batch, or the result of the same update earlier."""
@@ -132,7 +157,7 @@ class Session:
             # The ranks give the gradients up, whatever comes of the step.
             self._pending.clear(forget=False)
             with self._activities.doing("optimizer step", run_id=self.run_id):
-                answers = await self._gang.command("optim_step", fields)
+                answers = await self._command("optim_step", fields)
             answer = answers[0].fields
             metrics, skipped = answer["metrics"] | facts, answer["skipped"]
             self._account(f"step from {self.version}", len(sample_ids), skipped, metrics, lambda: "not kept")
@@ -147,6 +172,7 @@ class Session:
     async def holding(self, version: Version, what: str) -> AsyncIterator[None]:
         """Keep the weights at `version` meanwhile: no update runs, and one that ran before has been counted."""
         async with self._turn:
+            self.check_open()
             self.check_version(version, what)
             yield
 
@@ -293,6 +319,7 @@ class Session:
         return update_id + (f"-{self._pending.calls}" if self._pending.calls else "")
 
     def _check_usable(self) -> None:
+        self.check_open()
         if self._failure is not None:
             raise self._failure
 
@@ -368,12 +395,18 @@ class Session:
     async def _on_ranks(
         self, kind: str, packed: list[list[MicroBatch]], fields: dict[str, Any]
     ) -> list[Frame]:
-        return await self._gang.command(
+        return await self._command(
             kind,
             fields,
             [_arrays(batches) for batches in packed],
             per_rank=[{"idle": [batch.idle for batch in batches]} for batches in packed],
         )
+
+    async def _command(self, kind: str, *arguments: Any, **options: Any) -> list[Frame]:
+        # Checked here and not where the work began: a batch takes a while to prepare, and the next session's
+        # commands must find none of ours behind them.
+        self.check_open()
+        return await self._gang.command(kind, *arguments, **options)
 
     def _limits(self) -> ModelLimits:
         facts = self._gang.facts

@@ -1,11 +1,12 @@
 """Who holds the trainer: at most one session, and the gang under it.
 
 Invariants: a session that is lost with its gang stays lost, and later calls say why; a new session starts from exactly
-the weights that it names, whatever was trained before it.
+the weights that it names, whatever was trained before it; a session that was closed is done with the ranks.
 """
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import structlog
@@ -33,6 +34,7 @@ class SessionHolder:
         self._plan = plan
         self._activities = activities
         self._session: Session | None = None
+        self._closing: asyncio.Task[None] | None = None
         self._opening = ""
         self._unwanted = False
         self._why_none = "no run has opened one"
@@ -61,6 +63,8 @@ class SessionHolder:
             model_folder(request.spec.initial_weights) if request.spec.initial_weights else self._plan.model
         )
         check_same_shape(folder, self._plan.model)
+        if self._closing is not None:
+            await asyncio.wait({self._closing})
         holder = self._session.run_id if self._session else self._opening
         if holder:
             raise FailedPrecondition(
@@ -90,10 +94,10 @@ class SessionHolder:
         if self._opening == run_id:
             self._unwanted = True
         if self._session is not None and self._session.run_id == run_id:
-            self._session = None
-            self._why_none = f"run {run_id} closed it"
-            await self.checkpoints.abandon()
-            await self.weights.close_any()
+            # A caller that goes away must not leave the session half closed: it goes on, and a repeat waits for it.
+            if self._closing is None or self._closing.done():
+                self._closing = asyncio.create_task(self._close(self._session), name=f"close {run_id}")
+            await asyncio.shield(self._closing)
 
     async def export(self, request: pb.ExportModelRequest) -> pb.ExportModelResponse:
         """Write the current policy as a Hugging Face folder."""
@@ -108,9 +112,19 @@ class SessionHolder:
         logger.error("the ranks were lost and are being restarted", error=str(error))
         if self._session is not None:
             self._why_none = f"the session of run {self._session.run_id} was lost: {error.what}"
+            self._session.end(error)
         self._session = None
         self._pristine = self._plan.model
         self.weights.forget()
+
+    async def _close(self, session: Session) -> None:
+        session.end(Cancelled(f"run {session.run_id} closed its session"))
+        await session.settled()
+        await self.checkpoints.abandon()
+        if self._session is session:
+            await self.weights.close_any()
+            self._session = None
+            self._why_none = f"run {session.run_id} closed it"
 
     async def _opened(self, request: pb.OpenSessionRequest, folder: Path) -> Session:
         await self._gang.wait_ready()

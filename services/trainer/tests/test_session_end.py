@@ -1,0 +1,143 @@
+"""A session that has ended leaves the ranks to the next one."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from flotilla.trainer.v1 import session_pb2
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_core.config import StackConfig
+from flotilla_core.errors import Cancelled, FailedPrecondition, Unavailable
+from flotilla_core.service import Activities
+from flotilla_core.tensors import to_tensor
+from flotilla_trainer.frames import Frame
+from flotilla_trainer.gang import Gang, GangPlan
+from flotilla_trainer.session import Session
+from flotilla_trainer.session_holder import SessionHolder
+
+LIMIT_S = 10.0
+TOKENS = np.array([3, 4, 5], np.int32)
+HEADER = pb.TrainHeader(run_id="a", update_id="a/0.1", groups=1)
+
+
+class RecordingGang:
+    """Takes every command; scores when the gate opens."""
+
+    size = 1
+    slow_timeout_s = LIMIT_S
+
+    def __init__(self) -> None:
+        self.commands: list[str] = []
+        self.scoring, self.gate = asyncio.Event(), asyncio.Event()
+        self.facts: dict[str, Any] = {
+            "packing_refusal": "",
+            "device": "cpu",
+            "attention_crossover_tokens": 1,
+            "vocabulary": 16,
+            "max_sequence_tokens": 12,
+        }
+
+    async def command(self, kind: str, *arguments: Any, **options: Any) -> list[Frame]:
+        self.commands.append(kind)
+        if kind == "score":
+            self.scoring.set()
+            await self.gate.wait()
+        return [Frame(kind, 0, {}, {"logprobs": np.zeros(len(TOKENS), np.float32)})]
+
+
+def groups() -> list[pb.TrainGroup]:
+    sample = pb.TrainSample(
+        sample_id="s",
+        token_ids=to_tensor(TOKENS),
+        logprobs=to_tensor(np.full(3, -1.0, np.float32)),
+        reward=1.0,
+    )
+    return [
+        pb.TrainGroup(group_id="g", prompt_token_ids=to_tensor(np.array([1], np.int32)), samples=[sample])
+    ]
+
+
+def specification() -> session_pb2.SessionSpec:
+    policy = session_pb2.PolicyObjective(
+        temperature=1.0,
+        max_response_tokens=8,
+        advantage=session_pb2.Advantage(function=session_pb2.Function(name="reinforce")),
+        loss=session_pb2.Function(name="reinforce"),
+        aggregation=session_pb2.Aggregation(type=session_pb2.AGGREGATION_TYPE_TOKEN_MEAN),
+        kl=session_pb2.Kl(
+            placement=session_pb2.KL_PLACEMENT_LOSS, estimator=session_pb2.KL_ESTIMATOR_K3, coefficient=0.1
+        ),
+    )
+    return session_pb2.SessionSpec(
+        objective=session_pb2.Objective(policy=policy),
+        batching=session_pb2.Batching(tokens_per_microbatch=64, logprob_chunk_tokens=8),
+        total_updates=4,
+    )
+
+
+@pytest.fixture
+def gang() -> RecordingGang:
+    return RecordingGang()
+
+
+@pytest.fixture
+def holder(gang: RecordingGang, tmp_path: Path) -> SessionHolder:
+    stack = StackConfig(model=tmp_path)
+    plan = GangPlan.of_stack(stack, "trainer-0", "trainer-0-test", tmp_path, tmp_path)
+    made = SessionHolder(cast(Gang, gang), plan, stack, Activities())
+    request = pb.OpenSessionRequest(run_id="a", spec=specification())
+    made._session = Session(request, tmp_path, cast(Gang, gang), Activities())
+    return made
+
+
+async def training(holder: SessionHolder, gang: RecordingGang) -> asyncio.Task[pb.UpdateResult]:
+    """An update that scores with the reference."""
+    update = asyncio.create_task(holder.session("a").train(HEADER, groups()))
+    await asyncio.wait_for(gang.scoring.wait(), LIMIT_S)
+    return update
+
+
+async def test_the_update_of_a_closed_session_never_reaches_the_ranks(
+    holder: SessionHolder, gang: RecordingGang
+) -> None:
+    update = await training(holder, gang)
+    closing = asyncio.create_task(holder.close("a"))
+    await asyncio.sleep(0)
+    assert not closing.done() and holder.session("a").run_id == "a"
+    gang.gate.set()
+    await asyncio.wait_for(closing, LIMIT_S)
+    with pytest.raises(Cancelled, match="run a closed its session"):
+        await update
+    assert gang.commands == ["score"]
+    with pytest.raises(FailedPrecondition, match="run a closed it"):
+        holder.session("a")
+
+
+async def test_a_close_whose_caller_goes_away_comes_to_its_end(
+    holder: SessionHolder, gang: RecordingGang
+) -> None:
+    update = await training(holder, gang)
+    first = asyncio.create_task(holder.close("a"))
+    await asyncio.sleep(0)
+    first.cancel()
+    again = asyncio.create_task(holder.close("a"))
+    gang.gate.set()
+    await asyncio.wait_for(again, LIMIT_S)
+    with pytest.raises(Cancelled):
+        await update
+
+
+async def test_the_update_of_a_lost_session_never_reaches_the_next_gang(
+    holder: SessionHolder, gang: RecordingGang
+) -> None:
+    update = await training(holder, gang)
+    holder.gang_lost(Unavailable("rank 0 died"))
+    gang.gate.set()
+    with pytest.raises(Unavailable, match="rank 0 died"):
+        await asyncio.wait_for(update, LIMIT_S)
+    assert gang.commands == ["score"]
