@@ -120,3 +120,4 @@ def test_a_fall_back_puts_away_what_is_newer_and_pruning_removes_it(shelf: Check
     assert shelf.prune(2) == ["step-000002", "void-1-step-000006"]
     assert sorted(entry.name for entry in shelf.path.iterdir()) == ["latest", "step-000004", "step-000006"]
     assert shelf.fall_back("", lineage=2) == ["step-000004", "step-000006"]
+    assert not (shelf.path / "latest").exists()

@@ -90,7 +90,9 @@ class CheckpointShelf:
         ]
         for other in newer:
             (self.path / other).rename(self.path / f"void-{lineage}-{other}")
-        if name and newer:
+        if not name:
+            (self.path / LATEST).unlink(missing_ok=True)
+        elif newer:
             write_atomically(self.path / LATEST, f"{name}\n")
         return newer
 
