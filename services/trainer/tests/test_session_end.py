@@ -141,3 +141,11 @@ async def test_the_update_of_a_lost_session_never_reaches_the_next_gang(
     with pytest.raises(Unavailable, match="rank 0 died"):
         await asyncio.wait_for(update, LIMIT_S)
     assert gang.commands == ["score"]
+
+
+async def test_a_lost_session_publishes_no_checkpoint_after_its_close(holder: SessionHolder) -> None:
+    writing = asyncio.create_task(asyncio.Event().wait())
+    holder.checkpoints._writing = cast(Any, writing)
+    holder.gang_lost(Unavailable("rank 0 died"))
+    await asyncio.wait_for(holder.close("a"), LIMIT_S)
+    assert writing.cancelled()

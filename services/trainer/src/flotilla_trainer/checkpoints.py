@@ -105,11 +105,15 @@ class Checkpoints:
             session.go_on_from(facts)
         return pb.LoadCheckpointResponse(policy_version=session.version.to_proto(), coordinator_state=state)
 
+    def give_up(self) -> None:
+        """Write no further; a checkpoint that is about to be seen comes to its end."""
+        if self._writing is not None and not self._publishing:
+            self._writing.cancel()
+
     async def abandon(self) -> None:
-        """Give up the checkpoint that is being written; one that is about to be seen comes to its end."""
+        """Give up the checkpoint that is being written, and wait for its end."""
+        self.give_up()
         if self._writing is not None:
-            if not self._publishing:
-                self._writing.cancel()
             await asyncio.wait({self._writing})
 
     def _facts(self, session: Session) -> dict[str, Any]:
@@ -126,6 +130,7 @@ class Checkpoints:
         try:
             with self._activities.doing("copying the state for a checkpoint", run_id=session.run_id):
                 await self._gang.command("snapshot", fields, limit_s=self._gang.slow_timeout_s)
+            session.check_open()
         except FlotillaError:
             _forget(reports)
             raise

@@ -115,7 +115,7 @@ class TrainerServicer(TrainerServiceServicer):
         # Its writer outlives this call.
         await asyncio.wait({save.durable})
         if save.durable.cancelled():
-            raise Cancelled(f"the checkpoint was given up: the session of run {request.run_id} was closed")
+            raise Cancelled(f"the checkpoint was given up: the session of run {request.run_id} has ended")
         yield pb.SaveCheckpointResponse(durable=save.durable.result())
 
     async def LoadCheckpoint(

@@ -98,6 +98,9 @@ class SessionHolder:
             if self._closing is None or self._closing.done():
                 self._closing = asyncio.create_task(self._close(self._session), name=f"close {run_id}")
             await asyncio.shield(self._closing)
+        elif self._session is None:
+            # What a session that was lost began must not appear once its run has fallen back.
+            await self.checkpoints.abandon()
 
     async def export(self, request: pb.ExportModelRequest) -> pb.ExportModelResponse:
         """Write the current policy as a Hugging Face folder."""
@@ -115,6 +118,7 @@ class SessionHolder:
             self._session.end(error)
         self._session = None
         self._pristine = self._plan.model
+        self.checkpoints.give_up()
         self.weights.forget()
 
     async def _close(self, session: Session) -> None:
