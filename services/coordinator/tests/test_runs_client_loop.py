@@ -17,12 +17,16 @@ from flotilla.trainer.v1 import trainer_pb2 as train
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.runs import client_loop
+from flotilla_coordinator.runs import serve_client as serve_client_module
+from flotilla_coordinator.runs.active import ActiveRun
 from flotilla_coordinator.runs.batch import RolloutGroup
 from flotilla_coordinator.runs.client_loop import ClientLoop
 from flotilla_coordinator.runs.client_sampling import ClientPrompt, ClientSampling
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.feed import RunFeed
 from flotilla_coordinator.runs.generation import Generated, GenerationRequest
+from flotilla_coordinator.runs.progress import Progress
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_core import rpc
 from flotilla_core.config import RunConfig
@@ -103,12 +107,13 @@ class Generators:
 
 
 class Bench:
-    def __init__(self, ledger: Ledger, folder: Path) -> None:
+    def __init__(self, ledger: Ledger, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ledger, self.trainer, self.generators = ledger, Trainer(), Generators()
         self.config = RunConfig.model_validate(CONFIG)
         self.checkpoints: Any = SimpleNamespace(take_metrics=dict, wanted=False)
         self.directory = RunDirectory(folder)
         self.scorer: Any = SimpleNamespace()
+        self.monkeypatch = monkeypatch
 
     def loop(self) -> ClientLoop:
         trainer: Any = self.trainer
@@ -140,7 +145,7 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     monkeypatch.setattr(rpc, "unary", direct)
     ledger = Ledger.open(tmp_path / "ledger.sqlite")
     await ledger.save_run(RunRecord(RUN, "run", RunState.RUNNING, "", str(tmp_path), 0.0))
-    yield Bench(ledger, tmp_path)
+    yield Bench(ledger, tmp_path, monkeypatch)
     ledger.close()
 
 
@@ -250,3 +255,51 @@ async def test_samples_of_a_skipped_step_are_recorded_with_the_step_that_trains_
     await loop.add_gradients(gradients(group))
     await loop.step_optimizer("made", 0.0)
     assert (await bench.ledger.counts(RUN)).trained == 2
+
+
+async def test_a_loop_that_nobody_calls_saves_and_ends_as_stopped_with_the_reason(bench: Bench) -> None:
+    saved = []
+
+    async def save(progress: Progress) -> None:
+        saved.append(progress.steps_done)
+
+    async def nothing(*_: Any) -> None:
+        await asyncio.sleep(0)
+
+    bench.config = bench.config.model_copy(update={"loop_idle_timeout_s": 0.01, "export_final": False})
+    bench.checkpoints.wanted, bench.checkpoints.save, bench.checkpoints.settle = True, save, nothing
+    bench.checkpoints.shelf = SimpleNamespace(names=list)
+    loop = bench.loop()
+    loop.run.sync.publish = nothing  # type: ignore[method-assign,assignment]
+    feed = RunFeed(lambda event: None)
+    active = ActiveRun(RUN, bench.config, "", loop.run.status, feed, context=loop.run, client=loop)
+    beginning: Any = SimpleNamespace()
+    bench.monkeypatch.setattr(serve_client_module, "begin", nothing)
+    await asyncio.wait_for(serve_client_module.serve_client(loop, beginning, active), 5)
+    assert saved == [0] and active.stop_requested and "loop_idle_timeout_s" in active.stop_reason
+    with pytest.raises(Cancelled):
+        loop.draw(1)
+
+
+async def test_a_loop_whose_call_takes_long_is_not_idle(bench: Bench) -> None:
+    waited, waits = asyncio.Event(), []
+
+    async def wait_for(work: Any, limit_s: float) -> None:
+        work.close()
+        waits.append(limit_s)
+        if len(waits) == 3:
+            loop.end()
+        raise TimeoutError
+
+    async def score(*_: Any) -> None:
+        await waited.wait()
+
+    bench.config = bench.config.model_copy(update={"loop_idle_timeout_s": 1e-9})
+    bench.scorer.score = score
+    loop = bench.loop()
+    scoring = asyncio.create_task(loop.scores([]))
+    await asyncio.sleep(0)
+    bench.monkeypatch.setattr(client_loop.asyncio, "wait_for", wait_for)
+    assert await loop.serve() == "" and waits == [1e-9] * 3
+    waited.set()
+    await scoring

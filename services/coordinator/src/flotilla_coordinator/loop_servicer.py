@@ -157,6 +157,7 @@ class LoopServicer(LoopServiceServicer):
         """The loop of a run that takes calls."""
         active = self._runs.active(run_id)
         if active is not None and active.client is not None and active.opened.is_set():
+            active.client.heard()
             return active.client
         run = await self._runs.find(run_id)
         if active is None:

@@ -194,6 +194,8 @@ class RunConfig(ConfigModel):
     """Steps of the loop; one optimizer update each."""
     loop: Literal["coordinator", "client"] = "coordinator"
     """Who makes the steps: the coordinator by itself, or a client of yours, call by call, any number of them."""
+    loop_idle_timeout_s: float = Field(default=1800.0, gt=0)
+    """With `loop: client`: after so long without a call the run saves its state and stops, and frees the fleet."""
     initial_weights: Path | None = None
     """Hugging Face folder to start from; empty takes the stack's model."""
     data: DataConfig

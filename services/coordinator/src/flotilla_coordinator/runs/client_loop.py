@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -85,7 +85,7 @@ class ClientLoop:
         self._rewards: dict[str, float] = {}
         self._steps: OrderedDict[str, train.OptimStepResponse] = OrderedDict()
         self._unrecorded: MadeStep | None = None
-        self._step_began = time.monotonic()
+        self._step_began = self._heard_at = time.monotonic()
         self.sampling = sampling
 
     @property
@@ -93,14 +93,26 @@ class ClientLoop:
         """The run that is driven."""
         return self._run
 
-    async def serve(self) -> None:
-        """Until the client closes the loop; raises what made further calls useless."""
-        self._step_began = time.monotonic()
+    async def serve(self) -> str:
+        """Until the client closes the loop; why it was given up where the client went silent.
+
+        Raises what made further calls useless.
+        """
+        self._step_began = self._heard_at = time.monotonic()
         self._run.status.enter(IDLE)
-        await self._over.wait()
+        silence = await self._silence()
+        self.end()
         async with self._turn:
             if self._failure is not None:
                 raise self._failure
+            if silence and self._run.checkpoints.wanted:
+                with self._run.phase("checkpoint"):
+                    await self._save()
+        return silence
+
+    def heard(self) -> None:
+        """The client is there."""
+        self._heard_at = time.monotonic()
 
     def end(self) -> None:
         """Take no further calls."""
@@ -131,6 +143,7 @@ class ClientLoop:
             async with aclosing(groups):
                 async for index, group in groups:
                     yield index, group
+                    self.heard()
 
     async def scores(self, items: list[reward_pb2.ScoreItem]) -> dict[str, Outcome]:
         """What the rewards of the run make of samples."""
@@ -211,19 +224,14 @@ class ClientLoop:
 
         async def act() -> Path:
             async with self._step_of("checkpoint"):
-                await self._record()
-                checkpoints, steps = self._run.checkpoints, self._run.steps_done
-                name = CheckpointShelf.name_of(steps)
-                if name not in checkpoints.shelf.names():
-                    await checkpoints.save(self._run.progress(steps))
-                    await checkpoints.settle()
-                if name not in checkpoints.shelf.names():
+                name, shelf = await self._save(), self._run.checkpoints.shelf
+                if name not in shelf.names():
                     raise Unavailable(
                         f"checkpoint {name} was not written",
                         where=f"run {self._run.run_id}",
                         next_step="the last notice of `flotilla run watch` says why; save again",
                     )
-                return checkpoints.shelf.folder(name)
+                return shelf.folder(name)
 
         return await self._whole(act())
 
@@ -236,6 +244,28 @@ class ClientLoop:
                 return path
 
         return await self._whole(act())
+
+    async def _silence(self) -> str:
+        """Wait for the end of the loop, or until the client has been silent for too long: that, in words."""
+        limit_s = self._run.config.loop_idle_timeout_s
+        while not self._over.is_set():
+            busy = bool(self._works) or self.sampling.busy
+            left_s = limit_s if busy else self._heard_at + limit_s - time.monotonic()
+            if left_s <= 0:
+                return f"no call of its client came for {limit_s:g} s (loop_idle_timeout_s)"
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._over.wait(), left_s)
+        return ""
+
+    async def _save(self) -> str:
+        """The name of a checkpoint of the steps done, on disk unless its writing failed."""
+        await self._record()
+        checkpoints, steps = self._run.checkpoints, self._run.steps_done
+        name = CheckpointShelf.name_of(steps)
+        if name not in checkpoints.shelf.names():
+            await checkpoints.save(self._run.progress(steps))
+            await checkpoints.settle()
+        return name
 
     async def _step_optimizer(self, request_id: str, rate: float) -> train.OptimStepResponse:
         run = self._run
@@ -324,8 +354,12 @@ class ClientLoop:
     def _begun(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
         self._works.add(task)
-        task.add_done_callback(self._works.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, work: asyncio.Task[Any]) -> None:
+        self._works.discard(work)
+        self.heard()
 
     @contextmanager
     def _told_when_over(self) -> Iterator[None]:

@@ -60,6 +60,11 @@ class ClientSampling:
         self._unused: dict[str, tuple[RolloutGroup, RolloutSample]] = {}
         self._works: set[asyncio.Task[tuple[int, RolloutGroup]]] = set()
 
+    @property
+    def busy(self) -> bool:
+        """Whether groups are still being drawn."""
+        return any(not work.done() for work in self._works)
+
     def prompt(self, text: str, token_ids: np.ndarray | None) -> ClientPrompt:
         """A prompt with its tokens."""
         if token_ids is None:

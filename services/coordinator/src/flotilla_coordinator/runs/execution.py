@@ -82,7 +82,7 @@ async def _run(
         if active.config.loop == "client":
             assert assembly.client is not None, "built for every run of this kind"
             active.client = assembly.client
-            return await serve_client(assembly.client, beginning, active.opened)
+            return await serve_client(assembly.client, beginning, active)
         try:
             return await run_loop(context, beginning)
         except FlotillaError as error:
