@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +22,9 @@ from flotilla_coordinator.ledger.records import (
     ScoredSample,
     TokenSpan,
 )
+from flotilla_coordinator.runs.beginning import Beginning, begin
+from flotilla_coordinator.runs.progress import Progress
+from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.version import Version
 
@@ -158,3 +164,31 @@ async def test_what_every_kept_checkpoint_covers_is_durable_and_loses_its_payloa
         await ledger.fall_back(RUN, Version(1, 1), step=1, cursor=None)
     assert len(await ledger.fall_back(RUN, Version(1, 2), step=2, cursor=None)) == 2
     assert check(tmp_path / "ledger.sqlite", RUN).passed
+
+
+async def test_a_beginning_that_the_ledger_refuses_leaves_every_checkpoint(
+    ledger: Ledger, tmp_path: Path
+) -> None:
+    for step in range(3):
+        await trained(ledger, step)
+    await ledger.covered(RUN, Version(0, 2), 2)
+    shelf = CheckpointShelf(tmp_path / "checkpoints")
+    for name in ("step-000001", "step-000003"):
+        (shelf.path / name).mkdir(parents=True)
+
+    async def opened() -> None:
+        """Nothing is known of a session."""
+
+    async def load(folder: Path) -> bytes:
+        return Progress(RUN, shelf.step_of(folder.name), Version(0, 1), None).to_bytes()
+
+    run: Any = SimpleNamespace(
+        run_id=RUN,
+        ledger=ledger,
+        policy=SimpleNamespace(open=opened, load=load, version=Version(1, 1)),
+        checkpoints=SimpleNamespace(shelf=shelf),
+        phase=lambda _: nullcontext(),
+    )
+    with pytest.raises(FailedPrecondition, match="is durable and cannot be undone"):
+        await begin(run, Beginning(1, "step-000001", by_user=True))
+    assert shelf.names() == ["step-000001", "step-000003"]

@@ -128,6 +128,10 @@ class Ledger:
         """The oldest kept checkpoint holds `version` after `step` steps: what led there is durable, its payloads go."""
         return await self._writer.submit(lambda db: rewind.covered(db, run_id, version, step))
 
+    async def check_fall_back(self, run_id: str, version: Version) -> None:
+        """Raise where `fall_back` to `version` would be refused; changes nothing."""
+        await self._read(lambda db: transitions.refuse_to_void_durable(db, run_id, version))
+
     async def fall_back(
         self,
         run_id: str,

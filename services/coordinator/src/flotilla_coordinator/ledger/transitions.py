@@ -208,23 +208,32 @@ def durable(db: sqlite3.Connection, run_id: str, update_ids: Sequence[str]) -> N
         tally_moves(db, samples, State.DURABLE)
 
 
+def refuse_to_void_durable(db: sqlite3.Connection, run_id: str, after_version: Version) -> None:
+    """Raise where an update that started from `after_version` or later can no longer be undone."""
+    row = db.execute(
+        "SELECT update_id FROM updates WHERE run = ? AND step >= ? AND status = 'durable' ORDER BY key LIMIT 1",
+        (run_key(db, run_id), after_version.step),
+    ).fetchone()
+    if row is not None:
+        raise FailedPrecondition(
+            f"update {row[0]} is durable and cannot be undone",
+            where=run_id,
+            why=f"a checkpoint after version {after_version} covers it",
+            next_step="load that checkpoint",
+        )
+
+
 def void_updates(db: sqlite3.Connection, run_id: str, after_version: Version) -> list[VoidedUpdate]:
     """Undo the updates that started from `after_version` or later: the trainer fell back to it."""
+    refuse_to_void_durable(db, run_id, after_version)
     run = run_key(db, run_id)
     rows = db.execute(
-        "SELECT key, update_id, lineage, step, status FROM updates "
+        "SELECT key, update_id, lineage, step FROM updates "
         "WHERE run = ? AND step >= ? AND status != 'void' ORDER BY key",
         (run, after_version.step),
     ).fetchall()
     voided = []
-    for key, update_id, lineage, step, status in rows:
-        if status == "durable":
-            raise FailedPrecondition(
-                f"update {update_id} is durable and cannot be undone",
-                where=run_id,
-                why=f"a checkpoint after version {after_version} covers it",
-                next_step="load that checkpoint",
-            )
+    for key, update_id, lineage, step in rows:
         samples = of_update(db, key)
         db.execute("UPDATE updates SET status = 'void' WHERE key = ?", (key,))
         db.execute(

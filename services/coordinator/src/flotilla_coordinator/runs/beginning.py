@@ -1,8 +1,8 @@
 """How a run begins: at its start, or where a checkpoint left it.
 
 Invariants: a later beginning has a higher lineage than every version of the run before it; trainer, ledger, data set
-and checkpoints agree on the place before the first step is made; a damaged checkpoint is named and the one before it
-is used.
+and checkpoints agree on the place before the first step is made; a place that the ledger refuses leaves every
+checkpoint as it was; a damaged checkpoint is named and the one before it is used.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ async def begin(run: RunContext, beginning: Beginning) -> None:
         return
     with run.phase("load checkpoint"):
         name, progress = await _loaded(run, beginning.checkpoint)
+        await run.ledger.check_fall_back(run.run_id, run.policy.version)
+        # Before the ledger: were the run cut off in between, no checkpoint may hold updates that the ledger undid.
         await asyncio.to_thread(run.checkpoints.shelf.fall_back, name, beginning.lineage)
         voided = await run.ledger.fall_back(
             run.run_id,
