@@ -121,3 +121,9 @@ def test_a_fall_back_puts_away_what_is_newer_and_pruning_removes_it(shelf: Check
     assert sorted(entry.name for entry in shelf.path.iterdir()) == ["latest", "step-000004", "step-000006"]
     assert shelf.fall_back("", lineage=2) == ["step-000004", "step-000006"]
     assert not (shelf.path / "latest").exists()
+
+
+def test_a_save_never_shares_its_folder_with_one_that_was_given_up(shelf: CheckpointShelf) -> None:
+    given_up = shelf.begin("step-000001")
+    again = CheckpointShelf(shelf.path).begin("step-000001")
+    assert again != given_up and again.is_dir() and not given_up.exists()

@@ -8,6 +8,7 @@ comes and goes by a rename; `latest` names a complete one and moves after it; wh
 from __future__ import annotations
 
 import re
+import secrets
 import shutil
 from pathlib import Path
 
@@ -27,6 +28,8 @@ class CheckpointShelf:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        # A late writer of a save that was given up must not find the folder of the next one.
+        self._nonce = secrets.token_hex(4)
 
     @staticmethod
     def name_of(step: int) -> str:
@@ -65,7 +68,7 @@ class CheckpointShelf:
             raise AlreadyExists(f"checkpoint {name} is there already", where=str(self.path))
         self.path.mkdir(parents=True, exist_ok=True)
         for unfinished in (*self.path.glob(".*.writing"), *self.path.glob(".*.removing")):
-            shutil.rmtree(unfinished)
+            shutil.rmtree(unfinished, ignore_errors=True)
         aside = self.aside(name)
         aside.mkdir()
         return aside
@@ -107,5 +110,5 @@ class CheckpointShelf:
         return gone
 
     def aside(self, name: str) -> Path:
-        """Where a checkpoint is written before anybody can see it."""
-        return self.path / f".{name}.writing"
+        """Where this shelf's owner writes a checkpoint before anybody can see it."""
+        return self.path / f".{name}.{self._nonce}.writing"

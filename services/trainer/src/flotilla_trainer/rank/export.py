@@ -46,7 +46,7 @@ class WholeModel:
     def write(self, folder: Path) -> None:
         """Fill a new folder; from any thread."""
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir()
             _copy_companions(self._source, folder)
             if (self._source / "generation_config.json").is_file():
                 self._skeleton.generation_config = GenerationConfig.from_pretrained(self._source)
@@ -70,6 +70,7 @@ def export(path: Path, source: Path, model: ShardedModel, link: FrontLink) -> di
         aside = path.with_name(f".{path.name}.writing")
         shutil.rmtree(aside, ignore_errors=True)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             whole.write(aside)
             _replace(path, aside)
         except OSError as error:
