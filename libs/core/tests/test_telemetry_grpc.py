@@ -46,6 +46,8 @@ class Handlers(grpc.GenericRpcHandler):
 
     def __init__(self) -> None:
         self.stream_ended = asyncio.Event()
+        self.hanging = asyncio.Event()
+        self.hung_up = asyncio.Event()
 
     def service(self, details: grpc.HandlerCallDetails) -> Any:
         method = details.method.rsplit("/", 1)[1]
@@ -102,7 +104,11 @@ class Handlers(grpc.GenericRpcHandler):
         raise ValueError("broken")
 
     async def _hang(self, request: bytes, context: Any) -> bytes:
-        await asyncio.Event().wait()
+        self.hanging.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.hung_up.set()
         return request
 
 
@@ -254,11 +260,11 @@ async def test_a_deadline_ends_both_spans(traced: Fixture) -> None:
 
 async def test_a_cancelled_unary_call_ends_both_spans(traced: Fixture) -> None:
     call = asyncio.ensure_future(_await(traced.unary("Hang")))
-    await traced.unary("Check")
+    await asyncio.wait_for(traced.handlers.hanging.wait(), 10)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    await traced.unary("Check")
+    await asyncio.wait_for(traced.handlers.hung_up.wait(), 10)
     client, server = await traced.spans("Hang")
     assert attribute(client, names.RPC_STATUS_CODE) == "CANCELLED"
     assert attribute(server, names.RPC_STATUS_CODE) == "CANCELLED"
