@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from table import Row
 
 from flotilla_testing.stack import Stack, light_stack, wait_until
 
-MODEL = Path(__file__).resolve().parents[1] / "examples" / "arithmetic" / "model"
+MAKE_MODEL = Path(__file__).resolve().parents[1] / "examples" / "arithmetic" / "make_model.py"
 
 SECONDS = float(os.environ.get("FLOTILLA_BENCH_SECONDS", "60"))
 WARM_UP_STEPS = 3
@@ -85,7 +86,8 @@ def _figures(prompts: int, samples: int) -> Figures:
 
 def _long_model(folder: Path) -> Path:
     """The example's model with room for long responses; nothing loads its weights here."""
-    model = Path(shutil.copytree(MODEL, folder / "model"))
+    model = folder / "model"
+    subprocess.run([sys.executable, MAKE_MODEL, "--out", model], check=True)
     config = json.loads((model / "config.json").read_text())
     config["max_position_embeddings"] = 2 * RESPONSE_TOKENS
     (model / "config.json").write_text(json.dumps(config))
