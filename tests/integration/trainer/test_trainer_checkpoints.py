@@ -134,14 +134,15 @@ async def test_its_model_loads_as_it_is(undisturbed: Undisturbed, pair: Any, gro
     assert await loss_of(pair, groups_of(SIZES)) == pytest.approx(forked, rel=1e-6)
 
 
-async def goes_on_as(undisturbed: Undisturbed, trainer: Any, groups_of: MakeGroups) -> None:
+async def losses_after_the_load(undisturbed: Undisturbed, trainer: Any, groups_of: MakeGroups) -> list[float]:
     await trainer.open(lineage=1, **SPEC)
     reply = await load(trainer, undisturbed.folder)
     assert Version.from_proto(reply.policy_version) == Version(1, SAVED_AT)
     assert reply.coordinator_state == STATE
-    for step in range(SAVED_AT, STEPS):
-        update = await trainer.train(step, groups_of(SIZES, seed=step), lineage=1)
-        assert update.metrics["loss"] == pytest.approx(undisturbed.losses[step], rel=1e-5)
+    return [
+        (await trainer.train(step, groups_of(SIZES, seed=step), lineage=1)).metrics["loss"]
+        for step in range(SAVED_AT, STEPS)
+    ]
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -149,7 +150,8 @@ async def test_losses_are_the_same_on_another_number_of_ranks(
     undisturbed: Undisturbed, start_trainer: Callable[..., Any], groups_of: MakeGroups, ranks: int
 ) -> None:
     async with start_trainer(nproc=ranks) as trainer:
-        await goes_on_as(undisturbed, trainer, groups_of)
+        losses = await losses_after_the_load(undisturbed, trainer, groups_of)
+    assert losses == pytest.approx(undisturbed.losses[SAVED_AT:], rel=1e-5)
 
 
 async def test_losses_are_the_same_after_a_rank_was_killed(
@@ -162,7 +164,8 @@ async def test_losses_are_the_same_after_a_rank_was_killed(
         while not pair.lost:
             await asyncio.sleep(0.01)
     pair.lost.clear()
-    await goes_on_as(undisturbed, pair, groups_of)
+    losses = await losses_after_the_load(undisturbed, pair, groups_of)
+    assert losses == pytest.approx(undisturbed.losses[SAVED_AT:], rel=1e-5)
 
 
 def flip(folder: Path) -> str:
