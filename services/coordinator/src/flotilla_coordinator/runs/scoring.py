@@ -15,6 +15,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.struct_pb2 import Struct
 
 from flotilla.reward.v1 import reward_pb2 as pb
+from flotilla_coordinator.runs.score_gathering import ScoreGathering, Take
 from flotilla_core import ids, rpc, telemetry
 from flotilla_core.config import RewardTermConfig
 from flotilla_core.errors import DeadlineExceeded, Unavailable
@@ -22,6 +23,8 @@ from flotilla_core.rpc import ReplicaPool
 from flotilla_core.telemetry import names
 
 if TYPE_CHECKING:
+    from opentelemetry.trace import SpanContext
+
     from flotilla.reward.v1.reward_pb2_grpc import RewardServiceAsyncStub
 
 
@@ -53,43 +56,52 @@ class Scorer:
         self._wait_limit_s = wait_limit_s
         self._specs = [_spec(term) for term in terms]
         self._limit_s = sum(term.timeout_s for term in terms)
+        self._gathering = ScoreGathering(self._scored)
 
     async def score(self, items: list[pb.ScoreItem]) -> dict[str, Outcome]:
         """One outcome for every item."""
-        outcomes: dict[str, Outcome] = {}
-        with telemetry.span(
-            names.RL_REWARD, attributes={names.RUN_ID: self._run_id, names.SAMPLES: len(items)}
-        ):
+        return await self._gathering.outcomes(items)
+
+    async def _scored(
+        self, items: list[pb.ScoreItem], askers: list[SpanContext], take: Take[Outcome]
+    ) -> None:
+        missing = {item.sample_id: item for item in items}
+        attributes: dict[str, str | int] = {names.RUN_ID: self._run_id, names.SAMPLES: len(items)}
+        with telemetry.span(names.RL_REWARD, attributes=attributes, links=askers):
             for call in range(MAX_CALLS):
-                missing = [item for item in items if item.sample_id not in outcomes]
-                if not missing:
-                    return outcomes
+                cost = len(missing)
                 replica = await self._pool.acquire(
-                    len(missing), timeout_s=self._wait_limit_s, what="a reward replica"
+                    cost, timeout_s=self._wait_limit_s, what="a reward replica"
                 )
                 try:
-                    await self._call(replica.stub, missing, outcomes)
+                    await self._call(replica.stub, missing, take)
                 except (Unavailable, DeadlineExceeded) as error:
                     self._pool.eject(replica.instance_id, str(error))
                     if call == MAX_CALLS - 1:
                         raise
                 finally:
-                    self._pool.release(replica, len(missing))
-        for item in items:
-            outcomes.setdefault(item.sample_id, Outcome(None, "the reward service returned no outcome"))
-        return outcomes
+                    self._pool.release(replica, cost)
+                if not missing:
+                    return
+        for sample_id in missing:
+            take(sample_id, Outcome(None, "the reward service returned no outcome"))
 
     async def _call(
-        self, stub: RewardServiceAsyncStub, items: list[pb.ScoreItem], outcomes: dict[str, Outcome]
+        self, stub: RewardServiceAsyncStub, missing: dict[str, pb.ScoreItem], take: Take[Outcome]
     ) -> None:
+        """Ask one replica; what it answers is missing no more."""
         request = pb.ScoreRequest(
-            run_id=self._run_id, request_id=ids.new_request_id(), items=items, rewards=self._specs
+            run_id=self._run_id,
+            request_id=ids.new_request_id(),
+            items=missing.values(),
+            rewards=self._specs,
         )
-        limit_s = self._limit_s * len(items) + SLACK_S
+        limit_s = self._limit_s * len(missing) + SLACK_S
         stream = rpc.server_stream(stub.Score, request, idle_timeout_s=limit_s, timeout_s=limit_s)
         async with aclosing(stream) as replies:
             async for reply in replies:
-                outcomes[reply.sample_id] = _outcome(reply)
+                if missing.pop(reply.sample_id, None) is not None:
+                    take(reply.sample_id, _outcome(reply))
 
 
 def _outcome(reply: pb.ScoreResponse) -> Outcome:
