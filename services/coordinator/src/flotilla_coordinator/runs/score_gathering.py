@@ -69,30 +69,30 @@ class ScoreGathering(Generic[T]):
         self._begin(together)
 
     def _begin(self, together: dict[str, _Asked[T]]) -> None:
-        call = asyncio.create_task(self._answer(together), name="score")
+        groups = list(dict.fromkeys(together.values()))
+        call = asyncio.create_task(self._answer(groups, together), name="score")
         self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
-        groups = set(together.values())
+
+        def ended(call: asyncio.Task[None]) -> None:
+            self._calls.discard(call)
+            error = None if call.cancelled() else call.exception()
+            for asked in groups:
+                if error is not None and not asked.done.done():
+                    asked.done.set_exception(error)
 
         def gone(_: asyncio.Future[dict[str, T]]) -> None:
-            # One that served everybody ends by itself, and well.
-            if all(a.done.done() for a in groups) and any(a.done.cancelled() for a in groups):
+            # A call that served everybody ends by itself, and well.
+            if all(asked.done.done() for asked in groups) and any(asked.done.cancelled() for asked in groups):
                 call.cancel()
 
+        call.add_done_callback(ended)
         for asked in groups:
             asked.done.add_done_callback(gone)
 
-    async def _answer(self, together: dict[str, _Asked[T]]) -> None:
-        groups = list(dict.fromkeys(together.values()))
+    async def _answer(self, groups: list[_Asked[T]], together: dict[str, _Asked[T]]) -> None:
         items = [item for asked in groups for item in asked.items.values()]
-        try:
-            await self._call(
-                items,
-                [asked.span for asked in groups],
-                lambda sample_id, outcome: together[sample_id].take(sample_id, outcome),
-            )
-        # Whatever it is, it belongs to those who wait for the call.
-        except Exception as error:  # noqa: BLE001
-            for asked in groups:
-                if not asked.done.done():
-                    asked.done.set_exception(error)
+        await self._call(
+            items,
+            [asked.span for asked in groups],
+            lambda sample_id, outcome: together[sample_id].take(sample_id, outcome),
+        )
