@@ -97,7 +97,7 @@ def holder(gang: RecordingGang, tmp_path: Path) -> SessionHolder:
 
 async def training(holder: SessionHolder, gang: RecordingGang) -> asyncio.Task[pb.UpdateResult]:
     """An update that scores with the reference."""
-    update = asyncio.create_task(holder.session("a").train(HEADER, groups()))
+    update = asyncio.create_task(holder.session("a").updates.train(HEADER, groups()))
     await asyncio.wait_for(gang.scoring.wait(), LIMIT_S)
     return update
 

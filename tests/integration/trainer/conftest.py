@@ -107,6 +107,16 @@ class Trainer:
         reply = await rpc.client_stream(self.stub.Train, stream(), timeout_s=CALL_TIMEOUT_S)
         return reply.result
 
+    async def gradient(self, groups: list[pb.TrainGroup]) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+        """Metrics and the whole gradient of a batch, through the path that Train takes; no step follows."""
+        session = self.holder.session(self.run_id)
+        prepared = await session._preparation.of(
+            "gradients", groups, session.version, session._progress.objective
+        )
+        answers = await session._ranks.work("gradients", prepared.packed, {})
+        metrics = answers[0].fields["metrics"] | prepared.facts
+        return metrics, {name: array.copy() for name, array in answers[0].arrays.items()}
+
     async def export(self, path: Path, step: int) -> Path:
         version = Version(0, step).to_proto()
         await self.call(

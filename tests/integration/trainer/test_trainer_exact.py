@@ -65,11 +65,8 @@ def plain_grpo(folder: Path, groups: Groups) -> tuple[float, dict[str, torch.Ten
 
 async def ranks_grpo(trainer: Any, groups: Groups) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradient of the same batch from the ranks, through the path that Train takes."""
-    session = trainer.holder.session(trainer.run_id)
-    _, packed, _ = await session._prepare("gradients", groups)
-    answers = await session._on_ranks("gradients", packed, {})
-    gradients = {name: torch.from_numpy(array.copy()) for name, array in answers[0].arrays.items()}
-    return answers[0].fields["metrics"]["loss"], gradients
+    metrics, gradients = await trainer.gradient(groups)
+    return metrics["loss"], {name: torch.from_numpy(array) for name, array in gradients.items()}
 
 
 @pytest.mark.parametrize("batching", BATCHINGS, ids=lambda batching: "-".join(map(str, batching.values())))

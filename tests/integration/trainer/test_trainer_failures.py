@@ -152,7 +152,7 @@ async def test_an_aborted_update_leaves_the_version(pair: Any, groups_of: MakeGr
     running = asyncio.create_task(pair.train(0, groups))
     session = pair.holder.session(pair.run_id)
     async with asyncio.timeout(20):
-        while not session._attempts:
+        while not session.updates.running:
             await asyncio.sleep(0.01)
     await pair.call("AbortUpdate", pb.AbortUpdateRequest(run_id=pair.run_id, update_id=f"{pair.run_id}/0.0"))
     with pytest.raises(Cancelled, match="aborted"):
@@ -167,7 +167,7 @@ async def test_weights_are_never_labelled_with_the_version_before_a_running_upda
     running = asyncio.create_task(pair.train(0, groups_of([20, 20])))
     session = pair.holder.session(pair.run_id)
     async with asyncio.timeout(20):
-        while not session._attempts:
+        while not session.updates.running:
             await asyncio.sleep(0.01)
     sequences = [
         pb.ScoredSequence(sequence_id="a", prompt_token_ids=to_tensor(IDS), token_ids=to_tensor(IDS))

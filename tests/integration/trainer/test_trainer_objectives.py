@@ -74,11 +74,8 @@ def expected(
 
 async def on_ranks(trainer: Any, groups: Groups) -> tuple[float, dict[str, np.ndarray], dict[str, float]]:
     """Loss, gradient and metrics of the same batch through the path that Train takes."""
-    session = trainer.holder.session(trainer.run_id)
-    _, packed, facts = await session._prepare("gradients", groups)
-    answers = await session._on_ranks("gradients", packed, {})
-    gradients = {name: array.copy() for name, array in answers[0].arrays.items()}
-    return answers[0].fields["metrics"]["loss"], gradients, answers[0].fields["metrics"] | facts
+    metrics, gradients = await trainer.gradient(groups)
+    return metrics["loss"], gradients, metrics
 
 
 def assert_equal(got: dict[str, np.ndarray], wanted: dict[str, torch.Tensor]) -> None:

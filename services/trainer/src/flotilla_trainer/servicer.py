@@ -45,7 +45,7 @@ class TrainerServicer(TrainerServiceServicer):
     async def Train(self, requests: AsyncIterator[pb.TrainRequest], context: Any) -> pb.TrainResponse:
         header = await _header(requests)
         session = self._holder.session(header.run_id)
-        if (done := session.finished(header.update_id)) is not None:
+        if (done := session.updates.finished(header.update_id)) is not None:
             return pb.TrainResponse(result=done)
         session.check_version(Version.from_proto(header.policy_version), f"update {header.update_id}")
         groups = [group async for request in requests for group in _chunk(request).groups]
@@ -54,14 +54,14 @@ class TrainerServicer(TrainerServiceServicer):
                 f"the stream held {len(groups)} groups, its header announced {header.groups}",
                 where=f"update {header.update_id}",
             )
-        return pb.TrainResponse(result=await session.train(header, groups))
+        return pb.TrainResponse(result=await session.updates.train(header, groups))
 
     async def GetUpdate(self, request: pb.GetUpdateRequest, context: Any) -> pb.GetUpdateResponse:
         session = self._holder.session(request.run_id)
-        return pb.GetUpdateResponse(result=await session.update(request.update_id))
+        return pb.GetUpdateResponse(result=await session.updates.result(request.update_id))
 
     async def AbortUpdate(self, request: pb.AbortUpdateRequest, context: Any) -> pb.AbortUpdateResponse:
-        await self._holder.session(request.run_id).abort(request.update_id)
+        await self._holder.session(request.run_id).updates.abort(request.update_id)
         return pb.AbortUpdateResponse()
 
     async def ComputeLogprobs(
@@ -75,11 +75,11 @@ class TrainerServicer(TrainerServiceServicer):
     async def ForwardBackward(
         self, request: pb.ForwardBackwardRequest, context: Any
     ) -> pb.ForwardBackwardResponse:
-        return await self._holder.session(request.run_id).forward_backward(request)
+        return await self._holder.session(request.run_id).gradients.add(request)
 
     async def OptimStep(self, request: pb.OptimStepRequest, context: Any) -> pb.OptimStepResponse:
         session = self._holder.session(request.run_id)
-        return await self._once("step", request, lambda: session.optim_step(request.learning_rate))
+        return await self._once("step", request, lambda: session.gradients.step(request.learning_rate))
 
     async def OpenWeightGroup(
         self, request: pb.OpenWeightGroupRequest, context: Any

@@ -1,0 +1,116 @@
+"""Updates call by call: gradients add up over ForwardBackward, and OptimStep makes one step of them.
+
+Invariants: calls of one step add up to what one update on all their groups would be; a call that fails on the ranks
+drops what was added up before it; the gradients are gone after a step, whatever came of it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+
+from flotilla.trainer.v1 import session_pb2
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_core import ids
+from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidRequest
+from flotilla_core.version import Version
+from flotilla_trainer.objective.call_objective import call_objective
+from flotilla_trainer.objective.settings import objective_settings
+from flotilla_trainer.objective.update_objective import UpdateObjective
+from flotilla_trainer.pending_gradients import PendingGradients
+from flotilla_trainer.prepared_update import Preparation
+from flotilla_trainer.session_progress import SessionProgress
+from flotilla_trainer.session_ranks import SessionRanks
+from flotilla_trainer.updates import Updates
+
+
+class GradientCalls:
+    """The calls of one session."""
+
+    def __init__(
+        self,
+        asked: session_pb2.Objective,
+        ranks: SessionRanks,
+        preparation: Preparation,
+        progress: SessionProgress,
+        pending: PendingGradients,
+        updates: Updates,
+    ) -> None:
+        self._asked = asked
+        self._ranks = ranks
+        self._preparation = preparation
+        self._progress = progress
+        self._pending = pending
+        self._updates = updates
+
+    async def add(self, request: pb.ForwardBackwardRequest) -> pb.ForwardBackwardResponse:
+        """Add the gradients of a batch to those that wait for their step."""
+        return await self._pending.once(
+            request.request_id or ids.new_request_id(), lambda: self._add(request)
+        )
+
+    async def step(self, rate: float) -> pb.OptimStepResponse:
+        """One step on the gradients that wait; without a rate, on that of the schedule."""
+        if not (math.isfinite(rate) and rate >= 0):
+            raise InvalidRequest(f"the learning rate is {rate}", where="learning_rate")
+        progress = self._progress
+        async with self._ranks.turn:
+            self._ranks.check_open()
+            progress.check_usable()
+            self._pending.require()
+            fields = {"learning_rate": rate or progress.learning_rate, "units": self._pending.units}
+            facts, sample_ids = self._pending.facts(), self._pending.sample_ids
+            # The ranks give the gradients up, whatever comes of the step.
+            self._pending.clear(forget=False)
+            with self._ranks.doing("optimizer step"):
+                answers = await self._ranks.command("optim_step", fields)
+            answer = answers[0].fields
+            metrics, skipped = answer["metrics"] | facts, answer["skipped"]
+            if skipped:
+                progress.skipped(f"step from {progress.version}", skipped, lambda: "not kept")
+            else:
+                progress.made(metrics, len(sample_ids))
+            return pb.OptimStepResponse(
+                policy_version=progress.version.to_proto(),
+                metrics=metrics,
+                skipped=skipped,
+                sample_ids=sample_ids,
+            )
+
+    async def _add(self, request: pb.ForwardBackwardRequest) -> pb.ForwardBackwardResponse:
+        if running := self._updates.running:
+            raise FailedPrecondition(
+                "gradients cannot be added now",
+                where=f"run {self._ranks.run_id}",
+                why=f"update {running} is under way",
+                next_step="wait for its result: Train and ForwardBackward take turns",
+            )
+        async with self._ranks.turn:
+            self._ranks.check_open()
+            self._progress.check_usable()
+            asked = call_objective(self._asked, request.loss) if request.HasField("loss") else self._asked
+            objective = UpdateObjective(asked)
+            objective.kl_coefficient = self._progress.objective.kl_coefficient
+            self._pending.check_kind(objective.unit)
+            version = self._progress.version
+            prepared = await self._preparation.of(self._call_name(), request.groups, version, objective)
+            units = objective.units(prepared.batch)
+            fields = {"objective": asdict(objective_settings(asked)), "units": units}
+            try:
+                with self._ranks.doing("forward and backward"):
+                    answers = await self._ranks.work("forward_backward", prepared.packed, fields)
+            except FlotillaError:
+                self._pending.clear(forget=True)
+                raise
+            metrics: dict[str, float] = answers[0].fields["metrics"]
+            sample_ids = prepared.batch.sample_ids
+            self._pending.add(objective.unit, units, sample_ids, metrics["tokens/trained"], prepared.facts)
+            return pb.ForwardBackwardResponse(
+                metrics=metrics | prepared.metrics, policy_version=version.to_proto()
+            )
+
+    def _call_name(self) -> str:
+        """The first call of a step draws what the update of that step would draw."""
+        version = self._progress.version
+        update_id = ids.update_id(self._ranks.run_id, Version(version.lineage, version.step + 1))
+        return update_id + (f"-{self._pending.calls}" if self._pending.calls else "")

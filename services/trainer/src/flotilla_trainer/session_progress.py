@@ -1,0 +1,91 @@
+"""Where a session stands: its version, what was skipped in a row, and whether that was too much.
+
+Invariants: the version grows by one with every update that was made and with nothing else; a skipped update leaves it
+as it was, and too many of them in a row end the session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from flotilla.trainer.v1 import session_pb2
+from flotilla_core.errors import FlotillaError, NotFinite, StaleVersion
+from flotilla_core.version import Version
+from flotilla_trainer.objective.update_objective import UpdateObjective
+from flotilla_trainer.schedule import learning_rate
+
+logger = structlog.get_logger()
+
+
+class SessionProgress:
+    """Counts updates."""
+
+    def __init__(
+        self, run_id: str, spec: session_pb2.SessionSpec, lineage: int, objective: UpdateObjective
+    ) -> None:
+        self._run_id = run_id
+        self._spec = spec
+        self.objective = objective
+        self._skipped_in_row = 0
+        self._failure: FlotillaError | None = None
+        self.version = Version(lineage, 0)
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the update that comes next, by the schedule."""
+        return learning_rate(self._spec.optimizer, self._spec.total_updates, self.version.step)
+
+    def check_version(self, version: Version, what: str) -> None:
+        """Refuse work for another version than the one that is held."""
+        if version != self.version:
+            raise StaleVersion(
+                f"{what} is for version {version}",
+                where=f"run {self._run_id}",
+                why=f"the trainer holds version {self.version}",
+                next_step="ask GetUpdate which updates were made",
+            )
+
+    def check_usable(self) -> None:
+        """Refuse updates after too many skipped ones."""
+        if self._failure is not None:
+            raise self._failure
+
+    def made(self, metrics: dict[str, float], samples: int) -> None:
+        """An update was made of so many samples."""
+        self.version = Version(self.version.lineage, self.version.step + 1)
+        self._skipped_in_row = 0
+        self.objective.adapt(metrics, samples)
+
+    def skipped(self, update_id: str, why: str, dump: Callable[[], str]) -> None:
+        """An update could not be made: `dump` what led to it, and end the session where that is one too many."""
+        self._skipped_in_row += 1
+        dumped = dump()
+        logger.warning(
+            "update skipped", update_id=update_id, why=why, in_row=self._skipped_in_row, dump=dumped
+        )
+        if self._skipped_in_row >= max(1, self._spec.max_skipped_updates):
+            self._failure = NotFinite(
+                f"{self._skipped_in_row} updates in a row were skipped",
+                where=f"run {self._run_id}, update {update_id}",
+                why=why,
+                next_step=f"look at the dumped batch ({dumped}); lower optimizer.learning_rate",
+            )
+            raise self._failure
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint says of it."""
+        return {
+            "policy_version": list(self.version),
+            "skipped_in_row": self._skipped_in_row,
+            "kl_coefficient": self.objective.kl_coefficient,
+        }
+
+    def go_on_from(self, facts: dict[str, Any]) -> None:
+        """The ranks hold a checkpoint with these facts now: this session's lineage goes on at its step."""
+        _, step = facts["policy_version"]
+        self.version = Version(self.version.lineage, step)
+        self._skipped_in_row = facts["skipped_in_row"]
+        self.objective.kl_coefficient = facts["kl_coefficient"]

@@ -1,0 +1,135 @@
+"""The ranks as one session reaches them: work is laid out for all of them, scores come back in place.
+
+Invariants: whoever reads or changes weights holds `turn`; a session that has ended sends nothing any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from flotilla.trainer.v1 import session_pb2
+from flotilla_core.errors import DeadlineExceeded, FlotillaError
+from flotilla_core.service import Activities
+from flotilla_trainer.frames import Array, Frame
+from flotilla_trainer.gang import Gang
+from flotilla_trainer.packing import Layout, MicroBatch, Sequences, pack
+from flotilla_trainer.session_settings import layout
+from flotilla_trainer.update_batch import ModelLimits
+
+
+class SessionRanks:
+    """One session's way to the gang."""
+
+    def __init__(
+        self, run_id: str, batching: session_pb2.Batching, gang: Gang, activities: Activities
+    ) -> None:
+        self.run_id = run_id
+        self._batching = batching
+        self._gang = gang
+        self._activities = activities
+        self._over: FlotillaError | None = None
+        self.turn = asyncio.Lock()
+
+    def end(self, why: FlotillaError) -> None:
+        """Let nothing of this session reach the ranks any more; what they do already comes to its end."""
+        self._over = self._over or why
+
+    def check_open(self) -> None:
+        """Refuse work for a session that has ended."""
+        if self._over is not None:
+            raise self._over
+
+    async def settled(self) -> None:
+        """Wait until nothing of this session is under way."""
+        limit_s = self._gang.slow_timeout_s
+        try:
+            async with asyncio.timeout(limit_s), self.turn:
+                return
+        except TimeoutError:
+            raise DeadlineExceeded(
+                "the session cannot be closed",
+                where=f"run {self.run_id}",
+                why=f"waited {limit_s:g} s for its last command; " + "; ".join(self._gang.phases()),
+                next_step="close it again; a rank that hangs is named and replaced by itself",
+            ) from None
+
+    @property
+    def limits(self) -> ModelLimits:
+        """What fits the model that the ranks hold."""
+        facts = self._gang.facts
+        return ModelLimits(facts["vocabulary"], facts["max_sequence_tokens"])
+
+    @property
+    def packing_refusal(self) -> str:
+        """Why sequences of the model cannot be packed; empty where they can."""
+        refusal: str = self._gang.facts["packing_refusal"]
+        return refusal
+
+    def doing(self, what: str) -> AbstractContextManager[None]:
+        """Name what goes on to whoever looks."""
+        return self._activities.doing(what, run_id=self.run_id)
+
+    def layout(self) -> Layout:
+        """How work is cut and dealt to the ranks."""
+        return layout(self._batching, self._gang.facts, self._gang.size)
+
+    def pack(self, sequences: Sequences) -> list[list[MicroBatch]]:
+        """The micro-batches of each rank."""
+        return pack(sequences, self.layout())
+
+    async def command(self, kind: str, *arguments: Any, **options: Any) -> list[Frame]:
+        """Let every rank do the same thing."""
+        # Checked here and not where the work began: a batch takes a while to prepare, and the next session's
+        # commands must find none of ours behind them.
+        self.check_open()
+        return await self._gang.command(kind, *arguments, **options)
+
+    async def work(self, kind: str, packed: list[list[MicroBatch]], fields: dict[str, Any]) -> list[Frame]:
+        """Let every rank do its micro-batches."""
+        return await self.command(
+            kind,
+            fields,
+            [_arrays(batches) for batches in packed],
+            per_rank=[{"idle": [batch.idle for batch in batches]} for batches in packed],
+        )
+
+    async def scores(
+        self,
+        packed: list[list[MicroBatch]],
+        count: int,
+        *,
+        temperature: float,
+        top_k: int = 0,
+        reference: bool = False,
+    ) -> dict[str, Array]:
+        """Of `count` scored tokens, in their order, under the policy or the one that the session started from."""
+        fields = {
+            "temperature": temperature,
+            "chunk_tokens": self._batching.logprob_chunk_tokens,
+            "top_k": top_k,
+            "reference": reference,
+        }
+        return _in_place(await self.work("score", packed, fields), packed, count)
+
+    async def urgently(self, kind: str, fields: dict[str, Any]) -> None:
+        """Tell all ranks something that they act on beside the command that runs."""
+        await self._gang.urgently(kind, fields)
+
+
+def _arrays(batches: list[MicroBatch]) -> dict[str, Array]:
+    return {name: array for index, batch in enumerate(batches) for name, array in batch.arrays(index).items()}
+
+
+def _in_place(answers: list[Frame], packed: list[list[MicroBatch]], count: int) -> dict[str, Array]:
+    """The ranks' scores in the order of the scored tokens."""
+    result: dict[str, Array] = {}
+    for answer, batches in zip(answers, packed, strict=True):
+        places = np.concatenate([batch.places for batch in batches])
+        for name, values in answer.arrays.items():
+            whole = result.setdefault(name, np.empty((count, *values.shape[1:]), values.dtype))
+            whole[places] = values
+    return result

@@ -1,0 +1,140 @@
+"""Whole updates: one call in, one version out.
+
+Invariants: an update id trains once, and a repeat gets the first result; nothing changes before a whole valid batch is
+here; a skipped update leaves weights and version as they were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_core import ids
+from flotilla_core.errors import Cancelled, NotFound
+from flotilla_core.version import Version
+from flotilla_trainer.batch_dump import dump_batch
+from flotilla_trainer.once import Once
+from flotilla_trainer.pending_gradients import PendingGradients
+from flotilla_trainer.prepared_update import Preparation
+from flotilla_trainer.session_progress import SessionProgress
+from flotilla_trainer.session_ranks import SessionRanks
+from flotilla_trainer.update_batch import UpdateBatch
+
+KEPT_RESULTS = 64
+"""Each names its samples; only the newest can still be asked about."""
+
+
+class Updates:
+    """The updates of one session."""
+
+    def __init__(
+        self,
+        dump_dir: str,
+        ranks: SessionRanks,
+        preparation: Preparation,
+        progress: SessionProgress,
+        pending: PendingGradients,
+    ) -> None:
+        self._dump_dir = dump_dir
+        self._ranks = ranks
+        self._preparation = preparation
+        self._progress = progress
+        self._pending = pending
+        self._results: Once[pb.UpdateResult] = Once(KEPT_RESULTS)
+        self._attempts: dict[str, str] = {}
+
+    @property
+    def running(self) -> str:
+        """The id of an update that is under way; empty where none is."""
+        return next(iter(self._attempts), "")
+
+    async def train(self, header: pb.TrainHeader, groups: Sequence[pb.TrainGroup]) -> pb.UpdateResult:
+        """One update on a whole batch, or the result of the same update earlier."""
+        known = self._results.get(header.update_id)
+        if known is not None and known.done() and _was_another_try(known.result(), groups):
+            self._results.forget(header.update_id)
+        return await self._results.run(header.update_id, lambda: self._attempt(header, groups))
+
+    def finished(self, update_id: str) -> pb.UpdateResult | None:
+        """The result of an update that was made."""
+        known = self._results.get(update_id)
+        if known is None or not known.done() or known.result().skipped:
+            return None
+        return known.result()
+
+    async def result(self, update_id: str) -> pb.UpdateResult:
+        """The result of an update that runs or is done."""
+        known = self._results.get(update_id)
+        if known is None:
+            raise NotFound(
+                f"update {update_id!r} never happened here",
+                where=f"run {self._ranks.run_id}",
+                why=f"the session is at version {self._progress.version}",
+                next_step="send it with Train",
+            )
+        return await asyncio.shield(known)
+
+    async def abort(self, update_id: str) -> None:
+        """Give up an update that runs; when this returns it has ended one way or the other."""
+        running = self._results.get(update_id)
+        if running is None or running.done() or update_id not in self._attempts:
+            return
+        await self._ranks.urgently("abort_update", {"attempt": self._attempts[update_id]})
+        await asyncio.wait({running})
+
+    async def _attempt(self, header: pb.TrainHeader, groups: Sequence[pb.TrainGroup]) -> pb.UpdateResult:
+        """One try at an update, under a name that an abort can mean without hitting the next try."""
+        attempt = self._attempts[header.update_id] = ids.new_request_id()
+        try:
+            async with self._ranks.turn:
+                return await self._train(header, groups, attempt)
+        finally:
+            del self._attempts[header.update_id]
+
+    async def _train(
+        self, header: pb.TrainHeader, groups: Sequence[pb.TrainGroup], attempt: str
+    ) -> pb.UpdateResult:
+        progress, update_id = self._progress, header.update_id
+        self._ranks.check_open()
+        progress.check_usable()
+        self._pending.refuse(f"update {update_id}")
+        progress.check_version(Version.from_proto(header.policy_version), f"update {update_id}")
+        started = time.monotonic()
+        prepared = await self._preparation.of(update_id, groups, progress.version, progress.objective)
+        prepared_s = time.monotonic() - started
+        fields = {"attempt": attempt, "learning_rate": progress.learning_rate}
+        with self._ranks.doing("train: forward, backward and step"):
+            answers = await self._ranks.work("train", prepared.packed, fields)
+        answer = answers[0].fields
+        if answer["aborted"]:
+            raise Cancelled(f"update {update_id} was aborted before its step")
+        metrics = answer["metrics"] | prepared.metrics | {"time/prepare_s": prepared_s}
+        skipped, batch = answer["skipped"], prepared.batch
+        if skipped:
+            progress.skipped(update_id, skipped, lambda: self._dump(update_id, batch, skipped, metrics))
+        else:
+            progress.made(metrics, len(batch.sample_ids))
+        return pb.UpdateResult(
+            update_id=update_id,
+            policy_version=progress.version.to_proto(),
+            skipped=skipped,
+            metrics=metrics,
+            sample_ids=batch.sample_ids,
+        )
+
+    def _dump(self, update_id: str, batch: UpdateBatch, why: str, metrics: dict[str, float]) -> str:
+        if not self._dump_dir:
+            return "not kept: the session names no dump_dir"
+        try:
+            return str(dump_batch(Path(self._dump_dir), update_id, batch, why, metrics))
+        except OSError as error:
+            return f"not written: {error}"
+
+
+def _was_another_try(result: pb.UpdateResult, groups: Sequence[pb.TrainGroup]) -> bool:
+    """A skipped update leaves its version, and so its id, to the next batch."""
+    samples = [sample.sample_id for group in groups for sample in group.samples]
+    return bool(result.skipped) and samples != list(result.sample_ids)
