@@ -49,7 +49,9 @@ def run_file(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         },
         "rewards": [{"reward": f"{reward}:reward"}],
         "optimizer": {"learning_rate": 1.0e-3, "schedule": "constant", "epsilon": 1.0e-3},
+        # The simulated engine's log-probabilities are not those of any policy.
         "weights": {"canary": {"prompts": 0}},
+        "algorithm": {"correction": {"warn_at": None, "fail_at": None}},
         "checkpoint": {"every_steps": 3},
         "export_final": False,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +18,30 @@ pytestmark = pytest.mark.timeout(120)
 
 USAGE = 2
 FAILED_RUN = 1
+RunFile = Callable[..., Path]
 
 
-def run_file(tmp_path: Path, arithmetic: Path, **changes: Any) -> Path:
+@pytest.fixture
+def run_file(small_run: Callable[[str, int], dict[str, Any]], tmp_path: Path) -> RunFile:
     """A run of one small step, with changes by dotted key."""
-    run: dict[str, Any] = {
-        "name": "bad-input",
-        "steps": 1,
-        "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
-        "rollout": {
-            "prompts_per_step": 2,
-            "samples_per_prompt": 2,
-            "sampling": {"max_response_tokens": 6},
-        },
-        "rewards": [{"reward": "exact"}],
-        "weights": {"canary": {"prompts": 0}},
-        "export_final": False,
-    }
-    for key, value in changes.items():
-        section, *path = key.split("__")
-        target = run
-        for part in path:
-            target, section = target.setdefault(section, {}), part
-        target[section] = value
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(run))
-    return file
+
+    def written(**changes: Any) -> Path:
+        run = small_run("bad-input", 1)
+        for key, value in changes.items():
+            section, *path = key.split("__")
+            target = run
+            for part in path:
+                target, section = target.setdefault(section, {}), part
+            target[section] = value
+        file = tmp_path / "run.yaml"
+        file.write_text(yaml.safe_dump(run))
+        return file
+
+    return written
 
 
-def test_good_input_passes(fleet: Stack, arithmetic: Path, tmp_path: Path) -> None:
-    run = fleet.run(run_file(tmp_path, arithmetic))
+def test_good_input_passes(fleet: Stack, run_file: RunFile) -> None:
+    run = fleet.run(run_file())
     assert run["state"] == "succeeded", run["reason"]
 
 
@@ -65,10 +60,10 @@ def test_good_input_passes(fleet: Stack, arithmetic: Path, tmp_path: Path) -> No
     ids=["section", "key", "type", "group-of-one", "data", "weights", "reward-file", "schedule"],
 )
 def test_wrong_run_is_refused_before_anything_starts(
-    fleet: Stack, arithmetic: Path, tmp_path: Path, changes: dict[str, Any], told: list[str]
+    fleet: Stack, run_file: RunFile, changes: dict[str, Any], told: list[str]
 ) -> None:
     before = len(fleet.ok("run", "list")["runs"])
-    outcome = fleet.flotilla("run", "start", str(run_file(tmp_path, arithmetic, **changes)), "--wait")
+    outcome = fleet.flotilla("run", "start", str(run_file(**changes)), "--wait")
     assert outcome.code == USAGE, outcome.err
     for words in told:
         assert words in outcome.err
@@ -76,10 +71,10 @@ def test_wrong_run_is_refused_before_anything_starts(
     assert len(fleet.ok("run", "list")["runs"]) == before
 
 
-def test_empty_data_set_is_refused(fleet: Stack, arithmetic: Path, tmp_path: Path) -> None:
+def test_empty_data_set_is_refused(fleet: Stack, run_file: RunFile, tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
-    outcome = fleet.flotilla("run", "start", str(run_file(tmp_path, arithmetic, data__train=str(empty))))
+    outcome = fleet.flotilla("run", "start", str(run_file(data__train=str(empty))))
     assert outcome.code == USAGE
     assert "empty.jsonl" in outcome.err
 
@@ -95,14 +90,12 @@ def test_empty_data_set_is_refused(fleet: Stack, arithmetic: Path, tmp_path: Pat
     ids=["raises", "nan", "text", "never-returns"],
 )
 def test_broken_reward_fails_the_run_and_is_never_a_score(
-    fleet: Stack, arithmetic: Path, tmp_path: Path, body: str, told: str
+    fleet: Stack, run_file: RunFile, tmp_path: Path, body: str, told: str
 ) -> None:
     reward = tmp_path / "broken.py"
     reward.write_text(f"def reward(prompt, response, answer, info):\n    {body}\n")
     terms = [{"reward": f"{reward}:reward", "timeout_s": 0.5}]
-    outcome = fleet.flotilla(
-        "run", "start", str(run_file(tmp_path, arithmetic, rewards=terms)), "--wait", "--json"
-    )
+    outcome = fleet.flotilla("run", "start", str(run_file(rewards=terms)), "--wait", "--json")
     assert outcome.code == FAILED_RUN
     assert outcome.json["state"] == "failed"
     assert told in outcome.json["reason"].lower()
@@ -135,7 +128,9 @@ def test_service_that_dies_at_start_shows_its_last_words(arithmetic: Path, tmp_p
     assert nothing_runs_below(tmp_path)
 
 
-def test_trainer_with_another_tokenizer_is_refused(arithmetic: Path, tmp_path: Path) -> None:
+def test_trainer_with_another_tokenizer_is_refused(
+    arithmetic: Path, run_file: RunFile, tmp_path: Path
+) -> None:
     from flotilla_testing.stack import light_stack
 
     other = tmp_path / "other-model"
@@ -145,7 +140,7 @@ def test_trainer_with_another_tokenizer_is_refused(arithmetic: Path, tmp_path: P
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     (other / "tokenizer.json").write_text(json.dumps(tokenizer, indent=3))
     with light_stack(arithmetic / "model", tmp_path, trainer_model=other) as running:
-        run = running.run(run_file(tmp_path, arithmetic))
+        run = running.run(run_file())
     assert run["state"] == "failed"
     assert "tokenizer" in run["reason"]
 

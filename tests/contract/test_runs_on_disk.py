@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from flotilla_testing.stack import Stack, light_stack, wait_until
 pytestmark = pytest.mark.timeout(120)
 
 STEPS = 3
+SmallRun = Callable[[str, int], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -26,22 +27,9 @@ def own_fleet(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 @pytest.fixture(scope="module")
-def run_file(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = {
-        "name": "on-disk",
-        "steps": STEPS,
-        "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
-        "rollout": {
-            "prompts_per_step": 2,
-            "samples_per_prompt": 2,
-            "sampling": {"max_response_tokens": 6},
-        },
-        "rewards": [{"reward": "exact"}],
-        "weights": {"canary": {"prompts": 0}},
-        "export_final": False,
-    }
+def run_file(small_run: SmallRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("run") / "run.yaml"
-    file.write_text(yaml.safe_dump(run))
+    file.write_text(yaml.safe_dump(small_run("on-disk", STEPS)))
     return file
 
 

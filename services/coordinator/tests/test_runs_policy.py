@@ -22,6 +22,8 @@ CONFIG = RunConfig.model_validate(
     {"name": "run", "steps": 3, "data": {"train": "x.jsonl"}, "rewards": [{"reward": "exact"}]}
 )
 
+LONGEST_S = 700.0
+
 
 class Trainer:
     """One session, by the rules of the contract; streams break as often as a test says."""
@@ -94,7 +96,7 @@ def policy(trainer: Trainer, *ended: str, lineage: int = 0) -> PolicyTrainer:
         return list(ended)
 
     stub: Any = trainer
-    return PolicyTrainer("run", CONFIG, stub, "trainer-0-1", Path("dumps"), ended_runs, lineage)
+    return PolicyTrainer("run", CONFIG, stub, "trainer-0-1", Path("dumps"), ended_runs, LONGEST_S, lineage)
 
 
 def batch() -> Batch:
@@ -108,6 +110,21 @@ async def test_a_trainer_held_by_a_run_that_has_ended_is_taken_back() -> None:
     trainer.holder = "killed"
     await policy(trainer, "older", "killed").open()
     assert trainer.holder == "run"
+
+
+async def test_waiting_for_a_close_outlasts_the_longest_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: dict[str, float] = {}
+
+    async def call(method: Any, request: Any, *, timeout_s: float, **_options: Any) -> Any:
+        limits[method.__name__] = timeout_s
+        return await method(request)
+
+    monkeypatch.setattr(rpc, "unary", call)
+    client = policy(Trainer())
+    await client.open()
+    await client.close()
+    # The session that opens waits for the one that closes.
+    assert LONGEST_S < limits["CloseSession"] < limits["OpenSession"]
 
 
 async def test_a_run_that_goes_on_takes_its_own_old_session_back() -> None:

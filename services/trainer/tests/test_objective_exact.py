@@ -17,7 +17,7 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.config import PolicyConfig
 from flotilla_core.config.presets import PRESETS
 from flotilla_core.errors import FlotillaError, InvalidRequest, NotFinite, NotFound, UserCodeError
-from flotilla_core.tensors import to_tensor
+from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
 from flotilla_trainer.objective.settings import check_objective, objective_settings
 from flotilla_trainer.objective.update_objective import UpdateObjective
@@ -275,6 +275,66 @@ def test_advantages_of_the_caller_are_taken_as_they_are() -> None:
     batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION)
     sequences, _ = UpdateObjective(objective_of("grpo")).sequences(batch, 0)
     np.testing.assert_array_equal(sequences.columns["advantages"], own)
+
+
+ON_THE_WAY_TO_ADVANTAGES: dict[str, dict[str, Any]] = {
+    "kl.placement reward": {
+        "kl": {
+            "placement": session_pb2.KL_PLACEMENT_REWARD,
+            "estimator": session_pb2.KL_ESTIMATOR_K1,
+            "coefficient": 0.1,
+        }
+    },
+    "advantage.whiten": {"advantage": {"whiten": True}},
+    "advantage.clip": {"advantage": {"clip": 1.0}},
+    "advantage.reward_clip": {"advantage": {"reward_clip": 1.0}},
+    "advantage.overlong": {"advantage": {"overlong": {"buffer_tokens": 4, "penalty": 1.0}}},
+    "shuffle_rewards": {"shuffle_rewards": True},
+}
+
+
+@pytest.mark.parametrize("key", ON_THE_WAY_TO_ADVANTAGES)
+def test_advantages_that_are_sent_are_refused_where_they_would_have_to_be_changed(key: str) -> None:
+    groups = make_groups([1])
+    length = len(groups[0].samples[0].token_ids.data) // 4
+    groups[0].samples[0].advantages.CopyFrom(to_tensor(np.ones(length, np.float32)))
+    batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION)
+    objective = objective_of("reinforce", **ON_THE_WAY_TO_ADVANTAGES[key])
+    front = UpdateObjective(objective)
+    reference = np.zeros(length, np.float32) if front.needs_reference else None
+    with pytest.raises(InvalidRequest, match=f"algorithm.{key} .*sample 'g0/0'"):
+        front.sequences(batch, 0, reference)
+
+
+def sampled_by(versions: tuple[int, int], distances: tuple[float, float]) -> list[pb.TrainGroup]:
+    """One sample, its halves written by these steps; the table gives each token so much more than the rollout did."""
+    groups = make_groups([1])
+    sample = groups[0].samples[0]
+    sample.Clear()
+    sample.sample_id = "g0/0"
+    tokens = np.arange(8, dtype=np.int32)
+    sample.token_ids.CopyFrom(to_tensor(tokens))
+    table = torch.log_softmax(
+        torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1)), -1
+    )
+    before = np.concatenate([from_tensor(groups[0].prompt_token_ids)[-1:], tokens[:-1]])
+    exact = table[torch.from_numpy(before).long(), torch.from_numpy(tokens).long()].numpy()
+    sample.logprobs.CopyFrom(to_tensor(np.log(np.exp(exact) + np.repeat(distances, 4)).astype(np.float32)))
+    for half, step in enumerate(versions):
+        span = sample.version_spans.add(start=4 * half, end=4 * half + 4)
+        span.version.CopyFrom(Version(0, step).to_proto())
+    return groups
+
+
+def test_how_far_the_policy_has_moved_is_not_taken_for_another_engine() -> None:
+    now, before = VERSION.step, VERSION.step - 1
+    _, _, moved = result(objective_of("grpo"), sampled_by((now, before), (0.001, 0.2)))
+    assert moved["probs_diff/fresh"] == pytest.approx(0.001, abs=1e-5)
+    _, _, differs = result(objective_of("grpo"), sampled_by((now, before), (0.02, 0.2)))
+    assert differs["probs_diff/fresh"] == pytest.approx(0.02, abs=1e-5)
+    # Where all of it is old there is nothing to compare.
+    _, _, old = result(objective_of("grpo"), sampled_by((before, before), (0.2, 0.2)))
+    assert old["tokens/fresh_share"] == 0 and "probs_diff/fresh" not in old
 
 
 def test_overlong_responses_lose_reward_towards_the_limit() -> None:

@@ -12,7 +12,7 @@ import pytest
 from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.config import StackConfig
-from flotilla_core.errors import Cancelled, FailedPrecondition, Unavailable
+from flotilla_core.errors import Cancelled, DeadlineExceeded, FailedPrecondition, Unavailable
 from flotilla_core.service import Activities
 from flotilla_core.tensors import to_tensor
 from flotilla_trainer.frames import Frame
@@ -40,7 +40,14 @@ class RecordingGang:
             "attention_crossover_tokens": 1,
             "vocabulary": 16,
             "max_sequence_tokens": 12,
+            "parameters": 1,
         }
+
+    async def wait_ready(self) -> None:
+        """Always ready."""
+
+    def phases(self) -> list[str]:
+        return ["rank 0: scoring"]
 
     async def command(self, kind: str, *arguments: Any, **options: Any) -> list[Frame]:
         self.commands.append(kind)
@@ -80,6 +87,16 @@ def specification() -> session_pb2.SessionSpec:
     )
 
 
+def opened_specification() -> session_pb2.SessionSpec:
+    """One that passes the checks of OpenSession."""
+    spec = specification()
+    spec.objective.policy.correction.staleness_decay = 1.0
+    spec.optimizer.CopyFrom(
+        session_pb2.Optimizer(learning_rate=0.1, epsilon=1e-8, schedule=session_pb2.SCHEDULE_CONSTANT)
+    )
+    return spec
+
+
 @pytest.fixture
 def gang() -> RecordingGang:
     return RecordingGang()
@@ -92,6 +109,7 @@ def holder(gang: RecordingGang, tmp_path: Path) -> SessionHolder:
     made = SessionHolder(cast(Gang, gang), plan, stack, Activities())
     request = pb.OpenSessionRequest(run_id="a", spec=specification())
     made._session = Session(request, tmp_path, cast(Gang, gang), Activities())
+    (tmp_path / "config.json").write_text("{}", "utf-8")
     return made
 
 
@@ -128,6 +146,43 @@ async def test_a_close_whose_caller_goes_away_comes_to_its_end(
     again = asyncio.create_task(holder.close("a"))
     gang.gate.set()
     await asyncio.wait_for(again, LIMIT_S)
+    with pytest.raises(Cancelled):
+        await update
+
+
+async def test_a_session_that_is_closing_keeps_the_next_one_waiting_until_it_is_done(
+    holder: SessionHolder, gang: RecordingGang
+) -> None:
+    update = await training(holder, gang)
+    closing = asyncio.create_task(holder.close("a"))
+    await asyncio.sleep(0)
+    next_run = pb.OpenSessionRequest(run_id="b", spec=opened_specification())
+    opening = asyncio.create_task(holder.open(next_run))
+    done, _ = await asyncio.wait({opening}, timeout=0)
+    assert not done and gang.commands == ["score"]
+    gang.gate.set()
+    await asyncio.wait_for(opening, LIMIT_S)
+    assert closing.done() and gang.commands == ["score", "open_session"]
+    assert holder.session("b").run_id == "b"
+    with pytest.raises(Cancelled):
+        await update
+
+
+async def test_a_session_whose_close_was_given_up_can_be_closed_again(
+    holder: SessionHolder, gang: RecordingGang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = await training(holder, gang)
+    monkeypatch.setattr(gang, "slow_timeout_s", 0.0)
+    with pytest.raises(DeadlineExceeded, match="cannot be closed"):
+        await holder.close("a")
+    with pytest.raises(FailedPrecondition, match="run a holds the trainer"):
+        await holder.open(pb.OpenSessionRequest(run_id="b", spec=opened_specification()))
+    monkeypatch.setattr(gang, "slow_timeout_s", LIMIT_S)
+    gang.gate.set()
+    await asyncio.wait_for(holder.close("a"), LIMIT_S)
+    await asyncio.wait_for(
+        holder.open(pb.OpenSessionRequest(run_id="b", spec=opened_specification())), LIMIT_S
+    )
     with pytest.raises(Cancelled):
         await update
 

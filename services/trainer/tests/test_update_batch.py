@@ -118,3 +118,12 @@ def test_a_wrong_batch_is_refused_by_name(case: str) -> None:
     groups, name = WRONG[case]
     with pytest.raises(InvalidRequest, match=name):
         read(*groups)
+
+
+def test_only_tokens_that_the_trained_version_claims_are_fresh() -> None:
+    one = sample("a", [2, 3, 4, 5])
+    for start, end, version in ((0, 1, Version(0, 6)), (1, 2, Version(0, 7)), (2, 3, Version(0, 5))):
+        one.version_spans.add(start=start, end=end).version.CopyFrom(version.to_proto())
+    batch = read(group("g", [1], one))
+    assert batch.fresh.tolist() == [False, True, False, False]
+    assert batch.staleness.tolist() == [1, 0, 2, 0]

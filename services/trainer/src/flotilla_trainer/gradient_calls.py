@@ -19,7 +19,7 @@ from flotilla_trainer.objective.settings import objective_settings
 from flotilla_trainer.objective.update_objective import UpdateObjective
 from flotilla_trainer.pending_gradients import PendingGradients
 from flotilla_trainer.prepared_update import Preparation
-from flotilla_trainer.session_progress import SessionProgress
+from flotilla_trainer.session_progress import NOTHING_COUNTS, SessionProgress
 from flotilla_trainer.session_ranks import SessionRanks
 from flotilla_trainer.updates import Updates
 
@@ -58,15 +58,17 @@ class GradientCalls:
             self._ranks.check_open()
             progress.check_usable()
             self._pending.require()
-            fields = {"learning_rate": rate or progress.learning_rate, "units": self._pending.units}
-            facts, sample_ids = self._pending.facts(), self._pending.sample_ids
+            units, facts, sample_ids = self._pending.units, self._pending.facts(), self._pending.sample_ids
+            fields = {"learning_rate": rate or progress.learning_rate, "units": units}
             # The ranks give the gradients up, whatever comes of the step.
             self._pending.clear(forget=False)
             with self._ranks.doing("optimizer step"):
                 answers = await self._ranks.command("optim_step", fields)
             answer = answers[0].fields
             metrics, skipped = answer["metrics"] | facts, answer["skipped"]
-            if skipped:
+            if not units:
+                skipped = NOTHING_COUNTS
+            elif skipped:
                 progress.skipped(f"step from {progress.version}", skipped, lambda: "not kept")
             else:
                 progress.made(metrics, len(sample_ids))

@@ -27,6 +27,8 @@ class PreparedUpdate:
     packed: list[list[MicroBatch]]
     facts: dict[str, float]
     """Metrics of the objective, means over trained tokens."""
+    counts: bool = True
+    """Whether anything of it can change a weight: an objective may leave out every group."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -55,7 +57,8 @@ class Preparation:
 
         def lay_out() -> PreparedUpdate:
             sequences, facts = objective.sequences(batch, self._shuffle_seed(update_id), reference)
-            return PreparedUpdate(batch, self._ranks.pack(sequences), facts)
+            counts = bool(sequences.columns["weights"].any())
+            return PreparedUpdate(batch, self._ranks.pack(sequences), facts, counts)
 
         return await asyncio.to_thread(lay_out)
 

@@ -1,7 +1,7 @@
 """Where a session stands: its version, what was skipped in a row, and whether that was too much.
 
 Invariants: the version grows by one with every update that was made and with nothing else; a skipped update leaves it
-as it was, and too many of them in a row end the session.
+as it was, and too many in a row that could not be made end the session; those in which nothing counts are none of them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from flotilla_core.errors import FlotillaError, NotFinite, StaleVersion
 from flotilla_core.version import Version
 from flotilla_trainer.objective.update_objective import UpdateObjective
 from flotilla_trainer.schedule import learning_rate
+
+NOTHING_COUNTS = "no sample counts: the objective leaves every group out (uniform rewards, or keep_mean_*)"
+"""Why no step is made although nothing is wrong; such updates are not counted."""
 
 logger = structlog.get_logger()
 

@@ -47,6 +47,8 @@ class UpdateBatch:
     """Where the caller computed them itself."""
     staleness: NDArray[np.int64]
     """Versions that lie between the one that wrote a token and the one that it trains."""
+    fresh: NDArray[np.bool_]
+    """Tokens that are known to be written by the version that they train."""
 
     @classmethod
     def read(cls, groups: Sequence[pb.TrainGroup], limits: ModelLimits, version: Version) -> UpdateBatch:
@@ -67,6 +69,7 @@ class UpdateBatch:
         lengths = np.array([len(response) for response in responses])
         prompt_of = np.repeat(np.arange(len(groups)), sizes)
         tokens, prompt_lengths = _joined([prompts[index] for index in prompt_of], responses, ids, limits)
+        staleness, fresh = _ages(samples, lengths, version)
         batch = cls(
             sample_ids=ids,
             group_sizes=sizes,
@@ -77,7 +80,8 @@ class UpdateBatch:
             trained=_mask(samples, lengths),
             logprobs=_optional("logprobs", samples, lengths),
             advantages=_optional("advantages", samples, lengths),
-            staleness=_staleness(samples, lengths, version),
+            staleness=staleness,
+            fresh=fresh,
         )
         if not batch.trained.any():
             raise InvalidRequest("no token of the update is trained", why="every mask is false")
@@ -206,11 +210,12 @@ def _mask(samples: list[pb.TrainSample], lengths: NDArray[np.int64]) -> NDArray[
     return np.concatenate(masks)
 
 
-def _staleness(
+def _ages(
     samples: list[pb.TrainSample], lengths: NDArray[np.int64], version: Version
-) -> NDArray[np.int64]:
-    """Tokens that no version claims are taken as written by the newest."""
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Staleness, and what is known to be fresh; tokens that no version claims count as written by the newest."""
     behind = np.zeros(int(lengths.sum()), np.int64)
+    fresh = np.zeros(len(behind), np.bool_)
     starts = np.cumsum(lengths) - lengths
     for sample, start, length in zip(samples, starts.tolist(), lengths.tolist(), strict=True):
         for span in sample.version_spans:
@@ -227,8 +232,10 @@ def _staleness(
                     why=f"the update trains version {version}",
                     next_step="send the version spans that the generator reported",
                 )
-            behind[start + span.start : start + span.end] = max(0, version.step - wrote.step)
-    return behind
+            tokens = slice(start + span.start, start + span.end)
+            behind[tokens] = max(0, version.step - wrote.step)
+            fresh[tokens] = wrote == version
+    return behind, fresh
 
 
 def _check_unique(ids: list[str]) -> None:

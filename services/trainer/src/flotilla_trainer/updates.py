@@ -19,7 +19,7 @@ from flotilla_trainer.batch_dump import dump_batch
 from flotilla_trainer.once import Once
 from flotilla_trainer.pending_gradients import PendingGradients
 from flotilla_trainer.prepared_update import Preparation
-from flotilla_trainer.session_progress import SessionProgress
+from flotilla_trainer.session_progress import NOTHING_COUNTS, SessionProgress
 from flotilla_trainer.session_ranks import SessionRanks
 from flotilla_trainer.update_batch import UpdateBatch
 
@@ -104,6 +104,8 @@ class Updates:
         progress.check_version(Version.from_proto(header.policy_version), f"update {update_id}")
         started = time.monotonic()
         prepared = await self._preparation.of(update_id, groups, progress.version, progress.objective)
+        if not prepared.counts:
+            return self._result(update_id, prepared.batch, prepared.metrics, NOTHING_COUNTS)
         prepared_s = time.monotonic() - started
         fields = {"attempt": attempt, "learning_rate": progress.learning_rate}
         with self._ranks.doing("train: forward, backward and step"):
@@ -117,9 +119,14 @@ class Updates:
             progress.skipped(update_id, skipped, lambda: self._dump(update_id, batch, skipped, metrics))
         else:
             progress.made(metrics, len(batch.sample_ids))
+        return self._result(update_id, batch, metrics, skipped)
+
+    def _result(
+        self, update_id: str, batch: UpdateBatch, metrics: dict[str, float], skipped: str
+    ) -> pb.UpdateResult:
         return pb.UpdateResult(
             update_id=update_id,
-            policy_version=progress.version.to_proto(),
+            policy_version=self._progress.version.to_proto(),
             skipped=skipped,
             metrics=metrics,
             sample_ids=batch.sample_ids,

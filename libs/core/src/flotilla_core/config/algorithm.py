@@ -55,10 +55,10 @@ class CorrectionConfig(ConfigModel):
     """Leave out sequences whose geometric mean of trainer over generator is above; empty is off."""
     staleness_decay: float = Field(default=1.0, gt=0, le=1)
     """Weight of a token for each version that it is behind the one it trains."""
-    warn_at: float | None = Field(default=0.05, gt=0)
-    """Mean difference of token probabilities between generator and trainer that is warned of; empty is off."""
-    fail_at: float | None = Field(default=None, gt=0)
-    """The same, that refuses the update and fails the run; empty is off."""
+    warn_at: float | None = Field(default=0.005, gt=0)
+    """Mean difference of token probabilities between generator and trainer, under one version, that is warned of."""
+    fail_at: float | None = Field(default=0.01, gt=0)
+    """The same, that refuses the update and fails the run; empty is off, as it is for `warn_at`."""
 
 
 class PolicyConfig(ConfigModel):

@@ -1,7 +1,8 @@
 """Algorithms by name: what `algorithm.type` fills in where the file says nothing.
 
 Invariants: a preset always names its advantage and its loss; what the file says wins key by key, and a section of
-another type than the preset's starts from that type's own defaults.
+another type than the preset's starts from that type's own defaults. Presets for engines that differ from the trainer
+do not fail where they do.
 """
 
 from __future__ import annotations
@@ -69,12 +70,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tis_grpo": {
         "advantage": GRPO,
         "loss": PPO,
-        "correction": {"proximal": "trainer", "importance": "token"},
+        "correction": {"proximal": "trainer", "importance": "token", "fail_at": None},
     },
     "icepop_grpo": {
         "advantage": GRPO,
         "loss": PPO,
-        "correction": {"proximal": "trainer", "importance": "icepop"},
+        "correction": {"proximal": "trainer", "importance": "icepop", "fail_at": None},
     },
 }
 

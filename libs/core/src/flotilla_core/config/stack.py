@@ -150,6 +150,10 @@ class StackConfig(ConfigModel):
     restart_budget: int = Field(default=5, ge=0)
     """Restarts of one process within ten minutes before it is given up."""
 
+    def longest_command_s(self, gang: TrainerConfig) -> float:
+        """Longest standstill of ranks that read or write whole models; whoever waits for a session waits longer."""
+        return max(self.ready_timeout_s, gang.rank_timeout_s)
+
     @field_validator("model", mode="before")
     @classmethod
     def _folder_or_name(cls, value: object) -> object:

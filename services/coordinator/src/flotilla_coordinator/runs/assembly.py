@@ -113,6 +113,7 @@ class Assembly:
             replica.instance_id,
             directory.path / "dumps",
             self._ended_runs,
+            self._host.stack.longest_command_s(self._host.stack.trainer),
             lineage,
         )
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from flotilla_core.config import AlgorithmConfig
 
-MEASURED = "probs_diff/mean"
+MEASURED = "probs_diff/fresh"
+"""Of tokens that the trained version wrote itself: a policy that has moved since others were drawn is no fault."""
 
 
 def distance_warning(algorithm: AlgorithmConfig, metrics: Mapping[str, float]) -> str:
@@ -17,6 +18,6 @@ def distance_warning(algorithm: AlgorithmConfig, metrics: Mapping[str, float]) -
     if limit is None or measured <= limit:
         return ""
     return (
-        f"the rollout's probabilities differ from the trainer's by {measured:.3g} on average, "
+        f"the probabilities of one version differ between generator and trainer by {measured:.3g} on average, "
         f"above algorithm.correction.warn_at = {limit:g}"
     )

@@ -33,7 +33,8 @@ CHUNK_BYTES = 2 << 20
 MAX_LINKS = 128
 TRAIN_TIMEOUT_S = 3600.0
 SESSION_TIMEOUT_S = 300.0
-CLOSE_TIMEOUT_S = 10.0
+CLOSE_SLACK_S = 30.0
+"""For what a trainer still gives up once the last command of a session is through."""
 TRAIN_ATTEMPTS = 3
 SAVE_TIMEOUT_S = 3600.0
 PROBE_TIMEOUT_S = 10.0
@@ -52,12 +53,15 @@ class PolicyTrainer:
         instance_id: str,
         dump_dir: Path,
         ended_runs: Callable[[], Awaitable[list[str]]],
+        longest_command_s: float,
         lineage: int = 0,
     ) -> None:
         self._run_id = run_id
         self._config = config
         self._dump_dir = dump_dir
         self._ended_runs = ended_runs
+        # A session is closed when its last command is through, and the next one opens after that.
+        self._close_timeout_s = longest_command_s + CLOSE_SLACK_S
         self.stub = stub
         self.instance_id = instance_id
         self.version = Version(lineage, 0)
@@ -116,7 +120,7 @@ class PolicyTrainer:
                 spec=session_spec(self._config, self._dump_dir),
                 lineage=self.version.lineage,
             ),
-            timeout_s=SESSION_TIMEOUT_S,
+            timeout_s=self._close_timeout_s + SESSION_TIMEOUT_S,
         )
         self.version = Version.from_proto(reply.policy_version)
 
@@ -165,7 +169,7 @@ class PolicyTrainer:
 
     async def _close(self, run_id: str) -> None:
         request = pb.CloseSessionRequest(run_id=run_id, request_id=ids.new_request_id())
-        await rpc.unary(self.stub.CloseSession, request, timeout_s=CLOSE_TIMEOUT_S)
+        await rpc.unary(self.stub.CloseSession, request, timeout_s=self._close_timeout_s)
 
     async def _trained(self, update_id: str, batch: Batch) -> pb.UpdateResult:
         """Send the batch; after a broken stream ask what became of it before sending it again."""

@@ -51,7 +51,7 @@ class GangPlan:
             model=model,
             log_dir=log_dir,
             rank_timeout_s=trainer.rank_timeout_s,
-            slow_timeout_s=max(stack.ready_timeout_s, trainer.rank_timeout_s),
+            slow_timeout_s=stack.longest_command_s(trainer),
             otlp=otlp,
         )
 

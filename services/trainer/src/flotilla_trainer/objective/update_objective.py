@@ -95,7 +95,6 @@ class UpdateObjective:
             self._loss.has_ratio
             or corrected
             or correction.HasField("sequence_high")
-            or correction.HasField("fail_at")
             or self._policy.kl.placement
         )
 
@@ -126,7 +125,7 @@ class UpdateObjective:
             "sequences": np.repeat(np.arange(len(batch.sample_ids)), batch.response_lengths),
         }
         if batch.logprobs is not None:
-            made["rollout_logprobs"] = batch.logprobs
+            made |= {"rollout_logprobs": batch.logprobs, "fresh": batch.fresh}
         if policy.kl.placement == pb.KL_PLACEMENT_LOSS and reference is not None:
             made |= {"reference_logprobs": reference, "kl_weights": self.kl_coefficient * weights}
         selected = columns.selected_tokens(
@@ -140,9 +139,31 @@ class UpdateObjective:
         self, policy: pb.PolicyObjective, batch: UpdateBatch, seed: int, penalties: Any
     ) -> NDArray[Any]:
         if batch.advantages is not None:
+            _check_advantages_stand_alone(batch, policy)
             return batch.advantages
         outcomes = columns.outcomes_of(batch, policy, seed, penalties)
         return columns.advantages_of(outcomes, policy.advantage, self._function, self._advantage.arguments)
+
+
+def _check_advantages_stand_alone(batch: UpdateBatch, policy: pb.PolicyObjective) -> None:
+    """Whoever sends advantages has made them: nothing that would be done on the way to them can be done any more."""
+    advantage = policy.advantage
+    asked = {
+        "kl.placement reward": policy.kl.placement == pb.KL_PLACEMENT_REWARD,
+        "advantage.whiten": advantage.whiten,
+        "advantage.clip": advantage.HasField("clip"),
+        "advantage.reward_clip": advantage.HasField("reward_clip"),
+        "advantage.overlong": advantage.HasField("overlong"),
+        "shuffle_rewards": policy.shuffle_rewards,
+    }
+    for key, is_asked in asked.items():
+        if is_asked:
+            raise InvalidRequest(
+                f"algorithm.{key} cannot be applied to advantages that are sent",
+                where=sample_place(batch.sample_ids[0]),
+                why="the field `advantages` is set, and they are used as they are",
+                next_step=f"apply it before they are sent and leave algorithm.{key} out, or send rewards alone",
+            )
 
 
 def _check_logprobs(batch: UpdateBatch, loss: str) -> None:

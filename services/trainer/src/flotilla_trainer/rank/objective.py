@@ -68,7 +68,7 @@ class Objective:
             correction = self._correction(now - rollout, sequences)
             sums |= {"correction": correction.sum(), "left_out": (correction == 0).sum()}
             weights = weights * correction
-            _measure_distance(now, rollout, sums, maxima)
+            _measure_distance(now, rollout, columns["fresh"], sums, maxima)
         sums |= {"clipped": losses.clipped.sum(), "ratio": tokens.log_ratio.detach().exp().sum()}
         loss = (weights * losses.loss).sum()
         if "kl_weights" in columns:
@@ -110,13 +110,17 @@ def _loss_named(name: str) -> PolicyLoss:
     return load_user_function(name) if is_user_function(name) else LOSSES[name]
 
 
-def _measure_distance(now: torch.Tensor, rollout: torch.Tensor, sums: Columns, maxima: Columns) -> None:
+def _measure_distance(
+    now: torch.Tensor, rollout: torch.Tensor, fresh: torch.Tensor, sums: Columns, maxima: Columns
+) -> None:
     """How far the trainer's probabilities are from those that the rollout reported."""
     difference, p, q = (now - rollout).abs(), now.exp(), rollout.exp()
     moved = (p - q).abs()
     sums |= {
         "logprob_diff": difference.sum(),
         "probs_diff": moved.sum(),
+        "fresh": fresh.sum(),
+        "fresh_probs_diff": (fresh * moved).sum(),
         "rollout_kl": (torch.expm1(now - rollout) - (now - rollout)).sum(),
         "trainer_probs": p.sum(),
         "rollout_probs": q.sum(),

@@ -17,6 +17,8 @@ SUMS = (
     "left_out",
     "logprob_diff",
     "probs_diff",
+    "fresh",
+    "fresh_probs_diff",
     "rollout_kl",
     "trainer_probs",
     "rollout_probs",
@@ -25,6 +27,9 @@ SUMS = (
     "products",
 )
 MAXIMA = ("logprob_diff", "probs_diff")
+
+FRESH_ENOUGH = 0.5
+"""Share of the tokens that the trained version has to have written before generator and trainer can be compared."""
 
 
 def objective_metrics(totals: dict[str, float], peaks: dict[str, float], names: set[str]) -> dict[str, float]:
@@ -41,7 +46,11 @@ def objective_metrics(totals: dict[str, float], peaks: dict[str, float], names: 
             "rollout_correlation": _correlation(totals),
             "correction/weight_mean": totals["correction"] / tokens,
             "correction/left_out": totals["left_out"] / tokens,
+            "tokens/fresh_share": totals["fresh"] / tokens,
         }
+        # An engine reports the border between two versions to a token or two: a few fresh tokens prove nothing.
+        if totals["fresh"] >= FRESH_ENOUGH * tokens:
+            metrics["probs_diff/fresh"] = totals["fresh_probs_diff"] / totals["fresh"]
     return metrics
 
 

@@ -95,11 +95,12 @@ class Update:
 
     def distrust(self, metrics: dict[str, float]) -> str:
         """Why rollouts this far from the trainer must not be trained on; empty where they may."""
-        limit, mean = self._settings.objective.fail_at, metrics.get("probs_diff/mean", 0.0)
+        limit, mean = self._settings.objective.fail_at, metrics.get("probs_diff/fresh", 0.0)
         if limit is None or mean <= limit:
             return ""
         return (
-            f"the rollout's probabilities differ from the trainer's by {mean:.4g} on average, above {limit:g}"
+            f"the probabilities of one version differ between generator and trainer by {mean:.4g} on average, "
+            f"above {limit:g}"
         )
 
     def _one(self, columns: Columns, idle: bool, backward: bool) -> None:
@@ -150,9 +151,10 @@ def finish(
     if distrusted:
         raise Mismatch(
             distrusted,
-            why="generator and trainer do not compute the same policy, or the samples are too old",
-            next_step="look at probs_diff and canary over the run; algorithm.correction.importance makes up for "
-            "small differences, algorithm.correction.fail_at is this limit",
+            why="generator and trainer do not compute the same policy, or samples have log-probabilities of another",
+            next_step="look at probs_diff/fresh and canary over the run, and at the dtypes and the version of the "
+            "engine; for a difference that is known, raise algorithm.correction.fail_at or set it to null, and let "
+            "algorithm.correction.importance make up for it",
         )
     metrics["time/optimizer_s"] = time.monotonic() - started
     return metrics, skipped, bool(aborts)

@@ -154,6 +154,9 @@ class RankWorker:
         # The front knows whether any call succeeded: stepping on nothing is a defect.
         assert self._pending is not None
         update, self._pending = self._pending, None
+        if not command.fields["units"]:
+            optimizer.discard_gradients()
+            return {"metrics": update.reduced()[0], "skipped": ""}, {}
         scale = 1 / max(command.fields["units"], 1.0)
         update.scale_loss(scale)
         optimizer.scale_gradients(scale)

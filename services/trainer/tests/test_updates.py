@@ -1,0 +1,118 @@
+"""Updates that have nothing to learn from are told apart from those that fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from flotilla.trainer.v1 import session_pb2
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_core.service import Activities
+from flotilla_core.tensors import to_tensor
+from flotilla_core.version import Version
+from flotilla_trainer.frames import Frame
+from flotilla_trainer.gang import Gang
+from flotilla_trainer.session import Session
+from flotilla_trainer.session_progress import NOTHING_COUNTS
+
+TOKENS = np.array([3, 4, 5], np.int32)
+
+
+class AgreeingGang:
+    """Makes every step that it is asked for."""
+
+    size = 1
+
+    def __init__(self) -> None:
+        self.commands: list[str] = []
+        self.facts: dict[str, Any] = {
+            "packing_refusal": "",
+            "device": "cpu",
+            "attention_crossover_tokens": 1,
+            "vocabulary": 16,
+            "max_sequence_tokens": 12,
+        }
+
+    async def command(self, kind: str, *arguments: Any, **options: Any) -> list[Frame]:
+        self.commands.append(kind)
+        return [Frame(kind, 0, {"metrics": {"tokens/trained": 6.0}, "skipped": "", "aborted": False}, {})]
+
+
+def groups(*rewards: tuple[float, float]) -> list[pb.TrainGroup]:
+    made = []
+    for index, pair in enumerate(rewards):
+        group = pb.TrainGroup(group_id=f"g{index}", prompt_token_ids=to_tensor(np.array([1], np.int32)))
+        for number, reward in enumerate(pair):
+            group.samples.add(
+                sample_id=f"g{index}/{number}",
+                token_ids=to_tensor(TOKENS),
+                logprobs=to_tensor(np.full(3, -1.0, np.float32)),
+                reward=reward,
+            )
+        made.append(group)
+    return made
+
+
+@pytest.fixture
+def gang() -> AgreeingGang:
+    return AgreeingGang()
+
+
+@pytest.fixture
+def session(gang: AgreeingGang, tmp_path: Path) -> Session:
+    grpo = session_pb2.Function(name="grpo")
+    grpo.parameters.update({"baseline": "group", "normalize_std": True})
+    policy = session_pb2.PolicyObjective(
+        temperature=1.0,
+        advantage=session_pb2.Advantage(function=grpo, drop_uniform_groups=True),
+        loss=session_pb2.Function(name="ppo"),
+        aggregation=session_pb2.Aggregation(type=session_pb2.AGGREGATION_TYPE_TOKEN_MEAN),
+        correction=session_pb2.Correction(staleness_decay=1.0),
+    )
+    spec = session_pb2.SessionSpec(
+        objective=session_pb2.Objective(policy=policy),
+        batching=session_pb2.Batching(tokens_per_microbatch=64, logprob_chunk_tokens=8),
+        total_updates=4,
+        max_skipped_updates=1,
+    )
+    request = pb.OpenSessionRequest(run_id="a", spec=spec)
+    return Session(request, tmp_path, cast(Gang, gang), Activities())
+
+
+def header(number: int, version: int) -> pb.TrainHeader:
+    return pb.TrainHeader(
+        run_id="a", update_id=f"a/0.{number}", policy_version=Version(0, version).to_proto()
+    )
+
+
+async def test_updates_in_which_nothing_counts_take_no_step_and_are_not_held_against_the_run(
+    session: Session, gang: AgreeingGang
+) -> None:
+    for number in (1, 2, 3):
+        result = await session.updates.train(header(number, 0), groups((1.0, 1.0), (0.0, 0.0)))
+        assert result.skipped == NOTHING_COUNTS and len(result.sample_ids) == 4
+        assert result.metrics["tokens/counted_share"] == 0
+    assert gang.commands == [] and session.version == Version(0, 0)
+    made = await session.updates.train(header(4, 0), groups((1.0, 1.0), (0.0, 1.0)))
+    assert not made.skipped and session.version == Version(0, 1) and gang.commands == ["train"]
+
+
+async def test_an_update_in_which_nothing_counts_is_not_looked_at_twice(session: Session) -> None:
+    uniform = groups((1.0, 1.0))
+    first = await session.updates.train(header(1, 0), uniform)
+    assert await session.updates.train(header(1, 0), uniform) is first
+    assert (await session.updates.result("a/0.1")).skipped
+
+
+async def test_a_step_on_calls_in_which_nothing_counts_is_no_step(
+    session: Session, gang: AgreeingGang
+) -> None:
+    for _ in range(2):
+        await session.gradients.add(pb.ForwardBackwardRequest(run_id="a", groups=groups((1.0, 1.0))))
+        step = await session.gradients.step(0.0)
+        assert step.skipped == NOTHING_COUNTS and session.version == Version(0, 0)
+    await session.gradients.add(pb.ForwardBackwardRequest(run_id="a", groups=groups((1.0, 0.0))))
+    assert not (await session.gradients.step(0.0)).skipped and session.version == Version(0, 1)
