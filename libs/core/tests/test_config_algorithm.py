@@ -83,6 +83,10 @@ def test_functions_of_the_user_are_taken_from_the_directory_of_the_command(tmp_p
         ("{clip_high: 0.3}", "unknown key algorithm.clip_high; did you mean algorithm.loss.clip_high?"),
         ("{loss: {type: gspo, dual_clip: 3}}", "another algorithm.loss.type has it, this one does not"),
         ("{type: sft, loss: {type: ppo}}", "another algorithm.type has it, this one does not"),
+        ("{type: dpo, loss: kto}", "algorithm.loss: expected one of sigmoid, ipo, hinge"),
+        ("{type: dpo, beta: 0}", "algorithm.beta: expected greater than 0"),
+        ("{type: dpo, loss: ipo, label_smoothing: 0.1}", "label_smoothing belongs to loss sigmoid"),
+        ("{type: dpo, label_smoothing: 0.5}", "algorithm.label_smoothing: expected less than 0.5"),
         ("{aggregation: {type: mean}}", "expected one of token_mean, "),
         ("{aggregation: {constant_tokens: 5}}", "belongs to type constant alone"),
         ("{correction: {importance: token}}", "set correction.proximal to trainer"),
@@ -94,3 +98,15 @@ def test_what_is_wrong_is_said_with_the_way_out(text: str, said: str) -> None:
     message = problem(text)
     assert said in message
     assert message.startswith(("run.yaml:5: ", "rollout."))
+
+
+def test_a_run_of_pairs_evaluates_pairs_unless_rewards_judge_its_answers() -> None:
+    evaluation = "evaluation: {data: heldout.jsonl}\n"
+    pairs = load_text(RunConfig, RUN.replace("rewards: [{reward: exact}]", "algorithm: {type: dpo}") + evaluation)
+    assert pairs.learns_from_pairs
+    assert pairs.evaluates_pairs
+    judged = load_text(RunConfig, f"{RUN}algorithm: {{type: dpo}}\n{evaluation}")
+    assert judged.learns_from_pairs
+    assert not judged.evaluates_pairs
+    with pytest.raises(InvalidConfig, match="evaluation needs at least one reward term"):
+        load_text(RunConfig, RUN.replace("rewards: [{reward: exact}]", "algorithm: {type: sft}") + evaluation)

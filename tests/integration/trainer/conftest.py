@@ -34,6 +34,7 @@ from flotilla_trainer.session_holder import SessionHolder
 
 VOCABULARY = 31
 CALL_TIMEOUT_S = 60.0
+Asked = str | session_pb2.PolicyObjective | session_pb2.PreferenceObjective
 
 
 def make_model(folder: Path, seed: int, **changes: Any) -> Path:
@@ -76,7 +77,7 @@ class Trainer:
         return await rpc.unary(getattr(self.stub, method), request, timeout_s=CALL_TIMEOUT_S, attempts=1)
 
     async def open(
-        self, objective: str | session_pb2.PolicyObjective = "grpo", *, lineage: int = 0, **changes: Any
+        self, objective: Asked = "grpo", *, lineage: int = 0, **changes: Any
     ) -> pb.OpenSessionResponse:
         """A new session of a new run, in place of the last one."""
         await self.call("CloseSession", pb.CloseSessionRequest(run_id=self.run_id))
@@ -144,8 +145,8 @@ def function(name: str, **parameters: Any) -> session_pb2.Function:
     return made
 
 
-def session_spec(objective: str | session_pb2.PolicyObjective, **changes: Any) -> session_pb2.SessionSpec:
-    """GRPO, SFT or another objective, with changes by field name, wherever the field is."""
+def session_spec(objective: Asked, **changes: Any) -> session_pb2.SessionSpec:
+    """GRPO, SFT or an objective of its own, with changes by field name, wherever the field is."""
     spec = session_pb2.SessionSpec(
         role=session_pb2.ROLE_POLICY,
         optimizer=session_pb2.Optimizer(
@@ -163,6 +164,8 @@ def session_spec(objective: str | session_pb2.PolicyObjective, **changes: Any) -
     )
     if isinstance(objective, session_pb2.PolicyObjective):
         spec.objective.policy.CopyFrom(objective)
+    elif isinstance(objective, session_pb2.PreferenceObjective):
+        spec.objective.preference.CopyFrom(objective)
     elif objective == "sft":
         spec.objective.sft.SetInParent()
     else:

@@ -218,5 +218,5 @@ async def test_a_wrong_call_changes_nothing_and_a_broken_loss_drops_what_waited(
     with pytest.raises(FailedPrecondition, match="mean over tokens"):
         await forward_backward(trainer, groups, function_of("sft"))
     await trainer.open("sft")
-    with pytest.raises(InvalidRequest, match="supervised session"):
+    with pytest.raises(InvalidRequest, match="without a policy objective"):
         await forward_backward(trainer, groups, function_of("ppo"))

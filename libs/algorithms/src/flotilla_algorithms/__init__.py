@@ -11,6 +11,7 @@ from flotilla_algorithms.gdpo import gdpo
 from flotilla_algorithms.grpo import group_advantages
 from flotilla_algorithms.outcomes import Outcomes
 from flotilla_algorithms.overlong import overlong_penalties
+from flotilla_algorithms.pair_losses import PAIR_LOSSES, PairLosses
 from flotilla_algorithms.remax import remax
 from flotilla_algorithms.rewards import NonFiniteRewardError
 from flotilla_algorithms.shuffle import shuffled_rewards
@@ -20,9 +21,11 @@ from flotilla_algorithms.whitening import whitened
 
 __all__ = [
     "ADVANTAGES",
+    "PAIR_LOSSES",
     "AdvantageFunction",
     "NonFiniteRewardError",
     "Outcomes",
+    "PairLosses",
     "adapted_coefficient",
     "counted_units",
     "covariances",

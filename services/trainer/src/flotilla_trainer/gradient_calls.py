@@ -15,8 +15,8 @@ from flotilla_core import ids
 from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidRequest
 from flotilla_core.version import Version
 from flotilla_trainer.objective.call_objective import call_objective
+from flotilla_trainer.objective.session_objective import session_objective
 from flotilla_trainer.objective.settings import objective_settings
-from flotilla_trainer.objective.update_objective import UpdateObjective
 from flotilla_trainer.pending_gradients import PendingGradients
 from flotilla_trainer.prepared_update import Preparation
 from flotilla_trainer.session_progress import NOTHING_COUNTS, SessionProgress
@@ -91,7 +91,7 @@ class GradientCalls:
             self._ranks.check_open()
             self._progress.check_usable()
             asked = call_objective(self._asked, request.loss) if request.HasField("loss") else self._asked
-            objective = UpdateObjective(asked)
+            objective = session_objective(asked)
             objective.kl_coefficient = self._progress.objective.kl_coefficient
             self._pending.check_kind(objective.unit)
             version = self._progress.version
@@ -105,8 +105,8 @@ class GradientCalls:
                 self._pending.clear(forget=True)
                 raise
             metrics: dict[str, float] = answers[0].fields["metrics"]
-            sample_ids = prepared.batch.sample_ids
-            self._pending.add(objective.unit, units, sample_ids, metrics["tokens/trained"], prepared.facts)
+            share = objective.facts_share(prepared.batch)
+            self._pending.add(objective.unit, units, prepared.batch.sample_ids, share, prepared.facts)
             return pb.ForwardBackwardResponse(
                 metrics=metrics | prepared.metrics, policy_version=version.to_proto()
             )

@@ -26,7 +26,7 @@ class PendingGradients:
         self._run_id = run_id
         self._replies: Once[pb.ForwardBackwardResponse] = Once(KEPT_REPLIES)
         self._kind = ""
-        self._tokens = 0.0
+        self._share = 0.0
         self._sums: dict[str, float] = {}
         self.calls = 0
         self.sample_ids: list[str] = []
@@ -68,25 +68,25 @@ class PendingGradients:
             )
 
     def add(
-        self, kind: str, units: float, sample_ids: list[str], tokens: float, facts: dict[str, float]
+        self, kind: str, units: float, sample_ids: list[str], share: float, facts: dict[str, float]
     ) -> None:
-        """One more call, on so many trained tokens."""
+        """One more call; its facts are means over `share` tokens or pairs."""
         self._kind = kind
         self.calls += 1
         self.units += units
         self.sample_ids += sample_ids
-        self._tokens += tokens
+        self._share += share
         for name, value in facts.items():
             if name not in NOT_MEANS:
-                self._sums[name] = self._sums.get(name, 0.0) + value * tokens
+                self._sums[name] = self._sums.get(name, 0.0) + value * share
 
     def facts(self) -> dict[str, float]:
         """What the batches of all calls say about themselves, as one."""
-        return {name: value / self._tokens for name, value in self._sums.items()}
+        return {name: value / self._share for name, value in self._sums.items()}
 
     def clear(self, *, forget: bool) -> None:
         """No gradients are left; `forget` where no step was made of them, and their calls are to be sent again."""
-        self._kind, self._tokens, self._sums = "", 0.0, {}
+        self._kind, self._share, self._sums = "", 0.0, {}
         self.calls, self.sample_ids, self.units = 0, [], 0.0
         if forget:
             self._replies = Once(KEPT_REPLIES)

@@ -1,4 +1,4 @@
-"""An update as the ranks get it: checked, scored by the reference where the objective asks for it, laid out.
+"""An update as the ranks get it: checked, scored where the objective asks for it, laid out.
 
 Invariant: nothing of the session changes while an update is prepared.
 """
@@ -13,7 +13,7 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core import ids
 from flotilla_core.version import Version
 from flotilla_trainer.frames import Array
-from flotilla_trainer.objective.update_objective import UpdateObjective
+from flotilla_trainer.objective.session_objective import SessionObjective
 from flotilla_trainer.packing import MicroBatch, fed_tokens, padding_share
 from flotilla_trainer.session_ranks import SessionRanks
 from flotilla_trainer.update_batch import UpdateBatch
@@ -26,7 +26,7 @@ class PreparedUpdate:
     batch: UpdateBatch
     packed: list[list[MicroBatch]]
     facts: dict[str, float]
-    """Metrics of the objective, means over trained tokens."""
+    """Metrics of the objective, means over the trained tokens or the pairs of the batch."""
     counts: bool = True
     """Whether anything of it can change a weight: an objective may leave out every group."""
 
@@ -49,26 +49,27 @@ class Preparation:
         self._ranks = ranks
 
     async def of(
-        self, update_id: str, groups: Sequence[pb.TrainGroup], version: Version, objective: UpdateObjective
+        self, update_id: str, groups: Sequence[pb.TrainGroup], version: Version, objective: SessionObjective
     ) -> PreparedUpdate:
         """The update of `version` on these groups."""
         batch = await asyncio.to_thread(UpdateBatch.read, groups, self._ranks.limits, version)
-        reference = await self._reference_logprobs(batch, objective) if objective.needs_reference else None
+        reference = await self._logprobs(batch, objective, reference=True) if objective.needs_reference else None
+        policy = await self._logprobs(batch, objective, reference=False) if objective.needs_policy else None
 
         def lay_out() -> PreparedUpdate:
-            sequences, facts = objective.sequences(batch, self._shuffle_seed(update_id), reference)
+            sequences, facts = objective.sequences(batch, self._shuffle_seed(update_id), reference, policy)
             counts = bool(sequences.columns["weights"].any())
             return PreparedUpdate(batch, self._ranks.pack(sequences), facts, counts)
 
         return await asyncio.to_thread(lay_out)
 
-    async def _reference_logprobs(self, batch: UpdateBatch, objective: UpdateObjective) -> Array:
-        """Of every response token, under the policy that the session started from."""
+    async def _logprobs(self, batch: UpdateBatch, objective: SessionObjective, *, reference: bool) -> Array:
+        """Of every response token, under the policy as it is, or as the session started from it."""
         sequences = batch.all_responses()
         packed = await asyncio.to_thread(self._ranks.pack, sequences)
-        with self._ranks.doing("scoring with the reference"):
+        with self._ranks.doing(f"scoring with the {'reference' if reference else 'policy'}"):
             scores = await self._ranks.scores(
-                packed, len(sequences.scored), temperature=objective.temperature, reference=True
+                packed, len(sequences.scored), temperature=objective.temperature, reference=reference
             )
         return scores["logprobs"]
 

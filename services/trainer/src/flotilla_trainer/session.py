@@ -21,7 +21,7 @@ from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 from flotilla_trainer.gang import Gang
 from flotilla_trainer.gradient_calls import GradientCalls
-from flotilla_trainer.objective.update_objective import UpdateObjective
+from flotilla_trainer.objective.session_objective import session_objective
 from flotilla_trainer.pending_gradients import PendingGradients
 from flotilla_trainer.prepared_update import Preparation
 from flotilla_trainer.session_progress import SessionProgress
@@ -45,7 +45,7 @@ class Session:
         self._spec = spec
         self._ranks = ranks = SessionRanks(run_id, spec.batching, gang, activities)
         self._progress = progress = SessionProgress(
-            run_id, spec, request.lineage, UpdateObjective(spec.objective)
+            run_id, spec, request.lineage, session_objective(spec.objective)
         )
         self._preparation = prepared = Preparation(spec.seed, ranks)
         self._pending = pending = PendingGradients(run_id)
@@ -106,7 +106,7 @@ class Session:
             prepared = await self._preparation.of("evaluate", groups, version, self._progress.objective)
             with self._ranks.doing("evaluating the loss"):
                 answers = await self._ranks.work("evaluate", prepared.packed, {})
-        metrics: dict[str, float] = answers[0].fields["metrics"]
+        metrics = answers[0].fields["metrics"] | prepared.facts
         return pb.EvaluateLossResponse(policy_version=version.to_proto(), metrics=metrics)
 
     async def logprobs(self, request: pb.ComputeLogprobsRequest) -> pb.ComputeLogprobsResponse:

@@ -14,7 +14,7 @@ import structlog
 from flotilla.trainer.v1 import session_pb2
 from flotilla_core.errors import FlotillaError, NotFinite, StaleVersion
 from flotilla_core.version import Version
-from flotilla_trainer.objective.update_objective import UpdateObjective
+from flotilla_trainer.objective.session_objective import SessionObjective
 from flotilla_trainer.schedule import learning_rate
 
 NOTHING_COUNTS = "no sample counts: the objective leaves every group out (uniform rewards, or keep_mean_*)"
@@ -27,7 +27,7 @@ class SessionProgress:
     """Counts updates."""
 
     def __init__(
-        self, run_id: str, spec: session_pb2.SessionSpec, lineage: int, objective: UpdateObjective
+        self, run_id: str, spec: session_pb2.SessionSpec, lineage: int, objective: SessionObjective
     ) -> None:
         self._run_id = run_id
         self._spec = spec

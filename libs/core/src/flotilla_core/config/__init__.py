@@ -6,6 +6,7 @@ from flotilla_core.config.algorithm import AlgorithmConfig, PolicyConfig, SftCon
 from flotilla_core.config.loader import load, load_text
 from flotilla_core.config.model import ConfigModel
 from flotilla_core.config.output import dump_yaml, json_schema
+from flotilla_core.config.preferences import DpoConfig
 from flotilla_core.config.run import (
     BatchingConfig,
     CanaryConfig,
@@ -41,6 +42,7 @@ __all__ = [
     "ConfigModel",
     "CoordinatorConfig",
     "DataConfig",
+    "DpoConfig",
     "EvaluationConfig",
     "GeneratorConfig",
     "NatsConfig",

@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from flotilla_core.config.advantages import AdvantageSection, GrpoAdvantage
 from flotilla_core.config.losses import LossSection, PpoLoss
 from flotilla_core.config.model import ConfigModel
+from flotilla_core.config.preferences import DpoConfig
 from flotilla_core.config.presets import PRESETS, with_preset
 
 
@@ -131,9 +132,12 @@ class SftConfig(ConfigModel):
 
 def _branch(section: Any) -> str:
     kind = section.get("type") if isinstance(section, dict) else getattr(section, "type", None)
-    return "sft" if kind == "sft" else "policy"
+    return kind if kind in ("sft", "dpo") else "policy"
 
 
 AlgorithmConfig = Annotated[
-    Annotated[PolicyConfig, Tag("policy")] | Annotated[SftConfig, Tag("sft")], Discriminator(_branch)
+    Annotated[PolicyConfig, Tag("policy")]
+    | Annotated[SftConfig, Tag("sft")]
+    | Annotated[DpoConfig, Tag("dpo")],
+    Discriminator(_branch),
 ]

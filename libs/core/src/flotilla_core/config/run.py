@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from flotilla_core.config.algorithm import AlgorithmConfig, PolicyConfig
 from flotilla_core.config.model import ConfigModel
+from flotilla_core.config.preferences import DpoConfig
 from flotilla_core.config.user_function import function_path
 
 
@@ -24,6 +25,10 @@ class DataConfig(ConfigModel):
     """Column with the prompt: text, or a list of chat messages."""
     answer_field: str = "answer"
     """Column with the right answer; may be absent where no reward needs it."""
+    chosen_field: str = "chosen"
+    """Column with the preferred answer of a pair, for `dpo`: text, or chat messages that end with the answer."""
+    rejected_field: str = "rejected"
+    """Column with the other answer of a pair, in the same form."""
     apply_chat_template: bool = False
     """Render the prompt by the tokenizer's chat template (always done for lists of messages)."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
@@ -123,7 +128,7 @@ class BatchingConfig(ConfigModel):
 
 
 class EvaluationConfig(ConfigModel):
-    """Greedy evaluation on held-out prompts, before, during and after."""
+    """Evaluation on held-out prompts, greedily, or on held-out pairs; before, during and after."""
 
     data: Path
     """JSONL file with the same columns as the training data."""
@@ -201,7 +206,7 @@ class RunConfig(ConfigModel):
     data: DataConfig
     """Training prompts."""
     rollout: RolloutConfig = RolloutConfig()
-    """Generation; `sft` uses `prompts_per_step` alone."""
+    """Generation; `sft` and `dpo` use `prompts_per_step` alone, as answers or pairs a step."""
     rewards: tuple[RewardTermConfig, ...] = ()
     """Weighted sum; evaluation uses the same terms."""
     algorithm: AlgorithmConfig = PolicyConfig()
@@ -211,7 +216,8 @@ class RunConfig(ConfigModel):
     batching: BatchingConfig = BatchingConfig()
     """Memory, never the result."""
     evaluation: EvaluationConfig | None = None
-    """Held-out accuracy: share of prompts whose reward total is at least 1."""
+    """Held-out accuracy: share of prompts whose reward total is at least 1; of pairs that are ranked right where the
+    run learns from pairs and names no rewards."""
     stop: StopConfig | None = None
     """End early."""
     weights: WeightSyncConfig = WeightSyncConfig()
@@ -221,9 +227,19 @@ class RunConfig(ConfigModel):
     export_final: bool = True
     """Write the final policy as a Hugging Face folder into the run directory."""
 
+    @property
+    def learns_from_pairs(self) -> bool:
+        """Whether every prompt comes with an answer that is preferred and one that is not."""
+        return isinstance(self.algorithm, DpoConfig)
+
+    @property
+    def evaluates_pairs(self) -> bool:
+        """Whether an evaluation asks how many held-out pairs are ranked right, and generates nothing."""
+        return self.evaluation is not None and self.learns_from_pairs and not self.rewards
+
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
-        if self.algorithm.type != "sft":
+        if isinstance(self.algorithm, PolicyConfig):
             name, least = self.algorithm.type, self.algorithm.advantage.min_group_samples
             if self.rollout.samples_per_prompt < least:
                 raise ValueError(
@@ -242,6 +258,6 @@ class RunConfig(ConfigModel):
                 )
         if self.stop is not None and (self.evaluation is None or self.evaluation.every_steps == 0):
             raise ValueError("stop needs evaluation.every_steps above 0")
-        if self.evaluation is not None and not self.rewards:
+        if self.evaluation is not None and not self.rewards and not self.learns_from_pairs:
             raise ValueError("evaluation needs at least one reward term")
         return self

@@ -48,11 +48,14 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise InvalidConfig("the chat template cannot be read", where=where, why=str(error)) from error
 
-    def render(self, messages: Sequence[dict[str, Any]]) -> str:
-        """The messages as one text that ends where the assistant is to begin."""
+    def render(self, messages: Sequence[dict[str, Any]], *, begin_answer: bool = True) -> str:
+        """The messages as one text, which ends where the assistant is to begin with `begin_answer`."""
         try:
             return self._template.render(
-                messages=list(messages), tools=None, add_generation_prompt=True, **self._special_tokens
+                messages=list(messages),
+                tools=None,
+                add_generation_prompt=begin_answer,
+                **self._special_tokens,
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise InvalidConfig(

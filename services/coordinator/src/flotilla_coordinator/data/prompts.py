@@ -8,21 +8,24 @@ depends on the seed and the epoch alone; a saved cursor fits only the very data 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from flotilla_coordinator.data.answer_pair import AnswerPair
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_core.config.run import DataConfig
 from flotilla_core.errors import FailedPrecondition, InvalidConfig
 from flotilla_core.ids import derive_seed
 
 ROWS_AT_ONCE = 4096
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class Prompt:
     answer: str
     info: dict[str, Any]
     """The line's other columns."""
+    pair: AnswerPair | None = None
+    """Where the data set says which of two answers is better."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +53,15 @@ class PromptFile:
     truncated: int
 
 
+Load = Callable[[Path, DataConfig, Tokenizer], PromptFile]
+"""Reads a data file, by the columns that the configuration names."""
+
+
 class PromptSource:
     """Prompts without end: epoch after epoch."""
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer, seed: int) -> None:
-        self.file = load_prompts(config.train, config, tokenizer)
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer, seed: int, load: Load | None = None) -> None:
+        self.file = (load or load_prompts)(config.train, config, tokenizer)
         self._seed = seed
         self._shuffle = config.shuffle
         self._fingerprint = _fingerprint(self.file.prompts)
@@ -68,11 +77,9 @@ class PromptSource:
         """The next prompt; the next epoch begins where one ends."""
         if self._position == len(self._order):
             self._enter(self._epoch + 1, 0)
-        prompt = self.file.prompts[self._order[self._position]]
+        prompt: Prompt = self.file.prompts[self._order[self._position]]
         self._position += 1
-        return Prompt(
-            self._epoch, prompt.index, prompt.prompt_text, prompt.token_ids, prompt.answer, prompt.info
-        )
+        return replace(prompt, epoch=self._epoch)
 
     @property
     def cursor(self) -> dict[str, Any]:
@@ -106,7 +113,7 @@ def load_prompts(path: Path, config: DataConfig, tokenizer: Tokenizer) -> Prompt
     """Read, render and tokenize every line of `path` with the columns that `config` names."""
     prompts: list[Prompt] = []
     dropped = truncated = 0
-    for chunk in _chunks(_rows(path, config, tokenizer)):
+    for chunk in in_chunks(_rows(path, config, tokenizer)):
         # A rendered template brings its own special tokens; a bare text gets the tokenizer's.
         for bare in (True, False):
             part = [row for row in chunk if row.bare is bare]
@@ -145,7 +152,7 @@ class _Row:
 
 
 def _rows(path: Path, config: DataConfig, tokenizer: Tokenizer) -> Iterator[_Row]:
-    for index, (line, values) in enumerate(_objects(path)):
+    for index, (line, values) in enumerate(json_objects(path)):
         raw = values.pop(config.prompt_field, None)
         if raw is None:
             raise InvalidConfig(
@@ -162,7 +169,8 @@ def _rows(path: Path, config: DataConfig, tokenizer: Tokenizer) -> Iterator[_Row
         yield _Row(line, index, text, bare, answer_text, values, [])
 
 
-def _objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Every line that holds one, with its number."""
     if not path.is_file():
         raise InvalidConfig(
             "the data file does not exist", where=str(path), next_step="set data.train or evaluation.data"
@@ -201,8 +209,9 @@ def _prompt_text(raw: object, config: DataConfig, tokenizer: Tokenizer, where: s
     )
 
 
-def _chunks(rows: Iterator[_Row]) -> Iterator[list[_Row]]:
-    chunk: list[_Row] = []
+def in_chunks(rows: Iterator[T]) -> Iterator[list[T]]:
+    """So many at a time that tokenizing them uses all cores."""
+    chunk: list[T] = []
     for row in rows:
         chunk.append(row)
         if len(chunk) == ROWS_AT_ONCE:

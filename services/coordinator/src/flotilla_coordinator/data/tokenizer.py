@@ -75,13 +75,13 @@ class Tokenizer:
         """Text of token ids."""
         return str(self._backend.decode(token_ids, skip_special_tokens=skip_special))
 
-    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
-        """The text that the model is trained to continue, by the folder's chat template."""
+    def render_chat(self, messages: Sequence[dict[str, Any]], *, begin_answer: bool = True) -> str:
+        """The text that the model is trained to continue, by the folder's chat template; or a whole conversation."""
         if self._chat is None:
             from flotilla_coordinator.data.chat import ChatTemplate
 
             self._chat = ChatTemplate(self._template_source(), self._special_tokens(), where=str(self.folder))
-        return self._chat.render(messages)
+        return self._chat.render(messages, begin_answer=begin_answer)
 
     def _template_source(self) -> str:
         path = self.folder / "chat_template.jinja"

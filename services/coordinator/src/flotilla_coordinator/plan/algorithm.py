@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from flotilla_core.config import AlgorithmConfig
+from flotilla_core.config import AlgorithmConfig, DpoConfig
 from flotilla_core.config.algorithm import CorrectionConfig, KlConfig
 
 Line = tuple[str, str, str]
@@ -16,6 +16,15 @@ def algorithm_lines(algorithm: AlgorithmConfig) -> Iterator[Line]:
     """One line a section; sections that are off are not mentioned."""
     if algorithm.type == "sft":
         yield "algorithm", "sft", "cross-entropy of the answers, mean over all tokens of the update"
+        return
+    if isinstance(algorithm, DpoConfig):
+        reference = "nothing" if algorithm.reference_free else "the first policy"
+        shown = {"beta": algorithm.beta, "label_smoothing": algorithm.label_smoothing or None}
+        yield (
+            "algorithm",
+            algorithm.type,
+            f"{algorithm.loss} of pairs, compared with {reference}; {_settings(shown)}",
+        )
         return
     control = ", control: rewards are shuffled" if algorithm.shuffle_rewards else ""
     yield "algorithm", algorithm.type, f"a preset; docs/algorithms.md has the formulas{control}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.plan.model_facts import ModelFacts
-from flotilla_core.config import RunConfig, StackConfig
+from flotilla_core.config import PolicyConfig, RunConfig, StackConfig
 
 
 def config_errors(config: RunConfig) -> list[str]:
@@ -35,7 +35,7 @@ def config_errors(config: RunConfig) -> list[str]:
             f"stop.accuracy_at_least = {stop.accuracy_at_least}: no evaluation can satisfy both"
         )
     functions = [("rewards", term.reward) for term in config.rewards]
-    if config.algorithm.type != "sft":
+    if isinstance(config.algorithm, PolicyConfig):
         functions.append(("algorithm.advantage.type", config.algorithm.advantage.type))
         functions.append(("algorithm.loss.type", config.algorithm.loss.type))
     errors += [error for key, name in functions for error in _function_errors(key, name)]
@@ -95,6 +95,8 @@ def longest_prompt(data: PromptFile) -> int:
 
 def longest_sequence(config: RunConfig, data: PromptFile, tokenizer: Tokenizer) -> int:
     """Most tokens that one sequence of an update can have."""
+    if data.prompts[0].pair is not None:
+        return longest_pair(data)
     if config.algorithm.type != "sft":
         return longest_prompt(data) + config.rollout.sampling.max_response_tokens
     # An answer is followed by the token that ends it.
@@ -102,6 +104,26 @@ def longest_sequence(config: RunConfig, data: PromptFile, tokenizer: Tokenizer) 
     return max(
         len(prompt.token_ids) + len(answer) + 1 for prompt, answer in zip(data.prompts, answers, strict=True)
     )
+
+
+def longest_pair(data: PromptFile) -> int:
+    """Tokens of the longest prompt with one of its two answers."""
+    return max(
+        len(prompt.token_ids) + len(answer.token_ids)
+        for prompt in data.prompts
+        if prompt.pair is not None
+        for answer in (prompt.pair.chosen, prompt.pair.rejected)
+    )
+
+
+def answer_errors(limit: int, longest: int) -> list[str]:
+    """Given answers that the model cannot hold."""
+    if longest <= limit:
+        return []
+    return [
+        f"the longest prompt with its answer has {longest} tokens, the model has {limit}: "
+        "lower data.max_prompt_tokens or shorten the answers"
+    ]
 
 
 def length_errors(limit: int, prompt_tokens: int, response_tokens: int, response_key: str) -> list[str]:
@@ -152,7 +174,9 @@ def overlap_warnings(data: PromptFile, held_out: PromptFile) -> list[str]:
 def fleet_warnings(config: RunConfig, stack: StackConfig) -> list[str]:
     """Services that nobody will start."""
     warnings = []
-    if config.algorithm.type != "sft" or config.evaluation is not None:
+    if isinstance(config.algorithm, PolicyConfig) or (
+        config.evaluation is not None and not config.evaluates_pairs
+    ):
         if stack.generator.replicas == 0 and not stack.generator.attach:
             warnings.append("generator.replicas is 0: the run waits until `flotilla scale generator 1`")
         if stack.reward.replicas == 0 and not stack.reward.attach:

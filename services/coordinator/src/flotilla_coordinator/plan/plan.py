@@ -11,7 +11,8 @@ import shutil
 from pathlib import Path
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.data.prompts import PromptFile, load_prompts
+from flotilla_coordinator.data.loaders import held_out_data, training_data
+from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.plan import checks
 from flotilla_coordinator.plan.algorithm import algorithm_lines
@@ -35,10 +36,10 @@ def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:
         start = ModelFacts.read(config.initial_weights) if config.initial_weights else model
         tokenizer = Tokenizer.load(folder)
         plan.errors.extend(checks.model_errors(config, model, start, tokenizer.vocabulary_size))
-        data = load_prompts(config.data.train, config.data, tokenizer)
+        data = training_data(config)(config.data.train, config.data, tokenizer)
         held_out = None
         if config.evaluation is not None:
-            held_out = load_prompts(config.evaluation.data, config.data, tokenizer)
+            held_out = held_out_data(config)(config.evaluation.data, config.data, tokenizer)
     except FlotillaError as error:
         plan.errors.append(str(error))
         return plan
@@ -66,9 +67,12 @@ class _Planner:
         self._data = data
         self._held_out = held_out
         self._plan = plan
-        self._supervised = config.algorithm.type == "sft"
+        self._given = (
+            "pairs" if config.learns_from_pairs else "answers" if config.algorithm.type == "sft" else ""
+        )
         self._prompts = config.rollout.prompts_per_step
-        self._samples = self._prompts * (1 if self._supervised else config.rollout.samples_per_prompt)
+        per_prompt = {"pairs": 2, "answers": 1}.get(self._given, config.rollout.samples_per_prompt)
+        self._samples = self._prompts * per_prompt
         self._prompt_tokens = checks.longest_prompt(data)
         self._response_tokens = config.rollout.sampling.max_response_tokens
         self._longest = longest
@@ -118,7 +122,7 @@ class _Planner:
             f"= {epochs:.2f} epochs, {'shuffled' if config.data.shuffle else 'in file order'}",
         )
         self._plan.warnings.extend(checks.data_warnings(config, self._data))
-        if self._supervised and not all(prompt.answer for prompt in self._data.prompts):
+        if self._given == "answers" and not all(prompt.answer for prompt in self._data.prompts):
             self._plan.errors.append(
                 f"algorithm.type is sft, but some lines of {config.data.train} have no "
                 f"{config.data.answer_field!r}"
@@ -126,15 +130,13 @@ class _Planner:
 
     def _step_lines(self) -> None:
         config = self._config
-        if self._supervised:
+        if self._given:
             self._line(
-                "step", f"{self._prompts} sequences", "rollout.prompts_per_step prompts with their answers"
+                "step",
+                f"{self._samples} sequences",
+                f"rollout.prompts_per_step prompts with their {self._given}",
             )
-            if self._longest > self._limit:
-                self._plan.errors.append(
-                    f"the longest prompt with its answer has {self._longest} tokens, the model has "
-                    f"{self._limit}: lower data.max_prompt_tokens or shorten the answers"
-                )
+            self._plan.errors.extend(checks.answer_errors(self._limit, self._longest))
             return
         rollout, replicas = config.rollout, max(self._stack.generator.replicas, 1)
         self._line(
@@ -198,16 +200,20 @@ class _Planner:
         during = steps // every if every else 0
         after = 0 if every and steps % every == 0 else 1
         prompts = min(len(held_out.prompts), evaluation.max_prompts)
+        pairs = self._config.evaluates_pairs
         self._line(
             "evaluations",
-            f"{1 + during + after} x {prompts} prompts",
-            f"greedy: before, {f'every {every} steps, ' if every else ''}after",
+            f"{1 + during + after} x {prompts} {'pairs' if pairs else 'prompts'}",
+            f"{'ranked' if pairs else 'greedy'}: before, {f'every {every} steps, ' if every else ''}after",
         )
+        self._plan.warnings.extend(checks.overlap_warnings(self._data, held_out))
+        if pairs:
+            self._plan.errors.extend(checks.answer_errors(self._limit, checks.longest_pair(held_out)))
+            return
         tokens = evaluation.max_response_tokens or self._response_tokens
         key = "evaluation.max_response_tokens"
         longest = checks.longest_prompt(held_out)
         self._plan.errors.extend(checks.length_errors(self._limit, longest, tokens, key))
-        self._plan.warnings.extend(checks.overlap_warnings(self._data, held_out))
 
     def _memory_lines(self) -> None:
         m, generator, trainer = self._model, self._stack.generator, self._stack.trainer
@@ -242,7 +248,7 @@ class _Planner:
     def _disk_line(self) -> None:
         config = self._config
         rollouts = 0
-        if not self._supervised:
+        if not self._given:
             rollouts = config.steps * self._samples * self._response_tokens * PAYLOAD_BYTES_PER_TOKEN
         export = self._model.parameters * 4 if config.export_final else 0
         self._line(

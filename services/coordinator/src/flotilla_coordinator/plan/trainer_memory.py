@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flotilla_coordinator.plan.model_facts import ModelFacts
-from flotilla_core.config import AlgorithmConfig, RunConfig, TrainerConfig
+from flotilla_core.config import AlgorithmConfig, DpoConfig, PolicyConfig, RunConfig, TrainerConfig
 
 BYTES = {"float32": 4, "bfloat16": 2}
 MASTER = 4
@@ -33,7 +33,7 @@ class TrainerMemory:
     activations: int
     logits: int
     reference: int
-    """The frozen copy of the first policy; 0 where no divergence from it is measured."""
+    """The frozen copy of the first policy; 0 where nothing is compared with it."""
 
     @property
     def total(self) -> int:
@@ -64,7 +64,9 @@ class TrainerMemory:
 
 
 def _keeps_reference(algorithm: AlgorithmConfig) -> bool:
-    return algorithm.type != "sft" and algorithm.kl.placement != "none"
+    if isinstance(algorithm, PolicyConfig):
+        return algorithm.kl.placement != "none"
+    return isinstance(algorithm, DpoConfig) and not algorithm.reference_free
 
 
 def _token_activations(model: ModelFacts, size: int, recomputed: bool) -> int:

@@ -1,4 +1,4 @@
-"""Supervised batches: the data set's own answers as responses.
+"""Batches of given answers: the data set's own ones, one to a prompt or a pair of which one is preferred.
 
 Invariants: a batch is `prompts_per_step` prompts in the source's order; each response ends with the end-of-
 sequence token; nothing is generated, so nothing enters the ledger.
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from flotilla_coordinator.data.answer_pair import Answer
 from flotilla_coordinator.data.prompts import Prompt, PromptSource
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.runs.batch import Batch, RolloutGroup, RolloutSample
@@ -19,7 +20,7 @@ from flotilla_core.version import Version
 
 
 class AnswerSource:
-    """Batches of prompts with their answers."""
+    """Batches of prompts with what was answered to them."""
 
     samples_from_policy = False
 
@@ -41,13 +42,16 @@ class AnswerSource:
 
     async def batch(self, step: int, version: Version) -> Batch:
         """The next prompts and their answers."""
-        groups = [self._group(self._prompts.next()) for _ in range(self._prompts_per_step)]
+        prompts = [self._prompts.next() for _ in range(self._prompts_per_step)]
+        groups = [given_group(self._run_id, prompt, self._answers(prompt)) for prompt in prompts]
         return Batch(step=step, groups=groups, cursor=self._prompts.cursor)
 
     async def close(self) -> None:
         """Nothing is ever under way."""
 
-    def _group(self, prompt: Prompt) -> RolloutGroup:
+    def _answers(self, prompt: Prompt) -> list[Answer]:
+        if prompt.pair is not None:
+            return [prompt.pair.chosen, prompt.pair.rejected]
         if not prompt.answer:
             raise InvalidConfig(
                 f"prompt {prompt.index} has no answer to imitate",
@@ -55,12 +59,20 @@ class AnswerSource:
                 why="algorithm.type is sft",
                 next_step="add the column named by data.answer_field",
             )
-        group_id = ids.group_id(self._run_id, prompt.epoch, prompt.index)
         tokens = [*self._tokenizer.encode(prompt.answer), self._tokenizer.eos_id]
-        sample = RolloutSample(
-            sample_id=ids.sample_id(group_id, 0),
-            token_ids=np.asarray(tokens, dtype=np.int32),
+        return [Answer(prompt.answer, np.asarray(tokens, dtype=np.int32))]
+
+
+def given_group(run_id: str, prompt: Prompt, answers: list[Answer]) -> RolloutGroup:
+    """A prompt with its answers as the samples that the trainer gets, in their order."""
+    group_id = ids.group_id(run_id, prompt.epoch, prompt.index)
+    samples = [
+        RolloutSample(
+            sample_id=ids.sample_id(group_id, place),
+            token_ids=answer.token_ids,
             logprobs=None,
-            text=prompt.answer,
+            text=answer.text,
         )
-        return RolloutGroup(group_id, prompt.prompt_text, prompt.token_ids, [sample])
+        for place, answer in enumerate(answers)
+    ]
+    return RolloutGroup(group_id, prompt.prompt_text, prompt.token_ids, samples)

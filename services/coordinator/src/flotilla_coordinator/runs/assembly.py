@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.data.prompts import Prompt, PromptSource, load_prompts
+from flotilla_coordinator.data.loaders import held_out_data, training_data
+from flotilla_coordinator.data.prompts import Prompt, PromptSource
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.fleet import Fleet
 from flotilla_coordinator.ledger.ledger import Ledger
@@ -28,13 +29,14 @@ from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.evaluate import Evaluator
 from flotilla_coordinator.runs.generation import Generation
 from flotilla_coordinator.runs.members import GeneratorReplica
+from flotilla_coordinator.runs.pair_evaluator import PairEvaluator
 from flotilla_coordinator.runs.policy import PolicyTrainer
 from flotilla_coordinator.runs.rollouts import RolloutSource
 from flotilla_coordinator.runs.scoring import Scorer
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_coordinator.runs.sync import SyncReport, WeightSync
 from flotilla_core.checkpoint import CheckpointShelf
-from flotilla_core.config import RunConfig
+from flotilla_core.config import PolicyConfig, RunConfig
 from flotilla_core.errors import FlotillaError, Mismatch
 from flotilla_core.model_folder import model_folder
 from flotilla_core.service import Host
@@ -62,7 +64,9 @@ class Assembly:
         """Wait for the services that the run needs, then wire them."""
         config = self._config
         tokenizer = await asyncio.to_thread(lambda: Tokenizer.load(model_folder(self._host.stack.model)))
-        prompts = await asyncio.to_thread(PromptSource, config.data, tokenizer, config.seed)
+        prompts = await asyncio.to_thread(
+            PromptSource, config.data, tokenizer, config.seed, training_data(config)
+        )
         held_out = await asyncio.to_thread(self._held_out, tokenizer)
         policy = await self._policy(directory, tokenizer, lineage)
         sync = self._sync(policy, prompts, tokenizer)
@@ -74,7 +78,7 @@ class Assembly:
             policy=policy,
             source=self._source(prompts, tokenizer, generation, scorer),
             sync=sync,
-            evaluator=self._evaluator(held_out, tokenizer, generation, scorer),
+            evaluator=self._evaluator(held_out, tokenizer, policy, generation, scorer),
             checkpoints=RunCheckpoints(
                 self._run_id,
                 config.checkpoint,
@@ -219,7 +223,7 @@ class Assembly:
         self, prompts: PromptSource, tokenizer: Tokenizer, generation: Generation, scorer: Scorer
     ) -> BatchSource:
         config = self._config
-        if config.algorithm.type == "sft":
+        if not isinstance(config.algorithm, PolicyConfig):
             return AnswerSource(self._run_id, prompts, tokenizer, config.rollout.prompts_per_step)
         return RolloutSource(
             self._run_id,
@@ -237,14 +241,22 @@ class Assembly:
         evaluation = self._config.evaluation
         if evaluation is None:
             return []
-        return load_prompts(evaluation.data, self._config.data, tokenizer).prompts[: evaluation.max_prompts]
+        load = held_out_data(self._config)
+        return load(evaluation.data, self._config.data, tokenizer).prompts[: evaluation.max_prompts]
 
     def _evaluator(
-        self, held_out: list[Prompt], tokenizer: Tokenizer, generation: Generation, scorer: Scorer
-    ) -> Evaluator | None:
+        self,
+        held_out: list[Prompt],
+        tokenizer: Tokenizer,
+        policy: PolicyTrainer,
+        generation: Generation,
+        scorer: Scorer,
+    ) -> Evaluator | PairEvaluator | None:
         evaluation, rollout = self._config.evaluation, self._config.rollout
         if evaluation is None:
             return None
+        if self._config.evaluates_pairs:
+            return PairEvaluator(self._run_id, held_out, policy)
         limit = evaluation.max_response_tokens or rollout.sampling.max_response_tokens
         return Evaluator(
             self._run_id, held_out, tokenizer, generation, scorer, limit, rollout.sample_timeout_s

@@ -22,6 +22,7 @@ from flotilla_coordinator.runs.batch import Batch, BatchSource
 from flotilla_coordinator.runs.checkpoints import RunCheckpoints
 from flotilla_coordinator.runs.distance import distance_warning
 from flotilla_coordinator.runs.evaluate import Evaluator
+from flotilla_coordinator.runs.pair_evaluator import PairEvaluator
 from flotilla_coordinator.runs.policy import PolicyTrainer
 from flotilla_coordinator.runs.progress import Progress
 from flotilla_coordinator.runs.status import RunStatus
@@ -42,7 +43,7 @@ class RunContext:
     policy: PolicyTrainer
     source: BatchSource
     sync: WeightSync
-    evaluator: Evaluator | None
+    evaluator: Evaluator | PairEvaluator | None
     checkpoints: RunCheckpoints
     ledger: Ledger
     directory: RunDirectory
@@ -126,6 +127,11 @@ class RunContext:
         self.cursor, self.last_accuracy = progress.cursor, progress.last_accuracy
         self.status.run.step = progress.steps_done
         self.status.run.policy_version.CopyFrom(self.policy.version.to_proto())
+
+    @property
+    def evaluates_generated(self) -> bool:
+        """Whether evaluations ask the generators."""
+        return self.evaluator is not None and self.evaluator.needs_generators
 
     def evaluation_due(self, steps_done: int) -> bool:
         """Whether the schedule asks for an evaluation after so many steps."""

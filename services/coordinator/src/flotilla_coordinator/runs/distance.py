@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flotilla_core.config import AlgorithmConfig
+from flotilla_core.config import AlgorithmConfig, PolicyConfig
 
 MEASURED = "probs_diff/fresh"
 """Of tokens that the trained version wrote itself: a policy that has moved since others were drawn is no fault."""
@@ -12,7 +12,7 @@ MEASURED = "probs_diff/fresh"
 
 def distance_warning(algorithm: AlgorithmConfig, metrics: Mapping[str, float]) -> str:
     """What to say about rollouts that are further from the trainer than the run wants; empty where they are not."""
-    if algorithm.type == "sft":
+    if not isinstance(algorithm, PolicyConfig):
         return ""
     limit, measured = algorithm.correction.warn_at, metrics.get(MEASURED, 0.0)
     if limit is None or measured <= limit:

@@ -31,6 +31,8 @@ CONCURRENT_PROMPTS = 256
 class Evaluator:
     """Answers every held-out prompt once, greedily, on one version."""
 
+    needs_generators = True
+
     def __init__(
         self,
         run_id: str,

@@ -19,8 +19,7 @@ async def run_loop(run: RunContext, beginning: Beginning) -> None:
     """Train `run` from where it begins to its last step, or to its stop rule."""
     with telemetry.span(names.RL_LOOP, attributes={names.RUN_ID: run.run_id}):
         await begin(run, beginning)
-        with run.phase("sync"):
-            await run.sync.publish(run.policy.version)
+        await _sync(run)
         if run.steps_done == 0:
             await _evaluate(run, step=0)
 
@@ -31,8 +30,7 @@ async def run_loop(run: RunContext, beginning: Beginning) -> None:
                 break
 
         if run.sync.version != run.policy.version:
-            with run.phase("sync"):
-                await run.sync.publish(run.policy.version)
+            await _sync(run)
         if not run.evaluated(run.policy.version):
             await _evaluate(run, step=run.steps_done)
         await _checkpoint_end(run)
@@ -53,12 +51,18 @@ async def _train_one_step(run: RunContext, step: int) -> None:
 
     evaluation_due = run.evaluation_due(step + 1)
     if run.source.samples_from_policy or evaluation_due:
-        with run.phase("sync"):
-            await run.sync.publish(run.policy.version)
+        await _sync(run)
     if evaluation_due:
         await _evaluate(run, step=step + 1)
     if run.checkpoints.due(step + 1):
         await _checkpoint(run, step + 1)
+
+
+async def _sync(run: RunContext) -> None:
+    """Bring the policy to the generators, where the run ever asks them: given answers need none."""
+    if run.source.samples_from_policy or run.evaluates_generated:
+        with run.phase("sync"):
+            await run.sync.publish(run.policy.version)
 
 
 async def _checkpoint(run: RunContext, steps_done: int) -> None:
@@ -86,7 +90,7 @@ async def _checkpoint_written(run: RunContext) -> None:
 
 
 async def _evaluate(run: RunContext, step: int) -> None:
-    """Greedy accuracy on held-out prompts, where the run has any."""
+    """Accuracy on held-out prompts or pairs, where the run has any."""
     if run.evaluator is None:
         return
     with run.phase("evaluate"):

@@ -7,7 +7,7 @@ from typing import Any
 from google.protobuf import struct_pb2
 
 from flotilla.trainer.v1 import session_pb2 as pb
-from flotilla_core.config import PolicyConfig, RunConfig
+from flotilla_core.config import DpoConfig, PolicyConfig, RunConfig
 from flotilla_core.config.advantages import AdvantageConfig, AdvantageSection
 from flotilla_core.config.algorithm import CorrectionConfig, KlConfig
 
@@ -28,6 +28,11 @@ ESTIMATORS = {
     "k3": pb.KL_ESTIMATOR_K3,
     "abs": pb.KL_ESTIMATOR_ABS,
 }
+PREFERENCE_LOSSES = {
+    "sigmoid": pb.PREFERENCE_LOSS_SIGMOID,
+    "ipo": pb.PREFERENCE_LOSS_IPO,
+    "hinge": pb.PREFERENCE_LOSS_HINGE,
+}
 PROXIMALS = {"rollout": pb.PROXIMAL_ROLLOUT, "trainer": pb.PROXIMAL_TRAINER}
 IMPORTANCE = {
     "none": pb.IMPORTANCE_UNSPECIFIED,
@@ -38,11 +43,22 @@ IMPORTANCE = {
 
 
 def objective(config: RunConfig) -> pb.Objective:
-    """Supervised, or a policy objective with every section resolved."""
-    if config.algorithm.type == "sft":
-        return pb.Objective(sft=pb.SftObjective())
-    sampling = config.rollout.sampling
-    return pb.Objective(policy=_policy(config.algorithm, sampling.temperature, sampling.max_response_tokens))
+    """Supervised, of preferences, or a policy objective with every section resolved."""
+    algorithm, sampling = config.algorithm, config.rollout.sampling
+    if isinstance(algorithm, PolicyConfig):
+        return pb.Objective(policy=_policy(algorithm, sampling.temperature, sampling.max_response_tokens))
+    if isinstance(algorithm, DpoConfig):
+        return pb.Objective(preference=_preference(algorithm))
+    return pb.Objective(sft=pb.SftObjective())
+
+
+def _preference(algorithm: DpoConfig) -> pb.PreferenceObjective:
+    return pb.PreferenceObjective(
+        loss=PREFERENCE_LOSSES[algorithm.loss],
+        beta=algorithm.beta,
+        label_smoothing=algorithm.label_smoothing,
+        reference_free=algorithm.reference_free,
+    )
 
 
 def _policy(algorithm: PolicyConfig, temperature: float, max_response_tokens: int) -> pb.PolicyObjective:

@@ -150,6 +150,14 @@ class PolicyTrainer:
         by_id = {item.sequence_id: from_tensor(item.logprobs) for item in reply.sequences}
         return Version.from_proto(reply.policy_version), [by_id[str(i)] for i in range(len(sequences))]
 
+    async def evaluate_loss(self, groups: list[RolloutGroup]) -> dict[str, float]:
+        """What the objective says of groups that do not train."""
+        request = pb.EvaluateLossRequest(run_id=self._run_id)
+        for group in groups:
+            _fill(request.groups.add(), group)
+        reply = await rpc.unary(self.stub.EvaluateLoss, request, timeout_s=TRAIN_TIMEOUT_S)
+        return dict(reply.metrics)
+
     async def export(self, path: Path) -> None:
         """Write the current policy as a Hugging Face folder."""
         await rpc.unary(

@@ -22,7 +22,7 @@ def call_objective(objective: pb.Objective, loss: pb.Function) -> pb.Objective:
         return changed
     if not objective.HasField("policy"):
         raise InvalidRequest(
-            f"a supervised session cannot descend on {loss.name or 'a loss without a name'}",
+            f"a session without a policy objective cannot descend on {loss.name or 'a loss without a name'}",
             where="loss",
             why="it says neither how advantages are made nor at which temperature samples are drawn",
             next_step="open the session with a policy objective; it can take sft as the loss of a call",

@@ -6,6 +6,7 @@ import math
 
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_core.errors import InvalidRequest
+from flotilla_trainer.objective.pair_objective import LOSSES as PAIR_LOSSES
 from flotilla_trainer.objective.policy_columns import ESTIMATORS
 from flotilla_trainer.objective.sections import ADVANTAGE, LOSS, checked_section
 from flotilla_trainer.objective.user_functions import check_user_function, is_user_function
@@ -24,9 +25,11 @@ def check_objective(objective: pb.Objective) -> None:
     """Refuse an objective that cannot be trained, naming the field."""
     kind = objective.WhichOneof("kind")
     if kind is None:
-        raise InvalidRequest("no objective is given", where="spec.objective", next_step="set sft or policy")
+        raise InvalidRequest("no objective is given", where="spec.objective", next_step="set sft, policy or preference")
     if kind == "sft":
         return
+    if kind == "preference":
+        return _check_preference(objective.preference)
     policy = objective.policy
     checked_section(LOSS, policy.loss, f"{PLACE}.loss")
     checked_section(ADVANTAGE, policy.advantage.function, f"{PLACE}.advantage.function")
@@ -40,6 +43,8 @@ def check_objective(objective: pb.Objective) -> None:
 
 def objective_settings(objective: pb.Objective) -> ObjectiveSettings:
     """What the ranks have to know of a checked objective."""
+    if objective.HasField("preference"):
+        return ObjectiveSettings(keeps_reference=not objective.preference.reference_free)
     if not objective.HasField("policy"):
         return ObjectiveSettings()
     policy, correction = objective.policy, objective.policy.correction
@@ -61,6 +66,21 @@ def objective_settings(objective: pb.Objective) -> ObjectiveSettings:
         entropy_coefficient=policy.entropy_coefficient,
         fail_at=correction.fail_at if correction.HasField("fail_at") else None,
     )
+
+
+def _check_preference(preference: pb.PreferenceObjective) -> None:
+    smoothing = preference.label_smoothing
+    rules = {
+        "loss": preference.loss in PAIR_LOSSES,
+        "beta": _positive(preference.beta),
+        "label_smoothing": 0 <= smoothing < 0.5
+        and (not smoothing or preference.loss == pb.PREFERENCE_LOSS_SIGMOID),
+    }
+    for name, holds in rules.items():
+        if not holds:
+            raise InvalidRequest(
+                f"{name} is out of range or missing", where=f"spec.objective.preference.{name}"
+            )
 
 
 def _rules(policy: pb.PolicyObjective) -> dict[str, bool]:

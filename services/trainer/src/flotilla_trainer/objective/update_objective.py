@@ -26,6 +26,9 @@ TOKEN_MEAN = "token_mean"
 class UpdateObjective:
     """What the ranks need of an update, and what it says about itself."""
 
+    needs_policy = False
+    """Updates are not scored by the policy before they train it."""
+
     def __init__(self, objective: pb.Objective) -> None:
         self._policy = objective.policy if objective.HasField("policy") else None
         self.kl_coefficient = objective.policy.kl.coefficient
@@ -47,7 +50,11 @@ class UpdateObjective:
         return self._policy.temperature if self._policy is not None else 1.0
 
     def sequences(
-        self, batch: UpdateBatch, seed: int, reference: NDArray[np.float32] | None = None
+        self,
+        batch: UpdateBatch,
+        seed: int,
+        reference: NDArray[np.float32] | None = None,
+        policy: NDArray[np.float32] | None = None,
     ) -> tuple[Sequences, dict[str, float]]:
         """Sequences with their columns, and metrics; `reference` scores every response token."""
         if self._policy is None:
@@ -69,6 +76,10 @@ class UpdateObjective:
         if self._policy is not None:
             counted = counted & columns.kept_tokens(batch, self._policy.advantage)
         return counted_units(self._aggregation, batch.response_lengths, counted)
+
+    def facts_share(self, batch: UpdateBatch) -> float:
+        """What the metrics of a batch are means over: its trained tokens."""
+        return float(batch.trained.sum())
 
     def adapt(self, metrics: dict[str, float], samples: int) -> None:
         """After a step: move the coefficient towards the target divergence, where there is one."""

@@ -16,7 +16,7 @@ class ObjectiveSettings:
     """Loss, correction and bonuses of one session."""
 
     loss: str = SUPERVISED
-    """`sft`, a policy loss of ours, or path.py:function."""
+    """`sft` (minus the weighted log-probabilities), a policy loss of ours, or path.py:function."""
     parameters: dict[str, Any] = field(default_factory=dict)
     temperature: float = 1.0
     ratio_to_trainer: bool = False
@@ -37,5 +37,5 @@ class ObjectiveSettings:
 
     @property
     def supervised(self) -> bool:
-        """Whether the tokens are answers to imitate."""
+        """Whether the tokens are given answers, to be raised or lowered by the weights of the front."""
         return self.loss == SUPERVISED

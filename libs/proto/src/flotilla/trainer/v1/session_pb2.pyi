@@ -39,6 +39,25 @@ ROLE_REFERENCE: Role.ValueType  # 3
 ROLE_TEACHER: Role.ValueType  # 4
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
+class _PreferenceLoss:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PreferenceLossEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PreferenceLoss.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PREFERENCE_LOSS_UNSPECIFIED: _PreferenceLoss.ValueType  # 0
+    PREFERENCE_LOSS_SIGMOID: _PreferenceLoss.ValueType  # 1
+    PREFERENCE_LOSS_IPO: _PreferenceLoss.ValueType  # 2
+    PREFERENCE_LOSS_HINGE: _PreferenceLoss.ValueType  # 3
+
+class PreferenceLoss(_PreferenceLoss, metaclass=_PreferenceLossEnumTypeWrapper): ...
+
+PREFERENCE_LOSS_UNSPECIFIED: PreferenceLoss.ValueType  # 0
+PREFERENCE_LOSS_SIGMOID: PreferenceLoss.ValueType  # 1
+PREFERENCE_LOSS_IPO: PreferenceLoss.ValueType  # 2
+PREFERENCE_LOSS_HINGE: PreferenceLoss.ValueType  # 3
+Global___PreferenceLoss: _TypeAlias = PreferenceLoss  # noqa: Y015
+
 class _AggregationType:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -239,21 +258,25 @@ class Objective(_message.Message):
 
     SFT_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    PREFERENCE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sft(self) -> Global___SftObjective: ...
     @_builtins.property
     def policy(self) -> Global___PolicyObjective: ...
+    @_builtins.property
+    def preference(self) -> Global___PreferenceObjective: ...
     def __init__(
         self,
         *,
         sft: Global___SftObjective | None = ...,
         policy: Global___PolicyObjective | None = ...,
+        preference: Global___PreferenceObjective | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "policy", b"policy", "sft", b"sft"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "policy", b"policy", "preference", b"preference", "sft", b"sft"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "policy", b"policy", "sft", b"sft"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "policy", b"policy", "preference", b"preference", "sft", b"sft"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["sft", "policy"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["sft", "policy", "preference"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -275,6 +298,38 @@ class SftObjective(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SftObjective: _TypeAlias = SftObjective  # noqa: Y015
+
+@_typing.final
+class PreferenceObjective(_message.Message):
+    """Direct preference optimisation, mean over pairs. A group is a pair: two samples, the preferred one first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOSS_FIELD_NUMBER: _builtins.int
+    BETA_FIELD_NUMBER: _builtins.int
+    LABEL_SMOOTHING_FIELD_NUMBER: _builtins.int
+    REFERENCE_FREE_FIELD_NUMBER: _builtins.int
+    loss: Global___PreferenceLoss.ValueType
+    beta: _builtins.float
+    label_smoothing: _builtins.float
+    """Share of pairs that are expected to stand the wrong way round; SIGMOID alone."""
+    reference_free: _builtins.bool
+    """Compare with nothing instead of with the policy that the session started from."""
+    def __init__(
+        self,
+        *,
+        loss: Global___PreferenceLoss.ValueType = ...,
+        beta: _builtins.float = ...,
+        label_smoothing: _builtins.float = ...,
+        reference_free: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beta", b"beta", "label_smoothing", b"label_smoothing", "loss", b"loss", "reference_free", b"reference_free"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PreferenceObjective: _TypeAlias = PreferenceObjective  # noqa: Y015
 
 @_typing.final
 class PolicyObjective(_message.Message):

@@ -1,0 +1,59 @@
+"""Evaluation on held-out pairs: how often the answer that is preferred is the one that the trainer ranks higher.
+
+Invariants: nothing is generated and nothing is trained; accuracy is that of single pairs over all of them, however they
+are cut into calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flotilla_coordinator.data.prompts import Prompt
+from flotilla_coordinator.runs.answers import given_group
+from flotilla_coordinator.runs.batch import RolloutGroup
+from flotilla_coordinator.runs.policy import CHUNK_BYTES, PolicyTrainer
+from flotilla_core import telemetry
+from flotilla_core.telemetry import names
+from flotilla_core.version import Version
+
+ACCURACY = "preference/accuracy"
+
+
+class PairEvaluator:
+    """Judges every held-out pair once."""
+
+    needs_generators = False
+
+    def __init__(self, run_id: str, prompts: list[Prompt], policy: PolicyTrainer) -> None:
+        self._run_id = run_id
+        self._prompts = prompts
+        self._policy = policy
+
+    async def accuracy(self, version: Version, step: int) -> float:
+        """Share of held-out pairs that `version` ranks right; a pair without a difference counts half."""
+        attributes: dict[str, str | int] = {
+            names.RUN_ID: self._run_id,
+            names.STEP: step,
+            names.POLICY_VERSION: str(version),
+        }
+        with telemetry.span(names.RL_EVALUATE, attributes=attributes):
+            right = 0.0
+            for groups in self._calls():
+                metrics = await self._policy.evaluate_loss(groups)
+                right += metrics[ACCURACY] * len(groups)
+        return right / len(self._prompts)
+
+    def _calls(self) -> Iterator[list[RolloutGroup]]:
+        """All pairs, in parts that one call takes."""
+        part: list[RolloutGroup] = []
+        size = 0
+        for prompt in self._prompts:
+            assert prompt.pair is not None, "held-out data of such a run is read in pairs"
+            group = given_group(self._run_id, prompt, [prompt.pair.chosen, prompt.pair.rejected])
+            part.append(group)
+            size += group.nbytes
+            if size >= CHUNK_BYTES:
+                yield part
+                part, size = [], 0
+        if part:
+            yield part

@@ -1,0 +1,155 @@
+"""Pairs of answers: text and chat messages become the same tokens, and every mistake in a line is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from flotilla_coordinator.data.answer_pair import AnswerPair
+from flotilla_coordinator.data.pairs import load_pairs
+from flotilla_coordinator.data.prompts import PromptSource
+from flotilla_coordinator.data.tokenizer import Tokenizer
+from flotilla_core.config import DataConfig
+from flotilla_core.errors import InvalidConfig
+
+CHARACTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz|\n"
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{% if message.role == 'assistant' %}<end>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+END = 1
+
+
+def make_tokenizer(folder: Path, template: str) -> Tokenizer:
+    folder.mkdir(exist_ok=True)
+    words = ["<pad>", "<end>", "<user>", "<assistant>", *CHARACTERS]
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>")
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    backend.add_special_tokens(words[:4])
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    (folder / "chat_template.jinja").write_text(template)
+    return Tokenizer.load(folder)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("model"), TEMPLATE)
+
+
+def config(tmp_path: Path, *lines: object, **options: Any) -> DataConfig:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    return DataConfig(train=path, **options)
+
+
+def loaded(config: DataConfig, tokenizer: Tokenizer) -> list[AnswerPair]:
+    pairs = [prompt.pair for prompt in load_pairs(config.train, config, tokenizer).prompts]
+    assert all(pair is not None for pair in pairs)
+    return [pair for pair in pairs if pair is not None]
+
+
+def says(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def test_texts_end_with_the_end_of_sequence_and_leave_the_other_columns(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    line = {"prompt": "1+1=", "chosen": "2", "rejected": "33", "level": 4}
+    data = config(tmp_path, line)
+    (prompt,) = load_pairs(data.train, data, tokenizer).prompts
+    assert prompt.pair is not None
+    assert prompt.pair.chosen.token_ids.tolist() == [*tokenizer.encode("2"), END]
+    assert prompt.pair.rejected.token_ids.tolist() == [*tokenizer.encode("33"), END]
+    assert prompt.pair.rejected.text == "33"
+    assert prompt.info == {"level": 4}
+
+
+@pytest.mark.parametrize("with_prompt", [False, True], ids=["answer alone", "whole conversation"])
+@pytest.mark.parametrize("as_text", [False, True], ids=["messages", "text"])
+def test_chat_answers_are_what_the_template_writes_after_the_prompt(
+    tmp_path: Path, tokenizer: Tokenizer, with_prompt: bool, as_text: bool
+) -> None:
+    asked = [says("user", "1+1=")]
+    answers = [[*(asked if with_prompt else []), says("assistant", text)] for text in ("2", "33")]
+    prompt: Any = "1+1=" if as_text else asked
+    line = {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}
+    data = config(tmp_path, line, apply_chat_template=as_text)
+    (pair,) = loaded(data, tokenizer)
+    # The line break after the end of the turn is the template's, and no model says it.
+    assert pair.chosen.token_ids.tolist() == [*tokenizer.encode("2"), END]
+    assert pair.rejected.token_ids.tolist() == [*tokenizer.encode("33"), END]
+
+
+def test_other_columns_can_hold_the_answers(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    line = {"prompt": "1+1=", "good": "2", "bad": "3"}
+    data = config(tmp_path, line, chosen_field="good", rejected_field="bad")
+    assert [pair.chosen.text for pair in loaded(data, tokenizer)] == ["2"]
+
+
+def test_long_prompts_go_or_lose_their_beginning_with_their_pairs(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    lines = [{"prompt": f"{'1+' * n}1=", "chosen": f"{n + 1}", "rejected": "0"} for n in range(4)]
+    dropped = config(tmp_path, *lines, max_prompt_tokens=4)
+    file = load_pairs(dropped.train, dropped, tokenizer)
+    assert [prompt.index for prompt in file.prompts] == [0, 1]
+    assert file.dropped == 2
+    cut = config(tmp_path, *lines, max_prompt_tokens=4, overlong_prompts="truncate")
+    assert [pair.chosen.text for pair in loaded(cut, tokenizer)] == ["1", "2", "3", "4"]
+
+
+def test_a_source_of_pairs_keeps_them_over_the_epochs(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    lines = [{"prompt": f"{n}=", "chosen": f"{n}", "rejected": "x"} for n in range(5)]
+    source = PromptSource(config(tmp_path, *lines), tokenizer, seed=1, load=load_pairs)
+    drawn = [source.next() for _ in range(10)]
+    assert [prompt.epoch for prompt in drawn] == [0] * 5 + [1] * 5
+    assert all(p.pair is not None and p.pair.chosen.text == str(p.index) for p in drawn)
+
+
+GOOD = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+CHAT = [says("user", "1+1=")]
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no rejected answer": ({"rejected": None}, r"column 'rejected' is missing.*data\.rejected_field"),
+    "no chosen answer": ({"chosen": None}, r"column 'chosen' is missing.*data\.chosen_field"),
+    "equal answers": ({"rejected": "2"}, "both answers are the same"),
+    "empty answer": ({"chosen": " "}, "column 'chosen' is an empty answer"),
+    "a number": ({"rejected": 3}, "neither text nor a list of chat messages.*int"),
+    "messages after bare text": ({"chosen": [says("assistant", "2")]}, r"data\.apply_chat_template"),
+    "an empty message": (
+        {"prompt": CHAT, "chosen": [says("assistant", "")], "rejected": [says("assistant", "3")]},
+        "column 'chosen' is an empty answer",
+    ),
+    "two messages": (
+        {"prompt": CHAT, "chosen": [says("assistant", "2"), says("user", "why")]},
+        "not one message of the assistant.*assistant, user",
+    ),
+    "the prompt alone": ({"prompt": CHAT, "chosen": CHAT}, "not one message of the assistant.*nobody"),
+    "no message": ({"prompt": CHAT, "chosen": ["2"]}, "not one message of the assistant.*None"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_pair_is_refused_by_its_line(case: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    changes, said = WRONG[case]
+    line = {name: value for name, value in (GOOD | changes).items() if value is not None}
+    data = config(tmp_path, GOOD, line)
+    with pytest.raises(InvalidConfig, match=said) as caught:
+        load_pairs(data.train, data, tokenizer)
+    assert "pairs.jsonl, line 2" in str(caught.value)
+
+
+def test_a_template_that_rewrites_the_prompt_is_refused(tmp_path: Path) -> None:
+    counting = make_tokenizer(tmp_path / "model", "{{ messages | length }}")
+    line = {"prompt": CHAT, "chosen": [says("assistant", "2")], "rejected": [says("assistant", "3")]}
+    data = config(tmp_path, line)
+    with pytest.raises(InvalidConfig, match="does not write column 'chosen' after the prompt"):
+        load_pairs(data.train, data, counting)

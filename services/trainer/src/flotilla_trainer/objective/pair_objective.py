@@ -1,0 +1,123 @@
+"""Preferences between two answers: the update is scored first, and its gradient is then a weighted sum over tokens.
+
+Invariants: a group is a pair, the preferred sample first; a pair's loss depends on its two sequences by their summed
+log-probabilities alone, so its derivative by these sums, times the log-probabilities of the tokens, has the gradient of
+the loss, however the update is cut and wherever the two sequences of a pair go.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flotilla.trainer.v1 import session_pb2 as pb
+from flotilla_algorithms import PAIR_LOSSES, PairLosses
+from flotilla_core.errors import InvalidRequest
+from flotilla_trainer.packing import Sequences
+from flotilla_trainer.update_batch import UpdateBatch, sample_place
+
+Floats = NDArray[np.float64]
+Scores = NDArray[np.float32]
+LOSSES = {
+    pb.PREFERENCE_LOSS_SIGMOID: "sigmoid",
+    pb.PREFERENCE_LOSS_IPO: "ipo",
+    pb.PREFERENCE_LOSS_HINGE: "hinge",
+}
+
+
+class PairObjective:
+    """What the ranks need of an update of pairs, and what it says about itself."""
+
+    unit = "pairs"
+    """What its losses are a mean over."""
+    needs_policy = True
+    """Updates are scored by the policy before they train it."""
+    temperature = 1.0
+    """Answers are judged under the policy as it is."""
+
+    def __init__(self, preference: pb.PreferenceObjective) -> None:
+        self._preference = preference
+        self.kl_coefficient = 0.0
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether updates have to be scored by the policy that the session started from."""
+        return not self._preference.reference_free
+
+    def sequences(
+        self, batch: UpdateBatch, seed: int, reference: Scores | None, policy: Scores | None
+    ) -> tuple[Sequences, dict[str, float]]:
+        """Sequences with their columns, and metrics, from the scores of every response token."""
+        check_pairs(batch)
+        assert policy is not None, "asked for by needs_policy"
+        logprobs = _sums(batch, policy)
+        ahead = logprobs if reference is None else logprobs - _sums(batch, reference)
+        margins: Floats = ahead[0::2] - ahead[1::2]
+        pairs = self._losses(margins)
+        # What a summed log-probability of a chosen answer does to the mean loss; a rejected one does the opposite.
+        pulls: Floats = np.stack([-pairs.slopes, pairs.slopes], axis=1).ravel() / len(margins)
+        beta = self._preference.beta
+        metrics = {
+            "loss": pairs.losses.mean(),
+            "preference/accuracy": preferred_share(margins),
+            "preference/margin": beta * margins.mean(),
+            "preference/chosen_reward": beta * ahead[0::2].mean(),
+            "preference/rejected_reward": beta * ahead[1::2].mean(),
+            "preference/chosen_logprob": logprobs[0::2].mean(),
+            "preference/rejected_logprob": logprobs[1::2].mean(),
+        }
+        weights = np.repeat(pulls, batch.response_lengths)
+        return batch.sequences({"weights": weights}), {name: float(value) for name, value in metrics.items()}
+
+    def units(self, batch: UpdateBatch) -> float:
+        """How many pairs a batch has."""
+        return float(len(batch.group_sizes))
+
+    def facts_share(self, batch: UpdateBatch) -> float:
+        """What the metrics of a batch are means over: its pairs."""
+        return self.units(batch)
+
+    def adapt(self, metrics: dict[str, float], samples: int) -> None:
+        """Nothing adapts from step to step."""
+
+    def _losses(self, margins: Floats) -> PairLosses:
+        name = LOSSES[self._preference.loss]
+        smoothing = {"label_smoothing": self._preference.label_smoothing} if name == "sigmoid" else {}
+        return PAIR_LOSSES[name](margins, beta=self._preference.beta, **smoothing)
+
+
+def check_pairs(batch: UpdateBatch) -> None:
+    """Refuse groups that are no pairs of different answers, naming a sample."""
+    firsts = np.cumsum(batch.group_sizes) - batch.group_sizes
+    wrong = np.flatnonzero(batch.group_sizes != 2)
+    if wrong.size:
+        raise InvalidRequest(
+            f"a pair has two samples, this group has {batch.group_sizes[wrong[0]]}",
+            where=sample_place(batch.sample_ids[firsts[wrong[0]]]),
+            next_step="send one group for each pair, the preferred sample first",
+        )
+    ends = np.cumsum(batch.response_lengths)
+    parts = [slice(end - length, end) for end, length in zip(ends, batch.response_lengths, strict=True)]
+    answers = batch.tokens[batch.all_responses().scored]
+    for index, part in enumerate(parts):
+        where = sample_place(batch.sample_ids[index])
+        if not batch.trained[part].any():
+            raise InvalidRequest(
+                "no token of an answer counts", where=where, why="its mask is false throughout"
+            )
+        if index % 2 and np.array_equal(answers[part], answers[parts[index - 1]]):
+            raise InvalidRequest(
+                "both answers of a pair are the same", where=where, next_step="leave the pair out"
+            )
+
+
+def preferred_share(margins: Floats) -> float:
+    """Share of pairs whose preferred answer is ahead; one without a difference counts half."""
+    return float(np.mean((margins > 0) + 0.5 * (margins == 0)))
+
+
+def _sums(batch: UpdateBatch, logprobs: Scores) -> Floats:
+    """Of the trained tokens of each sample."""
+    values = np.where(batch.trained, logprobs.astype(np.float64), 0.0)
+    sums: Floats = np.add.reduceat(values, np.cumsum(batch.response_lengths) - batch.response_lengths)
+    return sums

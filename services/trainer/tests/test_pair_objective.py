@@ -1,0 +1,218 @@
+"""Preferences on a small model, from the pairs to the gradient: the update that is scored first has the gradient of the
+pairwise loss, however it is cut, and what is no pair is refused by name.
+
+The model is a table of bigrams, whose logits depend on the token before alone, so that any layout can be computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flotilla.trainer.v1 import session_pb2
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_core.errors import InvalidRequest
+from flotilla_core.tensors import from_tensor, to_tensor
+from flotilla_core.version import Version
+from flotilla_trainer.objective.session_objective import session_objective
+from flotilla_trainer.objective.settings import check_objective, objective_settings
+from flotilla_trainer.packing import Layout, Sequences, pack
+from flotilla_trainer.rank.objective import Objective
+from flotilla_trainer.update_batch import ModelLimits, UpdateBatch
+
+VOCABULARY = 13
+TOLERANCE = 1e-5
+LAYOUTS = [(1, 10_000, False), (1, 37, True), (2, 1, False), (2, 150, True), (3, 60, False), (3, 1, True)]
+"""Ranks, token budget, packed."""
+PREFERENCES: dict[str, dict[str, Any]] = {
+    "sigmoid": {"loss": session_pb2.PREFERENCE_LOSS_SIGMOID, "beta": 0.3},
+    "smoothed": {"loss": session_pb2.PREFERENCE_LOSS_SIGMOID, "beta": 0.3, "label_smoothing": 0.1},
+    "ipo": {"loss": session_pb2.PREFERENCE_LOSS_IPO, "beta": 0.5},
+    "hinge": {"loss": session_pb2.PREFERENCE_LOSS_HINGE, "beta": 0.05},
+    "reference free": {
+        "loss": session_pb2.PREFERENCE_LOSS_SIGMOID,
+        "beta": 0.05,
+        "reference_free": True,
+    },
+}
+
+
+def objective_of(**fields: Any) -> session_pb2.Objective:
+    return session_pb2.Objective(preference=session_pb2.PreferenceObjective(**fields))
+
+
+def make_pairs(count: int, seed: int = 0) -> list[pb.TrainGroup]:
+    """Prompts and answers of unequal lengths; every third chosen answer is masked in part."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for index in range(count):
+        prompt = rng.integers(0, VOCABULARY, rng.integers(1, 6)).astype(np.int32)
+        group = pb.TrainGroup(group_id=f"g{index}", prompt_token_ids=to_tensor(prompt))
+        for number in range(2):
+            answer = rng.integers(0, VOCABULARY, rng.integers(1, 20)).astype(np.int32)
+            sample = group.samples.add(sample_id=f"g{index}/{number}", token_ids=to_tensor(answer))
+            if index % 3 == 0 and number == 0:
+                sample.mask.CopyFrom(to_tensor(np.arange(len(answer)) % 2 == 0))
+        groups.append(group)
+    return groups
+
+
+def table(seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(VOCABULARY, VOCABULARY, generator=generator, dtype=torch.float64)
+
+
+POLICY, REFERENCE = table(1), table(2)
+
+
+def scores(model: torch.Tensor, sequences: Sequences) -> np.ndarray:
+    tokens = torch.from_numpy(sequences.tokens).long()
+    before, after = tokens[sequences.scored - 1], tokens[sequences.scored]
+    return torch.log_softmax(model, -1)[before, after].numpy().astype(np.float32)
+
+
+def plainly(preference: session_pb2.PreferenceObjective, groups: list[pb.TrainGroup]) -> Any:
+    """Loss and gradient, pair by pair, by the formulas."""
+    model, losses = POLICY.clone().requires_grad_(), []
+    for group in groups:
+        ahead = []
+        for sample in group.samples:
+            answer = torch.from_numpy(from_tensor(sample.token_ids).astype(np.int64))
+            prompt = torch.from_numpy(from_tensor(group.prompt_token_ids).astype(np.int64))
+            before = torch.cat([prompt[-1:], answer[:-1]])
+            logprobs = torch.log_softmax(model, -1)[before, answer]
+            if not preference.reference_free:
+                logprobs = logprobs - torch.log_softmax(REFERENCE, -1)[before, answer]
+            mask = from_tensor(sample.mask) if sample.mask.data else np.ones(len(answer), bool)
+            ahead.append(logprobs[torch.from_numpy(mask.copy())].sum())
+        h, beta, smoothing = ahead[0] - ahead[1], preference.beta, preference.label_smoothing
+        if preference.loss == session_pb2.PREFERENCE_LOSS_IPO:
+            losses.append((h - 1 / (2 * beta)) ** 2)
+        elif preference.loss == session_pb2.PREFERENCE_LOSS_HINGE:
+            losses.append(torch.relu(1 - beta * h))
+        else:
+            log_sigmoid = torch.nn.functional.logsigmoid
+            losses.append(-(1 - smoothing) * log_sigmoid(beta * h) - smoothing * log_sigmoid(-beta * h))
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    assert model.grad is not None
+    return loss.item(), model.grad.numpy()
+
+
+def on_ranks(
+    objective: session_pb2.Objective, groups: list[pb.TrainGroup], ranks: int, budget: int, packed: bool
+) -> tuple[dict[str, float], np.ndarray]:
+    """Metrics and gradient by the path that the front and the ranks take."""
+    check_objective(objective)
+    front, rank = session_objective(objective), Objective(objective_settings(objective))
+    batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), Version(0, 0))
+    reference = scores(REFERENCE, batch.all_responses()) if front.needs_reference else None
+    policy = scores(POLICY, batch.all_responses())
+    sequences, metrics = front.sequences(batch, 0, reference, policy)
+    model = POLICY.clone().requires_grad_()
+    for batches in pack(sequences, Layout(budget, ranks, packed)):
+        for micro in batches:
+            before = torch.from_numpy(micro.tokens).flatten()[torch.from_numpy(micro.positions)].long()
+            logprobs = torch.log_softmax(model, -1)[before, torch.from_numpy(micro.targets).long()]
+            columns = {name: torch.from_numpy(values) for name, values in micro.columns.items()}
+            terms = rank(logprobs, torch.zeros_like(logprobs), columns)
+            (terms.loss * 0.0 if micro.idle else terms.loss).backward()
+    assert model.grad is not None
+    return metrics, model.grad.numpy()
+
+
+@pytest.mark.parametrize("name", PREFERENCES)
+@pytest.mark.parametrize("count", [1, 7])
+def test_loss_and_gradient_are_those_of_the_pairs_for_any_layout(name: str, count: int) -> None:
+    objective, groups = objective_of(**PREFERENCES[name]), make_pairs(count)
+    loss, gradient = plainly(objective.preference, groups)
+    assert np.abs(gradient).max() > 1e-3  # There is something to compare.
+    for layout in LAYOUTS:
+        metrics, got = on_ranks(objective, groups, *layout)
+        assert metrics["loss"] == pytest.approx(loss, abs=TOLERANCE)
+        np.testing.assert_allclose(got, gradient, atol=TOLERANCE, err_msg=str(layout))
+
+
+def test_metrics_say_how_far_the_chosen_answers_are_ahead() -> None:
+    groups = make_pairs(4)
+    objective = objective_of(loss=session_pb2.PREFERENCE_LOSS_SIGMOID, beta=0.5)
+    metrics, _ = on_ranks(objective, groups, 1, 100, False)
+    assert metrics["preference/margin"] == pytest.approx(
+        metrics["preference/chosen_reward"] - metrics["preference/rejected_reward"]
+    )
+    # The other way round, whoever was ahead is behind.
+    for group in groups:
+        chosen, rejected = list(group.samples)
+        del group.samples[:]
+        group.samples.extend([rejected, chosen])
+    swapped, _ = on_ranks(objective, groups, 1, 100, False)
+    assert swapped["preference/accuracy"] == 1 - metrics["preference/accuracy"]
+    assert swapped["preference/margin"] == pytest.approx(-metrics["preference/margin"])
+    assert swapped["preference/chosen_logprob"] == pytest.approx(metrics["preference/rejected_logprob"])
+
+
+def test_before_the_first_update_no_answer_is_ahead() -> None:
+    batch = UpdateBatch.read(make_pairs(3), ModelLimits(VOCABULARY, 0), Version(0, 0))
+    same = scores(POLICY, batch.all_responses())
+    front = session_objective(objective_of(loss=session_pb2.PREFERENCE_LOSS_SIGMOID, beta=0.1))
+    _, metrics = front.sequences(batch, 0, same, same)
+    assert (metrics["preference/accuracy"], metrics["preference/margin"]) == (0.5, 0.0)
+    assert metrics["loss"] == pytest.approx(np.log(2))
+
+
+def third_sample(groups: list[pb.TrainGroup]) -> None:
+    groups[1].samples.add(sample_id="g1/2", token_ids=groups[0].samples[0].token_ids)
+
+
+def lone_sample(groups: list[pb.TrainGroup]) -> None:
+    del groups[1].samples[1]
+
+
+def equal_answers(groups: list[pb.TrainGroup]) -> None:
+    groups[1].samples[1].token_ids.CopyFrom(groups[1].samples[0].token_ids)
+
+
+def nothing_counts(groups: list[pb.TrainGroup]) -> None:
+    length = len(from_tensor(groups[1].samples[1].token_ids))
+    groups[1].samples[1].mask.CopyFrom(to_tensor(np.zeros(length, bool)))
+
+
+def empty_answer(groups: list[pb.TrainGroup]) -> None:
+    groups[1].samples[1].ClearField("token_ids")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (third_sample, "a pair has two samples, this group has 3"),
+        (lone_sample, "a pair has two samples, this group has 1"),
+        (equal_answers, "both answers of a pair are the same"),
+        (nothing_counts, "no token of an answer counts"),
+        (empty_answer, "there are no tokens"),
+    ],
+)
+def test_what_is_no_pair_is_refused_by_its_sample(spoil: Any, said: str) -> None:
+    groups = make_pairs(3)
+    spoil(groups)
+    objective = objective_of(loss=session_pb2.PREFERENCE_LOSS_SIGMOID, beta=0.1)
+    with pytest.raises(InvalidRequest, match=said) as caught:
+        on_ranks(objective, groups, 1, 100, False)
+    assert "'g1/" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"beta": 0.1}, "loss"),
+        ({"loss": session_pb2.PREFERENCE_LOSS_IPO}, "beta"),
+        ({"loss": session_pb2.PREFERENCE_LOSS_IPO, "beta": float("inf")}, "beta"),
+        ({"loss": session_pb2.PREFERENCE_LOSS_SIGMOID, "beta": 1, "label_smoothing": 0.5}, "label_smoothing"),
+        ({"loss": session_pb2.PREFERENCE_LOSS_HINGE, "beta": 1, "label_smoothing": 0.1}, "label_smoothing"),
+    ],
+)
+def test_an_objective_that_cannot_be_is_refused_by_field(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequest, match=rf"spec\.objective\.preference\.{named}"):
+        check_objective(objective_of(**fields))
