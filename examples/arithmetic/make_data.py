@@ -1,6 +1,6 @@
-"""Makes the data of this example: additions of two numbers from 0 to 99, in three files.
+"""Makes the data of this example: additions of two numbers from 0 to 99, in three files, and one of them as pairs.
 
-Invariants: the files hold each of the 10,000 additions exactly once; a held-out addition is in no training
+Invariants: the three files hold each of the 10,000 additions exactly once; a held-out addition is in no training
 file, not even with its operands swapped; the same seed always writes the same bytes.
 """
 
@@ -16,6 +16,9 @@ HERE = Path(__file__).resolve().parent
 OPERANDS = range(100)
 HELD_OUT = 500
 SFT_SHARE = 0.5
+
+MISTAKES = (-20, -11, -10, -9, -2, -1, 1, 2, 9, 10, 11, 20)
+"""How far off a rejected sum is: a digit that was not read, or carried."""
 
 Pair = tuple[int, int]
 
@@ -41,11 +44,24 @@ def write_jsonl(path: Path, pairs: Iterable[Pair]) -> None:
     path.write_text("".join(rows), encoding="utf-8")
 
 
+def write_preferences(path: Path, pairs: Iterable[Pair], seed: int) -> None:
+    """Each addition with the right sum, and a wrong one that is rejected."""
+    draw = random.Random(seed)
+    lines = []
+    for a, b in pairs:
+        wrong = draw.choice([a + b + mistake for mistake in MISTAKES if a + b + mistake >= 0])
+        row = {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(wrong)}
+        lines.append(json.dumps(row) + "\n")
+    path.write_text("".join(lines), encoding="utf-8")
+
+
 def make_data(out: Path, *, seed: int = 0) -> None:
-    """Write `sft.jsonl`, `rl.jsonl` and `heldout.jsonl` to `out`."""
+    """Write `sft.jsonl`, `rl.jsonl` and `heldout.jsonl` to `out`, and `preferences.jsonl` for those of `rl.jsonl`."""
     out.mkdir(parents=True, exist_ok=True)
-    for name, pairs in split_pairs(seed).items():
+    split = split_pairs(seed)
+    for name, pairs in split.items():
         write_jsonl(out / f"{name}.jsonl", pairs)
+    write_preferences(out / "preferences.jsonl", split["rl"], seed)
 
 
 def main() -> None:

@@ -10,19 +10,20 @@ from typing import Any
 
 import pytest
 
-from flotilla_algorithms import ADVANTAGES
+from flotilla_algorithms import ADVANTAGES, PAIR_LOSSES
 from flotilla_coordinator.runs.session_spec import session_spec
-from flotilla_core.config import RunConfig
+from flotilla_core.config import DpoConfig, RunConfig
 from flotilla_core.config.advantages import AdvantageSection
 from flotilla_core.config.losses import LossSection
 from flotilla_core.config.presets import PRESETS
 from flotilla_trainer.losses.table import LOSSES
+from flotilla_trainer.objective.pair_objective import LOSSES as PAIR_NAMES
+from flotilla_trainer.objective.session_objective import session_objective
 from flotilla_trainer.objective.settings import objective_settings
-from flotilla_trainer.objective.update_objective import UpdateObjective
 from flotilla_trainer.rank.objective_settings import ObjectiveSettings
 from flotilla_trainer.session_settings import check_spec
 
-DOCUMENT = Path(__file__).parents[2] / "docs/algorithms.md"
+DOCUMENTS = [Path(__file__).parents[2] / "docs" / name for name in ("algorithms.md", "preferences.md")]
 CHOSEN_BY_THE_FRONT = {"share", "covariance_low", "covariance_high"}
 
 
@@ -51,6 +52,9 @@ def test_every_function_is_configured_by_its_own_parameters(
 ALGORITHMS = [
     *({"type": preset} for preset in PRESETS),
     {"type": "sft"},
+    {"type": "dpo", "label_smoothing": 0.1},
+    {"type": "dpo", "loss": "ipo", "reference_free": True},
+    {"type": "dpo", "loss": "hinge", "beta": 0.5},
     {
         "advantage": {"overlong": {"buffer_tokens": 4}, "clip": 5, "reward_clip": 2, "keep_mean_above": 0},
         "aggregation": {"type": "constant", "constant_tokens": 7},
@@ -77,10 +81,16 @@ def test_what_the_coordinator_sends_is_what_the_trainer_takes(
     )
     sent = session_spec(config, tmp_path)
     check_spec(sent)
-    UpdateObjective(sent.objective)
+    session_objective(sent.objective)
     settings = objective_settings(sent.objective)
     if config.algorithm.type == "sft":
         assert settings == ObjectiveSettings()
+        return
+    if isinstance(config.algorithm, DpoConfig):
+        assert settings == ObjectiveSettings(keeps_reference=not config.algorithm.reference_free)
+        assert PAIR_NAMES[sent.objective.preference.loss] == config.algorithm.loss
+        assert sent.objective.preference.beta == config.algorithm.beta
+        assert sent.objective.preference.label_smoothing == config.algorithm.label_smoothing
         return
     loss, correction = config.algorithm.loss, config.algorithm.correction
     assert settings.loss == loss.type
@@ -92,6 +102,6 @@ def test_what_the_coordinator_sends_is_what_the_trainer_takes(
     assert settings.keeps_reference == (config.algorithm.kl.placement != "none")
 
 
-@pytest.mark.parametrize("name", sorted({*ADVANTAGES, *LOSSES, *PRESETS}))
+@pytest.mark.parametrize("name", sorted({*ADVANTAGES, *LOSSES, *PRESETS, *PAIR_LOSSES, "dpo"}))
 def test_every_name_is_documented(name: str) -> None:
-    assert f"`{name}`" in DOCUMENT.read_text("utf-8")
+    assert any(f"`{name}`" in document.read_text("utf-8") for document in DOCUMENTS)

@@ -102,7 +102,9 @@ def test_what_is_wrong_is_said_with_the_way_out(text: str, said: str) -> None:
 
 def test_a_run_of_pairs_evaluates_pairs_unless_rewards_judge_its_answers() -> None:
     evaluation = "evaluation: {data: heldout.jsonl}\n"
-    pairs = load_text(RunConfig, RUN.replace("rewards: [{reward: exact}]", "algorithm: {type: dpo}") + evaluation)
+    pairs = load_text(
+        RunConfig, RUN.replace("rewards: [{reward: exact}]", "algorithm: {type: dpo}") + evaluation
+    )
     assert pairs.learns_from_pairs
     assert pairs.evaluates_pairs
     judged = load_text(RunConfig, f"{RUN}algorithm: {{type: dpo}}\n{evaluation}")

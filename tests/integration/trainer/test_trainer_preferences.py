@@ -1,4 +1,4 @@
-"""Preferences on real ranks: the update that is scored first is the pairwise loss of plain torch, on any ranks and cuts."""
+"""Preferences on real ranks: an update that is scored first descends on the pairwise loss, on any ranks and cuts."""
 
 from __future__ import annotations
 
@@ -79,24 +79,13 @@ def plainly(
         prompt = from_tensor(group.prompt_token_ids)
         ahead = [sequence_logprob(policy, prompt, sample) for sample in group.samples]
         if reference is not None:
-            with torch.no_grad():
-                ahead = [
-                    mine - sequence_logprob(reference, prompt, sample)
-                    for mine, sample in zip(ahead, group.samples, strict=True)
-                ]
+            first = [sequence_logprob(reference, prompt, sample) for sample in group.samples]
+            ahead = [mine - then.detach() for mine, then in zip(ahead, first, strict=True)]
         margins.append(ahead[0] - ahead[1])
     mean = torch.stack([loss(h) for h in margins]).mean()
     mean.backward()
     accuracy = float(np.mean([h.item() > 0 for h in margins]))
     return mean.item(), accuracy, {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
-
-
-async def on_ranks(trainer: Any, groups: Groups) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    """Metrics and gradient of the same pairs through the path that Train takes."""
-    session = trainer.holder.session(trainer.run_id)
-    _, packed, facts = await session._prepare("gradients", groups)
-    answers = await session._on_ranks("gradients", packed, {})
-    return answers[0].fields["metrics"] | facts, {n: array.copy() for n, array in answers[0].arrays.items()}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -110,7 +99,7 @@ async def test_loss_and_gradient_equal_plain_torch_for_any_ranks_and_layout(
     assert not (await trainer.train(0, groups_of(PAIRS, seed=1))).skipped
     now = await trainer.export(tmp_path / "now", 1)
 
-    metrics, gradients = await on_ranks(trainer, groups)
+    metrics, gradients = await trainer.gradient(groups)
     reference = None if objective.reference_free else loaded(trainer.model)
     wanted_loss, wanted_accuracy, wanted = plainly(loaded(now), reference, groups, loss)
     assert metrics["loss"] == pytest.approx(wanted_loss, abs=TOLERANCE, rel=TOLERANCE)

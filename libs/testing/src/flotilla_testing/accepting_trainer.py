@@ -175,6 +175,14 @@ class AcceptingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             ],
         )
 
+    async def EvaluateLoss(
+        self, request: pb.EvaluateLossRequest, context: Context
+    ) -> pb.EvaluateLossResponse:
+        """No answer is ahead of another one."""
+        return pb.EvaluateLossResponse(
+            policy_version=self._version.to_proto(), metrics={"loss": 0.0, "preference/accuracy": 0.5}
+        )
+
     async def OpenWeightGroup(
         self, request: pb.OpenWeightGroupRequest, context: Context
     ) -> pb.OpenWeightGroupResponse:

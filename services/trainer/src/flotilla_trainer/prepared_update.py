@@ -53,7 +53,9 @@ class Preparation:
     ) -> PreparedUpdate:
         """The update of `version` on these groups."""
         batch = await asyncio.to_thread(UpdateBatch.read, groups, self._ranks.limits, version)
-        reference = await self._logprobs(batch, objective, reference=True) if objective.needs_reference else None
+        reference = (
+            await self._logprobs(batch, objective, reference=True) if objective.needs_reference else None
+        )
         policy = await self._logprobs(batch, objective, reference=False) if objective.needs_policy else None
 
         def lay_out() -> PreparedUpdate:

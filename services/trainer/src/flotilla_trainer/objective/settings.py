@@ -25,20 +25,13 @@ def check_objective(objective: pb.Objective) -> None:
     """Refuse an objective that cannot be trained, naming the field."""
     kind = objective.WhichOneof("kind")
     if kind is None:
-        raise InvalidRequest("no objective is given", where="spec.objective", next_step="set sft, policy or preference")
-    if kind == "sft":
-        return
-    if kind == "preference":
-        return _check_preference(objective.preference)
-    policy = objective.policy
-    checked_section(LOSS, policy.loss, f"{PLACE}.loss")
-    checked_section(ADVANTAGE, policy.advantage.function, f"{PLACE}.advantage.function")
-    for name, holds in _rules(policy).items():
-        if not holds:
-            raise InvalidRequest(f"{name} is out of range or missing", where=f"{PLACE}.{name}")
-    for function in (policy.loss, policy.advantage.function):
-        if is_user_function(function.name):
-            check_user_function(function.name)
+        raise InvalidRequest(
+            "no objective is given", where="spec.objective", next_step="set sft, policy or preference"
+        )
+    if kind == "policy":
+        _check_policy(objective.policy)
+    elif kind == "preference":
+        _check_preference(objective.preference)
 
 
 def objective_settings(objective: pb.Objective) -> ObjectiveSettings:
@@ -66,6 +59,17 @@ def objective_settings(objective: pb.Objective) -> ObjectiveSettings:
         entropy_coefficient=policy.entropy_coefficient,
         fail_at=correction.fail_at if correction.HasField("fail_at") else None,
     )
+
+
+def _check_policy(policy: pb.PolicyObjective) -> None:
+    checked_section(LOSS, policy.loss, f"{PLACE}.loss")
+    checked_section(ADVANTAGE, policy.advantage.function, f"{PLACE}.advantage.function")
+    for name, holds in _rules(policy).items():
+        if not holds:
+            raise InvalidRequest(f"{name} is out of range or missing", where=f"{PLACE}.{name}")
+    for function in (policy.loss, policy.advantage.function):
+        if is_user_function(function.name):
+            check_user_function(function.name)
 
 
 def _check_preference(preference: pb.PreferenceObjective) -> None:

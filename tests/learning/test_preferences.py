@@ -1,0 +1,42 @@
+"""Pairs of a right and a wrong sum teach the example's model to add better. Minutes: its own target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flotilla_testing.stack import Stack, running_stack
+
+pytestmark = pytest.mark.timeout(1800)
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "arithmetic"
+RUN_TIMEOUT_S = 1500.0
+LEAST_GAIN = 0.08
+
+
+def finished(stack: Stack, file: str, *overrides: str) -> dict[str, Any]:
+    run = stack.run(EXAMPLE / file, *overrides, timeout_s=RUN_TIMEOUT_S)
+    assert run["state"] == "succeeded", run["reason"]
+    return run
+
+
+def test_held_out_accuracy_rises_from_the_warm_up(arithmetic: Path, tmp_path: Path) -> None:
+    data = arithmetic / "data"
+    held_out = f"evaluation.data={data / 'heldout.jsonl'}"
+    description = {
+        "name": "preferences",
+        "model": str(arithmetic / "model"),
+        "generator": {"dtype": "float32", "max_model_tokens": 64},
+        "trainer": {"nproc": 2, "dtype": "float32"},
+    }
+    with running_stack(description, tmp_path) as stack:
+        warm = finished(stack, "sft.yaml", held_out, f"data.train={data / 'sft.jsonl'}")
+        start = f"initial_weights={warm['directory']}/model"
+        run = finished(stack, "dpo.yaml", held_out, f"data.train={data / 'preferences.jsonl'}", start)
+        steps = stack.metrics(run)
+    before, after = run["metrics"]["eval/accuracy_before"], run["metrics"]["eval/accuracy"]
+    assert after >= before + LEAST_GAIN
+    assert steps[0]["preference/accuracy"] == 0.5
+    assert sum(step["preference/accuracy"] for step in steps[-20:]) / 20 >= 0.9
