@@ -83,6 +83,7 @@ class Bench:
             run_id=RUN,
             config=SimpleNamespace(steps=steps_done, export_final=False),
             policy=SimpleNamespace(open=nothing, version=version),
+            source=SimpleNamespace(samples_from_policy=True),
             sync=SimpleNamespace(publish=nothing, version=version),
             evaluator=None,
             checkpoints=self.checkpoints,
