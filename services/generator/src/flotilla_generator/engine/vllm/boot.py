@@ -78,6 +78,13 @@ def engine_arguments(
         arguments["enable_chunked_prefill"] = False
         longest = config.max_model_tokens or checkpoint.longest_sequence
         arguments["max_num_batched_tokens"] = max(longest, CPU_BATCHED_TOKENS)
+        if config.tensor_parallel_size == 1:
+            # In the engine's own process, as on a GPU: between two processes every step waits in a tight loop for the
+            # other one. Given as a class, since vLLM takes the name for one that cannot set its number of threads,
+            # which our environment has done.
+            from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+            arguments["distributed_executor_backend"] = UniProcExecutor
     return arguments
 
 

@@ -342,7 +342,7 @@ class VllmEngine(Engine):
                 if not any(answer["busy"] for answer in answers):
                     return answers
                 await asyncio.sleep(delay)
-                delay = min(delay * 1.5, LONGEST_POLL_S)
+                delay = min(delay * 1.2, LONGEST_POLL_S)
         except asyncio.CancelledError:
             await self.drop()
             raise
