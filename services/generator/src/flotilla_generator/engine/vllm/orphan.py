@@ -17,7 +17,7 @@ SERVICE_PID = "FLOTILLA_GENERATOR_PID"
 def end_with_the_service() -> None:
     """Watch the service and the parent from a worker; does nothing in the service itself.
 
-    With one worker on a GPU the worker lives inside the engine process, and the parent is the service.
+    A worker that is the only one lives inside the engine process, and the parent is the service.
     """
     service, parent = int(os.environ.get(SERVICE_PID, "0")), os.getppid()
     if service in (0, os.getpid()):

@@ -20,7 +20,6 @@ import torch
 
 from flotilla.common.v1 import weights_pb2
 from flotilla_core.errors import FlotillaError
-from flotilla_generator.engine.vllm.idle import rest_between_messages
 from flotilla_generator.engine.vllm.live import LiveModel
 from flotilla_generator.engine.vllm.orphan import end_with_the_service
 from flotilla_weights.group import Receiver
@@ -30,7 +29,6 @@ Answer = dict[str, Any]
 
 # vLLM imports this module in every worker before it opens its message queues and loads the model.
 end_with_the_service()
-rest_between_messages()
 
 
 class WorkerWeights:
