@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 
 from flotilla_algorithms import ADVANTAGES, PAIR_LOSSES
-from flotilla_coordinator.runs.session_spec import session_spec
-from flotilla_core.config import DpoConfig, RunConfig
+from flotilla_coordinator.runs.session_spec import critic_spec, session_spec
+from flotilla_core.config import DpoConfig, PolicyConfig, RunConfig
 from flotilla_core.config.advantages import AdvantageSection
 from flotilla_core.config.losses import LossSection
 from flotilla_core.config.presets import PRESETS
 from flotilla_trainer.losses.table import LOSSES
 from flotilla_trainer.objective.pair_objective import LOSSES as PAIR_NAMES
 from flotilla_trainer.objective.session_objective import session_objective
-from flotilla_trainer.objective.settings import objective_settings
-from flotilla_trainer.rank.objective_settings import ObjectiveSettings
+from flotilla_trainer.objective.settings import check_objective, objective_settings
+from flotilla_trainer.objective.value_update import ValueUpdate
+from flotilla_trainer.rank.objective_settings import VALUE, ObjectiveSettings
 from flotilla_trainer.session_settings import check_spec
 
 DOCUMENTS = [Path(__file__).parents[2] / "docs" / name for name in ("algorithms.md", "preferences.md")]
@@ -66,19 +67,23 @@ ALGORITHMS = [
 ]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.get("type", "everything"))
-def test_what_the_coordinator_sends_is_what_the_trainer_takes(
-    algorithm: dict[str, Any], tmp_path: Path
-) -> None:
-    config = RunConfig.model_validate(
+def run_of(algorithm: dict[str, Any], tmp_path: Path) -> RunConfig:
+    return RunConfig.model_validate(
         {
             "name": "contract",
-            "steps": 1,
+            "steps": 2,
             "data": {"train": tmp_path / "train.jsonl"},
             "rewards": [{"reward": "exact"}],
             "algorithm": algorithm,
         }
     )
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.get("type", "everything"))
+def test_what_the_coordinator_sends_is_what_the_trainer_takes(
+    algorithm: dict[str, Any], tmp_path: Path
+) -> None:
+    config = run_of(algorithm, tmp_path)
     sent = session_spec(config, tmp_path)
     check_spec(sent)
     session_objective(sent.objective)
@@ -100,6 +105,29 @@ def test_what_the_coordinator_sends_is_what_the_trainer_takes(
     assert (settings.importance or "none") == correction.importance
     assert (settings.sequence_low, settings.fail_at) == (correction.sequence_low, correction.fail_at)
     assert settings.keeps_reference == (config.algorithm.kl.placement != "none")
+
+
+@pytest.mark.parametrize("critic", [{}, {"value_clip": None, "optimizer": {"learning_rate": 1.0e-3}}])
+def test_what_the_coordinator_sends_a_critic_is_what_it_takes(critic: dict[str, Any], tmp_path: Path) -> None:
+    algorithm = {"type": "ppo", "critic": critic, "kl": {"placement": "reward"}, "advantage": {"lam": 0.9}}
+    config = run_of(algorithm, tmp_path)
+    assert isinstance(config.algorithm, PolicyConfig) and config.algorithm.critic is not None
+    sent = critic_spec(config, config.algorithm.critic, tmp_path)
+    check_objective(sent.objective)
+    ValueUpdate(sent.objective.value)
+    settings = objective_settings(sent.objective)
+    clip = config.algorithm.critic.value_clip
+    assert settings == ObjectiveSettings(loss=VALUE, parameters={"clip": clip})
+    assert sent.optimizer.learning_rate == config.algorithm.critic.optimizer.learning_rate
+    assert sent.objective.value.policy == session_spec(config, tmp_path).objective.policy
+
+
+def test_a_reference_of_its_own_leaves_the_ranks_without_a_copy(tmp_path: Path) -> None:
+    config = run_of({"type": "grpo", "kl": {"placement": "loss", "reference": "service"}}, tmp_path)
+    objective = session_spec(config, tmp_path).objective
+    check_objective(objective)
+    assert not objective_settings(objective).keeps_reference
+    assert objective_settings(objective).kl_estimator == "k3"
 
 
 @pytest.mark.parametrize("name", sorted({*ADVANTAGES, *LOSSES, *PRESETS, *PAIR_LOSSES, "dpo"}))

@@ -24,13 +24,23 @@ REWARDS = [reward for group in GROUPS for reward in group]
 LENGTHS = [int(n) for n in RNG.integers(1, 8, len(REWARDS))]
 PENALTIES = [list(RNG.normal(0, 0.1, n)) for n in LENGTHS]
 TRAINED = [[bool(RNG.integers(0, 4)) or t == 0 for t in range(n)] for n in LENGTHS]
+VALUES = [list(RNG.normal(0, 1, n)) for n in LENGTHS]
+LEADS = [list(RNG.normal(0, 1, n)) for n in LENGTHS]
 Rows = list[list[float]]
 
 
 def outcomes(penalties: bool = True) -> Outcomes:
     flat_penalties = [x for row in PENALTIES for x in row]
     flat_mask = [x for row in TRAINED for x in row]
-    return Outcomes.of(REWARDS, SIZES, LENGTHS, flat_mask, flat_penalties if penalties else None)
+    return Outcomes.of(
+        REWARDS,
+        SIZES,
+        LENGTHS,
+        flat_mask,
+        flat_penalties if penalties else None,
+        values=[x for row in VALUES for x in row],
+        teacher_lead=[x for row in LEADS for x in row],
+    )
 
 
 TOTALS = [reward - math.fsum(row) for reward, row in zip(REWARDS, PENALTIES, strict=True)]
@@ -108,6 +118,31 @@ def returns(gamma: float) -> Rows:
     return rows
 
 
+def sums_of_errors(gamma: float, lam: float) -> Rows:
+    """Generalised advantages by their definition, over the trained tokens of each sample as if they were all of it."""
+    rows = []
+    for reward, penalties, values, mask in zip(REWARDS, PENALTIES, VALUES, TRAINED, strict=True):
+        own = [t for t, is_own in enumerate(mask) if is_own]
+        errors = {}
+        for place, t in enumerate(own):
+            ends = place == len(own) - 1
+            following = 0.0 if ends else values[own[place + 1]]
+            errors[t] = (reward if ends else 0.0) - penalties[t] + gamma * following - values[t]
+        rows.append(
+            [
+                sum((gamma * lam) ** (own.index(k) - own.index(t)) * errors[k] for k in own if k >= t)
+                if t in own
+                else 0.0
+                for t in range(len(mask))
+            ]
+        )
+    return rows
+
+
+def plus(rows: Rows, others: Rows) -> Rows:
+    return [[x + y for x, y in zip(*pair, strict=True)] for pair in zip(rows, others, strict=True)]
+
+
 def whole_batch(normalize: bool) -> Rows:
     scale = statistics.stdev(TOTALS) + 1e-6 if normalize else 1.0
     return on_tokens([(r - statistics.fmean(TOTALS)) / scale for r in TOTALS])
@@ -136,6 +171,13 @@ TABLE: dict[str, tuple[str, dict[str, Any], Rows]] = {
     "gpg": ("gpg", {"normalize_std": False}, scaled(by_group(centred), speaking_share())),
     "gpg_std": ("gpg", {"normalize_std": True}, scaled(by_group(standardised), speaking_share())),
     "pass_at_2": ("pass_at_k", {"k": 2, "right_at": 0.9}, by_group(teams(2, 0.9))),
+    "gae": ("gae", {"gamma": 0.98, "lam": 0.9}, sums_of_errors(0.98, 0.9)),
+    "distill": ("distill", {"coefficient": 2.0, "reward_weight": 0.0}, scaled(LEADS, 2.0)),
+    "distill_and_task": (
+        "distill",
+        {"coefficient": 0.5, "reward_weight": 3.0},
+        plus(scaled(LEADS, 0.5), scaled(by_group(standardised), 3.0)),
+    ),
     "pass_at_3": ("pass_at_k", {"k": 3, "right_at": 0.9}, by_group(teams(3, 0.9))),
 }
 
@@ -164,12 +206,16 @@ def test_the_order_of_groups_changes_no_advantage(row: str) -> None:
         [LENGTHS[i] for i in samples],
         [x for i in samples for x in TRAINED[i]],
         [x for i in samples for x in PENALTIES[i]],
+        values=[x for i in samples for x in VALUES[i]],
+        teacher_lead=[x for i in samples for x in LEADS[i]],
     )
     got = token_advantages(ADVANTAGES[name], moved, parameters)
     np.testing.assert_allclose(got, [x for i in samples for x in expected[i]], rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("row", [row for row in TABLE if row not in ("reinforce", "reinforce_discounted")])
+@pytest.mark.parametrize(
+    "row", [row for row in TABLE if TABLE[row][0] not in ("reinforce", "gae", "distill")]
+)
 def test_an_update_of_equal_rewards_teaches_exactly_nothing(row: str) -> None:
     name, parameters, _ = TABLE[row]
     parameters = parameters | ({"gamma": 1.0} if "gamma" in parameters else {})
@@ -178,19 +224,28 @@ def test_an_update_of_equal_rewards_teaches_exactly_nothing(row: str) -> None:
 
 
 @pytest.mark.parametrize(("gamma", "decay"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
-def test_gae_equals_the_sum_of_discounted_errors(gamma: float, decay: float) -> None:
-    values = [list(RNG.normal(0, 1, n)) for n in LENGTHS]
-    advantages, targets = gae(outcomes(), [x for row in values for x in row], gamma=gamma, trace_decay=decay)
-    expected = []
-    for reward, penalties, row in zip(REWARDS, PENALTIES, values, strict=True):
-        following = [*row[1:], 0.0]
-        steps = [-p for p in penalties]
-        steps[-1] += reward
-        errors = [r + gamma * n - v for r, n, v in zip(steps, following, row, strict=True)]
-        for t in range(len(row)):
-            expected.append(sum((gamma * decay) ** (k - t) * errors[k] for k in range(t, len(row))))
+def test_gae_equals_the_sum_of_discounted_errors_and_returns_add_the_values(
+    gamma: float, decay: float
+) -> None:
+    advantages, targets = gae(outcomes(), [x for row in VALUES for x in row], gamma=gamma, lam=decay)
+    expected = [x for row in sums_of_errors(gamma, decay) for x in row]
     np.testing.assert_allclose(advantages, expected, rtol=TOLERANCE, atol=TOLERANCE)
-    np.testing.assert_allclose(targets, np.add(expected, [x for row in values for x in row]))
+    np.testing.assert_allclose(targets, np.add(expected, [x for row in VALUES for x in row]))
+
+
+def test_gae_passes_over_samples_that_are_context_alone() -> None:
+    values = [0.5, 0.25, 0.125]
+    given = Outcomes.of([1.0, 5.0], [2], [2, 1], [True, True, False], values=values)
+    advantages, targets = gae(given, values, gamma=1.0, lam=1.0)
+    np.testing.assert_allclose(advantages, [0.5, 0.75, 0.0])
+    np.testing.assert_allclose(targets, [1.0, 1.0, 0.125])
+
+
+@pytest.mark.parametrize(("name", "needs"), [("gae", "values of a critic"), ("distill", "of a teacher")])
+def test_an_advantage_says_what_it_lacks(name: str, needs: str) -> None:
+    parameters = {"gae": {"gamma": 1.0, "lam": 1.0}, "distill": {"coefficient": 1.0, "reward_weight": 0.0}}
+    with pytest.raises(ValueError, match=needs):
+        ADVANTAGES[name](Outcomes.of([1.0], [1]), **parameters[name])
 
 
 def test_remax_compares_with_the_greedy_reward_of_the_prompt() -> None:

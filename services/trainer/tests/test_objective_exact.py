@@ -5,6 +5,7 @@ The model is a table of bigrams, whose logits depend on the token before alone, 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def objective_of(preset: str, **changes: Any) -> session_pb2.Objective:
 
 def make_groups(sizes: list[int], seed: int = 0) -> list[pb.TrainGroup]:
     """Unequal lengths, masks, versions and some groups of equal rewards."""
-    rng = np.random.default_rng(seed)
+    rng, extra = np.random.default_rng(seed), np.random.default_rng(seed + 1)
     groups = []
     for index, size in enumerate(sizes):
         prompt = rng.integers(0, VOCABULARY, rng.integers(1, 6)).astype(np.int32)
@@ -100,6 +101,8 @@ def make_groups(sizes: list[int], seed: int = 0) -> list[pb.TrainGroup]:
                 token_ids=to_tensor(response),
                 logprobs=to_tensor(rng.normal(-2.5, 0.4, len(response)).astype(np.float32)),
                 reward=float(index == 1 or rng.random() < 0.3),
+                values=to_tensor(extra.normal(0, 1, len(response)).astype(np.float32)),
+                teacher_logprobs=to_tensor(extra.normal(-2.0, 0.4, len(response)).astype(np.float32)),
             )
             if number == 1:
                 sample.mask.CopyFrom(to_tensor(np.arange(len(response)) % 3 > 0))
@@ -132,7 +135,9 @@ def result(
     batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION)
     # What a token gets from the reference depends on the token alone, so that any order of samples has the same.
     reference = -2.0 - 0.1 * batch.all_responses().tokens[batch.all_responses().scored].astype(np.float32)
-    sequences, _ = front.sequences(batch, 5, reference if front.needs_reference else None)
+    if front.scores_reference(batch):
+        batch = replace(batch, reference_logprobs=reference)
+    sequences, _ = front.sequences(batch, 5)
     table = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1)).requires_grad_()
     sums: dict[str, float] = {}
     for batches in pack(sequences, Layout(budget, ranks, packed)):
@@ -233,8 +238,7 @@ def test_divergence_in_the_reward_is_paid_token_by_token() -> None:
     kl = {"placement": session_pb2.KL_PLACEMENT_REWARD, "estimator": session_pb2.KL_ESTIMATOR_K1}
     front = UpdateObjective(objective_of("reinforce", kl=kl | {"coefficient": 0.5}))
     assert batch.logprobs is not None
-    reference = batch.logprobs - 0.1
-    sequences, metrics = front.sequences(batch, 0, reference)
+    sequences, metrics = front.sequences(replace(batch, reference_logprobs=batch.logprobs - 0.1), 0)
     plain, _ = UpdateObjective(objective_of("reinforce")).sequences(batch, 0)
     assert metrics["kl/mean"] == pytest.approx(0.1, abs=1e-5)
     # From each token on, every trained token costs half of a tenth.
@@ -300,10 +304,9 @@ def test_advantages_that_are_sent_are_refused_where_they_would_have_to_be_change
     groups[0].samples[0].advantages.CopyFrom(to_tensor(np.ones(length, np.float32)))
     batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION)
     objective = objective_of("reinforce", **ON_THE_WAY_TO_ADVANTAGES[key])
-    front = UpdateObjective(objective)
-    reference = np.zeros(length, np.float32) if front.needs_reference else None
+    batch = replace(batch, reference_logprobs=np.zeros(length, np.float32))
     with pytest.raises(InvalidRequest, match=f"algorithm.{key} .*sample 'g0/0'"):
-        front.sequences(batch, 0, reference)
+        UpdateObjective(objective).sequences(batch, 0)
 
 
 def sampled_by(versions: tuple[int, int], distances: tuple[float, float]) -> list[pb.TrainGroup]:

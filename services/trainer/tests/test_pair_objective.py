@@ -6,6 +6,7 @@ The model is a table of bigrams, whose logits depend on the token before alone, 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -109,9 +110,9 @@ def on_ranks(
     check_objective(objective)
     front, rank = session_objective(objective), Objective(objective_settings(objective))
     batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), Version(0, 0))
-    reference = scores(REFERENCE, batch.all_responses()) if front.needs_reference else None
-    policy = scores(POLICY, batch.all_responses())
-    sequences, metrics = front.sequences(batch, 0, reference, policy)
+    if front.scores_reference(batch):
+        batch = replace(batch, reference_logprobs=scores(REFERENCE, batch.all_responses()))
+    sequences, metrics = front.sequences(batch, 0, scores(POLICY, batch.all_responses()))
     model = POLICY.clone().requires_grad_()
     for batches in pack(sequences, Layout(budget, ranks, packed)):
         for micro in batches:
@@ -158,7 +159,7 @@ def test_before_the_first_update_no_answer_is_ahead() -> None:
     batch = UpdateBatch.read(make_pairs(3), ModelLimits(VOCABULARY, 0), Version(0, 0))
     same = scores(POLICY, batch.all_responses())
     front = session_objective(objective_of(loss=session_pb2.PREFERENCE_LOSS_SIGMOID, beta=0.1))
-    _, metrics = front.sequences(batch, 0, same, same)
+    _, metrics = front.sequences(replace(batch, reference_logprobs=same), 0, same)
     assert (metrics["preference/accuracy"], metrics["preference/margin"]) == (0.5, 0.0)
     assert metrics["loss"] == pytest.approx(np.log(2))
 

@@ -30,6 +30,10 @@ class Outcomes:
     """One a token: whether it is the policy's own; the others are context."""
     penalties: Floats
     """One a token, subtracted from the reward where the token stands; zeros unless a reference is kept near."""
+    values: Floats | None = None
+    """One a token: what a critic expects before it is drawn."""
+    teacher_lead: Floats | None = None
+    """One a token: log-probability under the teacher less that under the policy that drew it."""
 
     @classmethod
     def of(
@@ -39,21 +43,25 @@ class Outcomes:
         response_lengths: ArrayLike | None = None,
         trained: ArrayLike | None = None,
         penalties: ArrayLike | None = None,
+        *,
+        values: ArrayLike | None = None,
+        teacher_lead: ArrayLike | None = None,
     ) -> Self:
         """Checked arrays; by default responses of one trained token without penalty."""
-        values = finite_rewards(rewards)
-        sizes = checked_sizes(group_sizes, values.size)
-        lengths = np.ones(values.size, np.int64)
+        totals = finite_rewards(rewards)
+        sizes = checked_sizes(group_sizes, totals.size)
+        lengths = np.ones(totals.size, np.int64)
         if response_lengths is not None:
             lengths = np.asarray(response_lengths, dtype=np.int64)
-        if lengths.shape != values.shape or (lengths < 1).any():
-            raise ValueError(f"{lengths.size} response lengths do not belong to {values.size} rewards")
+        if lengths.shape != totals.shape or (lengths < 1).any():
+            raise ValueError(f"{lengths.size} response lengths do not belong to {totals.size} rewards")
         tokens = int(lengths.sum())
         mask = np.ones(tokens, np.bool_) if trained is None else np.asarray(trained, dtype=np.bool_)
         cost = np.zeros(tokens) if penalties is None else np.asarray(penalties, dtype=np.float64)
         if mask.shape != (tokens,) or cost.shape != (tokens,):
             raise ValueError(f"{mask.size} flags and {cost.size} penalties do not belong to {tokens} tokens")
-        return cls(values, sizes, lengths, mask, cost)
+        columns = (_a_token(column, tokens) for column in (values, teacher_lead))
+        return cls(totals, sizes, lengths, mask, cost, *columns)
 
     @property
     def totals(self) -> Floats:
@@ -76,6 +84,16 @@ class Outcomes:
     def to_tokens(self, samples: Floats) -> Floats:
         """A value a sample as one a token."""
         return np.repeat(samples, self.response_lengths)
+
+
+def _a_token(column: ArrayLike | None, tokens: int) -> Floats | None:
+    """Finite numbers, one a token, where there are any."""
+    if column is None:
+        return None
+    numbers = np.asarray(column, dtype=np.float64)
+    if numbers.shape != (tokens,) or not np.isfinite(numbers).all():
+        raise ValueError(f"{numbers.size} numbers do not belong to {tokens} tokens, or are not finite")
+    return numbers
 
 
 def segment_sums(values: Floats, lengths: Ints) -> Floats:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flotilla_algorithms.outcomes import Floats, Outcomes
+from flotilla_algorithms.outcomes import Floats, Ints, Outcomes
 
 
 def reinforce(outcomes: Outcomes, *, gamma: float) -> Floats:
@@ -12,12 +12,11 @@ def reinforce(outcomes: Outcomes, *, gamma: float) -> Floats:
     lengths = outcomes.response_lengths
     rewards = -outcomes.penalties
     rewards[np.cumsum(lengths) - 1] += outcomes.rewards
-    return discounted(rewards, outcomes, gamma)
+    return discounted(rewards, lengths, gamma)
 
 
-def discounted(values: Floats, outcomes: Outcomes, factor: float) -> Floats:
+def discounted(values: Floats, lengths: Ints, factor: float) -> Floats:
     """sum over k >= t of factor^(k - t) values_k within each response, for all responses at once."""
-    lengths = outcomes.response_lengths
     sums = np.zeros_like(values)
     place = np.cumsum(lengths) - 1
     behind = np.zeros(lengths.size)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from flotilla_algorithms.distill import distill
+from flotilla_algorithms.gae import gae_of_values
 from flotilla_algorithms.gpg import gpg
 from flotilla_algorithms.grpo import grpo
 from flotilla_algorithms.opo import opo
@@ -27,4 +29,6 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "opo": opo,
     "gpg": gpg,
     "pass_at_k": pass_at_k,
+    "gae": gae_of_values,
+    "distill": distill,
 }

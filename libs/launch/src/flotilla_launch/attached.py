@@ -51,12 +51,12 @@ class AttachedService:
         log.info("waiting for an attached service", process=self._slot.name, limit_s=timeout_s)
         while not await self.refresh():
             if time.monotonic() > deadline:
-                kind = kind_name(self._slot.kind)
+                kind, section = kind_name(self._slot.kind), self._slot.name.partition("@")[0]
                 raise Unavailable(
-                    f"the attached {kind} does not serve",
+                    f"the attached {section} does not serve",
                     where=self._address,
                     why=f"no SERVING health within {timeout_s:.0f} s",
-                    next_step=f"start it by hand: flotilla-{kind} --name {kind}-a --stack FILE --port "
-                    f"{self._address.rpartition(':')[2]}, or remove it from {kind}.attach",
+                    next_step=f"start it by hand: flotilla-{kind} --name {section}-a --stack FILE --port "
+                    f"{self._address.rpartition(':')[2]}, or remove it from {section}.attach",
                 )
             await asyncio.sleep(_POLL_S)

@@ -1,9 +1,10 @@
 """Which GPUs of this host each process of a stack gets.
 
-Invariants: the trainer has the first `trainer.nproc` GPUs and generator i the i-th `tensor_parallel_size` after them,
-so a process keeps its GPUs over restarts and while other replicas come and go; a process sees its own GPUs and no
-others; a stack that needs more than there are is refused before anything starts. On a host without GPUs nothing is
-set. CUDA_VISIBLE_DEVICES of the launcher narrows what there is: empty hides all GPUs, a number given twice is shared.
+Invariants: the trainer has the first `trainer.nproc` GPUs, the gangs beside it (critic, reference, teacher) the next
+ones in this order, and generator i the i-th `tensor_parallel_size` after them, so a process keeps its GPUs over
+restarts and while other replicas come and go; a process sees its own GPUs and no others; a stack that needs more than
+there are is refused before anything starts. On a host without GPUs nothing is set. CUDA_VISIBLE_DEVICES of the launcher
+narrows what there is: empty hides all GPUs, a number given twice is shared.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flotilla.common.v1.registration_pb2 import ServiceKind
-from flotilla_core.config import StackConfig
+from flotilla_core.config import StackConfig, TrainerConfig
 from flotilla_core.errors import FailedPrecondition
+from flotilla_core.roles import ROLES, gang_of, process_name
 from flotilla_launch.placement import Slot
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -43,15 +45,17 @@ class Gpus:
 
     def require(self, stack: StackConfig, generators: int) -> None:
         """Refuse a stack with this many generator replicas that does not fit."""
-        trainer, each = _trainer(stack), _generator(stack)
-        needed = trainer + generators * each
+        gangs, each = _gangs(stack), _generator(stack)
+        needed = sum(gangs.values()) + generators * each
         if not self.names or needed <= len(self.names):
             return
         raise FailedPrecondition(
             f"the stack needs {needed} GPUs and this host has {len(self.names)}",
             where=f"stack {stack.name!r}",
-            why=f"the trainer takes {trainer} (trainer.nproc) and {generators} generators take {each} each "
-            "(generator.tensor_parallel_size)",
+            why=", ".join(
+                f"the {name} takes {count} ({name}.nproc)" for name, count in gangs.items() if count
+            )
+            + f" and {generators} generators take {each} each (generator.tensor_parallel_size)",
             next_step="lower trainer.nproc, generator.replicas or generator.tensor_parallel_size; "
             f"or run on the CPU: {VISIBLE}= flotilla up ...",
         )
@@ -61,19 +65,26 @@ class Gpus:
         if not self.names:
             return {}
         first, count = 0, 0
+        gangs = _gangs(stack)
         if slot.kind == ServiceKind.SERVICE_KIND_TRAINER:
-            count = _trainer(stack)
+            count = gangs[slot.name]
+            first = sum(gangs[name] for name in [*gangs][: [*gangs].index(slot.name)])
         elif slot.kind == ServiceKind.SERVICE_KIND_GENERATOR:
             count = _generator(stack)
-            first = _trainer(stack) + slot.index * count
+            first = sum(gangs.values()) + slot.index * count
         order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if self.numbered_by_bus else {}
         return {VISIBLE: ",".join(self.names[first : first + count]), **order}
 
 
-def _trainer(stack: StackConfig) -> int:
+def _gangs(stack: StackConfig) -> dict[str, int]:
+    """GPUs of each gang by its slot, in the order in which they are dealt."""
+    return {process_name(role): _ranks(gang_of(stack, role)) for role in ROLES}
+
+
+def _ranks(gang: TrainerConfig) -> int:
     """None for one that computes on the CPU, that someone else runs, or that is not there."""
-    ours = stack.trainer.replicas and stack.trainer.attach is None
-    return stack.trainer.nproc if ours and stack.trainer.backend != "gloo" else 0
+    ours = gang.replicas and gang.attach is None
+    return gang.nproc if ours and gang.backend != "gloo" else 0
 
 
 def _generator(stack: StackConfig) -> int:

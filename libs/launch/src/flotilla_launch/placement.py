@@ -16,6 +16,7 @@ from pathlib import Path
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla_core.config import StackConfig
 from flotilla_core.errors import Exhausted
+from flotilla_core.roles import ROLES, gang_of, process_name, started
 
 SCALABLE = (ServiceKind.SERVICE_KIND_GENERATOR, ServiceKind.SERVICE_KIND_REWARD)
 
@@ -46,7 +47,7 @@ def slots_of(stack: StackConfig) -> list[Slot]:
     generator, reward = ServiceKind.SERVICE_KIND_GENERATOR, ServiceKind.SERVICE_KIND_REWARD
     return [
         *(replica(generator, index) for index in range(stack.generator.replicas)),
-        *_trainer(stack),
+        *_gangs(stack),
         _single(ServiceKind.SERVICE_KIND_COORDINATOR, stack.coordinator.attach),
         *(replica(reward, index) for index in range(stack.reward.replicas)),
         *_attached(generator, stack.generator.attach),
@@ -85,10 +86,12 @@ def reserve_port(host: str) -> int:
     )
 
 
-def _trainer(stack: StackConfig) -> Iterator[Slot]:
-    """None where someone else starts it and lets it register itself."""
-    if stack.trainer.replicas or stack.trainer.attach:
-        yield _single(ServiceKind.SERVICE_KIND_TRAINER, stack.trainer.attach)
+def _gangs(stack: StackConfig) -> Iterator[Slot]:
+    """The trainer and the gangs beside it; none where someone else starts it and lets it register itself."""
+    for role in ROLES:
+        if started(stack, role):
+            attached = gang_of(stack, role).attach
+            yield Slot(process_name(role), ServiceKind.SERVICE_KIND_TRAINER, attached)
 
 
 def _single(kind: ServiceKind.ValueType, attached: str | None) -> Slot:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from flotilla.common.v1 import registration_pb2 as reg
 from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceStub
 from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
 from flotilla.trainer.v1.trainer_pb2_grpc import TrainerServiceStub
+from flotilla_core.roles import POLICY, ROLES
 from flotilla_core.rpc import ReplicaPool
 from flotilla_core.service import Host
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Fleet:
-    """Pools of generators, trainers and reward replicas."""
+    """Pools of generators, gangs by their role, and reward replicas."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -33,9 +35,11 @@ class Fleet:
         self.generators: ReplicaPool[GeneratorServiceAsyncStub] = ReplicaPool(
             reg.SERVICE_KIND_GENERATOR, GeneratorServiceStub, host.connect
         )
-        self.trainers: ReplicaPool[TrainerServiceAsyncStub] = ReplicaPool(
-            reg.SERVICE_KIND_TRAINER, TrainerServiceStub, host.connect
-        )
+        self.gangs: dict[str, ReplicaPool[TrainerServiceAsyncStub]] = {
+            role: ReplicaPool(reg.SERVICE_KIND_TRAINER, TrainerServiceStub, host.connect, role=role)
+            for role in ROLES
+        }
+        self.trainers = self.gangs[POLICY]
         self.rewards: ReplicaPool[RewardServiceAsyncStub] = ReplicaPool(
             reg.SERVICE_KIND_REWARD, RewardServiceStub, host.connect
         )
@@ -50,18 +54,23 @@ class Fleet:
             self._watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watch
-        for pool in (self.generators, self.trainers, self.rewards):
+        for pool in self._pools():
             await pool.close()
 
     def outstanding(self, instance_id: str) -> int:
         """Tokens that a generator still owes; 0 for everybody else."""
         return sum(r.outstanding for r in self.generators.everyone() if r.instance_id == instance_id)
 
+    def _pools(self) -> Iterator[ReplicaPool[Any]]:
+        yield self.generators
+        yield from self.gangs.values()
+        yield self.rewards
+
     async def _follow(self) -> None:
         try:
             async for snapshot in self._host.registry.watch():
                 self.registrations = snapshot
-                for pool in (self.generators, self.trainers, self.rewards):
+                for pool in self._pools():
                     await pool.update(snapshot)
         # A coordinator that no longer sees its fleet must not look healthy: it ends, and is started again.
         except Exception as error:  # noqa: BLE001

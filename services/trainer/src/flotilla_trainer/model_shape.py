@@ -17,6 +17,10 @@ COSMETIC = {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "us
 """Keys that change neither a tensor nor a number that a forward pass computes."""
 
 
+OF_THE_HEAD = {"architectures", "id2label", "label2id", "num_labels", "problem_type", "tie_word_embeddings"}
+"""Keys that say what stands on the body of a model, and shape none of its tensors."""
+
+
 def model_shape(folder: Path) -> dict[str, Any]:
     """The keys of config.json that shape the model."""
     path = folder / "config.json"
@@ -38,15 +42,16 @@ def model_digest(folder: Path) -> str:
     return hashlib.sha256(json.dumps(model_shape(folder), sort_keys=True).encode()).hexdigest()
 
 
-def check_same_shape(folder: Path, booted: Path) -> None:
+def check_same_shape(folder: Path, booted: Path, *, with_head: bool = True) -> None:
     """Raise Mismatch, naming the first key that differs, when `folder` does not fit the booted model."""
-    check_shape(model_shape(folder), folder, booted)
+    check_shape(model_shape(folder), folder, booted, with_head=with_head)
 
 
-def check_shape(theirs: dict[str, Any], folder: Path, booted: Path) -> None:
-    """The same for a shape that is known already."""
+def check_shape(theirs: dict[str, Any], folder: Path, booted: Path, *, with_head: bool = True) -> None:
+    """The same for a shape that is known already; without its head, the body alone has to fit."""
     ours = model_shape(booted)
-    for key in sorted(theirs.keys() | ours.keys()):
+    ignored = set() if with_head else OF_THE_HEAD
+    for key in sorted((theirs.keys() | ours.keys()) - ignored):
         if theirs.get(key) != ours.get(key):
             raise Mismatch(
                 "the weights are for another model than the trainer holds",

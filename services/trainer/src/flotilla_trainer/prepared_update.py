@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core import ids
@@ -53,13 +53,13 @@ class Preparation:
     ) -> PreparedUpdate:
         """The update of `version` on these groups."""
         batch = await asyncio.to_thread(UpdateBatch.read, groups, self._ranks.limits, version)
-        reference = (
-            await self._logprobs(batch, objective, reference=True) if objective.needs_reference else None
-        )
+        if objective.scores_reference(batch):
+            scores = await self._logprobs(batch, objective, reference=True)
+            batch = replace(batch, reference_logprobs=scores)
         policy = await self._logprobs(batch, objective, reference=False) if objective.needs_policy else None
 
         def lay_out() -> PreparedUpdate:
-            sequences, facts = objective.sequences(batch, self._shuffle_seed(update_id), reference, policy)
+            sequences, facts = objective.sequences(batch, self._shuffle_seed(update_id), policy)
             counts = bool(sequences.columns["weights"].any())
             return PreparedUpdate(batch, self._ranks.pack(sequences), facts, counts)
 

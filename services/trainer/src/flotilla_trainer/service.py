@@ -14,6 +14,7 @@ from flotilla.trainer.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_s
 from flotilla_core import rpc, telemetry
 from flotilla_core.errors import FlotillaError
 from flotilla_core.model_folder import model_folder
+from flotilla_core.roles import model_of, role_of_process
 from flotilla_core.service import Host
 from flotilla_core.tokenizer_digest import tokenizer_digest
 from flotilla_trainer.gang import Gang, GangPlan
@@ -25,7 +26,7 @@ SERVICE_NAME = "flotilla.trainer.v1.TrainerService"
 
 
 class TrainerService:
-    """One gang, one session, one port."""
+    """One gang of one role, one session, one port."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -33,7 +34,7 @@ class TrainerService:
             host.stack,
             host.name,
             host.instance_id,
-            model_folder(host.stack.model),
+            model_folder(model_of(host.stack, role_of_process(host.name))),
             host.state_dir / "logs",
             telemetry.endpoints(),
         )

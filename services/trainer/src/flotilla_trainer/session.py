@@ -15,19 +15,19 @@ import structlog
 from google.protobuf import json_format
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
-from flotilla_core.errors import FlotillaError
+from flotilla_core.errors import FailedPrecondition, FlotillaError
 from flotilla_core.service import Activities
-from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 from flotilla_trainer.gang import Gang
 from flotilla_trainer.gradient_calls import GradientCalls
 from flotilla_trainer.objective.session_objective import session_objective
+from flotilla_trainer.objective.settings import objective_settings
 from flotilla_trainer.pending_gradients import PendingGradients
 from flotilla_trainer.prepared_update import Preparation
+from flotilla_trainer.sequence_scores import SequenceScores
 from flotilla_trainer.session_progress import SessionProgress
 from flotilla_trainer.session_ranks import SessionRanks
 from flotilla_trainer.session_settings import rank_settings
-from flotilla_trainer.update_batch import read_scored
 from flotilla_trainer.updates import Updates
 
 logger = structlog.get_logger()
@@ -47,6 +47,7 @@ class Session:
         self._progress = progress = SessionProgress(
             run_id, spec, request.lineage, session_objective(spec.objective)
         )
+        self._scores = SequenceScores(ranks, lambda: progress.version)
         self._preparation = prepared = Preparation(spec.seed, ranks)
         self._pending = pending = PendingGradients(run_id)
         self.updates = Updates(spec.dump_dir, ranks, prepared, progress, pending)
@@ -110,25 +111,12 @@ class Session:
         return pb.EvaluateLossResponse(policy_version=version.to_proto(), metrics=metrics)
 
     async def logprobs(self, request: pb.ComputeLogprobsRequest) -> pb.ComputeLogprobsResponse:
-        """Log-probabilities under the current policy, in the order of the request."""
-        limits = self._ranks.limits
-        sequence_ids, sequences, lengths = read_scored(request.sequences, limits)
-        packed = self._ranks.pack(sequences)
-        async with self._ranks.turn:
-            version = self.version
-            with self._ranks.doing("computing log-probabilities"):
-                scores = await self._ranks.scores(
-                    packed,
-                    len(sequences.scored),
-                    temperature=request.temperature or 1.0,
-                    top_k=min(request.top_k, limits.vocabulary),
-                )
-        reply = pb.ComputeLogprobsResponse(policy_version=version.to_proto())
-        edges = [0, *lengths.cumsum().tolist()]
-        for index, sequence_id in enumerate(sequence_ids):
-            part = slice(edges[index], edges[index + 1])
-            item = reply.sequences.add(sequence_id=sequence_id, logprobs=to_tensor(scores["logprobs"][part]))
-            if request.top_k:
-                item.top_token_ids.CopyFrom(to_tensor(scores["top_ids"][part]))
-                item.top_logprobs.CopyFrom(to_tensor(scores["top_logprobs"][part]))
-        return reply
+        """Log-probabilities under the current policy, or the one that the session started from."""
+        if request.reference and not objective_settings(self._spec.objective).keeps_reference:
+            raise FailedPrecondition(
+                "this session keeps no reference",
+                where=f"run {self.run_id}",
+                why="its objective asks for no divergence, or its reference comes with the samples",
+                next_step="set kl.placement, or ask the gang of the reference",
+            )
+        return await self._scores.logprobs(request)

@@ -12,6 +12,7 @@ from pathlib import Path
 import structlog
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_core import roles
 from flotilla_core.config import StackConfig
 from flotilla_core.errors import Cancelled, FailedPrecondition, FlotillaError, InvalidRequest
 from flotilla_core.model_folder import model_folder
@@ -58,11 +59,11 @@ class SessionHolder:
         """Start a run's session from the weights that it names."""
         if not request.run_id:
             raise InvalidRequest("run_id is empty", where="OpenSession")
-        check_spec(request.spec)
+        check_spec(request.spec, self._plan.role)
         folder = (
             model_folder(request.spec.initial_weights) if request.spec.initial_weights else self._plan.model
         )
-        check_same_shape(folder, self._plan.model)
+        check_same_shape(folder, self._plan.model, with_head=self._plan.role != roles.CRITIC)
         if self._closing is not None:
             await asyncio.wait({self._closing})
         holder = self._session.run_id if self._session else self._opening

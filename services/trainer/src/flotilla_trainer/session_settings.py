@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from flotilla.trainer.v1 import session_pb2 as pb
+from flotilla_core import roles
 from flotilla_core.errors import FailedPrecondition, InvalidRequest, Unimplemented
 from flotilla_trainer.objective.settings import check_objective, objective_settings
 from flotilla_trainer.packing import Layout
@@ -15,11 +16,49 @@ from flotilla_trainer.rank.settings import SessionSettings
 SEED_BITS = 63
 
 
-def check_spec(spec: pb.SessionSpec) -> None:
-    """Refuse a specification that cannot be trained, naming the field."""
-    if spec.role not in (pb.ROLE_UNSPECIFIED, pb.ROLE_POLICY):
-        raise Unimplemented(f"this trainer holds policies, not {pb.Role.Name(spec.role)}", where="spec.role")
+ROLE_NAMES = {
+    pb.ROLE_UNSPECIFIED: roles.POLICY,
+    pb.ROLE_POLICY: roles.POLICY,
+    pb.ROLE_CRITIC: roles.CRITIC,
+    pb.ROLE_REFERENCE: roles.REFERENCE,
+    pb.ROLE_TEACHER: roles.TEACHER,
+}
+OBJECTIVES = {roles.POLICY: ("sft", "policy", "preference"), roles.CRITIC: ("value",)}
+
+
+def check_spec(spec: pb.SessionSpec, role: str = roles.POLICY) -> None:
+    """Refuse a specification that a gang of this role cannot serve, naming the field."""
+    asked = ROLE_NAMES.get(spec.role)
+    if asked != role:
+        raise FailedPrecondition(
+            f"this gang is the {role}'s, the session is for {asked or spec.role}",
+            where="spec.role",
+            next_step="ask the gang of that role: its registration says which it has",
+        )
+    if role != roles.POLICY:
+        raise Unimplemented(f"this trainer cannot be a {role} yet", where="spec.role")
+    _check_rules(
+        {
+            "batching.tokens_per_microbatch": spec.batching.tokens_per_microbatch > 0,
+            "batching.logprob_chunk_tokens": spec.batching.logprob_chunk_tokens > 0,
+        }
+    )
+    if role in roles.LEARNING:
+        _check_learning(spec, role)
+    elif spec.HasField("objective") or spec.HasField("optimizer"):
+        raise InvalidRequest(
+            f"a {role} learns nothing", where="spec", why="it has an objective or an optimizer"
+        )
+
+
+def _check_learning(spec: pb.SessionSpec, role: str) -> None:
     check_objective(spec.objective)
+    if spec.objective.WhichOneof("kind") not in OBJECTIVES[role]:
+        raise InvalidRequest(
+            f"a {role} does not learn by {spec.objective.WhichOneof('kind')}",
+            where="spec.objective",
+            next_step=f"set {' or '.join(OBJECTIVES[role])}",
+        )
     optimizer = spec.optimizer
     rules = {
         "optimizer.learning_rate": _number(optimizer.learning_rate, above=0),
@@ -30,10 +69,12 @@ def check_spec(spec: pb.SessionSpec) -> None:
         "optimizer.max_grad_norm": _number(optimizer.max_grad_norm),
         "optimizer.final_lr_ratio": 0 <= optimizer.final_lr_ratio <= 1,
         "optimizer.schedule": optimizer.schedule != pb.SCHEDULE_UNSPECIFIED,
-        "batching.tokens_per_microbatch": spec.batching.tokens_per_microbatch > 0,
-        "batching.logprob_chunk_tokens": spec.batching.logprob_chunk_tokens > 0,
         "total_updates": spec.total_updates > 0,
     }
+    _check_rules(rules)
+
+
+def _check_rules(rules: dict[str, bool]) -> None:
     for name, holds in rules.items():
         if not holds:
             raise InvalidRequest(f"{name} is out of range or missing", where=f"spec.{name}")

@@ -45,6 +45,10 @@ class UpdateBatch:
     logprobs: NDArray[np.float32] | None
     advantages: NDArray[np.float32] | None
     """Where the caller computed them itself."""
+    values: NDArray[np.float32] | None
+    """What the critic expected before each token."""
+    reference_logprobs: NDArray[np.float32] | None
+    teacher_logprobs: NDArray[np.float32] | None
     staleness: NDArray[np.int64]
     """Versions that lie between the one that wrote a token and the one that it trains."""
     fresh: NDArray[np.bool_]
@@ -80,6 +84,9 @@ class UpdateBatch:
             trained=_mask(samples, lengths),
             logprobs=_optional("logprobs", samples, lengths),
             advantages=_optional("advantages", samples, lengths),
+            values=_optional("values", samples, lengths),
+            reference_logprobs=_optional("reference_logprobs", samples, lengths),
+            teacher_logprobs=_optional("teacher_logprobs", samples, lengths),
             staleness=staleness,
             fresh=fresh,
         )

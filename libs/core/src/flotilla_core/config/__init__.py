@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from flotilla_core.config.algorithm import AlgorithmConfig, PolicyConfig, SftConfig
+from flotilla_core.config.critic import CriticConfig
 from flotilla_core.config.loader import load, load_text
 from flotilla_core.config.model import ConfigModel
+from flotilla_core.config.optimizer import OptimizerConfig
 from flotilla_core.config.output import dump_yaml, json_schema
 from flotilla_core.config.preferences import DpoConfig
 from flotilla_core.config.run import (
@@ -13,7 +15,6 @@ from flotilla_core.config.run import (
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
-    OptimizerConfig,
     RewardTermConfig,
     RolloutConfig,
     RunConfig,
@@ -24,6 +25,7 @@ from flotilla_core.config.run import (
 from flotilla_core.config.stack import (
     BindConfig,
     CoordinatorConfig,
+    GangConfig,
     GeneratorConfig,
     NatsConfig,
     RewardServiceConfig,
@@ -41,9 +43,11 @@ __all__ = [
     "CheckpointConfig",
     "ConfigModel",
     "CoordinatorConfig",
+    "CriticConfig",
     "DataConfig",
     "DpoConfig",
     "EvaluationConfig",
+    "GangConfig",
     "GeneratorConfig",
     "NatsConfig",
     "OptimizerConfig",

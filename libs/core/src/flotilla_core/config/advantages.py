@@ -132,6 +132,34 @@ class PassAtKAdvantage(AdvantageConfig):
         return self.k
 
 
+class GaeAdvantage(AdvantageConfig):
+    """Generalised advantage estimation over the values of a critic."""
+
+    type: Literal["gae"] = "gae"
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount a token."""
+    lam: float = Field(default=1.0, ge=0, le=1)
+    """Weight of what comes later against what the critic expects; 1 trusts the rewards alone."""
+
+    @property
+    def min_group_samples(self) -> int:
+        return 1
+
+
+class DistillAdvantage(AdvantageConfig):
+    """How much more likely a teacher finds each token than the policy that drew it."""
+
+    type: Literal["distill"] = "distill"
+    coefficient: float = Field(default=1.0, gt=0)
+    """Factor of the teacher's log-probability less the rollout's."""
+    reward_weight: float = Field(default=0.0, ge=0)
+    """Factor of the advantage by reward within the group, which is added; 0: rewards may be empty."""
+
+    @property
+    def min_group_samples(self) -> int:
+        return 2 if self.reward_weight else 1
+
+
 class UserAdvantage(UserFunction, AdvantageConfig):
     """A function of the user's: function(outcomes, **parameters), one number a sample or a token."""
 
@@ -153,6 +181,8 @@ AdvantageSection = Annotated[
     | Annotated[OpoAdvantage, Tag("opo")]
     | Annotated[GpgAdvantage, Tag("gpg")]
     | Annotated[PassAtKAdvantage, Tag("pass_at_k")]
+    | Annotated[GaeAdvantage, Tag("gae")]
+    | Annotated[DistillAdvantage, Tag("distill")]
     | Annotated[UserAdvantage, Tag("user")],
     Discriminator(kind_of),
 ]

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from flotilla_core.config.advantages import AdvantageSection, GrpoAdvantage
+from flotilla_core.config.advantages import AdvantageSection, DistillAdvantage, GrpoAdvantage
+from flotilla_core.config.critic import CriticConfig
 from flotilla_core.config.losses import LossSection, PpoLoss
 from flotilla_core.config.model import ConfigModel
 from flotilla_core.config.preferences import DpoConfig
@@ -25,7 +26,7 @@ class AggregationConfig(ConfigModel):
 
 
 class KlConfig(ConfigModel):
-    """Stay near the policy that the run started from, which the trainer keeps a frozen copy of."""
+    """Stay near the policy that the run started from."""
 
     placement: Literal["none", "loss", "reward"] = "none"
     """Add the divergence to the loss, or take it from the rewards before advantages are made of them."""
@@ -37,6 +38,8 @@ class KlConfig(ConfigModel):
     """Mean divergence a token that the coefficient adapts to; empty keeps the coefficient."""
     horizon_samples: int = Field(default=10_000, ge=1)
     """An adaptive coefficient changes by at most a fifth over so many samples."""
+    reference: Literal["frozen", "service"] = "frozen"
+    """Who holds the first policy: a frozen copy inside the trainer's ranks, or a gang of its own (stack: reference)."""
 
 
 class CorrectionConfig(ConfigModel):
@@ -66,6 +69,8 @@ class PolicyConfig(ConfigModel):
     """Reinforcement learning on rollouts of the policy."""
 
     type: Literal[
+        "ppo",
+        "distillation",
         "grpo",
         "dr_grpo",
         "dapo",
@@ -100,10 +105,32 @@ class PolicyConfig(ConfigModel):
     """Distance from the first policy."""
     correction: CorrectionConfig = CorrectionConfig()
     """Distance from the policy that sampled."""
+    critic: CriticConfig | None = None
+    """The value model, for the advantage `gae` alone (stack: critic)."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
     """Factor of the entropy that is taken from the loss."""
     shuffle_rewards: bool = False
     """Control experiment: permute the rewards of an update. Such a run must not learn."""
+
+    @property
+    def gangs_beside_the_policy(self) -> list[str]:
+        """The sections of stack.yaml that the run needs beside `trainer`."""
+        wanted = {
+            "critic": self.critic is not None,
+            "reference": self.asks_reference_service,
+            "teacher": self.advantage.type == "distill",
+        }
+        return [role for role, is_wanted in wanted.items() if is_wanted]
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether samples teach nothing without a reward."""
+        return not (isinstance(self.advantage, DistillAdvantage) and self.advantage.reward_weight == 0)
+
+    @property
+    def asks_reference_service(self) -> bool:
+        """Whether a gang of its own scores every sample by the first policy."""
+        return self.kl.placement != "none" and self.kl.reference == "service"
 
     @model_validator(mode="before")
     @classmethod
@@ -121,6 +148,16 @@ class PolicyConfig(ConfigModel):
             )
         if self.aggregation.constant_tokens is not None and self.aggregation.type != "constant":
             raise ValueError("aggregation.constant_tokens belongs to type constant alone")
+        name, critic = self.advantage.type, self.critic
+        if (critic is None) == (name == "gae"):
+            raise ValueError(
+                f"advantage.type is {name} and critic is {'absent' if critic is None else 'there'}: gae needs the "
+                "values of a critic and nothing else does; write `critic: {}` beside gae alone"
+            )
+        if critic is not None and self.kl.target is not None:
+            raise ValueError(
+                "kl.target adapts the coefficient, which a critic could not follow: leave it out"
+            )
         return self
 
 

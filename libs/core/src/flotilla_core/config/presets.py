@@ -12,6 +12,8 @@ from typing import Any
 PPO, GRPO = {"type": "ppo"}, {"type": "grpo"}
 
 PRESETS: dict[str, dict[str, Any]] = {
+    "ppo": {"advantage": {"type": "gae", "whiten": True}, "loss": PPO, "critic": {}},
+    "distillation": {"advantage": {"type": "distill"}, "loss": PPO},
     "grpo": {"advantage": GRPO, "loss": PPO},
     "dr_grpo": {
         "advantage": {"type": "grpo", "normalize_std": False},

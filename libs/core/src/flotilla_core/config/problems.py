@@ -109,7 +109,7 @@ def _probably_meant(path: KeyPath, model: type[ConfigModel]) -> str:
     if near:
         return join((*around, near[0]))
     elsewhere = [place for place in _all_paths(model) if place.rpartition(".")[2] == key]
-    return elsewhere[0] if elsewhere else ""
+    return min(elsewhere, key=lambda place: place.count("."), default="")
 
 
 def _all_paths(model: type[ConfigModel], prefix: str = "") -> Iterator[str]:

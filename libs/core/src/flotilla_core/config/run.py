@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from flotilla_core.config.algorithm import AlgorithmConfig, PolicyConfig
 from flotilla_core.config.model import ConfigModel
+from flotilla_core.config.optimizer import OptimizerConfig
 from flotilla_core.config.preferences import DpoConfig
 from flotilla_core.config.user_function import function_path
 
@@ -87,31 +88,6 @@ class RewardTermConfig(ConfigModel):
 
     def with_paths_from(self, directory: Path) -> Self:
         return self.model_copy(update={"reward": function_path(self.reward, directory)})
-
-
-class OptimizerConfig(ConfigModel):
-    """AdamW and its schedule."""
-
-    learning_rate: float = Field(default=1e-6, gt=0)
-    """Peak."""
-    schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """Shape after the warm-up."""
-    warmup_updates: int = Field(default=0, ge=0)
-    """Updates of linear warm-up."""
-    final_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Learning rate at the end, as a share of the peak."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Moment decays."""
-    epsilon: float = Field(default=1e-8, gt=0)
-    """Added to the denominator."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled."""
-    max_grad_norm: float = Field(default=1.0, ge=0)
-    """Global clip; 0 is off."""
-    max_skipped_updates: int = Field(default=3, ge=1)
-    """Non-finite updates in a row before the run fails."""
-    offload: bool = False
-    """Keep AdamW's moments in host memory between updates: frees 8 bytes a parameter on the GPUs, costs transfers."""
 
 
 class BatchingConfig(ConfigModel):
@@ -247,8 +223,13 @@ class RunConfig(ConfigModel):
                     f"samples of one prompt with each other: set it to {least} or more (8 is usual), "
                     "or take an advantage that compares over the whole batch"
                 )
-            if not self.rewards:
+            if not self.rewards and self.algorithm.needs_rewards:
                 raise ValueError(f"rewards is empty: {name} needs at least one reward term")
+            if self.loop == "client" and (asked := self.algorithm.gangs_beside_the_policy):
+                raise ValueError(
+                    f"loop is client, which asks no {' and no '.join(asked)}: "
+                    "send advantages of your own, or leave the steps to the coordinator"
+                )
             if self.rollout.sampling.temperature == 0:
                 raise ValueError("rollout.sampling.temperature is 0: greedy samples of a group are all equal")
             if self.rollout.sampling.top_p < 1 or self.rollout.sampling.top_k > 0:

@@ -7,13 +7,24 @@ What a run may choose is in `run.py`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field
 
 from flotilla_core.config.model import ConfigModel
 
 DType = Literal["float32", "bfloat16"]
+
+
+def _folder_or_name(value: object) -> object:
+    """A Path where the folder exists, else the name as it was written."""
+    if not isinstance(value, str | Path):
+        return value
+    folder = Path(value).expanduser()
+    return folder if folder.is_dir() else str(value)
+
+
+ModelName = Annotated[Path | str, BeforeValidator(_folder_or_name)]
 
 
 class BindConfig(ConfigModel):
@@ -102,6 +113,17 @@ class TrainerConfig(ConfigModel):
     """Address of a trainer that someone else started."""
 
 
+class GangConfig(TrainerConfig):
+    """A gang beside the policy's, by the same program."""
+
+    replicas: int = Field(default=0, ge=0, le=1)
+    """1: the launcher starts it. Runs that need none leave it alone."""
+    nproc: int = Field(default=1, ge=1)
+    """FSDP2 ranks; where there are GPUs each takes one, after those of the sections above."""
+    model: ModelName | None = None
+    """Hugging Face folder (or hub name) with the stack's tokenizer; empty takes the stack's model."""
+
+
 class RewardServiceConfig(ConfigModel):
     """One reward replica."""
 
@@ -127,7 +149,7 @@ class StackConfig(ConfigModel):
 
     name: str = Field(default="local", pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")
     """Names the stack; two stacks with different names live side by side."""
-    model: Path | str = Path("examples/arithmetic/model")
+    model: ModelName = Path("examples/arithmetic/model")
     """Hugging Face folder (or hub name) that trainer and generators load."""
     state_dir: Path = Path(".flotilla")
     """Everything that the stack writes goes to `<state_dir>/<name>/`."""
@@ -141,6 +163,12 @@ class StackConfig(ConfigModel):
     """Generator replicas."""
     trainer: TrainerConfig = TrainerConfig()
     """The policy trainer."""
+    critic: GangConfig = GangConfig()
+    """Holds the value model of runs with algorithm.critic."""
+    reference: GangConfig = GangConfig()
+    """Holds the first policy of runs with algorithm.kl.reference: service."""
+    teacher: GangConfig = GangConfig()
+    """Holds the model that runs with algorithm.advantage.type: distill learn from."""
     reward: RewardServiceConfig = RewardServiceConfig()
     """Reward replicas."""
     coordinator: CoordinatorConfig = CoordinatorConfig()
@@ -153,12 +181,3 @@ class StackConfig(ConfigModel):
     def longest_command_s(self, gang: TrainerConfig) -> float:
         """Longest standstill of ranks that read or write whole models; whoever waits for a session waits longer."""
         return max(self.ready_timeout_s, gang.rank_timeout_s)
-
-    @field_validator("model", mode="before")
-    @classmethod
-    def _folder_or_name(cls, value: object) -> object:
-        """A Path where the folder exists, else the name as it was written."""
-        if not isinstance(value, str | Path):
-            return value
-        folder = Path(value).expanduser()
-        return folder if folder.is_dir() else str(value)

@@ -1,4 +1,4 @@
-"""The replicas of one kind: who may get work, and who gets the next.
+"""The replicas of one kind, or of one role within it: who may get work, and who gets the next.
 
 Invariants: only a replica that is READY in the registry and that has not failed since its last SERVING gets
 work; a caller whose call failed ejects the replica at once, long before the registry notices; an ejected one
@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from flotilla.common.v1 import registration_pb2 as reg
 from flotilla_core.errors import FlotillaError, Mismatch, Unavailable
 from flotilla_core.protocol import check_protocol
+from flotilla_core.roles import POLICY, process_name
 from flotilla_core.rpc.calls import unary
 from flotilla_core.rpc.replica import Replica
 
@@ -37,15 +38,18 @@ logger = structlog.get_logger()
 
 
 class ReplicaPool(Generic[StubT]):
-    """Channels to the instances of one kind, fed with registry snapshots by `update`."""
+    """Channels to the instances of one kind (and role), fed with registry snapshots by `update`."""
 
     def __init__(
         self,
         kind: reg.ServiceKind.ValueType,
         stub: Callable[[grpc.aio.Channel], StubT],
         connect: Callable[[str], grpc.aio.Channel],
+        *,
+        role: str = "",
     ) -> None:
         self._kind = kind
+        self._role = role
         self._stub = stub
         self._connect = connect
         self._replicas: dict[str, Replica[StubT]] = {}
@@ -57,7 +61,7 @@ class ReplicaPool(Generic[StubT]):
 
     async def update(self, snapshot: dict[str, reg.Registration]) -> None:
         """Take in who exists now."""
-        ours = {key: one for key, one in snapshot.items() if one.kind == self._kind and self._acceptable(one)}
+        ours = {key: one for key, one in snapshot.items() if self._is_ours(one) and self._acceptable(one)}
         for instance_id in [key for key in self._replicas if key not in ours]:
             self._retire(self._replicas.pop(instance_id), "it left the registry")
         for instance_id, registration in ours.items():
@@ -182,6 +186,11 @@ class ReplicaPool(Generic[StubT]):
             except TimeoutError:
                 pass  # Look again.
 
+    def _is_ours(self, registration: reg.Registration) -> bool:
+        return registration.kind == self._kind and (
+            not self._role or self._role == (registration.role or POLICY)
+        )
+
     def _acceptable(self, registration: reg.Registration) -> bool:
         """Whether its build can talk to ours; a refusal is logged once."""
         try:
@@ -252,7 +261,9 @@ class ReplicaPool(Generic[StubT]):
         self._changed = asyncio.Event()
 
     def _kind_name(self) -> str:
-        return reg.ServiceKind.Name(self._kind).removeprefix("SERVICE_KIND_").lower()
+        """What to call one in messages."""
+        kind = reg.ServiceKind.Name(self._kind).removeprefix("SERVICE_KIND_").lower()
+        return process_name(self._role) if self._role else kind
 
     def _standing(self) -> str:
         if not self._replicas:

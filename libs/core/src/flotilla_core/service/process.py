@@ -26,6 +26,7 @@ from flotilla.common.v1 import registration_pb2 as reg
 from flotilla_core import ids, rpc, telemetry
 from flotilla_core.bus import Bus, Registry
 from flotilla_core.protocol import PROTOCOL_VERSION
+from flotilla_core.roles import role_of_process
 from flotilla_core.service import announcement
 from flotilla_core.service.arguments import Arguments
 from flotilla_core.service.host import Host, Service
@@ -207,6 +208,7 @@ class ServiceProcess:
             pid=os.getpid(),
             protocol_version=PROTOCOL_VERSION,
             versions={"flotilla": metadata.version("flotilla-core"), "python": platform.python_version()},
+            role=role_of_process(host.name) if self._kind == reg.SERVICE_KIND_TRAINER else "",
         )
         registration.started_at.FromNanoseconds(time.time_ns())
         return registration

@@ -12,6 +12,7 @@ from pathlib import Path
 from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.plan.model_facts import ModelFacts
+from flotilla_coordinator.runs.session_spec import critic_warmup_steps
 from flotilla_core.config import PolicyConfig, RunConfig, StackConfig
 
 
@@ -24,6 +25,11 @@ def config_errors(config: RunConfig) -> list[str]:
             f"optimizer.warmup_updates = {optimizer.warmup_updates} leaves none of the {config.steps} "
             f"updates for the {optimizer.schedule} schedule: set it below steps (on the command line: "
             f"optimizer.warmup_updates={config.steps // 2})"
+        )
+    warmup = critic_warmup_steps(config)
+    if warmup >= config.steps:
+        errors.append(
+            f"algorithm.critic.warmup_steps = {warmup} leaves none of the {config.steps} steps for the policy"
         )
     if (
         stop is not None

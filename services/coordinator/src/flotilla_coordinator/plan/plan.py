@@ -19,6 +19,7 @@ from flotilla_coordinator.plan.algorithm import algorithm_lines
 from flotilla_coordinator.plan.micro_batches import MicroBatches
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.remarks import STARTING_WEIGHTS
+from flotilla_coordinator.plan.roles import role_errors
 from flotilla_coordinator.plan.trainer_memory import BYTES, TrainerMemory
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.errors import FlotillaError
@@ -30,6 +31,7 @@ PAYLOAD_BYTES_PER_TOKEN = 4 + 4 + 6  # token id, logprob, text in the ledger and
 def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:
     """Work out a run on a stack; `errors` is empty when it would start."""
     plan = run_pb2.Plan(errors=checks.config_errors(config), warnings=checks.fleet_warnings(config, stack))
+    plan.errors.extend(role_errors(config.algorithm, stack))
     try:
         folder = model_folder(stack.model)
         model = ModelFacts.read(folder)

@@ -65,7 +65,7 @@ class TrainerMemory:
 
 def _keeps_reference(algorithm: AlgorithmConfig) -> bool:
     if isinstance(algorithm, PolicyConfig):
-        return algorithm.kl.placement != "none"
+        return algorithm.kl.placement != "none" and algorithm.kl.reference == "frozen"
     return isinstance(algorithm, DpoConfig) and not algorithm.reference_free
 
 

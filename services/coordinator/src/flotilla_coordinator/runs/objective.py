@@ -7,7 +7,7 @@ from typing import Any
 from google.protobuf import struct_pb2
 
 from flotilla.trainer.v1 import session_pb2 as pb
-from flotilla_core.config import DpoConfig, PolicyConfig, RunConfig
+from flotilla_core.config import CriticConfig, DpoConfig, PolicyConfig, RunConfig
 from flotilla_core.config.advantages import AdvantageConfig, AdvantageSection
 from flotilla_core.config.algorithm import CorrectionConfig, KlConfig
 
@@ -61,6 +61,11 @@ def _preference(algorithm: DpoConfig) -> pb.PreferenceObjective:
     )
 
 
+def value_objective(config: RunConfig, critic: CriticConfig) -> pb.Objective:
+    """What the critic of a policy objective learns."""
+    return pb.Objective(value=pb.ValueObjective(policy=objective(config).policy, clip=critic.value_clip))
+
+
 def _policy(algorithm: PolicyConfig, temperature: float, max_response_tokens: int) -> pb.PolicyObjective:
     return pb.PolicyObjective(
         temperature=temperature,
@@ -102,6 +107,7 @@ def _kl(section: KlConfig) -> pb.Kl:
         coefficient=section.coefficient,
         target=section.target,
         horizon_samples=section.horizon_samples,
+        reference_is_sent=section.reference == "service",
     )
 
 

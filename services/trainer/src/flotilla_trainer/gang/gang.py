@@ -239,6 +239,7 @@ class Gang:
         setups = [
             RankSetup(
                 rank=rank,
+                role=self._plan.role,
                 ranks=plan.nproc,
                 rendezvous=str(rendezvous),
                 backend=plan.backend,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flotilla_core.config import StackConfig
+from flotilla_core.roles import gang_of, role_of_process
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class GangPlan:
     """How many ranks, of which model, how long they may be silent, where their logs go."""
 
     name: str
+    role: str
+    """policy, critic, reference or teacher."""
     instance_id: str
     nproc: int
     backend: str
@@ -40,10 +43,12 @@ class GangPlan:
         log_dir: Path,
         otlp: tuple[str, ...] = (),
     ) -> GangPlan:
-        """The plan of a stack's trainer."""
-        trainer = stack.trainer
+        """The plan of the gang of a stack that goes by this name."""
+        role = role_of_process(name)
+        trainer = gang_of(stack, role)
         return cls(
             name=name,
+            role=role,
             instance_id=instance_id,
             nproc=trainer.nproc,
             backend=_backend(trainer.backend),

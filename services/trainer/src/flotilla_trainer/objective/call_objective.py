@@ -14,6 +14,12 @@ from flotilla_trainer.rank.objective_settings import SUPERVISED
 
 def call_objective(objective: pb.Objective, loss: pb.Function) -> pb.Objective:
     """`objective` with `loss` in its place; checked."""
+    if objective.HasField("value"):
+        raise InvalidRequest(
+            f"a critic cannot descend on {loss.name or 'a loss without a name'}",
+            where="loss",
+            next_step="leave it empty: a critic has the loss of its values alone",
+        )
     changed = pb.Objective()
     if loss.name == SUPERVISED:
         if loss.parameters.fields:

@@ -39,19 +39,21 @@ class PairObjective:
         self._preference = preference
         self.kl_coefficient = 0.0
 
-    @property
-    def needs_reference(self) -> bool:
-        """Whether updates have to be scored by the policy that the session started from."""
-        return not self._preference.reference_free
+    def scores_reference(self, batch: UpdateBatch) -> bool:
+        """Whether the ranks have to score the batch by the policy that the session started from."""
+        return not self._preference.reference_free and batch.reference_logprobs is None
 
     def sequences(
-        self, batch: UpdateBatch, seed: int, reference: Scores | None, policy: Scores | None
+        self, batch: UpdateBatch, seed: int, policy: Scores | None = None
     ) -> tuple[Sequences, dict[str, float]]:
-        """Sequences with their columns, and metrics, from the scores of every response token."""
+        """Sequences with their columns, and metrics; `policy` scores every response token."""
         check_pairs(batch)
         assert policy is not None, "asked for by needs_policy"
         logprobs = _sums(batch, policy)
-        ahead = logprobs if reference is None else logprobs - _sums(batch, reference)
+        ahead = logprobs
+        if not self._preference.reference_free:
+            assert batch.reference_logprobs is not None, "sent, or scored by the ranks"
+            ahead = logprobs - _sums(batch, batch.reference_logprobs)
         margins: Floats = ahead[0::2] - ahead[1::2]
         pairs = self._losses(margins)
         # What a summed log-probability of a chosen answer does to the mean loss; a rejected one does the opposite.

@@ -74,7 +74,18 @@ def outcomes_of(
         rewards = np.clip(rewards, -advantage.reward_clip, advantage.reward_clip)
     if policy.shuffle_rewards:
         rewards = shuffled_rewards(rewards, seed)
-    return Outcomes.of(rewards, batch.group_sizes, batch.response_lengths, batch.trained, penalties)
+    lead = None
+    if batch.teacher_logprobs is not None and batch.logprobs is not None:
+        lead = batch.teacher_logprobs.astype(np.float64) - batch.logprobs
+    return Outcomes.of(
+        rewards,
+        batch.group_sizes,
+        batch.response_lengths,
+        batch.trained,
+        penalties,
+        values=batch.values,
+        teacher_lead=lead,
+    )
 
 
 def advantages_of(
@@ -119,10 +130,13 @@ def weights_of(batch: UpdateBatch, policy: pb.PolicyObjective, counted: NDArray[
     return token_weights(kind, batch.response_lengths, counted, constant)
 
 
-def reference_divergence(batch: UpdateBatch, estimator: int, reference: Floats) -> Floats:
+def reference_divergence(batch: UpdateBatch, estimator: int) -> Floats:
     """Of the policy that sampled from the reference, one a token, zero where nothing is trained."""
-    assert batch.logprobs is not None, "checked before a reference is asked"
-    values = divergence(ESTIMATORS[estimator], batch.logprobs.astype(np.float64), reference)
+    assert batch.logprobs is not None and batch.reference_logprobs is not None, (
+        "checked before columns are made"
+    )
+    sampled, reference = batch.logprobs.astype(np.float64), batch.reference_logprobs.astype(np.float64)
+    values = divergence(ESTIMATORS[estimator], sampled, reference)
     return np.where(batch.trained, values, 0.0)
 
 

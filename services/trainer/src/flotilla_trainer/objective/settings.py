@@ -10,7 +10,7 @@ from flotilla_trainer.objective.pair_objective import LOSSES as PAIR_LOSSES
 from flotilla_trainer.objective.policy_columns import ESTIMATORS
 from flotilla_trainer.objective.sections import ADVANTAGE, LOSS, checked_section
 from flotilla_trainer.objective.user_functions import check_user_function, is_user_function
-from flotilla_trainer.rank.objective_settings import ObjectiveSettings
+from flotilla_trainer.rank.objective_settings import VALUE, ObjectiveSettings
 
 IMPORTANCE = {
     pb.IMPORTANCE_UNSPECIFIED: "",
@@ -19,6 +19,7 @@ IMPORTANCE = {
     pb.IMPORTANCE_ICEPOP: "icepop",
 }
 PLACE = "spec.objective.policy"
+VALUE_PLACE = "spec.objective.value.policy"
 
 
 def check_objective(objective: pb.Objective) -> None:
@@ -26,18 +27,39 @@ def check_objective(objective: pb.Objective) -> None:
     kind = objective.WhichOneof("kind")
     if kind is None:
         raise InvalidRequest(
-            "no objective is given", where="spec.objective", next_step="set sft, policy or preference"
+            "no objective is given", where="spec.objective", next_step="set sft, policy, preference or value"
         )
     if kind == "policy":
-        _check_policy(objective.policy)
+        _check_policy(objective.policy, PLACE)
     elif kind == "preference":
-        _check_preference(objective.preference)
+        _check_rules(_preference_rules(objective.preference), "spec.objective.preference")
+    elif kind == "value":
+        _check_policy(objective.value.policy, VALUE_PLACE)
+        _check_rules(_value_rules(objective.value), "spec.objective.value")
+
+
+def _check_policy(policy: pb.PolicyObjective, place: str) -> None:
+    checked_section(LOSS, policy.loss, f"{place}.loss")
+    checked_section(ADVANTAGE, policy.advantage.function, f"{place}.advantage.function")
+    _check_rules(_rules(policy), place)
+    for function in (policy.loss, policy.advantage.function):
+        if is_user_function(function.name):
+            check_user_function(function.name)
+
+
+def _check_rules(rules: dict[str, bool], place: str) -> None:
+    for name, holds in rules.items():
+        if not holds:
+            raise InvalidRequest(f"{name} is out of range or missing", where=f"{place}.{name}")
 
 
 def objective_settings(objective: pb.Objective) -> ObjectiveSettings:
     """What the ranks have to know of a checked objective."""
     if objective.HasField("preference"):
         return ObjectiveSettings(keeps_reference=not objective.preference.reference_free)
+    if objective.HasField("value"):
+        clip = objective.value.clip if objective.value.HasField("clip") else None
+        return ObjectiveSettings(loss=VALUE, parameters={"clip": clip})
     if not objective.HasField("policy"):
         return ObjectiveSettings()
     policy, correction = objective.policy, objective.policy.correction
@@ -55,36 +77,20 @@ def objective_settings(objective: pb.Objective) -> ObjectiveSettings:
         sequence_low=correction.sequence_low if correction.HasField("sequence_low") else None,
         sequence_high=correction.sequence_high if correction.HasField("sequence_high") else None,
         kl_estimator=ESTIMATORS[policy.kl.estimator] if policy.kl.placement else "",
-        keeps_reference=bool(policy.kl.placement),
+        keeps_reference=bool(policy.kl.placement) and not policy.kl.reference_is_sent,
         entropy_coefficient=policy.entropy_coefficient,
         fail_at=correction.fail_at if correction.HasField("fail_at") else None,
     )
 
 
-def _check_policy(policy: pb.PolicyObjective) -> None:
-    checked_section(LOSS, policy.loss, f"{PLACE}.loss")
-    checked_section(ADVANTAGE, policy.advantage.function, f"{PLACE}.advantage.function")
-    for name, holds in _rules(policy).items():
-        if not holds:
-            raise InvalidRequest(f"{name} is out of range or missing", where=f"{PLACE}.{name}")
-    for function in (policy.loss, policy.advantage.function):
-        if is_user_function(function.name):
-            check_user_function(function.name)
-
-
-def _check_preference(preference: pb.PreferenceObjective) -> None:
+def _preference_rules(preference: pb.PreferenceObjective) -> dict[str, bool]:
     smoothing = preference.label_smoothing
-    rules = {
+    return {
         "loss": preference.loss in PAIR_LOSSES,
         "beta": _positive(preference.beta),
         "label_smoothing": 0 <= smoothing < 0.5
         and (not smoothing or preference.loss == pb.PREFERENCE_LOSS_SIGMOID),
     }
-    for name, holds in rules.items():
-        if not holds:
-            raise InvalidRequest(
-                f"{name} is out of range or missing", where=f"spec.objective.preference.{name}"
-            )
 
 
 def _rules(policy: pb.PolicyObjective) -> dict[str, bool]:
@@ -105,6 +111,15 @@ def _rules(policy: pb.PolicyObjective) -> dict[str, bool]:
         "correction.importance_cap": not correction.importance or _positive(correction.importance_cap),
         "correction.staleness_decay": 0 < correction.staleness_decay <= 1,
         "entropy_coefficient": math.isfinite(policy.entropy_coefficient) and policy.entropy_coefficient >= 0,
+    }
+
+
+def _value_rules(value: pb.ValueObjective) -> dict[str, bool]:
+    """Of a critic; a coefficient that adapts would have to adapt to the same number in two gangs."""
+    return {
+        "clip": not value.HasField("clip") or _positive(value.clip),
+        "policy.advantage.function": value.policy.advantage.function.name == "gae",
+        "policy.kl.target": not value.policy.kl.HasField("target"),
     }
 
 

@@ -15,6 +15,7 @@ from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_algorithms import adapted_coefficient, counted_units, token_weights
 from flotilla_core.errors import InvalidRequest
 from flotilla_trainer.objective import policy_columns as columns
+from flotilla_trainer.objective.needed_columns import check_advantage, check_logprobs, check_reference
 from flotilla_trainer.objective.sections import ADVANTAGE, LOSS, checked_section
 from flotilla_trainer.packing import Sequences
 from flotilla_trainer.update_batch import UpdateBatch, sample_place
@@ -39,10 +40,13 @@ class UpdateObjective:
         self._advantage = checked_section(ADVANTAGE, advantage, "spec.objective.policy.advantage.function")
         self._function = columns.advantage_function(advantage.name)
 
-    @property
-    def needs_reference(self) -> bool:
-        """Whether updates have to be scored by the policy that the session started from."""
-        return self._policy is not None and bool(self._policy.kl.placement)
+    def scores_reference(self, batch: UpdateBatch) -> bool:
+        """Whether the ranks have to score the batch by the policy that the session started from."""
+        if self._policy is None or not self._policy.kl.placement or batch.reference_logprobs is not None:
+            return False
+        if self._policy.kl.reference_is_sent:
+            check_reference(batch, "the divergence from it")
+        return True
 
     @property
     def temperature(self) -> float:
@@ -50,19 +54,16 @@ class UpdateObjective:
         return self._policy.temperature if self._policy is not None else 1.0
 
     def sequences(
-        self,
-        batch: UpdateBatch,
-        seed: int,
-        reference: NDArray[np.float32] | None = None,
-        policy: NDArray[np.float32] | None = None,
+        self, batch: UpdateBatch, seed: int, policy: NDArray[np.float32] | None = None
     ) -> tuple[Sequences, dict[str, float]]:
-        """Sequences with their columns, and metrics; `reference` scores every response token."""
+        """Sequences with their columns, and metrics."""
         if self._policy is None:
             weights = token_weights(TOKEN_MEAN, batch.response_lengths, batch.trained, 0)
             return batch.sequences({"weights": weights}), {}
         if self._needs_rollout_logprobs:
-            _check_logprobs(batch, self._policy.loss.name)
-        made, metrics = self._policy_columns(self._policy, batch, seed, reference)
+            check_logprobs(batch, f"the loss {self._policy.loss.name}")
+        check_advantage(batch, self._policy.advantage)
+        made, metrics = self._policy_columns(self._policy, batch, seed)
         return batch.sequences(made), metrics
 
     @property
@@ -110,16 +111,12 @@ class UpdateObjective:
         )
 
     def _policy_columns(
-        self,
-        policy: pb.PolicyObjective,
-        batch: UpdateBatch,
-        seed: int,
-        reference: NDArray[np.float32] | None,
+        self, policy: pb.PolicyObjective, batch: UpdateBatch, seed: int
     ) -> tuple[Columns, dict[str, float]]:
         metrics: dict[str, float] = {}
         distance = penalties = None
-        if reference is not None:
-            distance = columns.reference_divergence(batch, policy.kl.estimator, reference.astype(np.float64))
+        if policy.kl.placement:
+            distance = columns.reference_divergence(batch, policy.kl.estimator)
             metrics["kl/mean"] = float(distance.sum() / batch.trained.sum())
             metrics["kl/coefficient"] = self.kl_coefficient
             if policy.kl.placement == pb.KL_PLACEMENT_REWARD:
@@ -137,8 +134,12 @@ class UpdateObjective:
         }
         if batch.logprobs is not None:
             made |= {"rollout_logprobs": batch.logprobs, "fresh": batch.fresh}
-        if policy.kl.placement == pb.KL_PLACEMENT_LOSS and reference is not None:
-            made |= {"reference_logprobs": reference, "kl_weights": self.kl_coefficient * weights}
+        if policy.kl.placement == pb.KL_PLACEMENT_LOSS:
+            assert batch.reference_logprobs is not None, "sent, or scored by the ranks"
+            made |= {
+                "reference_logprobs": batch.reference_logprobs,
+                "kl_weights": self.kl_coefficient * weights,
+            }
         selected = columns.selected_tokens(
             batch, policy.loss.name, self._loss.arguments, advantages, counted, seed
         )
@@ -175,12 +176,3 @@ def _check_advantages_stand_alone(batch: UpdateBatch, policy: pb.PolicyObjective
                 why="the field `advantages` is set, and they are used as they are",
                 next_step=f"apply it before they are sent and leave algorithm.{key} out, or send rewards alone",
             )
-
-
-def _check_logprobs(batch: UpdateBatch, loss: str) -> None:
-    if batch.logprobs is None:
-        raise InvalidRequest(
-            f"the loss {loss} needs the rollout's log-probabilities",
-            where=sample_place(batch.sample_ids[0]),
-            why="the field `logprobs` is empty",
-        )

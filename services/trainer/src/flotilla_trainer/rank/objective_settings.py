@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SUPERVISED = "sft"
+VALUE = "value"
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class ObjectiveSettings:
     """Loss, correction and bonuses of one session."""
 
     loss: str = SUPERVISED
-    """`sft` (minus the weighted log-probabilities), a policy loss of ours, or path.py:function."""
+    """`sft` (minus the weighted log-probabilities), `value`, a policy loss of ours, or path.py:function."""
     parameters: dict[str, Any] = field(default_factory=dict)
     temperature: float = 1.0
     ratio_to_trainer: bool = False

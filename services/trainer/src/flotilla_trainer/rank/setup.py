@@ -15,6 +15,8 @@ class RankSetup:
 
     rank: int
     ranks: int
+    role: str
+    """policy, critic, reference or teacher."""
     rendezvous: str
     """File through which the ranks of this gang find each other; new for every gang."""
     backend: str

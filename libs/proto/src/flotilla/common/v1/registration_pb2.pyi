@@ -125,6 +125,7 @@ class Registration(_message.Message):
     TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
     MODEL_DIGEST_FIELD_NUMBER: _builtins.int
     CAPACITY_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     kind: Global___ServiceKind.ValueType
     instance_id: _builtins.str
     """Unique over restarts, for example generator-0-7f3a."""
@@ -140,6 +141,8 @@ class Registration(_message.Message):
     tokenizer_digest: _builtins.str
     """Digest of the tokenizer and of the model's shape, where the service has one."""
     model_digest: _builtins.str
+    role: _builtins.str
+    """What a trainer holds for a run: policy (also when empty), critic, reference or teacher."""
     @_builtins.property
     def started_at(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
@@ -166,10 +169,11 @@ class Registration(_message.Message):
         tokenizer_digest: _builtins.str = ...,
         model_digest: _builtins.str = ...,
         capacity: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        role: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["started_at", b"started_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capacity", b"capacity", "host", b"host", "instance_id", b"instance_id", "kind", b"kind", "model_digest", b"model_digest", "name", b"name", "pid", b"pid", "protocol_version", b"protocol_version", "started_at", b"started_at", "state", b"state", "tokenizer_digest", b"tokenizer_digest", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capacity", b"capacity", "host", b"host", "instance_id", b"instance_id", "kind", b"kind", "model_digest", b"model_digest", "name", b"name", "pid", b"pid", "protocol_version", b"protocol_version", "role", b"role", "started_at", b"started_at", "state", b"state", "tokenizer_digest", b"tokenizer_digest", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

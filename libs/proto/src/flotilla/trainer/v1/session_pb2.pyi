@@ -216,6 +216,7 @@ class SessionSpec(_message.Message):
     MAX_SKIPPED_UPDATES_FIELD_NUMBER: _builtins.int
     DUMP_DIR_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
+    """That of the gang; a reference and a teacher only score, and take neither objective nor optimizer."""
     initial_weights: _builtins.str
     """Folder (Hugging Face layout) to start from; empty: the model that the trainer was started with."""
     seed: _builtins.int
@@ -258,11 +259,14 @@ class Objective(_message.Message):
 
     SFT_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
     PREFERENCE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sft(self) -> Global___SftObjective: ...
     @_builtins.property
     def policy(self) -> Global___PolicyObjective: ...
+    @_builtins.property
+    def value(self) -> Global___ValueObjective: ...
     @_builtins.property
     def preference(self) -> Global___PreferenceObjective: ...
     def __init__(
@@ -270,13 +274,14 @@ class Objective(_message.Message):
         *,
         sft: Global___SftObjective | None = ...,
         policy: Global___PolicyObjective | None = ...,
+        value: Global___ValueObjective | None = ...,
         preference: Global___PreferenceObjective | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "policy", b"policy", "preference", b"preference", "sft", b"sft"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "policy", b"policy", "preference", b"preference", "sft", b"sft", "value", b"value"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "policy", b"policy", "preference", b"preference", "sft", b"sft"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "policy", b"policy", "preference", b"preference", "sft", b"sft", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["sft", "policy", "preference"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["sft", "policy", "value", "preference"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -384,6 +389,36 @@ class PolicyObjective(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PolicyObjective: _TypeAlias = PolicyObjective  # noqa: Y015
+
+@_typing.final
+class ValueObjective(_message.Message):
+    """What a critic learns: the returns that generalised advantage estimation expects after each token of a response."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    CLIP_FIELD_NUMBER: _builtins.int
+    clip: _builtins.float
+    """Largest step from the value that came with a sample, either way; absent: any."""
+    @_builtins.property
+    def policy(self) -> Global___PolicyObjective:
+        """That of the policy beside it: rewards are shaped, and advantages made, by the same numbers."""
+
+    def __init__(
+        self,
+        *,
+        policy: Global___PolicyObjective | None = ...,
+        clip: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip", b"_clip", "clip", b"clip", "policy", b"policy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip", b"_clip", "clip", b"clip", "policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__clip: _TypeAlias = _typing.Literal["clip"]  # noqa: Y015
+    _WhichOneofArgType__clip: _TypeAlias = _typing.Literal["_clip", b"_clip"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip) -> _WhichOneofReturnType__clip | None: ...
+
+Global___ValueObjective: _TypeAlias = ValueObjective  # noqa: Y015
 
 @_typing.final
 class Function(_message.Message):
@@ -532,12 +567,15 @@ class Kl(_message.Message):
     COEFFICIENT_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
     HORIZON_SAMPLES_FIELD_NUMBER: _builtins.int
+    REFERENCE_IS_SENT_FIELD_NUMBER: _builtins.int
     placement: Global___KlPlacement.ValueType
     estimator: Global___KlEstimator.ValueType
     coefficient: _builtins.float
     target: _builtins.float
     """Mean divergence a token that the coefficient adapts to; absent: it stays."""
     horizon_samples: _builtins.int
+    reference_is_sent: _builtins.bool
+    """The samples carry the log-probabilities of the reference: the ranks keep no copy of it."""
     def __init__(
         self,
         *,
@@ -546,10 +584,11 @@ class Kl(_message.Message):
         coefficient: _builtins.float = ...,
         target: _builtins.float | None = ...,
         horizon_samples: _builtins.int = ...,
+        reference_is_sent: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_target", b"_target", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_target", b"_target", "coefficient", b"coefficient", "estimator", b"estimator", "horizon_samples", b"horizon_samples", "placement", b"placement", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_target", b"_target", "coefficient", b"coefficient", "estimator", b"estimator", "horizon_samples", b"horizon_samples", "placement", b"placement", "reference_is_sent", b"reference_is_sent", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__target: _TypeAlias = _typing.Literal["target"]  # noqa: Y015
     _WhichOneofArgType__target: _TypeAlias = _typing.Literal["_target", b"_target"]  # noqa: Y015

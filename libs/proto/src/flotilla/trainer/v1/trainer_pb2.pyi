@@ -232,6 +232,9 @@ class TrainSample(_message.Message):
     VERSION_SPANS_FIELD_NUMBER: _builtins.int
     ADVANTAGES_FIELD_NUMBER: _builtins.int
     MASK_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    REFERENCE_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TEACHER_LOGPROBS_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     reward: _builtins.float
     @_builtins.property
@@ -250,6 +253,18 @@ class TrainSample(_message.Message):
     def mask(self) -> _tensor_pb2.Tensor:
         """Trained tokens (bool); absent: all."""
 
+    @_builtins.property
+    def values(self) -> _tensor_pb2.Tensor:
+        """What the critic expects before each token (float32), as it was before the update."""
+
+    @_builtins.property
+    def reference_logprobs(self) -> _tensor_pb2.Tensor:
+        """Of each token (float32) under the policy that the run started from, where the trainer is not to score it itself."""
+
+    @_builtins.property
+    def teacher_logprobs(self) -> _tensor_pb2.Tensor:
+        """Of each token (float32) under the model that the policy learns from."""
+
     def __init__(
         self,
         *,
@@ -260,10 +275,13 @@ class TrainSample(_message.Message):
         version_spans: _abc.Iterable[_version_pb2.VersionSpan] | None = ...,
         advantages: _tensor_pb2.Tensor | None = ...,
         mask: _tensor_pb2.Tensor | None = ...,
+        values: _tensor_pb2.Tensor | None = ...,
+        reference_logprobs: _tensor_pb2.Tensor | None = ...,
+        teacher_logprobs: _tensor_pb2.Tensor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "logprobs", b"logprobs", "mask", b"mask", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "logprobs", b"logprobs", "mask", b"mask", "reference_logprobs", b"reference_logprobs", "teacher_logprobs", b"teacher_logprobs", "token_ids", b"token_ids", "values", b"values"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "logprobs", b"logprobs", "mask", b"mask", "reward", b"reward", "sample_id", b"sample_id", "token_ids", b"token_ids", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "logprobs", b"logprobs", "mask", b"mask", "reference_logprobs", b"reference_logprobs", "reward", b"reward", "sample_id", b"sample_id", "teacher_logprobs", b"teacher_logprobs", "token_ids", b"token_ids", "values", b"values", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -513,11 +531,14 @@ class ComputeLogprobsRequest(_message.Message):
     SEQUENCES_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
+    REFERENCE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     temperature: _builtins.float
     """Logits are divided by it; 0 means 1."""
     top_k: _builtins.int
     """Also the k most likely tokens at each position."""
+    reference: _builtins.bool
+    """Score under the weights that the session started from; only where it keeps them (kl.placement)."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoredSequence]: ...
     def __init__(
@@ -527,10 +548,11 @@ class ComputeLogprobsRequest(_message.Message):
         sequences: _abc.Iterable[Global___ScoredSequence] | None = ...,
         temperature: _builtins.float = ...,
         top_k: _builtins.int = ...,
+        reference: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "sequences", b"sequences", "temperature", b"temperature", "top_k", b"top_k"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reference", b"reference", "run_id", b"run_id", "sequences", b"sequences", "temperature", b"temperature", "top_k", b"top_k"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -624,7 +646,9 @@ class SequenceValues(_message.Message):
     VALUES_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.str
     @_builtins.property
-    def values(self) -> _tensor_pb2.Tensor: ...
+    def values(self) -> _tensor_pb2.Tensor:
+        """float32, one a response token."""
+
     def __init__(
         self,
         *,
@@ -644,16 +668,22 @@ class ComputeValuesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCES_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceValues]: ...
+    @_builtins.property
+    def policy_version(self) -> _version_pb2.PolicyVersion:
+        """Of the critic, which counts its own updates."""
+
     def __init__(
         self,
         *,
         sequences: _abc.Iterable[Global___SequenceValues] | None = ...,
+        policy_version: _version_pb2.PolicyVersion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequences", b"sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version", "sequences", b"sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

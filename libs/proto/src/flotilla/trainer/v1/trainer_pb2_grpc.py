@@ -187,7 +187,8 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ComputeValues(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """A critic's: what it expects before each of the given response tokens is drawn.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -50,6 +50,7 @@ class TrainerServiceStub:
     ComputeLogprobs: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ComputeLogprobsRequest, _trainer_pb2.ComputeLogprobsResponse]
     """Log-probabilities of given response tokens under the current policy."""
     ComputeValues: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ComputeValuesRequest, _trainer_pb2.ComputeValuesResponse]
+    """A critic's: what it expects before each of the given response tokens is drawn."""
     EvaluateLoss: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.EvaluateLossRequest, _trainer_pb2.EvaluateLossResponse]
     ForwardBackward: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ForwardBackwardRequest, _trainer_pb2.ForwardBackwardResponse]
     """Primitives for custom loops. Gradients add up over the calls until OptimStep divides them by what all calls counted, so
@@ -97,6 +98,7 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     ComputeLogprobs: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ComputeLogprobsRequest, _trainer_pb2.ComputeLogprobsResponse]  # type: ignore[assignment]
     """Log-probabilities of given response tokens under the current policy."""
     ComputeValues: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ComputeValuesRequest, _trainer_pb2.ComputeValuesResponse]  # type: ignore[assignment]
+    """A critic's: what it expects before each of the given response tokens is drawn."""
     EvaluateLoss: _aio.UnaryUnaryMultiCallable[_trainer_pb2.EvaluateLossRequest, _trainer_pb2.EvaluateLossResponse]  # type: ignore[assignment]
     ForwardBackward: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ForwardBackwardRequest, _trainer_pb2.ForwardBackwardResponse]  # type: ignore[assignment]
     """Primitives for custom loops. Gradients add up over the calls until OptimStep divides them by what all calls counted, so
@@ -188,7 +190,8 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _trainer_pb2.ComputeValuesRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_trainer_pb2.ComputeValuesResponse, _abc.Awaitable[_trainer_pb2.ComputeValuesResponse]]: ...
+    ) -> _typing.Union[_trainer_pb2.ComputeValuesResponse, _abc.Awaitable[_trainer_pb2.ComputeValuesResponse]]:
+        """A critic's: what it expects before each of the given response tokens is drawn."""
 
     @_abc_1.abstractmethod
     def EvaluateLoss(

@@ -1,0 +1,34 @@
+"""AdamW and its schedule, for whatever learns."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from flotilla_core.config.model import ConfigModel
+
+
+class OptimizerConfig(ConfigModel):
+    """AdamW and its schedule."""
+
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak."""
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """Shape after the warm-up."""
+    warmup_updates: int = Field(default=0, ge=0)
+    """Updates of linear warm-up."""
+    final_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Learning rate at the end, as a share of the peak."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Moment decays."""
+    epsilon: float = Field(default=1e-8, gt=0)
+    """Added to the denominator."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled."""
+    max_grad_norm: float = Field(default=1.0, ge=0)
+    """Global clip; 0 is off."""
+    max_skipped_updates: int = Field(default=3, ge=1)
+    """Non-finite updates in a row before the run fails."""
+    offload: bool = False
+    """Keep AdamW's moments in host memory between updates: frees 8 bytes a parameter on the GPUs, costs transfers."""

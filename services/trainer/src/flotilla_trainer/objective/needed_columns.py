@@ -1,0 +1,49 @@
+"""What an objective needs of its samples beside their tokens, asked for before a rank sees anything."""
+
+from __future__ import annotations
+
+from flotilla.trainer.v1 import session_pb2 as pb
+from flotilla_core.errors import InvalidRequest
+from flotilla_trainer.update_batch import UpdateBatch, sample_place
+
+ADVANTAGE_NEEDS = {
+    "gae": (
+        "values",
+        "ask the critic for them with ComputeValues, or set `critic: {}` in the run's algorithm",
+    ),
+    "distill": ("teacher_logprobs", "ask the teacher for them with ComputeLogprobs"),
+}
+
+
+def check_logprobs(batch: UpdateBatch, what: str) -> None:
+    """Refuse samples without the log-probabilities of the rollout."""
+    _require(batch, "logprobs", f"{what} needs the rollout's log-probabilities")
+
+
+def check_advantage(batch: UpdateBatch, advantage: pb.Advantage) -> None:
+    """Refuse samples that lack what their advantages are made of; advantages that were sent need nothing."""
+    name = advantage.function.name
+    if batch.advantages is not None or name not in ADVANTAGE_NEEDS:
+        return
+    column, next_step = ADVANTAGE_NEEDS[name]
+    _require(batch, column, f"the advantage {name} needs more than rewards", next_step)
+    if name == "distill":
+        check_logprobs(batch, "the advantage distill")
+
+
+def check_reference(batch: UpdateBatch, why: str) -> None:
+    """Refuse samples without the log-probabilities of the reference, which nobody here can compute."""
+    next_step = (
+        "ask for them with ComputeLogprobs, or let the trainer keep the reference (kl.reference: frozen)"
+    )
+    _require(batch, "reference_logprobs", f"{why} needs the reference's log-probabilities", next_step)
+
+
+def _require(batch: UpdateBatch, column: str, what: str, next_step: str = "") -> None:
+    if getattr(batch, column) is None:
+        raise InvalidRequest(
+            what,
+            where=sample_place(batch.sample_ids[0]),
+            why=f"the field `{column}` is empty",
+            next_step=next_step,
+        )

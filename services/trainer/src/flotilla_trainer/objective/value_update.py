@@ -1,0 +1,90 @@
+"""A critic's objective, applied to one update after the other.
+
+Invariants: rewards are shaped and returns made by the very functions that make the policy's advantages, from the same
+message and the same seed; an update changes nothing here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flotilla.trainer.v1 import session_pb2 as pb
+from flotilla_algorithms import counted_units, gae, token_weights
+from flotilla_trainer.objective import policy_columns as columns
+from flotilla_trainer.objective.needed_columns import check_advantage, check_logprobs, check_reference
+from flotilla_trainer.objective.sections import ADVANTAGE, checked_section
+from flotilla_trainer.packing import Sequences
+from flotilla_trainer.update_batch import UpdateBatch
+
+TOKEN_MEAN = "token_mean"
+
+
+class ValueUpdate:
+    """What the ranks of a critic need of an update, and what it says about itself."""
+
+    unit = "tokens"
+    """What its losses are a mean over."""
+    needs_policy = False
+    """A critic holds no policy."""
+    temperature = 1.0
+
+    def __init__(self, objective: pb.ValueObjective) -> None:
+        self._policy = objective.policy
+        function = objective.policy.advantage.function
+        self._arguments = checked_section(
+            ADVANTAGE, function, "spec.objective.value.policy.advantage"
+        ).arguments
+        self.kl_coefficient = objective.policy.kl.coefficient
+
+    def scores_reference(self, batch: UpdateBatch) -> bool:
+        """Never: a critic holds no policy, so what it needs of one comes with the samples."""
+        return False
+
+    def sequences(
+        self, batch: UpdateBatch, seed: int, policy: NDArray[np.float32] | None = None
+    ) -> tuple[Sequences, dict[str, float]]:
+        """Sequences with old values, returns and weights, and metrics."""
+        check_advantage(batch, self._policy.advantage)
+        assert batch.values is not None, "checked"
+        outcomes = columns.outcomes_of(batch, self._policy, seed, self._penalties(batch))
+        _, returns = gae(outcomes, batch.values, **self._arguments)
+        made = {
+            "old_values": batch.values,
+            "returns": returns,
+            "weights": token_weights(TOKEN_MEAN, batch.response_lengths, batch.trained, 0),
+        }
+        return batch.sequences(made), _metrics(batch.values[batch.trained], returns[batch.trained])
+
+    def units(self, batch: UpdateBatch) -> float:
+        """How many tokens its mean is over."""
+        return counted_units(TOKEN_MEAN, batch.response_lengths, batch.trained)
+
+    def facts_share(self, batch: UpdateBatch) -> float:
+        """What the metrics of a batch are means over: its trained tokens."""
+        return float(batch.trained.sum())
+
+    def adapt(self, metrics: dict[str, float], samples: int) -> None:
+        """Nothing adapts: a coefficient that does is refused beside a critic."""
+
+    def _penalties(self, batch: UpdateBatch) -> NDArray[np.float64] | None:
+        """What the distance from the reference takes from the reward of each token."""
+        kl = self._policy.kl
+        if kl.placement != pb.KL_PLACEMENT_REWARD:
+            return None
+        check_logprobs(batch, "a divergence in the reward")
+        check_reference(batch, "a divergence in the reward")
+        return kl.coefficient * columns.reference_divergence(batch, kl.estimator)
+
+
+def _metrics(values: NDArray[Any], returns: NDArray[Any]) -> dict[str, float]:
+    """How well the values foretold the returns."""
+    spread = float(returns.var())
+    missed = float((returns - values).var())
+    return {
+        "value_mean": float(values.mean()),
+        "return_mean": float(returns.mean()),
+        "explained_variance": 1.0 - missed / spread if spread else 0.0,
+    }

@@ -1,0 +1,67 @@
+"""What a session says of given sequences, whatever its role: one number a response token, and nothing changes.
+
+Invariant: all sequences of a call are scored under one version of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from itertools import pairwise
+
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_core.tensors import to_tensor
+from flotilla_core.version import Version
+from flotilla_trainer.frames import Array
+from flotilla_trainer.packing import MicroBatch
+from flotilla_trainer.session_ranks import SessionRanks
+from flotilla_trainer.update_batch import read_scored
+
+Columns = dict[str, Array]
+
+
+class SequenceScores:
+    """The scoring calls of one session."""
+
+    def __init__(self, ranks: SessionRanks, version: Callable[[], Version]) -> None:
+        self._ranks = ranks
+        self._version = version
+
+    async def logprobs(self, request: pb.ComputeLogprobsRequest) -> pb.ComputeLogprobsResponse:
+        """Log-probabilities under the weights that are held, or those of the start, in the order of the request."""
+
+        def score(packed: list[list[MicroBatch]], count: int) -> Awaitable[Columns]:
+            return self._ranks.scores(
+                packed,
+                count,
+                temperature=request.temperature or 1.0,
+                top_k=min(request.top_k, self._ranks.limits.vocabulary),
+                reference=request.reference,
+            )
+
+        version, scored = await self._scored(request, score, "computing log-probabilities")
+        reply = pb.ComputeLogprobsResponse(policy_version=version.to_proto())
+        for sequence_id, scores in scored:
+            item = reply.sequences.add(sequence_id=sequence_id, logprobs=to_tensor(scores["logprobs"]))
+            if request.top_k:
+                item.top_token_ids.CopyFrom(to_tensor(scores["top_ids"]))
+                item.top_logprobs.CopyFrom(to_tensor(scores["top_logprobs"]))
+        return reply
+
+    async def _scored(
+        self,
+        request: pb.ComputeLogprobsRequest,
+        score: Callable[[list[list[MicroBatch]], int], Awaitable[Columns]],
+        what: str,
+    ) -> tuple[Version, Iterator[tuple[str, Columns]]]:
+        """The version that scored, and what it says of each sequence."""
+        sequence_ids, sequences, lengths = read_scored(request.sequences, self._ranks.limits)
+        packed = self._ranks.pack(sequences)
+        async with self._ranks.turn:
+            version = self._version()
+            with self._ranks.doing(what):
+                columns = await score(packed, len(sequences.scored))
+        edges = pairwise([0, *lengths.cumsum().tolist()])
+        return version, (
+            (sequence_id, {name: column[start:end] for name, column in columns.items()})
+            for sequence_id, (start, end) in zip(sequence_ids, edges, strict=True)
+        )
