@@ -34,7 +34,7 @@ from flotilla_trainer.session_holder import SessionHolder
 
 VOCABULARY = 31
 CALL_TIMEOUT_S = 60.0
-Asked = str | session_pb2.PolicyObjective | session_pb2.PreferenceObjective
+Asked = str | session_pb2.PolicyObjective | session_pb2.PreferenceObjective | session_pb2.ValueObjective
 
 
 def make_model(folder: Path, seed: int, **changes: Any) -> Path:
@@ -146,7 +146,7 @@ def function(name: str, **parameters: Any) -> session_pb2.Function:
 
 
 def session_spec(objective: Asked, **changes: Any) -> session_pb2.SessionSpec:
-    """GRPO, SFT or an objective of its own, with changes by field name, wherever the field is."""
+    """GRPO, SFT, a critic's or another objective, with changes by field name, wherever the field is."""
     spec = session_pb2.SessionSpec(
         role=session_pb2.ROLE_POLICY,
         optimizer=session_pb2.Optimizer(
@@ -166,6 +166,9 @@ def session_spec(objective: Asked, **changes: Any) -> session_pb2.SessionSpec:
         spec.objective.policy.CopyFrom(objective)
     elif isinstance(objective, session_pb2.PreferenceObjective):
         spec.objective.preference.CopyFrom(objective)
+    elif isinstance(objective, session_pb2.ValueObjective):
+        spec.role = session_pb2.ROLE_CRITIC
+        spec.objective.value.CopyFrom(objective)
     elif objective == "sft":
         spec.objective.sft.SetInParent()
     else:
@@ -202,9 +205,12 @@ def make_groups(sizes: list[int], seed: int = 0) -> list[pb.TrainGroup]:
 
 
 @asynccontextmanager
-async def running_trainer(model: Path, logs: Path, **trainer_config: Any) -> AsyncIterator[Trainer]:
-    stack = StackConfig(model=model, trainer=trainer_config)
-    plan = GangPlan.of_stack(stack, "trainer-0", "trainer-0-test", model, logs)
+async def running_trainer(
+    model: Path, logs: Path, *, name: str = "trainer", **gang_config: Any
+) -> AsyncIterator[Trainer]:
+    """The gang that goes by this name: the policy's, or that of another role."""
+    stack = StackConfig(model=model, **{name: gang_config})
+    plan = GangPlan.of_stack(stack, name, f"{name}-test", model, logs)
     lost: list[FlotillaError] = []
 
     def on_lost(error: FlotillaError) -> None:
@@ -230,9 +236,9 @@ async def running_trainer(model: Path, logs: Path, **trainer_config: Any) -> Asy
 def start_trainer(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """Starts trainers with chosen configuration."""
 
-    def start(seed: int = 1, **trainer_config: Any) -> Any:
+    def start(seed: int = 1, **gang_config: Any) -> Any:
         model = make_model(tmp_path_factory.mktemp("model"), seed)
-        return running_trainer(model, tmp_path_factory.mktemp("logs"), **trainer_config)
+        return running_trainer(model, tmp_path_factory.mktemp("logs"), **gang_config)
 
     return start
 

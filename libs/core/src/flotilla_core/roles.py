@@ -1,14 +1,9 @@
-"""What a gang of ranks holds for a run, and where the stack file describes it.
+"""What a gang of ranks holds for a run.
 
 Invariant: the first part of a process's name says its role, so a gang that is started by hand needs no other word.
 """
 
 from __future__ import annotations
-
-from pathlib import Path
-
-from flotilla_core.config import StackConfig
-from flotilla_core.config.stack import GangConfig, TrainerConfig
 
 POLICY = "policy"
 CRITIC = "critic"
@@ -29,27 +24,3 @@ def role_of_process(name: str) -> str:
 def process_name(role: str) -> str:
     """The slot of a role, which its section of the stack file is called after."""
     return "trainer" if role == POLICY else role
-
-
-def gang_of(stack: StackConfig, role: str) -> TrainerConfig:
-    """The section that describes the gang of a role."""
-    if role == POLICY:
-        return stack.trainer
-    return _beside(stack, role)
-
-
-def model_of(stack: StackConfig, role: str) -> Path | str:
-    """Folder or hub name of the model that a role's gang is started with."""
-    own = None if role == POLICY else _beside(stack, role).model
-    return stack.model if own is None else own
-
-
-def started(stack: StackConfig, role: str) -> bool:
-    """Whether the stack has a gang of this role, ours or somebody else's."""
-    gang = gang_of(stack, role)
-    return bool(gang.replicas or gang.attach)
-
-
-def _beside(stack: StackConfig, role: str) -> GangConfig:
-    gangs = {CRITIC: stack.critic, REFERENCE: stack.reference, TEACHER: stack.teacher}
-    return gangs[role]

@@ -19,7 +19,8 @@ from pathlib import Path
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla_core.config import StackConfig, TrainerConfig
 from flotilla_core.errors import FailedPrecondition
-from flotilla_core.roles import ROLES, gang_of, process_name
+from flotilla_core.gangs import gang_of
+from flotilla_core.roles import ROLES, process_name
 from flotilla_launch.placement import Slot
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -16,7 +16,8 @@ from pathlib import Path
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla_core.config import StackConfig
 from flotilla_core.errors import Exhausted
-from flotilla_core.roles import ROLES, gang_of, process_name, started
+from flotilla_core.gangs import gang_of, started
+from flotilla_core.roles import ROLES, process_name
 
 SCALABLE = (ServiceKind.SERVICE_KIND_GENERATOR, ServiceKind.SERVICE_KIND_REWARD)
 

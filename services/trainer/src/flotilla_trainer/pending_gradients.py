@@ -13,7 +13,7 @@ from flotilla_core.errors import FailedPrecondition
 from flotilla_trainer.once import Once
 
 KEPT_REPLIES = 4096
-NOT_MEANS = ("advantages/std",)
+NOT_MEANS = ("advantages/std", "explained_variance")
 """What a batch says about itself that its parts do not add up to."""
 
 Respond = Callable[[], Awaitable[pb.ForwardBackwardResponse]]

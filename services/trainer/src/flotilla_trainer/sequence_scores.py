@@ -47,9 +47,17 @@ class SequenceScores:
                 item.top_logprobs.CopyFrom(to_tensor(scores["top_logprobs"]))
         return reply
 
+    async def values(self, request: pb.ComputeValuesRequest) -> pb.ComputeValuesResponse:
+        """What the critic expects before each response token, in the order of the request."""
+        version, scored = await self._scored(request, self._ranks.values, "computing values")
+        reply = pb.ComputeValuesResponse(policy_version=version.to_proto())
+        for sequence_id, scores in scored:
+            reply.sequences.add(sequence_id=sequence_id, values=to_tensor(scores["values"]))
+        return reply
+
     async def _scored(
         self,
-        request: pb.ComputeLogprobsRequest,
+        request: pb.ComputeLogprobsRequest | pb.ComputeValuesRequest,
         score: Callable[[list[list[MicroBatch]], int], Awaitable[Columns]],
         what: str,
     ) -> tuple[Version, Iterator[tuple[str, Columns]]]:

@@ -13,8 +13,9 @@ from flotilla.common.v1.registration_pb2 import Registration
 from flotilla.trainer.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 from flotilla_core import rpc, telemetry
 from flotilla_core.errors import FlotillaError
+from flotilla_core.gangs import model_of
 from flotilla_core.model_folder import model_folder
-from flotilla_core.roles import model_of, role_of_process
+from flotilla_core.roles import role_of_process
 from flotilla_core.service import Host
 from flotilla_core.tokenizer_digest import tokenizer_digest
 from flotilla_trainer.gang import Gang, GangPlan

@@ -44,7 +44,7 @@ class TrainerServicer(TrainerServiceServicer):
 
     async def Train(self, requests: AsyncIterator[pb.TrainRequest], context: Any) -> pb.TrainResponse:
         header = await _header(requests)
-        session = self._holder.session(header.run_id)
+        session = self._holder.learner(header.run_id)
         if (done := session.updates.finished(header.update_id)) is not None:
             return pb.TrainResponse(result=done)
         session.check_version(Version.from_proto(header.policy_version), f"update {header.update_id}")
@@ -57,11 +57,11 @@ class TrainerServicer(TrainerServiceServicer):
         return pb.TrainResponse(result=await session.updates.train(header, groups))
 
     async def GetUpdate(self, request: pb.GetUpdateRequest, context: Any) -> pb.GetUpdateResponse:
-        session = self._holder.session(request.run_id)
+        session = self._holder.learner(request.run_id)
         return pb.GetUpdateResponse(result=await session.updates.result(request.update_id))
 
     async def AbortUpdate(self, request: pb.AbortUpdateRequest, context: Any) -> pb.AbortUpdateResponse:
-        await self._holder.session(request.run_id).updates.abort(request.update_id)
+        await self._holder.learner(request.run_id).updates.abort(request.update_id)
         return pb.AbortUpdateResponse()
 
     async def ComputeLogprobs(
@@ -69,28 +69,31 @@ class TrainerServicer(TrainerServiceServicer):
     ) -> pb.ComputeLogprobsResponse:
         return await self._holder.session(request.run_id).logprobs(request)
 
+    async def ComputeValues(self, request: pb.ComputeValuesRequest, context: Any) -> pb.ComputeValuesResponse:
+        return await self._holder.learner(request.run_id).values(request)
+
     async def EvaluateLoss(self, request: pb.EvaluateLossRequest, context: Any) -> pb.EvaluateLossResponse:
-        return await self._holder.session(request.run_id).evaluate(request.groups)
+        return await self._holder.learner(request.run_id).evaluate(request.groups)
 
     async def ForwardBackward(
         self, request: pb.ForwardBackwardRequest, context: Any
     ) -> pb.ForwardBackwardResponse:
-        return await self._holder.session(request.run_id).gradients.add(request)
+        return await self._holder.learner(request.run_id).gradients.add(request)
 
     async def OptimStep(self, request: pb.OptimStepRequest, context: Any) -> pb.OptimStepResponse:
-        session = self._holder.session(request.run_id)
+        session = self._holder.learner(request.run_id)
         return await self._once("step", request, lambda: session.gradients.step(request.learning_rate))
 
     async def OpenWeightGroup(
         self, request: pb.OpenWeightGroupRequest, context: Any
     ) -> pb.OpenWeightGroupResponse:
-        self._holder.session(request.run_id)
+        self._holder.policy(request.run_id)
         return await self._once("open group", request, lambda: self._holder.weights.open(request))
 
     async def PublishWeights(
         self, request: pb.PublishWeightsRequest, context: Any
     ) -> pb.PublishWeightsResponse:
-        session = self._holder.session(request.run_id)
+        session = self._holder.policy(request.run_id)
 
         async def publish() -> pb.PublishWeightsResponse:
             async with session.holding(Version.from_proto(request.policy_version), "the publication"):
@@ -107,7 +110,7 @@ class TrainerServicer(TrainerServiceServicer):
     async def SaveCheckpoint(
         self, request: pb.SaveCheckpointRequest, context: Any
     ) -> AsyncIterator[pb.SaveCheckpointResponse]:
-        session = self._holder.session(request.run_id)
+        session = self._holder.learner(request.run_id)
         save = await self._once("save", request, lambda: self._holder.checkpoints.begin(session, request))
         snapshot = pb.CheckpointSnapshot()
         snapshot.stall.FromNanoseconds(int(save.stall_s * 1e9))
@@ -121,11 +124,11 @@ class TrainerServicer(TrainerServiceServicer):
     async def LoadCheckpoint(
         self, request: pb.LoadCheckpointRequest, context: Any
     ) -> pb.LoadCheckpointResponse:
-        session = self._holder.session(request.run_id)
+        session = self._holder.learner(request.run_id)
         return await self._once("load", request, lambda: self._holder.checkpoints.load(session, request.path))
 
     async def ExportModel(self, request: pb.ExportModelRequest, context: Any) -> pb.ExportModelResponse:
-        session = self._holder.session(request.run_id)
+        session = self._holder.learner(request.run_id)
         if not request.path or not Path(request.path).is_absolute():
             raise InvalidRequest("the path is not absolute", where=f"path {request.path!r}")
 

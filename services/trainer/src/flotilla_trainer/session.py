@@ -110,8 +110,22 @@ class Session:
         metrics = answers[0].fields["metrics"] | prepared.facts
         return pb.EvaluateLossResponse(policy_version=version.to_proto(), metrics=metrics)
 
+    async def values(self, request: pb.ComputeValuesRequest) -> pb.ComputeValuesResponse:
+        """What a critic expects before each response token."""
+        if not self._spec.objective.HasField("value"):
+            raise FailedPrecondition(
+                "a policy has no values", where=f"run {self.run_id}", next_step="ask the gang of the critic"
+            )
+        return await self._scores.values(request)
+
     async def logprobs(self, request: pb.ComputeLogprobsRequest) -> pb.ComputeLogprobsResponse:
         """Log-probabilities under the current policy, or the one that the session started from."""
+        if self._spec.objective.HasField("value"):
+            raise FailedPrecondition(
+                "a critic has no log-probabilities",
+                where=f"run {self.run_id}",
+                next_step="ask the gang of the policy",
+            )
         if request.reference and not objective_settings(self._spec.objective).keeps_reference:
             raise FailedPrecondition(
                 "this session keeps no reference",

@@ -18,6 +18,7 @@ from flotilla_core.errors import Cancelled, FailedPrecondition, FlotillaError, I
 from flotilla_core.model_folder import model_folder
 from flotilla_core.service import Activities
 from flotilla_trainer.checkpoints import Checkpoints
+from flotilla_trainer.frozen_session import FrozenSession
 from flotilla_trainer.gang import Gang, GangPlan
 from flotilla_trainer.model_shape import check_same_shape, model_digest
 from flotilla_trainer.session import Session
@@ -34,7 +35,7 @@ class SessionHolder:
         self._gang = gang
         self._plan = plan
         self._activities = activities
-        self._session: Session | None = None
+        self._session: Session | FrozenSession | None = None
         self._closing: asyncio.Task[None] | None = None
         self._opening = ""
         self._unwanted = False
@@ -43,8 +44,8 @@ class SessionHolder:
         self.checkpoints = Checkpoints(gang, plan.model, activities)
         self.weights = WeightGroups(gang, stack.bind, plan.rank_timeout_s, activities)
 
-    def session(self, run_id: str) -> Session:
-        """The session of this run."""
+    def session(self, run_id: str) -> Session | FrozenSession:
+        """The session of this run, whatever its role."""
         if self._session is None or self._session.run_id != run_id:
             why = self._why_none if self._session is None else f"run {self._session.run_id} holds the trainer"
             raise FailedPrecondition(
@@ -54,6 +55,29 @@ class SessionHolder:
                 next_step="call OpenSession first",
             )
         return self._session
+
+    def learner(self, run_id: str) -> Session:
+        """The session of this run, which has an objective and an optimizer."""
+        session = self.session(run_id)
+        if isinstance(session, FrozenSession):
+            raise FailedPrecondition(
+                f"the {self._plan.role} learns nothing",
+                where=self._plan.name,
+                why="its weights stay as they are; it scores sequences and no more",
+                next_step="ask the gang of the policy or of the critic",
+            )
+        return session
+
+    def policy(self, run_id: str) -> Session:
+        """The session of this run, whose weights generators take."""
+        session = self.learner(run_id)
+        if self._plan.role != roles.POLICY:
+            raise FailedPrecondition(
+                f"the weights of the {self._plan.role} are not for generators",
+                where=self._plan.name,
+                next_step="ask the gang of the policy",
+            )
+        return session
 
     async def open(self, request: pb.OpenSessionRequest) -> pb.OpenSessionResponse:
         """Start a run's session from the weights that it names."""
@@ -122,7 +146,7 @@ class SessionHolder:
         self.checkpoints.give_up()
         self.weights.forget()
 
-    async def _close(self, session: Session) -> None:
+    async def _close(self, session: Session | FrozenSession) -> None:
         session.end(Cancelled(f"run {session.run_id} closed its session"))
         await session.settled()
         await self.checkpoints.abandon()
@@ -131,14 +155,20 @@ class SessionHolder:
             self._session = None
             self._why_none = f"run {session.run_id} closed it"
 
-    async def _opened(self, request: pb.OpenSessionRequest, folder: Path) -> Session:
+    async def _opened(self, request: pb.OpenSessionRequest, folder: Path) -> Session | FrozenSession:
         await self._gang.wait_ready()
         if folder != self._pristine:
             # Until the load is through, nobody knows what the ranks hold.
             self._pristine = None
             await self._gang.command("load", {"model": str(folder)}, limit_s=self._gang.slow_timeout_s)
-        self._pristine = None
+            self._pristine = folder
         self.weights.forget_epochs()
-        session = Session(request, folder, self._gang, self._activities)
+        session: Session | FrozenSession
+        if self._plan.role in roles.LEARNING:
+            # It will change what the ranks hold.
+            self._pristine = None
+            session = Session(request, folder, self._gang, self._activities)
+        else:
+            session = FrozenSession(request, folder, self._gang, self._activities)
         await session.open()
         return session

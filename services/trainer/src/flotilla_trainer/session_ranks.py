@@ -115,6 +115,10 @@ class SessionRanks:
         }
         return _in_place(await self.work("score", packed, fields), packed, count)
 
+    async def values(self, packed: list[list[MicroBatch]], count: int) -> dict[str, Array]:
+        """Of `count` scored tokens, in their order, by a critic."""
+        return _in_place(await self.work("values", packed, {}), packed, count)
+
     async def urgently(self, kind: str, fields: dict[str, Any]) -> None:
         """Tell all ranks something that they act on beside the command that runs."""
         await self._gang.urgently(kind, fields)

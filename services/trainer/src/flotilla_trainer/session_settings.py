@@ -8,7 +8,7 @@ from typing import Any
 
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_core import roles
-from flotilla_core.errors import FailedPrecondition, InvalidRequest, Unimplemented
+from flotilla_core.errors import FailedPrecondition, InvalidRequest
 from flotilla_trainer.objective.settings import check_objective, objective_settings
 from flotilla_trainer.packing import Layout
 from flotilla_trainer.rank.settings import SessionSettings
@@ -35,8 +35,6 @@ def check_spec(spec: pb.SessionSpec, role: str = roles.POLICY) -> None:
             where="spec.role",
             next_step="ask the gang of that role: its registration says which it has",
         )
-    if role != roles.POLICY:
-        raise Unimplemented(f"this trainer cannot be a {role} yet", where="spec.role")
     _check_rules(
         {
             "batching.tokens_per_microbatch": spec.batching.tokens_per_microbatch > 0,

@@ -120,7 +120,7 @@ def read_scored(
     """Ids, sequences and response lengths of a scoring request."""
     items = list(sequences)
     if not items:
-        raise InvalidRequest("there is nothing to score", where="ComputeLogprobs")
+        raise InvalidRequest("there is nothing to score", where="sequences")
     ids = [item.sequence_id for item in items]
     _check_unique(ids)
     prompts = [

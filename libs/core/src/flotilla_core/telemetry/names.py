@@ -21,6 +21,7 @@ RL_CHECKPOINT = "rl.checkpoint"
 
 # The trainer's front and its ranks.
 TRAINER_LOGPROBS = "trainer.logprobs"
+TRAINER_VALUES = "trainer.values"
 TRAINER_FORWARD_BACKWARD = "trainer.forward_backward"
 TRAINER_OPTIMIZER_STEP = "trainer.optimizer_step"
 TRAINER_PUBLISH = "trainer.publish"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flotilla_core.config import AlgorithmConfig, PolicyConfig, StackConfig
-from flotilla_core.roles import started
+from flotilla_core.gangs import started
 
 WHY = {
     "critic": "algorithm.critic is set (advantage gae)",

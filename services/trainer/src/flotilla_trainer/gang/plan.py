@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flotilla_core.config import StackConfig
-from flotilla_core.roles import gang_of, role_of_process
+from flotilla_core.gangs import gang_of
+from flotilla_core.roles import role_of_process
 
 
 @dataclass(frozen=True)

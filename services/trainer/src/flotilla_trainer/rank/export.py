@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
 from flotilla_core import telemetry
 from flotilla_core.errors import FailedPrecondition
@@ -39,9 +39,7 @@ class WholeModel:
                 self._tensors[name] = tensor.cpu().clone()
         # Built here and not in `write`: transformers changes torch's default type meanwhile, for all threads.
         with torch.device("meta"):
-            self._skeleton = AutoModelForCausalLM.from_config(
-                AutoConfig.from_pretrained(source), dtype=model.dtype
-            )
+            self._skeleton = model.policy.skeleton(AutoConfig.from_pretrained(source), model.dtype)
 
     def write(self, folder: Path) -> None:
         """Fill a new folder; from any thread."""

@@ -21,6 +21,8 @@ from flotilla_trainer.losses.table import LOSSES, PolicyLoss
 from flotilla_trainer.losses.terms import LossTerms
 from flotilla_trainer.objective.user_functions import is_user_function, load_user_function
 from flotilla_trainer.rank.objective_settings import ObjectiveSettings
+from flotilla_trainer.rank.packed_row import PackedRow
+from flotilla_trainer.rank.policy_model import PolicyModel
 
 Columns = dict[str, torch.Tensor]
 
@@ -36,6 +38,19 @@ class Objective:
     def entropy_gradient(self) -> bool:
         """Whether `entropy` has to carry a gradient."""
         return self._settings.entropy_coefficient > 0
+
+    def on(self, model: PolicyModel, columns: Columns, chunk_tokens: int) -> LossTerms:
+        """What a micro-batch says, with logits for so many tokens at a time."""
+        scores = model(
+            columns["tokens"],
+            columns["positions"],
+            columns["targets"].long(),
+            temperature=self._settings.temperature,
+            chunk_tokens=chunk_tokens,
+            packed_row=PackedRow.among(columns),
+            entropy_gradient=self.entropy_gradient,
+        )
+        return self(scores.logprobs, scores.entropy, columns)
 
     def __call__(self, logprobs: torch.Tensor, entropy: torch.Tensor, columns: Columns) -> LossTerms:
         """The weighted sum over the tokens of a micro-batch, and what it says about itself."""

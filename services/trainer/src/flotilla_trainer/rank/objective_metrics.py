@@ -35,9 +35,9 @@ FRESH_ENOUGH = 0.5
 def objective_metrics(totals: dict[str, float], peaks: dict[str, float], names: set[str]) -> dict[str, float]:
     """What the sums say, of those whose `names` the objective gave."""
     tokens = totals["tokens"]
-    metrics = {"loss": totals["loss"], "entropy": totals["entropy"] / tokens, "tokens/trained": tokens}
-    if "ratio" in names:
-        metrics |= {"clip_fraction": totals["clipped"] / tokens, "ratio_mean": totals["ratio"] / tokens}
+    metrics = {"loss": totals["loss"], "tokens/trained": tokens}
+    shares = {"entropy": "entropy", "clipped": "clip_fraction", "ratio": "ratio_mean"}
+    metrics |= {said: totals[name] / tokens for name, said in shares.items() if name in names}
     if "probs_diff" in names:
         for name, peak in peaks.items():
             metrics |= {f"{name}/mean": totals[name] / tokens, f"{name}/max": peak}

@@ -12,7 +12,7 @@ import inspect
 import torch
 from transformers import PreTrainedModel
 
-from flotilla_trainer.rank.policy_model import PolicyModel
+from flotilla_trainer.rank.body_model import BodyModel
 
 OFF_BY = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Other kernels may round differently than those for rows."""
@@ -21,7 +21,7 @@ LEAKED = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 LAST_TOKENS = 7
 
 
-def packing_refusal(policy: PolicyModel, dtype: torch.dtype, device: torch.device) -> str:
+def packing_refusal(policy: BodyModel, dtype: torch.dtype, device: torch.device) -> str:
     """Why this model cannot be trained on packed rows, empty where it can; a collective."""
     causal_lm = policy.causal_lm
     name = type(causal_lm).__name__

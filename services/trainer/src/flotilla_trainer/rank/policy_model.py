@@ -2,23 +2,21 @@
 
 Invariants: logits exist for `chunk_tokens` tokens at a time, in the forward and again in the backward pass, never for
 all; hidden states and head are used inside this module's own forward, so that sharded parameters (tied ones too) are
-whole when they are needed; no dropout, because rollouts and training must agree. Tokens come as rows padded on the
-right, where a causal model cannot see it, or as one packed row with its borders; either way no mask is built.
+whole when they are needed.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from flotilla_trainer.rank.packed_attention import PACKED_ATTENTION
+from flotilla_trainer.rank.body_model import ROW_ATTENTION, BodyModel
 from flotilla_trainer.rank.packed_row import PackedRow
-
-ROW_ATTENTION = "sdpa"
 
 
 class TokenScores(NamedTuple):
@@ -31,17 +29,34 @@ class TokenScores(NamedTuple):
     top_logprobs: torch.Tensor
 
 
-class PolicyModel(nn.Module):
+class PolicyModel(BodyModel):
     """A causal language model with a chunked head."""
 
+    causal_lm: PreTrainedModel
+
     def __init__(self, causal_lm: PreTrainedModel) -> None:
-        super().__init__()
-        self.causal_lm = causal_lm
+        super().__init__(causal_lm)
         config = causal_lm.config
         self._multiplier = float(getattr(config, "logit_scale", None) or 1.0)
         self._divisor = float(getattr(config, "logits_scaling", None) or 1.0)
         self._softcap = getattr(config, "final_logit_softcapping", None)
-        self.eval()
+
+    @staticmethod
+    def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+        """What is inside, without numbers."""
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ROW_ATTENTION)
+
+    @staticmethod
+    def read(folder: Path) -> tuple[PreTrainedModel, set[str]]:
+        """What a folder has of it, in float32 on the host, and the names of what it lacks."""
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation=ROW_ATTENTION, output_loading_info=True
+        )
+        return model, set(report["missing_keys"])
+
+    def in_float32(self) -> list[nn.Module]:
+        """No part stays in float32 where the rest computes in another type."""
+        return []
 
     def forward(
         self,
@@ -79,29 +94,6 @@ class PolicyModel(nn.Module):
         """Largest difference between our logits and those of the model's own forward."""
         own = self.causal_lm(input_ids=tokens, use_cache=False).logits.flatten(0, 1).float()
         return (self._logits(self._hidden(tokens)) - own).abs().max()
-
-    def packing_errors(self, first: torch.Tensor, other: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        """What packing does to `last`, as shares of its largest hidden state.
-
-        How much it differs from `last` alone in a row, and how much it depends on which sequence lies before it.
-        """
-        row = PackedRow.of((len(first), len(last)), last.device)
-        alone = self._hidden(last[None])
-        after = [
-            self._hidden(torch.cat([before, last])[None], row)[len(first) :] for before in (first, other)
-        ]
-        differences = torch.stack([(after[0] - alone).abs().max(), (after[0] - after[1]).abs().max()])
-        return differences.float() / alone.abs().max()
-
-    def _hidden(self, tokens: torch.Tensor, packed_row: PackedRow | None = None) -> torch.Tensor:
-        attention, borders = ROW_ATTENTION, {}
-        if packed_row is not None:
-            attention = PACKED_ATTENTION
-            borders = {"position_ids": packed_row.position_ids, "packed_row": packed_row}
-        if self.causal_lm.config._attn_implementation != attention:
-            self.causal_lm.set_attn_implementation(attention)
-        output = self.causal_lm.base_model(input_ids=tokens, use_cache=False, **borders)
-        return output.last_hidden_state.flatten(0, 1)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.causal_lm.get_output_embeddings()(hidden).float()

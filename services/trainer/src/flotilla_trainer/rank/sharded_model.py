@@ -22,36 +22,43 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from flotilla_core.errors import FailedPrecondition, FlotillaError, Mismatch
 from flotilla_trainer.rank.packing_probe import packing_refusal
 from flotilla_trainer.rank.policy_model import PolicyModel
 from flotilla_trainer.rank.recomputed_layers import RecomputedLayers
+from flotilla_trainer.rank.value_body import ValueBody
+from flotilla_trainer.rank.value_model import ValueModel
 
 HEAD_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 
 
 class ShardedModel:
-    """The policy on all ranks."""
+    """The policy, or the model of another role, on all ranks."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, mesh: DeviceMesh, device: torch.device) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        mesh: DeviceMesh,
+        device: torch.device,
+        kind: type[PolicyModel] | type[ValueModel] = PolicyModel,
+    ) -> None:
         self._mesh = mesh
         self.device = device
         self.dtype = dtype
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
-            causal_lm = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation="sdpa"
-            )
-        self.policy = PolicyModel(causal_lm)
+            causal_lm = kind.skeleton(config, torch.float32)
+        self.policy = kind(causal_lm)
         self.recomputed_layers = RecomputedLayers(self._layers(causal_lm))
         self._shard(causal_lm)
         self.policy.to_empty(device=device)
 
     @property
-    def causal_lm(self) -> PreTrainedModel:
-        """The transformers model inside."""
+    def causal_lm(self) -> PreTrainedModel | ValueBody:
+        """The transformers model inside; a critic's has a head of one number."""
         return self.policy.causal_lm
 
     def parameters(self) -> list[nn.Parameter]:
@@ -90,7 +97,9 @@ class ShardedModel:
             raise failure or FailedPrecondition("another rank could not load the model")
 
     def check_head(self) -> None:
-        """Refuse an architecture whose logits are not its head on its last hidden states."""
+        """Refuse an architecture whose logits are not its head on its last hidden states; values have our own head."""
+        if not isinstance(self.policy, PolicyModel):
+            return
         tokens = torch.arange(4, device=self.device)[None] % self.causal_lm.config.vocab_size
         with torch.no_grad():
             error = float(self.policy.head_error(tokens))
@@ -106,7 +115,7 @@ class ShardedModel:
         config = self.causal_lm.config.get_text_config()
         heads = config.num_attention_heads
         width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-        embedding = self.causal_lm.get_input_embeddings().weight
+        embedding = self.causal_lm.base_model.get_input_embeddings().weight
         inner = sum(parameter.numel() for parameter in self.parameters()) - embedding.numel()
         return {
             "packing_refusal": packing_refusal(self.policy, self.dtype, self.device),
@@ -134,20 +143,23 @@ class ShardedModel:
         return parameters | {n: buffer for n, buffer in self.causal_lm.named_buffers() if n in saved}
 
     @staticmethod
-    def _layers(causal_lm: PreTrainedModel) -> list[nn.Module]:
+    def _layers(causal_lm: PreTrainedModel | ValueBody) -> list[nn.Module]:
         """The repeated blocks of the model."""
         blocks = set(causal_lm._no_split_modules or ())
         return [module for module in causal_lm.modules() if type(module).__name__ in blocks]
 
-    def _shard(self, causal_lm: PreTrainedModel) -> None:
+    def _shard(self, causal_lm: PreTrainedModel | ValueBody) -> None:
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         for layer in self._layers(causal_lm):
             fully_shard(layer, mesh=self._mesh, mp_policy=policy)
+        for part in self.policy.in_float32():
+            fully_shard(part, mesh=self._mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
         # By default the root stays whole after a forward pass without a backward one, and then the parameters that
         # the optimizer, the loader and the publisher find are copies that nobody keeps.
         fully_shard(self.policy, mesh=self._mesh, mp_policy=policy, reshard_after_forward=True)
         for method in ("head_error", "packing_errors"):
-            register_fsdp_forward_method(self.policy, method)
+            if hasattr(self.policy, method):
+                register_fsdp_forward_method(self.policy, method)
         for module in self.policy.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -156,14 +168,12 @@ class ShardedModel:
     def _read(self, folder: Path) -> dict[str, torch.Tensor]:
         """All parameters and buffers of the folder, whole, in float32, on the host."""
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
-            )
+            model, lacking = self.policy.read(folder)
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise FailedPrecondition(
                 "the model cannot be loaded", where=str(folder), why=str(error)
             ) from error
-        missing = sorted(report["missing_keys"])
+        missing = sorted(lacking)
         if missing:
             raise Mismatch(
                 f"the checkpoint lacks {len(missing)} tensors",

@@ -20,10 +20,9 @@ from flotilla_core.telemetry import names
 from flotilla_trainer.frames import Frame
 from flotilla_trainer.losses.terms import LossTerms
 from flotilla_trainer.rank.link import FrontLink
-from flotilla_trainer.rank.objective import Objective
 from flotilla_trainer.rank.objective_metrics import MAXIMA, SUMS, objective_metrics
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
-from flotilla_trainer.rank.packed_row import PackedRow
+from flotilla_trainer.rank.rank_objective import RankObjective
 from flotilla_trainer.rank.settings import SessionSettings
 from flotilla_trainer.rank.sharded_model import ShardedModel
 
@@ -53,7 +52,7 @@ class Update:
     """Accumulates sums of losses and gradients."""
 
     def __init__(
-        self, model: ShardedModel, settings: SessionSettings, objective: Objective, link: FrontLink
+        self, model: ShardedModel, settings: SessionSettings, objective: RankObjective, link: FrontLink
     ) -> None:
         self._model = model
         self._settings = settings
@@ -104,16 +103,7 @@ class Update:
         )
 
     def _one(self, columns: Columns, idle: bool, backward: bool) -> None:
-        scores = self._model.policy(
-            columns["tokens"],
-            columns["positions"],
-            columns["targets"].long(),
-            temperature=self._settings.objective.temperature,
-            chunk_tokens=self._settings.chunk_tokens,
-            packed_row=PackedRow.among(columns),
-            entropy_gradient=self._objective.entropy_gradient,
-        )
-        terms = self._objective(scores.logprobs, scores.entropy, columns)
+        terms = self._objective.on(self._model.policy, columns, self._settings.chunk_tokens)
         self._named.update(terms.sums)
         if backward:
             # Idle work takes part in the collectives of the backward pass with a gradient of zero.

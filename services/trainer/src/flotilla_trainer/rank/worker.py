@@ -18,21 +18,25 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from flotilla_core import telemetry
 from flotilla_core.errors import FailedPrecondition, FlotillaError
+from flotilla_core.roles import CRITIC
 from flotilla_core.telemetry import names
 from flotilla_trainer.frames import Array, Frame
 from flotilla_trainer.rank.checkpoint import RankCheckpoints
 from flotilla_trainer.rank.export import export
 from flotilla_trainer.rank.frozen_copy import FrozenCopy
 from flotilla_trainer.rank.link import FrontLink
-from flotilla_trainer.rank.objective import Objective
 from flotilla_trainer.rank.objective_settings import ObjectiveSettings
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
+from flotilla_trainer.rank.policy_model import PolicyModel
 from flotilla_trainer.rank.publisher import Publisher
+from flotilla_trainer.rank.rank_objective import RankObjective, rank_objective
 from flotilla_trainer.rank.scoring import score
 from flotilla_trainer.rank.settings import SessionSettings
 from flotilla_trainer.rank.setup import RankSetup
 from flotilla_trainer.rank.sharded_model import ShardedModel, gathered
 from flotilla_trainer.rank.update import Update, finish
+from flotilla_trainer.rank.value_model import ValueModel
+from flotilla_trainer.rank.value_scoring import values_of
 
 Answer = tuple[dict[str, Any], dict[str, Array]]
 
@@ -51,9 +55,10 @@ class RankWorker:
         dist.init_process_group(setup.backend, store=store, rank=setup.rank, world_size=setup.ranks)
         link.progress("building the model")
         mesh = init_device_mesh(device.type, (setup.ranks,))
-        self._model = ShardedModel(self._folder, getattr(torch, setup.dtype), mesh, device)
+        kind = ValueModel if setup.role == CRITIC else PolicyModel
+        self._model = ShardedModel(self._folder, getattr(torch, setup.dtype), mesh, device, kind)
         self._settings: SessionSettings | None = None
-        self._objective: Objective | None = None
+        self._objective: RankObjective | None = None
         self._optimizer: PolicyOptimizer | None = None
         self._reference: FrozenCopy | None = None
         self._pending: Update | None = None
@@ -70,6 +75,7 @@ class RankWorker:
             "optim_step": self._optim_step,
             "gradients": self._gradients,
             "score": self._score,
+            "values": self._values,
             "open_group": lambda command: (self._publisher.open(command.fields), {}),
             "publish": lambda command: (self._publisher.publish(command.fields), {}),
             "export": self._export,
@@ -112,7 +118,7 @@ class RankWorker:
 
     def _open_session(self, command: Frame) -> Answer:
         settings = SessionSettings.from_fields(command.fields)
-        self._objective = Objective(settings.objective)
+        self._objective = rank_objective(settings.objective)
         self._settings = settings
         torch.manual_seed(self._settings.seed)
         self._model.recomputed_layers.on = self._settings.activation_checkpointing
@@ -139,7 +145,7 @@ class RankWorker:
         settings, objective, _ = self._session()
         asked = ObjectiveSettings(**command.fields["objective"])
         units, started = command.fields["units"], time.monotonic()
-        update = Update(self._model, replace(settings, objective=asked), Objective(asked), self._link)
+        update = Update(self._model, replace(settings, objective=asked), rank_objective(asked), self._link)
         self._accumulate(update, command, factor=units)
         if self._pending is None:
             self._pending = Update(self._model, settings, objective, self._link)
@@ -195,6 +201,10 @@ class RankWorker:
             with self._reference.in_place():
                 return {}, score(command, self._model, self._link)
 
+    def _values(self, command: Frame) -> Answer:
+        with telemetry.span(names.TRAINER_VALUES):
+            return {}, values_of(command, self._model, self._link)
+
     def _export(self, command: Frame) -> Answer:
         return export(Path(command.fields["path"]), self._folder, self._model, self._link), {}
 
@@ -222,7 +232,7 @@ class RankWorker:
         optimizer.discard_gradients()
         self._pending = None
 
-    def _session(self) -> tuple[SessionSettings, Objective, PolicyOptimizer]:
+    def _session(self) -> tuple[SessionSettings, RankObjective, PolicyOptimizer]:
         # The front sends no such command without a session: reaching this is a defect, and ends the process.
         assert self._settings is not None and self._objective is not None and self._optimizer is not None
         return self._settings, self._objective, self._optimizer

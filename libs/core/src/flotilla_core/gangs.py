@@ -1,0 +1,32 @@
+"""Where the stack file describes the gang of each role."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flotilla_core.config import GangConfig, StackConfig, TrainerConfig
+from flotilla_core.roles import CRITIC, POLICY, REFERENCE, TEACHER
+
+
+def gang_of(stack: StackConfig, role: str) -> TrainerConfig:
+    """The section that describes the gang of a role."""
+    if role == POLICY:
+        return stack.trainer
+    return _beside(stack, role)
+
+
+def model_of(stack: StackConfig, role: str) -> Path | str:
+    """Folder or hub name of the model that a role's gang is started with."""
+    own = None if role == POLICY else _beside(stack, role).model
+    return stack.model if own is None else own
+
+
+def started(stack: StackConfig, role: str) -> bool:
+    """Whether the stack has a gang of this role, ours or somebody else's."""
+    gang = gang_of(stack, role)
+    return bool(gang.replicas or gang.attach)
+
+
+def _beside(stack: StackConfig, role: str) -> GangConfig:
+    gangs = {CRITIC: stack.critic, REFERENCE: stack.reference, TEACHER: stack.teacher}
+    return gangs[role]

@@ -1,0 +1,48 @@
+"""A transformer as far as its last hidden states: token ids in, one vector a token out.
+
+Invariants: tokens come as rows padded on the right, where a causal model cannot see it, or as one packed row with its
+borders; either way no mask is built; no dropout, because rollouts and training must agree. What is made of the hidden
+states is the heirs', within their own forward, so that sharded parameters are whole when they are needed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from flotilla_trainer.rank.packed_attention import PACKED_ATTENTION
+from flotilla_trainer.rank.packed_row import PackedRow
+
+ROW_ATTENTION = "sdpa"
+
+
+class BodyModel(nn.Module):
+    """What models of all roles share."""
+
+    def __init__(self, causal_lm: nn.Module) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.eval()
+
+    def packing_errors(self, first: torch.Tensor, other: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """What packing does to `last`, as shares of its largest hidden state.
+
+        How much it differs from `last` alone in a row, and how much it depends on which sequence lies before it.
+        """
+        row = PackedRow.of((len(first), len(last)), last.device)
+        alone = self._hidden(last[None])
+        after = [
+            self._hidden(torch.cat([before, last])[None], row)[len(first) :] for before in (first, other)
+        ]
+        differences = torch.stack([(after[0] - alone).abs().max(), (after[0] - after[1]).abs().max()])
+        return differences.float() / alone.abs().max()
+
+    def _hidden(self, tokens: torch.Tensor, packed_row: PackedRow | None = None) -> torch.Tensor:
+        attention, borders = ROW_ATTENTION, {}
+        if packed_row is not None:
+            attention = PACKED_ATTENTION
+            borders = {"position_ids": packed_row.position_ids, "packed_row": packed_row}
+        if self.causal_lm.config._attn_implementation != attention:
+            self.causal_lm.set_attn_implementation(attention)
+        output = self.causal_lm.base_model(input_ids=tokens, use_cache=False, **borders)
+        return output.last_hidden_state.flatten(0, 1)

@@ -1,0 +1,97 @@
+"""The body of a language model with a head of one number in place of the vocabulary's.
+
+Invariants: names are those of Hugging Face's token classification (the body under its own prefix, `score.weight` and
+`score.bias`), so that folders of either kind of classification with one label start it, and a folder of a language
+model does, with a head of zeros.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoModel, PretrainedConfig
+
+from flotilla_core.errors import FailedPrecondition, Mismatch
+
+HEAD = ("score.weight", "score.bias")
+WEIGHTS_FILE = "model.safetensors"
+
+
+class ValueBody(nn.Module):
+    """As much of transformers' own models as those who shard, save and score them ask for."""
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self._prefix = body.base_model_prefix or "model"
+        setattr(self, self._prefix, body)
+        self.score = nn.Linear(body.config.get_text_config().hidden_size, 1, dtype=body.dtype)
+        self.config = body.config
+        self._no_split_modules = body._no_split_modules
+
+    @classmethod
+    def skeleton(cls, config: PretrainedConfig, dtype: torch.dtype) -> ValueBody:
+        """A model without numbers."""
+        return cls(AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa"))
+
+    @classmethod
+    def read(cls, folder: Path) -> tuple[ValueBody, set[str]]:
+        """The model of a folder in float32 on the host, and the names of what the folder lacks."""
+        body, report = AutoModel.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
+        )
+        model = cls(body)
+        with torch.no_grad():
+            for name in HEAD:
+                parameter, stored = model.get_parameter(name), _stored(folder, name)
+                if stored is not None and stored.shape != parameter.shape:
+                    raise Mismatch(
+                        "the folder's head gives more than one number",
+                        where=str(folder),
+                        why=f"{name} is {list(stored.shape)}, not {list(parameter.shape)}",
+                        next_step="start the critic from a model with one label, or from a language model",
+                    )
+                parameter.copy_(torch.zeros_like(parameter) if stored is None else stored)
+        return model, {f"{model._prefix}.{name}" for name in report["missing_keys"]}
+
+    @property
+    def base_model(self) -> Any:
+        """The body."""
+        return getattr(self, self._prefix)
+
+    def set_attn_implementation(self, name: str) -> None:
+        """Let the body attend so."""
+        self.base_model.set_attn_implementation(name)
+
+    def _can_set_attn_implementation(self) -> bool:
+        return bool(self.base_model._can_set_attn_implementation())
+
+    def save_pretrained(self, folder: Path, state_dict: dict[str, torch.Tensor]) -> None:
+        """Write the folder as transformers would for token classification."""
+        save_file(
+            {name: tensor.contiguous() for name, tensor in state_dict.items()},
+            folder / WEIGHTS_FILE,
+            {"format": "pt"},
+        )
+        family = type(self.base_model).__name__.removesuffix("Model")
+        config = type(self.config).from_dict(self.config.to_dict())
+        config.architectures = [f"{family}ForTokenClassification"]
+        config.num_labels = 1
+        config.dtype = str(next(iter(state_dict.values())).dtype).removeprefix("torch.")
+        config.save_pretrained(folder)
+
+
+def _stored(folder: Path, name: str) -> torch.Tensor | None:
+    """A tensor of the folder's weights, where they have it."""
+    try:
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                if name in file.keys():  # noqa: SIM118 - it is no dictionary
+                    return file.get_tensor(name).float()
+    except SafetensorError as error:
+        raise FailedPrecondition("the model cannot be loaded", where=str(folder), why=str(error)) from error
+    return None

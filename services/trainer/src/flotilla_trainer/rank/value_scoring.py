@@ -1,0 +1,29 @@
+"""Values at given places, without a gradient.
+
+Invariant: each rank answers with its own tokens in the order of its micro-batches; the front puts them back in place.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flotilla_trainer.frames import Array, Frame
+from flotilla_trainer.rank.link import FrontLink
+from flotilla_trainer.rank.packed_row import PackedRow
+from flotilla_trainer.rank.sharded_model import ShardedModel
+from flotilla_trainer.rank.update import micro_batches
+
+
+def values_of(command: Frame, model: ShardedModel, link: FrontLink) -> dict[str, Array]:
+    """The values of this rank's tokens."""
+    parts: list[torch.Tensor] = []
+    total = len(command.fields["idle"])
+    with torch.no_grad():
+        for index, (columns, idle) in enumerate(micro_batches(command, model.device)):
+            link.progress(f"values of micro-batch {index + 1} of {total}")
+            values = model.policy(
+                columns["tokens"], columns["positions"], packed_row=PackedRow.among(columns)
+            )
+            if not idle:
+                parts.append(values)
+    return {"values": torch.cat(parts).cpu().numpy()} if parts else {}

@@ -1,0 +1,276 @@
+"""A critic on real FSDP2 ranks: values, loss and gradient against plain torch in float64, whatever the cuts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from transformers import AutoModel, AutoModelForTokenClassification
+
+from flotilla.trainer.v1 import session_pb2
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_core.errors import FailedPrecondition, InvalidRequest
+from flotilla_core.tensors import from_tensor, to_tensor
+from flotilla_core.version import Version
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+
+EXACT = 1e-6
+VALUE_OFF = 5e-6
+"""Values are float32 sums up to four, and nothing averages their rounding."""
+SIZES = [4, 1, 5]
+GAMMA, LAM, CLIP, KL = 0.98, 0.9, 0.15, 0.1
+LAYOUTS = [
+    {"packing": packing, "tokens_per_microbatch": budget, "activation_checkpointing": recompute}
+    for packing, budget, recompute in (
+        (session_pb2.PACKING_OFF, 4096, False),
+        (session_pb2.PACKING_OFF, 48, True),
+        (session_pb2.PACKING_ON, 48, False),
+        (session_pb2.PACKING_ON, 4096, True),
+    )
+]
+Groups = list[pb.TrainGroup]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[1, 2], ids=["1-rank", "2-ranks"])
+async def critic(request: pytest.FixtureRequest, start_trainer: Callable[..., Any]) -> AsyncIterator[Any]:
+    async with start_trainer(name="critic", nproc=request.param) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def start_folder(critic: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of the gang's shape with a head that says something, as transformers writes it."""
+    torch.manual_seed(3)
+    folder = tmp_path_factory.mktemp("start") / "model"
+    model = AutoModelForTokenClassification.from_pretrained(critic.model, num_labels=1, dtype=torch.float32)
+    torch.nn.init.normal_(model.score.weight, std=0.2)
+    torch.nn.init.constant_(model.score.bias, 0.3)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def objective(policy_of: Callable[..., Any], function_of: Callable[..., Any]) -> session_pb2.ValueObjective:
+    """Returns of shaped rewards: bounded, punished for length, less their distance from a reference."""
+    advantage = session_pb2.Advantage(
+        function=function_of("gae", gamma=GAMMA, lam=LAM),
+        reward_clip=1.0,
+        overlong=session_pb2.Overlong(buffer_tokens=8, penalty=0.5),
+        whiten=True,
+    )
+    kl = session_pb2.Kl(
+        placement=session_pb2.KL_PLACEMENT_REWARD, estimator=session_pb2.KL_ESTIMATOR_K1, coefficient=KL
+    )
+    return session_pb2.ValueObjective(policy=policy_of(advantage=advantage, kl=kl), clip=CLIP)
+
+
+@pytest.fixture
+def groups(groups_of: Callable[..., Groups]) -> Groups:
+    """With values and a reference beside what every sample has."""
+    made, rng = groups_of(SIZES), np.random.default_rng(5)
+    for group in made:
+        for sample in group.samples:
+            count = len(from_tensor(sample.token_ids))
+            sample.values.CopyFrom(to_tensor(rng.normal(0, 0.3, count).astype(np.float32)))
+            sample.reference_logprobs.CopyFrom(to_tensor(rng.normal(-3.0, 0.5, count).astype(np.float32)))
+    return made
+
+
+def plain_values(model: Any, prompt: np.ndarray, response: np.ndarray) -> torch.Tensor:
+    """What one sequence alone expects before each response token."""
+    tokens = torch.from_numpy(np.concatenate([prompt, response])).long()
+    return model(input_ids=tokens[None]).logits[0, len(prompt) - 1 : -1, 0]
+
+
+def plain_returns(sample: pb.TrainSample) -> list[float]:
+    """Returns as the formulas say it, over the trained tokens one by one."""
+    count = len(from_tensor(sample.token_ids))
+    mask = from_tensor(sample.mask).tolist() if sample.mask.data else [True] * count
+    values = from_tensor(sample.values).astype(np.float64).tolist()
+    distance = from_tensor(sample.logprobs).astype(np.float64) - from_tensor(sample.reference_logprobs)
+    # At a limit of 20 tokens the last 8 cost up to a half.
+    reward = max(-1.0, min(1.0, sample.reward - 0.5 * max(0, count - 12) / 8))
+    own = [place for place in range(count) if mask[place]]
+    returns, carried, following = list(values), 0.0, 0.0
+    for place in reversed(own):
+        gained = (reward if place == own[-1] else 0.0) - KL * float(distance[place])
+        carried = gained + GAMMA * following - values[place] + GAMMA * LAM * carried
+        following = values[place]
+        returns[place] = carried + values[place]
+    return returns
+
+
+def plain_loss(folder: Path, groups: Groups) -> tuple[float, dict[str, torch.Tensor], int]:
+    """Loss and gradient sample by sample in one process, and how many tokens were clipped."""
+    model = AutoModelForTokenClassification.from_pretrained(
+        folder, num_labels=1, dtype=torch.float64, attn_implementation="eager"
+    ).eval()
+    total, tokens, clipped = torch.zeros((), dtype=torch.float64), 0, 0
+    for group in groups:
+        prompt = from_tensor(group.prompt_token_ids)
+        for sample in group.samples:
+            response = from_tensor(sample.token_ids)
+            values = plain_values(model, prompt, response)
+            old = torch.from_numpy(from_tensor(sample.values).astype(np.float64))
+            returns = torch.tensor(plain_returns(sample), dtype=torch.float64)
+            plain = (values - returns) ** 2
+            bounded = (old + (values - old).clamp(-CLIP, CLIP) - returns) ** 2
+            mask = from_tensor(sample.mask) if sample.mask.data else np.ones(len(response), bool)
+            own = torch.from_numpy(mask.copy())
+            total = total + 0.5 * torch.maximum(plain, bounded)[own].sum()
+            clipped += int((bounded > plain)[own].sum())
+            tokens += int(own.sum())
+    (total / tokens).backward()
+    return (
+        total.item() / tokens,
+        {name: parameter.grad for name, parameter in model.named_parameters()},
+        clipped,
+    )
+
+
+async def values_of(critic: Any, groups: Groups) -> dict[str, np.ndarray]:
+    request = pb.ComputeValuesRequest(run_id=critic.run_id)
+    for group in groups:
+        for sample in group.samples:
+            request.sequences.add(
+                sequence_id=sample.sample_id,
+                prompt_token_ids=group.prompt_token_ids,
+                token_ids=sample.token_ids,
+            )
+    reply = await critic.call("ComputeValues", request)
+    return {item.sequence_id: from_tensor(item.values) for item in reply.sequences}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout.values())))
+async def test_values_loss_and_gradient_equal_plain_torch_for_any_ranks_and_layout(
+    critic: Any,
+    objective: session_pb2.ValueObjective,
+    groups: Groups,
+    start_folder: Path,
+    layout: dict[str, Any],
+) -> None:
+    await critic.open(objective, initial_weights=str(start_folder), **layout)
+    model = AutoModelForTokenClassification.from_pretrained(
+        start_folder, num_labels=1, dtype=torch.float64, attn_implementation="eager"
+    ).eval()
+    got = await values_of(critic, groups)
+    for group in groups:
+        for sample in group.samples:
+            prompt, response = from_tensor(group.prompt_token_ids), from_tensor(sample.token_ids)
+            expected = plain_values(model, prompt, response).detach().numpy()
+            np.testing.assert_allclose(got[sample.sample_id], expected, atol=VALUE_OFF)
+
+    session = critic.holder.session(critic.run_id)
+    prepared = await session._preparation.of("x/0.1", groups, session.version, session._progress.objective)
+    answers = await session._ranks.work("gradients", prepared.packed, {})
+    loss, expected_gradient, clipped = plain_loss(start_folder, groups)
+    metrics = answers[0].fields["metrics"]
+    assert metrics["loss"] == pytest.approx(loss, abs=EXACT)
+    assert metrics["clip_fraction"] * metrics["tokens/trained"] == pytest.approx(clipped)
+    assert 0 < clipped < metrics["tokens/trained"]
+    assert answers[0].arrays.keys() == expected_gradient.keys()
+    for name, gradient in expected_gradient.items():
+        assert gradient.abs().max() > 0.001
+        scale = float(gradient.abs().max())
+        np.testing.assert_allclose(
+            answers[0].arrays[name] / scale, gradient / scale, atol=5 * EXACT, err_msg=name
+        )
+
+
+async def test_a_critic_of_a_language_model_expects_nothing_until_it_has_learned(
+    critic: Any, objective: session_pb2.ValueObjective, groups: Groups, tmp_path: Path
+) -> None:
+    await critic.open(objective, epsilon=1e-3)
+    assert all((values == 0).all() for values in (await values_of(critic, groups)).values())
+    returns = [value for g in groups for sample in g.samples for value in own_returns(sample)]
+    first = await critic.train(0, groups)
+    assert Version.from_proto(first.policy_version) == Version(0, 1) and not first.skipped
+    assert first.metrics["return_mean"] == pytest.approx(np.mean(returns), abs=1e-5)
+    assert first.metrics["value_mean"] == pytest.approx(
+        np.mean([value for g in groups for s in g.samples for value in own(s, from_tensor(s.values))]),
+        abs=1e-5,
+    )
+    losses = [first.metrics["loss"]] + [(await critic.train(i, groups)).metrics["loss"] for i in range(1, 6)]
+    assert losses[-1] < losses[0]
+
+    learned = await values_of(critic, groups)
+    folder = await critic.export(tmp_path / "critic", 6)
+    model = AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float64).eval()
+    prompt, sample = from_tensor(groups[0].prompt_token_ids), groups[0].samples[0]
+    expected = plain_values(model, prompt, from_tensor(sample.token_ids)).detach().numpy()
+    np.testing.assert_allclose(learned[sample.sample_id], expected, atol=1e-5)
+    await critic.open(objective, initial_weights=str(folder))
+    again = await values_of(critic, groups)
+    np.testing.assert_allclose(again[sample.sample_id], learned[sample.sample_id], atol=1e-6)
+
+
+def own(sample: pb.TrainSample, numbers: Any) -> list[float]:
+    mask = from_tensor(sample.mask) if sample.mask.data else np.ones(len(numbers), bool)
+    return [float(value) for value, is_own in zip(numbers, mask, strict=True) if is_own]
+
+
+def own_returns(sample: pb.TrainSample) -> list[float]:
+    return own(sample, plain_returns(sample))
+
+
+async def test_a_critic_goes_on_from_its_checkpoint_bit_by_bit(
+    critic: Any, objective: session_pb2.ValueObjective, groups: Groups, tmp_path: Path
+) -> None:
+    await critic.open(objective)
+    await critic.train(0, groups)
+    request = pb.SaveCheckpointRequest(
+        run_id=critic.run_id,
+        path=str(tmp_path / "checkpoints" / "step-000001"),
+        policy_version=Version(0, 1).to_proto(),
+        coordinator_state=b"here",
+    )
+    stages = [stage async for stage in critic.stub.SaveCheckpoint(request, timeout=60)]
+    assert stages[-1].HasField("durable")
+    second = await critic.train(1, groups)
+    values = await values_of(critic, groups)
+
+    await critic.open(objective, lineage=1)
+    load = pb.LoadCheckpointRequest(run_id=critic.run_id, path=request.path)
+    assert (await critic.call("LoadCheckpoint", load)).coordinator_state == b"here"
+    again = await critic.train(1, groups, lineage=1)
+    assert again.metrics["loss"] == second.metrics["loss"]
+    for sequence_id, expected in values.items():
+        np.testing.assert_array_equal((await values_of(critic, groups))[sequence_id], expected)
+
+
+async def test_what_a_critic_cannot_do_is_refused(
+    critic: Any, objective: session_pb2.ValueObjective, groups: Groups, groups_of: Callable[..., Groups]
+) -> None:
+    with pytest.raises(FailedPrecondition, match="the critic's, the session is for policy"):
+        await critic.open("grpo")
+    await critic.open(objective)
+    with pytest.raises(InvalidRequest, match="needs more than rewards"):
+        await critic.train(0, groups_of(SIZES))
+    groups[0].samples[0].ClearField("reference_logprobs")
+    with pytest.raises(InvalidRequest, match="`reference_logprobs` holds 0 numbers"):
+        await critic.train(0, groups)
+    sequence = pb.ScoredSequence(
+        sequence_id="a",
+        prompt_token_ids=to_tensor(np.array([1], np.int32)),
+        token_ids=to_tensor(np.array([2], np.int32)),
+    )
+    with pytest.raises(FailedPrecondition, match="no log-probabilities"):
+        await critic.call(
+            "ComputeLogprobs", pb.ComputeLogprobsRequest(run_id=critic.run_id, sequences=[sequence])
+        )
+    with pytest.raises(FailedPrecondition, match="not for generators"):
+        await critic.call("OpenWeightGroup", pb.OpenWeightGroupRequest(run_id=critic.run_id))
+    objective.policy.kl.target = 0.1
+    with pytest.raises(InvalidRequest, match=r"kl\.target"):
+        await critic.open(objective)
+
+
+def test_the_body_alone_loads_from_what_a_critic_writes(start_folder: Path) -> None:
+    body = AutoModel.from_pretrained(start_folder)
+    assert body.config.num_hidden_layers == 2
