@@ -22,7 +22,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 EXAMPLE = HERE.relative_to(ROOT)
 FLOTILLA = Path(sys.executable).with_name("flotilla")
-STACK = ("--stack", str(EXAMPLE / "stack.yaml"))
+FILES = {"ppo": ("stack-ppo.yaml", "ppo.yaml")}
+"""The stack and the run of algorithms that need others than GRPO's."""
 
 HIGHEST_START = 0.65
 LOWEST_END = 0.90
@@ -47,40 +48,42 @@ def flotilla(*arguments: str) -> dict[str, Any]:
 
 
 @contextmanager
-def fleet() -> Iterator[None]:
-    """The fleet of this example: started if it does not run, and stopped again if it was started here."""
+def fleet(stack: tuple[str, str]) -> Iterator[None]:
+    """A fleet of this example: started if it does not run, and stopped again if it was started here."""
     try:
         ours = True
-        ours = flotilla("up", *STACK)["changed"]
+        ours = flotilla("up", *stack)["changed"]
         say("the fleet is up" if ours else "the fleet was up already")
         yield
     finally:
         if ours:
-            flotilla("down", *STACK)
+            flotilla("down", *stack)
             say("the fleet is down")
 
 
-def train(files: list[str], *overrides: str) -> dict[str, Any]:
+def train(stack: tuple[str, str], files: list[str], *overrides: str) -> dict[str, Any]:
     """Start a run and follow it to its end."""
-    return flotilla("run", "start", *(str(EXAMPLE / file) for file in files), *overrides, *STACK, "--wait")
+    return flotilla("run", "start", *(str(EXAMPLE / file) for file in files), *overrides, *stack, "--wait")
 
 
 def demo(seed: int, algorithm: str, *, control: bool) -> None:
     """The whole story; raises `DemoFailed` where it ends otherwise."""
-    chapter(1, "fleet: a generator, a trainer of two ranks, rewards and the coordinator, on this machine")
-    with fleet():
+    stack_file, file = FILES.get(algorithm, ("stack.yaml", "grpo.yaml"))
+    stack = ("--stack", str(EXAMPLE / stack_file))
+    chapter(1, f"fleet: generator, trainer, rewards and coordinator on this machine ({stack_file})")
+    with fleet(stack):
         chapter(2, f"warm-up: imitation, until held-out accuracy is 0.45 or more (seed {seed})")
-        warm = train(["sft.yaml"], f"seed={seed}")
+        warm = train(stack, ["sft.yaml"], f"seed={seed}")
 
         if control:
             chapter(3, "control: the training of the demo on shuffled rewards, which must not teach anything")
         else:
             chapter(3, f"{algorithm}: from the warmed-up weights, by rewards alone")
-        files = ["grpo.yaml", "grpo-control.yaml"] if control else ["grpo.yaml"]
+        files = [file, "grpo-control.yaml"] if control else [file]
         start = f"initial_weights={warm['directory']}/model"
-        run = train(files, f"seed={seed}", start, f"algorithm.type={algorithm}")
+        run = train(stack, files, f"seed={seed}", start, f"algorithm.type={algorithm}")
         timeline = Path(run["directory"]) / "timeline.json"
-        flotilla("timeline", run["run_id"], "-o", str(timeline), *STACK)
+        flotilla("timeline", run["run_id"], "-o", str(timeline), *stack)
     chapter(4, "what came of it")
     report(run, timeline)
     judge(run["metrics"]["eval/accuracy_before"], run["metrics"]["eval/accuracy"], control=control)

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from flotilla.trainer.v1.session_pb2 import Role
 from flotilla_algorithms import ADVANTAGES, PAIR_LOSSES
-from flotilla_coordinator.runs.session_spec import critic_spec, session_spec
+from flotilla_coordinator.runs.session_spec import critic_spec, frozen_spec, session_spec
 from flotilla_core.config import DpoConfig, PolicyConfig, RunConfig
 from flotilla_core.config.advantages import AdvantageSection
 from flotilla_core.config.losses import LossSection
 from flotilla_core.config.presets import PRESETS
+from flotilla_core.roles import CRITIC, REFERENCE, TEACHER
 from flotilla_trainer.losses.table import LOSSES
 from flotilla_trainer.objective.pair_objective import LOSSES as PAIR_NAMES
 from flotilla_trainer.objective.session_objective import session_objective
@@ -112,9 +114,9 @@ def test_what_the_coordinator_sends_a_critic_is_what_it_takes(critic: dict[str, 
     algorithm = {"type": "ppo", "critic": critic, "kl": {"placement": "reward"}, "advantage": {"lam": 0.9}}
     config = run_of(algorithm, tmp_path)
     assert isinstance(config.algorithm, PolicyConfig) and config.algorithm.critic is not None
-    sent = critic_spec(config, config.algorithm.critic, tmp_path)
-    check_objective(sent.objective)
-    ValueUpdate(sent.objective.value)
+    sent = critic_spec(config, config.algorithm.critic, tmp_path, has_own_model=False)
+    check_spec(sent, CRITIC)
+    assert isinstance(session_objective(sent.objective), ValueUpdate)
     settings = objective_settings(sent.objective)
     clip = config.algorithm.critic.value_clip
     assert settings == ObjectiveSettings(loss=VALUE, parameters={"clip": clip})
@@ -128,6 +130,14 @@ def test_a_reference_of_its_own_leaves_the_ranks_without_a_copy(tmp_path: Path) 
     check_objective(objective)
     assert not objective_settings(objective).keeps_reference
     assert objective_settings(objective).kl_estimator == "k3"
+
+
+@pytest.mark.parametrize(("role", "name"), [(Role.ROLE_REFERENCE, REFERENCE), (Role.ROLE_TEACHER, TEACHER)])
+def test_what_the_coordinator_sends_a_frozen_gang_is_what_it_takes(
+    role: Role.ValueType, name: str, tmp_path: Path
+) -> None:
+    config = run_of({"type": "distillation"}, tmp_path)
+    check_spec(frozen_spec(config, role, str(tmp_path)), name)
 
 
 @pytest.mark.parametrize("name", sorted({*ADVANTAGES, *LOSSES, *PRESETS, *PAIR_LOSSES, "dpo"}))

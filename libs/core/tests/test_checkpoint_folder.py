@@ -76,6 +76,24 @@ def test_damage_is_named_by_its_file(
         Manifest.verified(folder)
 
 
+def test_a_part_put_inside_is_sealed_with_the_whole(shelf: CheckpointShelf) -> None:
+    aside = shelf.begin("step-000003")
+    whole, part = (made(CheckpointShelf(aside / role), 3) for role in ("policy", "critic"))
+    part.rename(whole / "critic")
+    Manifest.join(whole, ["critic"])
+    folder = shelf.publish("step-000003", whole)
+    shelf.discard("step-000003")
+    assert shelf.names() == ["step-000003"] and folder == shelf.folder("step-000003")
+    assert (shelf.path / "latest").read_text() == "step-000003\n"
+    assert Manifest.verified(folder).nbytes > 2 * Manifest.verified(folder / "critic").nbytes
+    flipped(folder / "critic")
+    with pytest.raises(Damaged, match=r"critic/shards/rank-0"):
+        Manifest.verified(folder)
+    (folder / "critic").rename(shelf.path / "elsewhere")
+    with pytest.raises(Damaged, match="the file is missing"):
+        Manifest.verified(folder)
+
+
 def test_another_format_is_refused_as_such(shelf: CheckpointShelf) -> None:
     folder = made(shelf, 3)
     (folder / "manifest.json").write_text('{"format": 99, "files": {}}')

@@ -185,7 +185,8 @@ async def test_a_beginning_that_the_ledger_refuses_leaves_every_checkpoint(
     run: Any = SimpleNamespace(
         run_id=RUN,
         ledger=ledger,
-        policy=SimpleNamespace(open=opened, load=load, version=Version(1, 1)),
+        learners=SimpleNamespace(open=opened, load=load),
+        policy=SimpleNamespace(version=Version(1, 1)),
         checkpoints=SimpleNamespace(shelf=shelf),
         phase=lambda _: nullcontext(),
     )

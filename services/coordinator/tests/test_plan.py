@@ -122,6 +122,31 @@ def test_answers_that_the_model_cannot_hold_are_refused(
         assert [wanted in error for wanted, error in zip(errors, found, strict=True)] == [True] * len(errors)
 
 
+def test_a_critic_needs_a_gang_and_is_told_of(
+    run: dict[str, Any], stack: StackConfig, tmp_path: Path
+) -> None:
+    run["algorithm"] = {"type": "ppo", "critic": {"warmup_steps": 10}}
+    assert "the stack has no critic: write `critic: {replicas: 1}`" in the_error(plan(run, stack))
+    stack = stack.model_copy(update={"critic": stack.critic.model_copy(update={"replicas": 1})})
+    planned = plan(run, stack)
+    assert list(planned.errors) == []
+    lines = {line.name: line for line in planned.lines}
+    assert lines["updates"].value == "90"
+    assert lines["critic"].value == "learning rate 1e-05"
+    told = lines["critic"].explanation
+    assert str(stack.model) in told and "the first 10 steps teach it alone" in told
+    assert "KiB" in lines["memory of a critic rank"].value
+
+    other = make_model(tmp_path / "other")
+    own = stack.model_copy(update={"critic": stack.critic.model_copy(update={"model": other})})
+    explained = {line.name: line.explanation for line in plan(run, own).lines}
+    assert f"starts from {other} (stack: critic.model)" in explained["critic"]
+    run["algorithm"]["critic"] = {"warmup_steps": 100}
+    assert "leaves none of the 100 steps" in the_error(plan(run, stack))
+    run["algorithm"]["critic"] = {"optimizer": {"warmup_updates": 100}}
+    assert "algorithm.critic.optimizer.warmup_updates = 100" in the_error(plan(run, stack))
+
+
 def test_no_updates_are_no_plan(run: dict[str, Any], stack: StackConfig) -> None:
     with pytest.raises(ValueError, match="steps"):
         plan(run, stack, steps=0)

@@ -58,9 +58,9 @@ class Bench:
         self.warnings: list[str] = []
         self.covered: list[tuple[Version, int]] = []
         self.shelf = CheckpointShelf(folder)
-        policy: Any = self.trainer
+        learners: Any = self.trainer
         config = CheckpointConfig(every_steps=2, keep=2)
-        self.checkpoints = RunCheckpoints(RUN, config, policy, ledger, self.shelf, self.warnings.append)
+        self.checkpoints = RunCheckpoints(RUN, config, learners, ledger, self.shelf, self.warnings.append)
 
     async def save(self, steps_done: int) -> None:
         progress = Progress(RUN, steps_done, Version(0, steps_done), {"position": steps_done}, 0.5)
@@ -82,7 +82,8 @@ class Bench:
         return SimpleNamespace(
             run_id=RUN,
             config=SimpleNamespace(steps=steps_done, export_final=False),
-            policy=SimpleNamespace(open=nothing, version=version),
+            learners=SimpleNamespace(open=nothing),
+            policy=SimpleNamespace(version=version),
             source=SimpleNamespace(samples_from_policy=True),
             sync=SimpleNamespace(publish=nothing, version=version),
             evaluator=None,

@@ -26,6 +26,7 @@ from flotilla_coordinator.runs.client_sampling import ClientPrompt, ClientSampli
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.feed import RunFeed
 from flotilla_coordinator.runs.generation import Generated, GenerationRequest
+from flotilla_coordinator.runs.learners import Learners
 from flotilla_coordinator.runs.progress import Progress
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_core import rpc
@@ -123,7 +124,7 @@ class Bench:
         context: Any = RunContext(
             run_id=RUN,
             config=self.config,
-            policy=trainer,
+            learners=Learners(trainer),
             source=SimpleNamespace(samples_from_policy=True),  # type: ignore[arg-type]
             sync=SimpleNamespace(version=Version(0, 0)),  # type: ignore[arg-type]
             evaluator=None,

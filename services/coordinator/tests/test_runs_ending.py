@@ -19,10 +19,13 @@ from flotilla_coordinator.runs import execution
 from flotilla_coordinator.runs.active import ActiveRun
 from flotilla_coordinator.runs.beginning import Beginning
 from flotilla_coordinator.runs.feed import RunFeed
+from flotilla_coordinator.runs.gang_session import Gang
+from flotilla_coordinator.runs.learners import Learners
 from flotilla_coordinator.runs.recovery import MOST_IN_A_ROW
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_core.config import RunConfig
 from flotilla_core.errors import RankFailed, Unavailable, WeightGroupFailed
+from flotilla_core.roles import CRITIC, POLICY
 
 RUN = "run-1"
 CONFIG = RunConfig.model_validate(
@@ -42,12 +45,17 @@ class Closing:
 
 
 @dataclass
-class Policy(Closing):
-    """A trainer that is there, or not."""
+class Session(Closing):
+    """A gang that is there, or not."""
 
+    role: str = POLICY
     opened: bool = True
-    instance_id: str = "trainer-1"
     is_lost: bool = False
+
+    @property
+    def gang(self) -> Gang:
+        nobody: Any = None
+        return Gang(self.role, nobody, f"{self.role}-1", 1.0)
 
     async def lost(self) -> bool:
         return self.is_lost
@@ -65,7 +73,14 @@ class Context:
     source: Closing = field(default_factory=Closing)
     sync: Closing = field(default_factory=Closing)
     checkpoints: Closing = field(default_factory=Closing)
-    policy: Policy = field(default_factory=Policy)
+    policy: Session = field(default_factory=Session)
+    critic: Session = field(default_factory=lambda: Session(role=CRITIC))
+
+    @property
+    def learners(self) -> Learners:
+        policy: Any = self.policy
+        critic: Any = self.critic
+        return Learners(policy, critic)
 
 
 class Directory(RunDirectory):
@@ -85,6 +100,7 @@ class Bench:
     active: ActiveRun
     directory: Directory
     context: Context
+    ejected: list[str]
 
     async def end(self) -> RunRecord:
         """The record after the run has ended; all watchers have ended too."""
@@ -128,11 +144,13 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         directory = Directory(tmp_path)
         context.status = active.status
         nobody: Any = None
-        fleet: Any = SimpleNamespace(trainers=SimpleNamespace(eject=lambda *_: None))
+        ejected: list[str] = []
+        pool = SimpleNamespace(eject=lambda instance_id, why: ejected.append(instance_id))
+        fleet: Any = SimpleNamespace(gangs={POLICY: pool, CRITIC: pool})
         active.task = asyncio.create_task(
             execution.execute(nobody, fleet, ledger, active, directory, beginning)
         )
-        return Bench(ledger, active, directory, context)
+        return Bench(ledger, active, directory, context, ejected)
 
     yield started
     ledger.close()
@@ -153,17 +171,21 @@ async def test_a_failure_is_one_message(start: Start) -> None:
     assert record.state == RunState.FAILED and record.reason == "rank 1 was killed. see its log"
 
 
-async def test_a_run_whose_trainer_is_lost_begins_again_under_the_next_lineage(start: Start) -> None:
+@pytest.mark.parametrize("role", [POLICY, CRITIC])
+async def test_a_run_that_lost_a_gang_begins_again_under_the_next_lineage(start: Start, role: str) -> None:
     beginnings = []
 
     async def loop(run: Any, beginning: Beginning) -> None:
         beginnings.append(beginning)
-        run.policy.is_lost = len(beginnings) == 1
-        if run.policy.is_lost:
+        session = getattr(run, role)
+        session.is_lost = len(beginnings) == 1
+        if session.is_lost:
             raise WeightGroupFailed("the broadcast broke")
 
-    assert (await start(loop).end()).state == RunState.SUCCEEDED
+    bench = start(loop)
+    assert (await bench.end()).state == RunState.SUCCEEDED
     assert beginnings == [Beginning(0), Beginning(1)]
+    assert bench.ejected == [f"{role}-1"]
 
 
 async def test_the_checkpoint_that_a_user_named_is_asked_for_until_the_run_has_begun_there(

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
-from flotilla_coordinator.runs import policy as policy_module
+from flotilla_coordinator.runs import gang_session
 from flotilla_coordinator.runs.batch import Batch, RolloutGroup, RolloutSample
+from flotilla_coordinator.runs.gang_session import Gang
 from flotilla_coordinator.runs.policy import PolicyTrainer
+from flotilla_coordinator.runs.session_spec import session_spec
 from flotilla_core import rpc
 from flotilla_core.config import RunConfig
 from flotilla_core.errors import FailedPrecondition, FlotillaError, NotFound, Unavailable
@@ -96,7 +98,8 @@ def policy(trainer: Trainer, *ended: str, lineage: int = 0) -> PolicyTrainer:
         return list(ended)
 
     stub: Any = trainer
-    return PolicyTrainer("run", CONFIG, stub, "trainer-0-1", Path("dumps"), ended_runs, LONGEST_S, lineage)
+    gang = Gang("policy", stub, "trainer-0-1", LONGEST_S)
+    return PolicyTrainer("run", session_spec(CONFIG, Path("dumps")), gang, ended_runs, lineage)
 
 
 def batch() -> Batch:
@@ -138,7 +141,7 @@ async def test_a_run_that_goes_on_takes_its_own_old_session_back() -> None:
 
 
 async def test_a_session_is_lost_when_the_trainer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy_module, "PROBE_EVERY_S", 0.0)
+    monkeypatch.setattr(gang_session, "PROBE_EVERY_S", 0.0)
     trainer = Trainer()
     client = policy(trainer)
     assert not client.opened

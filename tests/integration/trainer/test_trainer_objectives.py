@@ -138,6 +138,20 @@ async def test_the_reference_stays_where_the_session_began_and_entropy_earns_a_b
     assert_equal(gradients, wanted)
     # Scoring with the reference left the policy as it was.
     assert metrics["kl/mean"] == pytest.approx(first.metrics["kl/mean"], rel=1e-5)
+
+    request = pb.ComputeLogprobsRequest(run_id=trainer.run_id, temperature=0.7, reference=True)
+    samples = {sample.sample_id: (group, sample) for group in groups for sample in group.samples}
+    for sample_id, (group, sample) in samples.items():
+        request.sequences.add(
+            sequence_id=sample_id, prompt_token_ids=group.prompt_token_ids, token_ids=sample.token_ids
+        )
+    for item in (await trainer.call("ComputeLogprobs", request)).sequences:
+        samples[item.sequence_id][1].reference_logprobs.CopyFrom(item.logprobs)
+    # What the copy says may as well come with the samples.
+    sent_loss, sent, _ = await on_ranks(trainer, groups)
+    assert sent_loss == pytest.approx(loss, rel=1e-6)
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(sent[name], gradient, rtol=1e-5, atol=1e-6)
     again = await trainer.export(tmp_path / "again", 1)
     before, after = loaded(now), loaded(again)
     assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))

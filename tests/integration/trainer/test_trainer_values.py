@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoModelForTokenClassification
 
 from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
-from flotilla_core.errors import FailedPrecondition, InvalidRequest
+from flotilla_core.errors import FailedPrecondition, InvalidRequest, NotFinite
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
 
@@ -37,9 +37,9 @@ LAYOUTS = [
 Groups = list[pb.TrainGroup]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[1, 2], ids=["1-rank", "2-ranks"])
-async def critic(request: pytest.FixtureRequest, start_trainer: Callable[..., Any]) -> AsyncIterator[Any]:
-    async with start_trainer(name="critic", nproc=request.param) as started:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def critic(start_trainer: Callable[..., Any]) -> AsyncIterator[Any]:
+    async with start_trainer(name="critic", nproc=2) as started:
         yield started
 
 
@@ -148,7 +148,7 @@ async def values_of(critic: Any, groups: Groups) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout.values())))
-async def test_values_loss_and_gradient_equal_plain_torch_for_any_ranks_and_layout(
+async def test_values_loss_and_gradient_equal_plain_torch_for_any_layout(
     critic: Any,
     objective: session_pb2.ValueObjective,
     groups: Groups,
@@ -166,21 +166,16 @@ async def test_values_loss_and_gradient_equal_plain_torch_for_any_ranks_and_layo
             expected = plain_values(model, prompt, response).detach().numpy()
             np.testing.assert_allclose(got[sample.sample_id], expected, atol=VALUE_OFF)
 
-    session = critic.holder.session(critic.run_id)
-    prepared = await session._preparation.of("x/0.1", groups, session.version, session._progress.objective)
-    answers = await session._ranks.work("gradients", prepared.packed, {})
+    metrics, gradients = await critic.gradient(groups)
     loss, expected_gradient, clipped = plain_loss(start_folder, groups)
-    metrics = answers[0].fields["metrics"]
     assert metrics["loss"] == pytest.approx(loss, abs=EXACT)
     assert metrics["clip_fraction"] * metrics["tokens/trained"] == pytest.approx(clipped)
     assert 0 < clipped < metrics["tokens/trained"]
-    assert answers[0].arrays.keys() == expected_gradient.keys()
+    assert gradients.keys() == expected_gradient.keys()
     for name, gradient in expected_gradient.items():
         assert gradient.abs().max() > 0.001
         scale = float(gradient.abs().max())
-        np.testing.assert_allclose(
-            answers[0].arrays[name] / scale, gradient / scale, atol=5 * EXACT, err_msg=name
-        )
+        np.testing.assert_allclose(gradients[name] / scale, gradient / scale, atol=5 * EXACT, err_msg=name)
 
 
 async def test_a_critic_of_a_language_model_expects_nothing_until_it_has_learned(
@@ -188,6 +183,9 @@ async def test_a_critic_of_a_language_model_expects_nothing_until_it_has_learned
 ) -> None:
     await critic.open(objective, epsilon=1e-3)
     assert all((values == 0).all() for values in (await values_of(critic, groups)).values())
+    # Its policy may be ahead of it.
+    span = groups[0].samples[1].version_spans.add(start=0, end=1)
+    span.version.CopyFrom(Version(0, 5).to_proto())
     returns = [value for g in groups for sample in g.samples for value in own_returns(sample)]
     first = await critic.train(0, groups)
     assert Version.from_proto(first.policy_version) == Version(0, 1) and not first.skipped
@@ -242,6 +240,27 @@ async def test_a_critic_goes_on_from_its_checkpoint_bit_by_bit(
     assert again.metrics["loss"] == second.metrics["loss"]
     for sequence_id, expected in values.items():
         np.testing.assert_array_equal((await values_of(critic, groups))[sequence_id], expected)
+
+
+async def test_an_update_with_an_infinite_loss_leaves_the_critic_as_it_was(
+    critic: Any, objective: session_pb2.ValueObjective, groups: Groups, tmp_path: Path
+) -> None:
+    objective.policy.advantage.ClearField("reward_clip")
+    await critic.open(objective, dump_dir=str(tmp_path))
+    assert not (await critic.train(0, groups)).skipped
+    before = await values_of(critic, groups)
+    reward, groups[2].samples[3].reward = groups[2].samples[3].reward, 1e30
+    skipped = await critic.train(1, groups)
+    assert skipped.skipped and Version.from_proto(skipped.policy_version) == Version(0, 1)
+    assert {file.suffix for file in tmp_path.iterdir()} == {".npz", ".json"}
+    for sequence_id, values in (await values_of(critic, groups)).items():
+        np.testing.assert_array_equal(values, before[sequence_id])
+    groups[2].samples[3].reward = reward
+    assert not (await critic.train(1, groups[1:])).skipped
+    groups[2].samples[3].reward = 1e30
+    with pytest.raises(NotFinite, match="2 updates in a row"):
+        await critic.train(2, groups)
+        await critic.train(2, groups[1:])
 
 
 async def test_what_a_critic_cannot_do_is_refused(

@@ -2,7 +2,8 @@
 
 Invariants: at most one is being written; no update waits for more than its snapshot; whatever fails after that costs
 this checkpoint alone, and leaves no folder behind; a load verifies every byte before a rank hears of it. This process
-reads files on threads of its own, so it stays answerable.
+reads files on threads of its own, so it stays answerable. A save gives a sealed folder that stands by itself, whatever
+the role of the gang; it may be put into another one afterwards, and is loaded from wherever it lies.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import structlog
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
-from flotilla_core.checkpoint import CheckpointShelf, Manifest
+from flotilla_core.checkpoint import CheckpointShelf, Manifest, on_disk
 from flotilla_core.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -70,7 +71,7 @@ class Checkpoints:
             )
         self._busy = name
         try:
-            folder = await asyncio.to_thread(_on_disk, shelf.begin, name)
+            folder = await asyncio.to_thread(on_disk, shelf.begin, name)
             started = time.monotonic()
             async with session.holding(Version.from_proto(request.policy_version), "the checkpoint"):
                 contents = {
@@ -149,9 +150,9 @@ class Checkpoints:
         try:
             with self._activities.doing(f"writing checkpoint {name}", run_id=session.run_id):
                 await self._written(reports, folder)
-                manifest = await asyncio.to_thread(_on_disk, _seal, folder, contents)
+                manifest = await asyncio.to_thread(on_disk, _seal, folder, contents)
                 self._publishing = True
-                path = await asyncio.to_thread(_on_disk, shelf.publish, name)
+                path = await asyncio.to_thread(on_disk, shelf.publish, name)
         finally:
             _forget(reports)
             await asyncio.to_thread(shelf.discard, name)
@@ -196,19 +197,6 @@ def _seal(folder: Path, contents: dict[str, bytes]) -> Manifest:
     for name, content in contents.items():
         (folder / name).write_bytes(content)
     return Manifest.seal(folder)
-
-
-def _on_disk(work: Any, *arguments: Any) -> Any:
-    """What `work` returns; what the file system refuses becomes an error with a name."""
-    try:
-        return work(*arguments)
-    except OSError as error:
-        raise FailedPrecondition(
-            "the checkpoint cannot be written",
-            where=str(error.filename or arguments[0]),
-            why=error.strerror or str(error),
-            next_step="see whether the disk is full; checkpoint.keep says how many stay",
-        ) from error
 
 
 def _size(folder: Path) -> int:

@@ -52,7 +52,8 @@ class Preparation:
         self, update_id: str, groups: Sequence[pb.TrainGroup], version: Version, objective: SessionObjective
     ) -> PreparedUpdate:
         """The update of `version` on these groups."""
-        batch = await asyncio.to_thread(UpdateBatch.read, groups, self._ranks.limits, version)
+        writer = version if objective.writes_samples else None
+        batch = await asyncio.to_thread(UpdateBatch.read, groups, self._ranks.limits, writer)
         if objective.scores_reference(batch):
             scores = await self._logprobs(batch, objective, reference=True)
             batch = replace(batch, reference_logprobs=scores)

@@ -55,8 +55,10 @@ class UpdateBatch:
     """Tokens that are known to be written by the version that they train."""
 
     @classmethod
-    def read(cls, groups: Sequence[pb.TrainGroup], limits: ModelLimits, version: Version) -> UpdateBatch:
-        """The batch on the wire, to train `version`."""
+    def read(
+        cls, groups: Sequence[pb.TrainGroup], limits: ModelLimits, version: Version | None
+    ) -> UpdateBatch:
+        """The batch on the wire, to train `version`; None where another model wrote it, whose versions say nothing."""
         samples = [sample for group in groups for sample in group.samples]
         if not samples:
             raise InvalidRequest(
@@ -218,11 +220,13 @@ def _mask(samples: list[pb.TrainSample], lengths: NDArray[np.int64]) -> NDArray[
 
 
 def _ages(
-    samples: list[pb.TrainSample], lengths: NDArray[np.int64], version: Version
+    samples: list[pb.TrainSample], lengths: NDArray[np.int64], version: Version | None
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Staleness, and what is known to be fresh; tokens that no version claims count as written by the newest."""
     behind = np.zeros(int(lengths.sum()), np.int64)
     fresh = np.zeros(len(behind), np.bool_)
+    if version is None:
+        return behind, fresh
     starts = np.cumsum(lengths) - lengths
     for sample, start, length in zip(samples, starts.tolist(), lengths.tolist(), strict=True):
         for span in sample.version_spans:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,14 +44,22 @@ class Manifest:
     def seal(cls, folder: Path) -> Manifest:
         """Bring everything below `folder` to the disk, then write its manifest."""
         manifest = cls({str(path.relative_to(folder)): _flushed(path) for path in _files(folder)})
-        entries = {
-            name: {"bytes": file.nbytes, "sha256": file.sha256} for name, file in manifest.files.items()
-        }
-        path = folder / FILE_NAME
-        path.write_text(json.dumps({"format": FORMAT, "files": entries}, indent=1) + "\n", "utf-8")
-        _flushed(path)
+        manifest._write(folder)
         for directory in (*(child for child in folder.rglob("*") if child.is_dir()), folder):
             flush_directory(directory)
+        return manifest
+
+    @classmethod
+    def join(cls, folder: Path, parts: Iterable[str]) -> Manifest:
+        """Seal a sealed folder once more, with the sealed folders that were put into it; no file is read again."""
+        files = dict(cls.read(folder).files)
+        for part in parts:
+            inside = cls.read(folder / part).files
+            files |= {f"{part}/{name}": file for name, file in inside.items()}
+            files[f"{part}/{FILE_NAME}"] = _flushed(folder / part / FILE_NAME)
+        manifest = cls(files)
+        manifest._write(folder)
+        flush_directory(folder)
         return manifest
 
     @classmethod
@@ -89,6 +98,12 @@ class Manifest:
             if digest != sealed.sha256:
                 raise _damaged(path, "its SHA-256 is not that of what was written")
         return manifest
+
+    def _write(self, folder: Path) -> None:
+        entries = {name: {"bytes": file.nbytes, "sha256": file.sha256} for name, file in self.files.items()}
+        path = folder / FILE_NAME
+        path.write_text(json.dumps({"format": FORMAT, "files": entries}, indent=1) + "\n", "utf-8")
+        _flushed(path)
 
 
 def flush_directory(path: Path) -> None:

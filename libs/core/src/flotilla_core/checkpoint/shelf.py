@@ -73,10 +73,10 @@ class CheckpointShelf:
         aside.mkdir()
         return aside
 
-    def publish(self, name: str) -> Path:
-        """Let readers see a folder that is sealed, then point `latest` to it."""
+    def publish(self, name: str, written: Path | None = None) -> Path:
+        """Let readers see a folder that is sealed, the one that was begun or one inside it; `latest` then names it."""
         folder = self.path / name
-        self.aside(name).rename(folder)
+        (written or self.aside(name)).rename(folder)
         flush_directory(self.path)
         write_atomically(self.path / LATEST, f"{name}\n")
         flush_directory(self.path)

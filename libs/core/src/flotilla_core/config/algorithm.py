@@ -154,6 +154,11 @@ class PolicyConfig(ConfigModel):
                 f"advantage.type is {name} and critic is {'absent' if critic is None else 'there'}: gae needs the "
                 "values of a critic and nothing else does; write `critic: {}` beside gae alone"
             )
+        if self.kl.placement == "reward" and not self.needs_rewards:
+            raise ValueError(
+                "kl.placement is reward, which advantage.type distill looks at with a reward_weight above 0 alone: "
+                "set kl.placement to loss"
+            )
         if critic is not None and self.kl.target is not None:
             raise ValueError(
                 "kl.target adapts the coefficient, which a critic could not follow: leave it out"

@@ -209,6 +209,11 @@ class RunConfig(ConfigModel):
         return isinstance(self.algorithm, DpoConfig)
 
     @property
+    def learns_by_rewards(self) -> bool:
+        """Whether samples teach nothing where their rewards are equal."""
+        return isinstance(self.algorithm, PolicyConfig) and self.algorithm.needs_rewards
+
+    @property
     def evaluates_pairs(self) -> bool:
         """Whether an evaluation asks how many held-out pairs are ranked right, and generates nothing."""
         return self.evaluation is not None and self.learns_from_pairs and not self.rewards

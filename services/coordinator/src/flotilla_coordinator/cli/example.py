@@ -1,4 +1,4 @@
-"""Makes the model and data of the arithmetic example, the first time that its stack is brought up."""
+"""Makes the model and data of the arithmetic example, the first time that a stack of it is brought up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAST_LINES = 5
 
 def make_example(file: Path | None) -> None:
     """Does nothing for any other stack, or when model and data are there."""
-    if file is None or file.resolve() != (EXAMPLE / "stack.yaml").resolve():
+    if file is None or file.resolve().parent != EXAMPLE.resolve():
         return
     for folder, script, what in (
         ("model", "make_model.py", "model of the arithmetic example (0.8M parameters)"),

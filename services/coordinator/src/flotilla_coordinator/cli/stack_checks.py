@@ -22,29 +22,40 @@ def stack_checks(given: str | None) -> tuple[StackConfig | None, list[Finding]]:
     except InvalidConfig as error:
         return None, [failed("stack file", str(error), "correct it; see: flotilla config schema stack")]
     found = f"{file}: stack {config.name!r}" if file else f"none: defaults, stack {config.name!r}"
-    return config, [passed("stack file", found), *_model(config), _bind(config)]
+    return config, [passed("stack file", found), *_models(config), _bind(config)]
 
 
-def _model(config: StackConfig) -> list[Finding]:
+def _models(config: StackConfig) -> list[Finding]:
+    """The stack's, and those of gangs that have one of their own."""
+    from flotilla_core.gangs import model_of, started
+    from flotilla_core.roles import BESIDE_THE_POLICY
+
+    findings = _model("model", config.model)
+    for role in BESIDE_THE_POLICY:
+        model = model_of(config, role)
+        if started(config, role) and model != config.model:
+            findings += _model(f"{role}.model", model)
+    return findings
+
+
+def _model(key: str, model: Path | str) -> list[Finding]:
     from flotilla_core.errors import FlotillaError
     from flotilla_core.model_folder import model_folder
 
-    if not Path(config.model).is_dir() and _is_hub_name(str(config.model)):
-        found = f"{config.model} is a hub name: it is fetched at the first start, unless it is in the cache"
-        return [warning("model", found, "fetch it beforehand: hf download " + str(config.model))]
+    if not Path(model).is_dir() and _is_hub_name(str(model)):
+        found = f"{model} is a hub name: it is fetched at the first start, unless it is in the cache"
+        return [warning(key, found, f"fetch it beforehand: hf download {model}")]
     try:
-        folder = model_folder(config.model)
+        folder = model_folder(model)
     except FlotillaError as error:
         found = f"{error.what}: {error.why or error.where}"
-        return [failed("model", found, error.next_step or "set model in the stack file to a folder")]
+        return [failed(key, found, error.next_step or f"set {key} in the stack file to a folder")]
     if not (folder / "config.json").exists():
-        return [failed("model", f"{folder} has no config.json", "set model to a Hugging Face model folder")]
+        return [failed(key, f"{folder} has no config.json", f"set {key} to a Hugging Face model folder")]
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if not weights:
-        return [
-            failed("model", f"{folder} has no *.safetensors", "save the model with safe_serialization=True")
-        ]
-    return [passed("model", f"{folder} ({weights / 1e6:,.1f} MB of weights)"), _tokenizer(folder)]
+        return [failed(key, f"{folder} has no *.safetensors", "save the model with safe_serialization=True")]
+    return [passed(key, f"{folder} ({weights / 1e6:,.1f} MB of weights)"), _tokenizer(folder)]
 
 
 def _is_hub_name(model: str) -> bool:

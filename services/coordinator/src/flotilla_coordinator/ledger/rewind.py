@@ -18,7 +18,8 @@ from flotilla_core.version import Version
 RUN_ENDED = "run_ended"
 RUN_INTERRUPTED = "run_interrupted"
 UPDATE_SKIPPED = "update_skipped"
-REOPENED = (RUN_ENDED, RUN_INTERRUPTED, UPDATE_SKIPPED)
+CRITIC_ONLY = "critic_only"
+REOPENED = (RUN_ENDED, RUN_INTERRUPTED, UPDATE_SKIPPED, CRITIC_ONLY)
 """Reasons that say something about the run and nothing about the sample: one that goes on may train it after all."""
 
 REWARD_ERROR = "reward_error"

@@ -12,24 +12,21 @@ from pathlib import Path
 from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.plan.model_facts import ModelFacts
-from flotilla_coordinator.runs.session_spec import critic_warmup_steps
-from flotilla_core.config import PolicyConfig, RunConfig, StackConfig
+from flotilla_coordinator.runs.session_spec import critic_of, critic_warmup_steps
+from flotilla_core.config import OptimizerConfig, PolicyConfig, RunConfig, StackConfig
 
 
 def config_errors(config: RunConfig) -> list[str]:
     """Settings that contradict each other."""
     errors = []
     optimizer, stop = config.optimizer, config.stop
-    if optimizer.warmup_updates >= config.steps:
+    critic, alone = critic_of(config), critic_warmup_steps(config)
+    errors.extend(_schedule_errors("optimizer", optimizer, config.steps - alone))
+    if critic is not None:
+        errors.extend(_schedule_errors("algorithm.critic.optimizer", critic.optimizer, config.steps))
+    if alone >= config.steps:
         errors.append(
-            f"optimizer.warmup_updates = {optimizer.warmup_updates} leaves none of the {config.steps} "
-            f"updates for the {optimizer.schedule} schedule: set it below steps (on the command line: "
-            f"optimizer.warmup_updates={config.steps // 2})"
-        )
-    warmup = critic_warmup_steps(config)
-    if warmup >= config.steps:
-        errors.append(
-            f"algorithm.critic.warmup_steps = {warmup} leaves none of the {config.steps} steps for the policy"
+            f"algorithm.critic.warmup_steps = {alone} leaves none of the {config.steps} steps for the policy"
         )
     if (
         stop is not None
@@ -46,6 +43,16 @@ def config_errors(config: RunConfig) -> list[str]:
         functions.append(("algorithm.loss.type", config.algorithm.loss.type))
     errors += [error for key, name in functions for error in _function_errors(key, name)]
     return errors
+
+
+def _schedule_errors(section: str, optimizer: OptimizerConfig, updates: int) -> list[str]:
+    if optimizer.warmup_updates < updates or updates < 1:
+        return []
+    return [
+        f"{section}.warmup_updates = {optimizer.warmup_updates} leaves none of the {updates} updates for the "
+        f"{optimizer.schedule} schedule: set it below that (on the command line: "
+        f"{section}.warmup_updates={updates // 2})"
+    ]
 
 
 def _function_errors(key: str, name: str) -> list[str]:
@@ -185,6 +192,6 @@ def fleet_warnings(config: RunConfig, stack: StackConfig) -> list[str]:
     ):
         if stack.generator.replicas == 0 and not stack.generator.attach:
             warnings.append("generator.replicas is 0: the run waits until `flotilla scale generator 1`")
-        if stack.reward.replicas == 0 and not stack.reward.attach:
+        if config.rewards and stack.reward.replicas == 0 and not stack.reward.attach:
             warnings.append("reward.replicas is 0: the run waits until `flotilla scale reward 1`")
     return warnings

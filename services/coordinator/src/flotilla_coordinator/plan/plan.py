@@ -16,11 +16,14 @@ from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.plan import checks
 from flotilla_coordinator.plan.algorithm import algorithm_lines
+from flotilla_coordinator.plan.critic import critic_lines
 from flotilla_coordinator.plan.micro_batches import MicroBatches
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.remarks import STARTING_WEIGHTS
 from flotilla_coordinator.plan.roles import role_errors
+from flotilla_coordinator.plan.sizes import shown_bytes
 from flotilla_coordinator.plan.trainer_memory import BYTES, TrainerMemory
+from flotilla_coordinator.runs.session_spec import critic_warmup_steps
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.errors import FlotillaError
 from flotilla_core.model_folder import model_folder
@@ -40,13 +43,16 @@ def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:
         plan.errors.extend(checks.model_errors(config, model, start, tokenizer.vocabulary_size))
         data = training_data(config)(config.data.train, config.data, tokenizer)
         held_out = None
+        longest = checks.longest_sequence(config, data, tokenizer)
+        critic = list(critic_lines(config, stack, longest))
         if config.evaluation is not None:
             held_out = held_out_data(config)(config.evaluation.data, config.data, tokenizer)
     except FlotillaError as error:
         plan.errors.append(str(error))
         return plan
-    longest = checks.longest_sequence(config, data, tokenizer)
     _Planner(config, stack, model, data, held_out, longest, plan).write()
+    for name, value, explanation in critic:
+        plan.lines.add(name=name, value=value, explanation=explanation)
     return plan
 
 
@@ -172,7 +178,10 @@ class _Planner:
     def _update_lines(self) -> None:
         config, ranks = self._config, self._stack.trainer.nproc
         optimizer, budget = config.optimizer, config.batching.tokens_per_microbatch
-        self._line("updates", f"{config.steps}", "one a step, over all of its samples")
+        alone = critic_warmup_steps(config)
+        updates = config.steps - alone
+        after = f" after the {alone} in which only the critic learns" if alone else ""
+        self._line("updates", f"{updates}", f"one a step{after}, over all of its samples")
         cut = MicroBatches.of(self._samples, self._longest, budget, ranks)
         self._line(
             "micro-batches of an update",
@@ -192,7 +201,7 @@ class _Planner:
             "learning rate",
             f"{optimizer.learning_rate:g}",
             f"{optimizer.warmup_updates} updates of warm-up, then {optimizer.schedule} to {end:g} "
-            f"at update {config.steps}",
+            f"at update {updates}",
         )
 
     def _evaluation_line(self, held_out: PromptFile) -> None:
@@ -223,26 +232,26 @@ class _Planner:
         batching = self._config.batching
         self._line(
             "memory of a trainer rank",
-            f"about {_bytes(need.total)}",
-            f"weights {_bytes(need.masters)}, gradients {_bytes(need.gradients)}, AdamW {_bytes(need.moments)}, "
-            f"gathered {trainer.dtype} layers {_bytes(need.gathered)}, activations of "
-            f"{batching.tokens_per_microbatch} tokens {_bytes(need.activations)}, logits of "
-            f"{batching.logprob_chunk_tokens} tokens {_bytes(need.logits)}"
-            + (f", frozen reference {_bytes(need.reference)}" if need.reference else ""),
+            f"about {shown_bytes(need.total)}",
+            f"weights {shown_bytes(need.masters)}, gradients {shown_bytes(need.gradients)}, "
+            f"AdamW {shown_bytes(need.moments)}, gathered {trainer.dtype} layers {shown_bytes(need.gathered)}, "
+            f"activations of {batching.tokens_per_microbatch} tokens {shown_bytes(need.activations)}, logits of "
+            f"{batching.logprob_chunk_tokens} tokens {shown_bytes(need.logits)}"
+            + (f", frozen reference {shown_bytes(need.reference)}" if need.reference else ""),
         )
         weights = m.parameters * BYTES[generator.dtype] // generator.tensor_parallel_size
         token = m.layers * m.key_value_size * BYTES[generator.dtype] // generator.tensor_parallel_size
         self._line(
             "memory of a generator worker",
-            f"about {_bytes(2 * weights)} + KV cache",
-            f"live and staged {generator.dtype} weights {_bytes(weights)} each; "
-            f"the KV cache takes {_bytes(token)} a token",
+            f"about {shown_bytes(2 * weights)} + KV cache",
+            f"live and staged {generator.dtype} weights {shown_bytes(weights)} each; "
+            f"the KV cache takes {shown_bytes(token)} a token",
         )
         sent = m.parameters * BYTES[trainer.dtype]
         bucket = self._config.weights.bucket_mib
         self._line(
             "weight sync",
-            f"{_bytes(sent)}",
+            f"{shown_bytes(sent)}",
             f"in about {math.ceil(sent / (bucket << 20))} broadcast(s) of at most {bucket} MiB "
             "to each generator",
         )
@@ -255,15 +264,15 @@ class _Planner:
         export = self._model.parameters * 4 if config.export_final else 0
         self._line(
             "disk",
-            f"at most {_bytes(rollouts + export)}",
-            f"samples in the ledger and the run directory {_bytes(rollouts)}, "
-            f"exported model {_bytes(export)}",
+            f"at most {shown_bytes(rollouts + export)}",
+            f"samples in the ledger and the run directory {shown_bytes(rollouts)}, "
+            f"exported model {shown_bytes(export)}",
         )
         free = shutil.disk_usage(_existing(self._stack.state_dir)).free
         if rollouts + export > free:
             self._plan.warnings.append(
-                f"the run may write {_bytes(rollouts + export)}, but {self._stack.state_dir} "
-                f"has {_bytes(free)} free"
+                f"the run may write {shown_bytes(rollouts + export)}, but {self._stack.state_dir} "
+                f"has {shown_bytes(free)} free"
             )
 
     def _line(self, name: str, value: str, explanation: str) -> None:
@@ -283,11 +292,3 @@ def _count(number: int, what: str) -> str:
         if number >= size:
             return f"{number / size:.3g}{unit} {what}"
     return f"{number} {what}"
-
-
-def _bytes(number: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{number:.3g} {unit}" if number < 100 else f"{number:.0f} {unit}"
-        number /= 1024
-    return f"{number:.3g} TiB"

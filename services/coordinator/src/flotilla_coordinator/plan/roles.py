@@ -16,14 +16,9 @@ def role_errors(algorithm: AlgorithmConfig, stack: StackConfig) -> list[str]:
     """One for each gang that nobody will start."""
     if not isinstance(algorithm, PolicyConfig):
         return []
-    wanted = algorithm.gangs_beside_the_policy
-    # Until the loop asks them, a run that needs them must not begin.
-    served = [
-        f"{WHY[role]}, which this coordinator does not serve yet" for role in wanted if started(stack, role)
-    ]
-    return served + [
+    return [
         f"{WHY[role]}, but the stack has no {role}: write `{role}: {{replicas: 1}}` into its stack.yaml "
         "(nproc, dtype and model as for trainer), then flotilla down and flotilla up"
-        for role in wanted
+        for role in algorithm.gangs_beside_the_policy
         if not started(stack, role)
     ]

@@ -8,10 +8,17 @@ Buffers of NCCL, the CUDA context and what allocators waste come on top.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flotilla_coordinator.plan.model_facts import ModelFacts
-from flotilla_core.config import AlgorithmConfig, DpoConfig, PolicyConfig, RunConfig, TrainerConfig
+from flotilla_core.config import (
+    AlgorithmConfig,
+    CriticConfig,
+    DpoConfig,
+    PolicyConfig,
+    RunConfig,
+    TrainerConfig,
+)
 
 BYTES = {"float32": 4, "bfloat16": 2}
 MASTER = 4
@@ -61,6 +68,19 @@ class TrainerMemory:
             logits=chunk * model.vocabulary_size * 4 * LOGIT_COPIES,
             reference=share * MASTER if _keeps_reference(config.algorithm) else 0,
         )
+
+    @classmethod
+    def of_critic(
+        cls,
+        model: ModelFacts,
+        config: RunConfig,
+        critic: CriticConfig,
+        gang: TrainerConfig,
+        longest_sequence: int,
+    ) -> TrainerMemory:
+        """The need of the critic beside such a run: a head of one number has no logits, and no reference is kept."""
+        own = config.model_copy(update={"optimizer": critic.optimizer})
+        return replace(cls.of(model, own, gang, longest_sequence), logits=0, reference=0)
 
 
 def _keeps_reference(algorithm: AlgorithmConfig) -> bool:

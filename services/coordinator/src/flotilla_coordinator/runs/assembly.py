@@ -27,17 +27,19 @@ from flotilla_coordinator.runs.client_loop import ClientLoop
 from flotilla_coordinator.runs.client_sampling import ClientSampling
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.evaluate import Evaluator
+from flotilla_coordinator.runs.gangs import Gangs
 from flotilla_coordinator.runs.generation import Generation
 from flotilla_coordinator.runs.members import GeneratorReplica
 from flotilla_coordinator.runs.pair_evaluator import PairEvaluator
 from flotilla_coordinator.runs.policy import PolicyTrainer
 from flotilla_coordinator.runs.rollouts import RolloutSource
+from flotilla_coordinator.runs.same_tokenizer import require_same_tokenizer
 from flotilla_coordinator.runs.scoring import Scorer
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_coordinator.runs.sync import SyncReport, WeightSync
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.config import PolicyConfig, RunConfig
-from flotilla_core.errors import FlotillaError, Mismatch
+from flotilla_core.errors import FlotillaError
 from flotilla_core.model_folder import model_folder
 from flotilla_core.service import Host
 
@@ -68,21 +70,23 @@ class Assembly:
             PromptSource, config.data, tokenizer, config.seed, training_data(config)
         )
         held_out = await asyncio.to_thread(self._held_out, tokenizer)
-        policy = await self._policy(directory, tokenizer, lineage)
+        gangs = Gangs(self._run_id, self._host.stack, self._fleet, self._ledger, lineage)
+        learners = await gangs.learners(config, tokenizer, directory.path / "dumps")
+        policy = learners.policy
         sync = self._sync(policy, prompts, tokenizer)
         generation = self._generation(sync)
         scorer = Scorer(self._run_id, config.rewards, self._fleet.rewards, self._wait_limit_s)
         context = RunContext(
             run_id=self._run_id,
             config=config,
-            policy=policy,
+            learners=learners,
             source=self._source(prompts, tokenizer, generation, scorer),
             sync=sync,
             evaluator=self._evaluator(held_out, tokenizer, policy, generation, scorer),
             checkpoints=RunCheckpoints(
                 self._run_id,
                 config.checkpoint,
-                policy,
+                learners,
                 self._ledger,
                 CheckpointShelf(directory.checkpoints_path),
                 lambda text: self._status.notice(run_pb2.NOTICE_LEVEL_WARNING, text),
@@ -102,36 +106,9 @@ class Assembly:
                 prompts,
                 sampling,
                 scorer,
-                lambda error: self._fleet.trainers.eject(policy.instance_id, str(error)),
+                lambda error: self._fleet.trainers.eject(policy.gang.instance_id, str(error)),
             )
         return context
-
-    async def _policy(self, directory: RunDirectory, tokenizer: Tokenizer, lineage: int) -> PolicyTrainer:
-        await self._fleet.trainers.wait_for(1, self._wait_limit_s, "a trainer")
-        replica = self._fleet.trainers.replicas()[0]
-        self._require_tokenizer(replica.name, replica.registration.tokenizer_digest, tokenizer)
-        return PolicyTrainer(
-            self._run_id,
-            self._config,
-            replica.stub,
-            replica.instance_id,
-            directory.path / "dumps",
-            self._ended_runs,
-            self._host.stack.longest_command_s(self._host.stack.trainer),
-            lineage,
-        )
-
-    async def _ended_runs(self) -> list[str]:
-        return [record.run_id for record in await self._ledger.list_runs() if record.state.ended]
-
-    def _require_tokenizer(self, name: str, digest: str, tokenizer: Tokenizer) -> None:
-        if digest and digest != tokenizer.digest:
-            raise Mismatch(
-                f"{name} has another tokenizer than the coordinator",
-                where=f"model {self._host.stack.model}",
-                why=f"digest {digest[:12]} there, {tokenizer.digest[:12]} here",
-                next_step="start every service of the stack with the same model folder",
-            )
 
     def _sync(self, policy: PolicyTrainer, prompts: PromptSource, tokenizer: Tokenizer) -> WeightSync:
         weights = self._config.weights
@@ -196,7 +173,7 @@ class Assembly:
             await pool.wait_for(1, self._wait_limit_s, "a generator")
             replicas = sorted(pool.replicas(), key=lambda replica: replica.name)
             for replica in replicas:
-                self._require_tokenizer(replica.name, replica.registration.tokenizer_digest, tokenizer)
+                require_same_tokenizer(replica, tokenizer, self._host.stack.model)
             return replicas
 
         return candidates

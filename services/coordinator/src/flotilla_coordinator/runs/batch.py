@@ -29,6 +29,17 @@ class RolloutSample:
     truncated: bool = False
     generator: str = ""
     attempt: int = 0
+    values: np.ndarray | None = None
+    """What a critic expects before each token, where the run has one."""
+    reference_logprobs: np.ndarray | None = None
+    """Of each token under the first policy, where somebody else than the policy's ranks needs or knows them."""
+    teacher_logprobs: np.ndarray | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Its tokens and what comes with them."""
+        columns = (self.logprobs, self.values, self.reference_logprobs, self.teacher_logprobs)
+        return self.token_ids.nbytes + sum(column.nbytes for column in columns if column is not None)
 
     def oldest_version(self) -> Version | None:
         """The oldest version that wrote any of its tokens."""
@@ -47,9 +58,8 @@ class RolloutGroup:
 
     @property
     def nbytes(self) -> int:
-        """Tokens and log-probabilities."""
-        arrays = [array for sample in self.samples for array in (sample.token_ids, sample.logprobs)]
-        return self.prompt_token_ids.nbytes + sum(array.nbytes for array in arrays if array is not None)
+        """Tokens and what comes with them."""
+        return self.prompt_token_ids.nbytes + sum(sample.nbytes for sample in self.samples)
 
 
 @dataclass

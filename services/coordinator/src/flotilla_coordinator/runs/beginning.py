@@ -1,7 +1,7 @@
 """How a run begins: at its start, or where a checkpoint left it.
 
-Invariants: a later beginning has a higher lineage than every version of the run before it; trainer, ledger, data set
-and checkpoints agree on the place before the first step is made; a place that the ledger refuses leaves every
+Invariants: a later beginning has a higher lineage than every version of the run before it; gangs, ledger, data set and
+checkpoints agree on the place before the first step is made; a place that the ledger refuses leaves every
 checkpoint as it was; a damaged checkpoint is named and the one before it is used.
 """
 
@@ -30,7 +30,7 @@ class Beginning:
 async def begin(run: RunContext, beginning: Beginning) -> None:
     """Open the session; a later beginning then goes back to a checkpoint."""
     with run.phase("open session"):
-        await run.policy.open()
+        await run.learners.open()
     if beginning.lineage == 0:
         run.begun = True
         return
@@ -57,13 +57,13 @@ async def begin(run: RunContext, beginning: Beginning) -> None:
 
 
 async def _loaded(run: RunContext, wanted: str) -> tuple[str, Progress]:
-    """The name of the checkpoint that the trainer holds now, empty for the start of the run, and where that was."""
+    """The name of the checkpoint that the gangs hold now, empty for the start of the run, and where that was."""
     shelf = run.checkpoints.shelf
     candidates = [wanted] if wanted else shelf.names()[::-1]
     refused: Damaged | None = None
     for name in candidates:
         try:
-            content = await run.policy.load(shelf.folder(name))
+            content = await run.learners.load(shelf.folder(name))
         except Damaged as error:
             if wanted:
                 raise

@@ -8,17 +8,17 @@ that is kept covers it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 
-from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.runs.policy import PolicyTrainer
+from flotilla_coordinator.runs.joint_checkpoint import Stages, next_stage
+from flotilla_coordinator.runs.learners import Learners
 from flotilla_coordinator.runs.progress import Progress
 from flotilla_core import telemetry
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.config import CheckpointConfig
-from flotilla_core.errors import FlotillaError, Unavailable
+from flotilla_core.errors import FlotillaError
 from flotilla_core.telemetry import names
 
 
@@ -29,14 +29,14 @@ class RunCheckpoints:
         self,
         run_id: str,
         config: CheckpointConfig,
-        policy: PolicyTrainer,
+        learners: Learners,
         ledger: Ledger,
         shelf: CheckpointShelf,
         warn: Callable[[str], None],
     ) -> None:
         self._run_id = run_id
         self._config = config
-        self._policy = policy
+        self._learners = learners
         self._ledger = ledger
         self._warn = warn
         self._writing: asyncio.Task[None] | None = None
@@ -63,11 +63,11 @@ class RunCheckpoints:
         """Return when the state is in the trainer's host memory; it reaches the disk behind the next steps."""
         await self.settle()
         folder = self.shelf.path / CheckpointShelf.name_of(progress.steps_done)
-        stages = self._policy.save(folder, progress.to_bytes())
+        stages = self._learners.save(folder, progress.to_bytes())
         attributes: dict[str, str | int] = {names.RUN_ID: self._run_id, names.STEP: progress.steps_done}
         with telemetry.span(names.RL_CHECKPOINT, attributes=attributes):
             try:
-                await self._next(stages)
+                await next_stage(stages)
             except FlotillaError as error:
                 await stages.aclose()
                 self._refused(progress, error)
@@ -97,13 +97,11 @@ class RunCheckpoints:
         measured, self._measured = self._measured, {}
         return measured
 
-    async def _follow(
-        self, stages: AsyncGenerator[pb.SaveCheckpointResponse], progress: Progress, before: int
-    ) -> None:
+    async def _follow(self, stages: Stages, progress: Progress, before: int) -> None:
         """Until the checkpoint is on disk, and what it replaces is gone."""
         try:
             async with aclosing(stages):
-                durable = (await self._next(stages)).durable
+                durable = (await next_stage(stages)).durable
         except FlotillaError as error:
             self.newest = before
             self._refused(progress, error)
@@ -122,9 +120,3 @@ class RunCheckpoints:
 
     def _refused(self, progress: Progress, error: Exception) -> None:
         self._warn(f"the checkpoint after step {progress.steps_done} failed, the run goes on: {error}")
-
-    @staticmethod
-    async def _next(stages: AsyncGenerator[pb.SaveCheckpointResponse]) -> pb.SaveCheckpointResponse:
-        async for stage in stages:
-            return stage
-        raise Unavailable("the trainer ended the save without a result")

@@ -26,6 +26,7 @@ from flotilla_coordinator.runs.batch import Batch, RolloutGroup
 from flotilla_coordinator.runs.batch_metrics import batch_metrics
 from flotilla_coordinator.runs.client_sampling import ClientPrompt, ClientSampling
 from flotilla_coordinator.runs.context import RunContext
+from flotilla_coordinator.runs.learned import Learned
 from flotilla_coordinator.runs.samples import ledger_sample
 from flotilla_coordinator.runs.scoring import Outcome, Scorer
 from flotilla_coordinator.runs.sync import SyncReport
@@ -311,7 +312,7 @@ class ClientLoop:
             skipped=reply.skipped,
             metrics=reply.metrics,
         )
-        await run.record_update(made.step, made.version, batch, update)
+        await run.record_update(made.step, made.version, batch, Learned(update))
         now = time.monotonic()
         run.end_step(made.step, now - self._step_began)
         run.metrics.clear()

@@ -14,14 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla.trainer.v1 import trainer_pb2
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.ledger.rewind import UPDATE_SKIPPED
+from flotilla_coordinator.ledger.rewind import CRITIC_ONLY, UPDATE_SKIPPED
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs.batch import Batch, BatchSource
 from flotilla_coordinator.runs.checkpoints import RunCheckpoints
 from flotilla_coordinator.runs.distance import distance_warning
 from flotilla_coordinator.runs.evaluate import Evaluator
+from flotilla_coordinator.runs.learned import Learned
+from flotilla_coordinator.runs.learners import Learners
 from flotilla_coordinator.runs.pair_evaluator import PairEvaluator
 from flotilla_coordinator.runs.policy import PolicyTrainer
 from flotilla_coordinator.runs.progress import Progress
@@ -40,7 +41,7 @@ class RunContext:
 
     run_id: str
     config: RunConfig
-    policy: PolicyTrainer
+    learners: Learners
     source: BatchSource
     sync: WeightSync
     evaluator: Evaluator | PairEvaluator | None
@@ -57,6 +58,11 @@ class RunContext:
     cursor: dict[str, Any] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     _evaluated_version: Version | None = None
+
+    @property
+    def policy(self) -> PolicyTrainer:
+        """The model that the run is about."""
+        return self.learners.policy
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -90,25 +96,26 @@ class RunContext:
         self.directory.write_metrics(step, self.metrics, lineage=self.policy.version.lineage)
         self.status.step_done(self.steps_done, self.policy.version, self.metrics)
 
-    async def record_update(
-        self, step: int, version: Version, batch: Batch, update: trainer_pb2.UpdateResult
-    ) -> None:
-        """The samples of the batch are consumed now, or dropped where the trainer skipped the update."""
+    async def record_update(self, step: int, version: Version, batch: Batch, learned: Learned) -> None:
+        """The samples of the batch are consumed now, or dropped where the policy did not learn from them."""
         self.metrics.update(batch.metrics)
-        self.metrics.update(update.metrics)
-        if warning := distance_warning(self.config.algorithm, update.metrics):
+        self.metrics.update(learned.metrics)
+        if warning := distance_warning(self.config.algorithm, learned.metrics):
             self.status.notice(run_pb2.NOTICE_LEVEL_WARNING, warning)
+        for update, why in learned.skipped.items():
+            self.status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"{update} skipped: {why}")
         self.cursor = batch.cursor
         if not self.source.samples_from_policy:
             return
         sample_ids = [sample.sample_id for sample in batch.samples]
-        if update.skipped:
-            self.status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"update skipped: {update.skipped}")
+        if learned.policy is None:
+            await self.ledger.dropped(self.run_id, sample_ids, CRITIC_ONLY)
+        elif learned.policy.skipped:
             await self.ledger.dropped(self.run_id, sample_ids, UPDATE_SKIPPED)
         else:
             await self.ledger.consumed(
                 self.run_id,
-                update.update_id,
+                learned.policy.update_id,
                 sample_ids,
                 version,
                 result=self.policy.version,

@@ -71,7 +71,7 @@ async def execute(
 async def _run(
     host: Host, fleet: Fleet, ledger: Ledger, active: ActiveRun, directory: RunDirectory, beginning: Beginning
 ) -> None:
-    """The loop, begun again from its last checkpoint whenever the trainer is lost under it."""
+    """The loop, begun again from its last checkpoint whenever a gang is lost under it."""
     recovery = Recovery(fleet, ledger)
     while True:
         active.status.enter("waiting for services")
@@ -88,7 +88,7 @@ async def _run(
         except FlotillaError as error:
             log.warning("the loop broke", run_id=active.run_id, error=str(error))
             beginning = await recovery.after(context, error, beginning)
-        active.status.enter("recovering from the loss of the trainer")
+        active.status.enter("recovering from the loss of a gang")
         await _close(context)
         active.context = None
 
@@ -99,7 +99,7 @@ async def _close(context: RunContext) -> None:
         context.source.close,
         context.sync.close,
         context.checkpoints.close,
-        context.policy.close,
+        *(session.close for session in context.learners.sessions),
     ):
         try:
             await close()

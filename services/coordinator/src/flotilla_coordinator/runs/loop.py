@@ -40,14 +40,17 @@ async def run_loop(run: RunContext, beginning: Beginning) -> None:
 
 
 async def _train_one_step(run: RunContext, step: int) -> None:
-    """One batch in, one policy version out, and the fleet serving it."""
+    """One batch in, one policy version out (none while only a critic learns), and the fleet serving it."""
     version = run.policy.version
     run.source.admit(step, version)
     with run.phase("rollout"):
         batch = await run.sync.keep_serving(run.source.batch(step, version))
+    for name, judge in run.learners.judges.items():
+        with run.phase(name):
+            await judge(batch)
     with run.phase("train"):
-        update = await run.policy.train(batch)
-    await run.record_update(step, version, batch, update)
+        learned = await run.learners.train(batch)
+    await run.record_update(step, version, batch, learned)
 
     evaluation_due = run.evaluation_due(step + 1)
     if run.source.samples_from_policy or evaluation_due:
@@ -66,7 +69,7 @@ async def _sync(run: RunContext) -> None:
 
 
 async def _checkpoint(run: RunContext, steps_done: int) -> None:
-    """The state as it is now, into the trainer's host memory; it is written while the run goes on."""
+    """The state as it is now, into the gangs' host memory; it is written while the run goes on."""
     if run.checkpoints.writing:
         with run.phase("wait for the last checkpoint"):
             await run.checkpoints.settle()

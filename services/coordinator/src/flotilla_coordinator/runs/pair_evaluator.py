@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.runs.answers import given_group
 from flotilla_coordinator.runs.batch import RolloutGroup
-from flotilla_coordinator.runs.policy import CHUNK_BYTES, PolicyTrainer
+from flotilla_coordinator.runs.group_messages import parts
+from flotilla_coordinator.runs.policy import PolicyTrainer
 from flotilla_core import telemetry
 from flotilla_core.telemetry import names
 from flotilla_core.version import Version
@@ -38,22 +39,13 @@ class PairEvaluator:
         }
         with telemetry.span(names.RL_EVALUATE, attributes=attributes):
             right = 0.0
-            for groups in self._calls():
+            for groups in parts(self._groups()):
                 metrics = await self._policy.evaluate_loss(groups)
                 right += metrics[ACCURACY] * len(groups)
         return right / len(self._prompts)
 
-    def _calls(self) -> Iterator[list[RolloutGroup]]:
-        """All pairs, in parts that one call takes."""
-        part: list[RolloutGroup] = []
-        size = 0
+    def _groups(self) -> Iterator[RolloutGroup]:
+        """All pairs."""
         for prompt in self._prompts:
             assert prompt.pair is not None, "held-out data of such a run is read in pairs"
-            group = given_group(self._run_id, prompt, [prompt.pair.chosen, prompt.pair.rejected])
-            part.append(group)
-            size += group.nbytes
-            if size >= CHUNK_BYTES:
-                yield part
-                part, size = [], 0
-        if part:
-            yield part
+            yield given_group(self._run_id, prompt, [prompt.pair.chosen, prompt.pair.rejected])

@@ -1,8 +1,8 @@
-"""A run that lost its trainer goes on by itself.
+"""A run that lost its trainer, or the critic beside it, goes on by itself.
 
-Invariants: only the loss of the session counts, whichever call noticed it; what a user asked a run to begin with is
-asked for until it has begun so; a run that loses its trainer again and again without making a step ends, with the
-reason of the last time.
+Invariants: only the loss of a session counts, whichever call noticed it; what a user asked a run to begin with is
+asked for until it has begun so; a run that loses a gang again and again without making a step ends, with the reason of
+the last time.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from flotilla_coordinator.fleet import Fleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.runs.beginning import Beginning
 from flotilla_coordinator.runs.context import RunContext
+from flotilla_coordinator.runs.gang_session import Gang
 from flotilla_core.errors import DeadlineExceeded, Exhausted, FlotillaError, RankFailed, Unavailable
 
 MOST_IN_A_ROW = 3
@@ -30,29 +31,36 @@ class Recovery:
         self._in_row = 0
 
     async def after(self, run: RunContext, error: FlotillaError, beginning: Beginning) -> Beginning:
-        """How the run begins anew; raises `error` where the trainer is not what was lost."""
-        if run.stop_requested or not await self._trainer_is_lost(run, error):
+        """How the run begins anew; raises `error` where no gang was lost."""
+        lost = [] if run.stop_requested else await self._lost(run, error)
+        if not lost:
             raise error
+        what = (
+            f"the {' and the '.join(gang.name for gang in lost)} {'was' if len(lost) == 1 else 'were'} lost"
+        )
         if run.steps_done > self._furthest:
             self._furthest, self._in_row = run.steps_done, 0
         self._in_row += 1
         if self._in_row > MOST_IN_A_ROW:
             raise Exhausted(
-                f"the trainer was lost {self._in_row} times without a step in between",
+                f"a gang was lost {self._in_row} times without a step in between",
                 where=f"run {run.run_id}, step {run.steps_done}",
                 why=str(error),
-                next_step=f"see `flotilla logs trainer`, then `flotilla run resume {run.run_id}`",
+                next_step=f"see `flotilla logs {lost[0].name}`, then `flotilla run resume {run.run_id}`",
             ) from error
-        run.status.notice(
-            run_pb2.NOTICE_LEVEL_WARNING, f"the trainer was lost, the run waits for it and goes on: {error}"
-        )
-        self._fleet.trainers.eject(run.policy.instance_id, str(error))
+        run.status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"{what}, the run waits and goes on: {error}")
+        for gang in lost:
+            self._fleet.gangs[gang.role].eject(gang.instance_id, str(error))
         record = await self._ledger.get_run(run.run_id)
         lineage = record.version.lineage + 1
         return Beginning(lineage) if run.begun else replace(beginning, lineage=lineage)
 
-    async def _trainer_is_lost(self, run: RunContext, error: FlotillaError) -> bool:
-        if run.policy.opened:
-            return await run.policy.lost()
+    async def _lost(self, run: RunContext, error: FlotillaError) -> list[Gang]:
+        """The gangs whose sessions are gone."""
+        learners = run.learners
+        if learners.opened:
+            return [session.gang for session in await learners.lost()]
         # One that was lost before may take its time to come back.
-        return self._in_row > 0 and isinstance(error, NOT_THERE)
+        if self._in_row > 0 and isinstance(error, NOT_THERE):
+            return [session.gang for session in learners.sessions if not session.opened]
+        return []

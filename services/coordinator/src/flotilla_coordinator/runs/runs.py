@@ -100,7 +100,8 @@ class Runs:
         )
         run.created_at.GetCurrentTime()
         feed = RunFeed(lambda event: self._publish(run_id, directory, event))
-        active = ActiveRun(run_id, config, config_yaml, RunStatus(run, feed), feed)
+        status = RunStatus(run, feed, learns_by_rewards=config.learns_by_rewards)
+        active = ActiveRun(run_id, config, config_yaml, status, feed)
         await self._ledger.save_run(
             RunRecord(run_id, config.name, RunState.RUNNING, config_yaml, str(directory.path), time.time())
         )
@@ -125,7 +126,8 @@ class Runs:
         await self._ledger.update_run(run_id, state=RunState.RUNNING, reason="")
         newest = await asyncio.to_thread(directory.last_sequence)
         feed = RunFeed(lambda event: self._publish(run_id, directory, event), after=newest)
-        active = ActiveRun(run_id, config, record.config_yaml, RunStatus(run, feed), feed)
+        status = RunStatus(run, feed, learns_by_rewards=config.learns_by_rewards)
+        active = ActiveRun(run_id, config, record.config_yaml, status, feed)
         beginning = Beginning(record.version.lineage + 1, checkpoint, by_user=True)
         return self._launch(active, directory, beginning, request_id)
 
@@ -184,9 +186,9 @@ class Runs:
         for active in self._active.values():
             if active.context is None or active.status.ended:
                 continue
-            policy = active.context.policy
-            if instance_id == policy.instance_id:
-                return active.run_id, policy.version
+            for session in active.context.learners.sessions:
+                if instance_id == session.gang.instance_id:
+                    return active.run_id, session.version
             version = active.context.sync.live_version(instance_id)
             if version is not None:
                 return active.run_id, version

@@ -59,7 +59,9 @@ class Scorer:
         self._gathering = ScoreGathering(self._scored)
 
     async def score(self, items: list[pb.ScoreItem]) -> dict[str, Outcome]:
-        """One outcome for every item."""
+        """One outcome for every item; without terms nobody is asked, and all of them are worth nothing."""
+        if not self._specs:
+            return {item.sample_id: Outcome(0.0) for item in items}
         return await self._gathering.outcomes(items)
 
     async def _scored(

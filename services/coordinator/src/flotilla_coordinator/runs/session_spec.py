@@ -7,6 +7,7 @@ from pathlib import Path
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_coordinator.runs.objective import objective, value_objective
 from flotilla_core.config import CriticConfig, OptimizerConfig, PolicyConfig, RunConfig
+from flotilla_core.roles import REFERENCE, TEACHER
 
 SCHEDULES = {
     "constant": pb.SCHEDULE_CONSTANT,
@@ -15,6 +16,8 @@ SCHEDULES = {
 }
 
 PACKINGS = {"auto": pb.PACKING_UNSPECIFIED, "on": pb.PACKING_ON, "off": pb.PACKING_OFF}
+
+FROZEN_ROLES = {REFERENCE: pb.ROLE_REFERENCE, TEACHER: pb.ROLE_TEACHER}
 
 
 def session_spec(config: RunConfig, dump_dir: Path) -> pb.SessionSpec:
@@ -32,11 +35,14 @@ def session_spec(config: RunConfig, dump_dir: Path) -> pb.SessionSpec:
     )
 
 
-def critic_spec(config: RunConfig, critic: CriticConfig, dump_dir: Path) -> pb.SessionSpec:
-    """The same for the critic's session."""
+def critic_spec(
+    config: RunConfig, critic: CriticConfig, dump_dir: Path, *, has_own_model: bool
+) -> pb.SessionSpec:
+    """The same for the critic's session; without weights or a model of its own it starts as the policy does."""
+    start = critic.initial_weights or (None if has_own_model else config.initial_weights)
     return pb.SessionSpec(
         role=pb.ROLE_CRITIC,
-        initial_weights=str(critic.initial_weights or ""),
+        initial_weights=str(start or ""),
         objective=value_objective(config, critic),
         optimizer=_optimizer(critic.optimizer),
         batching=_batching(config),
@@ -54,10 +60,29 @@ def frozen_spec(config: RunConfig, role: pb.Role.ValueType, initial_weights: str
     )
 
 
+def critic_of(config: RunConfig) -> CriticConfig | None:
+    """The section of the critic, where the run has one."""
+    return config.algorithm.critic if isinstance(config.algorithm, PolicyConfig) else None
+
+
+def frozen_roles_of(config: RunConfig) -> list[str]:
+    """The gangs that only score for the run."""
+    algorithm = config.algorithm
+    wanted = algorithm.gangs_beside_the_policy if isinstance(algorithm, PolicyConfig) else []
+    return [role for role in wanted if role in FROZEN_ROLES]
+
+
+def critic_needs_start(config: RunConfig) -> bool:
+    """Whether returns have a divergence in them from a first policy that the policy's own ranks hold."""
+    if not isinstance(config.algorithm, PolicyConfig) or config.algorithm.critic is None:
+        return False
+    return config.algorithm.kl.placement == "reward" and config.algorithm.kl.reference == "frozen"
+
+
 def critic_warmup_steps(config: RunConfig) -> int:
     """First steps in which the policy does not learn."""
-    algorithm = config.algorithm
-    return algorithm.critic.warmup_steps if isinstance(algorithm, PolicyConfig) and algorithm.critic else 0
+    critic = critic_of(config)
+    return 0 if critic is None else critic.warmup_steps
 
 
 def _optimizer(section: OptimizerConfig) -> pb.Optimizer:

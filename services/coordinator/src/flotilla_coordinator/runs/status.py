@@ -22,11 +22,11 @@ TERMINAL = (run_pb2.RUN_STATE_SUCCEEDED, run_pb2.RUN_STATE_STOPPED, run_pb2.RUN_
 class RunStatus:
     """Holds the `Run` message and announces its changes."""
 
-    def __init__(self, run: run_pb2.Run, feed: RunFeed) -> None:
+    def __init__(self, run: run_pb2.Run, feed: RunFeed, *, learns_by_rewards: bool = True) -> None:
         self.run = run
         self._feed = feed
         self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._signal = LearningSignal()
+        self._signal = LearningSignal() if learns_by_rewards else None
 
     def enter(self, phase: str) -> None:
         """The loop begins a phase."""
@@ -59,13 +59,13 @@ class RunStatus:
         for name, value in metrics.items():
             self.run.metrics[name] = value
         self._feed.append(run_pb2.RunEvent(step=run_pb2.StepMetrics(step=steps_done, metrics=dict(metrics))))
-        warning = self._signal.step_done(steps_done, metrics)
-        if warning:
+        if self._signal is not None and (warning := self._signal.step_done(steps_done, metrics)):
             self.notice(run_pb2.NOTICE_LEVEL_WARNING, warning)
 
     def evaluated(self, step: int, accuracy: float) -> None:
         """One more evaluation."""
-        self._signal.evaluated(accuracy)
+        if self._signal is not None:
+            self._signal.evaluated(accuracy)
         if "eval/accuracy_before" not in self.run.metrics:
             self.run.metrics["eval/accuracy_before"] = accuracy
         self.run.metrics["eval/accuracy"] = accuracy

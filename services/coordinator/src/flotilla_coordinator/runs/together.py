@@ -24,6 +24,15 @@ async def all_of(calls: Iterable[Awaitable[T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def all_settled(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """All results in order, for calls that must not be cut off: the first failure is raised when all have ended."""
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+
+
 async def run_together(
     calls: Mapping[str, Awaitable[Any]],
 ) -> tuple[dict[str, Any], dict[str, FlotillaError]]:

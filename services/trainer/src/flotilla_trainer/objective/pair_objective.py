@@ -32,6 +32,8 @@ class PairObjective:
     """What its losses are a mean over."""
     needs_policy = True
     """Updates are scored by the policy before they train it."""
+    writes_samples = True
+    """The versions of their tokens are versions of the model that learns."""
     temperature = 1.0
     """Answers are judged under the policy as it is."""
 

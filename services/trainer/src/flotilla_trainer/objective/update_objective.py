@@ -29,6 +29,8 @@ class UpdateObjective:
 
     needs_policy = False
     """Updates are not scored by the policy before they train it."""
+    writes_samples = True
+    """The versions of their tokens are versions of the model that learns."""
 
     def __init__(self, objective: pb.Objective) -> None:
         self._policy = objective.policy if objective.HasField("policy") else None

@@ -29,6 +29,8 @@ class ValueUpdate:
     """What its losses are a mean over."""
     needs_policy = False
     """A critic holds no policy."""
+    writes_samples = False
+    """The versions of their tokens are the policy's, which may have moved when the critic could not."""
     temperature = 1.0
 
     def __init__(self, objective: pb.ValueObjective) -> None:

@@ -41,4 +41,5 @@ class ValueModel(BodyModel):
     ) -> torch.Tensor:
         """One value for each of the flattened `positions`."""
         hidden = self._hidden(tokens, packed_row)[positions]
-        return self.causal_lm.score(hidden.float()).squeeze(-1)
+        # A view of the module's output would lose FSDP's hook at the first operation in place.
+        return self.causal_lm.score(hidden.float()).squeeze(-1).clone()

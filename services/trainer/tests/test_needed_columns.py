@@ -1,0 +1,93 @@
+"""What an objective needs of its samples comes with them or is refused; nothing is made up for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flotilla.trainer.v1 import session_pb2
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_core.errors import InvalidRequest
+from flotilla_core.tensors import to_tensor
+from flotilla_core.version import Version
+from flotilla_trainer.objective.update_objective import UpdateObjective
+from flotilla_trainer.update_batch import ModelLimits, UpdateBatch
+
+COUNT = 5
+TEACHER = {"coefficient": 2.0, "reward_weight": 0.0}
+REFERENCE = session_pb2.Kl(
+    placement=session_pb2.KL_PLACEMENT_LOSS,
+    estimator=session_pb2.KL_ESTIMATOR_K3,
+    coefficient=0.1,
+    reference_is_sent=True,
+)
+
+
+def front_of(advantage: str, parameters: dict[str, Any], **changes: Any) -> UpdateObjective:
+    function, loss = session_pb2.Function(name=advantage), session_pb2.Function(name="ppo")
+    function.parameters.update(parameters)
+    loss.parameters.update({"clip_low": 0.2, "clip_high": 0.2})
+    policy = session_pb2.PolicyObjective(
+        temperature=1.0,
+        advantage=session_pb2.Advantage(function=function),
+        loss=loss,
+        aggregation=session_pb2.Aggregation(type=session_pb2.AGGREGATION_TYPE_TOKEN_MEAN),
+        correction=session_pb2.Correction(staleness_decay=1.0),
+        **changes,
+    )
+    return UpdateObjective(session_pb2.Objective(policy=policy))
+
+
+def batch_with(*columns: str) -> UpdateBatch:
+    """Two samples of one prompt; the columns start at -0.1 and fall by a tenth a token."""
+    numbers = to_tensor(-0.1 * np.arange(1, COUNT + 1, dtype=np.float32))
+    group = pb.TrainGroup(group_id="g", prompt_token_ids=to_tensor(np.array([1, 2], np.int32)))
+    for index in range(2):
+        sample = group.samples.add(sample_id=f"g/{index}", reward=float(index))
+        sample.token_ids.CopyFrom(to_tensor(np.arange(COUNT, dtype=np.int32)))
+        for column in columns:
+            getattr(sample, column).CopyFrom(numbers)
+    return UpdateBatch.read([group], ModelLimits(9, 0), Version(0, 0))
+
+
+@pytest.mark.parametrize(
+    ("advantage", "parameters", "columns", "lacks"),
+    [
+        ("gae", {"gamma": 1.0, "lam": 1.0}, ("logprobs",), "values"),
+        ("distill", TEACHER, ("logprobs",), "teacher_logprobs"),
+        ("distill", TEACHER, ("teacher_logprobs",), "logprobs"),
+    ],
+)
+def test_an_advantage_without_what_it_is_made_of_is_refused(
+    advantage: str, parameters: dict[str, Any], columns: tuple[str, ...], lacks: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"sample 'g/0'.*`{lacks}` is empty"):
+        front_of(advantage, parameters).sequences(batch_with(*columns), 0)
+
+
+def test_a_reference_that_is_sent_is_not_scored_again_and_one_that_is_missing_is_refused() -> None:
+    grpo = {"baseline": "group", "normalize_std": True}
+    front = front_of("grpo", grpo, kl=REFERENCE)
+    sent = batch_with("logprobs", "reference_logprobs")
+    assert not front.scores_reference(sent)
+    sequences, metrics = front.sequences(sent, 0)
+    np.testing.assert_array_equal(sequences.columns["reference_logprobs"], sent.reference_logprobs)
+    assert metrics["kl/mean"] == 0.0
+    with pytest.raises(InvalidRequest, match=r"sample 'g/0'.*`reference_logprobs` is empty"):
+        front.scores_reference(batch_with("logprobs"))
+    frozen = session_pb2.Kl()
+    frozen.CopyFrom(REFERENCE)
+    frozen.reference_is_sent = False
+    kept = front_of("grpo", grpo, kl=frozen)
+    assert kept.scores_reference(batch_with("logprobs")) and not kept.scores_reference(sent)
+
+
+def test_a_student_is_pulled_by_how_much_more_its_teacher_likes_each_token() -> None:
+    batch = batch_with("logprobs", "teacher_logprobs")
+    teacher = batch.teacher_logprobs
+    assert teacher is not None
+    teacher[:] = teacher + np.arange(2 * COUNT, dtype=np.float32)
+    sequences, _ = front_of("distill", TEACHER).sequences(batch, 0)
+    np.testing.assert_allclose(sequences.columns["advantages"], 2.0 * np.arange(2 * COUNT), atol=1e-5)

@@ -1,0 +1,212 @@
+"""A critic's loss on a small model, from the samples to the gradient: what is learned, whatever the layout.
+
+The model is a table with one value a token, expected after that token, so that any layout can be computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flotilla.trainer.v1 import session_pb2
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_core.errors import InvalidRequest
+from flotilla_core.tensors import from_tensor, to_tensor
+from flotilla_core.version import Version
+from flotilla_trainer.objective.settings import check_objective, objective_settings
+from flotilla_trainer.objective.update_objective import UpdateObjective
+from flotilla_trainer.objective.value_update import ValueUpdate
+from flotilla_trainer.packing import Layout, pack
+from flotilla_trainer.rank.rank_objective import rank_objective
+from flotilla_trainer.rank.value_objective import ValueObjective
+from flotilla_trainer.update_batch import ModelLimits, UpdateBatch
+
+VOCABULARY = 13
+TOLERANCE = 1e-6
+GAMMA, LAM, CLIP = 0.97, 0.8, 0.3
+LAYOUTS = [(1, 37, False), (1, 37, True), (2, 1, False), (2, 150, True), (3, 150, False), (3, 1, True)]
+"""Ranks, token budget, packed."""
+SHAPED = {
+    "advantage": {"reward_clip": 0.8, "overlong": {"buffer_tokens": 6, "penalty": 0.5}},
+    "kl": {
+        "placement": session_pb2.KL_PLACEMENT_REWARD,
+        "estimator": session_pb2.KL_ESTIMATOR_K1,
+        "coefficient": 0.1,
+    },
+    "shuffle_rewards": True,
+}
+
+
+def objective_of(clip: float | None = CLIP, **changes: Any) -> session_pb2.Objective:
+    gae, ppo = session_pb2.Function(name="gae"), session_pb2.Function(name="ppo")
+    gae.parameters.update({"gamma": GAMMA, "lam": LAM})
+    ppo.parameters.update({"clip_low": 0.2, "clip_high": 0.2})
+    policy = session_pb2.PolicyObjective(
+        temperature=1.0,
+        max_response_tokens=12,
+        advantage=session_pb2.Advantage(function=gae, **changes.pop("advantage", {})),
+        loss=ppo,
+        aggregation=session_pb2.Aggregation(type=session_pb2.AGGREGATION_TYPE_TOKEN_MEAN),
+        correction=session_pb2.Correction(staleness_decay=1.0),
+        **changes,
+    )
+    return session_pb2.Objective(value=session_pb2.ValueObjective(policy=policy, clip=clip))
+
+
+def make_groups(sizes: list[int]) -> list[pb.TrainGroup]:
+    """Unequal lengths, tool results in the midst of some responses, a sample of context alone."""
+    rng, groups = np.random.default_rng(0), []
+    for index, size in enumerate(sizes):
+        prompt = rng.integers(0, VOCABULARY, rng.integers(1, 6)).astype(np.int32)
+        group = pb.TrainGroup(group_id=f"g{index}", prompt_token_ids=to_tensor(prompt))
+        for number in range(size):
+            count = int(rng.integers(1, 12))
+            sample = group.samples.add(sample_id=f"g{index}/{number}", reward=float(rng.normal()))
+            sample.token_ids.CopyFrom(to_tensor(rng.integers(0, VOCABULARY, count).astype(np.int32)))
+            for name in ("values", "logprobs", "reference_logprobs"):
+                getattr(sample, name).CopyFrom(to_tensor(rng.normal(-0.5, 0.4, count).astype(np.float32)))
+            if number == 1:
+                sample.mask.CopyFrom(to_tensor(np.arange(count) % 3 > 0))
+        groups.append(group)
+    return groups
+
+
+def own_tokens(sample: pb.TrainSample) -> np.ndarray:
+    count = len(from_tensor(sample.token_ids))
+    return from_tensor(sample.mask) if sample.mask.data else np.ones(count, bool)
+
+
+def plain_returns(sample: pb.TrainSample) -> list[float]:
+    """Of the trained tokens, by the formula of the estimator, as sums over what comes later."""
+    own = own_tokens(sample)
+    values = from_tensor(sample.values).astype(np.float64)[own]
+    following = np.append(values[1:], 0.0)
+    gains = np.zeros(len(values))
+    gains[-1:] = sample.reward
+    errors = gains + GAMMA * following - values
+    return [
+        values[t] + sum((GAMMA * LAM) ** (later - t) * errors[later] for later in range(t, len(values)))
+        for t in range(len(values))
+    ]
+
+
+TABLE = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+
+def plainly(groups: list[pb.TrainGroup], clip: float | None) -> tuple[float, np.ndarray, float]:
+    """Loss, gradient and share of clipped tokens, token by token in float64."""
+    table, losses, clipped = TABLE.clone().requires_grad_(), [], 0
+    for group in groups:
+        prompt = from_tensor(group.prompt_token_ids)
+        for sample in group.samples:
+            own, response = own_tokens(sample), from_tensor(sample.token_ids)
+            before = np.concatenate([prompt[-1:], response[:-1]])[own]
+            old = from_tensor(sample.values).astype(np.float64)[own]
+            for token, was, goal in zip(before, old, plain_returns(sample), strict=True):
+                loss = (table[int(token)] - goal) ** 2
+                if clip is not None:
+                    bounded = (table[int(token)].clamp(was - clip, was + clip) - goal) ** 2
+                    clipped += bool(bounded > loss)
+                    loss = torch.maximum(loss, bounded)
+                losses.append(0.5 * loss)
+    mean = torch.stack(losses).mean()
+    mean.backward()
+    assert table.grad is not None
+    return mean.item(), table.grad.numpy(), clipped / len(losses)
+
+
+def on_ranks(
+    objective: session_pb2.Objective, groups: list[pb.TrainGroup], ranks: int, budget: int, packed: bool
+) -> tuple[float, np.ndarray, float]:
+    """The same by the path that the front and the ranks take, but for the model."""
+    check_objective(objective)
+    front, rank = ValueUpdate(objective.value), rank_objective(objective_settings(objective))
+    assert isinstance(rank, ValueObjective)
+    sequences, _ = front.sequences(UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), Version(0, 0)), 5)
+    table, sums = TABLE.clone().requires_grad_(), {"loss": 0.0, "clipped": 0.0, "tokens": 0.0}
+    for batches in pack(sequences, Layout(budget, ranks, packed)):
+        for micro in batches:
+            before = torch.from_numpy(micro.tokens).flatten()[torch.from_numpy(micro.positions)].long()
+            columns = {name: torch.from_numpy(values) for name, values in micro.columns.items()}
+            terms = rank(table[before], columns)
+            (terms.loss * 0.0 if micro.idle else terms.loss).backward()
+            if not micro.idle:
+                sums = {name: value + terms.sums[name].item() for name, value in sums.items()}
+    assert table.grad is not None
+    return sums["loss"], table.grad.numpy(), sums["clipped"] / sums["tokens"]
+
+
+@pytest.mark.parametrize("clip", [CLIP, None])
+@pytest.mark.parametrize("sizes", [[1], [3, 1, 5]])
+def test_loss_and_gradient_are_those_of_the_formula_for_any_layout(
+    clip: float | None, sizes: list[int]
+) -> None:
+    objective, groups = objective_of(clip), make_groups(sizes)
+    loss, gradient, clipped = plainly(groups, clip)
+    assert np.abs(gradient).max() > 1e-2 and (clip is None or len(sizes) == 1 or 0 < clipped < 1)
+    for layout in LAYOUTS:
+        got = on_ranks(objective, groups, *layout)
+        assert got[0] == pytest.approx(loss, abs=TOLERANCE)
+        assert got[2] == pytest.approx(clipped)
+        np.testing.assert_allclose(got[1], gradient, atol=TOLERANCE, err_msg=str(layout))
+
+
+@pytest.mark.parametrize("changes", [{}, SHAPED], ids=["plain", "shaped"])
+def test_returns_are_the_advantages_of_the_policy_upon_the_values(changes: dict[str, Any]) -> None:
+    objective = objective_of(**changes)
+    batch = UpdateBatch.read(make_groups([3, 2, 4]), ModelLimits(VOCABULARY, 0), Version(0, 0))
+    policy = UpdateObjective(session_pb2.Objective(policy=objective.value.policy))
+    critic, facts = ValueUpdate(objective.value).sequences(batch, 5)
+    advantages = policy.sequences(batch, 5)[0].columns["advantages"]
+    assert np.abs(advantages).max() > 0.1
+    np.testing.assert_allclose(
+        critic.columns["returns"], critic.columns["old_values"] + advantages, atol=TOLERANCE
+    )
+    assert facts["return_mean"] == pytest.approx(critic.columns["returns"].mean(), abs=TOLERANCE)
+
+
+def test_values_that_foretell_the_returns_explain_all_of_their_spread() -> None:
+    groups = make_groups([3, 2])
+    for sample in (sample for group in groups for sample in group.samples):
+        sample.mask.CopyFrom(to_tensor(np.arange(len(from_tensor(sample.token_ids))) == 0))
+        sample.values.CopyFrom(to_tensor(np.full(len(own_tokens(sample)), sample.reward, np.float32)))
+    batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), Version(0, 0))
+    _, facts = ValueUpdate(objective_of().value).sequences(batch, 0)
+    assert facts["explained_variance"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("column", "changes"), [("values", {}), ("reference_logprobs", SHAPED), ("logprobs", SHAPED)]
+)
+def test_samples_without_what_a_return_is_made_of_are_refused(column: str, changes: dict[str, Any]) -> None:
+    groups = make_groups([2, 1])
+    for sample in (sample for group in groups for sample in group.samples):
+        sample.ClearField(column)
+    batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), Version(0, 0))
+    with pytest.raises(InvalidRequest, match=f"sample 'g0/0'.*`{column}` is empty"):
+        ValueUpdate(objective_of(**changes).value).sequences(batch, 0)
+
+
+def by_other_advantages(objective: session_pb2.Objective) -> None:
+    objective.value.policy.advantage.function.name = "grpo"
+    objective.value.policy.advantage.function.ClearField("parameters")
+
+
+def clipped_to_nothing(objective: session_pb2.Objective) -> None:
+    objective.value.clip = 0.0
+
+
+def adapting(objective: session_pb2.Objective) -> None:
+    objective.value.policy.kl.target = 0.1
+    objective.value.policy.kl.horizon_samples = 10
+
+
+@pytest.mark.parametrize("spoil", [by_other_advantages, clipped_to_nothing, adapting])
+def test_what_a_critic_cannot_learn_is_refused_by_its_field(spoil: Any) -> None:
+    objective = objective_of(**SHAPED)
+    spoil(objective)
+    with pytest.raises(InvalidRequest, match=r"spec\.objective\.value"):
+        check_objective(objective)
