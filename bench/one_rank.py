@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from qwen3_shape import make_model
 
 from flotilla.trainer.v1 import session_pb2
 from flotilla_trainer.packing import Layout, MicroBatch, Sequences, pack
+from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
 from flotilla_trainer.rank.packed_row import PackedRow
 from flotilla_trainer.rank.settings import SessionSettings
@@ -26,7 +26,6 @@ from flotilla_trainer.rank.sharded_model import ShardedModel
 from flotilla_trainer.session_settings import rank_settings
 
 GPU = torch.cuda.is_available()
-QWEN3 = {"head_dim": 64, "max_position_embeddings": 40_960, "tie_word_embeddings": True}
 
 
 @contextlib.contextmanager
@@ -34,14 +33,13 @@ def one_rank(dtype: torch.dtype, **shape: Any) -> Iterator[tuple[ShardedModel, P
     """A Qwen3 of the given shape, and its folder."""
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-rank-") as name:
         folder = Path(name)
-        torch.manual_seed(0)
-        Qwen3ForCausalLM(Qwen3Config(**QWEN3 | shape)).save_pretrained(folder)
+        make_model(folder, **shape)
         device = torch.device("cuda", 0) if GPU else torch.device("cpu")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = dist.FileStore(str(folder / "rendezvous"), 1)
         dist.init_process_group("nccl" if GPU else "gloo", store=store, rank=0, world_size=1)
         try:
-            model = ShardedModel(folder, dtype, init_device_mesh(device.type, (1,)), device)
+            model = ShardedModel(folder, dtype, RankMesh.form(device.type), device)
             model.load(folder)
             yield model, folder
         finally:
@@ -112,10 +110,10 @@ def seconds(act: Callable[[], None], repeats: int) -> float:
     """The fastest of some runs after one that warms up."""
     best = float("inf")
     for number in range(repeats + 1):
-        _finish()
+        finish_kernels()
         started = time.perf_counter()
         act()
-        _finish()
+        finish_kernels()
         if number:
             best = min(best, time.perf_counter() - started)
     return best
@@ -123,12 +121,12 @@ def seconds(act: Callable[[], None], repeats: int) -> float:
 
 def peak_bytes(act: Callable[[], None]) -> int:
     """Most memory in use during a call beyond what was in use before; on the CPU of the whole process."""
-    _finish()
+    finish_kernels()
     if GPU:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         act()
-        _finish()
+        finish_kernels()
         return torch.cuda.max_memory_allocated() - before
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
@@ -149,6 +147,7 @@ def _status(key: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))
 
 
-def _finish() -> None:
+def finish_kernels() -> None:
+    """Wait until a GPU has done what it was told."""
     if GPU:
         torch.cuda.synchronize()

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-NOT_FIGURES = {"run", "table", "processes", "one_rank"}
+NOT_FIGURES = {"run", "table", "processes", "one_rank", "qwen3_shape"}
 
 
 def main() -> int:

@@ -19,6 +19,7 @@ from one_rank import (
     settings,
     update,
 )
+from qwen3_shape import QWEN3_0_6B
 from table import Row
 
 from flotilla_coordinator.plan.model_facts import ModelFacts
@@ -39,15 +40,7 @@ SHAPE = {
 }
 LENGTH, TOKENS, CHUNKS = 64, 4096, (64, 256, 1024)
 if GPU:
-    SHAPE = {
-        "vocab_size": 151_936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    }
+    SHAPE = QWEN3_0_6B
     LENGTH, TOKENS, CHUNKS = 1024, 16_384, (512, 2048, 8192)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from one_rank import GPU, long_tailed, micro_batches, one_rank, seconds, sequences, settings, update
+from qwen3_shape import QWEN3_0_6B
 from table import Row
 
 from flotilla_trainer.packing import fed_tokens, padding_share
@@ -18,18 +19,11 @@ SHAPE = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 64,
 }
 SIZE = (64, 512, 2048)
 if GPU:
-    SHAPE = {
-        "vocab_size": 151_936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    }
+    SHAPE = QWEN3_0_6B
     SIZE = (256, 4096, 16_384)
 
 

@@ -21,16 +21,6 @@ from flotilla_testing.stack import Stack, running_stack
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_LIMIT_S = 1800.0
-SHAPE = {
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 4096,
-}
 FIGURES = (
     "time/step_s",
     "time/rollout_s",
@@ -48,14 +38,13 @@ FIGURES = (
 )
 
 
-def make_model(folder: Path, tokenizer: Path) -> None:
+def _make_model(folder: Path, tokenizer: Path) -> None:
     """Random weights in the shape of a Qwen3-0.6B, with the example's tokenizer."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    sys.path.insert(0, str(ROOT / "bench"))
+    from qwen3_shape import QWEN3_0_6B, make_model
 
-    torch.manual_seed(0)
-    config = Qwen3Config(**SHAPE, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0)
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    limits = {"max_position_embeddings": 4096, "eos_token_id": 1, "pad_token_id": 0}
+    make_model(folder, dtype="bfloat16", **QWEN3_0_6B | limits)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tokenizer / name, folder / name)
 
@@ -71,7 +60,7 @@ def main() -> int:
         subprocess.run(
             [sys.executable, ROOT / "examples/arithmetic" / script, "--out", work / name], check=True
         )
-    make_model(work / "model", work / "tokenizer")
+    _make_model(work / "model", work / "tokenizer")
     description = {
         "name": "gpu",
         "model": str(work / "model"),

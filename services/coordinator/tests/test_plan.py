@@ -176,6 +176,28 @@ def test_what_saves_memory_is_in_the_estimate(
     assert part in line.explanation
 
 
+def test_a_mesh_changes_micro_batches_and_memory(run: dict[str, Any], stack: StackConfig) -> None:
+    def planned(**trainer: int) -> tuple[run_pb2.Plan, TrainerMemory]:
+        meshed = stack.model_copy(update={"trainer": stack.trainer.model_copy(update=trainer)})
+        config = RunConfig.model_validate(run)
+        return plan(run, meshed), TrainerMemory.of(
+            ModelFacts.read(Path(stack.model)), config, meshed.trainer, 17
+        )
+
+    run["batching"] = {"tokens_per_microbatch": 64, "logprob_chunk_tokens": 8}
+    (plain, four), (meshed, shared) = planned(nproc=4), planned(nproc=4, replicate=2, sequence_parallel=2)
+    assert (shared.masters, shared.moments) == (2 * four.masters, 2 * four.moments)
+    assert (2 * shared.activations, shared.logits) == (four.activations, four.logits)
+    lines = [{line.name: line for line in each.lines} for each in (plain, meshed)]
+    assert [each["micro-batches of an update"].value for each in lines] == [
+        "at most 4 a rank",
+        "at most 8 a rank",
+    ]
+    assert "copies of the weights: 2, each over 2 rank(s)" in lines[1]["trainer"].explanation
+    refused, _ = planned(nproc=4, sequence_parallel=4)
+    assert "2 attention heads = 0 x 4 + 2" in the_error(refused)
+
+
 def test_a_schedule_that_never_leaves_its_warm_up_is_refused(run: dict[str, Any], stack: StackConfig) -> None:
     planned = plan(run, stack, optimizer={"warmup_updates": 100})
     assert "optimizer.warmup_updates = 100" in the_error(planned)

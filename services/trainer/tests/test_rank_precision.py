@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from flotilla.trainer.v1 import session_pb2 as pb
+from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.optimizer import MOMENTS, PolicyOptimizer
 from flotilla_trainer.rank.settings import SessionSettings
 from flotilla_trainer.rank.sharded_model import ShardedModel, local
@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShardedModel]:
     store = dist.FileStore(str(place / "rendezvous"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        mesh = init_device_mesh("cpu", (1,))
+        mesh = RankMesh.form("cpu")
         sharded = ShardedModel(place / "model", torch.bfloat16, mesh, torch.device("cpu"))
         sharded.load(Path(place / "model"))
         yield sharded

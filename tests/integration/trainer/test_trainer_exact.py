@@ -92,6 +92,21 @@ async def test_loss_and_gradient_equal_plain_torch_for_any_ranks_and_layout(
         )
 
 
+async def test_a_row_shared_by_copies_of_the_weights_gives_the_same_gradient(
+    start_trainer: Callable[..., Any], groups_of: MakeGroups
+) -> None:
+    groups = groups_of(SIZES)
+    async with start_trainer(nproc=2, replicate=2, sequence_parallel=2) as trainer:
+        await trainer.open(tokens_per_microbatch=64)
+        loss, gradients = await ranks_grpo(trainer, groups)
+        expected_loss, expected = plain_grpo(trainer.model, groups)
+        assert loss == pytest.approx(expected_loss, abs=TOLERANCE)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(gradients[name].double(), gradient, atol=TOLERANCE, rtol=TOLERANCE)
+        result = await trainer.train(0, groups)
+        assert not result.skipped
+
+
 @pytest.mark.parametrize("offload", [False, True])
 async def test_one_update_is_adamw_on_the_clipped_mean_gradient(
     trainer: Any, groups_of: MakeGroups, tmp_path: Path, offload: bool

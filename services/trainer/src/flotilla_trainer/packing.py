@@ -1,4 +1,4 @@
-"""Laying the sequences of an update out in micro-batches, balanced over the ranks.
+"""Laying the sequences of an update out in micro-batches, balanced over the ranks, or over lanes of several ranks.
 
 Invariants: every sequence is in exactly one micro-batch and every scored token is scored once; a micro-batch has at
 most `budget` tokens, padding included, unless it is one single longer sequence; all ranks get equally many

@@ -74,11 +74,11 @@ class SessionRanks:
         return self._activities.doing(what, run_id=self.run_id)
 
     def layout(self) -> Layout:
-        """How work is cut and dealt to the ranks."""
-        return layout(self._batching, self._gang.facts, self._gang.size)
+        """How work is cut and dealt to the lanes."""
+        return layout(self._batching, self._gang.facts, self._gang.lanes)
 
     def pack(self, sequences: Sequences) -> list[list[MicroBatch]]:
-        """The micro-batches of each rank."""
+        """The micro-batches of each lane."""
         return pack(sequences, self.layout())
 
     async def command(self, kind: str, *arguments: Any, **options: Any) -> list[Frame]:
@@ -89,13 +89,17 @@ class SessionRanks:
         return await self._gang.command(kind, *arguments, **options)
 
     async def work(self, kind: str, packed: list[list[MicroBatch]], fields: dict[str, Any]) -> list[Frame]:
-        """Let every rank do its micro-batches."""
-        return await self.command(
+        """Let every lane do its micro-batches; its first rank answers for it."""
+        width = self._gang.lane_width
+        answers = await self.command(
             kind,
             fields,
-            [_arrays(batches) for batches in packed],
-            per_rank=[{"idle": [batch.idle for batch in batches]} for batches in packed],
+            [arrays for batches in packed for arrays in [_arrays(batches)] * width],
+            per_rank=[
+                {"idle": [batch.idle for batch in batches]} for batches in packed for _ in range(width)
+            ],
         )
+        return answers[::width]
 
     async def scores(
         self,
@@ -129,7 +133,7 @@ def _arrays(batches: list[MicroBatch]) -> dict[str, Array]:
 
 
 def _in_place(answers: list[Frame], packed: list[list[MicroBatch]], count: int) -> dict[str, Array]:
-    """The ranks' scores in the order of the scored tokens."""
+    """The lanes' scores in the order of the scored tokens."""
     result: dict[str, Array] = {}
     for answer, batches in zip(answers, packed, strict=True):
         places = np.concatenate([batch.places for batch in batches])

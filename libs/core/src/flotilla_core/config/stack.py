@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from flotilla_core.config.model import ConfigModel
 
@@ -103,6 +103,10 @@ class TrainerConfig(ConfigModel):
     """0: the launcher starts none; one that is started by hand registers itself."""
     nproc: int = Field(default=1, ge=1)
     """FSDP2 ranks; where there are GPUs each takes one, the first of the host."""
+    replicate: int = Field(default=1, ge=1)
+    """Copies of the weights (HSDP): each is spread over `nproc` / `replicate` ranks, gradients are summed over all."""
+    sequence_parallel: int = Field(default=1, ge=1)
+    """Neighbouring ranks that share each micro-batch, every one with its part of the tokens (Ulysses)."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Collectives of the ranks; `auto` takes nccl where there are GPUs."""
     dtype: DType = "float32"
@@ -111,6 +115,23 @@ class TrainerConfig(ConfigModel):
     """A rank that is silent for so long within one command is named, dumped and replaced with its gang."""
     attach: str | None = None
     """Address of a trainer that someone else started."""
+
+    @model_validator(mode="after")
+    def _mesh_fits(self) -> TrainerConfig:
+        """Data need divide by nothing; ranks must fill their mesh."""
+        for key in ("replicate", "sequence_parallel"):
+            width = getattr(self, key)
+            if self.nproc % width:
+                raise ValueError(
+                    f"{key} is {width}, but nproc is {self.nproc} = {self.nproc // width} x {width} "
+                    f"+ {self.nproc % width}: {key} must divide nproc"
+                )
+        return self
+
+    @property
+    def lanes(self) -> int:
+        """Groups of ranks that work on micro-batches of their own."""
+        return self.nproc // self.sequence_parallel
 
 
 class GangConfig(TrainerConfig):

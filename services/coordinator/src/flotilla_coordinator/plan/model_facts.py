@@ -40,6 +40,8 @@ class ModelFacts:
     hidden_size: int
     intermediate_size: int
     """Width of the feed-forward part; of all the experts that one token visits together."""
+    heads: int
+    """Of attention."""
     query_size: int
     """Numbers that one token asks with in one layer."""
     normalizes_heads: bool
@@ -67,6 +69,7 @@ class ModelFacts:
                 layers=int(text["num_hidden_layers"]),
                 hidden_size=hidden,
                 intermediate_size=_intermediate_size(text),
+                heads=heads,
                 query_size=head_size * heads,
                 normalizes_heads=any("q_norm" in name for name in tensors),
                 vocabulary_size=int(text["vocab_size"]),

@@ -17,6 +17,7 @@ from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.plan import checks
 from flotilla_coordinator.plan.algorithm import algorithm_lines
 from flotilla_coordinator.plan.critic import critic_lines
+from flotilla_coordinator.plan.mesh import mesh_errors, mesh_line
 from flotilla_coordinator.plan.micro_batches import MicroBatches
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.remarks import STARTING_WEIGHTS
@@ -41,6 +42,7 @@ def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:
         start = ModelFacts.read(config.initial_weights) if config.initial_weights else model
         tokenizer = Tokenizer.load(folder)
         plan.errors.extend(checks.model_errors(config, model, start, tokenizer.vocabulary_size))
+        plan.errors.extend(mesh_errors(config.algorithm, stack))
         data = training_data(config)(config.data.train, config.data, tokenizer)
         held_out = None
         longest = checks.longest_sequence(config, data, tokenizer)
@@ -94,6 +96,7 @@ class _Planner:
             self._line(*line)
         self._data_lines()
         self._step_lines()
+        self._line(*mesh_line(self._stack.trainer))
         self._update_lines()
         if self._held_out is not None:
             self._evaluation_line(self._held_out)
@@ -176,17 +179,17 @@ class _Planner:
         )
 
     def _update_lines(self) -> None:
-        config, ranks = self._config, self._stack.trainer.nproc
+        config, lanes = self._config, self._stack.trainer.lanes
         optimizer, budget = config.optimizer, config.batching.tokens_per_microbatch
         alone = critic_warmup_steps(config)
         updates = config.steps - alone
         after = f" after the {alone} in which only the critic learns" if alone else ""
         self._line("updates", f"{updates}", f"one a step{after}, over all of its samples")
-        cut = MicroBatches.of(self._samples, self._longest, budget, ranks)
+        cut = MicroBatches.of(self._samples, self._longest, budget, lanes)
         self._line(
             "micro-batches of an update",
             f"at most {cut.per_rank} a rank",
-            f"{self._samples} sequences over {ranks} rank(s), {cut.together} together within "
+            f"{self._samples} sequences over {lanes} lane(s) of ranks, {cut.together} together within "
             f"tokens_per_microbatch = {budget} when each feeds {cut.fed_tokens} tokens; never changes the result",
         )
         if cut.fed_tokens > budget:

@@ -1,9 +1,9 @@
 """What one trainer rank needs at its worst moment, in bytes, from the shape of the model alone.
 
-Invariant: follows what the ranks keep: float32 masters, gradients and AdamW moments, spread over the ranks; weights of
-the outer part and of two layers whole; the activations that autograd saves for one micro-batch; the logits of one
-chunk. The worst moment is the backward pass through the head of the last micro-batch, when all of that is there.
-Buffers of NCCL, the CUDA context and what allocators waste come on top.
+Invariant: follows what the ranks keep: float32 masters, gradients and AdamW moments, spread over the ranks of one copy;
+weights of the outer part and of two layers whole; the activations that autograd saves for this rank's part of one
+micro-batch; the logits of one chunk. The worst moment is the backward pass through the head of the last micro-batch,
+when all of that is there. Buffers of NCCL, the CUDA context and what allocators waste come on top.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ class TrainerMemory:
     ) -> TrainerMemory:
         """The need of a run whose sequences have up to `longest_sequence` tokens."""
         batching, size = config.batching, BYTES[trainer.dtype]
-        share = -(-model.parameters // trainer.nproc)
+        share = -(-model.parameters // (trainer.nproc // trainer.replicate))
         moments = share * MOMENTS
         layer = (model.parameters - model.outer_parameters) // model.layers
-        tokens = max(batching.tokens_per_microbatch, longest_sequence)
+        row = max(batching.tokens_per_microbatch, longest_sequence)
+        tokens = -(-row // trainer.sequence_parallel)
         chunk = min(batching.logprob_chunk_tokens, tokens)
         return cls(
             masters=share * MASTER,

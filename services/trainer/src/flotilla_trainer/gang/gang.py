@@ -58,6 +58,16 @@ class Gang:
         return self._plan.nproc
 
     @property
+    def lane_width(self) -> int:
+        """Ranks that share each micro-batch."""
+        return self._plan.sequence_parallel
+
+    @property
+    def lanes(self) -> int:
+        """Groups of ranks with micro-batches of their own."""
+        return self.size // self.lane_width
+
+    @property
     def ready(self) -> bool:
         """Whether every rank holds the model."""
         return self._ready.is_set()
@@ -244,6 +254,8 @@ class Gang:
                 rendezvous=str(rendezvous),
                 backend=plan.backend,
                 dtype=plan.dtype,
+                replicate=plan.replicate,
+                sequence_parallel=plan.sequence_parallel,
                 model=str(plan.model),
                 instance_id=plan.instance_id,
                 otlp=plan.otlp,

@@ -24,6 +24,8 @@ class GangPlan:
     """policy, critic, reference or teacher."""
     instance_id: str
     nproc: int
+    replicate: int
+    sequence_parallel: int
     backend: str
     dtype: str
     model: Path
@@ -52,6 +54,8 @@ class GangPlan:
             role=role,
             instance_id=instance_id,
             nproc=trainer.nproc,
+            replicate=trainer.replicate,
+            sequence_parallel=trainer.sequence_parallel,
             backend=_backend(trainer.backend),
             dtype=trainer.dtype,
             model=model,

@@ -47,7 +47,7 @@ class RankCheckpoints:
         self._model = model
         self._link = link
         self._rank = dist.get_rank()
-        self._ranks = dist.get_world_size()
+        self._mesh = model.mesh
 
     def snapshot(self, fields: dict[str, Any], optimizer: PolicyOptimizer, source: Path) -> None:
         """Copy everything to the host, then let a thread write it; its end is a report of its own to the front."""
@@ -92,7 +92,8 @@ class RankCheckpoints:
 
     def _write(self, folder: Path, taken: _Snapshot, report: Frame) -> None:
         try:
-            write_shard(folder, self._rank, self._ranks, taken.pieces, {"steps": taken.steps})
+            if self._mesh.counts_shard:
+                write_shard(folder, self._mesh.shard, self._mesh.shards, taken.pieces, {"steps": taken.steps})
             if self._rank == 0:
                 taken.whole.write(folder / MODEL)
         except FlotillaError as error:
@@ -126,8 +127,8 @@ class RankCheckpoints:
 
     def _rows(self, parameter: torch.Tensor) -> tuple[int, int]:
         """First row and number of rows that this rank holds: FSDP cuts evenly along them, the last part short."""
-        most = -(-parameter.shape[0] // self._ranks)
-        first = min(self._rank * most, parameter.shape[0])
+        most = -(-parameter.shape[0] // self._mesh.shards)
+        first = min(self._mesh.shard * most, parameter.shape[0])
         count = min(most, parameter.shape[0] - first)
         assert count == local(parameter).shape[0], "FSDP cut a parameter in another way than along its rows"
         return first, count

@@ -21,6 +21,7 @@ class PolicyOptimizer:
     """AdamW over the sharded parameters."""
 
     def __init__(self, model: ShardedModel, settings: SessionSettings) -> None:
+        self._counts_shard = model.mesh.counts_shard
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._max_grad_norm = settings.max_grad_norm
         matrices = [p for p in self._parameters if p.ndim >= 2]
@@ -48,7 +49,8 @@ class PolicyOptimizer:
     def squared_norm(self) -> torch.Tensor:
         """This rank's share of the squared norm of the gradient, in float64."""
         norms = torch._foreach_norm(self._local_gradients())
-        return torch.stack(norms).double().square().sum()
+        share = torch.stack(norms).double().square().sum()
+        return share if self._counts_shard else torch.zeros_like(share)
 
     def step(self, learning_rate: float, norm: float) -> None:
         """Update the weights; `norm` is that of the whole gradient."""

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from flotilla_trainer.rank.body_model import ROW_ATTENTION, BodyModel
 from flotilla_trainer.rank.packed_row import PackedRow
+from flotilla_trainer.rank.sequence_lane import SequenceLane
 
 
 class TokenScores(NamedTuple):
@@ -34,8 +35,8 @@ class PolicyModel(BodyModel):
 
     causal_lm: PreTrainedModel
 
-    def __init__(self, causal_lm: PreTrainedModel) -> None:
-        super().__init__(causal_lm)
+    def __init__(self, causal_lm: PreTrainedModel, lane: SequenceLane | None = None) -> None:
+        super().__init__(causal_lm, lane)
         config = causal_lm.config
         self._multiplier = float(getattr(config, "logit_scale", None) or 1.0)
         self._divisor = float(getattr(config, "logits_scaling", None) or 1.0)
@@ -71,7 +72,25 @@ class PolicyModel(BodyModel):
         entropy_gradient: bool = False,
     ) -> TokenScores:
         """Score `targets` where the flattened `positions` predict them."""
-        hidden = self._hidden(tokens, packed_row)[positions]
+        if self._lane is None:
+            hidden = self._hidden(tokens, packed_row)[positions]
+            return self._scores(hidden, targets, temperature, chunk_tokens, top_k, entropy_gradient)
+        part = self._lane.part(tokens, packed_row)
+        own = part.own(positions)
+        hidden = self._hidden_part(part)[positions[own] - part.first]
+        mine = self._scores(hidden, targets[own], temperature, chunk_tokens, top_k, entropy_gradient)
+        return TokenScores(*(self._lane.joined(column, own, len(positions)) for column in mine))
+
+    def _scores(
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        top_k: int,
+        entropy_gradient: bool,
+    ) -> TokenScores:
+        """Score the targets of these hidden states, chunk by chunk."""
         chunks = [
             checkpoint(
                 self._score,

@@ -1,6 +1,7 @@
 """Log-probabilities of given tokens, without a gradient.
 
-Invariant: each rank answers with its own tokens in the order of its micro-batches; the front puts them back in place.
+Invariant: the first rank of each lane answers with the lane's tokens in the order of its micro-batches; the front puts
+them back in place.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from flotilla_trainer.rank.update import micro_batches
 
 
 def score(command: Frame, model: ShardedModel, link: FrontLink) -> dict[str, Array]:
-    """Scores of this rank's tokens: logprobs and, where asked for, the most likely tokens."""
+    """Scores of this lane's tokens: logprobs and, where asked for, the most likely tokens."""
     parts: list[tuple[torch.Tensor, ...]] = []
     total = len(command.fields["idle"])
     with torch.no_grad():
@@ -30,7 +31,7 @@ def score(command: Frame, model: ShardedModel, link: FrontLink) -> dict[str, Arr
                 top_k=command.fields["top_k"],
                 packed_row=PackedRow.among(columns),
             )
-            if not idle:
+            if not idle and model.mesh.counts_tokens:
                 parts.append((scores.logprobs, scores.top_ids.int(), scores.top_logprobs))
     if not parts:
         return {}

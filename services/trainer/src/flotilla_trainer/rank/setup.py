@@ -21,6 +21,8 @@ class RankSetup:
     """File through which the ranks of this gang find each other; new for every gang."""
     backend: str
     dtype: str
+    replicate: int
+    sequence_parallel: int
     model: str
     instance_id: str
     otlp: tuple[str, ...]

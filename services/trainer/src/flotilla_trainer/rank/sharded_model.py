@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
@@ -25,9 +24,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from flotilla_core.errors import FailedPrecondition, FlotillaError, Mismatch
+from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.packing_probe import packing_refusal
 from flotilla_trainer.rank.policy_model import PolicyModel
 from flotilla_trainer.rank.recomputed_layers import RecomputedLayers
+from flotilla_trainer.rank.sequence_lane import SequenceLane
 from flotilla_trainer.rank.value_body import ValueBody
 from flotilla_trainer.rank.value_model import ValueModel
 
@@ -41,17 +42,18 @@ class ShardedModel:
         self,
         folder: Path,
         dtype: torch.dtype,
-        mesh: DeviceMesh,
+        mesh: RankMesh,
         device: torch.device,
         kind: type[PolicyModel] | type[ValueModel] = PolicyModel,
     ) -> None:
-        self._mesh = mesh
+        self.mesh = mesh
         self.device = device
         self.dtype = dtype
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
             causal_lm = kind.skeleton(config, torch.float32)
-        self.policy = kind(causal_lm)
+        lane = SequenceLane(mesh.lane, mesh.place, mesh.width) if mesh.width > 1 else None
+        self.policy = kind(causal_lm, lane)
         self.recomputed_layers = RecomputedLayers(self._layers(causal_lm))
         self._shard(causal_lm)
         self.policy.to_empty(device=device)
@@ -83,7 +85,7 @@ class ShardedModel:
                     if source
                     else torch.empty(parameter.shape, device=self.device)
                 )
-                parameter.copy_(distribute_tensor(whole, self._mesh, parameter.placements))
+                parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
             for name, buffer in self.causal_lm.named_buffers():
                 if source:
                     buffer.copy_(source[name])
@@ -151,13 +153,15 @@ class ShardedModel:
     def _shard(self, causal_lm: PreTrainedModel | ValueBody) -> None:
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         for layer in self._layers(causal_lm):
-            fully_shard(layer, mesh=self._mesh, mp_policy=policy)
+            fully_shard(layer, mesh=self.mesh.weights, mp_policy=policy)
         for part in self.policy.in_float32():
-            fully_shard(part, mesh=self._mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+            fully_shard(
+                part, mesh=self.mesh.weights, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32)
+            )
         # By default the root stays whole after a forward pass without a backward one, and then the parameters that
         # the optimizer, the loader and the publisher find are copies that nobody keeps.
-        fully_shard(self.policy, mesh=self._mesh, mp_policy=policy, reshard_after_forward=True)
-        for method in ("head_error", "packing_errors"):
+        fully_shard(self.policy, mesh=self.mesh.weights, mp_policy=policy, reshard_after_forward=True)
+        for method in ("head_error", "packing_errors", "lane_error"):
             if hasattr(self.policy, method):
                 register_fsdp_forward_method(self.policy, method)
         for module in self.policy.modules():

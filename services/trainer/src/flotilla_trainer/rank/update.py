@@ -108,7 +108,7 @@ class Update:
         if backward:
             # Idle work takes part in the collectives of the backward pass with a gradient of zero.
             (terms.loss * (0.0 if idle else self._factor)).backward()
-        if not idle:
+        if not idle and self._model.mesh.counts_tokens:
             self._count(terms)
 
     def _count(self, terms: LossTerms) -> None:

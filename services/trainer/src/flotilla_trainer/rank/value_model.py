@@ -40,6 +40,13 @@ class ValueModel(BodyModel):
         self, tokens: torch.Tensor, positions: torch.Tensor, *, packed_row: PackedRow | None = None
     ) -> torch.Tensor:
         """One value for each of the flattened `positions`."""
-        hidden = self._hidden(tokens, packed_row)[positions]
+        if self._lane is None:
+            return self._values(self._hidden(tokens, packed_row)[positions])
+        part = self._lane.part(tokens, packed_row)
+        own = part.own(positions)
+        mine = self._values(self._hidden_part(part)[positions[own] - part.first])
+        return self._lane.joined(mine, own, len(positions))
+
+    def _values(self, hidden: torch.Tensor) -> torch.Tensor:
         # A view of the module's output would lose FSDP's hook at the first operation in place.
         return self.causal_lm.score(hidden.float()).squeeze(-1).clone()

@@ -1,6 +1,7 @@
 """Values at given places, without a gradient.
 
-Invariant: each rank answers with its own tokens in the order of its micro-batches; the front puts them back in place.
+Invariant: the first rank of each lane answers with the lane's tokens in the order of its micro-batches; the front puts
+them back in place.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from flotilla_trainer.rank.update import micro_batches
 
 
 def values_of(command: Frame, model: ShardedModel, link: FrontLink) -> dict[str, Array]:
-    """The values of this rank's tokens."""
+    """The values of this lane's tokens."""
     parts: list[torch.Tensor] = []
     total = len(command.fields["idle"])
     with torch.no_grad():
@@ -24,6 +25,6 @@ def values_of(command: Frame, model: ShardedModel, link: FrontLink) -> dict[str,
             values = model.policy(
                 columns["tokens"], columns["positions"], packed_row=PackedRow.among(columns)
             )
-            if not idle:
+            if not idle and model.mesh.counts_tokens:
                 parts.append(values)
     return {"values": torch.cat(parts).cpu().numpy()} if parts else {}

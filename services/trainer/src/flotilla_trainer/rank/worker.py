@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from opentelemetry import context
-from torch.distributed.device_mesh import init_device_mesh
 
 from flotilla_core import telemetry
 from flotilla_core.errors import FailedPrecondition, FlotillaError
@@ -24,7 +23,9 @@ from flotilla_trainer.frames import Array, Frame
 from flotilla_trainer.rank.checkpoint import RankCheckpoints
 from flotilla_trainer.rank.export import export
 from flotilla_trainer.rank.frozen_copy import FrozenCopy
+from flotilla_trainer.rank.lane_probe import check_lane
 from flotilla_trainer.rank.link import FrontLink
+from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.objective_settings import ObjectiveSettings
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
 from flotilla_trainer.rank.policy_model import PolicyModel
@@ -54,7 +55,9 @@ class RankWorker:
         store = dist.FileStore(setup.rendezvous, setup.ranks)
         dist.init_process_group(setup.backend, store=store, rank=setup.rank, world_size=setup.ranks)
         link.progress("building the model")
-        mesh = init_device_mesh(device.type, (setup.ranks,))
+        mesh = RankMesh.form(
+            device.type, replicate=setup.replicate, sequence_parallel=setup.sequence_parallel
+        )
         kind = ValueModel if setup.role == CRITIC else PolicyModel
         self._model = ShardedModel(self._folder, getattr(torch, setup.dtype), mesh, device, kind)
         self._settings: SessionSettings | None = None
@@ -106,6 +109,7 @@ class RankWorker:
         self._folder = folder
         self._link.progress("checking the head")
         self._model.check_head()
+        check_lane(self._model)
         config = self._model.causal_lm.config
         return {
             "parameters": sum(parameter.numel() for parameter in self._model.parameters()),

@@ -1,0 +1,142 @@
+"""Several ranks on one row: each takes a part of the tokens, and in attention a part of the heads for all tokens.
+
+Invariants: parts are equally long, the last ones filled up with a sequence of their own that nobody scores; every rank
+of a lane calls the same exchanges in the same order; scores are put together before the loss, and each rank's gradient
+flows through its own part alone, so that a sum over all ranks is the gradient of the whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AttentionInterface
+
+from flotilla_trainer.rank.packed_attention import Heads, packed_attention
+from flotilla_trainer.rank.packed_row import PackedRow
+
+LANE_ATTENTION = "flotilla_lane"
+
+
+@dataclass(frozen=True)
+class RowPart:
+    """What one rank feeds of a row."""
+
+    tokens: torch.Tensor
+    """[1, part]."""
+    position_ids: torch.Tensor
+    first: int
+    """Place of the first of them within the row."""
+    row: PackedRow
+    """The whole row with what fills it up."""
+
+    def own(self, positions: torch.Tensor) -> torch.Tensor:
+        """Which of these places of the row lie in this part."""
+        behind = positions - self.first
+        return ((behind >= 0) & (behind < self.tokens.shape[1])).nonzero()[:, 0]
+
+
+class SequenceLane:
+    """One rank's end of its lane."""
+
+    def __init__(self, group: dist.ProcessGroup, place: int, width: int) -> None:
+        self._group = group
+        self._place = place
+        self.width = width
+
+    def part(self, tokens: torch.Tensor, row: PackedRow | None) -> RowPart:
+        """This rank's part of a micro-batch; padded rows count as one row of equally long sequences."""
+        lengths = row.lengths if row is not None else (tokens.shape[1],) * tokens.shape[0]
+        filling = -tokens.numel() % self.width
+        if filling or row is None:
+            row = PackedRow.of((*lengths, filling) if filling else lengths, tokens.device)
+        flat = nn.functional.pad(tokens.reshape(1, -1), (0, filling))
+        size = flat.shape[1] // self.width
+        first = self._place * size
+        mine = slice(first, first + size)
+        return RowPart(flat[:, mine], row.position_ids[:, mine], first, row)
+
+    def joined(self, values: torch.Tensor, own: torch.Tensor, count: int) -> torch.Tensor:
+        """The `count` values of all ranks; this one's are those at the places `own`."""
+        whole: torch.Tensor = _Joined.apply(values, own, count, self._group)
+        return whole
+
+    def by_heads(self, heads: Heads) -> Heads:
+        """All tokens of this rank's heads, from its tokens of all heads; few heads are repeated until they divide."""
+        copies = lcm(heads.shape[1], self.width) // heads.shape[1]
+        # The neighbours that query heads share a key with stay neighbours.
+        parts = heads[0].repeat_interleave(copies, 0) if copies > 1 else heads[0]
+        exchanged = self._exchange(parts.unflatten(0, (self.width, -1)))
+        return exchanged.transpose(0, 1).flatten(1, 2)[None]
+
+    def by_tokens(self, output: torch.Tensor) -> torch.Tensor:
+        """[1, part, all heads, size], from [1, tokens, this rank's heads, size]."""
+        exchanged = self._exchange(output[0].unflatten(0, (self.width, -1)))
+        return exchanged.transpose(0, 1).flatten(1, 2)[None]
+
+    def _exchange(self, parts: torch.Tensor) -> torch.Tensor:
+        exchanged: torch.Tensor = _Exchanged.apply(parts, self._group)
+        return exchanged
+
+
+class _Exchanged(torch.autograd.Function):
+    """Part i goes to rank i, whose part comes back in its place; the gradient goes the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _exchanged(parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _exchanged(gradient, ctx.group), None
+
+
+class _Joined(torch.autograd.Function):
+    """All ranks' values in their places; the gradient of each rank is that of its own values."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: torch.Tensor, own: torch.Tensor, count: int, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.save_for_backward(own)
+        whole = values.new_zeros((count, *values.shape[1:]))
+        whole[own] = values
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (own,) = ctx.saved_tensors
+        return gradient[own], None, None, None
+
+
+def _exchanged(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    parts = parts.contiguous()
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received
+
+
+def lane_attention(
+    module: nn.Module,
+    query: Heads,
+    key: Heads,
+    value: Heads,
+    attention_mask: torch.Tensor | None,
+    *,
+    packed_row: PackedRow,
+    lane: SequenceLane,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """[1, part, heads, size] of causal attention within the sequences of the whole row."""
+    query, key, value = (lane.by_heads(heads) for heads in (query, key, value))
+    output, _ = packed_attention(module, query, key, value, None, packed_row=packed_row, **options)
+    return lane.by_tokens(output), None
+
+
+AttentionInterface.register(LANE_ATTENTION, lane_attention)
