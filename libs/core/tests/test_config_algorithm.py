@@ -94,6 +94,8 @@ def test_functions_of_the_user_are_taken_from_the_directory_of_the_command(tmp_p
         ("{aggregation: {type: mean}}", "expected one of token_mean, "),
         ("{aggregation: {constant_tokens: 5}}", "belongs to type constant alone"),
         ("{correction: {importance: token}}", "set correction.proximal to trainer"),
+        ("{kl: {placement: reward, estimator: full}}", "set kl.placement to loss"),
+        ("{kl: {placement: loss, estimator: full, reference: service}}", "set kl.reference to frozen"),
         ("{type: pass_at_k, advantage: {k: 16}}", "set it to 16 or more"),
         ("{loss: {clip_low: 2}}", "algorithm.loss.clip_low: expected less than or equal to 1"),
     ],

@@ -198,6 +198,18 @@ def test_a_mesh_changes_micro_batches_and_memory(run: dict[str, Any], stack: Sta
     assert "2 attention heads = 0 x 4 + 2" in the_error(refused)
 
 
+def test_comparing_whole_distributions_needs_more_memory_than_sampled_tokens(
+    run: dict[str, Any], stack: StackConfig
+) -> None:
+    def need(estimator: str) -> TrainerMemory:
+        run["algorithm"] = {"kl": {"placement": "loss", "estimator": estimator}}
+        return TrainerMemory.of(
+            ModelFacts.read(Path(stack.model)), RunConfig.model_validate(run), stack.trainer, 64
+        )
+
+    assert need("full").reference > need("k3").reference > 0
+
+
 def test_a_schedule_that_never_leaves_its_warm_up_is_refused(run: dict[str, Any], stack: StackConfig) -> None:
     planned = plan(run, stack, optimizer={"warmup_updates": 100})
     assert "optimizer.warmup_updates = 100" in the_error(planned)

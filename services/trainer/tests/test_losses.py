@@ -16,7 +16,7 @@ from flotilla_trainer.losses.correction import (
     truncated_sequence_weights,
     truncated_token_weights,
 )
-from flotilla_trainer.losses.divergence import divergence
+from flotilla_trainer.losses.divergence import divergence, full_divergence
 from flotilla_trainer.losses.policy_tokens import PolicyTokens
 from flotilla_trainer.losses.table import LOSSES
 
@@ -256,6 +256,33 @@ def test_divergence_and_its_gradient_equal_the_formula(estimator: str) -> None:
     assert logprobs.grad is not None
     np.testing.assert_allclose(got.detach().numpy(), [value(d) for d in NEW - OLD], rtol=1e-9)
     np.testing.assert_allclose(logprobs.grad.numpy(), [slope(d) for d in NEW - OLD], rtol=1e-9)
+
+
+def test_the_divergence_of_whole_distributions_and_its_gradient_equal_the_formula() -> None:
+    rng = np.random.default_rng(5)
+    ours, theirs = 2 * rng.normal(size=(COUNT, 11)), 2 * rng.normal(size=(COUNT, 11))
+
+    def log_softmax(row: np.ndarray) -> list[float]:
+        total = math.log(sum(math.exp(z) for z in row))
+        return [z - total for z in row]
+
+    values, slopes = [], []
+    for row, other in zip(ours, theirs, strict=True):
+        logp, logq = log_softmax(row), log_softmax(other)
+        terms = [math.exp(p) * (p - q) for p, q in zip(logp, logq, strict=True)]
+        values.append(sum(terms))
+        # The derivative by a logit: p (log p - log q - the divergence).
+        slopes.append([term - math.exp(p) * sum(terms) for term, p in zip(terms, logp, strict=True)])
+    logits = torch.tensor(ours, requires_grad=True)
+    got = full_divergence(logits, torch.tensor(theirs))
+    got.sum().backward()
+    assert logits.grad is not None
+    np.testing.assert_allclose(got.detach().numpy(), values, atol=TOLERANCE)
+    np.testing.assert_allclose(logits.grad.numpy(), slopes, atol=TOLERANCE)
+    # It is what k1 finds on average over the tokens that the policy draws.
+    probabilities = logits.detach().softmax(-1)
+    k1 = divergence("k1", logits.detach().log_softmax(-1), torch.tensor(theirs).log_softmax(-1))
+    torch.testing.assert_close(got.detach(), (probabilities * k1).sum(-1))
 
 
 def test_corrections_equal_their_formulas() -> None:

@@ -20,6 +20,7 @@ from flotilla_core.config.presets import PRESETS
 from flotilla_core.errors import FlotillaError, InvalidRequest, NotFinite, NotFound, UserCodeError
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
+from flotilla_trainer.losses.divergence import full_divergence
 from flotilla_trainer.objective.settings import check_objective, objective_settings
 from flotilla_trainer.objective.update_objective import UpdateObjective
 from flotilla_trainer.packing import Layout, pack
@@ -31,6 +32,7 @@ VOCABULARY = 13
 TOLERANCE = 1e-5
 LIMIT = 24
 VERSION = Version(0, 3)
+REFERENCE_TABLE = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(2))
 AGGREGATIONS = {
     "token_mean": session_pb2.AGGREGATION_TYPE_TOKEN_MEAN,
     "sequence_mean_of_token_sum": session_pb2.AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_SUM,
@@ -146,6 +148,7 @@ def result(
             before = torch.from_numpy(micro.tokens).flatten()[torch.from_numpy(micro.positions)].long()
             distribution = torch.log_softmax(table[before], -1)
             logprobs = distribution.gather(-1, torch.from_numpy(micro.targets)[:, None].long())[:, 0]
+            columns["divergence"] = full_divergence(table[before], REFERENCE_TABLE[before])
             terms = rank(logprobs, -(distribution.exp() * distribution).sum(-1), columns)
             (terms.loss * 0.0 if micro.idle else terms.loss).backward()
             if not micro.idle:
@@ -173,11 +176,15 @@ def test_neither_cuts_nor_ranks_nor_padding_nor_order_change_an_update(preset: s
         assert_same(result(objective, reordered(groups), budget=37, ranks=2), whole)
 
 
+@pytest.mark.parametrize("estimator", [session_pb2.KL_ESTIMATOR_K3, session_pb2.KL_ESTIMATOR_FULL])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_corrections_divergence_and_entropy_do_not_depend_on_the_layout_either(aggregation: str) -> None:
+def test_corrections_divergence_and_entropy_do_not_depend_on_the_layout_either(
+    aggregation: str, estimator: int
+) -> None:
     objective = objective_of(
         "grpo", aggregation=session_pb2.Aggregation(type=AGGREGATIONS[aggregation]), **EVERYTHING
     )
+    objective.policy.kl.estimator = estimator
     groups = make_groups([4, 3, 5, 2, 3])
     whole = result(objective, groups)
     assert 0 < whole[2]["correction/left_out"] < 1
@@ -397,6 +404,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no aggregation": ({"aggregation": session_pb2.Aggregation()}, "aggregation.type"),
     "no cap": ({"correction": {"importance": session_pb2.IMPORTANCE_TOKEN}}, "importance_cap"),
     "no decay": ({"correction": session_pb2.Correction()}, "staleness_decay"),
+    "distributions as a reward": (
+        {"kl": {"placement": session_pb2.KL_PLACEMENT_REWARD, "estimator": session_pb2.KL_ESTIMATOR_FULL}},
+        "kl.placement",
+    ),
     "no estimator": ({"kl": {"placement": session_pb2.KL_PLACEMENT_LOSS}}, "kl.estimator"),
     "negative bonus": ({"entropy_coefficient": -1.0}, "entropy_coefficient"),
     "no temperature": ({"temperature": 0.0}, "temperature"),

@@ -62,8 +62,11 @@ def expected(
             loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
             if bonus:
                 with torch.no_grad():
-                    old = distribution(bonus["reference"], prompt, response).gather(-1, tokens)[:, 0]
-                loss = loss + bonus["kl"] * ((old - new).exp() - 1 - (old - new))
+                    reference = distribution(bonus["reference"], prompt, response)
+                old = reference.gather(-1, tokens)[:, 0]
+                k3 = (old - new).exp() - 1 - (old - new)
+                full = (scores.exp() * (scores - reference)).sum(-1)
+                loss = loss + bonus["kl"] * (full if bonus.get("full") else k3)
                 loss = loss + bonus["entropy"] * (scores.exp() * scores).sum(-1)
             mask = from_tensor(sample.mask) if sample.mask.data else np.ones(len(response), bool)
             losses.append(loss[torch.from_numpy(mask.copy())])
@@ -155,6 +158,37 @@ async def test_the_reference_stays_where_the_session_began_and_entropy_earns_a_b
     again = await trainer.export(tmp_path / "again", 1)
     before, after = loaded(now), loaded(again)
     assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("packing", [session_pb2.PACKING_OFF, session_pb2.PACKING_ON])
+async def test_the_divergence_over_the_vocabulary_equals_plain_torch_in_any_chunks(
+    trainer: Any, groups_of: MakeGroups, policy_of: Policy, tmp_path: Path, packing: int
+) -> None:
+    groups = groups_of(SIZES)
+    kl = session_pb2.Kl(
+        placement=session_pb2.KL_PLACEMENT_LOSS, estimator=session_pb2.KL_ESTIMATOR_FULL, coefficient=0.3
+    )
+    objective = policy_of(kl=kl, entropy_coefficient=0.2)
+    cut = {"tokens_per_microbatch": 40, "logprob_chunk_tokens": 7, "packing": packing}
+    await trainer.open(objective, learning_rate=1e-2, **cut)
+    first = await trainer.train(0, groups)
+    assert not first.skipped
+    # The policy is its own reference still.
+    assert first.metrics["kl/mean"] == pytest.approx(0, abs=1e-6)
+    now = await trainer.export(tmp_path / "now", 1)
+    loss, gradients, metrics = await on_ranks(trainer, groups)
+    wanted_loss, wanted = expected(
+        loaded(now),
+        groups,
+        lambda rows: torch.cat(rows).mean(),
+        reference=loaded(trainer.model),
+        kl=0.3,
+        entropy=0.2,
+        full=True,
+    )
+    assert metrics["kl/mean"] > 1e-3
+    assert loss == pytest.approx(wanted_loss, rel=TOLERANCE, abs=TOLERANCE)
+    assert_equal(gradients, wanted)
 
 
 async def test_rollouts_beyond_the_limit_are_refused_and_change_nothing(

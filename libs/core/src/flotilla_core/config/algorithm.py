@@ -30,8 +30,8 @@ class KlConfig(ConfigModel):
 
     placement: Literal["none", "loss", "reward"] = "none"
     """Add the divergence to the loss, or take it from the rewards before advantages are made of them."""
-    estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
-    """log p - log q; half its square; q / p - 1 - log q / p; its absolute value."""
+    estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k3"
+    """log p - log q; half its square; q / p - 1 - log q / p; its absolute value; over the whole vocabulary."""
     coefficient: float = Field(default=0.001, ge=0)
     """Factor of the divergence."""
     target: float | None = Field(default=None, gt=0)
@@ -40,6 +40,20 @@ class KlConfig(ConfigModel):
     """An adaptive coefficient changes by at most a fifth over so many samples."""
     reference: Literal["frozen", "service"] = "frozen"
     """Who holds the first policy: a frozen copy inside the trainer's ranks, or a gang of its own (stack: reference)."""
+
+    @model_validator(mode="after")
+    def _full_is_a_loss(self) -> KlConfig:
+        if self.estimator == "full" and self.placement == "reward":
+            raise ValueError(
+                "kl.estimator full is a divergence of whole distributions, and a reward belongs to the sampled "
+                "tokens: set kl.placement to loss, or kl.estimator to k1, k2, k3 or abs"
+            )
+        if self.estimator == "full" and self.placement == "loss" and self.reference == "service":
+            raise ValueError(
+                "kl.estimator full needs the reference inside the trainer's ranks, because a service tells them of the "
+                "sampled tokens alone: set kl.reference to frozen"
+            )
+        return self
 
 
 class CorrectionConfig(ConfigModel):

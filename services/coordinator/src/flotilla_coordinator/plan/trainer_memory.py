@@ -40,7 +40,8 @@ class TrainerMemory:
     activations: int
     logits: int
     reference: int
-    """The frozen copy of the first policy; 0 where nothing is compared with it."""
+    """The frozen copy of the first policy, with its hidden states, head and logits where whole distributions are
+    compared; 0 where nothing is."""
 
     @property
     def total(self) -> int:
@@ -67,7 +68,8 @@ class TrainerMemory:
             gathered=(2 * layer + 2 * model.outer_parameters) * size,
             activations=tokens * _token_activations(model, size, batching.activation_checkpointing),
             logits=chunk * model.vocabulary_size * 4 * LOGIT_COPIES,
-            reference=share * MASTER if _keeps_reference(config.algorithm) else 0,
+            reference=(share * MASTER if _keeps_reference(config.algorithm) else 0)
+            + (_compared(model, size, tokens, chunk) if _compares_wholly(config.algorithm) else 0),
         )
 
     @classmethod
@@ -88,6 +90,17 @@ def _keeps_reference(algorithm: AlgorithmConfig) -> bool:
     if isinstance(algorithm, PolicyConfig):
         return algorithm.kl.placement != "none" and algorithm.kl.reference == "frozen"
     return isinstance(algorithm, DpoConfig) and not algorithm.reference_free
+
+
+def _compares_wholly(algorithm: AlgorithmConfig) -> bool:
+    if not isinstance(algorithm, PolicyConfig) or algorithm.kl.placement == "none":
+        return False
+    return algorithm.kl.estimator == "full"
+
+
+def _compared(model: ModelFacts, size: int, tokens: int, chunk: int) -> int:
+    states = (tokens + model.vocabulary_size) * model.hidden_size * size
+    return states + chunk * model.vocabulary_size * 4 * LOGIT_COPIES
 
 
 def _token_activations(model: ModelFacts, size: int, recomputed: bool) -> int:

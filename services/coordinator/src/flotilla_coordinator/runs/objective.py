@@ -27,6 +27,7 @@ ESTIMATORS = {
     "k2": pb.KL_ESTIMATOR_K2,
     "k3": pb.KL_ESTIMATOR_K3,
     "abs": pb.KL_ESTIMATOR_ABS,
+    "full": pb.KL_ESTIMATOR_FULL,
 }
 PREFERENCE_LOSSES = {
     "sigmoid": pb.PREFERENCE_LOSS_SIGMOID,

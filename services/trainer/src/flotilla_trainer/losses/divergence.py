@@ -1,4 +1,4 @@
-"""Estimators of the KL divergence from a reference, with a gradient."""
+"""The KL divergence from a reference, with a gradient: estimated on sampled tokens, or of the whole distributions."""
 
 from __future__ import annotations
 
@@ -17,3 +17,10 @@ def divergence(estimator: str, logprobs: torch.Tensor, reference: torch.Tensor) 
     if estimator == "abs":
         return difference.abs()
     raise ValueError(f"there is no estimator {estimator!r}")
+
+
+def full_divergence(logits: torch.Tensor, reference_logits: torch.Tensor) -> torch.Tensor:
+    """One a row: the sum over the vocabulary of p (log p - log q)."""
+    logprobs = torch.log_softmax(logits, dim=-1)
+    distance: torch.Tensor = logprobs - torch.log_softmax(reference_logits, dim=-1)
+    return (logprobs.exp() * distance).sum(-1)

@@ -28,6 +28,7 @@ from flotilla_algorithms import (
 )
 from flotilla_core.errors import NotFinite, UserCodeError
 from flotilla_trainer.objective.user_functions import guarded, is_user_function, load_user_function
+from flotilla_trainer.rank.objective_settings import FULL_DIVERGENCE
 from flotilla_trainer.update_batch import UpdateBatch, sample_place
 
 Floats = NDArray[np.float64]
@@ -43,6 +44,7 @@ ESTIMATORS = {
     pb.KL_ESTIMATOR_K2: "k2",
     pb.KL_ESTIMATOR_K3: "k3",
     pb.KL_ESTIMATOR_ABS: "abs",
+    pb.KL_ESTIMATOR_FULL: FULL_DIVERGENCE,
 }
 
 

@@ -106,6 +106,8 @@ def _rules(policy: pb.PolicyObjective) -> dict[str, bool]:
         "advantage.overlong": not policy.advantage.HasField("overlong")
         or (overlong.buffer_tokens > 0 and _positive(overlong.penalty)),
         "kl.estimator": not kl.placement or kl.estimator != pb.KL_ESTIMATOR_UNSPECIFIED,
+        "kl.placement": kl.placement != pb.KL_PLACEMENT_REWARD or kl.estimator != pb.KL_ESTIMATOR_FULL,
+        "kl.reference_is_sent": not kl.reference_is_sent or kl.estimator != pb.KL_ESTIMATOR_FULL,
         "kl.coefficient": math.isfinite(kl.coefficient) and kl.coefficient >= 0,
         "kl.target": not kl.HasField("target") or (_positive(kl.target) and kl.horizon_samples > 0),
         "correction.importance_cap": not correction.importance or _positive(correction.importance_cap),

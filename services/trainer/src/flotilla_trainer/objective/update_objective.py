@@ -44,8 +44,9 @@ class UpdateObjective:
 
     def scores_reference(self, batch: UpdateBatch) -> bool:
         """Whether the ranks have to score the batch by the policy that the session started from."""
-        if self._policy is None or not self._policy.kl.placement or batch.reference_logprobs is not None:
+        if not self._samples_divergence or batch.reference_logprobs is not None:
             return False
+        assert self._policy is not None, "there is a divergence"
         if self._policy.kl.reference_is_sent:
             check_reference(batch, "the divergence from it")
         return True
@@ -97,6 +98,13 @@ class UpdateObjective:
             )
 
     @property
+    def _samples_divergence(self) -> bool:
+        """Whether there is a divergence that is estimated on the sampled tokens; the ranks see whole distributions."""
+        if self._policy is None or not self._policy.kl.placement:
+            return False
+        return self._policy.kl.estimator != pb.KL_ESTIMATOR_FULL
+
+    @property
     def _aggregation(self) -> str:
         return columns.AGGREGATIONS[self._policy.aggregation.type] if self._policy is not None else TOKEN_MEAN
 
@@ -118,9 +126,10 @@ class UpdateObjective:
         metrics: dict[str, float] = {}
         distance = penalties = None
         if policy.kl.placement:
+            metrics["kl/coefficient"] = self.kl_coefficient
+        if self._samples_divergence:
             distance = columns.reference_divergence(batch, policy.kl.estimator)
             metrics["kl/mean"] = float(distance.sum() / batch.trained.sum())
-            metrics["kl/coefficient"] = self.kl_coefficient
             if policy.kl.placement == pb.KL_PLACEMENT_REWARD:
                 penalties = self.kl_coefficient * distance
         advantages = self._advantages(policy, batch, seed, penalties)
@@ -137,11 +146,10 @@ class UpdateObjective:
         if batch.logprobs is not None:
             made |= {"rollout_logprobs": batch.logprobs, "fresh": batch.fresh}
         if policy.kl.placement == pb.KL_PLACEMENT_LOSS:
-            assert batch.reference_logprobs is not None, "sent, or scored by the ranks"
-            made |= {
-                "reference_logprobs": batch.reference_logprobs,
-                "kl_weights": self.kl_coefficient * weights,
-            }
+            made["kl_weights"] = self.kl_coefficient * weights
+            if self._samples_divergence:
+                assert batch.reference_logprobs is not None, "sent, or scored by the ranks"
+                made["reference_logprobs"] = batch.reference_logprobs
         selected = columns.selected_tokens(
             batch, policy.loss.name, self._loss.arguments, advantages, counted, seed
         )

@@ -1,7 +1,8 @@
 """The objective of one micro-batch: loss, corrections and bonuses, weighted and summed.
 
 Invariants: weights come from the front and hold the denominators of the whole update, so nothing is averaged here; the
-gradient flows through `logprobs`, and through `entropy` where it earns a bonus, and through nothing else.
+gradient flows through `logprobs`, through `entropy` where it earns a bonus, through the divergence of whole
+distributions where that is asked for, and through nothing else.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from flotilla_trainer.objective.user_functions import is_user_function, load_use
 from flotilla_trainer.rank.objective_settings import ObjectiveSettings
 from flotilla_trainer.rank.packed_row import PackedRow
 from flotilla_trainer.rank.policy_model import PolicyModel
+from flotilla_trainer.rank.reference_distribution import ReferenceDistribution
 
 Columns = dict[str, torch.Tensor]
 
@@ -30,8 +32,9 @@ Columns = dict[str, torch.Tensor]
 class Objective:
     """A session's objective, ready to be applied to micro-batches."""
 
-    def __init__(self, settings: ObjectiveSettings) -> None:
+    def __init__(self, settings: ObjectiveSettings, reference: ReferenceDistribution | None = None) -> None:
         self._settings = settings
+        self._reference = reference if settings.compares_distributions else None
         self._loss = None if settings.supervised else _loss_named(settings.loss)
 
     @property
@@ -41,6 +44,7 @@ class Objective:
 
     def on(self, model: PolicyModel, columns: Columns, chunk_tokens: int) -> LossTerms:
         """What a micro-batch says, with logits for so many tokens at a time."""
+        reference = self._reference.on(columns) if self._reference is not None else None
         scores = model(
             columns["tokens"],
             columns["positions"],
@@ -49,7 +53,10 @@ class Objective:
             chunk_tokens=chunk_tokens,
             packed_row=PackedRow.among(columns),
             entropy_gradient=self.entropy_gradient,
+            reference=reference,
         )
+        if reference is not None:
+            columns = columns | {"divergence": scores.divergence}
         return self(scores.logprobs, scores.entropy, columns)
 
     def __call__(self, logprobs: torch.Tensor, entropy: torch.Tensor, columns: Columns) -> LossTerms:
@@ -87,9 +94,16 @@ class Objective:
         sums |= {"clipped": losses.clipped.sum(), "ratio": tokens.log_ratio.detach().exp().sum()}
         loss = (weights * losses.loss).sum()
         if "kl_weights" in columns:
-            distance = divergence(self._settings.kl_estimator, logprobs, columns["reference_logprobs"])
+            distance = self._divergence(logprobs, columns, sums)
             loss = loss + (columns["kl_weights"] * distance).sum()
         return loss
+
+    def _divergence(self, logprobs: torch.Tensor, columns: Columns, sums: Columns) -> torch.Tensor:
+        if not self._settings.compares_distributions:
+            return divergence(self._settings.kl_estimator, logprobs, columns["reference_logprobs"])
+        # The front, which says what the estimators find on the sampled tokens, does not see this one.
+        sums["divergence"] = columns["divergence"].detach().sum()
+        return columns["divergence"]
 
     def _token_losses(self, tokens: PolicyTokens) -> TokenLosses:
         assert self._loss is not None

@@ -15,6 +15,7 @@ SUMS = (
     "ratio",
     "correction",
     "left_out",
+    "divergence",
     "logprob_diff",
     "probs_diff",
     "fresh",
@@ -38,6 +39,8 @@ def objective_metrics(totals: dict[str, float], peaks: dict[str, float], names: 
     metrics = {"loss": totals["loss"], "tokens/trained": tokens}
     shares = {"entropy": "entropy", "clipped": "clip_fraction", "ratio": "ratio_mean"}
     metrics |= {said: totals[name] / tokens for name, said in shares.items() if name in names}
+    if "divergence" in names:
+        metrics["kl/mean"] = totals["divergence"] / tokens
     if "probs_diff" in names:
         for name, peak in peaks.items():
             metrics |= {f"{name}/mean": totals[name] / tokens, f"{name}/max": peak}

@@ -10,6 +10,7 @@ from typing import Any
 
 SUPERVISED = "sft"
 VALUE = "value"
+FULL_DIVERGENCE = "full"
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,11 @@ class ObjectiveSettings:
     entropy_coefficient: float = 0.0
     fail_at: float | None = None
     """Mean difference of probabilities from which an update is refused."""
+
+    @property
+    def compares_distributions(self) -> bool:
+        """Whether the divergence is that of the whole distributions, which the reference has to give for each token."""
+        return self.kl_estimator == FULL_DIVERGENCE
 
     @property
     def supervised(self) -> bool:

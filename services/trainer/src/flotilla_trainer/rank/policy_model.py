@@ -7,6 +7,8 @@ whole when they are needed.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,8 +17,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from flotilla_trainer.losses.divergence import full_divergence
 from flotilla_trainer.rank.body_model import ROW_ATTENTION, BodyModel
 from flotilla_trainer.rank.packed_row import PackedRow
+from flotilla_trainer.rank.reference_states import ReferenceStates
 from flotilla_trainer.rank.sequence_lane import SequenceLane
 
 
@@ -28,6 +32,8 @@ class TokenScores(NamedTuple):
     top_ids: torch.Tensor
     """[tokens, k] most likely tokens; k is 0 unless asked for."""
     top_logprobs: torch.Tensor
+    divergence: torch.Tensor
+    """From the reference, over the whole vocabulary; zero where none was given."""
 
 
 class PolicyModel(BodyModel):
@@ -70,15 +76,20 @@ class PolicyModel(BodyModel):
         top_k: int = 0,
         packed_row: PackedRow | None = None,
         entropy_gradient: bool = False,
+        reference: ReferenceStates | None = None,
     ) -> TokenScores:
         """Score `targets` where the flattened `positions` predict them."""
         if self._lane is None:
             hidden = self._hidden(tokens, packed_row)[positions]
-            return self._scores(hidden, targets, temperature, chunk_tokens, top_k, entropy_gradient)
+            return self._scores(
+                hidden, targets, temperature, chunk_tokens, top_k, entropy_gradient, reference
+            )
         part = self._lane.part(tokens, packed_row)
         own = part.own(positions)
         hidden = self._hidden_part(part)[positions[own] - part.first]
-        mine = self._scores(hidden, targets[own], temperature, chunk_tokens, top_k, entropy_gradient)
+        mine = self._scores(
+            hidden, targets[own], temperature, chunk_tokens, top_k, entropy_gradient, reference
+        )
         return TokenScores(*(self._lane.joined(column, own, len(positions)) for column in mine))
 
     def _scores(
@@ -89,6 +100,7 @@ class PolicyModel(BodyModel):
         chunk_tokens: int,
         top_k: int,
         entropy_gradient: bool,
+        reference: ReferenceStates | None,
     ) -> TokenScores:
         """Score the targets of these hidden states, chunk by chunk."""
         chunks = [
@@ -99,15 +111,28 @@ class PolicyModel(BodyModel):
                 temperature,
                 top_k,
                 entropy_gradient,
+                reference_chunk,
                 use_reentrant=False,
                 preserve_rng_state=False,
                 determinism_check="none",
             )
-            for hidden_chunk, target_chunk in zip(
-                hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True
+            for hidden_chunk, target_chunk, reference_chunk in zip(
+                hidden.split(chunk_tokens),
+                targets.split(chunk_tokens),
+                _chunks(reference, len(hidden), chunk_tokens),
+                strict=True,
             )
         ]
         return TokenScores(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
+
+    def hidden_states(
+        self, tokens: torch.Tensor, positions: torch.Tensor, packed_row: PackedRow | None
+    ) -> torch.Tensor:
+        """Last hidden states at the flattened `positions`; in a lane at those of this rank's part."""
+        if self._lane is None:
+            return self._hidden(tokens, packed_row)[positions]
+        part = self._lane.part(tokens, packed_row)
+        return self._hidden_part(part)[positions[part.own(positions)] - part.first]
 
     def head_error(self, tokens: torch.Tensor) -> torch.Tensor:
         """Largest difference between our logits and those of the model's own forward."""
@@ -115,7 +140,14 @@ class PolicyModel(BodyModel):
         return (self._logits(self._hidden(tokens)) - own).abs().max()
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.causal_lm.get_output_embeddings()(hidden).float()
+        return self._as_given(self.causal_lm.get_output_embeddings()(hidden))
+
+    def _reference_logits(self, reference: ReferenceStates) -> torch.Tensor:
+        return self._as_given(nn.functional.linear(reference.hidden, reference.weight, reference.bias))
+
+    def _as_given(self, raw: torch.Tensor) -> torch.Tensor:
+        """What the model's own forward makes of the numbers of its head."""
+        logits = raw.float()
         if self._multiplier != 1.0 or self._divisor != 1.0:
             logits = logits * (self._multiplier / self._divisor)
         if self._softcap:
@@ -129,6 +161,7 @@ class PolicyModel(BodyModel):
         temperature: float,
         top_k: int,
         entropy_gradient: bool,
+        reference: ReferenceStates | None,
     ) -> TokenScores:
         logits = self._logits(hidden)
         if temperature != 1.0:
@@ -141,4 +174,16 @@ class PolicyModel(BodyModel):
         with torch.no_grad():
             top = logits.topk(top_k, dim=-1)
             top_logprobs = top.values - normalizer[:, None]
-        return TokenScores(logprobs, entropy, top.indices, top_logprobs)
+        distance = torch.zeros_like(logprobs)
+        if reference is not None:
+            distance = full_divergence(logits, self._reference_logits(reference) / temperature)
+        return TokenScores(logprobs, entropy, top.indices, top_logprobs, distance)
+
+
+def _chunks(
+    reference: ReferenceStates | None, tokens: int, chunk_tokens: int
+) -> Sequence[ReferenceStates | None]:
+    """What is known of each chunk; as many as so many tokens have."""
+    if reference is None:
+        return [None] * max(1, math.ceil(tokens / chunk_tokens))
+    return [reference._replace(hidden=hidden) for hidden in reference.hidden.split(chunk_tokens)]

@@ -161,7 +161,7 @@ class ShardedModel:
         # By default the root stays whole after a forward pass without a backward one, and then the parameters that
         # the optimizer, the loader and the publisher find are copies that nobody keeps.
         fully_shard(self.policy, mesh=self.mesh.weights, mp_policy=policy, reshard_after_forward=True)
-        for method in ("head_error", "packing_errors", "lane_error"):
+        for method in ("head_error", "packing_errors", "lane_error", "hidden_states"):
             if hasattr(self.policy, method):
                 register_fsdp_forward_method(self.policy, method)
         for module in self.policy.modules():

@@ -31,6 +31,7 @@ from flotilla_trainer.rank.optimizer import PolicyOptimizer
 from flotilla_trainer.rank.policy_model import PolicyModel
 from flotilla_trainer.rank.publisher import Publisher
 from flotilla_trainer.rank.rank_objective import RankObjective, rank_objective
+from flotilla_trainer.rank.reference_distribution import ReferenceDistribution
 from flotilla_trainer.rank.scoring import score
 from flotilla_trainer.rank.settings import SessionSettings
 from flotilla_trainer.rank.setup import RankSetup
@@ -64,6 +65,7 @@ class RankWorker:
         self._objective: RankObjective | None = None
         self._optimizer: PolicyOptimizer | None = None
         self._reference: FrozenCopy | None = None
+        self._distribution: ReferenceDistribution | None = None
         self._pending: Update | None = None
         self._publisher = Publisher(self._model, link)
         self._checkpoints = RankCheckpoints(self._model, link)
@@ -122,13 +124,14 @@ class RankWorker:
 
     def _open_session(self, command: Frame) -> Answer:
         settings = SessionSettings.from_fields(command.fields)
-        self._objective = rank_objective(settings.objective)
         self._settings = settings
         torch.manual_seed(self._settings.seed)
         self._model.recomputed_layers.on = self._settings.activation_checkpointing
         self._optimizer = PolicyOptimizer(self._model, self._settings)
         self._pending = None
         self._reference = FrozenCopy(self._model) if self._settings.objective.keeps_reference else None
+        self._distribution = self._reference and ReferenceDistribution(self._model, self._reference)
+        self._objective = rank_objective(settings.objective, self._distribution)
         return {}, {}
 
     def _train(self, command: Frame) -> Answer:
@@ -149,7 +152,8 @@ class RankWorker:
         settings, objective, _ = self._session()
         asked = ObjectiveSettings(**command.fields["objective"])
         units, started = command.fields["units"], time.monotonic()
-        update = Update(self._model, replace(settings, objective=asked), rank_objective(asked), self._link)
+        own = rank_objective(asked, self._distribution)
+        update = Update(self._model, replace(settings, objective=asked), own, self._link)
         self._accumulate(update, command, factor=units)
         if self._pending is None:
             self._pending = Update(self._model, settings, objective, self._link)

@@ -109,6 +109,8 @@ class _KlEstimatorEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KlEstimat
     KL_ESTIMATOR_K2: _KlEstimator.ValueType  # 2
     KL_ESTIMATOR_K3: _KlEstimator.ValueType  # 3
     KL_ESTIMATOR_ABS: _KlEstimator.ValueType  # 4
+    KL_ESTIMATOR_FULL: _KlEstimator.ValueType  # 5
+    """Of the whole distributions, not of the sampled tokens; LOSS alone."""
 
 class KlEstimator(_KlEstimator, metaclass=_KlEstimatorEnumTypeWrapper): ...
 
@@ -117,6 +119,8 @@ KL_ESTIMATOR_K1: KlEstimator.ValueType  # 1
 KL_ESTIMATOR_K2: KlEstimator.ValueType  # 2
 KL_ESTIMATOR_K3: KlEstimator.ValueType  # 3
 KL_ESTIMATOR_ABS: KlEstimator.ValueType  # 4
+KL_ESTIMATOR_FULL: KlEstimator.ValueType  # 5
+"""Of the whole distributions, not of the sampled tokens; LOSS alone."""
 Global___KlEstimator: _TypeAlias = KlEstimator  # noqa: Y015
 
 class _Proximal:
