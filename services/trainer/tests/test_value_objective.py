@@ -190,6 +190,16 @@ def test_samples_without_what_a_return_is_made_of_are_refused(column: str, chang
         ValueUpdate(objective_of(**changes).value).sequences(batch, 0)
 
 
+def test_advantages_that_are_sent_stand_for_no_value_of_a_critic() -> None:
+    groups = make_groups([2, 1])
+    for sample in (sample for group in groups for sample in group.samples):
+        sample.advantages.CopyFrom(sample.values)
+        sample.ClearField("values")
+    batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), Version(0, 0))
+    with pytest.raises(InvalidRequest, match=r"sample 'g0/0'.*`values` is empty"):
+        ValueUpdate(objective_of().value).sequences(batch, 0)
+
+
 def by_other_advantages(objective: session_pb2.Objective) -> None:
     objective.value.policy.advantage.function.name = "grpo"
     objective.value.policy.advantage.function.ClearField("parameters")

@@ -31,6 +31,12 @@ def check_advantage(batch: UpdateBatch, advantage: pb.Advantage) -> None:
         check_logprobs(batch, "the advantage distill")
 
 
+def check_values(batch: UpdateBatch) -> None:
+    """Refuse samples without the values that returns are made from, whatever else came with them."""
+    _, next_step = ADVANTAGE_NEEDS["gae"]
+    _require(batch, "values", "a critic needs the values from before the update", next_step)
+
+
 def check_reference(batch: UpdateBatch, why: str) -> None:
     """Refuse samples without the log-probabilities of the reference, which nobody here can compute."""
     next_step = (

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_algorithms import counted_units, gae, token_weights
 from flotilla_trainer.objective import policy_columns as columns
-from flotilla_trainer.objective.needed_columns import check_advantage, check_logprobs, check_reference
+from flotilla_trainer.objective.needed_columns import check_logprobs, check_reference, check_values
 from flotilla_trainer.objective.sections import ADVANTAGE, checked_section
 from flotilla_trainer.packing import Sequences
 from flotilla_trainer.update_batch import UpdateBatch
@@ -49,7 +49,7 @@ class ValueUpdate:
         self, batch: UpdateBatch, seed: int, policy: NDArray[np.float32] | None = None
     ) -> tuple[Sequences, dict[str, float]]:
         """Sequences with old values, returns and weights, and metrics."""
-        check_advantage(batch, self._policy.advantage)
+        check_values(batch)
         assert batch.values is not None, "checked"
         outcomes = columns.outcomes_of(batch, self._policy, seed, self._penalties(batch))
         _, returns = gae(outcomes, batch.values, **self._arguments)
