@@ -75,6 +75,18 @@ async def test_a_frozen_gang_fills_its_own_column_however_many_calls_that_takes(
     assert not any(message.samples[0].HasField(other) for other in others)
 
 
+async def test_no_call_outgrows_a_message_however_often_a_long_prompt_stands_in_it(
+    asked: list[pb.ComputeLogprobsRequest],
+) -> None:
+    prompt, token = np.arange(100, dtype=np.int32), np.array([7], np.int32)
+    samples = [RolloutSample(f"run/0/{i}", token, None, "text") for i in range(8)]
+    batch = Batch(0, [RolloutGroup("run/0", "prompt", prompt, samples)], {})
+    session = FrozenRole("run", session_pb2.SessionSpec(), gang(TEACHER, asked), nobody, 0, temperature=1.0)
+    await session.score(batch)
+    assert [len(request.sequences) for request in asked] == [1] * 8
+    assert all(sample.teacher_logprobs is not None for sample in batch.samples)
+
+
 async def test_the_copy_of_the_policys_ranks_speaks_as_the_first_policy(
     asked: list[pb.ComputeLogprobsRequest],
 ) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_coordinator.runs.batch import Batch
-from flotilla_coordinator.runs.group_messages import parts, scored_sequences
+from flotilla_coordinator.runs.group_messages import scored_parts
 from flotilla_coordinator.runs.learning_session import TRAIN_TIMEOUT_S
 from flotilla_core import rpc
 from flotilla_core.tensors import from_tensor
@@ -22,9 +22,9 @@ async def batch_logprobs(
 ) -> dict[str, np.ndarray]:
     """By sample, under the weights that the session holds, or those that it started from."""
     found: dict[str, np.ndarray] = {}
-    for groups in parts(batch.groups):
+    for sequences in scored_parts(batch.groups):
         request = pb.ComputeLogprobsRequest(
-            run_id=run_id, temperature=temperature, reference=of_start, sequences=scored_sequences(groups)
+            run_id=run_id, temperature=temperature, reference=of_start, sequences=sequences
         )
         reply = await rpc.unary(stub.ComputeLogprobs, request, timeout_s=TRAIN_TIMEOUT_S)
         found |= {item.sequence_id: from_tensor(item.logprobs) for item in reply.sequences}

@@ -5,9 +5,11 @@ Invariant: all samples of a batch get the values of one critic, which has not le
 
 from __future__ import annotations
 
+import numpy as np
+
 from flotilla.trainer.v1 import trainer_pb2 as pb
-from flotilla_coordinator.runs.batch import Batch, RolloutGroup
-from flotilla_coordinator.runs.group_messages import parts, scored_sequences
+from flotilla_coordinator.runs.batch import Batch
+from flotilla_coordinator.runs.group_messages import scored_parts
 from flotilla_coordinator.runs.learning_session import TRAIN_TIMEOUT_S, LearningSession
 from flotilla_core import rpc
 from flotilla_core.tensors import from_tensor
@@ -18,13 +20,10 @@ class Critic(LearningSession):
 
     async def value(self, batch: Batch) -> None:
         """Give every sample of the batch what the critic expects before each of its tokens."""
-        for part in parts(batch.groups):
-            await self._value(part)
-
-    async def _value(self, groups: list[RolloutGroup]) -> None:
-        request = pb.ComputeValuesRequest(run_id=self._run_id, sequences=scored_sequences(groups))
-        reply = await rpc.unary(self.stub.ComputeValues, request, timeout_s=TRAIN_TIMEOUT_S)
-        values = {item.sequence_id: from_tensor(item.values) for item in reply.sequences}
-        for group in groups:
-            for sample in group.samples:
-                sample.values = values[sample.sample_id]
+        values: dict[str, np.ndarray] = {}
+        for sequences in scored_parts(batch.groups):
+            request = pb.ComputeValuesRequest(run_id=self._run_id, sequences=sequences)
+            reply = await rpc.unary(self.stub.ComputeValues, request, timeout_s=TRAIN_TIMEOUT_S)
+            values |= {item.sequence_id: from_tensor(item.values) for item in reply.sequences}
+        for sample in batch.samples:
+            sample.values = values[sample.sample_id]

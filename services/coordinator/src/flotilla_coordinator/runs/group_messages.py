@@ -51,14 +51,29 @@ def fill(message: pb.TrainGroup, group: RolloutGroup) -> None:
         )
 
 
-def scored_sequences(groups: Iterable[RolloutGroup]) -> Iterator[pb.ScoredSequence]:
-    """Every sample as a sequence that a gang is to say something of, under its own id."""
+def scored_parts(groups: Iterable[RolloutGroup]) -> Iterator[list[pb.ScoredSequence]]:
+    """Every sample as a sequence that a gang is to say something of, about two mebibytes at a time.
+
+    Each takes its prompt along, so long prompts with many short answers are far larger here than as groups.
+    """
+    part: list[pb.ScoredSequence] = []
+    size = 0
     for group in groups:
         prompt = to_tensor(group.prompt_token_ids)
         for sample in group.samples:
-            yield pb.ScoredSequence(
-                sequence_id=sample.sample_id, prompt_token_ids=prompt, token_ids=to_tensor(sample.token_ids)
+            part.append(
+                pb.ScoredSequence(
+                    sequence_id=sample.sample_id,
+                    prompt_token_ids=prompt,
+                    token_ids=to_tensor(sample.token_ids),
+                )
             )
+            size += group.prompt_token_ids.nbytes + sample.token_ids.nbytes
+            if size >= PART_BYTES:
+                yield part
+                part, size = [], 0
+    if part:
+        yield part
 
 
 def _column(numbers: np.ndarray | None) -> tensor_pb2.Tensor | None:
