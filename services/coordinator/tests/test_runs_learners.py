@@ -20,7 +20,7 @@ from flotilla_coordinator.runs.gang_session import Gang
 from flotilla_coordinator.runs.learners import Learners
 from flotilla_core import rpc
 from flotilla_core.checkpoint import CheckpointShelf, Manifest
-from flotilla_core.errors import Damaged, FailedPrecondition, FlotillaError
+from flotilla_core.errors import Damaged, FailedPrecondition, FlotillaError, Unavailable
 from flotilla_core.tensors import from_tensor, to_tensor
 
 NAME = "step-000004"
@@ -97,6 +97,31 @@ async def test_the_first_steps_teach_the_critic_alone(tmp_path: Path) -> None:
         assert (learned.policy is None) == (step < 2)
     assert (bench.policy.trained, bench.critic.trained) == (1, 3)
     assert not learned.skipped
+
+
+class Opening:
+    """A session that opens after `turns` of the event loop, or cannot."""
+
+    def __init__(self, turns: int, refusal: FlotillaError | None = None) -> None:
+        self._turns = turns
+        self._refusal = refusal
+        self.opened = False
+
+    async def open(self) -> None:
+        for _ in range(self._turns):
+            await asyncio.sleep(0)
+        if self._refusal is not None:
+            raise self._refusal
+        self.opened = True
+
+
+async def test_a_gang_that_cannot_open_is_alone_in_having_no_session() -> None:
+    policy: Any = Opening(turns=9)
+    critic: Any = Opening(turns=1, refusal=Unavailable("the critic went away"))
+    learners = Learners(policy, critic)
+    with pytest.raises(Unavailable, match="the critic"):
+        await learners.open()
+    assert [session.opened for session in learners.sessions] == [True, False]
 
 
 async def test_one_checkpoint_holds_both(bench: Bench) -> None:

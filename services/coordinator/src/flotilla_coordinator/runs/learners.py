@@ -54,8 +54,8 @@ class Learners:
         return all(session.opened for session in self.sessions)
 
     async def open(self) -> None:
-        """Load the starting weights and build the optimizers."""
-        await all_of(session.open() for session in self.sessions)
+        """Load the starting weights and build the optimizers; where one fails, who has no session is known of each."""
+        await all_settled(session.open() for session in self.sessions)
 
     async def lost(self) -> list[GangSession]:
         """The sessions that are gone; one is enough for the run to go back to a checkpoint."""
