@@ -13,15 +13,22 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from flotilla_coordinator.plan import plan_run
+from flotilla_coordinator.plan.adapters import AdapterFacts
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.trainer_memory import layer_activations
-from flotilla_core.config import RunConfig, StackConfig, load_text
+from flotilla_coordinator.runs.session_spec import session_spec
+from flotilla_core.config import LoraConfig, RunConfig, StackConfig, load_text
 from flotilla_core.errors import InvalidConfig
 from flotilla_trainer.packing import Layout, Sequences, pack
+from flotilla_trainer.rank.lora import Adapters
+from flotilla_trainer.rank.lora_settings import LoraSettings
 from flotilla_trainer.rank.packed_row import PackedRow
 from flotilla_trainer.rank.policy_model import PolicyModel
+from flotilla_trainer.rank.settings import SessionSettings
+from flotilla_trainer.session_settings import check_spec, rank_settings
 
 PROMPT = "10+11="
+LORA = LoraSettings(rank=8, alpha=8.0, targets=(), adapter="")
 AWKWARD = [
     # prompts, samples, response tokens, budget, ranks
     (7, 3, 11, 64, 2),
@@ -90,6 +97,37 @@ def test_planned_micro_batches_are_those_that_the_front_makes(
     assert len(pack(sequences(shorter.tolist()), layout)[0]) <= planned
 
 
+@pytest.mark.parametrize("model_class", [Qwen3ForCausalLM, LlamaForCausalLM])
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "mlp.down_proj"], ["lm_head"]])
+def test_planned_adapters_are_those_that_the_trainer_makes(
+    model_class: type[PreTrainedModel], targets: str | list[str], tmp_path: Path
+) -> None:
+    run = {
+        "name": "plan",
+        "steps": 3,
+        "algorithm": {"type": "sft"},
+        "data": {"train": "train.jsonl"},
+        "lora": {"rank": 3, "alpha": 7.0, "targets": targets},
+    }
+    config = RunConfig.model_validate(run)
+    assert config.lora is not None
+    sent = session_spec(config, tmp_path)
+    check_spec(sent)
+    settings = SessionSettings.from_fields(rank_settings(sent)).lora
+    assert settings is not None and settings.scale == 7 / 3
+    config_class = Qwen3Config if model_class is Qwen3ForCausalLM else LlamaConfig
+    shape = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    model = model_class(config_class(**shape, **heads))
+    model.save_pretrained(tmp_path)
+    planned = AdapterFacts.of(ModelFacts.read(tmp_path), config.lora)
+    made = Adapters(model, settings, seed=0, device=torch.device("cpu"))
+    assert planned.parameters == sum(tensor.numel() for tensor in made.tensors().values())
+    assert planned.layers == len(made.tensors()) // 2
+    if targets == "all-linear":
+        assert list(planned.names) == made.target_names()
+
+
 def test_a_run_of_no_updates_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="steps"):
         load_text(RunConfig, "name: none\nsteps: 0\nalgorithm: {type: sft}\ndata: {train: t.jsonl}\n")
@@ -100,26 +138,34 @@ def test_a_run_of_no_updates_is_refused() -> None:
 def test_estimated_activations_are_those_that_autograd_keeps(
     model_class: type[PreTrainedModel], dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    kept = []
+    kept, kept_with_adapters = [], []
     for layers in (1, 3):
         config_class = Qwen3Config if model_class is Qwen3ForCausalLM else LlamaConfig
         shape: dict[str, Any] = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 160}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-        model = model_class(config_class(**shape, **heads, num_hidden_layers=layers))
-        kept.append(_kept_bytes(PolicyModel(model.to(dtype)), tokens=64))
-    model.save_pretrained(tmp_path)
-    estimate = layer_activations(ModelFacts.read(tmp_path), dtype.itemsize)
+        policy = PolicyModel(model_class(config_class(**shape, **heads, num_hidden_layers=layers)).to(dtype))
+        kept.append(_kept_bytes(policy, tokens=64))
+        policy.requires_grad_(False)
+        adapters = Adapters(policy.causal_lm, LORA, seed=0, device=torch.device("cpu"))
+        own = [*policy.parameters(), *adapters.named_parameters().values()]
+        kept_with_adapters.append(_kept_bytes(policy, tokens=64, own=own))
+    policy.causal_lm.save_pretrained(tmp_path)
+    facts = ModelFacts.read(tmp_path)
+    estimate = layer_activations(facts, dtype.itemsize)
     assert estimate == pytest.approx((kept[1] - kept[0]) / 2 / 64, rel=0.02)
+    planned = AdapterFacts.of(facts, LoraConfig(rank=LORA.rank))
+    estimate = layer_activations(facts, dtype.itemsize, planned)
+    assert 0.95 < estimate / ((kept_with_adapters[1] - kept_with_adapters[0]) / 2 / 64) < 1.2
 
 
-def _kept_bytes(policy: PolicyModel, tokens: int) -> int:
+def _kept_bytes(policy: PolicyModel, tokens: int, own: list[torch.Tensor] | None = None) -> int:
     """Bytes that the forward pass of one packed row saves for the backward pass, parameters left out."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()}
+    places = {parameter.untyped_storage().data_ptr() for parameter in own or policy.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         place = tensor.untyped_storage().data_ptr()
-        if place not in own:
+        if place not in places:
             kept[place] = tensor
         return tensor
 

@@ -34,12 +34,14 @@ from flotilla_generator.engine.base import (
 from flotilla_generator.engine.vllm.boot import CPU_BATCHED_TOKENS
 from flotilla_generator.engine.vllm.engine import VllmEngine
 from flotilla_generator.weights import Phase, WeightSession
+from flotilla_trainer.rank.lora import Adapters
+from flotilla_trainer.rank.lora_settings import LoraSettings
+from flotilla_weights.digest import tensor_digests
 from flotilla_weights.group import Sender
 from flotilla_weights.manifest import Manifest
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
-RUN = "run"
 TOLERANCE = 1e-4
 BUCKET_BYTES = 1 << 19
 LONG = 1900
@@ -97,6 +99,10 @@ def tensors_of(model: torch.nn.Module) -> Tensors:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
+def manifest_of(tensors: Tensors) -> Manifest:
+    return Manifest.from_named(((n, t.dtype, t.shape) for n, t in tensors.items()), BUCKET_BYTES)
+
+
 class Bench:
     """One vLLM for all tests of this module, and the trainer's end of each sync."""
 
@@ -104,25 +110,25 @@ class Bench:
         self.engine = engine
         self.folder = folder
         self.weights = WeightSession(engine)
+        self.run_id = "run"
         self.epoch = 0
         self.step = 0
         self.model = make_model(0)
         self._names = 0
 
-    async def join(self, tensors: Tensors) -> tuple[Sender, Manifest]:
+    async def join(self, manifest: Manifest) -> Sender:
         self.epoch += 1
-        manifest = Manifest.from_named(((n, t.dtype, t.shape) for n, t in tensors.items()), BUCKET_BYTES)
         sender = Sender.listen("127.0.0.1", self.epoch, 2, "gloo", 20.0)
         connecting = asyncio.create_task(asyncio.to_thread(sender.connect, manifest))
         try:
-            await self.weights.join(RUN, self.group(sender.port), 1, manifest)
+            await self.weights.join(self.run_id, self.group(sender.port), 1, manifest)
         except WeightsMismatch:
             sender.abort()
             await asyncio.wait([connecting])
             connecting.exception()
             raise
         await connecting
-        return sender, manifest
+        return sender
 
     def group(self, port: int) -> weights_pb2.WeightGroup:
         group = weights_pb2.WeightGroup(
@@ -133,16 +139,14 @@ class Bench:
 
     async def stage(self, tensors: Tensors, sent: Tensors | None = None) -> weights_pb2.WeightDigests:
         """Send the next version; `sent` are the bytes on the wire where they differ from what the digests are of."""
-        from flotilla_weights.digest import tensor_digests
-
-        sender, manifest = await self.join(tensors)
+        sender = await self.join(manifest := manifest_of(tensors))
         self.step += 1
         version = Version(0, self.step)
         wire = [(spec.name, (sent or tensors)[spec.name]) for spec in manifest.tensors]
         try:
             await asyncio.gather(
                 asyncio.to_thread(sender.publish, manifest, wire),
-                self.weights.stage(RUN, self.epoch, version),
+                self.weights.stage(self.run_id, self.epoch, version),
             )
         finally:
             sender.close()
@@ -154,7 +158,7 @@ class Bench:
 
     async def commit(self, staged: weights_pb2.WeightDigests) -> Applied:
         version = Version.from_proto(staged.version)
-        return await self.weights.commit(RUN, self.epoch, version, KvPolicy.RECOMPUTE, staged)
+        return await self.weights.commit(self.run_id, self.epoch, version, KvPolicy.RECOMPUTE, staged)
 
     async def publish(self, tensors: Tensors, sent: Tensors | None = None) -> Applied:
         """A whole sync."""
@@ -202,6 +206,57 @@ class Bench:
         sampling = Sampling(temperature, 16, ignore_eos=True)
         drawn = await self.sample(self.prompts(64), sampling)
         return max(difference(self.model, prompt, sample, temperature) for prompt, sample in drawn)
+
+
+class AdaptedPolicy:
+    """The trainer's end of a group that moves adapters: a model as the trainer computes it, and what it sends."""
+
+    def __init__(self, bench: Bench, seed: int) -> None:
+        self.bench = bench
+        self.model = make_model(seed).requires_grad_(False)
+        self.weights = tensors_of(self.model)
+        self.adapters = Adapters(self.model, LoraSettings(8, 16.0, (), ""), seed, torch.device("cpu"))
+        small = manifest_of(self.adapters.tensors())
+        self.manifest = manifest_of(self.weights).with_adapters(small, self.adapters.scale)
+        self._moves = torch.Generator().manual_seed(seed)
+        self._sender: Sender | None = None
+        self._base_digests: list[int] = []
+
+    def move(self) -> None:
+        """As an update would: every A and B becomes another one."""
+        tensors = self.adapters.tensors()
+        self.adapters.set({n: torch.randn(t.shape, generator=self._moves) * 0.05 for n, t in tensors.items()})
+
+    async def join(self) -> None:
+        """Form a group in place of the last one."""
+        if self._sender is not None:
+            self._sender.close()
+        self._sender, self._base_digests = await self.bench.join(self.manifest), []
+
+    async def publish(self, sent: Tensors | None = None) -> None:
+        """A whole sync; `sent` are the adapters on the wire where they differ from those that the digests are of."""
+        self.bench.step += 1
+        version = Version(0, self.bench.step)
+        _, digests = await asyncio.gather(
+            self.bench.weights.stage(self.bench.run_id, self.bench.epoch, version),
+            asyncio.to_thread(self._send, sent or self.adapters.tensors()),
+        )
+        await self.bench.commit(
+            weights_pb2.WeightDigests(
+                version=version.to_proto(), manifest_digest=self.manifest.digest, tensor_digests=digests
+            )
+        )
+        self.bench.model = self.model
+
+    def _send(self, adapters: Tensors) -> list[int]:
+        assert self._sender is not None and self.manifest.adapters is not None
+        small = self.manifest.adapters.manifest
+        if not self._base_digests:
+            weights = [(spec.name, self.weights[spec.name]) for spec in self.manifest.tensors]
+            self._base_digests = self._sender.publish(self.manifest, weights)
+        self._sender.publish(small, [(spec.name, adapters[spec.name]) for spec in small.tensors])
+        ours = self.adapters.tensors()
+        return self._base_digests + tensor_digests(ours[spec.name] for spec in small.tensors)
 
 
 @torch.no_grad()
@@ -273,7 +328,7 @@ async def test_a_missing_k_proj_is_named_and_the_old_weights_go_on_serving(bench
     tensors = tensors_of(make_model(31))
     del tensors["model.layers.1.self_attn.k_proj.weight"]
     with pytest.raises(WeightsMismatch, match=r"missing: model\.layers\.1\.self_attn\.k_proj\.weight"):
-        await bench.join(tensors)
+        await bench.join(manifest_of(tensors))
     assert await bench.worst_difference(1.0) < TOLERANCE
 
 
@@ -307,8 +362,10 @@ async def test_a_sender_killed_mid_broadcast_leaves_vllm_serving_and_a_retry_wor
         port = int(await asyncio.to_thread(sender.stdout.readline))
         stored = load_file(checkpoint)
         manifest = Manifest.from_named(((n, t.dtype, t.shape) for n, t in stored.items()), BUCKET_BYTES)
-        await bench.weights.join(RUN, bench.group(port), 1, manifest)
-        staging = asyncio.create_task(bench.weights.stage(RUN, bench.epoch, Version(0, bench.step + 1)))
+        await bench.weights.join(bench.run_id, bench.group(port), 1, manifest)
+        staging = asyncio.create_task(
+            bench.weights.stage(bench.run_id, bench.epoch, Version(0, bench.step + 1))
+        )
         assert (await asyncio.to_thread(sender.stdout.readline)).strip() == "halfway"
         sender.send_signal(signal.SIGKILL)
         with pytest.raises(WeightGroupFailed):
@@ -357,3 +414,47 @@ async def test_the_same_seed_draws_the_same_sample_and_a_stop_token_ends_it(benc
     stopped = await draw(1, stop_token_ids=(stop,))
     assert stopped.finish_reason is FinishReason.STOP
     assert stopped.token_ids.tolist() == first.token_ids.tolist()[: first.token_ids.tolist().index(stop) + 1]
+
+
+async def test_adapters_alone_make_vllm_the_policy_that_the_trainer_computes(bench: Bench) -> None:
+    policy = AdaptedPolicy(bench, seed=60)
+    await policy.join()
+    for received in (policy.manifest.messages(first=True), policy.manifest.messages(first=False)):
+        policy.move()
+        await policy.publish()
+        assert bench.weights.buckets_received == received
+        assert await bench.worst_difference(1.0) < TOLERANCE
+
+
+async def test_a_wrong_adapter_is_named_and_the_next_group_brings_everything_again(bench: Bench) -> None:
+    policy = AdaptedPolicy(bench, seed=62)
+    await policy.join()
+    policy.move()
+    await policy.publish()
+    before = {name: tensor.clone() for name, tensor in policy.adapters.tensors().items()}
+    policy.move()
+    name = "model.layers.3.mlp.up_proj.lora_B.weight"
+    damaged = policy.adapters.tensors()[name] + 1e-3
+    with pytest.raises(WeightsMismatch, match=f"arrived otherwise than sent: {name}"):
+        await policy.publish(sent={**policy.adapters.tensors(), name: damaged})
+    newer = {name: tensor.clone() for name, tensor in policy.adapters.tensors().items()}
+    policy.adapters.set(before)
+    assert await bench.worst_difference(1.0) < TOLERANCE
+    policy.adapters.set(newer)
+    await policy.join()
+    await policy.publish()
+    assert await bench.worst_difference(1.0) < TOLERANCE
+
+
+async def test_all_weights_of_another_run_replace_those_of_adapters(bench: Bench) -> None:
+    policy = AdaptedPolicy(bench, seed=63)
+    await policy.join()
+    policy.move()
+    await policy.publish()
+    bench.run_id = "all weights"
+    await bench.sync(make_model(64))
+    assert await bench.worst_difference(1.0) < TOLERANCE
+    bench.run_id = "adapters again"
+    await policy.join()
+    await policy.publish()
+    assert await bench.worst_difference(1.0) < TOLERANCE

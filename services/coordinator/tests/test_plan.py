@@ -35,15 +35,16 @@ def make_model(folder: Path, **changes: object) -> Path:
         "max_position_embeddings": 64,
     }
     (folder / "config.json").write_text(json.dumps(config | changes))
+    store_header(folder, PARAMETERS)
+    return folder
+
+
+def store_header(folder: Path, shapes: dict[str, list[int]]) -> None:
     header = json.dumps(
         {"__metadata__": {"format": "pt"}}
-        | {
-            name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
-            for name, shape in PARAMETERS.items()
-        }
+        | {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
     ).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    return folder
 
 
 @pytest.fixture
@@ -208,6 +209,62 @@ def test_comparing_whole_distributions_needs_more_memory_than_sampled_tokens(
         )
 
     assert need("full").reference > need("k3").reference > 0
+
+
+@pytest.fixture
+def layered(stack: StackConfig) -> StackConfig:
+    """A stack whose model has three layers of linear ones by the names that transformers gives them."""
+    inner = {"self_attn.q_proj": [8, 8], "self_attn.k_proj": [4, 8], "mlp.up_proj": [32, 8], "norm": [8]}
+    shapes = {f"model.layers.{i}.{name}.weight": shape for i in range(3) for name, shape in inner.items()}
+    outer = {"model.embed_tokens.weight": [20, 8], "model.norm.weight": [8], "lm_head.weight": [20, 8]}
+    store_header(Path(stack.model), outer | shapes)
+    return stack
+
+
+def test_a_plan_of_adapters_counts_what_learns_and_what_moves(
+    run: dict[str, Any], layered: StackConfig
+) -> None:
+    def lines(**lora: Any) -> dict[str, run_pb2.PlanLine]:
+        planned = plan(run, layered, lora={"rank": 2, **lora})
+        assert (list(planned.errors), list(planned.warnings)) == ([], [])
+        return {line.name: line for line in planned.lines}
+
+    everywhere = lines()
+    numbers = 3 * 2 * ((8 + 8) + (4 + 8) + (32 + 8))
+    assert everywhere["trainable"].value == f"{numbers} parameters"
+    assert "beside 9 linear layers (k_proj, q_proj, up_proj)" in everywhere["trainable"].explanation
+    assert everywhere["weight sync"].value == f"{numbers * 4 / 1024:.3g} KiB"
+    assert (
+        "of the host for those under the adapters" in everywhere["memory of a generator worker"].explanation
+    )
+    assert lines(targets=["q_proj", "lm_head"])["trainable"].value == "152 parameters"
+    assert "trainable" not in {line.name for line in plan(run, layered).lines}
+
+
+def test_adapters_cost_the_memory_of_a_frozen_model_and_little_more(
+    run: dict[str, Any], layered: StackConfig
+) -> None:
+    def need(nproc: int = 2, dtype: str = "bfloat16", **changes: Any) -> TrainerMemory:
+        model = replace(ModelFacts.read(Path(layered.model)), parameters=10**9, outer_parameters=10**8)
+        trainer = layered.trainer.model_copy(update={"nproc": nproc, "dtype": dtype})
+        return TrainerMemory.of(model, RunConfig.model_validate(run | changes), trainer, 64)
+
+    kl = {"type": "grpo", "kl": {"placement": "loss", "coefficient": 0.1}}
+    numbers, of_all, frozen = 3 * 2 * 68, need(algorithm=kl), need(algorithm=kl, lora={"rank": 2})
+    assert frozen.masters == 10**9 // 2 * 2 + numbers * 4
+    assert (frozen.gradients, frozen.moments, frozen.reference) == (numbers * 4, numbers * 8, numbers * 4)
+    assert of_all.masters == of_all.gradients == of_all.reference == 10**9 // 2 * 4
+    assert of_all.gathered - frozen.gathered == 10**8 * 2
+    assert frozen.activations > of_all.activations
+
+
+def test_adapters_that_fit_no_layer_are_refused(
+    run: dict[str, Any], layered: StackConfig, tmp_path: Path
+) -> None:
+    error = the_error(plan(run, layered, lora={"targets": ["q_proj", "query"]}))
+    assert "no linear layer 'query'; its layers have k_proj, q_proj, up_proj" in error
+    assert "proj'" in the_error(plan(run, layered, lora={"targets": ["proj"]}))
+    assert "no adapter_config.json" in the_error(plan(run, layered, lora={"adapter": tmp_path}))
 
 
 def test_a_schedule_that_never_leaves_its_warm_up_is_refused(run: dict[str, Any], stack: StackConfig) -> None:

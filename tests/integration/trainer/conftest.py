@@ -176,7 +176,10 @@ def session_spec(objective: Asked, **changes: Any) -> session_pb2.SessionSpec:
     for name, value in changes.items():
         owners = (spec, spec.optimizer, spec.batching)
         owner = next(owner for owner in owners if name in owner.DESCRIPTOR.fields_by_name)
-        setattr(owner, name, value)
+        if name == "lora":
+            spec.lora.CopyFrom(value)
+        else:
+            setattr(owner, name, value)
     return spec
 
 

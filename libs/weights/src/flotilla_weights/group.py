@@ -3,7 +3,7 @@
 The wire. The sender opens a TCPStore on a port of its own; all keys of an epoch lie below `flotilla/<epoch>/`:
 
     member/<rank>   digest of the manifest that the member holds; rank 0 is the sender
-    round/<n>       set by the sender before the n-th publication starts
+    round/<n>       digest of the manifest that the n-th publication moves, set by the sender before it starts
     failed          the first failure that a member reports, "rank 2: what: why"; it ends the epoch for all
 
 Bytes travel as broadcasts from rank 0 over a raw c10d process group (gloo or nccl), one uint8 message a bucket of the
@@ -152,18 +152,22 @@ class Receiver:
         self._link.dial(self._host, self._port)
         self._link.form(self._host, self._manifest.digest, self._device)
 
-    def receive(self, sink: Sink) -> list[int]:
+    def receive(self, sink: Sink, manifest: Manifest | None = None) -> list[int]:
         """Take one publication; `sink` gets named tensors bucket by bucket. Returns the digests of what arrived.
 
         An error of the sink is raised after the last bucket: the other members are not held up by it.
+        `manifest` is what the publication moves, where that is not what the group was joined with.
         """
+        manifest = manifest or self._manifest
         self._link.check()
         self._round += 1
         self.buckets_received = 0
-        self._link.wait_for_key(f"round/{self._round}", "waiting for the sender to publish")
+        moved = self._link.wait_for_key(f"round/{self._round}", "waiting for the sender to publish")
+        if moved != manifest.digest:
+            raise self._link.fail("the sender publishes something else", why="it announced another manifest")
         digests: list[torch.Tensor] = []
         failure: Exception | None = None
-        for named in self._arrivals():
+        for named in self._arrivals(manifest.buckets):
             digests += [pending_digest(tensor) for _, tensor in named]
             self.buckets_received += 1
             if failure is None:
@@ -184,8 +188,7 @@ class Receiver:
         """Leave between two publications."""
         self._link.close()
 
-    def _arrivals(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        buckets = self._manifest.buckets
+    def _arrivals(self, buckets: tuple[Bucket, ...]) -> Iterator[list[tuple[str, torch.Tensor]]]:
         wire: deque[tuple[Any, Bucket, torch.Tensor]] = deque()
         for index in range(len(buckets) + ON_THE_WIRE):
             if len(wire) == ON_THE_WIRE or index >= len(buckets):

@@ -2,7 +2,8 @@
 
 Invariants: both ends of a sync hold an equal manifest (equal `digest`) and therefore cut the same buckets; the tensors
 of one layer are contiguous, embeddings come first; a tensor never straddles two buckets: one that is larger than
-`bucket_bytes` gets a bucket of its own, which is sent without being copied.
+`bucket_bytes` gets a bucket of its own, which is sent without being copied. Adapters are a manifest of their own
+inside: they move after the tensors, and from the second publication of a group on without them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 
 from flotilla.common.v1 import weights_pb2
 from flotilla_core.errors import InvalidRequest
+from flotilla_weights.adapters import Adapters
 
 ALIGNMENT = 64
 """Every tensor starts at a multiple of this within its bucket, so that it can be viewed as its own type."""
@@ -69,6 +71,8 @@ class Manifest:
 
     tensors: tuple[TensorSpec, ...]
     bucket_bytes: int
+    adapters: Adapters | None = None
+    """Absent where all tensors change."""
 
     @classmethod
     def from_named(
@@ -83,8 +87,10 @@ class Manifest:
     @classmethod
     def from_proto(cls, proto: weights_pb2.WeightManifest) -> Manifest:
         """Read a manifest and check that its digest is that of its content."""
-        specs = tuple(TensorSpec(t.name, t.dtype, tuple(t.shape)) for t in proto.tensors)
-        manifest = cls(specs, proto.bucket_bytes)._checked()
+        manifest = cls(_read_specs(proto.tensors), proto.bucket_bytes)._checked()
+        if proto.HasField("adapters"):
+            adapters = cls(_read_specs(proto.adapters.tensors), proto.bucket_bytes)._checked()
+            manifest = manifest.with_adapters(adapters, proto.adapters.scale)
         if manifest.digest != proto.digest:
             raise InvalidRequest(
                 "the manifest's digest is not that of its content",
@@ -95,14 +101,30 @@ class Manifest:
 
     def to_proto(self) -> weights_pb2.WeightManifest:
         """The manifest as it travels."""
-        tensors = [weights_pb2.TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape) for t in self.tensors]
-        return weights_pb2.WeightManifest(tensors=tensors, bucket_bytes=self.bucket_bytes, digest=self.digest)
+        proto = weights_pb2.WeightManifest(
+            tensors=_spec_protos(self.tensors), bucket_bytes=self.bucket_bytes, digest=self.digest
+        )
+        if self.adapters is not None:
+            proto.adapters.tensors.extend(_spec_protos(self.adapters.manifest.tensors))
+            proto.adapters.scale = self.adapters.scale
+        return proto
+
+    def with_adapters(self, adapters: Manifest, scale: float) -> Manifest:
+        """The same, with what is added to some of the tensors."""
+        return replace(self, adapters=Adapters(adapters, scale).checked(self))
+
+    @property
+    def all_tensors(self) -> tuple[TensorSpec, ...]:
+        """Whatever has a digest, in that order: the tensors, then the adapters."""
+        return self.tensors + (self.adapters.manifest.tensors if self.adapters is not None else ())
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over names, types, shapes, their order and the bucket size."""
+        """SHA-256 over names, types, shapes, their order and the bucket size, and over the adapters."""
         lines = [f"bucket_bytes={self.bucket_bytes}"]
         lines += [f"{t.name}\t{t.dtype}\t{','.join(map(str, t.shape))}" for t in self.tensors]
+        if self.adapters is not None:
+            lines.append(f"adapters={self.adapters.manifest.digest} scale={self.adapters.scale!r}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     @cached_property
@@ -121,9 +143,14 @@ class Manifest:
             buckets.append(_bucket(slots))
         return tuple(buckets)
 
+    def messages(self, *, first: bool) -> int:
+        """Buckets of the first publication of a group, or of a later one."""
+        adapters = 0 if self.adapters is None else len(self.adapters.manifest.buckets)
+        return adapters + (len(self.buckets) if first or self.adapters is None else 0)
+
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, without padding."""
+        """Bytes of the tensors, without padding and without adapters."""
         return sum(t.nbytes for t in self.tensors)
 
     def _checked(self) -> Manifest:
@@ -140,6 +167,14 @@ class Manifest:
                 raise InvalidRequest("a tensor is empty", where=spec.name, why=f"its shape is {spec.shape}")
             seen.add(spec.name)
         return self
+
+
+def _read_specs(protos: Iterable[weights_pb2.TensorSpec]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(t.name, t.dtype, tuple(t.shape)) for t in protos)
+
+
+def _spec_protos(specs: Iterable[TensorSpec]) -> list[weights_pb2.TensorSpec]:
+    return [weights_pb2.TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape) for t in specs]
 
 
 def _bucket(slots: list[Slot]) -> Bucket:

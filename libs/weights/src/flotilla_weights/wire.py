@@ -132,9 +132,10 @@ class Link:
         """Tell all members something."""
         self._ask(lambda store: store.set(key, value))
 
-    def wait_for_key(self, key: str, what: str) -> None:
-        """Wait until the sender has told something."""
+    def wait_for_key(self, key: str, what: str) -> str:
+        """Wait until the sender has told something, and return it."""
         self.wait(lambda: self._has([key]), lambda: what, store_only=True)
+        return self._get(key)
 
     def wait(self, done: Callable[[], bool], what: Callable[[], str], *, store_only: bool = False) -> None:
         """Poll `done` within the deadline, watching for aborts and for failures of others."""

@@ -60,6 +60,7 @@ class WeightSession:
         self._lock = asyncio.Lock()
         self._transfer: asyncio.Task[Any] | None = None
         self._manifest: Manifest | None = None
+        self._publications = 0
         self._broken = False
         self._live_digests: tuple[int, ...] = ()
         self.run_id = ""
@@ -73,7 +74,7 @@ class WeightSession:
     @property
     def buckets_total(self) -> int:
         """Buckets of one publication in the joined group."""
-        return 0 if self._manifest is None else len(self._manifest.buckets)
+        return 0 if self._manifest is None else self._manifest.messages(first=self._publications <= 1)
 
     async def join(
         self, run_id: str, group: weights_pb2.WeightGroup, rank_offset: int, manifest: Manifest
@@ -95,7 +96,7 @@ class WeightSession:
             self.epoch, self._manifest, self.staged, self.error = group.epoch, None, None, ""
             self._rest()
             await self._transferring("joining", self._engine.join(group, rank_offset, manifest))
-            self._manifest = manifest
+            self._manifest, self._publications = manifest, 0
 
     async def stage(self, run_id: str, epoch: int, version: Version) -> Staged:
         """Receive one publication beside the live weights."""
@@ -103,6 +104,7 @@ class WeightSession:
         async with self._lock:
             self._require_group(run_id, epoch)
             self.phase, self.staged, self.buckets_received, self.error = Phase.RECEIVING, None, 0, ""
+            self._publications += 1
             started = time.monotonic()
             try:
                 received = await self._transferring(
@@ -313,7 +315,9 @@ def _differing(manifest: Manifest, ours: tuple[int, ...], theirs: tuple[int, ...
     if len(ours) != len(theirs):
         return f"{len(theirs)} digests for {len(ours)} tensors"
     wrong = [
-        spec.name for spec, mine, other in zip(manifest.tensors, ours, theirs, strict=True) if mine != other
+        spec.name
+        for spec, mine, other in zip(manifest.all_tensors, ours, theirs, strict=True)
+        if mine != other
     ]
     return f"{what}: {_listed(wrong)}"
 

@@ -40,7 +40,7 @@ class SessionHolder:
         self._opening = ""
         self._unwanted = False
         self._why_none = "no run has opened one"
-        self._pristine: Path | None = plan.model
+        self._pristine: tuple[Path, bool] | None = (plan.model, False)
         self.checkpoints = Checkpoints(gang, plan.model, activities)
         self.weights = WeightGroups(gang, stack.bind, plan.rank_timeout_s, activities)
 
@@ -142,7 +142,7 @@ class SessionHolder:
             self._why_none = f"the session of run {self._session.run_id} was lost: {error.what}"
             self._session.end(error)
         self._session = None
-        self._pristine = self._plan.model
+        self._pristine = (self._plan.model, False)
         self.checkpoints.give_up()
         self.weights.forget()
 
@@ -157,11 +157,13 @@ class SessionHolder:
 
     async def _opened(self, request: pb.OpenSessionRequest, folder: Path) -> Session | FrozenSession:
         await self._gang.wait_ready()
-        if folder != self._pristine:
+        frozen = request.spec.HasField("lora")
+        if (folder, frozen) != self._pristine:
             # Until the load is through, nobody knows what the ranks hold.
             self._pristine = None
-            await self._gang.command("load", {"model": str(folder)}, limit_s=self._gang.slow_timeout_s)
-            self._pristine = folder
+            load = {"model": str(folder), "frozen": frozen}
+            await self._gang.command("load", load, limit_s=self._gang.slow_timeout_s)
+            self._pristine = (folder, frozen)
         self.weights.forget_epochs()
         session: Session | FrozenSession
         if self._plan.role in roles.LEARNING:

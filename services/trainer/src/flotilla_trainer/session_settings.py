@@ -11,6 +11,7 @@ from flotilla_core import roles
 from flotilla_core.errors import FailedPrecondition, InvalidRequest
 from flotilla_trainer.objective.settings import check_objective, objective_settings
 from flotilla_trainer.packing import Layout
+from flotilla_trainer.rank.lora_settings import LoraSettings
 from flotilla_trainer.rank.settings import SessionSettings
 
 SEED_BITS = 63
@@ -41,6 +42,13 @@ def check_spec(spec: pb.SessionSpec, role: str = roles.POLICY) -> None:
             "batching.logprob_chunk_tokens": spec.batching.logprob_chunk_tokens > 0,
         }
     )
+    if spec.HasField("lora") and role != roles.POLICY:
+        raise InvalidRequest(
+            f"a {role} has no adapters",
+            where="spec.lora",
+            why="only the policy is trained with them",
+            next_step="leave lora out",
+        )
     if role in roles.LEARNING:
         _check_learning(spec, role)
     elif spec.HasField("objective") or spec.HasField("optimizer"):
@@ -69,6 +77,9 @@ def _check_learning(spec: pb.SessionSpec, role: str) -> None:
         "optimizer.schedule": optimizer.schedule != pb.SCHEDULE_UNSPECIFIED,
         "total_updates": spec.total_updates > 0,
     }
+    if spec.HasField("lora"):
+        rules["lora.rank"] = spec.lora.rank > 0
+        rules["lora.alpha"] = _number(spec.lora.alpha, above=0)
     _check_rules(rules)
 
 
@@ -92,6 +103,7 @@ def rank_settings(spec: pb.SessionSpec) -> dict[str, Any]:
         activation_checkpointing=spec.batching.activation_checkpointing,
         offload=optimizer.offload,
         seed=spec.seed % 2**SEED_BITS,
+        lora=_lora_settings(spec.lora) if spec.HasField("lora") else None,
     )
     return asdict(settings)
 
@@ -114,6 +126,10 @@ def layout(batching: pb.Batching, facts: dict[str, Any], ranks: int) -> Layout:
         packed=not refusal and (automatic or batching.packing == pb.PACKING_ON),
         crossover_tokens=facts["attention_crossover_tokens"],
     )
+
+
+def _lora_settings(lora: pb.Lora) -> LoraSettings:
+    return LoraSettings(lora.rank, lora.alpha, tuple(lora.targets), lora.adapter)
 
 
 def _number(value: float, above: float | None = None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from flotilla_core.config.algorithm import AlgorithmConfig, PolicyConfig, SftConfig
 from flotilla_core.config.critic import CriticConfig
 from flotilla_core.config.loader import load, load_text
+from flotilla_core.config.lora import LoraConfig
 from flotilla_core.config.model import ConfigModel
 from flotilla_core.config.optimizer import OptimizerConfig
 from flotilla_core.config.output import dump_yaml, json_schema
@@ -49,6 +50,7 @@ __all__ = [
     "EvaluationConfig",
     "GangConfig",
     "GeneratorConfig",
+    "LoraConfig",
     "NatsConfig",
     "OptimizerConfig",
     "PolicyConfig",

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from flotilla_core.config.algorithm import AlgorithmConfig, PolicyConfig
+from flotilla_core.config.lora import LoraConfig
 from flotilla_core.config.model import ConfigModel
 from flotilla_core.config.optimizer import OptimizerConfig
 from flotilla_core.config.preferences import DpoConfig
@@ -179,6 +180,8 @@ class RunConfig(ConfigModel):
     """With `loop: client`: after so long without a call the run saves its state and stops, and frees the fleet."""
     initial_weights: Path | None = None
     """Hugging Face folder to start from; empty takes the stack's model."""
+    lora: LoraConfig | None = None
+    """Train adapters beside weights that stay; empty trains all weights."""
     data: DataConfig
     """Training prompts."""
     rollout: RolloutConfig = RolloutConfig()

@@ -75,7 +75,10 @@ def export(
     stack: Stack = None,
     as_json: Json = False,
 ) -> None:
-    """Copy the model of a checkpoint, the newest by default, to a folder that transformers and vLLM load."""
+    """Copy the model of a checkpoint, the newest by default, to a folder that transformers and vLLM load.
+
+    Where adapters were trained these are copied, in the layout of peft.
+    """
     import shutil
 
     from flotilla_coordinator.cli.output import print_json, say
@@ -87,17 +90,19 @@ def export(
     if path.exists():
         raise AlreadyExists("the folder exists already", where=str(path), next_step="name another one")
     Manifest.verified(shelf.folder(name))
+    model, adapters = (shelf.folder(name) / content for content in ("model", "adapter"))
+    contents = model if model.is_dir() else adapters
     aside = path.absolute().with_name(f".{path.name}.part")
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        shutil.copytree(shelf.folder(name) / "model", aside)
+        shutil.copytree(contents, aside)
         aside.rename(path)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     if as_json:
         print_json({"run_id": run_id, "checkpoint": name, "folder": str(path.absolute())})
     else:
-        say(f"wrote the model of {name} to {path}")
+        say(f"wrote the {contents.name} of {name} to {path}")
 
 
 @app.command()

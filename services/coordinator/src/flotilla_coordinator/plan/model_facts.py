@@ -16,6 +16,8 @@ from flotilla_core.errors import InvalidConfig, NotFound
 
 LONGEST_HEADER = 100 << 20
 LAYER = ".layers."
+EXPERT = ".experts."
+WEIGHT = ".weight"
 SHAPE_KEYS = (
     "model_type",
     "hidden_size",
@@ -50,6 +52,8 @@ class ModelFacts:
     longest_sequence: int
     key_value_size: int
     """Numbers that one token keeps in the KV cache of one layer."""
+    matrices: dict[str, tuple[int, int]]
+    """Rows and columns of every matrix but the embedding, by the name of its module; experts are none."""
     shape: dict[str, Any]
     """What two models must have in common to hold the same weights."""
 
@@ -64,8 +68,8 @@ class ModelFacts:
             tensors = _tensors(folder)
             return cls(
                 folder=folder,
-                parameters=sum(tensors.values()),
-                outer_parameters=sum(size for name, size in tensors.items() if LAYER not in name),
+                parameters=sum(map(math.prod, tensors.values())),
+                outer_parameters=sum(math.prod(s) for name, s in tensors.items() if LAYER not in name),
                 layers=int(text["num_hidden_layers"]),
                 hidden_size=hidden,
                 intermediate_size=_intermediate_size(text),
@@ -75,12 +79,25 @@ class ModelFacts:
                 vocabulary_size=int(text["vocab_size"]),
                 longest_sequence=int(text["max_position_embeddings"]),
                 key_value_size=2 * head_size * int(text.get("num_key_value_heads") or heads),
+                matrices=_matrices(tensors),
                 shape={key: text.get(key) for key in SHAPE_KEYS},
             )
         except KeyError as error:
             raise InvalidConfig(
                 f"config.json has no {error.args[0]}", where=str(folder), why="not a causal language model?"
             ) from None
+
+    def inner_matrices(self) -> set[str]:
+        """Names of those that repeat from layer to layer."""
+        return {name for name in self.matrices if LAYER in name}
+
+
+def _matrices(tensors: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+    return {
+        name.removesuffix(WEIGHT): (shape[0], shape[1])
+        for name, shape in tensors.items()
+        if len(shape) == 2 and name.endswith(WEIGHT) and "embed" not in name and EXPERT not in name
+    }
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -103,8 +120,8 @@ def _intermediate_size(config: dict[str, Any]) -> int:
     return experts * int(config.get("moe_intermediate_size") or dense) if experts else dense
 
 
-def _tensors(folder: Path) -> dict[str, int]:
-    """Every stored tensor and how many numbers it holds."""
+def _tensors(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Every stored tensor and its shape."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise NotFound(
@@ -112,10 +129,10 @@ def _tensors(folder: Path) -> dict[str, int]:
             where=str(folder),
             next_step="save the model as safetensors",
         )
-    return {name: size for file in files for name, size in _tensors_of_file(file).items()}
+    return {name: shape for file in files for name, shape in _tensors_of_file(file).items()}
 
 
-def _tensors_of_file(path: Path) -> dict[str, int]:
+def _tensors_of_file(path: Path) -> dict[str, tuple[int, ...]]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         content = file.read(length) if length <= LONGEST_HEADER else b""
@@ -125,4 +142,4 @@ def _tensors_of_file(path: Path) -> dict[str, int]:
         raise InvalidConfig(
             "the file of weights is damaged", where=str(path), why="its header is not JSON"
         ) from None
-    return {name: math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}

@@ -15,6 +15,7 @@ from flotilla_coordinator.data.loaders import held_out_data, training_data
 from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.plan import checks
+from flotilla_coordinator.plan.adapters import AdapterFacts, adapter_errors
 from flotilla_coordinator.plan.algorithm import algorithm_lines
 from flotilla_coordinator.plan.critic import critic_lines
 from flotilla_coordinator.plan.mesh import mesh_errors, mesh_line
@@ -23,7 +24,7 @@ from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.remarks import STARTING_WEIGHTS
 from flotilla_coordinator.plan.roles import role_errors
 from flotilla_coordinator.plan.sizes import shown_bytes
-from flotilla_coordinator.plan.trainer_memory import BYTES, TrainerMemory
+from flotilla_coordinator.plan.trainer_memory import BYTES, MASTER, TrainerMemory
 from flotilla_coordinator.runs.session_spec import critic_warmup_steps
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.errors import FlotillaError
@@ -43,6 +44,7 @@ def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:
         tokenizer = Tokenizer.load(folder)
         plan.errors.extend(checks.model_errors(config, model, start, tokenizer.vocabulary_size))
         plan.errors.extend(mesh_errors(config.algorithm, stack))
+        plan.errors.extend(adapter_errors(model, config.lora) if config.lora else [])
         data = training_data(config)(config.data.train, config.data, tokenizer)
         held_out = None
         longest = checks.longest_sequence(config, data, tokenizer)
@@ -86,12 +88,14 @@ class _Planner:
         self._prompt_tokens = checks.longest_prompt(data)
         self._response_tokens = config.rollout.sampling.max_response_tokens
         self._longest = longest
+        self._adapters = None if config.lora is None else AdapterFacts.of(model, config.lora)
         self._limit = min(stack.generator.max_model_tokens or model.longest_sequence, model.longest_sequence)
 
     def write(self) -> None:
         """All lines, warnings and errors."""
         self._model_line()
         self._start_line()
+        self._adapter_line()
         for line in algorithm_lines(self._config.algorithm):
             self._line(*line)
         self._data_lines()
@@ -122,6 +126,18 @@ class _Planner:
                 str(self._model.folder),
                 "the stack's model as it is; initial_weights starts from others",
             )
+
+    def _adapter_line(self) -> None:
+        lora, adapters = self._config.lora, self._adapters
+        if lora is None or adapters is None:
+            return
+        self._line(
+            "trainable",
+            _count(adapters.parameters, "parameters"),
+            f"adapters of rank {lora.rank}, alpha {lora.alpha:g}, beside {adapters.layers} linear layers "
+            f"({', '.join(adapters.names)}): {adapters.parameters / self._model.parameters:.2%} of the model's"
+            + (f"; from {lora.adapter}" if lora.adapter else ""),
+        )
 
     def _data_lines(self) -> None:
         config, rows = self._config, len(self._data.prompts)
@@ -230,8 +246,8 @@ class _Planner:
         self._plan.errors.extend(checks.length_errors(self._limit, longest, tokens, key))
 
     def _memory_lines(self) -> None:
-        m, generator, trainer = self._model, self._stack.generator, self._stack.trainer
-        need = TrainerMemory.of(m, self._config, trainer, self._longest)
+        trainer = self._stack.trainer
+        need = TrainerMemory.of(self._model, self._config, trainer, self._longest)
         batching = self._config.batching
         self._line(
             "memory of a trainer rank",
@@ -242,21 +258,29 @@ class _Planner:
             f"{batching.logprob_chunk_tokens} tokens {shown_bytes(need.logits)}"
             + (f", frozen reference {shown_bytes(need.reference)}" if need.reference else ""),
         )
+        self._sync_lines()
+
+    def _sync_lines(self) -> None:
+        m, generator, adapters = self._model, self._stack.generator, self._adapters
         weights = m.parameters * BYTES[generator.dtype] // generator.tensor_parallel_size
         token = m.layers * m.key_value_size * BYTES[generator.dtype] // generator.tensor_parallel_size
+        sent = m.parameters * BYTES[self._stack.trainer.dtype]
+        staged = f"live and staged {generator.dtype} weights {shown_bytes(weights)} each"
+        if adapters is not None:
+            staged = f"live {generator.dtype} weights, and {shown_bytes(sent)} of the host for those under the adapters"
         self._line(
             "memory of a generator worker",
-            f"about {shown_bytes(2 * weights)} + KV cache",
-            f"live and staged {generator.dtype} weights {shown_bytes(weights)} each; "
-            f"the KV cache takes {shown_bytes(token)} a token",
+            f"about {shown_bytes(weights if adapters else 2 * weights)} + KV cache",
+            f"{staged}; the KV cache takes {shown_bytes(token)} a token",
         )
-        sent = m.parameters * BYTES[trainer.dtype]
         bucket = self._config.weights.bucket_mib
+        moved = sent if adapters is None else adapters.parameters * MASTER
+        once = "" if adapters is None else f"; {shown_bytes(sent)} before the first ones of each weight group"
         self._line(
             "weight sync",
-            f"{shown_bytes(sent)}",
-            f"in about {math.ceil(sent / (bucket << 20))} broadcast(s) of at most {bucket} MiB "
-            "to each generator",
+            shown_bytes(moved),
+            f"in about {math.ceil(moved / (bucket << 20))} broadcast(s) of at most {bucket} MiB "
+            f"to each generator{once}",
         )
 
     def _disk_line(self) -> None:

@@ -1,15 +1,18 @@
 """What one trainer rank needs at its worst moment, in bytes, from the shape of the model alone.
 
 Invariant: follows what the ranks keep: float32 masters, gradients and AdamW moments, spread over the ranks of one copy;
-weights of the outer part and of two layers whole; the activations that autograd saves for this rank's part of one
-micro-batch; the logits of one chunk. The worst moment is the backward pass through the head of the last micro-batch,
-when all of that is there. Buffers of NCCL, the CUDA context and what allocators waste come on top.
+where adapters are trained, the weights in the type that they are computed with, spread alike, and the adapters with
+their gradients and moments, whole on each; weights of the outer part and of two layers whole; the activations that
+autograd saves for this rank's part of one micro-batch; the logits of one chunk. The worst moment is the backward pass
+through the head of the last micro-batch, when all of that is there. Buffers of NCCL, the CUDA context and what
+allocators waste come on top.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from flotilla_coordinator.plan.adapters import AdapterFacts
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_core.config import (
     AlgorithmConfig,
@@ -54,21 +57,24 @@ class TrainerMemory:
     ) -> TrainerMemory:
         """The need of a run whose sequences have up to `longest_sequence` tokens."""
         batching, size = config.batching, BYTES[trainer.dtype]
+        adapters = None if config.lora is None else AdapterFacts.of(model, config.lora)
         share = -(-model.parameters // (trainer.nproc // trainer.replicate))
-        moments = share * MOMENTS
+        learning = share if adapters is None else adapters.parameters
+        masters = learning * MASTER + (0 if adapters is None else share * size)
+        moments = learning * MOMENTS
         layer = (model.parameters - model.outer_parameters) // model.layers
         row = max(batching.tokens_per_microbatch, longest_sequence)
         tokens = -(-row // trainer.sequence_parallel)
         chunk = min(batching.logprob_chunk_tokens, tokens)
         return cls(
-            masters=share * MASTER,
-            gradients=share * MASTER,
+            masters=masters,
+            gradients=learning * MASTER,
             moments=min(moments, VISITING_BYTES) if config.optimizer.offload else moments,
             # Weights of two layers, one of them fetched ahead, and of the outer part, whose gradient comes whole.
-            gathered=(2 * layer + 2 * model.outer_parameters) * size,
-            activations=tokens * _token_activations(model, size, batching.activation_checkpointing),
+            gathered=(2 * layer + (2 if adapters is None else 1) * model.outer_parameters) * size,
+            activations=tokens * _token_activations(model, size, adapters, batching.activation_checkpointing),
             logits=chunk * model.vocabulary_size * 4 * LOGIT_COPIES,
-            reference=(share * MASTER if _keeps_reference(config.algorithm) else 0)
+            reference=(learning * MASTER if _keeps_reference(config.algorithm) else 0)
             + (_compared(model, size, tokens, chunk) if _compares_wholly(config.algorithm) else 0),
         )
 
@@ -82,7 +88,7 @@ class TrainerMemory:
         longest_sequence: int,
     ) -> TrainerMemory:
         """The need of the critic beside such a run: a head of one number has no logits, and no reference is kept."""
-        own = config.model_copy(update={"optimizer": critic.optimizer})
+        own = config.model_copy(update={"optimizer": critic.optimizer, "lora": None})
         return replace(cls.of(model, own, gang, longest_sequence), logits=0, reference=0)
 
 
@@ -103,23 +109,25 @@ def _compared(model: ModelFacts, size: int, tokens: int, chunk: int) -> int:
     return states + chunk * model.vocabulary_size * 4 * LOGIT_COPIES
 
 
-def _token_activations(model: ModelFacts, size: int, recomputed: bool) -> int:
+def _token_activations(model: ModelFacts, size: int, adapters: AdapterFacts | None, recomputed: bool) -> int:
     """What one token leaves behind for the backward pass, all layers together."""
-    layer = layer_activations(model, size)
+    layer = layer_activations(model, size, adapters)
     last_norm = (4 + 2 * size) * model.hidden_size
     if recomputed:
         return model.layers * model.hidden_size * size + layer + last_norm
     return model.layers * layer + last_norm
 
 
-def layer_activations(model: ModelFacts, size: int) -> int:
+def layer_activations(model: ModelFacts, size: int, adapters: AdapterFacts | None = None) -> int:
     """What one token leaves behind in one layer, in numbers of `size` bytes.
 
     A norm keeps its input in float32, the normalised numbers and its output. Attention keeps queries, keys, values and
-    its output, once as it came from the kernels and once put together; the feed-forward part four intermediates.
+    its output, once as it came from the kernels and once put together; the feed-forward part four intermediates. With
+    adapters there is what each A made of the token as well; a frozen norm keeps less than is counted here.
     """
     norm = 4 + 2 * size
     asked = model.query_size * 3 * size + model.key_value_size * size
     if model.normalizes_heads:
         asked += (model.query_size + model.key_value_size // 2) * (4 + size)
-    return 2 * norm * model.hidden_size + asked + 4 * size * model.intermediate_size
+    inner = 0 if adapters is None else adapters.rank * size * adapters.layers // model.layers
+    return 2 * norm * model.hidden_size + asked + 4 * size * model.intermediate_size + inner

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_coordinator.runs.objective import objective, value_objective
-from flotilla_core.config import CriticConfig, OptimizerConfig, PolicyConfig, RunConfig
+from flotilla_core.config import CriticConfig, LoraConfig, OptimizerConfig, PolicyConfig, RunConfig
 from flotilla_core.roles import REFERENCE, TEACHER
 
 SCHEDULES = {
@@ -32,6 +32,7 @@ def session_spec(config: RunConfig, dump_dir: Path) -> pb.SessionSpec:
         total_updates=max(1, config.steps - critic_warmup_steps(config)),
         max_skipped_updates=config.optimizer.max_skipped_updates,
         dump_dir=str(dump_dir),
+        lora=None if config.lora is None else _lora(config.lora),
     )
 
 
@@ -108,3 +109,8 @@ def _batching(config: RunConfig) -> pb.Batching:
         packing=PACKINGS[batching.packing],
         activation_checkpointing=batching.activation_checkpointing,
     )
+
+
+def _lora(lora: LoraConfig) -> pb.Lora:
+    targets = () if lora.targets == "all-linear" else lora.targets
+    return pb.Lora(rank=lora.rank, alpha=lora.alpha, targets=targets, adapter=str(lora.adapter or ""))

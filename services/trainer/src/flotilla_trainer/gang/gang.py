@@ -264,7 +264,7 @@ class Gang:
         ]
         nothing: list[Arrays] = [{}] * self.size
         await self._ask_all("setup", [asdict(setup) for setup in setups], nothing, plan.slow_timeout_s)
-        load = {"model": str(plan.model), "carrier": telemetry.current_carrier()}
+        load = {"model": str(plan.model), "frozen": False, "carrier": telemetry.current_carrier()}
         answers = await self._ask_all("load", [load] * self.size, nothing, plan.slow_timeout_s)
         self.facts = answers[0].fields
 

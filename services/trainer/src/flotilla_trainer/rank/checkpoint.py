@@ -2,8 +2,8 @@
 
 Invariants: once `snapshot` returns, training may change everything and the checkpoint will not; the writing thread
 takes part in no collective, so it can neither hold up an update nor be held up by one; a load changes nothing before
-every rank has read all of its numbers. No random state is kept: a forward pass has no dropout, and seeds derive from
-the run's.
+every rank has read all of its numbers. Of a frozen model only the adapters are kept. No random state is kept: a forward
+pass has no dropout, and seeds derive from the run's.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ import torch
 import torch.distributed as dist
 
 from flotilla_core import telemetry
-from flotilla_core.errors import FlotillaError, Internal
+from flotilla_core.errors import FlotillaError, Internal, Mismatch
 from flotilla_core.telemetry import names
 from flotilla_trainer.frames import Frame
 from flotilla_trainer.rank.export import WholeModel
 from flotilla_trainer.rank.link import FrontLink
 from flotilla_trainer.rank.optimizer import MOMENTS, PolicyOptimizer
+from flotilla_trainer.rank.peft_folder import FOLDER as ADAPTERS
+from flotilla_trainer.rank.peft_folder import AdapterFolder
 from flotilla_trainer.rank.sharded_model import ShardedModel, local
 from flotilla_trainer.rank.shards import Piece, ShardReader, write_shard
 
@@ -37,7 +39,7 @@ class _Snapshot:
 
     pieces: dict[str, Piece]
     steps: dict[str, int]
-    whole: WholeModel
+    model: WholeModel | AdapterFolder
 
 
 class RankCheckpoints:
@@ -73,7 +75,7 @@ class RankCheckpoints:
             self._model.agree(failure)
             self._link.progress("putting the checkpoint in place")
             with torch.no_grad():
-                for name, parameter in self._model.causal_lm.named_parameters():
+                for name, parameter in self._model.trainable().items():
                     tensors, steps = found[name]
                     local(parameter).copy_(tensors.pop(PARAMETER))
                     optimizer.restore(parameter, tensors, steps)
@@ -81,21 +83,26 @@ class RankCheckpoints:
     def _take(self, optimizer: PolicyOptimizer, source: Path) -> _Snapshot:
         pieces: dict[str, Piece] = {}
         steps: dict[str, int] = {}
-        for name, parameter in self._model.causal_lm.named_parameters():
+        for name, parameter in self._model.trainable().items():
             self._link.progress(f"copying {name}")
-            first, _ = self._rows(parameter)
             steps[name] = optimizer.steps(parameter)
+            if self._model.frozen and self._rank != 0:
+                continue
+            first, _ = self._rows(parameter)
             for kind, tensor in {PARAMETER: parameter, **optimizer.moments(parameter)}.items():
                 rows = local(tensor.detach()).to("cpu", copy=True)
                 pieces[f"{kind}/{name}"] = Piece(first, tuple(parameter.shape), rows)
-        return _Snapshot(pieces, steps, WholeModel(source, self._model, self._link))
+        adapters = self._model.adapters
+        whole = AdapterFolder(adapters, source) if adapters else WholeModel(source, self._model, self._link)
+        return _Snapshot(pieces, steps, whole)
 
     def _write(self, folder: Path, taken: _Snapshot, report: Frame) -> None:
         try:
             if self._mesh.counts_shard:
-                write_shard(folder, self._mesh.shard, self._mesh.shards, taken.pieces, {"steps": taken.steps})
+                facts = {"steps": taken.steps, "base": self._model.base}
+                write_shard(folder, self._mesh.shard, self._mesh.shards, taken.pieces, facts)
             if self._rank == 0:
-                taken.whole.write(folder / MODEL)
+                taken.model.write(folder / (ADAPTERS if self._model.frozen else MODEL))
         except FlotillaError as error:
             self._link.refuse(report, error)
         # Nobody is above a thread; the front waits for its report, and training goes on without it.
@@ -109,7 +116,7 @@ class RankCheckpoints:
         """This rank's rows of every tensor, and the steps that each parameter has taken."""
         found = {}
         with ShardReader(folder) as shards:
-            parameters = dict(self._model.causal_lm.named_parameters())
+            parameters = self._model.trainable()
             kept = shards.names()
             wanted = {
                 name: [PARAMETER, *(kind for kind in MOMENTS if f"{kind}/{name}" in kept)]
@@ -118,6 +125,7 @@ class RankCheckpoints:
             for name, kinds in wanted.items():
                 for kind in kinds:
                     shards.check(f"{kind}/{name}", tuple(parameters[name].shape))
+            self._check_base(folder, shards.facts)
             for name, kinds in wanted.items():
                 self._link.progress(f"reading {name}")
                 first, count = self._rows(parameters[name])
@@ -125,8 +133,23 @@ class RankCheckpoints:
                 found[name] = tensors, shards.facts["steps"][name]
         return found
 
+    def _check_base(self, folder: Path, facts: dict[str, Any]) -> None:
+        """The weights under adapters are in no checkpoint: they have to be those of its first run."""
+        if facts.get("base", 0) != self._model.base:
+            raise Mismatch(
+                "the weights under the adapters are not those that they were trained on",
+                where=str(folder),
+                why="the model, or the folder of initial_weights, has changed since",
+                next_step="put the model back as it was when the run was started",
+            )
+
     def _rows(self, parameter: torch.Tensor) -> tuple[int, int]:
-        """First row and number of rows that this rank holds: FSDP cuts evenly along them, the last part short."""
+        """First row and number of rows that this rank holds: FSDP cuts evenly along them, the last part short.
+
+        Adapters are whole on every rank.
+        """
+        if self._model.frozen:
+            return 0, parameter.shape[0]
         most = -(-parameter.shape[0] // self._mesh.shards)
         first = min(self._mesh.shard * most, parameter.shape[0])
         count = min(most, parameter.shape[0] - first)

@@ -1,4 +1,4 @@
-"""The policy as a Hugging Face folder.
+"""The policy as a Hugging Face folder; where adapters were trained, summed up, with the adapters in a folder inside.
 
 Invariants: written aside and renamed when it is complete, so a reader never sees half a model and a failed export
 leaves what was there; weights are stored in the type that the forward pass computes in, tied ones once.
@@ -18,6 +18,7 @@ from transformers import AutoConfig, GenerationConfig
 from flotilla_core import telemetry
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.telemetry import names
+from flotilla_trainer.rank import peft_folder
 from flotilla_trainer.rank.link import FrontLink
 from flotilla_trainer.rank.sharded_model import ShardedModel
 
@@ -30,10 +31,10 @@ class WholeModel:
 
     def __init__(self, source: Path, model: ShardedModel, link: FrontLink) -> None:
         self._source = source
+        self._adapters = model.adapters and peft_folder.AdapterFolder(model.adapters, source)
         self._tensors: dict[str, torch.Tensor] = {}
-        for name, tensor in model.whole_tensors(
-            [name for name, _, _ in model.specs(model.dtype)], model.dtype
-        ):
+        tensors = model.whole_tensors([name for name, _, _ in model.specs(model.dtype)], model.dtype)
+        for name, tensor in model.adapters.merged_into(tensors) if model.adapters else tensors:
             link.progress(f"gathering {name}")
             if dist.get_rank() == 0:
                 self._tensors[name] = tensor.cpu().clone()
@@ -49,6 +50,8 @@ class WholeModel:
             if (self._source / "generation_config.json").is_file():
                 self._skeleton.generation_config = GenerationConfig.from_pretrained(self._source)
             self._skeleton.save_pretrained(folder, state_dict=self._tensors)
+            if self._adapters is not None:
+                self._adapters.write(folder / peft_folder.FOLDER)
         except (OSError, SafetensorError) as error:
             raise FailedPrecondition(
                 "the model cannot be written",
@@ -77,8 +80,11 @@ def export(path: Path, source: Path, model: ShardedModel, link: FrontLink) -> di
             ) from error
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-    files = sorted(file for file in path.iterdir() if file.is_file())
-    return {"files": [file.name for file in files], "bytes": sum(file.stat().st_size for file in files)}
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    return {
+        "files": [str(file.relative_to(path)) for file in files],
+        "bytes": sum(file.stat().st_size for file in files),
+    }
 
 
 def _copy_companions(source: Path, target: Path) -> None:

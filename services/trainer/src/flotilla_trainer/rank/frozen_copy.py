@@ -1,7 +1,7 @@
 """The weights that a session started from, to score what the policy has become.
 
-Invariants: every rank keeps its own shards and nothing is gathered; the model holds the policy again whenever
-`in_place` is left, bit by bit, whatever happened inside.
+Invariants: every rank keeps its own shards and nothing is gathered; of a frozen model only the adapters are kept, for
+nothing else changes; the model holds the policy again whenever `in_place` is left, bit by bit, whatever happened.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class FrozenCopy:
 
     def __init__(self, model: ShardedModel) -> None:
         self._model = model
-        self._shards = [local(parameter).detach().clone() for parameter in model.parameters()]
+        self._shards = [local(parameter).detach().clone() for parameter in model.trainable().values()]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -32,7 +32,7 @@ class FrozenCopy:
 
     def _swap(self) -> None:
         with torch.no_grad():
-            for parameter, shard in zip(self._model.parameters(), self._shards, strict=True):
+            for parameter, shard in zip(self._model.trainable().values(), self._shards, strict=True):
                 mine = local(parameter)
                 held = mine.clone()
                 mine.copy_(shard)

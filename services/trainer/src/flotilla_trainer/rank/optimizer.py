@@ -2,12 +2,13 @@
 
 Invariants: losses came weighted, so gradients are scaled by nothing but the clip; the norm is that of the whole
 gradient over all ranks; matrices decay, vectors (norms, biases) do not; a rank updates only its own shards, which
-element-wise AdamW allows.
+element-wise AdamW allows. Adapters, which are whole on every rank, take the same step everywhere.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from flotilla_trainer.rank.settings import SessionSettings
 from flotilla_trainer.rank.sharded_model import ShardedModel, local
@@ -22,7 +23,9 @@ class PolicyOptimizer:
 
     def __init__(self, model: ShardedModel, settings: SessionSettings) -> None:
         self._counts_shard = model.mesh.counts_shard
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._parameters = list(model.trainable().values())
+        # Sharded gradients arrive reduced, each element on one rank; adapters are whole on every rank.
+        self._replicated = model.frozen
         self._max_grad_norm = settings.max_grad_norm
         matrices = [p for p in self._parameters if p.ndim >= 2]
         vectors = [p for p in self._parameters if p.ndim < 2]
@@ -46,10 +49,25 @@ class PolicyOptimizer:
         """Multiply what was accumulated."""
         torch._foreach_mul_(self._local_gradients(), factor)
 
+    def complete_gradients(self) -> None:
+        """Sum over the ranks what was accumulated on each; a collective."""
+        if not self._replicated:
+            return
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = self._local_gradients()
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat)
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        torch._foreach_copy_(gradients, [p.view_as(g) for p, g in zip(parts, gradients, strict=True)])
+
     def squared_norm(self) -> torch.Tensor:
         """This rank's share of the squared norm of the gradient, in float64."""
         norms = torch._foreach_norm(self._local_gradients())
         share = torch.stack(norms).double().square().sum()
+        if self._replicated:
+            return share / dist.get_world_size()
         return share if self._counts_shard else torch.zeros_like(share)
 
     def step(self, learning_rate: float, norm: float) -> None:

@@ -1,5 +1,8 @@
 """Sending the policy to the generators: rank 0 holds the wire, all ranks gather.
 
+Of a frozen model the first publication of a group carries the weights and the adapters, every later one the adapters
+alone.
+
 Invariants: every rank walks all tensors in one order, whatever happens on the wire, so a receiver that fails or a
 publication that is given up costs the weight group alone, never the ranks; nothing here blocks but `publish`, and
 `abort`, which may come from another thread, ends that.
@@ -42,10 +45,13 @@ class Publisher:
         self._model = model
         self._link = link
         self._group: _OpenGroup | None = None
+        self._frozen_sent = False
+        self._frozen_digests: list[int] = []
 
     def open(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Listen for a new epoch and let the members join in the background."""
         self.abort("a newer weight group was opened")
+        self._frozen_sent = False
         if dist.get_rank() != 0:
             return {}
         manifest = self._checked_manifest(fields["bucket_bytes"])
@@ -67,25 +73,42 @@ class Publisher:
     def publish(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Send the current weights to the open group."""
         manifest = self._manifest(fields["bucket_bytes"])
-        tensors = self._gather(manifest)
+        tensors = iter(()) if self._frozen_sent else self._gather(manifest)
         try:
             with telemetry.span(names.TRAINER_PUBLISH, attributes={names.EPOCH: fields["epoch"]}) as span:
                 if dist.get_rank() != 0:
                     return {}
                 sender = self._joined(fields["epoch"])
-                digests = sender.publish(manifest, tensors)
-                span.set_attribute(names.BYTES, manifest.nbytes)
-                return {"digests": digests, "bytes": manifest.nbytes, "manifest_digest": manifest.digest}
+                digests, nbytes = self._send(sender, manifest, tensors)
+                span.set_attribute(names.BYTES, nbytes)
+                return {"digests": digests, "bytes": nbytes, "manifest_digest": manifest.digest}
         finally:
             # The other ranks are in these gathers: they come to an end on every rank, whatever the wire does.
             for _ in tensors:
                 pass
+            # The same on every rank, also where the sending failed: it took the group with it.
+            self._frozen_sent = self._model.frozen
 
     def abort(self, why: str) -> None:
         """Give the open group up, from any thread."""
         group, self._group = self._group, None
         if group is not None:
             group.sender.abort(why)
+
+    def _send(
+        self, sender: Sender, manifest: Manifest, tensors: Iterator[tuple[str, torch.Tensor]]
+    ) -> tuple[list[int], int]:
+        """Digests of everything in the manifest, and the bytes that moved."""
+        if self._frozen_sent:
+            digests, nbytes = self._frozen_digests, 0
+        else:
+            digests, nbytes = sender.publish(manifest, tensors), manifest.nbytes
+        if manifest.adapters is None or self._model.adapters is None:
+            return digests, nbytes
+        self._frozen_digests = digests
+        ours, moved = self._model.adapters.tensors(), manifest.adapters.manifest
+        digests = digests + sender.publish(moved, ((spec.name, ours[spec.name]) for spec in moved.tensors))
+        return digests, nbytes + moved.nbytes
 
     def _gather(self, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
         order = [spec.name for spec in manifest.tensors]
@@ -94,7 +117,12 @@ class Publisher:
             yield name, tensor
 
     def _manifest(self, bucket_bytes: int) -> Manifest:
-        return Manifest.from_named(self._model.specs(self._model.dtype), bucket_bytes)
+        manifest = Manifest.from_named(self._model.specs(self._model.dtype), bucket_bytes)
+        adapters = self._model.adapters
+        if adapters is None:
+            return manifest
+        specs = [(name, tensor.dtype, tensor.shape) for name, tensor in adapters.tensors().items()]
+        return manifest.with_adapters(Manifest.from_named(specs, bucket_bytes), adapters.scale)
 
     def _checked_manifest(self, bucket_bytes: int) -> Manifest:
         """Refuse architectures whose checkpoint names are not those of the live modules."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from flotilla_trainer.rank.lora_settings import LoraSettings
 from flotilla_trainer.rank.objective_settings import ObjectiveSettings
 
 
@@ -25,8 +26,12 @@ class SessionSettings:
     activation_checkpointing: bool
     offload: bool
     seed: int
+    lora: LoraSettings | None = None
+    """None trains all weights."""
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> SessionSettings:
         """Read the fields of the command that opens a session."""
-        return cls(**{**fields, "objective": ObjectiveSettings(**fields["objective"])})
+        lora = fields["lora"]
+        objective = ObjectiveSettings(**fields["objective"])
+        return cls(**{**fields, "objective": objective, "lora": LoraSettings(**lora) if lora else None})

@@ -2,7 +2,8 @@
 
 Invariants: parameters and optimizer state are float32 whatever the forward pass computes in; gradients are reduced in
 float32 and as sums, never as means; every rank walks the parameters in the same order, because each step is a
-collective; names are those of the checkpoint, without tied duplicates.
+collective; names are those of the checkpoint, without tied duplicates. A frozen model has no gradients, and its weights
+are kept in the type that they are computed with: what learns are adapters beside them.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from flotilla_core.errors import FailedPrecondition, FlotillaError, Mismatch
+from flotilla_trainer.rank.frozen_base import fingerprint
+from flotilla_trainer.rank.lora import Adapters
+from flotilla_trainer.rank.lora_settings import LoraSettings
 from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.packing_probe import packing_refusal
+from flotilla_trainer.rank.peft_folder import read_adapters
 from flotilla_trainer.rank.policy_model import PolicyModel
 from flotilla_trainer.rank.recomputed_layers import RecomputedLayers
 from flotilla_trainer.rank.sequence_lane import SequenceLane
@@ -45,13 +50,24 @@ class ShardedModel:
         mesh: RankMesh,
         device: torch.device,
         kind: type[PolicyModel] | type[ValueModel] = PolicyModel,
+        *,
+        frozen: bool = False,
     ) -> None:
         self.mesh = mesh
         self.device = device
         self.dtype = dtype
+        self.frozen = frozen
+        self.base = 0
+        """Fingerprint of the weights, where they are frozen."""
+        self.adapters: Adapters | None = None
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
             causal_lm = kind.skeleton(config, torch.float32)
+        if frozen:
+            # Before the shards are cut: they never ask again which parameters have gradients.
+            causal_lm.requires_grad_(False)
+            for parameter in causal_lm.parameters():
+                parameter.data = parameter.data.to(dtype)
         lane = SequenceLane(mesh.lane, mesh.place, mesh.width) if mesh.width > 1 else None
         self.policy = kind(causal_lm, lane)
         self.recomputed_layers = RecomputedLayers(self._layers(causal_lm))
@@ -67,6 +83,28 @@ class ShardedModel:
         """All parameters, each once."""
         return list(self.causal_lm.parameters())
 
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """What an optimizer may change, by name: all parameters, or the adapters of a frozen model."""
+        if self.frozen:
+            return self.adapters.named_parameters() if self.adapters is not None else {}
+        return dict(self.causal_lm.named_parameters())
+
+    def adapt(self, settings: LoraSettings | None, seed: int) -> None:
+        """Begin with new adapters, or with none, in place of those before."""
+        if self.adapters is not None:
+            self.adapters.remove()
+            self.adapters = None
+        if settings is None:
+            return
+        adapters = Adapters(self.causal_lm, settings, seed, self.device)
+        try:
+            if settings.adapter:
+                adapters.set(read_adapters(Path(settings.adapter), adapters))
+        except FlotillaError:
+            adapters.remove()
+            raise
+        self.adapters = adapters
+
     def load(self, folder: Path) -> None:
         """Replace all weights by those of a folder that has the same shapes; rank 0 reads it."""
         failure: FlotillaError | None = None
@@ -77,6 +115,10 @@ class ShardedModel:
             except FlotillaError as error:
                 failure = error
         self.agree(failure)
+        if self.frozen:
+            number = torch.tensor(fingerprint(source) if source else 0, device=self.device)
+            dist.broadcast(number, 0)
+            self.base = int(number)
         with torch.no_grad():
             for name, parameter in self.causal_lm.named_parameters():
                 # Rank 0 has the numbers; the others give a place of the same shape for theirs.

@@ -126,6 +126,7 @@ def finish(
     """Step, skip or abort, the same on all ranks: metrics, why the step was skipped, whether it was aborted."""
     started = time.monotonic()
     with telemetry.span(names.TRAINER_OPTIMIZER_STEP):
+        optimizer.complete_gradients()
         abort = torch.tensor(float(aborted), device=device)
         metrics, (squared_norm, aborts) = update.reduced(optimizer.squared_norm(), abort)
         norm = math.sqrt(squared_norm) if squared_norm >= 0 else math.nan

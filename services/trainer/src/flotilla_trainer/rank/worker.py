@@ -6,6 +6,7 @@ it; any other exception ends this process, and the front replaces the gang.
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -51,24 +52,21 @@ class RankWorker:
         self._link = link
         self._aborted = ""
         self._folder = Path(setup.model)
-        device = _device(setup)
+        self._device = _device(setup)
         link.progress("meeting the other ranks")
         store = dist.FileStore(setup.rendezvous, setup.ranks)
         dist.init_process_group(setup.backend, store=store, rank=setup.rank, world_size=setup.ranks)
         link.progress("building the model")
-        mesh = RankMesh.form(
-            device.type, replicate=setup.replicate, sequence_parallel=setup.sequence_parallel
+        self._mesh = RankMesh.form(
+            self._device.type, replicate=setup.replicate, sequence_parallel=setup.sequence_parallel
         )
-        kind = ValueModel if setup.role == CRITIC else PolicyModel
-        self._model = ShardedModel(self._folder, getattr(torch, setup.dtype), mesh, device, kind)
+        self._build(frozen=False)
         self._settings: SessionSettings | None = None
         self._objective: RankObjective | None = None
         self._optimizer: PolicyOptimizer | None = None
         self._reference: FrozenCopy | None = None
         self._distribution: ReferenceDistribution | None = None
         self._pending: Update | None = None
-        self._publisher = Publisher(self._model, link)
-        self._checkpoints = RankCheckpoints(self._model, link)
         link.urgent("abort_group", lambda frame: self._publisher.abort(frame.fields["why"]))
         link.urgent("abort_update", self._abort_update)
         self._commands = {
@@ -105,6 +103,8 @@ class RankWorker:
 
     def _load(self, command: Frame) -> Answer:
         folder = Path(command.fields["model"])
+        if command.fields["frozen"] != self._model.frozen:
+            self._rebuild(frozen=command.fields["frozen"])
         self._link.progress(f"loading {folder}")
         with telemetry.span(names.TRAINER_LOAD):
             self._model.load(folder)
@@ -125,7 +125,8 @@ class RankWorker:
     def _open_session(self, command: Frame) -> Answer:
         settings = SessionSettings.from_fields(command.fields)
         self._settings = settings
-        torch.manual_seed(self._settings.seed)
+        torch.manual_seed(settings.seed)
+        self._model.adapt(settings.lora, settings.seed)
         self._model.recomputed_layers.on = self._settings.activation_checkpointing
         self._optimizer = PolicyOptimizer(self._model, self._settings)
         self._pending = None
@@ -191,9 +192,10 @@ class RankWorker:
         settings, objective, optimizer = self._session()
         update = Update(self._model, settings, objective, self._link)
         update.accumulate(command, backward=True)
+        optimizer.complete_gradients()
         metrics, _ = update.reduced()
         arrays = {}
-        for name, parameter in self._model.causal_lm.named_parameters():
+        for name, parameter in self._model.trainable().items():
             whole = gathered(parameter.grad)
             if self._setup.rank == 0:
                 arrays[name] = whole.cpu().numpy()
@@ -226,6 +228,23 @@ class RankWorker:
         self._checkpoints.load(Path(command.fields["folder"]), optimizer)
         self._drop_gradients()
         return {}, {}
+
+    def _build(self, *, frozen: bool) -> None:
+        """The model and what works on it; the numbers come with a load."""
+        dtype = getattr(torch, self._setup.dtype)
+        kind = ValueModel if self._setup.role == CRITIC else PolicyModel
+        self._model = ShardedModel(self._folder, dtype, self._mesh, self._device, kind, frozen=frozen)
+        self._publisher = Publisher(self._model, self._link)
+        self._checkpoints = RankCheckpoints(self._model, self._link)
+
+    def _rebuild(self, *, frozen: bool) -> None:
+        """Let the old model go first: two do not fit where one may fill the device. No session is open meanwhile."""
+        self._link.progress("building the model anew")
+        self._settings = self._objective = self._optimizer = self._pending = None
+        self._reference = self._distribution = None
+        del self._model, self._publisher, self._checkpoints
+        gc.collect()
+        self._build(frozen=frozen)
 
     def _accumulate(self, update: Update, command: Frame, *, factor: float = 1.0) -> None:
         """Forward and backward; gradients that came half of the way are dropped with all that waited before them."""

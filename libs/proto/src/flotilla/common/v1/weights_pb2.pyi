@@ -81,25 +81,60 @@ class WeightManifest(_message.Message):
     TENSORS_FIELD_NUMBER: _builtins.int
     BUCKET_BYTES_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     bucket_bytes: _builtins.int
     digest: _builtins.str
-    """SHA-256 over names, dtypes, shapes, order and bucket size."""
+    """SHA-256 over names, dtypes, shapes, order and bucket size, and over the adapters."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]: ...
+    @_builtins.property
+    def adapters(self) -> Global___Adapters:
+        """Absent: every publication moves all tensors."""
+
     def __init__(
         self,
         *,
         tensors: _abc.Iterable[Global___TensorSpec] | None = ...,
         bucket_bytes: _builtins.int = ...,
         digest: _builtins.str = ...,
+        adapters: Global___Adapters | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_bytes", b"bucket_bytes", "digest", b"digest", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "bucket_bytes", b"bucket_bytes", "digest", b"digest", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WeightManifest: _TypeAlias = WeightManifest  # noqa: Y015
+
+@_typing.final
+class Adapters(_message.Message):
+    """What changes of a model whose weights stay. The first publication of a group moves the tensors above and then these,
+    every later one these alone; the members keep the former and make W + scale * B A live.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENSORS_FIELD_NUMBER: _builtins.int
+    SCALE_FIELD_NUMBER: _builtins.int
+    scale: _builtins.float
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
+        """For W named x.weight: A is x.lora_A.weight and B is x.lora_B.weight."""
+
+    def __init__(
+        self,
+        *,
+        tensors: _abc.Iterable[Global___TensorSpec] | None = ...,
+        scale: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["scale", b"scale", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adapters: _TypeAlias = Adapters  # noqa: Y015
 
 @_typing.final
 class WeightGroup(_message.Message):
@@ -153,7 +188,7 @@ Global___WeightGroup: _TypeAlias = WeightGroup  # noqa: Y015
 
 @_typing.final
 class WeightDigests(_message.Message):
-    """What was published or staged: one digest a tensor, in manifest order, over its bytes."""
+    """What was published or staged: one digest a tensor, in manifest order, adapters last, over its bytes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

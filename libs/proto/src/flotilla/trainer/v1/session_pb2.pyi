@@ -3,9 +3,11 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf import struct_pb2 as _struct_pb2
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
@@ -219,6 +221,7 @@ class SessionSpec(_message.Message):
     TOTAL_UPDATES_FIELD_NUMBER: _builtins.int
     MAX_SKIPPED_UPDATES_FIELD_NUMBER: _builtins.int
     DUMP_DIR_FIELD_NUMBER: _builtins.int
+    LORA_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """That of the gang; a reference and a teacher only score, and take neither objective nor optimizer."""
     initial_weights: _builtins.str
@@ -236,6 +239,10 @@ class SessionSpec(_message.Message):
     def optimizer(self) -> Global___Optimizer: ...
     @_builtins.property
     def batching(self) -> Global___Batching: ...
+    @_builtins.property
+    def lora(self) -> Global___Lora:
+        """Absent: all weights train."""
+
     def __init__(
         self,
         *,
@@ -248,14 +255,49 @@ class SessionSpec(_message.Message):
         total_updates: _builtins.int = ...,
         max_skipped_updates: _builtins.int = ...,
         dump_dir: _builtins.str = ...,
+        lora: Global___Lora | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batching", b"batching", "objective", b"objective", "optimizer", b"optimizer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batching", b"batching", "lora", b"lora", "objective", b"objective", "optimizer", b"optimizer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batching", b"batching", "dump_dir", b"dump_dir", "initial_weights", b"initial_weights", "max_skipped_updates", b"max_skipped_updates", "objective", b"objective", "optimizer", b"optimizer", "role", b"role", "seed", b"seed", "total_updates", b"total_updates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batching", b"batching", "dump_dir", b"dump_dir", "initial_weights", b"initial_weights", "lora", b"lora", "max_skipped_updates", b"max_skipped_updates", "objective", b"objective", "optimizer", b"optimizer", "role", b"role", "seed", b"seed", "total_updates", b"total_updates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SessionSpec: _TypeAlias = SessionSpec  # noqa: Y015
+
+@_typing.final
+class Lora(_message.Message):
+    """Only adapters train: a linear layer W becomes W + alpha / rank * B A, and W stays as it was loaded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    ALPHA_FIELD_NUMBER: _builtins.int
+    TARGETS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    alpha: _builtins.float
+    adapter: _builtins.str
+    """Folder in the layout of peft to go on from; empty: B starts at zero."""
+    @_builtins.property
+    def targets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Linear layers by the end of their names; empty: every one but the head."""
+
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        alpha: _builtins.float = ...,
+        targets: _abc.Iterable[_builtins.str] | None = ...,
+        adapter: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "alpha", b"alpha", "rank", b"rank", "targets", b"targets"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Lora: _TypeAlias = Lora  # noqa: Y015
 
 @_typing.final
 class Objective(_message.Message):

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import numpy as np
+import torch
 
 from flotilla.common.v1 import weights_pb2
 from flotilla_core.config.stack import GeneratorConfig
@@ -34,6 +35,7 @@ from flotilla_generator.engine.base import (
     Span,
 )
 from flotilla_weights.group import Receiver
+from flotilla_weights.inbox import Inbox
 from flotilla_weights.manifest import Manifest
 
 TABLE_SIZE = 1 << 20
@@ -68,8 +70,8 @@ class SimEngine(Engine):
         self._idle = asyncio.Event()
         self._idle.set()
         self._receiver: Receiver | None = None
-        self._staged: dict[str, object] = {}
-        self._weights: dict[str, object] = {}
+        self._inbox: Inbox | None = None
+        self._weights: dict[str, torch.Tensor] = {}
 
     @property
     def info(self) -> EngineInfo:
@@ -139,21 +141,15 @@ class SimEngine(Engine):
 
     async def join(self, group: weights_pb2.WeightGroup, rank_offset: int, manifest: Manifest) -> None:
         self._receiver = receiver = Receiver(group, rank_offset, manifest)
+        self._inbox = Inbox(receiver, manifest)
         await self._on_a_thread(receiver, receiver.connect)
 
     async def receive(self, progress: Callable[[int], None]) -> Received:
-        receiver = self._receiver
-        if receiver is None:
+        receiver, inbox = self._receiver, self._inbox
+        if receiver is None or inbox is None:
             raise FailedPrecondition("no weight group was joined")
-        staged: dict[str, object] = {}
-
-        def sink(named: list[tuple[str, object]]) -> None:
-            staged.update(named)
-            progress(receiver.buckets_received)
-
-        digests = await self._on_a_thread(receiver, lambda: receiver.receive(sink))
-        self._staged = staged
-        return Received((tuple(digests),))
+        await self._on_a_thread(receiver, lambda: inbox.receive(progress))
+        return Received((tuple(inbox.digests),))
 
     async def apply(self, version: Version, kv_policy: KvPolicy) -> Applied:
         started = time.perf_counter()
@@ -164,7 +160,8 @@ class SimEngine(Engine):
             await self.pause(PauseMode.KEEP)
             await asyncio.sleep(self._latency.commit_s)
             await self.resume()
-        self._weights, self._staged = self._staged, {}
+        staged = self._inbox.take() if self._inbox is not None else None
+        self._weights = dict(staged.tensors(torch.device("cpu"))) if staged is not None else {}
         self._live = version
         for group in self._requests.values():
             for one in group:
@@ -176,13 +173,13 @@ class SimEngine(Engine):
         self._live = None
 
     async def drop(self) -> None:
-        receiver, self._receiver, self._staged = self._receiver, None, {}
+        receiver, self._receiver, self._inbox = self._receiver, None, None
         if receiver is not None:
             await asyncio.to_thread(receiver.abort)
 
-    async def _on_a_thread(self, receiver: Receiver, work: Callable[[], list[int] | None]) -> list[int]:
+    async def _on_a_thread(self, receiver: Receiver, work: Callable[[], None]) -> None:
         try:
-            return await asyncio.to_thread(work) or []
+            await asyncio.to_thread(work)
         except asyncio.CancelledError:
             receiver.abort()
             raise

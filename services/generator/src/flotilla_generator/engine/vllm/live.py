@@ -2,9 +2,10 @@
 
 Invariants: `replace` either leaves the model as it was (`broken` false) or says that it is broken; it reports success
 only when every tensor was taken by some parameter, every matrix multiplies as the new weights do, and every other
-parameter equals what was staged. The matrix proof is exact: while vLLM loads a layer, a few columns are kept in
-checkpoint form; later the live layer is fed one-hot rows for those columns and must return them bit for bit. That sees
-a stale or wrongly packed kernel copy, such as the packed head that vLLM keeps beside tied embeddings on CPUs.
+parameter equals what was staged. Sums with adapters are made while they load, one layer at a time. The matrix proof is
+exact: while vLLM loads a layer, a few columns are kept in checkpoint form; later the live layer is fed one-hot rows for
+those columns and must return them bit for bit. That sees a stale or wrongly packed kernel copy, such as the packed head
+that vLLM keeps beside tied embeddings on CPUs.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import Any
 
 import torch
 
+from flotilla_weights.inbox import StagedModel
+
 PROBED_COLUMNS = 8
 
 # vLLM warns at every sync about a tied head that got no tensor of its own; the proof below is what counts.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-
-Staged = list[tuple[str, torch.Tensor]]
 
 
 class LiveModel:
@@ -32,7 +33,7 @@ class LiveModel:
         self._worker = worker
 
     @torch.no_grad()
-    def replace(self, staged: Staged, seed: int) -> dict[str, Any]:
+    def replace(self, staged: StagedModel, seed: int) -> dict[str, Any]:
         """Load `staged`, prove the result. Returns error, broken, apply_s and verify_s."""
         from vllm.config import set_current_vllm_config
 
@@ -69,14 +70,14 @@ class LiveModel:
             if id(layer) not in recorded and id(layer.weight) in _parameters_of(model, recorded):
                 layer.quant_method.process_weights_after_loading(layer)
 
-    def _load(self, model: torch.nn.Module, staged: Staged) -> None:
+    def _load(self, model: torch.nn.Module, staged: StagedModel) -> None:
         from vllm.model_executor.model_loader.reload import (
             finalize_layerwise_reload,
             initialize_layerwise_reload,
         )
 
         initialize_layerwise_reload(model)
-        model.load_weights(iter(staged))
+        model.load_weights(staged.tensors(self._worker.device))
         finalize_layerwise_reload(model, self._worker.model_runner.model_config)
 
     def _restore(self, model: torch.nn.Module) -> None:
@@ -115,7 +116,9 @@ class LiveModel:
             for method in methods.values():
                 del method.process_weights_after_loading
 
-    def _faults(self, model: torch.nn.Module, staged: Staged, recorded: dict[int, _Columns]) -> list[str]:
+    def _faults(
+        self, model: torch.nn.Module, staged: StagedModel, recorded: dict[int, _Columns]
+    ) -> list[str]:
         by_parameter = {
             id(layer.weight): recorded[id(layer)]
             for _, layer in _matrix_layers(model)
@@ -130,7 +133,7 @@ class LiveModel:
                 kind = "head" if "head" in name else "layer"
                 faults.append(f"{name}.weight: live {kind} differs from what was staged")
         parameters = dict(model.named_parameters())
-        for name, tensor in staged:
+        for name, tensor in staged.as_sent():
             live = parameters.get(name)
             if live is None or live.shape != tensor.shape or live.numel() == 0:
                 continue

@@ -16,13 +16,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-
 from flotilla.common.v1 import weights_pb2
 from flotilla_core.errors import FlotillaError
 from flotilla_generator.engine.vllm.live import LiveModel
 from flotilla_generator.engine.vllm.orphan import end_with_the_service
 from flotilla_weights.group import Receiver
+from flotilla_weights.inbox import Inbox
 from flotilla_weights.manifest import Manifest
 
 Answer = dict[str, Any]
@@ -40,53 +39,43 @@ class WorkerWeights:
         self._receiver: Receiver | None = None
         self._thread: threading.Thread | None = None
         self._error = ""
-        self._staged: list[tuple[str, torch.Tensor]] = []
-        self._digests: list[int] = []
+        self._inbox: Inbox | None = None
 
     def join(self, group: bytes, rank_offset: int, manifest: bytes) -> None:
         """Start to enter a group, in place of any other one."""
         self.drop("a newer epoch was joined")
+        described = Manifest.from_proto(weights_pb2.WeightManifest.FromString(manifest))
         receiver = Receiver(
             weights_pb2.WeightGroup.FromString(group),
             rank_offset + self._worker.rank,
-            Manifest.from_proto(weights_pb2.WeightManifest.FromString(manifest)),
+            described,
             self._worker.device,
         )
-        self._receiver = receiver
+        self._receiver, self._inbox = receiver, Inbox(receiver, described)
         self._run(receiver.connect)
 
     def stage(self) -> None:
         """Start to receive one publication."""
-        receiver = self._receiver
-        if receiver is None:
+        if self._inbox is None:
             raise RuntimeError("no weight group was joined")
-        self._staged, self._digests = [], []
-        staged: list[tuple[str, torch.Tensor]] = []
-
-        def receive() -> None:
-            digests = receiver.receive(staged.extend)
-            if self._receiver is receiver:
-                self._staged, self._digests = staged, digests
-
-        self._run(receive)
+        self._run(self._inbox.receive)
 
     def status(self) -> Answer:
         """Whether a transfer runs, how far it is, how it ended."""
-        thread, receiver = self._thread, self._receiver
+        thread, inbox = self._thread, self._inbox
         return {
             "busy": thread is not None and thread.is_alive(),
             "error": self._error,
-            "buckets": 0 if receiver is None else receiver.buckets_received,
-            "digests": self._digests,
+            "buckets": 0 if inbox is None else inbox.buckets_received,
+            "digests": [] if inbox is None else inbox.digests,
         }
 
     def apply(self, seed: int) -> Answer:
         """Make the staged tensors live."""
-        if not self._staged:
+        staged = None if self._inbox is None else self._inbox.take()
+        if staged is None:
             return {"error": "nothing is staged", "broken": False}
-        outcome = self._live.replace(self._staged, seed)
-        self._staged, self._digests = [], []
-        return outcome
+        return self._live.replace(staged, seed)
 
     def stacks(self) -> Answer:
         """Where every thread of this process is."""
@@ -100,7 +89,7 @@ class WorkerWeights:
         """Leave the group; the thread of a transfer in progress ends by itself."""
         busy = self._thread is not None and self._thread.is_alive()
         receiver, self._receiver, self._thread = self._receiver, None, None
-        self._staged, self._digests, self._error = [], [], ""
+        self._inbox, self._error = None, ""
         if receiver is not None:
             # On a thread: telling the others asks the sender's store, which may hang with its process.
             leave = partial(receiver.abort, why) if busy else receiver.close

@@ -1,0 +1,95 @@
+"""What one member of a weight group holds of the sender's model, between the wire and the live weights.
+
+Invariants: a publication replaces what was staged before it, as a whole or not at all; the weights under adapters come
+with the first publication of a group, rest in host memory and go with the group, so adapters never meet weights that
+another group brought; each digest is of what arrived, those of resting weights included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from flotilla_weights.adapters import AdapterNames, merged
+from flotilla_weights.group import Receiver
+from flotilla_weights.manifest import Manifest
+
+Named = list[tuple[str, torch.Tensor]]
+Progress = Callable[[int], None]
+
+
+class StagedModel:
+    """Every tensor of one version under its name in the checkpoint; sums with adapters are made on demand."""
+
+    def __init__(self, weights: Named, adapters: dict[str, torch.Tensor], scale: float) -> None:
+        self._weights = weights
+        self._adapters = adapters
+        self._scale = scale
+
+    def tensors(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+        """All of them, one after the other; sums are made on `device`."""
+        for name, weight in self._weights:
+            names = AdapterNames.of(name)
+            if names.a in self._adapters:
+                a, b = (self._adapters[adapter].to(device) for adapter in names)
+                yield name, merged(weight.to(device), a, b, self._scale)
+            else:
+                yield name, weight
+
+    def as_sent(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those that no adapter changes."""
+        for name, weight in self._weights:
+            if AdapterNames.of(name).a not in self._adapters:
+                yield name, weight
+
+
+class Inbox:
+    """The receiving end of one group, with what it brought."""
+
+    def __init__(self, receiver: Receiver, manifest: Manifest) -> None:
+        self._receiver = receiver
+        self._manifest = manifest
+        self._resting: Named = []
+        self._resting_digests: list[int] = []
+        self._earlier_buckets = 0
+        self.staged: StagedModel | None = None
+        """The last publication, until it is taken."""
+        self.digests: list[int] = []
+        """Of all its tensors, in the order of the manifest, adapters last."""
+
+    @property
+    def buckets_received(self) -> int:
+        """Messages of the publication under way."""
+        return self._earlier_buckets + self._receiver.buckets_received
+
+    def receive(self, progress: Progress = lambda buckets: None) -> None:
+        """Take one publication; `progress` hears the count of its messages."""
+        self.staged, self.digests, self._earlier_buckets = None, [], 0
+        adapters = self._manifest.adapters
+        if adapters is None:
+            weights, self.digests = self._moved(self._manifest, progress)
+            self.staged = StagedModel(weights, {}, 0.0)
+            return
+        if not self._resting:
+            resting, self._resting_digests = self._moved(self._manifest, progress, to_host=True)
+            self._earlier_buckets, self._resting = len(self._manifest.buckets), resting
+        arrived, digests = self._moved(adapters.manifest, progress)
+        self.digests = self._resting_digests + digests
+        self.staged = StagedModel(self._resting, dict(arrived), adapters.scale)
+
+    def take(self) -> StagedModel | None:
+        """What is staged, which is staged no more."""
+        staged, self.staged, self.digests = self.staged, None, []
+        return staged
+
+    def _moved(
+        self, manifest: Manifest, progress: Progress, *, to_host: bool = False
+    ) -> tuple[Named, list[int]]:
+        arrived: Named = []
+
+        def sink(named: Named) -> None:
+            arrived.extend((name, tensor.cpu() if to_host else tensor) for name, tensor in named)
+            progress(self.buckets_received)
+
+        return arrived, self._receiver.receive(sink, manifest)
