@@ -66,7 +66,7 @@ def train(stack: tuple[str, str], files: list[str], *overrides: str) -> dict[str
     return flotilla("run", "start", *(str(EXAMPLE / file) for file in files), *overrides, *stack, "--wait")
 
 
-def demo(seed: int, algorithm: str, *, control: bool) -> None:
+def demo(seed: int, algorithm: str, *, lora: bool, control: bool) -> None:
     """The whole story; raises `DemoFailed` where it ends otherwise."""
     stack_file, file = FILES.get(algorithm, ("stack.yaml", "grpo.yaml"))
     stack = ("--stack", str(EXAMPLE / stack_file))
@@ -78,8 +78,9 @@ def demo(seed: int, algorithm: str, *, control: bool) -> None:
         if control:
             chapter(3, "control: the training of the demo on shuffled rewards, which must not teach anything")
         else:
-            chapter(3, f"{algorithm}: from the warmed-up weights, by rewards alone")
-        files = [file, "grpo-control.yaml"] if control else [file]
+            learner = "adapters beside the warmed-up weights" if lora else "from the warmed-up weights"
+            chapter(3, f"{algorithm}: {learner}, by rewards alone")
+        files = [file, *["lora.yaml"] * lora, *["grpo-control.yaml"] * control]
         start = f"initial_weights={warm['directory']}/model"
         run = train(stack, files, f"seed={seed}", start, f"algorithm.type={algorithm}")
         timeline = Path(run["directory"]) / "timeline.json"
@@ -127,11 +128,12 @@ def main() -> int:
     parser.add_argument(
         "--algorithm", default="grpo", help="a preset of docs/algorithms.md to train with (%(default)s)"
     )
+    parser.add_argument("--lora", action="store_true", help="train adapters, the weights stay")
     parser.add_argument("--control", action="store_true", help="shuffle the rewards: must not learn")
     arguments = parser.parse_args()
     started = time.monotonic()
     try:
-        demo(arguments.seed, arguments.algorithm, control=arguments.control)
+        demo(arguments.seed, arguments.algorithm, lora=arguments.lora, control=arguments.control)
     except DemoFailed as failure:
         print(f"demo failed: {failure}", file=sys.stderr)
         return 1

@@ -25,6 +25,11 @@ def test_other_algorithms_reach_ninety_percent_too(algorithm: str) -> None:
     assert done.returncode == 0, done.stdout[-2000:]
 
 
+def test_adapters_reach_ninety_percent_while_the_weights_stay() -> None:
+    done = _demo("--lora")
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
 def test_shuffled_rewards_teach_nothing() -> None:
     done = _demo("--control")
     assert done.returncode == 0, done.stdout[-2000:]
