@@ -103,7 +103,7 @@ def test_what_the_coordinator_sends_is_what_the_trainer_takes(
     assert settings.loss == loss.type
     kept = {name: value for name, value in loss.arguments.items() if name not in CHOSEN_BY_THE_FRONT}
     assert settings.parameters == kept
-    assert settings.ratio_to_trainer == (correction.proximal == "trainer")
+    assert settings.ratio_to_trainer == (correction.proximal != "rollout")
     assert (settings.importance or "none") == correction.importance
     assert (settings.sequence_low, settings.fail_at) == (correction.sequence_low, correction.fail_at)
     assert settings.keeps_reference == (config.algorithm.kl.placement != "none")

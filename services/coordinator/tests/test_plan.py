@@ -267,6 +267,16 @@ def test_adapters_that_fit_no_layer_are_refused(
     assert "no adapter_config.json" in the_error(plan(run, layered, lora={"adapter": tmp_path}))
 
 
+def test_the_plan_counts_optimizer_steps_and_no_group_is_divided(
+    run: dict[str, Any], stack: StackConfig
+) -> None:
+    run["rollout"]["prompts_per_step"] = 4
+    lines = {line.name: line for line in plan(run, stack, optimizer={"steps_per_update": 2}).lines}
+    assert lines["optimizer steps"].value == "2 an update"
+    with pytest.raises(ValueError, match="has 4 groups and none is divided"):
+        plan(run, stack, optimizer={"steps_per_update": 5})
+
+
 def test_a_schedule_that_never_leaves_its_warm_up_is_refused(run: dict[str, Any], stack: StackConfig) -> None:
     planned = plan(run, stack, optimizer={"warmup_updates": 100})
     assert "optimizer.warmup_updates = 100" in the_error(planned)

@@ -19,12 +19,13 @@ from flotilla_trainer.session import Session
 from flotilla_trainer.session_progress import NOTHING_COUNTS
 
 TOKENS = np.array([3, 4, 5], np.int32)
+MADE = {"metrics": {"tokens/trained": 6.0}, "skipped": "", "skipped_steps": [], "aborted": False}
 
 
 class AgreeingGang:
     """Makes every step that it is asked for."""
 
-    size = 1
+    size = lanes = lane_width = 1
 
     def __init__(self) -> None:
         self.commands: list[str] = []
@@ -38,7 +39,7 @@ class AgreeingGang:
 
     async def command(self, kind: str, *arguments: Any, **options: Any) -> list[Frame]:
         self.commands.append(kind)
-        return [Frame(kind, 0, {"metrics": {"tokens/trained": 6.0}, "skipped": "", "aborted": False}, {})]
+        return [Frame(kind, 0, {**MADE}, {})]
 
 
 def groups(*rewards: tuple[float, float]) -> list[pb.TrainGroup]:

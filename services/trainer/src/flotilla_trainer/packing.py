@@ -56,6 +56,18 @@ class Sequences:
         """Where each sequence begins."""
         return np.cumsum(self.lengths) - self.lengths
 
+    def between(self, first: int, last: int) -> Sequences:
+        """The sequences from `first` up to `last`, without it."""
+        edges = np.concatenate([[0], np.cumsum(self.lengths)])
+        begin, end = edges[first], edges[last]
+        inside = (self.scored >= begin) & (self.scored < end)
+        return Sequences(
+            tokens=self.tokens[begin:end],
+            lengths=self.lengths[first:last],
+            scored=self.scored[inside] - begin,
+            columns={name: column[inside] for name, column in self.columns.items()},
+        )
+
 
 @dataclass(frozen=True)
 class MicroBatch:

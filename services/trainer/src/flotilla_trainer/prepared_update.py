@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core import ids
@@ -16,7 +17,10 @@ from flotilla_trainer.frames import Array
 from flotilla_trainer.objective.session_objective import SessionObjective
 from flotilla_trainer.packing import MicroBatch, fed_tokens, padding_share
 from flotilla_trainer.session_ranks import SessionRanks
+from flotilla_trainer.step_plan import StepPlan
 from flotilla_trainer.update_batch import UpdateBatch
+
+ONE_STEP = StepPlan()
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class PreparedUpdate:
     packed: list[list[MicroBatch]]
     facts: dict[str, float]
     """Metrics of the objective, means over the trained tokens or the pairs of the batch."""
+    steps: list[int]
+    """Micro-batches of each optimizer step, which lie one after the other."""
     counts: bool = True
     """Whether anything of it can change a weight: an objective may leave out every group."""
 
@@ -49,20 +55,29 @@ class Preparation:
         self._ranks = ranks
 
     async def of(
-        self, update_id: str, groups: Sequence[pb.TrainGroup], version: Version, objective: SessionObjective
+        self,
+        update_id: str,
+        groups: Sequence[pb.TrainGroup],
+        version: Version,
+        objective: SessionObjective,
+        plan: StepPlan = ONE_STEP,
     ) -> PreparedUpdate:
-        """The update of `version` on these groups."""
+        """The update of `version` on these groups, in as many steps as planned."""
         writer = version if objective.writes_samples else None
         batch = await asyncio.to_thread(UpdateBatch.read, groups, self._ranks.limits, writer)
         if objective.scores_reference(batch):
             scores = await self._logprobs(batch, objective, reference=True)
             batch = replace(batch, reference_logprobs=scores)
-        policy = await self._logprobs(batch, objective, reference=False) if objective.needs_policy else None
+        asked = objective.scores_policy(several_steps=plan.several)
+        policy = await self._logprobs(batch, objective, reference=False) if asked else None
 
         def lay_out() -> PreparedUpdate:
-            sequences, facts = objective.sequences(batch, self._shuffle_seed(update_id), policy)
-            counts = bool(sequences.columns["weights"].any())
-            return PreparedUpdate(batch, self._ranks.pack(sequences), facts, counts)
+            seed = self._shuffle_seed(update_id)
+            sequences, facts = objective.sequences(batch, seed, policy, plan.parts(batch))
+            steps = plan.steps(sequences, batch)
+            packs = [self._ranks.pack(step) for step in steps or [sequences]]
+            packed = [list(chain.from_iterable(of_rank)) for of_rank in zip(*packs, strict=True)]
+            return PreparedUpdate(batch, packed, facts, [len(pack[0]) for pack in packs], bool(steps))
 
         return await asyncio.to_thread(lay_out)
 

@@ -28,6 +28,7 @@ from flotilla_trainer.sequence_scores import SequenceScores
 from flotilla_trainer.session_progress import SessionProgress
 from flotilla_trainer.session_ranks import SessionRanks
 from flotilla_trainer.session_settings import rank_settings
+from flotilla_trainer.step_plan import StepPlan
 from flotilla_trainer.updates import Updates
 
 logger = structlog.get_logger()
@@ -50,7 +51,7 @@ class Session:
         self._scores = SequenceScores(ranks, lambda: progress.version)
         self._preparation = prepared = Preparation(spec.seed, ranks)
         self._pending = pending = PendingGradients(run_id)
-        self.updates = Updates(spec.dump_dir, ranks, prepared, progress, pending)
+        self.updates = Updates(spec.dump_dir, StepPlan.of(spec.optimizer), ranks, prepared, progress, pending)
         """Train, GetUpdate and AbortUpdate."""
         self.gradients = GradientCalls(spec.objective, ranks, prepared, progress, pending, self.updates)
         """ForwardBackward and OptimStep."""

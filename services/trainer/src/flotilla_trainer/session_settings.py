@@ -13,6 +13,7 @@ from flotilla_trainer.objective.settings import check_objective, objective_setti
 from flotilla_trainer.packing import Layout
 from flotilla_trainer.rank.lora_settings import LoraSettings
 from flotilla_trainer.rank.settings import SessionSettings
+from flotilla_trainer.step_plan import StepPlan
 
 SEED_BITS = 63
 
@@ -66,6 +67,13 @@ def _check_learning(spec: pb.SessionSpec, role: str) -> None:
             next_step=f"set {' or '.join(OBJECTIVES[role])}",
         )
     optimizer = spec.optimizer
+    if spec.objective.HasField("preference") and StepPlan.of(optimizer).several:
+        raise InvalidRequest(
+            "preferences are learned in one step an update",
+            where="spec.optimizer",
+            why="their gradients come from scores before the update, which are old after its first step",
+            next_step="leave steps_per_update and epochs_per_update at 1, and send smaller updates",
+        )
     rules = {
         "optimizer.learning_rate": _number(optimizer.learning_rate, above=0),
         "optimizer.beta1": 0 <= optimizer.beta1 < 1,

@@ -1,7 +1,8 @@
 """Whole updates: one call in, one version out.
 
 Invariants: an update id trains once, and a repeat gets the first result; nothing changes before a whole valid batch is
-here; a skipped update leaves weights and version as they were.
+here; a skipped update leaves weights and version as they were. One of several optimizer steps is one call and one
+version still: it was made where any of its steps was.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from flotilla_trainer.pending_gradients import PendingGradients
 from flotilla_trainer.prepared_update import Preparation
 from flotilla_trainer.session_progress import NOTHING_COUNTS, SessionProgress
 from flotilla_trainer.session_ranks import SessionRanks
+from flotilla_trainer.step_plan import StepPlan
 from flotilla_trainer.update_batch import UpdateBatch
 
 KEPT_RESULTS = 64
@@ -33,12 +35,14 @@ class Updates:
     def __init__(
         self,
         dump_dir: str,
+        plan: StepPlan,
         ranks: SessionRanks,
         preparation: Preparation,
         progress: SessionProgress,
         pending: PendingGradients,
     ) -> None:
         self._dump_dir = dump_dir
+        self._plan = plan
         self._ranks = ranks
         self._preparation = preparation
         self._progress = progress
@@ -103,26 +107,33 @@ class Updates:
         self._pending.refuse(f"update {update_id}")
         progress.check_version(Version.from_proto(header.policy_version), f"update {update_id}")
         started = time.monotonic()
-        prepared = await self._preparation.of(update_id, groups, progress.version, progress.objective)
+        prepared = await self._preparation.of(
+            update_id, groups, progress.version, progress.objective, self._plan
+        )
         if not prepared.counts:
             return self._result(update_id, prepared.batch, prepared.metrics, NOTHING_COUNTS)
         prepared_s = time.monotonic() - started
-        fields = {"attempt": attempt, "learning_rate": progress.learning_rate}
+        fields = {"attempt": attempt, "learning_rate": progress.learning_rate, "steps": prepared.steps}
         with self._ranks.doing("train: forward, backward and step"):
             answers = await self._ranks.work("train", prepared.packed, fields)
         answer = answers[0].fields
         if answer["aborted"]:
-            raise Cancelled(f"update {update_id} was aborted before its step")
+            raise Cancelled(f"update {update_id} was aborted before its first step")
         metrics = answer["metrics"] | prepared.metrics | {"time/prepare_s": prepared_s}
         skipped, batch = answer["skipped"], prepared.batch
         if skipped:
             progress.skipped(update_id, skipped, lambda: self._dump(update_id, batch, skipped, metrics))
         else:
             progress.made(metrics, len(batch.sample_ids))
-        return self._result(update_id, batch, metrics, skipped)
+        return self._result(update_id, batch, metrics, skipped, answer["skipped_steps"])
 
     def _result(
-        self, update_id: str, batch: UpdateBatch, metrics: dict[str, float], skipped: str
+        self,
+        update_id: str,
+        batch: UpdateBatch,
+        metrics: dict[str, float],
+        skipped: str,
+        skipped_steps: Sequence[str] = (),
     ) -> pb.UpdateResult:
         return pb.UpdateResult(
             update_id=update_id,
@@ -130,6 +141,7 @@ class Updates:
             skipped=skipped,
             metrics=metrics,
             sample_ids=batch.sample_ids,
+            skipped_steps=skipped_steps,
         )
 
     def _dump(self, update_id: str, batch: UpdateBatch, why: str, metrics: dict[str, float]) -> str:

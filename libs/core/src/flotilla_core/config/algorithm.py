@@ -59,8 +59,9 @@ class KlConfig(ConfigModel):
 class CorrectionConfig(ConfigModel):
     """What is done about the distance of the policy that sampled from the one that learns."""
 
-    proximal: Literal["rollout", "trainer"] = "rollout"
-    """What the ratio compares with: the generator's log-probabilities, or the trainer's own before the update."""
+    proximal: Literal["rollout", "trainer", "interpolated"] = "rollout"
+    """What the ratio compares with: the generator's log-probabilities, the trainer's own before the update, or these
+    estimated without scoring the samples."""
     importance: Literal["none", "token", "sequence", "icepop"] = "none"
     """Weight by trainer over generator: truncated by token, by sequence, or left out where beyond the limits."""
     importance_cap: float = Field(default=2.0, gt=0)

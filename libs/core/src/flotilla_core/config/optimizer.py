@@ -30,5 +30,14 @@ class OptimizerConfig(ConfigModel):
     """Global clip; 0 is off."""
     max_skipped_updates: int = Field(default=3, ge=1)
     """Non-finite updates in a row before the run fails."""
+    steps_per_update: int = Field(default=1, ge=1)
+    """Optimizer steps of one pass over an update, each on a mini-batch of whole groups with a mean of its own."""
+    epochs_per_update: int = Field(default=1, ge=1)
+    """Passes over the samples of an update. The schedule counts updates, whatever their steps."""
     offload: bool = False
     """Keep AdamW's moments in host memory between updates: frees 8 bytes a parameter on the GPUs, costs transfers."""
+
+    @property
+    def steps_of_an_update(self) -> int:
+        """Optimizer steps of an update, all passes together."""
+        return self.steps_per_update * self.epochs_per_update

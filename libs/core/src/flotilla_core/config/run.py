@@ -222,6 +222,21 @@ class RunConfig(ConfigModel):
         return self.evaluation is not None and self.learns_from_pairs and not self.rewards
 
     @model_validator(mode="after")
+    def _has_groups_for_its_steps(self) -> RunConfig:
+        steps, groups = self.optimizer.steps_per_update, self.rollout.prompts_per_step
+        if steps > groups:
+            raise ValueError(
+                f"optimizer.steps_per_update is {steps}, but an update has {groups} groups and none is divided: "
+                f"set it to {groups} or less, or raise rollout.prompts_per_step"
+            )
+        if self.learns_from_pairs and self.optimizer.steps_of_an_update > 1:
+            raise ValueError(
+                f"optimizer.steps_per_update and epochs_per_update are not for {self.algorithm.type}, whose gradients "
+                "come from scores before the update: leave both at 1 and take smaller updates"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         if isinstance(self.algorithm, PolicyConfig):
             name, least = self.algorithm.type, self.algorithm.advantage.min_group_samples

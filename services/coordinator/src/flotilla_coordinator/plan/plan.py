@@ -201,6 +201,12 @@ class _Planner:
         updates = config.steps - alone
         after = f" after the {alone} in which only the critic learns" if alone else ""
         self._line("updates", f"{updates}", f"one a step{after}, over all of its samples")
+        self._line(
+            "optimizer steps",
+            f"{optimizer.steps_of_an_update} an update",
+            f"{optimizer.steps_per_update} mini-batch(es) of whole groups, {self._prompts} groups together, "
+            f"x {optimizer.epochs_per_update} pass(es); {updates * optimizer.steps_of_an_update:,} in the run",
+        )
         cut = MicroBatches.of(self._samples, self._longest, budget, lanes)
         self._line(
             "micro-batches of an update",

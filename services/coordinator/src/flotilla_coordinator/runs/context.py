@@ -104,6 +104,8 @@ class RunContext:
             self.status.notice(run_pb2.NOTICE_LEVEL_WARNING, warning)
         for update, why in learned.skipped.items():
             self.status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"{update} skipped: {why}")
+        for skipped in learned.skipped_steps:
+            self.status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"optimizer step skipped: {skipped}")
         self.cursor = batch.cursor
         if not self.source.samples_from_policy:
             return

@@ -28,3 +28,11 @@ class Learned:
         """Why whose update was not made."""
         updates = {"update": self.policy, "update of the critic": self.critic}
         return {name: update.skipped for name, update in updates.items() if update and update.skipped}
+
+    @property
+    def skipped_steps(self) -> list[str]:
+        """The optimizer steps that were left out of updates that were made."""
+        updates = {"the policy": self.policy, "the critic": self.critic}
+        return [
+            f"{step} ({name})" for name, update in updates.items() if update for step in update.skipped_steps
+        ]

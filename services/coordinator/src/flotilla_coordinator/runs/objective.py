@@ -34,7 +34,11 @@ PREFERENCE_LOSSES = {
     "ipo": pb.PREFERENCE_LOSS_IPO,
     "hinge": pb.PREFERENCE_LOSS_HINGE,
 }
-PROXIMALS = {"rollout": pb.PROXIMAL_ROLLOUT, "trainer": pb.PROXIMAL_TRAINER}
+PROXIMALS = {
+    "rollout": pb.PROXIMAL_ROLLOUT,
+    "trainer": pb.PROXIMAL_TRAINER,
+    "interpolated": pb.PROXIMAL_INTERPOLATED,
+}
 IMPORTANCE = {
     "none": pb.IMPORTANCE_UNSPECIFIED,
     "token": pb.IMPORTANCE_TOKEN,

@@ -98,6 +98,8 @@ def _optimizer(section: OptimizerConfig) -> pb.Optimizer:
         warmup_updates=section.warmup_updates,
         final_lr_ratio=section.final_lr_ratio,
         offload=section.offload,
+        steps_per_update=section.steps_per_update,
+        epochs_per_update=section.epochs_per_update,
     )
 
 

@@ -7,6 +7,8 @@ the loss, however the update is cut and wherever the two sequences of a pair go.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,8 +32,6 @@ class PairObjective:
 
     unit = "pairs"
     """What its losses are a mean over."""
-    needs_policy = True
-    """Updates are scored by the policy before they train it."""
     writes_samples = True
     """The versions of their tokens are versions of the model that learns."""
     temperature = 1.0
@@ -45,12 +45,20 @@ class PairObjective:
         """Whether the ranks have to score the batch by the policy that the session started from."""
         return not self._preference.reference_free and batch.reference_logprobs is None
 
+    def scores_policy(self, *, several_steps: bool) -> bool:
+        """Updates are scored by the policy before they train it, always."""
+        return True
+
     def sequences(
-        self, batch: UpdateBatch, seed: int, policy: Scores | None = None
+        self,
+        batch: UpdateBatch,
+        seed: int,
+        policy: Scores | None = None,
+        parts: Sequence[NDArray[np.bool_]] = (),
     ) -> tuple[Sequences, dict[str, float]]:
-        """Sequences with their columns, and metrics; `policy` scores every response token."""
+        """Sequences with their columns, and metrics; `policy` scores every response token. One step, so one part."""
         check_pairs(batch)
-        assert policy is not None, "asked for by needs_policy"
+        assert policy is not None, "asked for by scores_policy"
         logprobs = _sums(batch, policy)
         ahead = logprobs
         if not self._preference.reference_free:

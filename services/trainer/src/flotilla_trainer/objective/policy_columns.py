@@ -6,6 +6,7 @@ response tokens here and are cut down to the trained ones in one place, by the c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -125,11 +126,30 @@ def kept_tokens(batch: UpdateBatch, advantage: pb.Advantage) -> NDArray[np.bool_
     return tokens
 
 
-def weights_of(batch: UpdateBatch, policy: pb.PolicyObjective, counted: NDArray[np.bool_]) -> Floats:
-    """How much each token counts, denominators included."""
+def weights_of(
+    batch: UpdateBatch,
+    policy: pb.PolicyObjective,
+    counted: NDArray[np.bool_],
+    parts: Sequence[NDArray[np.bool_]],
+) -> Floats:
+    """How much each token counts, with the denominator of the mini-batch that it lies in."""
     constant = policy.aggregation.constant_tokens or policy.max_response_tokens
     kind = AGGREGATIONS[policy.aggregation.type]
-    return token_weights(kind, batch.response_lengths, counted, constant)
+    return part_weights(kind, batch, counted, parts, constant)
+
+
+def part_weights(
+    aggregation: str,
+    batch: UpdateBatch,
+    counted: NDArray[np.bool_],
+    parts: Sequence[NDArray[np.bool_]],
+    constant: int = 0,
+) -> Floats:
+    """The weights of the counted tokens, each part with a denominator of its own; without parts the whole is one."""
+    weights = np.zeros(counted.size)
+    for part in parts or [np.ones_like(counted)]:
+        weights += token_weights(aggregation, batch.response_lengths, counted & part, constant)
+    return weights
 
 
 def reference_divergence(batch: UpdateBatch, estimator: int) -> Floats:

@@ -70,7 +70,7 @@ def objective_settings(objective: pb.Objective) -> ObjectiveSettings:
         # What selects tokens is used up by the front, which sees the whole update.
         parameters={name: value for name, value in loss.arguments.items() if name not in selects},
         temperature=policy.temperature,
-        ratio_to_trainer=correction.proximal == pb.PROXIMAL_TRAINER,
+        ratio_to_trainer=correction.proximal in (pb.PROXIMAL_TRAINER, pb.PROXIMAL_INTERPOLATED),
         importance=IMPORTANCE[correction.importance],
         importance_cap=correction.importance_cap,
         importance_floor=correction.importance_floor,

@@ -6,13 +6,14 @@ objective needs and the update lacks is refused before a rank sees anything.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flotilla.trainer.v1 import session_pb2 as pb
-from flotilla_algorithms import adapted_coefficient, counted_units, token_weights
+from flotilla_algorithms import adapted_coefficient, counted_units
 from flotilla_core.errors import InvalidRequest
 from flotilla_trainer.objective import policy_columns as columns
 from flotilla_trainer.objective.needed_columns import check_advantage, check_logprobs, check_reference
@@ -27,8 +28,6 @@ TOKEN_MEAN = "token_mean"
 class UpdateObjective:
     """What the ranks need of an update, and what it says about itself."""
 
-    needs_policy = False
-    """Updates are not scored by the policy before they train it."""
     writes_samples = True
     """The versions of their tokens are versions of the model that learns."""
 
@@ -51,22 +50,42 @@ class UpdateObjective:
             check_reference(batch, "the divergence from it")
         return True
 
+    def scores_policy(self, *, several_steps: bool) -> bool:
+        """Whether updates have to be scored by the policy before they train it.
+
+        In a single step the forward pass of the step itself says what the policy was.
+        """
+        if self._policy is None or not several_steps:
+            return False
+        return self._policy.correction.proximal == pb.PROXIMAL_TRAINER
+
     @property
     def temperature(self) -> float:
         """That of the rollouts."""
         return self._policy.temperature if self._policy is not None else 1.0
 
     def sequences(
-        self, batch: UpdateBatch, seed: int, policy: NDArray[np.float32] | None = None
+        self,
+        batch: UpdateBatch,
+        seed: int,
+        policy: NDArray[np.float32] | None = None,
+        parts: Sequence[NDArray[np.bool_]] = (),
     ) -> tuple[Sequences, dict[str, float]]:
-        """Sequences with their columns, and metrics."""
+        """Sequences with their columns, and metrics; `policy` scores every response token.
+
+        Each of the `parts`, masks of the response tokens, has its own denominator; without any the whole is one.
+        """
         if self._policy is None:
-            weights = token_weights(TOKEN_MEAN, batch.response_lengths, batch.trained, 0)
+            weights = columns.part_weights(TOKEN_MEAN, batch, batch.trained, parts)
             return batch.sequences({"weights": weights}), {}
         if self._needs_rollout_logprobs:
             check_logprobs(batch, f"the loss {self._policy.loss.name}")
         check_advantage(batch, self._policy.advantage)
-        made, metrics = self._policy_columns(self._policy, batch, seed)
+        made, metrics = self._policy_columns(self._policy, batch, seed, parts)
+        if policy is not None:
+            made["proximal_logprobs"] = policy
+        elif self._policy.correction.proximal == pb.PROXIMAL_INTERPOLATED:
+            made["staleness"] = batch.staleness
         return batch.sequences(made), metrics
 
     @property
@@ -121,7 +140,11 @@ class UpdateObjective:
         )
 
     def _policy_columns(
-        self, policy: pb.PolicyObjective, batch: UpdateBatch, seed: int
+        self,
+        policy: pb.PolicyObjective,
+        batch: UpdateBatch,
+        seed: int,
+        parts: Sequence[NDArray[np.bool_]],
     ) -> tuple[Columns, dict[str, float]]:
         metrics: dict[str, float] = {}
         distance = penalties = None
@@ -134,7 +157,7 @@ class UpdateObjective:
                 penalties = self.kl_coefficient * distance
         advantages = self._advantages(policy, batch, seed, penalties)
         counted = batch.trained & columns.kept_tokens(batch, policy.advantage)
-        weights = columns.weights_of(batch, policy, counted)
+        weights = columns.weights_of(batch, policy, counted, parts)
         metrics["advantages/std"] = float(advantages[batch.trained].std())
         metrics["tokens/counted_share"] = float(counted.sum() / batch.trained.sum())
 

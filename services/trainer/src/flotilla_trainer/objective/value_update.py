@@ -6,13 +6,14 @@ message and the same seed; an update changes nothing here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flotilla.trainer.v1 import session_pb2 as pb
-from flotilla_algorithms import counted_units, gae, token_weights
+from flotilla_algorithms import counted_units, gae
 from flotilla_trainer.objective import policy_columns as columns
 from flotilla_trainer.objective.needed_columns import check_logprobs, check_reference, check_values
 from flotilla_trainer.objective.sections import ADVANTAGE, checked_section
@@ -27,8 +28,6 @@ class ValueUpdate:
 
     unit = "tokens"
     """What its losses are a mean over."""
-    needs_policy = False
-    """A critic holds no policy."""
     writes_samples = False
     """The versions of their tokens are the policy's, which may have moved when the critic could not."""
     temperature = 1.0
@@ -45,10 +44,18 @@ class ValueUpdate:
         """Never: a critic holds no policy, so what it needs of one comes with the samples."""
         return False
 
+    def scores_policy(self, *, several_steps: bool) -> bool:
+        """Never: a critic holds no policy."""
+        return False
+
     def sequences(
-        self, batch: UpdateBatch, seed: int, policy: NDArray[np.float32] | None = None
+        self,
+        batch: UpdateBatch,
+        seed: int,
+        policy: NDArray[np.float32] | None = None,
+        parts: Sequence[NDArray[np.bool_]] = (),
     ) -> tuple[Sequences, dict[str, float]]:
-        """Sequences with old values, returns and weights, and metrics."""
+        """Sequences with old values, returns and weights, each part with its own denominator, and metrics."""
         check_values(batch)
         assert batch.values is not None, "checked"
         outcomes = columns.outcomes_of(batch, self._policy, seed, self._penalties(batch))
@@ -56,7 +63,7 @@ class ValueUpdate:
         made = {
             "old_values": batch.values,
             "returns": returns,
-            "weights": token_weights(TOKEN_MEAN, batch.response_lengths, batch.trained, 0),
+            "weights": columns.part_weights(TOKEN_MEAN, batch, batch.trained, parts),
         }
         return batch.sequences(made), _metrics(batch.values[batch.trained], returns[batch.trained])
 

@@ -77,17 +77,19 @@ class Objective:
         self, logprobs: torch.Tensor, columns: Columns, sums: Columns, maxima: Columns
     ) -> torch.Tensor:
         now, weights, rollout = logprobs.detach(), columns["weights"], columns.get("rollout_logprobs")
+        proximal = self._proximal(now, rollout, columns)
         _, sequences = torch.unique_consecutive(columns["sequences"], return_inverse=True)
         tokens = PolicyTokens(
             logprobs=logprobs,
-            old_logprobs=now if rollout is None or self._settings.ratio_to_trainer else rollout,
+            old_logprobs=proximal,
             advantages=columns["advantages"],
             sequences=sequences,
             selected=columns["selected"].bool() if "selected" in columns else None,
         )
         losses = self._token_losses(tokens)
         if rollout is not None:
-            correction = self._correction(now - rollout, sequences)
+            trainer = proximal if self._settings.ratio_to_trainer else now
+            correction = self._correction(trainer - rollout, sequences)
             sums |= {"correction": correction.sum(), "left_out": (correction == 0).sum()}
             weights = weights * correction
             _measure_distance(now, rollout, columns["fresh"], sums, maxima)
@@ -97,6 +99,16 @@ class Objective:
             distance = self._divergence(logprobs, columns, sums)
             loss = loss + (columns["kl_weights"] * distance).sum()
         return loss
+
+    def _proximal(self, now: torch.Tensor, rollout: torch.Tensor | None, columns: Columns) -> torch.Tensor:
+        """What the ratio compares with; `now` where the policy has taken no step since it has to be that of then."""
+        if rollout is not None and not self._settings.ratio_to_trainer:
+            return rollout
+        if "proximal_logprobs" in columns:
+            return columns["proximal_logprobs"]
+        if rollout is None or "proximal_share" not in columns:
+            return now
+        return torch.lerp(rollout, now, columns["proximal_share"])
 
     def _divergence(self, logprobs: torch.Tensor, columns: Columns, sums: Columns) -> torch.Tensor:
         if not self._settings.compares_distributions:

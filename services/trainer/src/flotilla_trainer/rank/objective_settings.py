@@ -22,7 +22,7 @@ class ObjectiveSettings:
     parameters: dict[str, Any] = field(default_factory=dict)
     temperature: float = 1.0
     ratio_to_trainer: bool = False
-    """The ratio compares with the trainer's own log-probabilities and not with those of the rollout."""
+    """The ratio compares with the trainer's own log-probabilities before the update and not with the rollout's."""
     importance: str = ""
     """token, sequence or icepop; empty is off."""
     importance_cap: float = 0.0

@@ -29,9 +29,12 @@ from flotilla_trainer.rank.sharded_model import ShardedModel
 Columns = dict[str, torch.Tensor]
 
 
-def micro_batches(command: Frame, device: torch.device) -> Iterator[tuple[Columns, bool]]:
-    """The micro-batches of a command as tensors, and whether each is idle work."""
-    for index, idle in enumerate(command.fields["idle"]):
+def micro_batches(
+    command: Frame, device: torch.device, part: range | None = None
+) -> Iterator[tuple[Columns, bool]]:
+    """The micro-batches of a command as tensors, or a part of them, and whether each is idle work."""
+    idle_ones = command.fields["idle"]
+    for index in range(len(idle_ones)) if part is None else part:
         prefix = f"{index}/"
         yield (
             {
@@ -39,7 +42,7 @@ def micro_batches(command: Frame, device: torch.device) -> Iterator[tuple[Column
                 for name, array in command.arrays.items()
                 if name.startswith(prefix)
             },
-            idle,
+            idle_ones[index],
         )
 
 
@@ -63,12 +66,14 @@ class Update:
         self._sums = torch.zeros(len(SUMS), dtype=torch.float64, device=model.device)
         self._maxima = torch.zeros(len(MAXIMA), dtype=torch.float64, device=model.device)
 
-    def accumulate(self, command: Frame, *, backward: bool, factor: float = 1.0) -> None:
-        """Run every micro-batch of this rank, and let its loss count `factor` times."""
-        total = len(command.fields["idle"])
+    def accumulate(
+        self, command: Frame, *, backward: bool, factor: float = 1.0, part: range | None = None
+    ) -> None:
+        """Run every micro-batch of this rank, or a part of them, and let their loss count `factor` times."""
+        total = len(command.fields["idle"] if part is None else part)
         self._factor = factor
         with telemetry.span(names.TRAINER_FORWARD_BACKWARD), torch.set_grad_enabled(backward):
-            for index, (columns, idle) in enumerate(micro_batches(command, self._model.device)):
+            for index, (columns, idle) in enumerate(micro_batches(command, self._model.device, part)):
                 self._link.progress(f"micro-batch {index + 1} of {total}")
                 self._one(columns, idle, backward)
 
@@ -121,9 +126,18 @@ class Update:
 
 
 def finish(
-    update: Update, optimizer: PolicyOptimizer, learning_rate: float, aborted: bool, device: torch.device
+    update: Update,
+    optimizer: PolicyOptimizer,
+    learning_rate: float,
+    aborted: bool,
+    device: torch.device,
+    *,
+    judged: bool = True,
 ) -> tuple[dict[str, float], str, bool]:
-    """Step, skip or abort, the same on all ranks: metrics, why the step was skipped, whether it was aborted."""
+    """Step, skip or abort, the same on all ranks: metrics, why the step was skipped, whether it was aborted.
+
+    Only a `judged` one can be refused for its rollouts.
+    """
     started = time.monotonic()
     with telemetry.span(names.TRAINER_OPTIMIZER_STEP):
         optimizer.complete_gradients()
@@ -134,7 +148,7 @@ def finish(
         skipped = "" if math.isfinite(norm) else f"the gradient norm is {norm}"
         if not math.isfinite(metrics["loss"]):
             skipped = f"the loss is {metrics['loss']}"
-        distrusted = "" if skipped or aborts else update.distrust(metrics)
+        distrusted = "" if skipped or aborts or not judged else update.distrust(metrics)
         if skipped or aborts or distrusted:
             optimizer.discard_gradients()
         else:

@@ -38,6 +38,7 @@ from flotilla_trainer.rank.settings import SessionSettings
 from flotilla_trainer.rank.setup import RankSetup
 from flotilla_trainer.rank.sharded_model import ShardedModel, gathered
 from flotilla_trainer.rank.update import Update, finish
+from flotilla_trainer.rank.update_steps import UpdateSteps
 from flotilla_trainer.rank.value_model import ValueModel
 from flotilla_trainer.rank.value_scoring import values_of
 
@@ -137,16 +138,16 @@ class RankWorker:
 
     def _train(self, command: Frame) -> Answer:
         settings, objective, optimizer = self._session()
-        started = time.monotonic()
-        update = Update(self._model, settings, objective, self._link)
-        self._accumulate(update, command)
-        elapsed = time.monotonic() - started
-        aborted = self._aborted == command.fields["attempt"]
-        metrics, skipped, aborted = finish(
-            update, optimizer, command.fields["learning_rate"], aborted, self._model.device
-        )
-        metrics["time/forward_backward_s"] = elapsed
-        return {"metrics": metrics, "skipped": skipped, "aborted": aborted}, {}
+
+        def accumulated(command: Frame, part: range) -> Update:
+            update = Update(self._model, settings, objective, self._link)
+            self._accumulate(update, command, part=part)
+            return update
+
+        def aborted() -> bool:
+            return self._aborted == command.fields["attempt"]
+
+        return UpdateSteps(optimizer, self._model.device, accumulated, aborted).take(command), {}
 
     def _forward_backward(self, command: Frame) -> Answer:
         """Add sums of gradients to those that wait; what they are sums of is divided out when the step is made."""
@@ -246,10 +247,12 @@ class RankWorker:
         gc.collect()
         self._build(frozen=frozen)
 
-    def _accumulate(self, update: Update, command: Frame, *, factor: float = 1.0) -> None:
+    def _accumulate(
+        self, update: Update, command: Frame, *, factor: float = 1.0, part: range | None = None
+    ) -> None:
         """Forward and backward; gradients that came half of the way are dropped with all that waited before them."""
         try:
-            update.accumulate(command, backward=True, factor=factor)
+            update.accumulate(command, backward=True, factor=factor, part=part)
         except FlotillaError:
             self._drop_gradients()
             raise

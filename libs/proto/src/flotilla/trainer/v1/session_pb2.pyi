@@ -136,6 +136,8 @@ class _ProximalEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Proximal.Val
     """The ratio compares with the log-probabilities that came with the samples."""
     PROXIMAL_TRAINER: _Proximal.ValueType  # 2
     """The ratio compares with the trainer's own before the update."""
+    PROXIMAL_INTERPOLATED: _Proximal.ValueType  # 3
+    """The same, estimated between those that came with the samples and those of now, without scoring before."""
 
 class Proximal(_Proximal, metaclass=_ProximalEnumTypeWrapper): ...
 
@@ -144,6 +146,8 @@ PROXIMAL_ROLLOUT: Proximal.ValueType  # 1
 """The ratio compares with the log-probabilities that came with the samples."""
 PROXIMAL_TRAINER: Proximal.ValueType  # 2
 """The ratio compares with the trainer's own before the update."""
+PROXIMAL_INTERPOLATED: Proximal.ValueType  # 3
+"""The same, estimated between those that came with the samples and those of now, without scoring before."""
 Global___Proximal: _TypeAlias = Proximal  # noqa: Y015
 
 class _Importance:
@@ -712,6 +716,8 @@ class Optimizer(_message.Message):
     WARMUP_UPDATES_FIELD_NUMBER: _builtins.int
     FINAL_LR_RATIO_FIELD_NUMBER: _builtins.int
     OFFLOAD_FIELD_NUMBER: _builtins.int
+    STEPS_PER_UPDATE_FIELD_NUMBER: _builtins.int
+    EPOCHS_PER_UPDATE_FIELD_NUMBER: _builtins.int
     learning_rate: _builtins.float
     beta1: _builtins.float
     beta2: _builtins.float
@@ -725,6 +731,10 @@ class Optimizer(_message.Message):
     """Learning rate at the end of the schedule, as a share of the peak."""
     offload: _builtins.bool
     """Keep the moments in host memory between updates."""
+    steps_per_update: _builtins.int
+    """Optimizer steps of one pass over an update, each on a mini-batch of whole groups; 0 is 1."""
+    epochs_per_update: _builtins.int
+    """Passes over an update; 0 is 1."""
     def __init__(
         self,
         *,
@@ -738,10 +748,12 @@ class Optimizer(_message.Message):
         warmup_updates: _builtins.int = ...,
         final_lr_ratio: _builtins.float = ...,
         offload: _builtins.bool = ...,
+        steps_per_update: _builtins.int = ...,
+        epochs_per_update: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beta1", b"beta1", "beta2", b"beta2", "epsilon", b"epsilon", "final_lr_ratio", b"final_lr_ratio", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "offload", b"offload", "schedule", b"schedule", "warmup_updates", b"warmup_updates", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beta1", b"beta1", "beta2", b"beta2", "epochs_per_update", b"epochs_per_update", "epsilon", b"epsilon", "final_lr_ratio", b"final_lr_ratio", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "offload", b"offload", "schedule", b"schedule", "steps_per_update", b"steps_per_update", "warmup_updates", b"warmup_updates", "weight_decay", b"weight_decay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

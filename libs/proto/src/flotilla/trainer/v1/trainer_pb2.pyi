@@ -382,6 +382,7 @@ class UpdateResult(_message.Message):
     SKIPPED_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     SAMPLE_IDS_FIELD_NUMBER: _builtins.int
+    SKIPPED_STEPS_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     skipped: _builtins.str
     """Why no step was made (a non-finite gradient); empty when one was."""
@@ -395,6 +396,10 @@ class UpdateResult(_message.Message):
 
     @_builtins.property
     def sample_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def skipped_steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of an update of several optimizer steps, those that were not made, each with its reason; the others stand."""
+
     def __init__(
         self,
         *,
@@ -403,10 +408,11 @@ class UpdateResult(_message.Message):
         skipped: _builtins.str = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         sample_ids: _abc.Iterable[_builtins.str] | None = ...,
+        skipped_steps: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics", "policy_version", b"policy_version", "sample_ids", b"sample_ids", "skipped", b"skipped", "update_id", b"update_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics", "policy_version", b"policy_version", "sample_ids", b"sample_ids", "skipped", b"skipped", "skipped_steps", b"skipped_steps", "update_id", b"update_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

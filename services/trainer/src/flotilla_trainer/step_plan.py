@@ -1,0 +1,72 @@
+"""The optimizer steps of an update: mini-batches of whole groups, in one pass over them or several.
+
+Invariants: every group is in one mini-batch, and these differ by one group at most; the passes are alike; a mini-batch
+in which nothing counts is no step; where an update has fewer groups than steps are asked for, each group is one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flotilla.trainer.v1 import session_pb2 as pb
+from flotilla_trainer.packing import Sequences
+from flotilla_trainer.update_batch import UpdateBatch
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What a session asks for."""
+
+    mini_batches: int = 1
+    epochs: int = 1
+
+    @classmethod
+    def of(cls, optimizer: pb.Optimizer) -> StepPlan:
+        """As on the wire, where 0 is the default."""
+        return cls(max(1, optimizer.steps_per_update), max(1, optimizer.epochs_per_update))
+
+    @property
+    def several(self) -> bool:
+        """Whether an update may take more than one step."""
+        return self.mini_batches * self.epochs > 1
+
+    def parts(self, batch: UpdateBatch) -> list[NDArray[np.bool_]]:
+        """For each mini-batch which of all response tokens lie in it."""
+        samples = self._of_groups(len(batch.group_sizes)).repeat(batch.group_sizes)
+        tokens = samples.repeat(batch.response_lengths)
+        return [tokens == number for number in range(int(tokens[-1]) + 1)]
+
+    def steps(self, sequences: Sequences, batch: UpdateBatch) -> list[Sequences]:
+        """The sequences of each step, in the order of the steps; none where nothing counts."""
+        samples = self._of_groups(len(batch.group_sizes)).repeat(batch.group_sizes)
+        edges = np.searchsorted(samples, np.arange(int(samples[-1]) + 2))
+        cut = [sequences.between(first, last) for first, last in pairwise(edges.tolist())]
+        steps = self.epochs * [part for part in cut if part.columns["weights"].any()]
+        return [_at(step, number, len(steps)) for number, step in enumerate(steps)]
+
+    def _of_groups(self, groups: int) -> NDArray[np.int64]:
+        """The mini-batch of each group."""
+        return np.arange(groups) * min(self.mini_batches, groups) // groups
+
+
+def _at(step: Sequences, number: int, steps: int) -> Sequences:
+    """The step with what its place among the steps of the update says about its tokens."""
+    if "staleness" not in step.columns:
+        return step
+    columns = dict(step.columns)
+    columns["proximal_share"] = proximal_share(columns.pop("staleness"), number / steps)
+    return replace(step, columns=columns)
+
+
+def proximal_share(staleness: NDArray[np.float32], gone: float) -> NDArray[np.float32]:
+    """How far the policy before the update lies on the way from the one that sampled to the one of now: s / (s + d).
+
+    s is the staleness of a token in updates, d the share of this update that is `gone`; at its start both are one.
+    """
+    if not gone:
+        return np.ones_like(staleness)
+    return staleness / (staleness + np.float32(gone))
