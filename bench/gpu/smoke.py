@@ -1,4 +1,4 @@
-"""Five steps at staleness 0 and 1 on a host with two GPUs: one trainer, one generator, weights by NCCL in bfloat16.
+"""Five steps at staleness 0 and 1, and with LoRA, on a host with two GPUs: one trainer, one generator, NCCL, bfloat16.
 
 Makes a Qwen3-0.6B-shaped model with random weights (accuracy means nothing here), brings the fleet up as a user would,
 runs, checks that trainer and generator agree, and prints one JSON object a run. `python bench/gpu/smoke.py --out DIR`.
@@ -21,6 +21,11 @@ from flotilla_testing.stack import Stack, running_stack
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_LIMIT_S = 1800.0
+RUNS: dict[str, dict[str, Any]] = {
+    "staleness-0": {},
+    "staleness-1": {"rollout": {"max_staleness": 1}},
+    "lora": {"lora": {"rank": 32, "alpha": 64}},
+}
 FIGURES = (
     "time/step_s",
     "time/rollout_s",
@@ -50,7 +55,7 @@ def _make_model(folder: Path, tokenizer: Path) -> None:
 
 
 def main() -> int:
-    """Up, two runs, down."""
+    """Up, the runs, down."""
     cli = argparse.ArgumentParser(description=__doc__)
     cli.add_argument("--out", type=Path, required=True)
     out: Path = cli.parse_args().out
@@ -71,38 +76,39 @@ def main() -> int:
         started = time.monotonic()
         with running_stack(description, work) as stack:
             print(json.dumps({"up_s": round(time.monotonic() - started, 1)}), flush=True)
-            for staleness in (0, 1):
-                _run(stack, work, staleness)
+            for name, changes in RUNS.items():
+                _run(stack, work, name, changes)
     finally:
         for log in (work / "state" / "gpu" / "logs").glob("*.log"):
             shutil.copy(log, out / log.name)
     return 0
 
 
-def _run(stack: Stack, work: Path, staleness: int) -> None:
+def _run(stack: Stack, work: Path, name: str, changes: dict[str, Any]) -> None:
     run: dict[str, Any] = {
-        "name": f"smoke-{staleness}",
+        "name": f"smoke-{name}",
         "steps": 5,
         "data": {"train": str(work / "data" / "rl.jsonl")},
-        "rollout": {
-            "prompts_per_step": 32,
-            "samples_per_prompt": 8,
-            "max_staleness": staleness,
-            "sampling": {"max_response_tokens": 512},
-        },
         "rewards": [{"reward": "exact"}],
         "optimizer": {"learning_rate": 1.0e-6, "schedule": "constant"},
         "batching": {"tokens_per_microbatch": 16384},
         "weights": {"bucket_mib": 256, "canary": {"prompts": 16, "tokens": 32}},
         "export_final": False,
+        **changes,
+        "rollout": {
+            "prompts_per_step": 32,
+            "samples_per_prompt": 8,
+            "sampling": {"max_response_tokens": 512},
+            **changes.get("rollout", {}),
+        },
     }
-    file = work / f"run-{staleness}.yaml"
+    file = work / f"run-{name}.yaml"
     file.write_text(yaml.safe_dump(run))
     finished = stack.run(file, timeout_s=RUN_LIMIT_S)
-    print(json.dumps({"state": finished["state"], "reason": finished["reason"]}), flush=True)
+    print(json.dumps({"run": name, "state": finished["state"], "reason": finished["reason"]}), flush=True)
     for step in stack.metrics(finished):
-        figures = {name: step.get(name) for name in FIGURES}
-        print(json.dumps({"staleness": staleness, "step": step["step"], **figures}), flush=True)
+        figures = {figure: step.get(figure) for figure in FIGURES}
+        print(json.dumps({"run": name, "step": step["step"], **figures}), flush=True)
 
 
 if __name__ == "__main__":

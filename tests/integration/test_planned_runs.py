@@ -1,0 +1,110 @@
+"""`run plan` against the run itself: what was announced is what happened, at sizes that divide nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flotilla_coordinator.plan import plan_run
+from flotilla_core.config import RunConfig, StackConfig, load
+from flotilla_testing.stack import Stack, sim_stack
+
+pytestmark = pytest.mark.timeout(180)
+
+RANKS = 2
+PROMPT_TOKENS = len("10+11=")
+ROWS = 23
+HELD_OUT = 5
+MADE_UP = {"correction": {"fail_at": None}}  # the simulated engine invents its tokens
+AWKWARD = [
+    # algorithm, steps, prompts, samples, response tokens, budget, evaluate every, checkpoint every, max_staleness
+    ("grpo", 1, 1, 2, 1, 1, 0, 0, 0),  # the smallest run, and not even one sequence fits
+    ("grpo", 3, 7, 3, 11, 64, 2, 2, 0),
+    ("grpo", 4, 13, 5, 1, 97, 4, 3, 0),
+    ("grpo", 5, 1, 2, 40, 8192, 3, 5, 1),
+    ("grpo", 2, 29, 2, 3, 61, 1, 1, 0),  # more prompts a step than rows
+    ("grpo", 3, 1, 7, 12, 18, 2, 7, 1),  # just one fits
+    ("rloo", 3, 11, 3, 7, 144, 3, 1, 0),
+    ("reinforce", 7, 3, 1, 17, 1009, 5, 4, 1),
+    ("sft", 7, 3, 1, 4, 31, 3, 2, 0),
+    ("sft", 2, 31, 1, 4, 8192, 0, 3, 0),
+]
+
+
+@pytest.fixture(scope="module")
+def fleet(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Every response is as long as it may be, so that "at most" is "exactly"."""
+    longest = {"sim": {"response_tokens": 1000}, "max_model_tokens": 64}
+    directory = tmp_path_factory.mktemp("planned")
+    with sim_stack(arithmetic / "model", directory, trainer={"nproc": RANKS}, generator=longest) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    for name, first, rows in (("train", 10, ROWS), ("held-out", 60, HELD_OUT)):
+        sums = [{"prompt": f"{a}+11=", "answer": str(a + 11)} for a in range(first, first + rows)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
+    return folder
+
+
+def description(data: Path, row: tuple[str, int, int, int, int, int, int, int, int]) -> dict[str, Any]:
+    algorithm, steps, prompts, samples, response, budget, evaluate, checkpoint, staleness = row
+    return {
+        "name": "planned",
+        "steps": steps,
+        "data": {"train": str(data / "train.jsonl")},
+        "algorithm": {"type": algorithm, **({} if algorithm == "sft" else MADE_UP)},
+        "rewards": [{"reward": "exact"}],
+        "rollout": {
+            "prompts_per_step": prompts,
+            "samples_per_prompt": samples,
+            "max_staleness": staleness,
+            "sampling": {"max_response_tokens": response},
+        },
+        "batching": {"tokens_per_microbatch": budget},
+        "evaluation": {
+            "data": str(data / "held-out.jsonl"),
+            "every_steps": evaluate,
+            "max_response_tokens": 2,
+        },
+        "checkpoint": {"every_steps": checkpoint, "keep": 1000},
+        "weights": {"canary": {"prompts": 0}},
+        "optimizer": {"schedule": "constant", "warmup_updates": 0},
+        "export_final": False,
+    }
+
+
+@pytest.mark.parametrize("row", AWKWARD, ids=lambda row: "-".join(map(str, row)))
+def test_a_run_is_what_its_plan_says(
+    fleet: Stack, data: Path, tmp_path: Path, row: tuple[str, int, int, int, int, int, int, int, int]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(description(data, row)))
+    plan = plan_run(load(RunConfig, [file]), load(StackConfig, [fleet.file]))
+    assert not plan.errors
+    planned = {line.name: line.value for line in plan.lines}
+
+    run = fleet.run(file)
+    assert run["state"] == "succeeded", run["reason"]
+    rows, directory = fleet.metrics(run), Path(run["directory"])
+
+    assert planned["updates"] == str(len(rows)) == run["policy_version"].removeprefix("0.")
+    fed = {f"at most {int(step['microbatches'])} a rank" for step in rows}
+    assert fed == {planned["micro-batches of an update"]}
+    assert {step["learning_rate"] for step in rows} == {float(planned["learning rate"])}
+    evaluations = (directory / "evaluations.jsonl").read_text().splitlines()
+    assert planned["evaluations"] == f"{len(evaluations)} x {HELD_OUT} prompts"
+    made = [folder for folder in (directory / "checkpoints").glob("step-*") if folder.is_dir()]
+    assert planned["checkpoints"].partition(" x ")[0] == str(len(made))
+    if row[0] != "sft":
+        samples = row[2] * row[3]
+        assert planned["step"] == f"{samples} samples"
+        tokens = {samples * PROMPT_TOKENS + int(step["tokens/response_total"]) for step in rows}
+        assert {f"at most {count:,}" for count in tokens} == {planned["tokens of a step"]}
