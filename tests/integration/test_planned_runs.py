@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from flotilla_coordinator.plan import plan_run
+from flotilla_coordinator.plan.sizes import shown_bytes
 from flotilla_core.config import RunConfig, StackConfig, load
 from flotilla_testing.stack import Stack, sim_stack
 
@@ -103,6 +104,9 @@ def test_a_run_is_what_its_plan_says(
     assert planned["evaluations"] == f"{len(evaluations)} x {HELD_OUT} prompts"
     made = [folder for folder in (directory / "checkpoints").glob("step-*") if folder.is_dir()]
     assert planned["checkpoints"].partition(" x ")[0] == str(len(made))
+    for folder in made:
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        assert planned["checkpoints"] == f"{len(made)} x {shown_bytes(size)}", size
     if row[0] != "sft":
         samples = row[2] * row[3]
         assert planned["step"] == f"{samples} samples"

@@ -18,6 +18,7 @@ from flotilla_coordinator.plan import checks
 from flotilla_coordinator.plan.adapters import AdapterFacts, adapter_errors
 from flotilla_coordinator.plan.algorithm import algorithm_lines
 from flotilla_coordinator.plan.critic import critic_lines
+from flotilla_coordinator.plan.disk_use import DiskUse
 from flotilla_coordinator.plan.mesh import mesh_errors, mesh_line
 from flotilla_coordinator.plan.micro_batches import MicroBatches
 from flotilla_coordinator.plan.model_facts import ModelFacts
@@ -29,8 +30,6 @@ from flotilla_coordinator.runs.session_spec import critic_warmup_steps
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.errors import FlotillaError
 from flotilla_core.model_folder import model_folder
-
-PAYLOAD_BYTES_PER_TOKEN = 4 + 4 + 6  # token id, logprob, text in the ledger and in the samples file
 
 
 def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:
@@ -105,7 +104,7 @@ class _Planner:
         if self._held_out is not None:
             self._evaluation_line(self._held_out)
         self._memory_lines()
-        self._disk_line()
+        self._disk_lines()
 
     def _model_line(self) -> None:
         m = self._model
@@ -289,22 +288,16 @@ class _Planner:
             f"to each generator{once}",
         )
 
-    def _disk_line(self) -> None:
-        config = self._config
-        rollouts = 0
-        if not self._given:
-            rollouts = config.steps * self._samples * self._response_tokens * PAYLOAD_BYTES_PER_TOKEN
-        export = self._model.parameters * 4 if config.export_final else 0
-        self._line(
-            "disk",
-            f"at most {shown_bytes(rollouts + export)}",
-            f"samples in the ledger and the run directory {shown_bytes(rollouts)}, "
-            f"exported model {shown_bytes(export)}",
-        )
+    def _disk_lines(self) -> None:
+        generated = 0 if self._given else self._config.steps * self._samples * self._response_tokens
+        parameters = self._model.parameters
+        use = DiskUse.of(self._config, parameters=parameters, learning=parameters, generated_tokens=generated)
+        for line in use.lines():
+            self._line(*line)
         free = shutil.disk_usage(_existing(self._stack.state_dir)).free
-        if rollouts + export > free:
+        if use.total > free:
             self._plan.warnings.append(
-                f"the run may write {shown_bytes(rollouts + export)}, but {self._stack.state_dir} "
+                f"the run may write {shown_bytes(use.total)}, but {self._stack.state_dir} "
                 f"has {shown_bytes(free)} free"
             )
 
