@@ -15,6 +15,13 @@ from flotilla_core.model_folder import model_folder
 from flotilla_core.roles import CRITIC
 
 
+def critic_parameters(config: RunConfig, stack: StackConfig) -> int:
+    """Those of the critic of a run; 0 for a run without one."""
+    return (
+        0 if critic_of(config) is None else ModelFacts.read(model_folder(model_of(stack, CRITIC))).parameters
+    )
+
+
 def critic_lines(config: RunConfig, stack: StackConfig, longest_sequence: int) -> Iterator[Line]:
     """None for a run without one."""
     critic = critic_of(config)

@@ -32,14 +32,16 @@ class DiskUse:
     every: int
 
     @classmethod
-    def of(cls, config: RunConfig, *, parameters: int, learning: int, generated_tokens: int) -> DiskUse:
-        """The use of a run over a model of `parameters`, of which `learning` numbers change."""
+    def of(
+        cls, config: RunConfig, *, parameters: int, learning: int, critic: int, generated_tokens: int
+    ) -> DiskUse:
+        """The use of a run over a model of `parameters`, of which `learning` numbers change, and its critic's."""
         every = config.checkpoint.every_steps
         made = -(-config.steps // every) if every else 0
         return cls(
             rollouts=generated_tokens * PAYLOAD_BYTES_PER_TOKEN,
             export=parameters * MODEL if config.export_final else 0,
-            checkpoint=learning * STATE + parameters * MODEL,
+            checkpoint=(learning + critic) * STATE + (parameters + critic) * MODEL,
             made=made,
             kept=min(made, config.checkpoint.keep),
             every=every,

@@ -17,7 +17,7 @@ from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.plan import checks
 from flotilla_coordinator.plan.adapters import AdapterFacts, adapter_errors
 from flotilla_coordinator.plan.algorithm import algorithm_lines
-from flotilla_coordinator.plan.critic import critic_lines
+from flotilla_coordinator.plan.critic import critic_lines, critic_parameters
 from flotilla_coordinator.plan.disk_use import DiskUse
 from flotilla_coordinator.plan.mesh import mesh_errors, mesh_line
 from flotilla_coordinator.plan.micro_batches import MicroBatches
