@@ -291,7 +291,13 @@ class _Planner:
     def _disk_lines(self) -> None:
         generated = 0 if self._given else self._config.steps * self._samples * self._response_tokens
         parameters = self._model.parameters
-        use = DiskUse.of(self._config, parameters=parameters, learning=parameters, generated_tokens=generated)
+        use = DiskUse.of(
+            self._config,
+            parameters=parameters,
+            learning=parameters,
+            critic=critic_parameters(self._config, self._stack),
+            generated_tokens=generated,
+        )
         for line in use.lines():
             self._line(*line)
         free = shutil.disk_usage(_existing(self._stack.state_dir)).free
