@@ -1,5 +1,8 @@
 """Five steps at staleness 0 and 1, and with LoRA, on a host with two GPUs: one trainer, one generator, NCCL, bfloat16.
 
+`ppo` among the runs takes a third GPU for its critic; `--ranks`, `--replicate` and `--sequence-parallel` arrange more
+ranks of the trainer.
+
 Makes a Qwen3-0.6B-shaped model with random weights (accuracy means nothing here), brings the fleet up as a user would,
 runs, checks that trainer and generator agree, and prints one JSON object a run. `python bench/gpu/smoke.py --out DIR`.
 """
@@ -24,7 +27,8 @@ RUN_LIMIT_S = 1800.0
 RUNS: dict[str, dict[str, Any]] = {
     "staleness-0": {},
     "staleness-1": {"rollout": {"max_staleness": 1}},
-    "lora": {"lora": {"rank": 32, "alpha": 64}},
+    "lora": {"lora": {"rank": 32, "alpha": 64}, "optimizer": {"learning_rate": 1.0e-3}},
+    "ppo": {"algorithm": {"type": "ppo"}},
 }
 FIGURES = (
     "time/step_s",
@@ -38,6 +42,8 @@ FIGURES = (
     "canary/max",
     "probs_diff/mean",
     "probs_diff/max",
+    "critic/loss",
+    "critic/explained_variance",
     "tokens_per_s",
     "staleness/max",
 )
@@ -58,7 +64,12 @@ def main() -> int:
     """Up, the runs, down."""
     cli = argparse.ArgumentParser(description=__doc__)
     cli.add_argument("--out", type=Path, required=True)
-    out: Path = cli.parse_args().out
+    cli.add_argument("--runs", nargs="+", choices=RUNS, default=[name for name in RUNS if name != "ppo"])
+    cli.add_argument("--ranks", type=int, default=1)
+    cli.add_argument("--replicate", type=int, default=1)
+    cli.add_argument("--sequence-parallel", type=int, default=1)
+    asked = cli.parse_args()
+    out: Path = asked.out
     work = out / "work"
     work.mkdir(parents=True)
     for script, name in (("make_model.py", "tokenizer"), ("make_data.py", "data")):
@@ -70,14 +81,21 @@ def main() -> int:
         "name": "gpu",
         "model": str(work / "model"),
         "generator": {"dtype": "bfloat16", "memory_fraction": 0.5, "max_model_tokens": 1024},
-        "trainer": {"dtype": "bfloat16", "nproc": 1},
+        "trainer": {
+            "dtype": "bfloat16",
+            "nproc": asked.ranks,
+            "replicate": asked.replicate,
+            "sequence_parallel": asked.sequence_parallel,
+        },
     }
+    if "ppo" in asked.runs:
+        description["critic"] = {"replicas": 1, "dtype": "bfloat16", "nproc": 1}
     try:
         started = time.monotonic()
         with running_stack(description, work) as stack:
             print(json.dumps({"up_s": round(time.monotonic() - started, 1)}), flush=True)
-            for name, changes in RUNS.items():
-                _run(stack, work, name, changes)
+            for name in asked.runs:
+                _run(stack, work, name, RUNS[name])
     finally:
         for log in (work / "state" / "gpu" / "logs").glob("*.log"):
             shutil.copy(log, out / log.name)
@@ -90,11 +108,11 @@ def _run(stack: Stack, work: Path, name: str, changes: dict[str, Any]) -> None:
         "steps": 5,
         "data": {"train": str(work / "data" / "rl.jsonl")},
         "rewards": [{"reward": "exact"}],
-        "optimizer": {"learning_rate": 1.0e-6, "schedule": "constant"},
+        "optimizer": {"schedule": "constant", **changes.get("optimizer", {"learning_rate": 1.0e-6})},
         "batching": {"tokens_per_microbatch": 16384},
         "weights": {"bucket_mib": 256, "canary": {"prompts": 16, "tokens": 32}},
         "export_final": False,
-        **changes,
+        **{key: value for key, value in changes.items() if key not in ("optimizer", "rollout")},
         "rollout": {
             "prompts_per_step": 32,
             "samples_per_prompt": 8,
