@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from flotilla_coordinator.plan import plan_run
-from flotilla_coordinator.plan.sizes import shown_bytes
 from flotilla_core.config import RunConfig, StackConfig, load
 from flotilla_testing.stack import Stack, sim_stack
 
@@ -31,6 +30,7 @@ AWKWARD = [
     ("grpo", 2, 29, 2, 3, 61, 1, 1, 0),  # more prompts a step than rows
     ("grpo", 3, 1, 7, 12, 18, 2, 7, 1),  # just one fits
     ("rloo", 3, 11, 3, 7, 144, 3, 1, 0),
+    ("lora", 2, 5, 3, 9, 50, 0, 2, 0),
     ("reinforce", 7, 3, 1, 17, 1009, 5, 4, 1),
     ("sft", 7, 3, 1, 4, 31, 3, 2, 0),
     ("sft", 2, 31, 1, 4, 8192, 0, 3, 0),
@@ -57,11 +57,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def description(data: Path, row: tuple[str, int, int, int, int, int, int, int, int]) -> dict[str, Any]:
     algorithm, steps, prompts, samples, response, budget, evaluate, checkpoint, staleness = row
+    lora = {"lora": {"rank": 3, "alpha": 6}} if algorithm == "lora" else {}
     return {
         "name": "planned",
         "steps": steps,
         "data": {"train": str(data / "train.jsonl")},
-        "algorithm": {"type": algorithm, **({} if algorithm == "sft" else MADE_UP)},
+        "algorithm": {"type": "grpo" if lora else algorithm, **({} if algorithm == "sft" else MADE_UP)},
+        **lora,
         "rewards": [{"reward": "exact"}],
         "rollout": {
             "prompts_per_step": prompts,
@@ -103,12 +105,21 @@ def test_a_run_is_what_its_plan_says(
     evaluations = (directory / "evaluations.jsonl").read_text().splitlines()
     assert planned["evaluations"] == f"{len(evaluations)} x {HELD_OUT} prompts"
     made = [folder for folder in (directory / "checkpoints").glob("step-*") if folder.is_dir()]
-    assert planned["checkpoints"].partition(" x ")[0] == str(len(made))
+    count, _, size = planned["checkpoints"].partition(" x ")
+    assert count == str(len(made))
     for folder in made:
-        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        assert planned["checkpoints"] == f"{len(made)} x {shown_bytes(size)}", size
+        assert bytes_of(folder) == pytest.approx(shown(size), rel=0.1)
     if row[0] != "sft":
         samples = row[2] * row[3]
         assert planned["step"] == f"{samples} samples"
         tokens = {samples * PROMPT_TOKENS + int(step["tokens/response_total"]) for step in rows}
         assert {f"at most {count:,}" for count in tokens} == {planned["tokens of a step"]}
+
+
+def bytes_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def shown(size: str) -> float:
+    number, unit = size.split()
+    return float(number) * {"KiB": 1 << 10, "MiB": 1 << 20}[unit]

@@ -1,8 +1,8 @@
 """What a run leaves on the disk at most.
 
 Invariant: checkpoints are counted as the loop makes them, one every `checkpoint.every_steps` and one at the end, and
-weighed as the trainer writes them: float32 weights and moments of all that learns, and the model in float32 beside
-them. While the newest is written, those that it will replace are still there.
+weighed as the trainer writes them: float32 weights and moments of all that learns, and all that learns once more in a
+folder that others load. While the newest is written, those that it will replace are still there.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DiskUse:
         return cls(
             rollouts=generated_tokens * PAYLOAD_BYTES_PER_TOKEN,
             export=parameters * MODEL if config.export_final else 0,
-            checkpoint=(learning + critic) * STATE + (parameters + critic) * MODEL,
+            checkpoint=(learning + critic) * (STATE + MODEL),
             made=made,
             kept=min(made, config.checkpoint.keep),
             every=every,

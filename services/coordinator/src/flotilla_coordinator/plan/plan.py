@@ -294,7 +294,7 @@ class _Planner:
         use = DiskUse.of(
             self._config,
             parameters=parameters,
-            learning=parameters,
+            learning=parameters if self._adapters is None else self._adapters.parameters,
             critic=critic_parameters(self._config, self._stack),
             generated_tokens=generated,
         )
