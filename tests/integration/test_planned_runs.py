@@ -57,7 +57,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def description(data: Path, row: tuple[str, int, int, int, int, int, int, int, int]) -> dict[str, Any]:
     algorithm, steps, prompts, samples, response, budget, evaluate, checkpoint, staleness = row
-    lora = {"lora": {"rank": 3, "alpha": 6}} if algorithm == "lora" else {}
+    lora = {"lora": {"rank": 16, "alpha": 32}} if algorithm == "lora" else {}
     return {
         "name": "planned",
         "steps": steps,
