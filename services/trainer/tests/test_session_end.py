@@ -28,7 +28,7 @@ HEADER = pb.TrainHeader(run_id="a", update_id="a/0.1", groups=1)
 class RecordingGang:
     """Takes every command; scores when the gate opens."""
 
-    size = 1
+    size = lanes = lane_width = 1
     slow_timeout_s = LIMIT_S
 
     def __init__(self) -> None:
