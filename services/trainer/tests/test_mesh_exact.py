@@ -210,6 +210,7 @@ def outcome(model: ShardedModel, case: Case) -> dict[str, Any]:
     gradients = {name: gathered(p.grad).numpy().copy() for name, p in model.causal_lm.named_parameters()}
     metrics, (squared_norm,) = update.reduced(optimizer.squared_norm())
     optimizer.discard_gradients()
+    model.check_head()  # as the load of the next session does, whatever attention this work left behind
     return {
         "places": np.concatenate([batch.places for batch in per_lane[lane]]),
         "scores": scores,

@@ -38,7 +38,7 @@ def main() -> None:
     faulthandler.enable()
     # Stopping the gang is the front's business, also when a terminal signals the whole foreground group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.excepthook = _end_at_once
+    sys.excepthook = end_at_once
 
     link = FrontLink(options.descriptor)
     command = link.next_command()
@@ -70,9 +70,12 @@ def _leave(frame: Frame) -> None:
     os._exit(0)
 
 
-def _end_at_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    traceback.print_exception(kind, error, trace)
-    sys.stderr.flush()
+def end_at_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """As `sys.excepthook`: the traceback into the log, and out, whatever other threads do."""
+    # Not sys.stderr: torch.distributed puts a buffer there while it calls this, and would print it too late.
+    traceback.print_exception(kind, error, trace, file=sys.__stderr__)
+    if sys.__stderr__ is not None:
+        sys.__stderr__.flush()
     os._exit(1)
 
 

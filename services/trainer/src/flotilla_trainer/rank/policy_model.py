@@ -136,8 +136,9 @@ class PolicyModel(BodyModel):
 
     def head_error(self, tokens: torch.Tensor) -> torch.Tensor:
         """Largest difference between our logits and those of the model's own forward."""
+        ours = self._logits(self._hidden(tokens))  # first: it sets the attention of plain rows for both
         own = self.causal_lm(input_ids=tokens, use_cache=False).logits.flatten(0, 1).float()
-        return (self._logits(self._hidden(tokens)) - own).abs().max()
+        return (ours - own).abs().max()
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._as_given(self.causal_lm.get_output_embeddings()(hidden))
