@@ -269,7 +269,7 @@ async def test_what_a_critic_cannot_do_is_refused(
     with pytest.raises(FailedPrecondition, match="the critic's, the session is for policy"):
         await critic.open("grpo")
     await critic.open(objective)
-    with pytest.raises(InvalidRequest, match="needs more than rewards"):
+    with pytest.raises(InvalidRequest, match="the field `values` is empty"):
         await critic.train(0, groups_of(SIZES))
     groups[0].samples[0].ClearField("reference_logprobs")
     with pytest.raises(InvalidRequest, match="`reference_logprobs` holds 0 numbers"):
@@ -290,6 +290,6 @@ async def test_what_a_critic_cannot_do_is_refused(
         await critic.open(objective)
 
 
-def test_the_body_alone_loads_from_what_a_critic_writes(start_folder: Path) -> None:
+async def test_the_body_alone_loads_from_what_a_critic_writes(start_folder: Path) -> None:
     body = AutoModel.from_pretrained(start_folder)
     assert body.config.num_hidden_layers == 2
