@@ -8,7 +8,8 @@ wrong answer.
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
+from typing import Any
 
 from flotilla.reward.v1 import reward_pb2
 from flotilla_coordinator.data.prompts import Prompt
@@ -26,6 +27,16 @@ from flotilla_core.version import Version
 
 PROMPTS_PER_SCORE_CALL = 64
 CONCURRENT_PROMPTS = 256
+
+
+def evaluation_span(run_id: str, version: Version, step: int) -> AbstractContextManager[Any]:
+    """One evaluation on the timeline, whatever it asks."""
+    attributes: dict[str, str | int] = {
+        names.RUN_ID: run_id,
+        names.STEP: step,
+        names.POLICY_VERSION: str(version),
+    }
+    return telemetry.span(names.RL_EVALUATE, attributes=attributes)
 
 
 class Evaluator:
@@ -53,12 +64,7 @@ class Evaluator:
 
     async def accuracy(self, version: Version, step: int) -> float:
         """Share of held-out prompts that `version` answers right."""
-        attributes: dict[str, str | int] = {
-            names.RUN_ID: self._run_id,
-            names.STEP: step,
-            names.POLICY_VERSION: str(version),
-        }
-        with telemetry.span(names.RL_EVALUATE, attributes=attributes):
+        with evaluation_span(self._run_id, version, step):
             gate = asyncio.Semaphore(CONCURRENT_PROMPTS)
             items = await all_of(self._answer(prompt, version, gate) for prompt in self._prompts)
             totals: list[Outcome] = []

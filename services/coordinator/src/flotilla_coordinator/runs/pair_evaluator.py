@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.runs.answers import given_group
 from flotilla_coordinator.runs.batch import RolloutGroup
+from flotilla_coordinator.runs.evaluate import evaluation_span
 from flotilla_coordinator.runs.group_messages import parts
 from flotilla_coordinator.runs.policy import PolicyTrainer
-from flotilla_core import telemetry
-from flotilla_core.telemetry import names
 from flotilla_core.version import Version
 
 ACCURACY = "preference/accuracy"
@@ -32,12 +31,7 @@ class PairEvaluator:
 
     async def accuracy(self, version: Version, step: int) -> float:
         """Share of held-out pairs that `version` ranks right; a pair without a difference counts half."""
-        attributes: dict[str, str | int] = {
-            names.RUN_ID: self._run_id,
-            names.STEP: step,
-            names.POLICY_VERSION: str(version),
-        }
-        with telemetry.span(names.RL_EVALUATE, attributes=attributes):
+        with evaluation_span(self._run_id, version, step):
             right = 0.0
             for groups in parts(self._groups()):
                 metrics = await self._policy.evaluate_loss(groups)
