@@ -40,6 +40,8 @@ from flotilla_core.version import Version
 T = TypeVar("T")
 State = SampleState
 
+pytestmark = pytest.mark.timeout(300)
+
 RUN = "chaos-20260314-0915-7f3a"
 TOKENS = np.array([1, 2], dtype=np.int32)
 LOGPROBS = np.zeros(2, dtype=np.float32)
