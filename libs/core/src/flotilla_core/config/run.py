@@ -63,12 +63,13 @@ class RolloutConfig(ConfigModel):
     """Prompts drawn for a step."""
     samples_per_prompt: int = Field(default=8, ge=1)
     """Size of a group."""
-    max_staleness: int = Field(default=0, ge=0, le=1)
-    """0: samples come from the version that they train. 1: generation overlaps one step."""
+    max_staleness: int = Field(default=0, ge=0, le=64)
+    """Updates between the oldest token of a sample and the update that trains it. 0: samples come from the version that
+    they train; k: generation runs up to k steps ahead of training."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling of training rollouts."""
     sample_timeout_s: float = Field(default=300.0, gt=0)
-    """A group that is not done after so long is issued again."""
+    """A group that is not done after so long is issued again; one that is admitted n steps ahead has n times longer."""
     max_attempts: int = Field(default=5, ge=1)
     """Times that a sample is issued before the run fails, naming the generators' last error."""
     max_reward_failure_rate: float = Field(default=0.5, ge=0, le=1)

@@ -17,6 +17,7 @@ from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.plan import checks
 from flotilla_coordinator.plan.adapters import AdapterFacts, adapter_errors
 from flotilla_coordinator.plan.algorithm import algorithm_lines
+from flotilla_coordinator.plan.asynchrony import asynchrony_warnings, groups_line, policy_line
 from flotilla_coordinator.plan.critic import critic_lines, critic_parameters
 from flotilla_coordinator.plan.disk_use import DiskUse
 from flotilla_coordinator.plan.mesh import mesh_errors, mesh_line
@@ -177,13 +178,10 @@ class _Planner:
             f"at most {tokens:,}",
             f"{self._samples} x ({self._prompt_tokens} prompt + {self._response_tokens} response)",
         )
-        on_policy = "on-policy: samples come from the version that they train"
-        off_policy = f"off-policy by at most {rollout.max_staleness} step: generation overlaps training"
-        self._line(
-            "policy",
-            f"max_staleness {rollout.max_staleness}",
-            off_policy if rollout.max_staleness else on_policy,
-        )
+        if config.loop == "coordinator":
+            self._line(*policy_line(config))
+            self._line(*groups_line(config, tokens))
+            self._plan.warnings.extend(asynchrony_warnings(config, tokens))
         self._plan.errors.extend(
             checks.length_errors(
                 self._limit,

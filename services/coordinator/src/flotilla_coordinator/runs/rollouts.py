@@ -4,6 +4,10 @@ Invariants: every admitted sample ends in exactly one of trained, dropped(reason
 knows which before the loop goes on; batches are taken in the order of admission; a group is queued the moment
 it is complete and a sample is scored as soon as it ends, together with those that end right after it;
 no sample older than the staleness bound leaves here.
+
+The bound, for every `max_staleness` k: while step t is made the batches of the steps up to t + k are admitted, each
+with the version of t as the oldest that may write it. So a batch of step s is written by the versions from s - k on,
+and the update of step s, which begins from the version of s, trains no token that is more than k updates old.
 """
 
 from __future__ import annotations
@@ -103,7 +107,12 @@ class RolloutSource:
         last = min(step + self._config.max_staleness, self._total_steps - 1)
         while self._next_step <= last:
             prompts = [self._prompts.next() for _ in range(self._config.prompts_per_step)]
-            groups = [asyncio.create_task(self._run_group(p, self._next_step, version)) for p in prompts]
+            # What runs ahead also waits in the generators behind the steps before it.
+            limit_s = self._config.sample_timeout_s * (1 + self._next_step - step)
+            groups = [
+                asyncio.create_task(self._run_group(prompt, self._next_step, version, limit_s))
+                for prompt in prompts
+            ]
             self._admitted[self._next_step] = _Admitted(groups, self._prompts.cursor)
             self._next_step += 1
 
@@ -138,7 +147,7 @@ class RolloutSource:
             group.cancel()
         await asyncio.gather(*groups, return_exceptions=True)
 
-    async def _run_group(self, prompt: Prompt, step: int, version: Version) -> _Finished:
+    async def _run_group(self, prompt: Prompt, step: int, version: Version, limit_s: float) -> _Finished:
         """Generate, score and record one group, or what the ledger does not hold of it."""
         group_id = ids.group_id(self._run_id, prompt.epoch, prompt.index)
         sample_ids = tuple(ids.sample_id(group_id, i) for i in range(self._config.samples_per_prompt))
@@ -161,7 +170,7 @@ class RolloutSource:
                 sample_ids=tuple(sample_id for sample_id in sample_ids if sample_id not in have),
                 sampling=self._config.sampling,
                 min_version=version,
-                timeout_s=self._config.sample_timeout_s,
+                timeout_s=limit_s,
                 max_attempts=self._config.max_attempts,
             )
             scored = await self._generate_and_score(request, prompt) if request.sample_ids else []

@@ -1,0 +1,73 @@
+"""How far generation runs ahead of training, and what that holds in memory.
+
+Invariant: the bounds are those that `runs/rollouts.py` admits by; "at most" is before any group of them has ended.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from flotilla_coordinator.plan.algorithm import Line
+from flotilla_coordinator.plan.sizes import shown_bytes
+from flotilla_core.config import RunConfig
+
+HELD_BYTES_PER_TOKEN = 4 + 4 + 6
+"""Token id, logprob and text, which wait in the coordinator until their step is trained."""
+HELD_BYTES_PER_SAMPLE = 2048
+SHARE_OF_HOST = 0.25
+"""Above this the plan warns: ledger, tokenizer and the other services want the host as well."""
+
+
+def policy_line(config: RunConfig) -> Line:
+    """Whether samples come from the version that they train, and if not, how old they may be."""
+    ahead = config.rollout.max_staleness
+    if not ahead:
+        explanation = "on-policy: samples come from the version that they train"
+    else:
+        explanation = (
+            f"off-policy by at most {ahead} {'step' if ahead == 1 else 'steps'}: generation overlaps training"
+        )
+    return "policy", f"max_staleness {ahead}", explanation
+
+
+def groups_line(config: RunConfig, tokens_of_a_step: int) -> Line:
+    """What is generated or waits to be trained at one time."""
+    rollout, steps = config.rollout, _steps_at_once(config)
+    groups = steps * rollout.prompts_per_step
+    return (
+        "groups under way",
+        f"at most {groups:,}",
+        f"{steps} step(s) x {rollout.prompts_per_step} prompts, {groups * rollout.samples_per_prompt:,} samples; "
+        f"about {shown_bytes(_held_bytes(config, tokens_of_a_step))} in the coordinator",
+    )
+
+
+def asynchrony_warnings(config: RunConfig, tokens_of_a_step: int) -> Iterator[str]:
+    """A run that is over before its first update counts, and more samples than the host holds."""
+    ahead = config.rollout.max_staleness
+    if ahead and ahead >= config.steps:
+        yield (
+            f"rollout.max_staleness = {ahead} admits all {config.steps} steps at once: the first version may write "
+            "every sample of the run; set it to a few steps"
+        )
+    held, memory = _held_bytes(config, tokens_of_a_step), _host_memory()
+    if held > SHARE_OF_HOST * memory:
+        yield (
+            f"groups under way may take {shown_bytes(held)} in the coordinator, whose host has "
+            f"{shown_bytes(memory)}: lower rollout.max_staleness or rollout.prompts_per_step"
+        )
+
+
+def _steps_at_once(config: RunConfig) -> int:
+    return min(1 + config.rollout.max_staleness, config.steps)
+
+
+def _held_bytes(config: RunConfig, tokens_of_a_step: int) -> int:
+    samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    of_a_step = tokens_of_a_step * HELD_BYTES_PER_TOKEN + samples * HELD_BYTES_PER_SAMPLE
+    return _steps_at_once(config) * of_a_step
+
+
+def _host_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
