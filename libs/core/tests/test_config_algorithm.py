@@ -59,6 +59,11 @@ def test_a_key_changes_its_preset_and_leaves_the_rest() -> None:
     assert changed.advantage.drop_uniform_groups
 
 
+def test_a_sequence_is_not_clipped_by_what_the_engine_computes_differently() -> None:
+    assert algorithm("{type: gspo}").correction.proximal == "trainer"
+    assert algorithm("{type: gspo, correction: {proximal: rollout}}").correction.proximal == "rollout"
+
+
 def test_another_type_starts_from_its_own_defaults() -> None:
     changed = algorithm("{type: dapo, loss: {type: gspo, clip_low: 0.1}}")
     assert changed.loss.arguments == {"clip_low": 0.1, "clip_high": 4e-4}

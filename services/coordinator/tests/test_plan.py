@@ -381,6 +381,20 @@ def test_what_may_surprise_is_a_warning(run: dict[str, Any], stack: StackConfig,
     assert "5 of 10 held-out prompts are also in the training data" in overlap
 
 
+def test_a_clip_narrower_than_the_noise_of_an_engine_is_a_warning(
+    run: dict[str, Any], stack: StackConfig
+) -> None:
+    def warned(**algorithm: Any) -> bool:
+        plan = plan_run(RunConfig.model_validate(run | {"algorithm": algorithm}), stack)
+        assert not plan.errors
+        return any("proximal rollout" in warning for warning in plan.warnings)
+
+    assert not warned(type="gspo")
+    assert warned(type="gspo", correction={"proximal": "rollout"})
+    assert warned(type="grpo", loss={"type": "gspo"})
+    assert not warned(type="grpo")
+
+
 def test_what_runs_ahead_is_counted(run: dict[str, Any], stack: StackConfig) -> None:
     run["rollout"]["max_staleness"] = 3
     planned = plan(run, stack)

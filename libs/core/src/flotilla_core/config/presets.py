@@ -43,6 +43,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "advantage": GRPO,
         "loss": {"type": "gspo"},
         "aggregation": {"type": "sequence_mean_of_token_mean"},
+        # Its clip is narrower than what engine and trainer compute differently: against the rollout it would cut
+        # sequences by that difference, the good ones of a kind and not the bad ones.
+        "correction": {"proximal": "trainer"},
     },
     "gmpo": {
         "advantage": GRPO,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from flotilla_core.config import AlgorithmConfig, DpoConfig
+from flotilla_core.config import AlgorithmConfig, DpoConfig, PolicyConfig
 from flotilla_core.config.algorithm import CorrectionConfig, KlConfig
+from flotilla_core.config.losses import GspoLoss
 
 Line = tuple[str, str, str]
 """Name, value, explanation."""
@@ -45,6 +46,19 @@ def algorithm_lines(algorithm: AlgorithmConfig) -> Iterator[Line]:
     )
     yield from _correction(algorithm.correction)
     yield from _divergence(algorithm.kl)
+
+
+def algorithm_warnings(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """What would run, and teach badly."""
+    if not isinstance(algorithm, PolicyConfig) or not isinstance(algorithm.loss, GspoLoss):
+        return
+    if algorithm.correction.proximal == "rollout":
+        yield (
+            "algorithm.loss gspo clips ratios beyond "
+            f"1 - {algorithm.loss.clip_low:g} and 1 + {algorithm.loss.clip_high:g}, and with "
+            "algorithm.correction.proximal rollout they hold what generator and trainer compute differently, which is "
+            "more than that on most GPUs: set it to trainer"
+        )
 
 
 def _correction(correction: CorrectionConfig) -> Iterator[Line]:

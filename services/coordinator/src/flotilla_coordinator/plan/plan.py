@@ -16,7 +16,7 @@ from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.plan import checks
 from flotilla_coordinator.plan.adapters import AdapterFacts, adapter_errors
-from flotilla_coordinator.plan.algorithm import algorithm_lines
+from flotilla_coordinator.plan.algorithm import algorithm_lines, algorithm_warnings
 from flotilla_coordinator.plan.asynchrony import asynchrony_warnings, groups_line, policy_line
 from flotilla_coordinator.plan.critic import critic_lines, critic_parameters
 from flotilla_coordinator.plan.disk_use import DiskUse
@@ -98,6 +98,7 @@ class _Planner:
         self._adapter_line()
         for line in algorithm_lines(self._config.algorithm):
             self._line(*line)
+        self._plan.warnings.extend(algorithm_warnings(self._config.algorithm))
         self._data_lines()
         self._step_lines()
         self._line(*mesh_line(self._stack.trainer))
