@@ -19,7 +19,7 @@ from flotilla_coordinator.ledger.rewind import CRITIC_ONLY, UPDATE_SKIPPED
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs.batch import Batch, BatchSource
 from flotilla_coordinator.runs.checkpoints import RunCheckpoints
-from flotilla_coordinator.runs.distance import distance_warning
+from flotilla_coordinator.runs.distance import distance_warning, narrow_clip_warning
 from flotilla_coordinator.runs.evaluate import Evaluator
 from flotilla_coordinator.runs.learned import Learned
 from flotilla_coordinator.runs.learners import Learners
@@ -100,7 +100,8 @@ class RunContext:
         """The samples of the batch are consumed now, or dropped where the policy did not learn from them."""
         self.metrics.update(batch.metrics)
         self.metrics.update(learned.metrics)
-        if warning := distance_warning(self.config.algorithm, learned.metrics):
+        distance = distance_warning(self.config.algorithm, learned.metrics)
+        for warning in filter(None, (distance, narrow_clip_warning(self.config, version, learned.metrics))):
             self.status.notice(run_pb2.NOTICE_LEVEL_WARNING, warning)
         for update, why in learned.skipped.items():
             self.status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"{update} skipped: {why}")

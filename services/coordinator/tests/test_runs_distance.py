@@ -1,0 +1,46 @@
+"""Updates tell when generator and trainer are too far from each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flotilla_coordinator.runs.distance import distance_warning, narrow_clip_warning
+from flotilla_core.config import RunConfig
+from flotilla_core.version import Version
+
+FIRST, LATER = Version(0, 0), Version(0, 7)
+CLIPPING = {"clip_fraction": 0.16}
+
+
+def config(**sections: Any) -> RunConfig:
+    data = {"train": "train.jsonl"}
+    return RunConfig.model_validate(
+        {"name": "far", "steps": 9, "data": data, "rewards": [{"reward": "exact"}], **sections}
+    )
+
+
+def test_a_difference_above_the_limit_is_told() -> None:
+    algorithm = config().algorithm
+    assert "0.006" in distance_warning(algorithm, {"probs_diff/fresh": 0.006})
+    assert not distance_warning(algorithm, {"probs_diff/fresh": 0.004})
+    assert not distance_warning(algorithm, {})
+
+
+def test_a_clip_in_the_first_update_is_the_noise_of_the_engine() -> None:
+    assert "16%" in narrow_clip_warning(config(), FIRST, CLIPPING)
+    assert not narrow_clip_warning(config(), FIRST, {"clip_fraction": 0.001})
+
+
+@pytest.mark.parametrize(
+    ("sections", "version"),
+    [
+        ({}, LATER),
+        ({"optimizer": {"steps_per_update": 2}}, FIRST),
+        ({"algorithm": {"loss": {"type": "reinforce"}}}, FIRST),
+    ],
+    ids=["the policy has moved", "it moves within the update", "nothing is clipped"],
+)
+def test_a_clip_that_may_be_meant_is_not_told(sections: dict[str, Any], version: Version) -> None:
+    assert not narrow_clip_warning(config(**sections), version, CLIPPING)
