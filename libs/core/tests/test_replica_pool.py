@@ -116,6 +116,24 @@ async def test_a_draining_replica_gets_nothing_new_and_keeps_what_it_has(
     pool.release(replica, 1)
 
 
+async def test_a_drained_replica_gets_nothing_new_until_its_process_is_another_one(
+    pool: Pool, server: tuple[rpc.RpcServer, str]
+) -> None:
+    ready = registration("generator-0", server[1])
+    await pool.update(snapshot(ready))
+    replica = await pool.acquire(1, timeout_s=1, what="a generator")
+    pool.drain(replica.instance_id, "drained by a user")
+    await pool.update(snapshot(ready))
+    with pytest.raises(Unavailable, match=r"generator-0 is draining \(drained by a user\)"), pool.lease(1):
+        pass
+    await check(replica)
+    pool.release(replica, 1)
+    later = registration("generator-0", server[1], instance_id="generator-0-b")
+    later.started_at.FromSeconds(9)
+    await pool.update(snapshot(later))
+    assert [one.instance_id for one in pool.replicas()] == ["generator-0-b"]
+
+
 async def test_allowed_chooses_among_the_ready(pool: Pool) -> None:
     await pool.update(snapshot(registration("generator-0"), registration("generator-1")))
     with pool.lease(1, allowed=lambda replica: replica.name == "generator-1") as replica:

@@ -362,3 +362,24 @@ async def test_work_that_fails_is_raised_and_work_of_a_failed_sync_is_cancelled(
     with pytest.raises(RankFailed):
         await bench.sync.keep_serving(waits())
     assert cancelled.is_set()
+
+
+async def test_who_is_left_out_of_a_group_holds_and_serves_nothing_of_the_run() -> None:
+    bench = Bench("a", "b")
+    await bench.sync.publish(V1)
+    left_out = bench.replicas.pop("b")
+    await bench.sync.publish(V2)
+    assert [(held.member.name, held.version) for held in bench.sync.held()] == [("a", V2)]
+    assert bench.sync.live_version(left_out.instance_id) is None
+    assert left_out.stub.asked("AbortWeights")
+
+
+async def test_equal_weights_have_one_digest_and_others_another() -> None:
+    bench = Bench("a", "b")
+    await bench.sync.publish(V1)
+    first, second = bench.sync.held()
+    digest = first.digest
+    assert digest == second.digest == first.to_proto().digest
+    bench.stub.answers["PublishWeights"].digests.tensor_digests.append(7)
+    await bench.sync.publish(V2)
+    assert digest != bench.sync.held()[0].digest

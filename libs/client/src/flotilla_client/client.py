@@ -140,6 +140,15 @@ class Client:
         answer = await rpc.unary(self._stub.ListServices, pb.ListServicesRequest(), timeout_s=_CALL_S)
         return list(answer.services)
 
+    async def drain_replica(self, replica: str) -> pb.Service:
+        """No more work for a replica, by name or instance id; what it has it ends, its process stays."""
+        request = pb.DrainReplicaRequest(request_id=new_request_id(), replica=replica)
+        return (await rpc.unary(self._stub.DrainReplica, request, timeout_s=_CALL_S)).service
+
+    async def show_weights(self) -> pb.ShowWeightsResponse:
+        """What trainer and generators of the run that goes on hold now."""
+        return await rpc.unary(self._stub.ShowWeights, pb.ShowWeightsRequest(), timeout_s=_CALL_S)
+
     async def list_samples(
         self,
         run_id: str = "latest",

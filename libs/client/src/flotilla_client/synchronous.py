@@ -96,6 +96,12 @@ class SyncClient:
     def list_services(self) -> list[pb.Service]:
         return self._wait(self._client.list_services())
 
+    def drain_replica(self, replica: str) -> pb.Service:
+        return self._wait(self._client.drain_replica(replica))
+
+    def show_weights(self) -> pb.ShowWeightsResponse:
+        return self._wait(self._client.show_weights())
+
     def list_samples(
         self,
         run_id: str = "latest",

@@ -15,8 +15,9 @@ from flotilla.common.v1 import registration_pb2 as reg
 from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceStub
 from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
 from flotilla.trainer.v1.trainer_pb2_grpc import TrainerServiceStub
+from flotilla_core.errors import FailedPrecondition, NotFound
 from flotilla_core.roles import POLICY, ROLES
-from flotilla_core.rpc import ReplicaPool
+from flotilla_core.rpc import Replica, ReplicaPool
 from flotilla_core.service import Host
 
 if TYPE_CHECKING:
@@ -57,9 +58,26 @@ class Fleet:
         for pool in self._pools():
             await pool.close()
 
-    def outstanding(self, instance_id: str) -> int:
-        """Tokens that a generator still owes; 0 for everybody else."""
-        return sum(r.outstanding for r in self.generators.everyone() if r.instance_id == instance_id)
+    def replica(self, reference: str) -> Replica[Any] | None:
+        """A generator or a reward replica by its instance id or its slot's name; None where no pool knows it."""
+        replicas: list[Replica[Any]] = [*self.generators.everyone(), *self.rewards.everyone()]
+        found = (one for one in replicas if reference in (one.instance_id, one.name))
+        return next(found, None)
+
+    def drain(self, reference: str, *, busy: bool) -> Replica[Any]:
+        """No more work for a replica; the last generator of a run that goes on is refused."""
+        replica = self.replica(reference)
+        if replica is None:
+            raise NotFound(f"there is no replica {reference!r}", next_step="see `flotilla replicas list`")
+        if busy and [one.instance_id for one in self.generators.replicas()] == [replica.instance_id]:
+            raise FailedPrecondition(
+                f"{replica.name} is the only generator that may get work",
+                why="the run that goes on would wait for another one, and fail after ready_timeout_s",
+                next_step="start another one first (`flotilla scale generator 2`), or stop the run",
+            )
+        for pool in (self.generators, self.rewards):
+            pool.drain(replica.instance_id, "drained by a user")
+        return replica
 
     def _pools(self) -> Iterator[ReplicaPool[Any]]:
         yield self.generators

@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from flotilla.common.v1.registration_pb2 import Registration
+from flotilla.common.v1.registration_pb2 import SERVICE_KIND_GENERATOR, Registration
 from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1 import run_pb2
 from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceServicer
@@ -30,6 +30,12 @@ from flotilla_coordinator.timeline import SpanStore, chrome_trace
 from flotilla_core.errors import InvalidRequest, NotFound, Unimplemented
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+WORK_STATES = {
+    "ready": pb.WORK_STATE_READY,
+    "ejected": pb.WORK_STATE_EJECTED,
+    "draining": pb.WORK_STATE_DRAINING,
+}
 
 
 class CoordinatorServicer(CoordinatorServiceServicer):
@@ -118,6 +124,24 @@ class CoordinatorServicer(CoordinatorServiceServicer):
             services=[self._service(registration) for registration in registrations]
         )
 
+    async def DrainReplica(
+        self, request: pb.DrainReplicaRequest, context: Context
+    ) -> pb.DrainReplicaResponse:
+        """No more work for one replica."""
+        replica = self._fleet.drain(request.replica, busy=self._runs.going_on() is not None)
+        return pb.DrainReplicaResponse(service=self._service(replica.registration))
+
+    async def ShowWeights(self, request: pb.ShowWeightsRequest, context: Context) -> pb.ShowWeightsResponse:
+        """What each generator of the run holds."""
+        active = self._runs.going_on()
+        if active is None or active.context is None:
+            return pb.ShowWeightsResponse()
+        return pb.ShowWeightsResponse(
+            run_id=active.run_id,
+            policy_version=active.context.policy.version.to_proto(),
+            generators=[held.to_proto() for held in active.context.sync.held()],
+        )
+
     async def ScaleService(
         self, request: pb.ScaleServiceRequest, context: Context
     ) -> pb.ScaleServiceResponse:
@@ -161,11 +185,12 @@ class CoordinatorServicer(CoordinatorServiceServicer):
 
     def _service(self, registration: Registration) -> pb.Service:
         run_id, version = self._runs.lease(registration.instance_id)
-        service = pb.Service(
-            registration=registration,
-            run_id=run_id,
-            outstanding_tokens=self._fleet.outstanding(registration.instance_id),
-        )
+        service = pb.Service(registration=registration, run_id=run_id)
+        if (replica := self._fleet.replica(registration.instance_id)) is not None:
+            service.work_state = WORK_STATES[replica.state]
+            service.work_state_reason = replica.why
+            if registration.kind == SERVICE_KIND_GENERATOR:
+                service.outstanding_tokens = replica.outstanding
         if version is not None:
             service.live_version.CopyFrom(version.to_proto())
         return service

@@ -139,6 +139,15 @@ class ReplicaPool(Generic[StubT]):
         self._probes[instance_id] = asyncio.create_task(self._probe(replica), name=f"probe {replica.name}")
         self._notify()
 
+    def drain(self, instance_id: str, why: str) -> None:
+        """No more work for as long as its process lives; what it was leased for goes on."""
+        replica = self._replicas.get(instance_id)
+        if replica is not None and replica.state != "draining":
+            self._stop_probe(replica)
+            replica.state, replica.why = "draining", why
+            logger.info("replica drained", replica=replica.name, instance_id=instance_id, why=why)
+            self._notify()
+
     async def wait_for(self, count: int, timeout_s: float, what: str) -> None:
         """Wait until `count` replicas may get work."""
         await self._until(lambda: len(self.replicas()) >= count, timeout_s, what)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -12,7 +13,13 @@ from flotilla_coordinator.cli.options import Coordinator, Json, Stack
 if TYPE_CHECKING:
     from flotilla.coordinator.v1.coordinator_pb2 import Service
     from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
+    from flotilla_client import Client
     from flotilla_launch.paths import StackPaths
+
+Answer = TypeVar("Answer")
+
+_ANSWER_S = 2.0
+_RUNS_TO_LOOK_AT = 100
 
 
 def up(stack: Stack = None, as_json: Json = False) -> None:
@@ -88,6 +95,9 @@ def ps(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = Fal
 def scale(
     kind: Annotated[str, typer.Argument(help="generator or reward")],
     replicas: Annotated[int, typer.Argument(min=0, help="How many there shall be.")],
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Also take the last generator from a run that goes on.")
+    ] = False,
     stack: Stack = None,
     as_json: Json = False,
 ) -> None:
@@ -105,10 +115,13 @@ def scale(
         raise InvalidRequest(
             f"there is nothing to scale called {kind!r}", next_step=f"use one of: {', '.join(kinds)}"
         )
-    file = require(stack_paths(stack))
+    paths = stack_paths(stack)
+    file = require(paths)
     timeout_s = load_stack(stack).ready_timeout_s + 60
 
     async def ask() -> list[ProcessStatus]:
+        if kind == "generator" and replicas == 0 and not yes:
+            await _refuse_to_starve(paths)
         async with LauncherClient.open(file) as launcher:
             return await launcher.scale(kinds[kind], replicas, timeout_s=timeout_s)
 
@@ -133,14 +146,36 @@ async def _state_of(
     return state.nats_url, list(state.processes), services
 
 
+async def _refuse_to_starve(paths: StackPaths) -> None:
+    """Without a generator a run that goes on waits, and fails after a while: only who says so takes the last one."""
+    from flotilla.coordinator.v1 import run_pb2
+    from flotilla_core.errors import InvalidRequest
+
+    working = (run_pb2.RUN_STATE_PENDING, run_pb2.RUN_STATE_RUNNING)
+    runs = await _ask(paths, None, lambda client: client.list_runs(_RUNS_TO_LOOK_AT)) or []
+    if busy := next((run for run in runs if run.state in working), None):
+        raise InvalidRequest(
+            f"run {busy.run_id} needs a generator",
+            why="it would wait for another one, and fail after ready_timeout_s",
+            next_step=f"stop it first (`flotilla run stop {busy.run_id}`), or say --yes",
+        )
+
+
 async def _services(paths: StackPaths, coordinator: str | None) -> dict[str, Service]:
     """What the coordinator knows by name; nothing while it cannot be reached."""
+    found = await _ask(paths, coordinator, lambda client: client.list_services()) or []
+    return {service.registration.name: service for service in found}
+
+
+async def _ask(
+    paths: StackPaths, coordinator: str | None, ask: Callable[[Client], Awaitable[Answer]]
+) -> Answer | None:
+    """The coordinator's answer; None while it cannot be reached."""
     from flotilla_client import Client
     from flotilla_core.errors import FlotillaError
 
     try:
         async with Client.find(paths.directory.name, paths.directory.parent, coordinator) as client:
-            found = await asyncio.wait_for(client.list_services(), 2.0)
+            return await asyncio.wait_for(ask(client), _ANSWER_S)
     except (FlotillaError, TimeoutError):
-        return {}
-    return {service.registration.name: service for service in found}
+        return None

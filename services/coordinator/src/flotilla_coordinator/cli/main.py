@@ -7,7 +7,17 @@ from typing import NoReturn
 
 import typer
 
-from flotilla_coordinator.cli import checkpoint, config, doctor, fleet, logs, run, timeline
+from flotilla_coordinator.cli import (
+    checkpoint,
+    config,
+    doctor,
+    fleet,
+    logs,
+    replicas,
+    run,
+    timeline,
+    weights,
+)
 from flotilla_coordinator.cli.exit_codes import INTERRUPTED, code_of
 
 app = typer.Typer(
@@ -22,6 +32,8 @@ app.command()(fleet.down)
 app.command()(fleet.ps)
 app.command()(logs.logs)
 app.command()(fleet.scale)
+app.add_typer(replicas.app, name="replicas")
+app.add_typer(weights.app, name="weights")
 app.add_typer(run.app, name="run")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command()(timeline.timeline)

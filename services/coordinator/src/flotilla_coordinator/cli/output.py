@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from google.protobuf.timestamp_pb2 import Timestamp
 
+    from flotilla.common.v1.version_pb2 import PolicyVersion
     from flotilla.coordinator.v1.run_pb2 import Run
     from flotilla_core.errors import FlotillaError
 
@@ -88,6 +89,11 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f}{unit}"
     return f"{seconds:.0f}s"
+
+
+def version_text(version: PolicyVersion) -> str:
+    """`lineage.step`."""
+    return f"{version.lineage}.{version.step}"
 
 
 def state_name(run: Run) -> str:

@@ -63,4 +63,6 @@ def state_of(process: ProcessStatus) -> str:
 def _version(service: Service | None) -> str | None:
     if service is None or not service.HasField("live_version"):
         return None
-    return f"{service.live_version.lineage}.{service.live_version.step}"
+    from flotilla_coordinator.cli.output import version_text
+
+    return version_text(service.live_version)

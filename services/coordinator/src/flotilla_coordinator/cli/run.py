@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flotilla_coordinator.cli.options import Coordinator, Json, RunId, Stack
+from flotilla_coordinator.cli.stack_choice import client_of
 
 if TYPE_CHECKING:
     from flotilla.coordinator.v1.run_pb2 import Plan, Run
@@ -40,7 +41,7 @@ def start(
     resolve_run(files, overrides)  # What is wrong with the files is said even when no coordinator is there.
 
     async def begin() -> tuple[Run, list[str]]:
-        async with _client(stack, coordinator) as client:
+        async with client_of(stack, coordinator) as client:
             started = await client.start_run(files, overrides)
             return started, [] if follow else await _remarks(client, started.run_id)
 
@@ -69,7 +70,7 @@ def plan(
     resolve_run(files, overrides)
 
     async def ask() -> Plan:
-        async with _client(stack, coordinator) as client:
+        async with client_of(stack, coordinator) as client:
             return await client.plan_run(files, overrides)
 
     found = ask_or_else(ask(), lambda _: plan_run(files, overrides, stack), stack, coordinator)
@@ -90,7 +91,7 @@ def list_(
     from flotilla_coordinator.cli.without_fleet import ask_or_else, list_runs
 
     async def ask() -> list[Run]:
-        async with _client(stack, coordinator) as client:
+        async with client_of(stack, coordinator) as client:
             return await client.list_runs(limit)
 
     runs = ask_or_else(ask(), lambda paths: list_runs(paths, limit), stack, coordinator)
@@ -113,7 +114,7 @@ def show(
     from flotilla_coordinator.cli.without_fleet import ask_or_else, get_run
 
     async def ask() -> tuple[Run, str]:
-        async with _client(stack, coordinator) as client:
+        async with client_of(stack, coordinator) as client:
             answer = await client.get_run_and_config(run)
             return answer.run, answer.config_yaml
 
@@ -156,7 +157,7 @@ def stop(
     from flotilla_coordinator.cli.running import wait
 
     async def ask() -> tuple[Run, bool]:
-        async with _client(stack, coordinator) as client:
+        async with client_of(stack, coordinator) as client:
             found = await client.get_run(run)
             ended = state_name(found) in _ENDED
             return found if ended else await client.stop_run(found.run_id, reason), ended
@@ -186,7 +187,7 @@ def resume(
     from flotilla_coordinator.cli.running import wait
 
     async def ask() -> Run:
-        async with _client(stack, coordinator) as client:
+        async with client_of(stack, coordinator) as client:
             return await client.resume_run(run, checkpoint)
 
     found = wait(ask())
@@ -200,9 +201,8 @@ def resume(
 
 def run_json(run: Run) -> dict[str, Any]:
     """A run in the output of all `run` commands."""
-    from flotilla_coordinator.cli.output import state_name
+    from flotilla_coordinator.cli.output import state_name, version_text
 
-    version = run.policy_version
     return {
         "run_id": run.run_id,
         "name": run.name,
@@ -210,7 +210,7 @@ def run_json(run: Run) -> dict[str, Any]:
         "phase": run.phase,
         "step": run.step,
         "total_steps": run.total_steps,
-        "policy_version": f"{version.lineage}.{version.step}" if run.HasField("policy_version") else None,
+        "policy_version": version_text(run.policy_version) if run.HasField("policy_version") else None,
         "created_at": run.created_at.ToJsonString() if run.HasField("created_at") else None,
         "ended_at": run.ended_at.ToJsonString() if run.HasField("ended_at") else None,
         "reason": run.reason,
@@ -228,7 +228,7 @@ def _follow(run_id: str, stack: str | None, coordinator: str | None, *, as_json:
     from flotilla_coordinator.cli.running import wait
 
     async def stay() -> Run:
-        async with _client(stack, coordinator) as client:
+        async with client_of(stack, coordinator) as client:
             started = await client.get_run(run_id)
             with progress(started) as show:
                 async for event in client.watch_run(started.run_id):
@@ -261,14 +261,6 @@ async def _remarks(client: Client, run_id: str) -> list[str]:
                 break
             said.append(notice_line(event.notice))
     return said
-
-
-def _client(stack: str | None, coordinator: str | None) -> Client:
-    from flotilla_client import Client
-    from flotilla_coordinator.cli.stack_choice import load_stack
-
-    config = load_stack(stack)
-    return Client.find(config.name, config.state_dir, coordinator)
 
 
 def _print_plan(plan: Plan, *, as_json: bool) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from flotilla_client import Client
     from flotilla_core.config import StackConfig
     from flotilla_launch.paths import StackPaths
 
@@ -43,3 +44,11 @@ def stack_paths(given: str | None) -> StackPaths:
 
     stack = load_stack(given)
     return StackPaths.of(stack.state_dir, stack.name)
+
+
+def client_of(given: str | None, coordinator: str | None) -> Client:
+    """A client of the stack's coordinator, or of the one that was named."""
+    from flotilla_client import Client
+
+    stack = load_stack(given)
+    return Client.find(stack.name, stack.state_dir, coordinator)

@@ -198,6 +198,10 @@ class Runs:
         """Handles of a run that goes on."""
         return self._active.get(run_id)
 
+    def going_on(self) -> ActiveRun | None:
+        """The run that uses the trainer now."""
+        return next((active for active in self._active.values() if not active.status.ended), None)
+
     async def close(self) -> None:
         """The coordinator goes: every run ends now, recorded."""
         tasks = []
@@ -211,13 +215,12 @@ class Runs:
         await self._events.close()
 
     def _refuse_second(self) -> None:
-        for active in self._active.values():
-            if not active.status.ended:
-                raise FailedPrecondition(
-                    f"run {active.run_id} is using the trainer",
-                    next_step=f"wait for it (`flotilla run watch {active.run_id}`) or stop it "
-                    f"(`flotilla run stop {active.run_id}`)",
-                )
+        if (active := self.going_on()) is not None:
+            raise FailedPrecondition(
+                f"run {active.run_id} is using the trainer",
+                next_step=f"wait for it (`flotilla run watch {active.run_id}`) or stop it "
+                f"(`flotilla run stop {active.run_id}`)",
+            )
 
     def _versions(self) -> dict[str, dict[str, str]]:
         return {r.name: dict(r.versions) for r in self._fleet.registrations.values()}

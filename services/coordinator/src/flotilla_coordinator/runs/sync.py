@@ -20,6 +20,7 @@ from google.protobuf.duration_pb2 import Duration
 from flotilla.common.v1 import weights_pb2
 from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla.trainer.v1 import trainer_pb2 as train
+from flotilla_coordinator.runs.held_weights import HeldWeights
 from flotilla_coordinator.runs.members import GeneratorReplica, Group, Member, seat
 from flotilla_coordinator.runs.policy import PolicyTrainer
 from flotilla_coordinator.runs.together import run_together
@@ -102,6 +103,7 @@ class WeightSync:
         # Generators outlive a beginning of the run, and refuse an epoch that is not newer than their last.
         self._epoch = policy.version.lineage * EPOCHS_PER_LINEAGE
         self._live: dict[str, Version] = {}
+        self._held: dict[str, HeldWeights] = {}
         self.version: Version | None = None
 
     def serves(self, instance_id: str, version: Version) -> bool:
@@ -112,6 +114,11 @@ class WeightSync:
     def live_version(self, instance_id: str) -> Version | None:
         """What a replica serves for this run."""
         return self._live.get(instance_id)
+
+    def held(self) -> list[HeldWeights]:
+        """What each replica that serves this run took last, by the names of their slots."""
+        held = (self._held[instance_id] for instance_id in self._live if instance_id in self._held)
+        return sorted(held, key=lambda one: one.member.name)
 
     async def publish(self, version: Version) -> SyncReport:
         """Make every reachable generator serve `version`; return when the survivors do, verified."""
@@ -164,11 +171,15 @@ class WeightSync:
             await self._form(replicas)
         group = self._formed()
         started = time.monotonic()
-        published = await self._stage(group, version)
+        staged = await self._stage(group, version)
+        published = staged[TRAINER]
         stage_s = time.monotonic() - started
         stalls = await self._commit(group, version, published.digests)
         members = tuple(m for m in group.members if self._live.get(m.instance_id) == version)
-        return SyncReport(version, published.bytes, stage_s, max(stalls), members, attempt)
+        for m in members:
+            taken = HeldWeights(m, version, published.digests, staged[m.name], stalls[m.name])
+            self._held[m.instance_id] = taken
+        return SyncReport(version, published.bytes, stage_s, max(stalls.values()), members, attempt)
 
     async def _verified(self, report: SyncReport) -> None:
         """The live check; members that cannot answer it are out, and somebody has to be left."""
@@ -193,6 +204,10 @@ class WeightSync:
         await self.close()
         self._epoch += 1
         members, world_size = seat(replicas)
+        # Whoever is left out, a drained replica say, will not follow the policy: it serves nothing of ours any more.
+        staying = {member.instance_id for member in members}
+        self._live = {key: version for key, version in self._live.items() if key in staying}
+        self._held = {key: held for key, held in self._held.items() if key in staying}
         timeout = Duration()
         timeout.FromNanoseconds(int(self._config.timeout_s * 1e9))
         opened = await rpc.unary(
@@ -221,8 +236,8 @@ class WeightSync:
         )
         await self._once(member.replica.stub.JoinWeightGroup, request)
 
-    async def _stage(self, group: Group, version: Version) -> train.PublishWeightsResponse:
-        """Broadcast beside the live weights; decoding goes on."""
+    async def _stage(self, group: Group, version: Version) -> dict[str, Any]:
+        """Broadcast beside the live weights; decoding goes on. What trainer and members answered, by name."""
         publish = train.PublishWeightsRequest(
             run_id=self._run_id,
             request_id=ids.new_request_id(),
@@ -238,23 +253,22 @@ class WeightSync:
                 policy_version=version.to_proto(),
             )
             calls[member.name] = self._once(member.replica.stub.StageWeights, request)
-        published: train.PublishWeightsResponse = (await self._together(group.members, calls))[TRAINER]
-        return published
+        return await self._together(group.members, calls)
 
     async def _commit(
         self, group: Group, version: Version, expected: weights_pb2.WeightDigests
-    ) -> list[float]:
-        """Each member switches at its own time; a failure costs that member alone. Returns the stalls."""
+    ) -> dict[str, float]:
+        """Each member switches at its own time; a failure costs that member alone. The stalls by name."""
         outcomes = await asyncio.gather(
             *(self._commit_one(group, member, version, expected) for member in group.members),
             return_exceptions=True,
         )
-        stalls: list[float] = []
+        stalls: dict[str, float] = {}
         failures: dict[str, FlotillaError] = {}
         for member, outcome in zip(group.members, outcomes, strict=True):
             if isinstance(outcome, float):
                 self._live[member.instance_id] = version
-                stalls.append(outcome)
+                stalls[member.name] = outcome
             elif isinstance(outcome, FlotillaError):
                 failures[member.name] = outcome
             else:

@@ -10,6 +10,7 @@ from flotilla.common.v1 import version_pb2 as _version_pb2
 from flotilla.coordinator.v1 import run_pb2 as _run_pb2
 from flotilla.launcher.v1 import launcher_pb2 as _launcher_pb2
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
@@ -66,6 +67,30 @@ EXPORT_FORMAT_UNSPECIFIED: ExportFormat.ValueType  # 0
 EXPORT_FORMAT_PARQUET: ExportFormat.ValueType  # 1
 EXPORT_FORMAT_JSONL: ExportFormat.ValueType  # 2
 Global___ExportFormat: _TypeAlias = ExportFormat  # noqa: Y015
+
+class _WorkState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WorkStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WORK_STATE_UNSPECIFIED: _WorkState.ValueType  # 0
+    WORK_STATE_READY: _WorkState.ValueType  # 1
+    WORK_STATE_EJECTED: _WorkState.ValueType  # 2
+    """A call failed; its health is asked until it may get work again."""
+    WORK_STATE_DRAINING: _WorkState.ValueType  # 3
+    """It gets no work any more; what it has it ends."""
+
+class WorkState(_WorkState, metaclass=_WorkStateEnumTypeWrapper):
+    """Whether a replica may get work."""
+
+WORK_STATE_UNSPECIFIED: WorkState.ValueType  # 0
+WORK_STATE_READY: WorkState.ValueType  # 1
+WORK_STATE_EJECTED: WorkState.ValueType  # 2
+"""A call failed; its health is asked until it may get work again."""
+WORK_STATE_DRAINING: WorkState.ValueType  # 3
+"""It gets no work any more; what it has it ends."""
+Global___WorkState: _TypeAlias = WorkState  # noqa: Y015
 
 @_typing.final
 class PlanRunRequest(_message.Message):
@@ -814,9 +839,15 @@ class Service(_message.Message):
     LIVE_VERSION_FIELD_NUMBER: _builtins.int
     OUTSTANDING_TOKENS_FIELD_NUMBER: _builtins.int
     LAST_SEEN_FIELD_NUMBER: _builtins.int
+    WORK_STATE_FIELD_NUMBER: _builtins.int
+    WORK_STATE_REASON_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run that it is leased to."""
     outstanding_tokens: _builtins.int
+    work_state: Global___WorkState.ValueType
+    """Of generators and reward replicas."""
+    work_state_reason: _builtins.str
+    """Why it gets no work; empty where it may."""
     @_builtins.property
     def registration(self) -> _registration_pb2.Registration: ...
     @_builtins.property
@@ -831,14 +862,151 @@ class Service(_message.Message):
         live_version: _version_pb2.PolicyVersion | None = ...,
         outstanding_tokens: _builtins.int = ...,
         last_seen: _timestamp_pb2.Timestamp | None = ...,
+        work_state: Global___WorkState.ValueType = ...,
+        work_state_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_seen", b"last_seen", "live_version", b"live_version", "registration", b"registration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_seen", b"last_seen", "live_version", b"live_version", "outstanding_tokens", b"outstanding_tokens", "registration", b"registration", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_seen", b"last_seen", "live_version", b"live_version", "outstanding_tokens", b"outstanding_tokens", "registration", b"registration", "run_id", b"run_id", "work_state", b"work_state", "work_state_reason", b"work_state_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Service: _TypeAlias = Service  # noqa: Y015
+
+@_typing.final
+class DrainReplicaRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    REPLICA_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    replica: _builtins.str
+    """Name of its slot (generator-1), or its instance id."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        replica: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replica", b"replica", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainReplicaRequest: _TypeAlias = DrainReplicaRequest  # noqa: Y015
+
+@_typing.final
+class DrainReplicaResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVICE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def service(self) -> Global___Service: ...
+    def __init__(
+        self,
+        *,
+        service: Global___Service | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["service", b"service"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["service", b"service"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainReplicaResponse: _TypeAlias = DrainReplicaResponse  # noqa: Y015
+
+@_typing.final
+class ShowWeightsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShowWeightsRequest: _TypeAlias = ShowWeightsRequest  # noqa: Y015
+
+@_typing.final
+class ShowWeightsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    GENERATORS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Empty where no run goes on."""
+    @_builtins.property
+    def policy_version(self) -> _version_pb2.PolicyVersion:
+        """What the trainer holds."""
+
+    @_builtins.property
+    def generators(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldWeights]: ...
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        policy_version: _version_pb2.PolicyVersion | None = ...,
+        generators: _abc.Iterable[Global___HeldWeights] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generators", b"generators", "policy_version", b"policy_version", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShowWeightsResponse: _TypeAlias = ShowWeightsResponse  # noqa: Y015
+
+@_typing.final
+class HeldWeights(_message.Message):
+    """What one generator decodes with, and what its last sync took."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    STALL_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    instance_id: _builtins.str
+    digest: _builtins.str
+    """Of all tensors, as sender and replica agreed on them: equal digests are equal weights."""
+    bytes: _builtins.int
+    @_builtins.property
+    def version(self) -> _version_pb2.PolicyVersion: ...
+    @_builtins.property
+    def stage(self) -> _duration_pb2.Duration:
+        """From the beginning of the broadcast until all of it lay beside the live weights."""
+
+    @_builtins.property
+    def stall(self) -> _duration_pb2.Duration:
+        """Pause of running requests at the commit."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        instance_id: _builtins.str = ...,
+        version: _version_pb2.PolicyVersion | None = ...,
+        digest: _builtins.str = ...,
+        bytes: _builtins.int = ...,
+        stage: _duration_pb2.Duration | None = ...,
+        stall: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stage", b"stage", "stall", b"stall", "version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "digest", b"digest", "instance_id", b"instance_id", "name", b"name", "stage", b"stage", "stall", b"stall", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldWeights: _TypeAlias = HeldWeights  # noqa: Y015
 
 @_typing.final
 class ScaleServiceRequest(_message.Message):

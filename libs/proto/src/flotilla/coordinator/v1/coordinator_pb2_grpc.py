@@ -111,6 +111,16 @@ class CoordinatorServiceStub:
                 request_serializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.ListServicesRequest.SerializeToString,
                 response_deserializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.ListServicesResponse.FromString,
                 _registered_method=True)
+        self.DrainReplica = channel.unary_unary(
+                '/flotilla.coordinator.v1.CoordinatorService/DrainReplica',
+                request_serializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.DrainReplicaRequest.SerializeToString,
+                response_deserializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.DrainReplicaResponse.FromString,
+                _registered_method=True)
+        self.ShowWeights = channel.unary_unary(
+                '/flotilla.coordinator.v1.CoordinatorService/ShowWeights',
+                request_serializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.ShowWeightsRequest.SerializeToString,
+                response_deserializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.ShowWeightsResponse.FromString,
+                _registered_method=True)
         self.ScaleService = channel.unary_unary(
                 '/flotilla.coordinator.v1.CoordinatorService/ScaleService',
                 request_serializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.ScaleServiceRequest.SerializeToString,
@@ -223,6 +233,21 @@ class CoordinatorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainReplica(self, request, context):
+        """No new work for one replica, for as long as its process lives: what runs there ends, and a generator leaves the weight
+        group at the next sync. The process stays.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ShowWeights(self, request, context):
+        """What the trainer and each generator of the run that goes on hold now; empty where none does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ScaleService(self, request, context):
         """Passes the wish to the launcher of the stack.
         """
@@ -314,6 +339,16 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.ListServices,
                     request_deserializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.ListServicesRequest.FromString,
                     response_serializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.ListServicesResponse.SerializeToString,
+            ),
+            'DrainReplica': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainReplica,
+                    request_deserializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.DrainReplicaRequest.FromString,
+                    response_serializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.DrainReplicaResponse.SerializeToString,
+            ),
+            'ShowWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.ShowWeights,
+                    request_deserializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.ShowWeightsRequest.FromString,
+                    response_serializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.ShowWeightsResponse.SerializeToString,
             ),
             'ScaleService': grpc.unary_unary_rpc_method_handler(
                     servicer.ScaleService,
@@ -733,6 +768,60 @@ class CoordinatorService:
             '/flotilla.coordinator.v1.CoordinatorService/ListServices',
             flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.ListServicesRequest.SerializeToString,
             flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.ListServicesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainReplica(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flotilla.coordinator.v1.CoordinatorService/DrainReplica',
+            flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.DrainReplicaRequest.SerializeToString,
+            flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.DrainReplicaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ShowWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flotilla.coordinator.v1.CoordinatorService/ShowWeights',
+            flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.ShowWeightsRequest.SerializeToString,
+            flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.ShowWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -55,6 +55,12 @@ class CoordinatorServiceStub:
     StreamMetrics: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.StreamMetricsRequest, _coordinator_pb2.StreamMetricsResponse]
     ExportRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ExportRunRequest, _coordinator_pb2.ExportRunResponse]
     ListServices: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListServicesRequest, _coordinator_pb2.ListServicesResponse]
+    DrainReplica: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DrainReplicaRequest, _coordinator_pb2.DrainReplicaResponse]
+    """No new work for one replica, for as long as its process lives: what runs there ends, and a generator leaves the weight
+    group at the next sync. The process stays.
+    """
+    ShowWeights: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ShowWeightsRequest, _coordinator_pb2.ShowWeightsResponse]
+    """What the trainer and each generator of the run that goes on hold now; empty where none does."""
     ScaleService: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ScaleServiceRequest, _coordinator_pb2.ScaleServiceResponse]
     """Passes the wish to the launcher of the stack."""
     QueryTimeline: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.QueryTimelineRequest, _coordinator_pb2.QueryTimelineResponse]
@@ -87,6 +93,12 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     StreamMetrics: _aio.UnaryStreamMultiCallable[_coordinator_pb2.StreamMetricsRequest, _coordinator_pb2.StreamMetricsResponse]  # type: ignore[assignment]
     ExportRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ExportRunRequest, _coordinator_pb2.ExportRunResponse]  # type: ignore[assignment]
     ListServices: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListServicesRequest, _coordinator_pb2.ListServicesResponse]  # type: ignore[assignment]
+    DrainReplica: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DrainReplicaRequest, _coordinator_pb2.DrainReplicaResponse]  # type: ignore[assignment]
+    """No new work for one replica, for as long as its process lives: what runs there ends, and a generator leaves the weight
+    group at the next sync. The process stays.
+    """
+    ShowWeights: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ShowWeightsRequest, _coordinator_pb2.ShowWeightsResponse]  # type: ignore[assignment]
+    """What the trainer and each generator of the run that goes on hold now; empty where none does."""
     ScaleService: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ScaleServiceRequest, _coordinator_pb2.ScaleServiceResponse]  # type: ignore[assignment]
     """Passes the wish to the launcher of the stack."""
     QueryTimeline: _aio.UnaryStreamMultiCallable[_coordinator_pb2.QueryTimelineRequest, _coordinator_pb2.QueryTimelineResponse]  # type: ignore[assignment]
@@ -206,6 +218,24 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.ListServicesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.ListServicesResponse, _abc.Awaitable[_coordinator_pb2.ListServicesResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def DrainReplica(
+        self,
+        request: _coordinator_pb2.DrainReplicaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.DrainReplicaResponse, _abc.Awaitable[_coordinator_pb2.DrainReplicaResponse]]:
+        """No new work for one replica, for as long as its process lives: what runs there ends, and a generator leaves the weight
+        group at the next sync. The process stays.
+        """
+
+    @_abc_1.abstractmethod
+    def ShowWeights(
+        self,
+        request: _coordinator_pb2.ShowWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.ShowWeightsResponse, _abc.Awaitable[_coordinator_pb2.ShowWeightsResponse]]:
+        """What the trainer and each generator of the run that goes on hold now; empty where none does."""
 
     @_abc_1.abstractmethod
     def ScaleService(

@@ -1,0 +1,81 @@
+"""A run and its fleet are looked at and changed while the run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flotilla_coordinator.ledger.checker import check
+from flotilla_testing.stack import Stack, wait_until
+
+pytestmark = pytest.mark.timeout(400)
+
+USAGE = 2
+PREFLIGHT = 5
+WAIT_S = 120.0
+
+
+@pytest.fixture
+def endless(
+    fleet: Stack, small_run: Callable[[str, int], dict[str, Any]], tmp_path: Path
+) -> Iterator[dict[str, Any]]:
+    """A run of small steps that goes on until the test is over, and accounts for every sample then."""
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(small_run("endless", 100_000)))
+    run = fleet.ok("run", "start", str(file))
+    wait_until("the first step", lambda: len(fleet.metrics(run)) >= 1, WAIT_S)
+    yield run
+    fleet.flotilla("run", "stop", run["run_id"])
+    wait_until("the end of the run", lambda: state(fleet, run) in ("stopped", "failed"), WAIT_S)
+    verdict = check(fleet.directory / "ledger.sqlite", run["run_id"])
+    assert verdict.passed, str(verdict)
+
+
+def state(fleet: Stack, run: dict[str, Any]) -> str:
+    shown: str = fleet.ok("run", "show", run["run_id"])["state"]
+    return shown
+
+
+def more_steps(fleet: Stack, run: dict[str, Any], count: int) -> None:
+    done = len(fleet.metrics(run))
+    wait_until(f"{count} more steps", lambda: len(fleet.metrics(run)) >= done + count, WAIT_S)
+
+
+def members(fleet: Stack, run: dict[str, Any]) -> float:
+    return fleet.metrics(run)[-1]["sync/members"]
+
+
+def test_a_drained_generator_leaves_the_run_and_stays_alive(fleet: Stack, endless: dict[str, Any]) -> None:
+    fleet.ok("scale", "generator", "2")
+    wait_until("two members", lambda: members(fleet, endless) == 2, WAIT_S)
+    shown = fleet.ok("weights", "show")
+    assert shown["run_id"] == endless["run_id"]
+    assert [one["name"] for one in shown["generators"]] == ["generator-0", "generator-1"]
+    assert all(len(one["digest"]) == 32 and one["bytes"] > 0 for one in shown["generators"])
+
+    process = fleet.process("generator-1").pid
+    assert fleet.ok("replicas", "drain", "generator-1")["work"] == "draining"
+    wait_until("one member", lambda: members(fleet, endless) == 1, WAIT_S)
+    more_steps(fleet, endless, 2)
+    listed = {one["name"]: one for one in fleet.ok("replicas", "list")["replicas"]}
+    assert (listed["generator-1"]["why"], listed["generator-1"]["policy_version"]) == (
+        "drained by a user",
+        None,
+    )
+    assert listed["generator-0"]["work"] == "ready" and listed["generator-0"]["run_id"] == endless["run_id"]
+    assert fleet.process("generator-1").pid == process
+
+    refused = fleet.flotilla("replicas", "drain", "generator-0")
+    assert (refused.code, "the only generator" in refused.err) == (PREFLIGHT, True), refused.err
+    fleet.ok("scale", "generator", "1")
+
+
+def test_the_last_generator_is_not_taken_from_a_run_by_mistake(fleet: Stack, endless: dict[str, Any]) -> None:
+    refused = fleet.flotilla("scale", "generator", "0")
+    assert refused.code == USAGE
+    assert endless["run_id"] in refused.err and "--yes" in refused.err
+    more_steps(fleet, endless, 1)
