@@ -22,6 +22,7 @@ from flotilla_core.service import Host
 from flotilla_core.tokenizer_digest import tokenizer_digest
 from flotilla_generator.checkpoint import Checkpoint
 from flotilla_generator.engine.base import Engine
+from flotilla_generator.engine.slowed import SlowedEngine
 from flotilla_generator.servicer import GeneratorServicer
 from flotilla_generator.weights import Phase
 
@@ -105,4 +106,5 @@ def _engine(host: Host, checkpoint: Checkpoint) -> Engine:
         return SimEngine(config, checkpoint)
     from flotilla_generator.engine.vllm.engine import VllmEngine
 
-    return VllmEngine(config, checkpoint)
+    engine = VllmEngine(config, checkpoint)
+    return engine if config.slowed_by is None else SlowedEngine(engine, config.slowed_by)

@@ -56,13 +56,18 @@ class TelemetryConfig(ConfigModel):
     """A further OTLP/gRPC collector (Jaeger, Tempo), host:port."""
 
 
-class SimConfig(ConfigModel):
-    """Latency model of the `sim` engine."""
+class LatencyConfig(ConfigModel):
+    """How long a sample takes."""
 
     time_to_first_token_s: float = Field(default=0.0, ge=0)
     """Wait before the first token of a sample."""
     seconds_per_token: float = Field(default=0.0, ge=0)
     """Wait for each further token."""
+
+
+class SimConfig(LatencyConfig):
+    """Latency model of the `sim` engine."""
+
     commit_s: float = Field(default=0.0, ge=0)
     """Pause of a weight commit."""
     response_tokens: int | None = Field(default=None, ge=1)
@@ -92,6 +97,8 @@ class GeneratorConfig(ConfigModel):
     """Skip compilation and graph capture: starts in seconds, decodes slower on GPUs."""
     sim: SimConfig = SimConfig()
     """Used by the `sim` engine alone."""
+    slowed_by: LatencyConfig | None = None
+    """Holds back the samples of a real engine until they have taken so long: a slow generator for benches and tests."""
     attach: tuple[str, ...] = ()
     """Addresses of replicas that someone else started."""
 

@@ -1,0 +1,129 @@
+"""Any engine, made slow: each sample leaves when a slow one would have ended it.
+
+Invariants: the engine inside decodes once, at its own speed, and what it says of a sample is passed on but for the
+times; a sample that waits here counts as running, and leaves at once when it is aborted; waiting computes nothing. The
+versions in its spans are those that really wrote it, also where weights changed while it waited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+
+from flotilla.common.v1 import weights_pb2
+from flotilla_core.config.stack import LatencyConfig
+from flotilla_core.version import Version
+from flotilla_generator.engine.base import (
+    Applied,
+    Engine,
+    EngineInfo,
+    GenerationRequest,
+    KvPolicy,
+    Load,
+    PauseMode,
+    Received,
+    Sample,
+)
+from flotilla_weights.manifest import Manifest
+
+
+class SlowedEngine(Engine):
+    """Holds samples back."""
+
+    def __init__(self, engine: Engine, latency: LatencyConfig) -> None:
+        self._engine = engine
+        self._latency = latency
+        self._aborted: dict[str, asyncio.Event] = {}
+        self._held = 0
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Sample]:
+        started = time.monotonic()
+        aborted = self._aborted[request.request_id] = asyncio.Event()
+        held: set[asyncio.Future[Sample]] = set()
+        async with aclosing(self._engine.generate(request)) as samples:
+            arriving: asyncio.Future[Sample | None] | None = asyncio.ensure_future(anext(samples, None))
+            try:
+                while arriving is not None or held:
+                    awaited = held if arriving is None else {arriving, *held}
+                    done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+                    if arriving in done:
+                        sample = arriving.result()
+                        arriving = None
+                        if sample is not None:
+                            held.add(asyncio.ensure_future(self._hold(sample, started, aborted)))
+                            arriving = asyncio.ensure_future(anext(samples, None))
+                    for ended in done & held:
+                        held.remove(ended)
+                        yield ended.result()
+            finally:
+                del self._aborted[request.request_id]
+                left = held if arriving is None else {arriving, *held}
+                for task in left:
+                    task.cancel()
+                await asyncio.gather(*left, return_exceptions=True)
+
+    async def _hold(self, sample: Sample, started: float, aborted: asyncio.Event) -> Sample:
+        """Wait for the time at which a slow engine would end the sample."""
+        first = self._latency.time_to_first_token_s
+        takes = first + max(0, len(sample.token_ids) - 1) * self._latency.seconds_per_token
+        self._held += 1
+        try:
+            async with asyncio.timeout(started + takes - time.monotonic()):
+                await aborted.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._held -= 1
+        total = time.monotonic() - started
+        return replace(sample, first_token_s=max(sample.first_token_s, min(first, total)), total_s=total)
+
+    async def abort(self, request_ids: Sequence[str]) -> int:
+        cut = await self._engine.abort(request_ids)
+        for name in request_ids:
+            if name in self._aborted:
+                self._aborted[name].set()
+        return cut
+
+    def load(self) -> Load:
+        load = self._engine.load()
+        return replace(load, running_samples=load.running_samples + self._held)
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine.info
+
+    async def start(self) -> None:
+        await self._engine.start()
+
+    async def stop(self) -> None:
+        await self._engine.stop()
+
+    async def wait_failed(self) -> str:
+        return await self._engine.wait_failed()
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._engine.pause(mode)
+
+    async def resume(self) -> None:
+        await self._engine.resume()
+
+    async def worker_stacks(self) -> list[tuple[str, int, str]]:
+        return await self._engine.worker_stacks()
+
+    async def join(self, group: weights_pb2.WeightGroup, rank_offset: int, manifest: Manifest) -> None:
+        await self._engine.join(group, rank_offset, manifest)
+
+    async def receive(self, progress: Callable[[int], None]) -> Received:
+        return await self._engine.receive(progress)
+
+    async def apply(self, version: Version, kv_policy: KvPolicy) -> Applied:
+        return await self._engine.apply(version, kv_policy)
+
+    async def untag(self) -> None:
+        await self._engine.untag()
+
+    async def drop(self) -> None:
+        await self._engine.drop()

@@ -1,0 +1,73 @@
+"""A slowed engine gives what the one inside gives, later."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from flotilla_core.config.stack import GeneratorConfig, LatencyConfig, SimConfig
+from flotilla_generator.checkpoint import Checkpoint
+from flotilla_generator.engine.base import GenerationRequest, Sample, SampleSlot, Sampling
+from flotilla_generator.engine.sim.engine import SimEngine
+from flotilla_generator.engine.slowed import SlowedEngine
+
+FOR_EVER = LatencyConfig(time_to_first_token_s=1000.0)
+WAIT_S = 10.0
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> SimEngine:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 64, "max_position_embeddings": 128}))
+    engine = SimEngine(GeneratorConfig(engine="sim", sim=SimConfig()), Checkpoint.read(tmp_path))
+    await engine.start()
+    return engine
+
+
+def ask(*seeds: int, max_tokens: int = 40) -> GenerationRequest:
+    slots = tuple(SampleSlot(f"sample-{seed}", seed) for seed in seeds)
+    return GenerationRequest("request", [1, 2, 3], slots, Sampling(1.0, max_tokens))
+
+
+async def samples(engine: SimEngine | SlowedEngine, request: GenerationRequest) -> list[Sample]:
+    async with asyncio.timeout(WAIT_S), aclosing(engine.generate(request)) as stream:
+        return [sample async for sample in stream]
+
+
+async def held(engine: SlowedEngine, count: int) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while engine.load().running_samples != count:
+            await asyncio.sleep(0.001)
+
+
+async def test_the_same_samples_leave_after_their_time(engine: SimEngine) -> None:
+    slowed = SlowedEngine(engine, LatencyConfig(time_to_first_token_s=0.05, seconds_per_token=0.002))
+    fast = {sample.sample_id: sample for sample in await samples(engine, ask(30, 5, 17))}
+    slow = await samples(slowed, ask(30, 5, 17))
+    assert len(slow) == len(fast) == 3
+    for sample in slow:
+        same = fast[sample.sample_id]
+        assert sample.token_ids.tolist() == same.token_ids.tolist() and sample.spans == same.spans
+        assert sample.total_s >= 0.05 + 0.002 * (len(sample.token_ids) - 1)
+    assert slowed.load().running_samples == 0
+
+
+async def test_an_abort_lets_what_is_held_go(engine: SimEngine) -> None:
+    slowed = SlowedEngine(engine, FOR_EVER)
+    asking = asyncio.create_task(samples(slowed, ask(1, 2, 3)))
+    await held(slowed, 3)
+    await slowed.abort(["request"])
+    assert len(await asking) == 3
+
+
+async def test_a_caller_that_goes_away_leaves_nothing_behind(engine: SimEngine) -> None:
+    slowed = SlowedEngine(engine, FOR_EVER)
+    asking = asyncio.create_task(samples(slowed, ask(1, 2)))
+    await held(slowed, 2)
+    asking.cancel()
+    await asyncio.wait({asking}, timeout=WAIT_S)
+    assert asking.cancelled() and slowed.load().running_samples == 0
+    assert len(await samples(SlowedEngine(engine, LatencyConfig()), ask(1, 2))) == 2
