@@ -24,7 +24,7 @@ def directory(tmp_path: Path) -> RunDirectory:
         event = run_pb2.RunEvent(sequence=step + 1, step=run_pb2.StepMetrics(step=step + 1, metrics=metrics))
         found.write_event(event)
     found.write_evaluation(0, "0.0", 0.125)
-    found.write_evaluation(3, "0.3", 0.5)
+    found.write_evaluation(3, "0.3", 0.5, {"eval/pass@2": 0.75})
     return found
 
 
@@ -71,6 +71,7 @@ def test_an_interrupted_run_keeps_its_steps_and_accuracies(directory: RunDirecto
     assert (run.state, run.step) == (run_pb2.RUN_STATE_FAILED, 3)
     assert run.metrics["reward/mean"] == 0.5
     assert (run.metrics["eval/accuracy_before"], run.metrics["eval/accuracy"]) == (0.125, 0.5)
+    assert run.metrics["eval/pass@2"] == 0.75
     assert run.HasField("ended_at") and "coordinator stopped" in run.reason
     assert directory.read_outcome() == run
     assert (directory.path / "plots" / "reward.png").exists()

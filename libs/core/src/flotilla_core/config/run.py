@@ -106,7 +106,7 @@ class BatchingConfig(ConfigModel):
 
 
 class EvaluationConfig(ConfigModel):
-    """Evaluation on held-out prompts, greedily, or on held-out pairs; before, during and after."""
+    """Evaluation on held-out prompts or pairs; before, during and after."""
 
     data: Path
     """JSONL file with the same columns as the training data."""
@@ -116,6 +116,19 @@ class EvaluationConfig(ConfigModel):
     """Prompts taken from the file."""
     max_response_tokens: int | None = Field(default=None, ge=1)
     """Empty takes the rollout's limit."""
+    samples_per_prompt: int = Field(default=1, ge=1)
+    """Answers drawn for each prompt; above 1 `eval/mean@n` and `eval/pass@k` are measured as well."""
+    temperature: float = Field(default=0.0, ge=0)
+    """0 is greedy, of which more than one answer would all be equal."""
+
+    @model_validator(mode="after")
+    def _answers_differ(self) -> EvaluationConfig:
+        if self.samples_per_prompt > 1 and self.temperature == 0:
+            raise ValueError(
+                f"samples_per_prompt is {self.samples_per_prompt}, but greedy answers to one prompt are all equal: "
+                "set temperature above 0 (1.0 is that of the rollouts), or samples_per_prompt to 1"
+            )
+        return self
 
 
 class StopConfig(ConfigModel):
@@ -196,7 +209,7 @@ class RunConfig(ConfigModel):
     batching: BatchingConfig = BatchingConfig()
     """Memory, never the result."""
     evaluation: EvaluationConfig | None = None
-    """Held-out accuracy: share of prompts whose reward total is at least 1; of pairs that are ranked right where the
+    """Held-out accuracy: share of answers whose reward total is at least 1; of pairs that are ranked right where the
     run learns from pairs and names no rewards."""
     stop: StopConfig | None = None
     """End early."""
@@ -263,6 +276,11 @@ class RunConfig(ConfigModel):
                 )
         if self.stop is not None and (self.evaluation is None or self.evaluation.every_steps == 0):
             raise ValueError("stop needs evaluation.every_steps above 0")
+        if self.evaluates_pairs and self.evaluation is not None and self.evaluation.temperature > 0:
+            raise ValueError(
+                "evaluation.temperature is above 0, but pairs are ranked and nothing is generated: "
+                "leave it out, or name rewards"
+            )
         if self.evaluation is not None and not self.rewards and not self.learns_from_pairs:
             raise ValueError("evaluation needs at least one reward term")
         return self

@@ -234,11 +234,13 @@ class _Planner:
         during = steps // every if every else 0
         after = 0 if every and steps % every == 0 else 1
         prompts = min(len(held_out.prompts), evaluation.max_prompts)
-        pairs = self._config.evaluates_pairs
+        pairs, drawn = self._config.evaluates_pairs, evaluation.samples_per_prompt
+        how = f"at temperature {evaluation.temperature:g}" if evaluation.temperature else "greedy"
         self._line(
             "evaluations",
-            f"{1 + during + after} x {prompts} {'pairs' if pairs else 'prompts'}",
-            f"{'ranked' if pairs else 'greedy'}: before, {f'every {every} steps, ' if every else ''}after",
+            f"{1 + during + after} x {prompts} {'pairs' if pairs else 'prompts'}"
+            + (f" x {drawn} samples" if drawn > 1 else ""),
+            f"{'ranked' if pairs else how}: before, {f'every {every} steps, ' if every else ''}after",
         )
         self._plan.warnings.extend(checks.overlap_warnings(self._data, held_out))
         if pairs:

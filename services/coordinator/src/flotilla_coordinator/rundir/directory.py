@@ -80,10 +80,12 @@ class RunDirectory:
         """One line for something that happened."""
         self._append("events.jsonl", json_format.MessageToDict(event, preserving_proto_field_name=True))
 
-    def write_evaluation(self, step: int, version: str, accuracy: float) -> None:
+    def write_evaluation(
+        self, step: int, version: str, accuracy: float, metrics: Mapping[str, float] | None = None
+    ) -> None:
         """One line for an evaluation after `step` steps."""
         line = {"step": step, "time": round(time.time(), 3), "policy_version": version, "accuracy": accuracy}
-        self._append("evaluations.jsonl", line)
+        self._append("evaluations.jsonl", line | dict(metrics or {}))
 
     def write_samples(self, batch: Batch) -> Path:
         """The samples of one step, compressed; complete or not there at all."""

@@ -38,7 +38,7 @@ from flotilla_coordinator.runs.scoring import Scorer
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_coordinator.runs.sync import SyncReport, WeightSync
 from flotilla_core.checkpoint import CheckpointShelf
-from flotilla_core.config import PolicyConfig, RunConfig
+from flotilla_core.config import PolicyConfig, RunConfig, SamplingConfig
 from flotilla_core.errors import FlotillaError
 from flotilla_core.model_folder import model_folder
 from flotilla_core.service import Host
@@ -234,7 +234,17 @@ class Assembly:
             return None
         if self._config.evaluates_pairs:
             return PairEvaluator(self._run_id, held_out, policy)
-        limit = evaluation.max_response_tokens or rollout.sampling.max_response_tokens
+        sampling = SamplingConfig(
+            temperature=evaluation.temperature,
+            max_response_tokens=evaluation.max_response_tokens or rollout.sampling.max_response_tokens,
+        )
         return Evaluator(
-            self._run_id, held_out, tokenizer, generation, scorer, limit, rollout.sample_timeout_s
+            self._run_id,
+            held_out,
+            tokenizer,
+            generation,
+            scorer,
+            sampling,
+            evaluation.samples_per_prompt,
+            rollout.sample_timeout_s,
         )

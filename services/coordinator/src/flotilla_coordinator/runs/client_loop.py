@@ -214,9 +214,9 @@ class ClientLoop:
                         where=f"run {self._run.run_id}",
                         next_step="name them in `evaluation`",
                     )
-                accuracy = await evaluator.accuracy(version, self._run.steps_done)
-                self._run.record_evaluation(self._run.steps_done, version, accuracy)
-                return version, accuracy
+                evaluation = await evaluator.evaluate(version, self._run.steps_done)
+                self._run.record_evaluation(self._run.steps_done, version, evaluation)
+                return version, evaluation.accuracy
 
         return await self._whole(act())
 

@@ -21,6 +21,7 @@ from flotilla_coordinator.runs.batch import Batch, BatchSource
 from flotilla_coordinator.runs.checkpoints import RunCheckpoints
 from flotilla_coordinator.runs.distance import distance_warning, narrow_clip_warning
 from flotilla_coordinator.runs.evaluate import Evaluator
+from flotilla_coordinator.runs.evaluation import Evaluation
 from flotilla_coordinator.runs.learned import Learned
 from flotilla_coordinator.runs.learners import Learners
 from flotilla_coordinator.runs.pair_evaluator import PairEvaluator
@@ -154,10 +155,11 @@ class RunContext:
         """Whether this very version has been evaluated."""
         return self._evaluated_version == version
 
-    def record_evaluation(self, step: int, version: Version, accuracy: float) -> None:
+    def record_evaluation(self, step: int, version: Version, evaluation: Evaluation) -> None:
         """One evaluation, in every record."""
-        self.last_accuracy = accuracy
+        self.last_accuracy = evaluation.accuracy
         self._evaluated_version = version
-        self.metrics["eval/accuracy"] = accuracy
-        self.directory.write_evaluation(step, str(version), accuracy)
-        self.status.evaluated(step, accuracy)
+        self.metrics["eval/accuracy"] = evaluation.accuracy
+        self.metrics.update(evaluation.metrics)
+        self.directory.write_evaluation(step, str(version), evaluation.accuracy, evaluation.metrics)
+        self.status.evaluated(step, evaluation)

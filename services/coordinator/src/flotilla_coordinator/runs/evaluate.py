@@ -1,7 +1,7 @@
-"""Greedy evaluation on held-out prompts.
+"""Evaluation on held-out prompts.
 
-Invariants: evaluation samples never enter the ledger or an update; accuracy is the share of prompts whose
-reward total is at least 1; a reward error or timeout is counted as a failure of the evaluation, never as a
+Invariants: evaluation samples never enter the ledger or an update; an answer is right when its reward total is at
+least 1, and each prompt gets equally many; a reward error or timeout is counted as a failure of the evaluation, never as a
 wrong answer.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 from flotilla.reward.v1 import reward_pb2
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.data.tokenizer import Tokenizer
+from flotilla_coordinator.runs.evaluation import Evaluation
 from flotilla_coordinator.runs.generation import Generation, GenerationRequest
 from flotilla_coordinator.runs.score_item import score_item
 from flotilla_coordinator.runs.scoring import Outcome, Scorer
@@ -25,8 +26,9 @@ from flotilla_core.telemetry import names
 from flotilla_core.tensors import from_tensor
 from flotilla_core.version import Version
 
-PROMPTS_PER_SCORE_CALL = 64
-CONCURRENT_PROMPTS = 256
+ANSWERS_PER_SCORE_CALL = 64
+CONCURRENT_ANSWERS = 256
+RIGHT_AT = 1.0
 
 
 def evaluation_span(run_id: str, version: Version, step: int) -> AbstractContextManager[Any]:
@@ -40,7 +42,7 @@ def evaluation_span(run_id: str, version: Version, step: int) -> AbstractContext
 
 
 class Evaluator:
-    """Answers every held-out prompt once, greedily, on one version."""
+    """Answers every held-out prompt equally often on one version."""
 
     needs_generators = True
 
@@ -51,7 +53,8 @@ class Evaluator:
         tokenizer: Tokenizer,
         generation: Generation,
         scorer: Scorer,
-        max_response_tokens: int,
+        sampling: SamplingConfig,
+        samples_per_prompt: int,
         timeout_s: float,
     ) -> None:
         self._run_id = run_id
@@ -59,37 +62,50 @@ class Evaluator:
         self._tokenizer = tokenizer
         self._generation = generation
         self._scorer = scorer
-        self._sampling = SamplingConfig(temperature=0.0, max_response_tokens=max_response_tokens)
+        self._sampling = sampling
+        self._samples_per_prompt = samples_per_prompt
         self._timeout_s = timeout_s
 
-    async def accuracy(self, version: Version, step: int) -> float:
-        """Share of held-out prompts that `version` answers right."""
+    async def evaluate(self, version: Version, step: int) -> Evaluation:
+        """How often `version` answers the held-out prompts right."""
         with evaluation_span(self._run_id, version, step):
-            gate = asyncio.Semaphore(CONCURRENT_PROMPTS)
-            items = await all_of(self._answer(prompt, version, gate) for prompt in self._prompts)
-            totals: list[Outcome] = []
-            for start in range(0, len(items), PROMPTS_PER_SCORE_CALL):
-                outcomes = await self._scorer.score(items[start : start + PROMPTS_PER_SCORE_CALL])
-                totals.extend(outcomes.values())
-        failed = [outcome for outcome in totals if outcome.total is None]
+            gate = asyncio.Semaphore(max(1, CONCURRENT_ANSWERS // self._samples_per_prompt))
+            answered = await all_of(self._answer(prompt, version, gate) for prompt in self._prompts)
+            items = [item for answers in answered for item in answers]
+            outcomes: dict[str, Outcome] = {}
+            for start in range(0, len(items), ANSWERS_PER_SCORE_CALL):
+                outcomes |= await self._scorer.score(items[start : start + ANSWERS_PER_SCORE_CALL])
+        self._refuse_failures(list(outcomes.values()), step)
+        right = [sum(_right(outcomes[item.sample_id]) for item in answers) for answers in answered]
+        return Evaluation.of_answers(right, self._samples_per_prompt)
+
+    @staticmethod
+    def _refuse_failures(outcomes: list[Outcome], step: int) -> None:
+        failed = [outcome for outcome in outcomes if outcome.total is None]
         if failed:
             raise UserCodeError(
-                f"{len(failed)} of {len(totals)} held-out answers could not be scored",
+                f"{len(failed)} of {len(outcomes)} held-out answers could not be scored",
                 where=f"evaluation at step {step}",
                 why=failed[0].failure,
                 next_step="fix the reward function or raise its timeout_s",
             )
-        return sum(outcome.total is not None and outcome.total >= 1.0 for outcome in totals) / len(totals)
 
     async def _answer(
         self, prompt: Prompt, version: Version, gate: asyncio.Semaphore
-    ) -> reward_pb2.ScoreItem:
-        sample_id = f"{self._run_id}/eval/{version}/{prompt.index}"
+    ) -> list[reward_pb2.ScoreItem]:
+        name = f"{self._run_id}/eval/{version}/{prompt.index}"
+        sample_ids = tuple(f"{name}/{number}" for number in range(self._samples_per_prompt))
         request = GenerationRequest(
-            prompt.token_ids, (sample_id,), self._sampling, version, self._timeout_s, max_attempts=5
+            prompt.token_ids, sample_ids, self._sampling, version, self._timeout_s, max_attempts=5
         )
+        items: list[reward_pb2.ScoreItem] = []
         async with gate, aclosing(self._generation.samples(request)) as samples:
             async for generated in samples:
                 token_ids = from_tensor(generated.response.token_ids)
-                return score_item(sample_id, prompt, self._tokenizer.decode(token_ids.tolist()), token_ids)
-        raise AssertionError("a generation without a sample raises Exhausted")
+                text = self._tokenizer.decode(token_ids.tolist())
+                items.append(score_item(generated.response.sample_id, prompt, text, token_ids))
+        return items
+
+
+def _right(outcome: Outcome) -> bool:
+    return outcome.total is not None and outcome.total >= RIGHT_AT

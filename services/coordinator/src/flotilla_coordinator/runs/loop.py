@@ -97,8 +97,8 @@ async def _evaluate(run: RunContext, step: int) -> None:
     if run.evaluator is None:
         return
     with run.phase("evaluate"):
-        accuracy = await run.sync.keep_serving(run.evaluator.accuracy(run.policy.version, step))
-    run.record_evaluation(step, run.policy.version, accuracy)
+        evaluation = await run.sync.keep_serving(run.evaluator.evaluate(run.policy.version, step))
+    run.record_evaluation(step, run.policy.version, evaluation)
 
 
 def _stop_rule_met(run: RunContext) -> bool:

@@ -12,6 +12,7 @@ from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.runs.answers import given_group
 from flotilla_coordinator.runs.batch import RolloutGroup
 from flotilla_coordinator.runs.evaluate import evaluation_span
+from flotilla_coordinator.runs.evaluation import Evaluation
 from flotilla_coordinator.runs.group_messages import parts
 from flotilla_coordinator.runs.policy import PolicyTrainer
 from flotilla_core.version import Version
@@ -29,14 +30,14 @@ class PairEvaluator:
         self._prompts = prompts
         self._policy = policy
 
-    async def accuracy(self, version: Version, step: int) -> float:
+    async def evaluate(self, version: Version, step: int) -> Evaluation:
         """Share of held-out pairs that `version` ranks right; a pair without a difference counts half."""
         with evaluation_span(self._run_id, version, step):
             right = 0.0
             for groups in parts(self._groups()):
                 metrics = await self._policy.evaluate_loss(groups)
                 right += metrics[ACCURACY] * len(groups)
-        return right / len(self._prompts)
+        return Evaluation(right / len(self._prompts))
 
     def _groups(self) -> Iterator[RolloutGroup]:
         """All pairs."""

@@ -11,6 +11,7 @@ import time
 from collections import deque
 
 from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.runs.evaluation import Evaluation
 from flotilla_coordinator.runs.feed import RunFeed
 from flotilla_coordinator.runs.learning_signal import LearningSignal
 from flotilla_core.version import Version
@@ -62,13 +63,16 @@ class RunStatus:
         if self._signal is not None and (warning := self._signal.step_done(steps_done, metrics)):
             self.notice(run_pb2.NOTICE_LEVEL_WARNING, warning)
 
-    def evaluated(self, step: int, accuracy: float) -> None:
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """One more evaluation."""
+        accuracy = evaluation.accuracy
         if self._signal is not None:
             self._signal.evaluated(accuracy)
         if "eval/accuracy_before" not in self.run.metrics:
             self.run.metrics["eval/accuracy_before"] = accuracy
         self.run.metrics["eval/accuracy"] = accuracy
+        for name, value in evaluation.metrics.items():
+            self.run.metrics[name] = value
         self.notice(run_pb2.NOTICE_LEVEL_INFO, f"held-out accuracy {accuracy:.3f} after {step} steps")
 
     def notice(self, level: run_pb2.NoticeLevel.ValueType, text: str) -> None:

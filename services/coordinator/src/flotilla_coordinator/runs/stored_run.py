@@ -96,6 +96,9 @@ def _add_metrics(run: run_pb2.Run, directory: RunDirectory) -> None:
         if "eval/accuracy_before" not in run.metrics:
             run.metrics["eval/accuracy_before"] = accuracy
         run.metrics["eval/accuracy"] = accuracy
+        for name, value in evaluation.items():
+            if name.startswith("eval/"):
+                run.metrics[name] = float(value)
 
 
 @lru_cache(maxsize=REMEMBERED_CONFIGURATIONS)
