@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from flotilla_core.config import RunConfig, load_text
+from flotilla_core.config import RunConfig, TrainingSet, dump_yaml, load_text
 from flotilla_core.errors import InvalidConfig
 
 RUN = "name: run\nsteps: 3\nrewards: [{reward: exact}]\n"
 
 
 def load(text: str) -> RunConfig:
-    data = "" if "data:" in text.split("evaluation")[0] else "data: {train: /x.jsonl}\n"
+    data = "" if "data:" in text.split("evaluation", maxsplit=1)[0] else "data: {train: /x.jsonl}\n"
     return load_text(RunConfig, RUN + data + text, source="run.yaml")
 
 
@@ -26,3 +28,50 @@ def test_pairs_are_ranked_without_a_temperature() -> None:
     text = "evaluation: {data: e.jsonl, temperature: 1.0}\nalgorithm: {type: dpo}\nrewards: []\n"
     with pytest.raises(InvalidConfig, match="pairs are ranked and nothing is generated"):
         load_text(RunConfig, f"name: run\nsteps: 3\ndata: {{train: /x.jsonl}}\n{text}", source="run.yaml")
+
+
+def test_data_sets_are_a_path_or_a_list_with_names_and_weights() -> None:
+    assert load("data: {train: /a.jsonl}\n").data.train == Path("/a.jsonl")
+    several = load("data: {train: [{path: /a.jsonl, weight: 2}, {path: /b.jsonl, name: riddles}]}\n")
+    sets = (TrainingSet(path=Path("/a.jsonl"), weight=2), TrainingSet(path=Path("/b.jsonl"), name="riddles"))
+    assert several.data.train == sets
+    assert load_text(RunConfig, dump_yaml(several), source="again").data.train == sets
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("{train: 5}", r"data\.train: expected a path, or a list of mappings"),
+        ("{train: []}", "train is an empty list"),
+        ("{train: [{path: /a, weight: 0}]}", r"data\.train\[0\]\.weight: expected greater than 0"),
+        ("{train: [{path: /a, wieght: 2}]}", r"wieght; did you mean data\.train\[0\]\.weight"),
+        ("{train: /a, order: by_field}", "by_field needs the name of a column"),
+        ("{train: /a, difficulty_field: level}", "the other orders look at none"),
+    ],
+)
+def test_a_mistake_about_data_sets_is_named(data: str, message: str) -> None:
+    with pytest.raises(InvalidConfig, match=message):
+        load(f"data: {data}\n")
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ("{prompts_per_step: 8, dynamic_sampling: {max_prompts_per_step: 7}}", "no batch could be full"),
+        ("{samples_per_prompt: 1, dynamic_sampling: {}}", "compares the rewards of a group"),
+        ("{over_issue: -0.1}", "over_issue: expected greater than or equal to 0"),
+        (
+            "{dynamic_sampling: {max_prompts: 7}}",
+            "did you mean rollout.dynamic_sampling.max_prompts_per_step",
+        ),
+    ],
+)
+def test_a_mistake_about_what_a_step_draws_is_named(rollout: str, message: str) -> None:
+    with pytest.raises(InvalidConfig, match=message):
+        load(f"algorithm: {{type: reinforce}}\nrollout: {rollout}\n")
+
+
+def test_nothing_is_uniform_to_a_run_without_rewards() -> None:
+    text = "name: run\nsteps: 3\ndata: {train: /x}\nalgorithm: {type: distillation}\n"
+    with pytest.raises(InvalidConfig, match="distillation learns without rewards"):
+        load_text(RunConfig, text + "rollout: {dynamic_sampling: {}}\n", source="run.yaml")

@@ -9,9 +9,10 @@ import pytest
 import tokenizers
 
 from flotilla_coordinator.data.chat import ChatTemplate
-from flotilla_coordinator.data.prompts import PromptSource, load_prompts
+from flotilla_coordinator.data.prompt_source import PromptSource
+from flotilla_coordinator.data.prompts import load_prompts
 from flotilla_coordinator.data.tokenizer import Tokenizer
-from flotilla_core.config import DataConfig
+from flotilla_core.config import DataConfig, TrainingSet
 from flotilla_core.errors import FailedPrecondition, InvalidConfig
 
 CHARACTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz<>|\n"
@@ -54,7 +55,7 @@ def numbers(tmp_path: Path, count: int, **options: object) -> DataConfig:
 
 
 def test_a_text_prompt_keeps_its_answer_and_other_columns(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    source = PromptSource(numbers(tmp_path, 3, shuffle=False), tokenizer, seed=1)
+    source = PromptSource(numbers(tmp_path, 3, order="as_written"), tokenizer, seed=1)
     prompt = [source.next() for _ in range(3)][2]
     assert (prompt.index, prompt.prompt_text, prompt.answer, prompt.info) == (2, "2+1=", "3", {"level": 2})
     assert prompt.token_ids.dtype == "int32"
@@ -104,6 +105,85 @@ def test_a_cursor_of_other_data_is_refused(tmp_path: Path, tokenizer: Tokenizer)
     cursor = PromptSource(numbers(tmp_path, 10), tokenizer, seed=5).cursor
     with pytest.raises(FailedPrecondition, match="does not fit the data"):
         PromptSource(numbers(tmp_path, 11), tokenizer, seed=5).restore(cursor)
+
+
+def mixture(
+    tmp_path: Path, sizes: dict[str, int], weights: dict[str, float], **options: object
+) -> DataConfig:
+    sets = []
+    for name, size in sizes.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(
+            "".join(json.dumps({"prompt": f"{name}{i}=", "level": -i}) + "\n" for i in range(size))
+        )
+        sets.append(TrainingSet(path=path, weight=weights[name]))
+    return DataConfig(train=tuple(sets), **options)  # type: ignore[arg-type]
+
+
+def test_a_mixture_draws_by_weight_and_goes_through_every_set(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    config = mixture(tmp_path, {"a": 5, "b": 400}, {"a": 3.0, "b": 1.0})
+    source = PromptSource(config, tokenizer, seed=1)
+    drawn = [source.next() for _ in range(400)]
+    of_a = [prompt for prompt in drawn if prompt.data_set == "a"]
+    assert 270 <= len(of_a) <= 330
+    assert [prompt.epoch for prompt in of_a] == [place // 5 for place in range(len(of_a))]
+    assert all({p.index for p in of_a[e : e + 5]} == set(range(5)) for e in range(0, len(of_a) - 5, 5))
+    of_b = [prompt for prompt in drawn if prompt.data_set == "b"]
+    assert {prompt.index for prompt in of_b} <= set(range(5, 405)) and len({p.index for p in of_b}) == len(
+        of_b
+    )
+    assert len({(prompt.epoch, prompt.index) for prompt in drawn}) == 400, "so group ids differ"
+    again = PromptSource(config, tokenizer, seed=1)
+    assert [again.next().index for _ in range(400)] == [prompt.index for prompt in drawn]
+
+
+@pytest.mark.parametrize("drawn", [0, 1, 7, 40])
+def test_a_mixture_goes_on_exactly_where_its_cursor_was_taken(
+    tmp_path: Path, tokenizer: Tokenizer, drawn: int
+) -> None:
+    config = mixture(tmp_path, {"a": 3, "b": 4, "c": 11}, {"a": 1.0, "b": 2.0, "c": 0.5})
+    source = PromptSource(config, tokenizer, seed=5)
+    for _ in range(drawn):
+        source.next()
+    restored = PromptSource(config, tokenizer, seed=5)
+    restored.restore(json.loads(json.dumps(source.cursor)))
+    following = [(p.epoch, p.index, p.data_set) for p in (source.next() for _ in range(30))]
+    assert [(p.epoch, p.index, p.data_set) for p in (restored.next() for _ in range(30))] == following
+
+
+def test_the_first_set_keeps_the_order_that_it_has_alone(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    config = mixture(tmp_path, {"a": 8, "b": 8}, {"a": 1.0, "b": 1.0})
+    source = PromptSource(config, tokenizer, seed=3)
+    drawn = [source.next() for _ in range(40)]
+    assert [prompt.index for prompt in drawn if prompt.data_set == "a"][:8] == [2, 4, 0, 6, 1, 7, 5, 3]
+
+
+def test_a_cursor_of_a_single_file_without_sets_is_still_understood(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    source = PromptSource(numbers(tmp_path, 10), tokenizer, seed=5)
+    drawn = [source.next().index for _ in range(14)]
+    source.restore({"epoch": 1, "position": 2, "data": source.cursor["data"]})
+    assert source.next().index == drawn[12]
+
+
+def test_a_curriculum_ascends_by_its_field_in_every_epoch(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    config = mixture(tmp_path, {"a": 4}, {"a": 1.0}, order="by_field", difficulty_field="level")
+    source = PromptSource(config, tokenizer, seed=1)
+    assert [source.next().index for _ in range(8)] == [3, 2, 1, 0] * 2
+    assert source.known(7, 3).prompt_text == "a3=" and source.known(7, 3).epoch == 7
+
+
+@pytest.mark.parametrize(
+    ("level", "what"), [('"hard"', "not a number"), ("true", "not a number"), (None, "missing")]
+)
+def test_a_curriculum_needs_a_number_in_every_row(
+    tmp_path: Path, tokenizer: Tokenizer, level: str | None, what: str
+) -> None:
+    second = '{"prompt": "2"}' if level is None else f'{{"prompt": "2", "level": {level}}}'
+    config = data(tmp_path, {"prompt": "1", "level": 1}, second, order="by_field", difficulty_field="level")
+    with pytest.raises(InvalidConfig, match=rf"column 'level' is {what} \(.*row 2\)"):
+        PromptSource(config, tokenizer, seed=1)
 
 
 def test_overlong_prompts_are_dropped_truncated_or_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -162,3 +242,10 @@ def test_published_template_constructs_work() -> None:
     )
     rendered = ChatTemplate(source, {}, where="model").render([{"role": "user", "content": "<a&b>"}, {}])
     assert rendered.strip() == '{"role": "user", "content": "<a&b>"}'
+
+
+def test_data_sets_of_one_name_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = numbers(tmp_path, 2).train
+    config = DataConfig(train=(TrainingSet(path=path), TrainingSet(path=path)))  # type: ignore[arg-type]
+    with pytest.raises(InvalidConfig, match="several data sets are called 'train'"):
+        PromptSource(config, tokenizer, seed=1)

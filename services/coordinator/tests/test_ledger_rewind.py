@@ -105,7 +105,7 @@ async def test_a_fall_back_brings_everything_after_the_checkpoint_back(
         assert await states(ledger, step) == [SampleState.SCORED] * 2
         assert [record.token_ids.tolist() for record in await ledger.samples(RUN, step=step)] == [[step]] * 2
     assert await states(ledger, 5) == [SampleState.DROPPED, SampleState.ISSUED]
-    assert await ledger.last_admitted_step(RUN) == 5
+    assert [step for step, _ in await ledger.admitted_groups(RUN, 4)] == [4, 5]
 
     for step in (2, 3):
         await trained(ledger, step, lineage=1, samples=[f"{RUN}/0/{step}/0", f"{RUN}/0/{step}/1"])

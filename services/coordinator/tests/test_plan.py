@@ -419,3 +419,40 @@ def test_more_samples_than_the_host_holds_are_a_warning(
     run["rollout"]["max_staleness"] = 8
     (warning,) = plan(run, stack).warnings
     assert "lower rollout.max_staleness" in warning
+
+
+def test_a_mixture_says_how_often_each_set_is_repeated(
+    run: dict[str, Any], stack: StackConfig, tmp_path: Path
+) -> None:
+    write(tmp_path / "few.jsonl", range(70, 80))
+    run["data"] = {
+        "train": [{"path": tmp_path / "train.jsonl", "weight": 3}, {"path": tmp_path / "few.jsonl"}]
+    }
+    lines = {line.name: line for line in plan(run, stack).lines}
+    assert lines["data"].value == "50 prompts"
+    assert lines["data set train"].explanation.startswith("75.0% of the draws, about 30.00 epochs")
+    assert (lines["data set few"].value, "40.00 epochs" in lines["data set few"].explanation) == (
+        "10 prompts",
+        True,
+    )
+
+
+def test_what_a_step_draws_at_most_is_counted(run: dict[str, Any], stack: StackConfig) -> None:
+    run["rollout"] |= {"over_issue": 0.3, "max_staleness": 2}
+    lines = {line.name: line for line in plan(run, stack).lines}
+    assert lines["prompts drawn for a step"].value == "at most 21"  # 16 x 1.3 = 20.8
+    assert (
+        lines["groups under way"].value == "at most 37"
+    )  # 2 steps x 16 and 5 more: one step is kept for waiting
+    assert lines["step"].value == "64 samples"
+    run["rollout"]["dynamic_sampling"] = {"max_prompts_per_step": 100}
+    lines = {line.name: line for line in plan(run, stack).lines}
+    assert lines["prompts drawn for a step"].value == "at most 100"
+    assert "groups of equal rewards are replaced" in lines["prompts drawn for a step"].explanation
+
+
+def test_draws_that_do_not_fit_the_run_are_warned_of(run: dict[str, Any], stack: StackConfig) -> None:
+    run["rollout"] |= {"over_issue": 0.5, "dynamic_sampling": {}}
+    on_policy, learns_anyway = plan(run, stack, algorithm={"type": "reinforce"}).warnings
+    assert "long responses are lost" in on_policy
+    assert "from which advantage reinforce would learn as well" in learns_anyway

@@ -42,7 +42,7 @@ class Prompts:
         self.drawn += 1
         tokens = np.array([self.drawn - 1], dtype=np.int32)
         return SimpleNamespace(
-            epoch=0, index=self.drawn - 1, prompt_text="", token_ids=tokens, answer="", info={}
+            epoch=0, index=self.drawn - 1, prompt_text="", token_ids=tokens, answer="", info={}, data_set=""
         )
 
     @property

@@ -33,6 +33,12 @@ def group_id(run_id: str, epoch: int, prompt_index: int) -> str:
     return f"{run_id}/{epoch}/{prompt_index}"
 
 
+def prompt_of_group(group: str) -> tuple[int, int]:
+    """The epoch and the prompt's index, as `group_id` was given them."""
+    _, epoch, index = group.rsplit("/", 2)
+    return int(epoch), int(index)
+
+
 def sample_id(group: str, index: int) -> str:
     """One response within a group."""
     return f"{group}/{index}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flotilla_core.config.algorithm import AlgorithmConfig, PolicyConfig, SftConfig
 from flotilla_core.config.critic import CriticConfig
+from flotilla_core.config.data import DataConfig, TrainingSet
 from flotilla_core.config.loader import load, load_text
 from flotilla_core.config.lora import LoraConfig
 from flotilla_core.config.model import ConfigModel
@@ -14,7 +15,7 @@ from flotilla_core.config.run import (
     BatchingConfig,
     CanaryConfig,
     CheckpointConfig,
-    DataConfig,
+    DynamicSamplingConfig,
     EvaluationConfig,
     RewardTermConfig,
     RolloutConfig,
@@ -47,6 +48,7 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "DpoConfig",
+    "DynamicSamplingConfig",
     "EvaluationConfig",
     "GangConfig",
     "GeneratorConfig",
@@ -65,6 +67,7 @@ __all__ = [
     "StopConfig",
     "TelemetryConfig",
     "TrainerConfig",
+    "TrainingSet",
     "WeightSyncConfig",
     "dump_yaml",
     "json_schema",

@@ -11,34 +11,12 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from flotilla_core.config.algorithm import AlgorithmConfig, PolicyConfig
+from flotilla_core.config.data import DataConfig
 from flotilla_core.config.lora import LoraConfig
 from flotilla_core.config.model import ConfigModel
 from flotilla_core.config.optimizer import OptimizerConfig
 from flotilla_core.config.preferences import DpoConfig
 from flotilla_core.config.user_function import function_path
-
-
-class DataConfig(ConfigModel):
-    """Prompts to train on."""
-
-    train: Path
-    """JSONL file with one object a line."""
-    prompt_field: str = "prompt"
-    """Column with the prompt: text, or a list of chat messages."""
-    answer_field: str = "answer"
-    """Column with the right answer; may be absent where no reward needs it."""
-    chosen_field: str = "chosen"
-    """Column with the preferred answer of a pair, for `dpo`: text, or chat messages that end with the answer."""
-    rejected_field: str = "rejected"
-    """Column with the other answer of a pair, in the same form."""
-    apply_chat_template: bool = False
-    """Render the prompt by the tokenizer's chat template (always done for lists of messages)."""
-    max_prompt_tokens: int = Field(default=1024, ge=1)
-    """Longer prompts are handled by `overlong_prompts`."""
-    overlong_prompts: Literal["drop", "truncate", "error"] = "drop"
-    """What happens to longer prompts; drops and truncations are counted."""
-    shuffle: bool = True
-    """New order every epoch, derived from the run's seed."""
 
 
 class SamplingConfig(ConfigModel):
@@ -56,11 +34,19 @@ class SamplingConfig(ConfigModel):
     """No end of sequence before so many tokens."""
 
 
+class DynamicSamplingConfig(ConfigModel):
+    """Groups whose rewards are all equal are left out, and other prompts are drawn in their place."""
+
+    max_prompts_per_step: int | None = Field(default=None, ge=1)
+    """Prompts drawn for one step at most; with fewer groups that teach the batch is smaller. Empty takes four times
+    rollout.prompts_per_step."""
+
+
 class RolloutConfig(ConfigModel):
     """What one step generates."""
 
     prompts_per_step: int = Field(default=64, ge=1)
-    """Prompts drawn for a step."""
+    """Groups of a batch; prompts drawn for a step where nothing below draws more."""
     samples_per_prompt: int = Field(default=8, ge=1)
     """Size of a group."""
     max_staleness: int = Field(default=0, ge=0, le=64)
@@ -74,6 +60,28 @@ class RolloutConfig(ConfigModel):
     """Times that a sample is issued before the run fails, naming the generators' last error."""
     max_reward_failure_rate: float = Field(default=0.5, ge=0, le=1)
     """Share of a step's samples that may end as reward error or timeout; above it the run fails."""
+    dynamic_sampling: DynamicSamplingConfig | None = None
+    """Train only groups that teach; absent: every group is trained."""
+    over_issue: float = Field(default=0.0, ge=0, le=4)
+    """So many more groups are under way than a batch needs, as a share of it; it is made of the first that end, and the
+    others count for the next step where `max_staleness` lets them, or are given up."""
+
+    @model_validator(mode="after")
+    def _replaces_what_can_be_judged(self) -> RolloutConfig:
+        if self.dynamic_sampling is None:
+            return self
+        limit = self.dynamic_sampling.max_prompts_per_step
+        if limit is not None and limit < self.prompts_per_step:
+            raise ValueError(
+                f"dynamic_sampling.max_prompts_per_step is {limit}, less than prompts_per_step = "
+                f"{self.prompts_per_step}: no batch could be full"
+            )
+        if self.samples_per_prompt < 2:
+            raise ValueError(
+                "dynamic_sampling compares the rewards of a group, and samples_per_prompt is 1: "
+                "set it to 2 or more (8 is usual)"
+            )
+        return self
 
 
 class RewardTermConfig(ConfigModel):
@@ -266,6 +274,11 @@ class RunConfig(ConfigModel):
                 raise ValueError(
                     f"loop is client, which asks no {' and no '.join(asked)}: "
                     "send advantages of your own, or leave the steps to the coordinator"
+                )
+            if self.rollout.dynamic_sampling is not None and not self.algorithm.needs_rewards:
+                raise ValueError(
+                    f"rollout.dynamic_sampling leaves out groups of equal rewards, and {name} learns without rewards: "
+                    "leave it out"
                 )
             if self.rollout.sampling.temperature == 0:
                 raise ValueError("rollout.sampling.temperature is 0: greedy samples of a group are all equal")

@@ -1,16 +1,14 @@
-"""Prompts of a run, in an order that a restart repeats exactly.
+"""Prompts as a data file holds them.
 
 Invariants: a data file is read and tokenized whole before the run starts, so every mistake in it is found
-then, with its line number; `index` is the line's place in the file and never changes; the order of an epoch
-depends on the seed and the epoch alone; a saved cursor fits only the very data that it was saved with.
+then, with its line number; `index` is the line's place in the file and never changes.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from hashlib import blake2b
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,9 +17,8 @@ import numpy.typing as npt
 
 from flotilla_coordinator.data.answer_pair import AnswerPair
 from flotilla_coordinator.data.tokenizer import Tokenizer
-from flotilla_core.config.run import DataConfig
-from flotilla_core.errors import FailedPrecondition, InvalidConfig
-from flotilla_core.ids import derive_seed
+from flotilla_core.config import DataConfig
+from flotilla_core.errors import InvalidConfig
 
 ROWS_AT_ONCE = 4096
 
@@ -34,6 +31,7 @@ class Prompt:
 
     epoch: int
     index: int
+    """Its place among all prompts of the run, the one file after the other."""
     prompt_text: str
     token_ids: npt.NDArray[np.int32]
     answer: str
@@ -41,6 +39,8 @@ class Prompt:
     """The line's other columns."""
     pair: AnswerPair | None = None
     """Where the data set says which of two answers is better."""
+    data_set: str = ""
+    """The name of the one that it is from, where the run has several."""
 
 
 @dataclass(frozen=True)
@@ -52,61 +52,14 @@ class PromptFile:
     dropped: int
     truncated: int
 
+    @property
+    def rows(self) -> int:
+        """Of the file itself."""
+        return len(self.prompts) + self.dropped
+
 
 Load = Callable[[Path, DataConfig, Tokenizer], PromptFile]
 """Reads a data file, by the columns that the configuration names."""
-
-
-class PromptSource:
-    """Prompts without end: epoch after epoch."""
-
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer, seed: int, load: Load | None = None) -> None:
-        self.file = (load or load_prompts)(config.train, config, tokenizer)
-        self._seed = seed
-        self._shuffle = config.shuffle
-        self._fingerprint = _fingerprint(self.file.prompts)
-        self._epoch = 0
-        self._position = 0
-        self._order = self._order_of(0)
-
-    def __len__(self) -> int:
-        """Prompts in one epoch."""
-        return len(self.file.prompts)
-
-    def next(self) -> Prompt:
-        """The next prompt; the next epoch begins where one ends."""
-        if self._position == len(self._order):
-            self._enter(self._epoch + 1, 0)
-        prompt: Prompt = self.file.prompts[self._order[self._position]]
-        self._position += 1
-        return replace(prompt, epoch=self._epoch)
-
-    @property
-    def cursor(self) -> dict[str, Any]:
-        """Where the next prompt will come from."""
-        return {"epoch": self._epoch, "position": self._position, "data": self._fingerprint}
-
-    def restore(self, cursor: dict[str, Any]) -> None:
-        """Go on exactly where `cursor` was taken."""
-        if cursor["data"] != self._fingerprint:
-            raise FailedPrecondition(
-                "the saved place in the data set does not fit the data",
-                why="the training file, the tokenizer or data.max_prompt_tokens changed since then",
-                next_step="restore them, or start a new run",
-            )
-        self._enter(cursor["epoch"], cursor["position"])
-
-    def _enter(self, epoch: int, position: int) -> None:
-        self._epoch, self._position, self._order = epoch, position, self._order_of(epoch)
-
-    def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
-        """Sorted by random keys: raw Philox numbers are the same in every numpy version."""
-        if not self._shuffle:
-            return np.arange(len(self.file.prompts))
-        keys = np.random.Philox(derive_seed(self._seed, "data order", epoch)).random_raw(
-            len(self.file.prompts)
-        )
-        return np.argsort(keys, kind="stable")
 
 
 def load_prompts(path: Path, config: DataConfig, tokenizer: Tokenizer) -> PromptFile:
@@ -235,12 +188,3 @@ def _overlong(path: Path, row: _Row, config: DataConfig) -> InvalidConfig:
         why="data.overlong_prompts is error",
         next_step="raise the limit, or set data.overlong_prompts to drop or truncate",
     )
-
-
-def _fingerprint(prompts: list[Prompt]) -> str:
-    digest = blake2b(digest_size=8)
-    for prompt in prompts:
-        digest.update(prompt.index.to_bytes(8, "little"))
-        digest.update(len(prompt.token_ids).to_bytes(8, "little"))
-        digest.update(prompt.token_ids.astype("<i4").tobytes())
-    return digest.hexdigest()

@@ -108,6 +108,10 @@ class Ledger:
         """Take samples out of the run, for a reason that is counted."""
         return await self._writer.submit(lambda db: transitions.dropped(db, run_id, sample_ids, reason))
 
+    async def carry_over(self, run_id: str, group_ids: Sequence[str], step: int) -> None:
+        """Let groups that were admitted for an earlier step count for `step`."""
+        await self._writer.submit(lambda db: transitions.carry_over(db, run_id, group_ids, step))
+
     async def drop_in_flight(self, run_id: str, reason: str) -> int:
         """Drop everything of a run that was neither trained nor dropped; the number of samples."""
         return await self._writer.submit(lambda db: transitions.drop_in_flight(db, run_id, reason))
@@ -150,9 +154,9 @@ class Ledger:
             lambda db: rewind.fall_back(db, run_id, version, step, _json(cursor), retry_rewards=retry_rewards)
         )
 
-    async def last_admitted_step(self, run_id: str) -> int:
-        """The newest step of which a sample was admitted; -1 before the first."""
-        return await self._read(lambda db: queries.last_admitted_step(db, run_id))
+    async def admitted_groups(self, run_id: str, first_step: int) -> list[tuple[int, str]]:
+        """Step and id of every group that counts for `first_step` or a later one, in the order of admission."""
+        return await self._read(lambda db: queries.admitted_groups(db, run_id, first_step))
 
     async def counts(self, run_id: str) -> Conservation:
         """Where the admitted samples of a run are."""

@@ -75,12 +75,15 @@ def conservation(db: sqlite3.Connection, run_id: str) -> Conservation:
     return Conservation(admitted, trained, dropped, in_flight, duplicates, late)
 
 
-def last_admitted_step(db: sqlite3.Connection, run_id: str) -> int:
-    """The newest step of which a sample was admitted; -1 before the first."""
-    row = db.execute(
-        "SELECT max(step) FROM samples WHERE run = (SELECT key FROM runs WHERE run_id = ?)", (run_id,)
-    ).fetchone()
-    return -1 if row[0] is None else int(row[0])
+def admitted_groups(db: sqlite3.Connection, run_id: str, first_step: int) -> list[tuple[int, str]]:
+    """Step and id of every group that counts for `first_step` or a later one, in the order of admission."""
+    rows = db.execute(
+        "SELECT s.step, g.group_id FROM samples s JOIN groups g ON g.key = s.grp "
+        "WHERE s.run = (SELECT key FROM runs WHERE run_id = ?) AND s.step >= ? "
+        "GROUP BY s.grp ORDER BY min(s.key)",
+        (run_id, first_step),
+    )
+    return [(int(step), str(group_id)) for step, group_id in rows]
 
 
 def samples(

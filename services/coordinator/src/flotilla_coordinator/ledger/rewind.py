@@ -22,6 +22,11 @@ CRITIC_ONLY = "critic_only"
 REOPENED = (RUN_ENDED, RUN_INTERRUPTED, UPDATE_SKIPPED, CRITIC_ONLY)
 """Reasons that say something about the run and nothing about the sample: one that goes on may train it after all."""
 
+UNIFORM = "uniform"
+"""All rewards of the group were equal; it stays out, however often its step is made again."""
+TAIL = "tail"
+"""Its batch was full before it ended, and it would be too old for the next one."""
+
 REWARD_ERROR = "reward_error"
 REWARD_TIMEOUT = "reward_timeout"
 GROUP_TOO_SMALL = "group_too_small"

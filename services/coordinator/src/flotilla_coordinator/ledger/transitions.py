@@ -8,6 +8,7 @@ delivery of a sample counts, whichever attempt it came from.
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Sequence
 from typing import TypeVar
@@ -174,6 +175,25 @@ def dropped(db: sqlite3.Connection, run_id: str, sample_ids: Sequence[str], reas
     return Recorded(
         tuple(sample.sample_id for sample in leaving), tuple(sample.sample_id for sample in already)
     )
+
+
+def carry_over(db: sqlite3.Connection, run_id: str, group_ids: Sequence[str], step: int) -> None:
+    """Let whole groups count for another step; no sample changes its state."""
+    run = run_key(db, run_id)
+    rows = db.execute(
+        "SELECT s.sample_id FROM samples s JOIN groups g ON g.key = s.grp "
+        "WHERE s.run = ? AND g.group_id IN (SELECT value FROM json_each(?))",
+        (run, json.dumps(list(group_ids))),
+    ).fetchall()
+    samples = all_known(db, [sample_id for (sample_id,) in rows])
+    trained = [sample for sample in samples if sample.state not in (*IN_FLIGHT, State.DROPPED)]
+    if trained:
+        raise FailedPrecondition(
+            f"sample {trained[0].sample_id} is {trained[0].state.name.lower()} and cannot count for step {step}",
+            where=run_id,
+            why=f"update {trained[0].update_id} has trained it",
+        )
+    db.executemany("UPDATE samples SET step = ? WHERE key = ?", [(step, sample.key) for sample in samples])
 
 
 def drop_in_flight(db: sqlite3.Connection, run_id: str, reason: str) -> int:

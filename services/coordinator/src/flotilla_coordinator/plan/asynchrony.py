@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from flotilla_coordinator.plan.algorithm import Line
 from flotilla_coordinator.plan.sizes import shown_bytes
+from flotilla_coordinator.runs.draws import issued_per_step, steps_ahead
 from flotilla_core.config import RunConfig
 
 HELD_BYTES_PER_TOKEN = 4 + 4 + 6
@@ -34,11 +35,13 @@ def policy_line(config: RunConfig) -> Line:
 def groups_line(config: RunConfig, tokens_of_a_step: int) -> Line:
     """What is generated or waits to be trained at one time."""
     rollout, steps = config.rollout, _steps_at_once(config)
-    groups = steps * rollout.prompts_per_step
+    spare = issued_per_step(rollout) - rollout.prompts_per_step
+    groups = steps * rollout.prompts_per_step + spare
     return (
         "groups under way",
         f"at most {groups:,}",
-        f"{steps} step(s) x {rollout.prompts_per_step} prompts, {groups * rollout.samples_per_prompt:,} samples; "
+        f"{steps} step(s) x {rollout.prompts_per_step} prompts{f' and {spare} more' if spare else ''}, "
+        f"{groups * rollout.samples_per_prompt:,} samples; "
         f"about {shown_bytes(_held_bytes(config, tokens_of_a_step))} in the coordinator",
     )
 
@@ -60,7 +63,7 @@ def asynchrony_warnings(config: RunConfig, tokens_of_a_step: int) -> Iterator[st
 
 
 def _steps_at_once(config: RunConfig) -> int:
-    return min(1 + config.rollout.max_staleness, config.steps)
+    return min(1 + steps_ahead(config.rollout), config.steps)
 
 
 def _held_bytes(config: RunConfig, tokens_of_a_step: int) -> int:

@@ -14,11 +14,13 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.data.loaders import held_out_data, training_data
 from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.tokenizer import Tokenizer
+from flotilla_coordinator.data.training_sets import LoadedSet, joined, read_sets
 from flotilla_coordinator.plan import checks
 from flotilla_coordinator.plan.adapters import AdapterFacts, adapter_errors
 from flotilla_coordinator.plan.algorithm import algorithm_lines, algorithm_warnings
 from flotilla_coordinator.plan.asynchrony import asynchrony_warnings, groups_line, policy_line
 from flotilla_coordinator.plan.critic import critic_lines, critic_parameters
+from flotilla_coordinator.plan.data_lines import data_lines, draw_lines, draw_warnings
 from flotilla_coordinator.plan.disk_use import DiskUse
 from flotilla_coordinator.plan.mesh import mesh_errors, mesh_line
 from flotilla_coordinator.plan.micro_batches import MicroBatches
@@ -45,7 +47,8 @@ def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:
         plan.errors.extend(checks.model_errors(config, model, start, tokenizer.vocabulary_size))
         plan.errors.extend(mesh_errors(config.algorithm, stack))
         plan.errors.extend(adapter_errors(model, config.lora) if config.lora else [])
-        data = training_data(config)(config.data.train, config.data, tokenizer)
+        sets = read_sets(config.data, tokenizer, training_data(config))
+        data = joined(sets)
         held_out = None
         longest = checks.longest_sequence(config, data, tokenizer)
         critic = list(critic_lines(config, stack, longest))
@@ -54,7 +57,7 @@ def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:
     except FlotillaError as error:
         plan.errors.append(str(error))
         return plan
-    _Planner(config, stack, model, data, held_out, longest, plan).write()
+    _Planner(config, stack, model, sets, held_out, longest, plan).write()
     for name, value, explanation in critic:
         plan.lines.add(name=name, value=value, explanation=explanation)
     return plan
@@ -68,7 +71,7 @@ class _Planner:
         config: RunConfig,
         stack: StackConfig,
         model: ModelFacts,
-        data: PromptFile,
+        sets: list[LoadedSet],
         held_out: PromptFile | None,
         longest: int,
         plan: run_pb2.Plan,
@@ -76,7 +79,8 @@ class _Planner:
         self._config = config
         self._stack = stack
         self._model = model
-        self._data = data
+        self._sets = sets
+        self._data = joined(sets)
         self._held_out = held_out
         self._plan = plan
         self._given = (
@@ -85,7 +89,7 @@ class _Planner:
         self._prompts = config.rollout.prompts_per_step
         per_prompt = {"pairs": 2, "answers": 1}.get(self._given, config.rollout.samples_per_prompt)
         self._samples = self._prompts * per_prompt
-        self._prompt_tokens = checks.longest_prompt(data)
+        self._prompt_tokens = checks.longest_prompt(self._data)
         self._response_tokens = config.rollout.sampling.max_response_tokens
         self._longest = longest
         self._adapters = None if config.lora is None else AdapterFacts.of(model, config.lora)
@@ -141,19 +145,13 @@ class _Planner:
         )
 
     def _data_lines(self) -> None:
-        config, rows = self._config, len(self._data.prompts)
-        epochs = config.steps * self._prompts / rows
-        self._line(
-            "data",
-            f"{rows:,} prompts",
-            f"longest {self._prompt_tokens} tokens; {config.steps} steps x {self._prompts} prompts "
-            f"= {epochs:.2f} epochs, {'shuffled' if config.data.shuffle else 'in file order'}",
-        )
+        config = self._config
+        for line in data_lines(config, self._sets, self._prompt_tokens):
+            self._line(*line)
         self._plan.warnings.extend(checks.data_warnings(config, self._data))
         if self._given == "answers" and not all(prompt.answer for prompt in self._data.prompts):
             self._plan.errors.append(
-                f"algorithm.type is sft, but some lines of {config.data.train} have no "
-                f"{config.data.answer_field!r}"
+                f"algorithm.type is sft, but some lines of data.train have no {config.data.answer_field!r}"
             )
 
     def _step_lines(self) -> None:
@@ -173,6 +171,9 @@ class _Planner:
             f"{self._prompts} prompts x {rollout.samples_per_prompt} samples; "
             f"about {math.ceil(self._samples / replicas)} for each of {replicas} generator(s)",
         )
+        for line in draw_lines(rollout):
+            self._line(*line)
+        self._plan.warnings.extend(draw_warnings(config))
         tokens = self._samples * (self._prompt_tokens + self._response_tokens)
         self._line(
             "tokens of a step",

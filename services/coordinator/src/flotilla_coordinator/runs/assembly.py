@@ -14,7 +14,8 @@ import numpy as np
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.data.loaders import held_out_data, training_data
-from flotilla_coordinator.data.prompts import Prompt, PromptSource
+from flotilla_coordinator.data.prompt_source import PromptSource
+from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.fleet import Fleet
 from flotilla_coordinator.ledger.ledger import Ledger

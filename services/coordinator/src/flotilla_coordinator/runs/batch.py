@@ -55,11 +55,18 @@ class RolloutGroup:
     prompt_token_ids: np.ndarray
     samples: list[RolloutSample]
     span: SpanContext | None = None
+    data_set: str = ""
+    """Where its prompt is from, where the run has several data sets."""
 
     @property
     def nbytes(self) -> int:
         """Tokens and what comes with them."""
         return self.prompt_token_ids.nbytes + sum(sample.nbytes for sample in self.samples)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all rewards are equal, so that its samples say nothing about each other."""
+        return len({sample.reward for sample in self.samples}) == 1
 
 
 @dataclass

@@ -21,7 +21,8 @@ from pydantic import ValidationError
 from flotilla.coordinator.v1 import loop_pb2 as pb
 from flotilla.reward.v1 import reward_pb2
 from flotilla.trainer.v1 import trainer_pb2 as train
-from flotilla_coordinator.data.prompts import Prompt, PromptSource
+from flotilla_coordinator.data.prompt_source import PromptSource
+from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.runs.batch import Batch, RolloutGroup
 from flotilla_coordinator.runs.batch_metrics import batch_metrics
 from flotilla_coordinator.runs.client_sampling import ClientPrompt, ClientSampling

@@ -1,8 +1,8 @@
 """Evaluation on held-out prompts.
 
 Invariants: evaluation samples never enter the ledger or an update; an answer is right when its reward total is at
-least 1, and each prompt gets equally many; a reward error or timeout is counted as a failure of the evaluation, never as a
-wrong answer.
+least 1, and each prompt gets equally many; a reward error or timeout is counted as a failure of the evaluation,
+never as a wrong answer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What the ledger holds of steps that a run makes once more.
 
 Invariants: a sample that was scored is never asked for again; one that was dropped for a reason of its own stays
-dropped, and counts as a failure of its reward where it was one; groups and samples come in the order in which they
-were admitted, because the data set is walked again from the same place.
+dropped, and counts as a failure of its reward where it was one.
 """
 
 from __future__ import annotations
@@ -20,26 +19,19 @@ FINAL = (SampleState.SCORED, SampleState.DROPPED)
 
 
 class Replay:
-    """Recorded samples of one run, up to the newest step that it had admitted."""
+    """Recorded samples of one run."""
 
     def __init__(self, run_id: str, ledger: Ledger) -> None:
         self._run_id = run_id
         self._ledger = ledger
-        self._last_step = -1
         self._steps: dict[int, asyncio.Task[dict[str, list[SampleRecord]]]] = {}
 
-    async def begin(self) -> None:
-        """Learn how far the record goes; before this nothing is replayed."""
-        self._last_step = await self._ledger.last_admitted_step(self._run_id)
-
     async def group(self, step: int, group_id: str) -> list[SampleRecord]:
-        """The samples of a group that were admitted before; empty where it is new."""
-        if step > self._last_step:
-            return []
+        """The samples of a group that was admitted before."""
         if step not in self._steps:
             self._steps = {known: task for known, task in self._steps.items() if known >= step - 1}
             self._steps[step] = asyncio.create_task(self._read(step), name=f"replay of step {step}")
-        return (await asyncio.shield(self._steps[step])).get(group_id, [])
+        return (await asyncio.shield(self._steps[step]))[group_id]
 
     async def _read(self, step: int) -> dict[str, list[SampleRecord]]:
         groups: dict[str, list[SampleRecord]] = {}

@@ -1,0 +1,83 @@
+"""The data sets of a run: read one after the other and numbered through.
+
+Invariant: the prompts of a set have the numbers after those of the set before it, rows that were dropped included; an
+order by difficulty changes no number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flotilla_coordinator.data.prompts import Load, Prompt, PromptFile
+from flotilla_coordinator.data.tokenizer import Tokenizer
+from flotilla_core.config import DataConfig, TrainingSet
+from flotilla_core.errors import InvalidConfig
+
+
+@dataclass(frozen=True)
+class LoadedSet:
+    """One data set with its prompts."""
+
+    name: str
+    path: Path
+    file: PromptFile
+    share: float
+    """Of the draws."""
+
+
+def read_sets(config: DataConfig, tokenizer: Tokenizer, load: Load) -> list[LoadedSet]:
+    """All of `data.train`."""
+    train = config.train
+    sets = (TrainingSet(path=train),) if isinstance(train, Path) else train
+    names = [one.name or one.path.stem for one in sets]
+    _refuse_equal(names)
+    weights = sum(one.weight for one in sets)
+    loaded: list[LoadedSet] = []
+    first = 0
+    for one, name in zip(sets, names, strict=True):
+        file = load(one.path, config, tokenizer)
+        prompts = file.prompts
+        if config.order == "by_field":
+            prompts = _by_difficulty(prompts, config.difficulty_field, one.path)
+        shown = name if len(sets) > 1 else ""
+        numbered = [replace(prompt, index=first + prompt.index, data_set=shown) for prompt in prompts]
+        loaded.append(LoadedSet(name, one.path, replace(file, prompts=numbered), one.weight / weights))
+        first += file.rows
+    return loaded
+
+
+def joined(sets: Iterable[LoadedSet]) -> PromptFile:
+    """As if it were one file."""
+    files = [one.file for one in sets]
+    return PromptFile(
+        [prompt for file in files for prompt in file.prompts],
+        dropped=sum(file.dropped for file in files),
+        truncated=sum(file.truncated for file in files),
+    )
+
+
+def _refuse_equal(names: list[str]) -> None:
+    if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise InvalidConfig(
+            f"several data sets are called {repeated[0]!r}",
+            where="data.train",
+            why="each has metrics under its name",
+            next_step="give each a `name` of its own",
+        )
+
+
+def _by_difficulty(prompts: list[Prompt], column: str, path: Path) -> list[Prompt]:
+    """Ascending, equal ones as in the file."""
+    for prompt in prompts:
+        value = prompt.info.get(column)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise InvalidConfig(
+                f"column {column!r} is {'not a number' if column in prompt.info else 'missing'}",
+                where=f"{path}, row {prompt.index + 1}",
+                why="data.order is by_field",
+                next_step="give every row a number there, or set data.difficulty_field to another column",
+            )
+    return sorted(prompts, key=lambda prompt: prompt.info[column])
