@@ -96,6 +96,8 @@ def _update_rows() -> list[Row]:
     ]
     if GPU:  # elsewhere the moments go from one place in host memory to another
         cases.append(Case("update, moments offloaded", optimizer={"offload": True}))
+        resting = {"activation_checkpointing": True, "activation_offload": True}
+        cases.append(Case("update, activation checkpointing, inputs offloaded", batching=resting))
     rows = []
     for case in cases:
         measured, estimated = _alone(_update_peak, case)
@@ -131,6 +133,7 @@ def _update_peak(case: Case) -> tuple[int, int]:
     packed = case.batching.get("packing") == "on"
     with one_rank(getattr(torch, DTYPE), **SHAPE) as (model, folder):
         model.recomputed_layers.on = case.batching.get("activation_checkpointing", False)
+        model.recomputed_layers.inputs_rest_on_host = case.batching.get("activation_offload", False)
         optimizer = PolicyOptimizer(model, settings(**case.optimizer))
         batches = micro_batches(given, case.tokens // 2, packed)
         update(model, optimizer, batches[:1], case.chunk)

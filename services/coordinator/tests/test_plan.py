@@ -16,6 +16,7 @@ from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.trainer_memory import TrainerMemory
 from flotilla_core.config import RunConfig, StackConfig
 
+RECOMPUTED = {"activation_checkpointing": True, "tokens_per_microbatch": 4096}
 PARAMETERS = {"embed": [20, 8], "layer": [3, 8, 8]}
 
 
@@ -156,7 +157,11 @@ def test_no_updates_are_no_plan(run: dict[str, Any], stack: StackConfig) -> None
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"batching": {"activation_checkpointing": True, "tokens_per_microbatch": 4096}}, "activations"),
+        ({"batching": RECOMPUTED}, "activations"),
+        (
+            {"batching": RECOMPUTED | {"activation_offload": True}},
+            "activations",
+        ),
         ({"optimizer": {"offload": True}}, "AdamW"),
         ({"batching": {"logprob_chunk_tokens": 16, "tokens_per_microbatch": 4096}}, "logits"),
     ],

@@ -111,3 +111,17 @@ def test_layers_compute_again_for_the_backward_pass_exactly_where_it_is_asked_fo
         for hook in hooks:
             hook.remove()
         model.policy.zero_grad()
+
+
+def test_inputs_that_rest_on_the_host_change_no_gradient(model: ShardedModel) -> None:
+    found = []
+    for rest in (False, True):
+        model.recomputed_layers.on, model.recomputed_layers.inputs_rest_on_host = True, rest
+        try:
+            backward(model, 4)
+        finally:
+            model.recomputed_layers.on = model.recomputed_layers.inputs_rest_on_host = False
+        found.append([local(parameter.grad).clone() for parameter in model.parameters()])
+        model.policy.zero_grad()
+    for kept, rested in zip(*found, strict=True):
+        assert torch.equal(kept, rested)

@@ -21,7 +21,12 @@ TOLERANCE = 1e-5
 TEMPERATURE = 0.7
 SIZES = [4, 1, 6, 3]
 BATCHINGS = [
-    {"packing": packing, "logprob_chunk_tokens": chunk, "activation_checkpointing": recompute}
+    {
+        "packing": packing,
+        "logprob_chunk_tokens": chunk,
+        "activation_checkpointing": recompute,
+        "activation_offload": recompute,
+    }
     for packing, chunk, recompute in (
         (session_pb2.PACKING_OFF, 16, False),
         (session_pb2.PACKING_OFF, 2048, True),

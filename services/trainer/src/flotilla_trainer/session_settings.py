@@ -109,6 +109,7 @@ def rank_settings(spec: pb.SessionSpec) -> dict[str, Any]:
         max_grad_norm=optimizer.max_grad_norm,
         chunk_tokens=spec.batching.logprob_chunk_tokens,
         activation_checkpointing=spec.batching.activation_checkpointing,
+        activation_offload=spec.batching.activation_offload,
         offload=optimizer.offload,
         seed=spec.seed % 2**SEED_BITS,
         lora=_lora_settings(spec.lora) if spec.HasField("lora") else None,

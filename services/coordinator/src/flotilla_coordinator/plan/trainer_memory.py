@@ -16,6 +16,7 @@ from flotilla_coordinator.plan.adapters import AdapterFacts
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_core.config import (
     AlgorithmConfig,
+    BatchingConfig,
     CriticConfig,
     DpoConfig,
     PolicyConfig,
@@ -72,7 +73,7 @@ class TrainerMemory:
             moments=min(moments, VISITING_BYTES) if config.optimizer.offload else moments,
             # Weights of two layers, one of them fetched ahead, and of the outer part, whose gradient comes whole.
             gathered=(2 * layer + (2 if adapters is None else 1) * model.outer_parameters) * size,
-            activations=tokens * _token_activations(model, size, adapters, batching.activation_checkpointing),
+            activations=tokens * _token_activations(model, size, adapters, batching),
             logits=chunk * model.vocabulary_size * 4 * LOGIT_COPIES,
             reference=(learning * MASTER if _keeps_reference(config.algorithm) else 0)
             + (_compared(model, size, tokens, chunk) if _compares_wholly(config.algorithm) else 0),
@@ -109,12 +110,16 @@ def _compared(model: ModelFacts, size: int, tokens: int, chunk: int) -> int:
     return states + chunk * model.vocabulary_size * 4 * LOGIT_COPIES
 
 
-def _token_activations(model: ModelFacts, size: int, adapters: AdapterFacts | None, recomputed: bool) -> int:
+def _token_activations(
+    model: ModelFacts, size: int, adapters: AdapterFacts | None, batching: BatchingConfig
+) -> int:
     """What one token leaves behind for the backward pass, all layers together."""
     layer = layer_activations(model, size, adapters)
     last_norm = (4 + 2 * size) * model.hidden_size
-    if recomputed:
-        return model.layers * model.hidden_size * size + layer + last_norm
+    if batching.activation_checkpointing:
+        # Of those on the host, the one that is on its way and the one that computes.
+        kept = 2 if batching.activation_offload else model.layers
+        return kept * model.hidden_size * size + layer + last_norm
     return model.layers * layer + last_norm
 
 

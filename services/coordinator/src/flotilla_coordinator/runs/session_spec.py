@@ -110,6 +110,7 @@ def _batching(config: RunConfig) -> pb.Batching:
         logprob_chunk_tokens=batching.logprob_chunk_tokens,
         packing=PACKINGS[batching.packing],
         activation_checkpointing=batching.activation_checkpointing,
+        activation_offload=batching.activation_offload,
     )
 
 

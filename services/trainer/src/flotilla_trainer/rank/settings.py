@@ -24,6 +24,7 @@ class SessionSettings:
     max_grad_norm: float
     chunk_tokens: int
     activation_checkpointing: bool
+    activation_offload: bool
     offload: bool
     seed: int
     lora: LoraSettings | None = None

@@ -128,7 +128,8 @@ class RankWorker:
         self._settings = settings
         torch.manual_seed(settings.seed)
         self._model.adapt(settings.lora, settings.seed)
-        self._model.recomputed_layers.on = self._settings.activation_checkpointing
+        self._model.recomputed_layers.on = settings.activation_checkpointing
+        self._model.recomputed_layers.inputs_rest_on_host = settings.activation_offload
         self._optimizer = PolicyOptimizer(self._model, self._settings)
         self._pending = None
         self._reference = FrozenCopy(self._model) if self._settings.objective.keeps_reference else None

@@ -767,12 +767,15 @@ class Batching(_message.Message):
     LOGPROB_CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     PACKING_FIELD_NUMBER: _builtins.int
     ACTIVATION_CHECKPOINTING_FIELD_NUMBER: _builtins.int
+    ACTIVATION_OFFLOAD_FIELD_NUMBER: _builtins.int
     tokens_per_microbatch: _builtins.int
     logprob_chunk_tokens: _builtins.int
     """Tokens whose logits exist at one time."""
     packing: Global___Packing.ValueType
     activation_checkpointing: _builtins.bool
     """Keep only the inputs of the layers for the backward pass and compute the rest again."""
+    activation_offload: _builtins.bool
+    """These inputs lie in host memory until the backward pass; nothing without activation_checkpointing."""
     def __init__(
         self,
         *,
@@ -780,10 +783,11 @@ class Batching(_message.Message):
         logprob_chunk_tokens: _builtins.int = ...,
         packing: Global___Packing.ValueType = ...,
         activation_checkpointing: _builtins.bool = ...,
+        activation_offload: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_checkpointing", b"activation_checkpointing", "logprob_chunk_tokens", b"logprob_chunk_tokens", "packing", b"packing", "tokens_per_microbatch", b"tokens_per_microbatch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_checkpointing", b"activation_checkpointing", "activation_offload", b"activation_offload", "logprob_chunk_tokens", b"logprob_chunk_tokens", "packing", b"packing", "tokens_per_microbatch", b"tokens_per_microbatch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
