@@ -11,7 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flotilla_algorithms import ADVANTAGES, Outcomes, gae, gdpo, remax, token_advantages, whitened
+from flotilla_algorithms import (
+    ADVANTAGES,
+    Outcomes,
+    RewardHistory,
+    Step,
+    gae,
+    gdpo,
+    gigpo,
+    remax,
+    token_advantages,
+    whitened,
+)
 
 TOLERANCE = 1e-9
 RNG = np.random.default_rng(11)
@@ -263,6 +274,73 @@ def test_gdpo_normalises_every_term_by_itself() -> None:
         sums = [s + weight * x for s, x in zip(sums, normal, strict=True)]
     expected = [x for row in white(on_tokens(sums)) for x in row]
     np.testing.assert_allclose(gdpo(outcomes(), terms, weights), expected, rtol=1e-8, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("normalize_std", [True, False])
+def test_the_running_baseline_is_that_of_all_rewards_so_far(normalize_std: bool) -> None:
+    earlier = [list(RNG.normal(2, 3, n)) for n in (7, 1, 4)]
+    history = RewardHistory()
+    for part in earlier:
+        history = history.after(part)
+    given = Outcomes.of(REWARDS, SIZES, history=history)
+    everything = [reward for part in [*earlier, REWARDS] for reward in part]
+    scale = statistics.stdev(everything) + 1e-6 if normalize_std else 1.0
+    expected = [(reward - statistics.fmean(everything)) / scale for reward in REWARDS]
+    found = ADVANTAGES["grpo"](given, baseline="running", normalize_std=normalize_std)
+    np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_a_history_is_the_same_in_whatever_parts_it_grew() -> None:
+    whole, parts = RewardHistory().after(REWARDS), RewardHistory()
+    for group in GROUPS:
+        parts = parts.after(group)
+    assert parts.count == whole.count
+    assert (parts.mean, parts.deviation) == pytest.approx((whole.mean, whole.deviation))
+    assert RewardHistory().after([]) == RewardHistory()
+
+
+def walk(length: int) -> list[Step]:
+    """Steps through few states, so that many of a group meet in one; the whole response is theirs."""
+    cuts = sorted({0, length, *RNG.integers(1, length + 1, 2).tolist()})
+    return [
+        Step(int(RNG.integers(0, 2)), end - begin, float(RNG.normal()))
+        for begin, end in itertools.pairwise(cuts)
+    ]
+
+
+@pytest.mark.parametrize(("gamma", "weight"), [(1.0, 1.0), (0.9, 0.5), (0.5, 0.0)])
+def test_gigpo_adds_what_a_step_is_worth_among_those_of_its_group_in_its_state(
+    gamma: float, weight: float
+) -> None:
+    walks = [walk(length) for length in LENGTHS]
+    expected: list[float] = []
+    whole = [value for group in grouped(TOTALS) for value in standardised(group, [])]
+    group_of = [group for group, size in enumerate(SIZES) for _ in range(size)]
+
+    def worth(sample: int, step: int) -> float:
+        return sum(gamma ** (k - step) * walks[sample][k].reward for k in range(step, len(walks[sample])))
+
+    for sample, own in enumerate(walks):
+        for number, step in enumerate(own):
+            met = [
+                (other, k)
+                for other in range(len(walks))
+                if group_of[other] == group_of[sample]
+                for k in range(len(walks[other]))
+                if walks[other][k].state == step.state
+            ]
+            place = standardised([worth(*one) for one in met], [])[met.index((sample, number))]
+            expected += [whole[sample] + weight * place] * step.tokens
+    found = gigpo(outcomes(), walks, gamma=gamma, step_weight=weight)
+    np.testing.assert_allclose(found, expected, rtol=1e-8, atol=TOLERANCE)
+
+
+def test_steps_that_do_not_make_up_their_response_are_refused() -> None:
+    given = Outcomes.of([1.0, 0.0], [2], [3, 2])
+    with pytest.raises(ValueError, match="sample 1 have 1 tokens, its response has 2"):
+        gigpo(given, [[Step("a", 3, 0.0)], [Step("a", 1, 0.0)]])
+    with pytest.raises(ValueError, match="1 samples do not belong to 2"):
+        gigpo(given, [[Step("a", 3, 0.0)]])
 
 
 def test_whitened_tokens_have_mean_zero_and_deviation_one() -> None:

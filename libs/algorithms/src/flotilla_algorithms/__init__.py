@@ -8,11 +8,13 @@ from flotilla_algorithms.difficulty import kept_groups
 from flotilla_algorithms.divergence import adapted_coefficient, divergence
 from flotilla_algorithms.gae import gae
 from flotilla_algorithms.gdpo import gdpo
+from flotilla_algorithms.gigpo import Step, gigpo
 from flotilla_algorithms.grpo import group_advantages
 from flotilla_algorithms.outcomes import Outcomes
 from flotilla_algorithms.overlong import overlong_penalties
 from flotilla_algorithms.pair_losses import PAIR_LOSSES, PairLosses
 from flotilla_algorithms.remax import remax
+from flotilla_algorithms.reward_history import RewardHistory
 from flotilla_algorithms.rewards import NonFiniteRewardError
 from flotilla_algorithms.shuffle import shuffled_rewards
 from flotilla_algorithms.table import ADVANTAGES, AdvantageFunction
@@ -26,6 +28,8 @@ __all__ = [
     "NonFiniteRewardError",
     "Outcomes",
     "PairLosses",
+    "RewardHistory",
+    "Step",
     "adapted_coefficient",
     "counted_units",
     "covariances",
@@ -33,6 +37,7 @@ __all__ = [
     "drawn_between",
     "gae",
     "gdpo",
+    "gigpo",
     "group_advantages",
     "highest",
     "kept_groups",

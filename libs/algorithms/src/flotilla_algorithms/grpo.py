@@ -17,7 +17,13 @@ STD_EPSILON = 1e-6
 
 
 def grpo(outcomes: Outcomes, *, baseline: str, normalize_std: bool) -> Floats:
-    """Reward minus its baseline, the mean of the `group` or of the whole `batch`, over the deviation of the same."""
+    """Reward minus its baseline over the deviation of the same: of its `group`, of the whole `batch`, or `running`.
+
+    The running ones are those of all rewards of the run, this update's included.
+    """
+    if baseline == "running":
+        seen = outcomes.history.after(outcomes.totals)
+        return (outcomes.totals - seen.mean) / (seen.deviation + STD_EPSILON if normalize_std else 1.0)
     sizes = [outcomes.rewards.size] if baseline == "batch" else outcomes.group_sizes
     return group_advantages(outcomes.totals, sizes, normalize_std=normalize_std)
 

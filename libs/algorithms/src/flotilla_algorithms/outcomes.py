@@ -12,10 +12,12 @@ from typing import Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from flotilla_algorithms.reward_history import RewardHistory
 from flotilla_algorithms.rewards import finite_rewards
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+NO_HISTORY = RewardHistory()
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Outcomes:
     """One a token: what a critic expects before it is drawn."""
     teacher_lead: Floats | None = None
     """One a token: log-probability under the teacher less that under the policy that drew it."""
+    history: RewardHistory = NO_HISTORY
+    """The rewards of the updates before."""
 
     @classmethod
     def of(
@@ -46,6 +50,7 @@ class Outcomes:
         *,
         values: ArrayLike | None = None,
         teacher_lead: ArrayLike | None = None,
+        history: RewardHistory = NO_HISTORY,
     ) -> Self:
         """Checked arrays; by default responses of one trained token without penalty."""
         totals = finite_rewards(rewards)
@@ -60,8 +65,16 @@ class Outcomes:
         cost = np.zeros(tokens) if penalties is None else np.asarray(penalties, dtype=np.float64)
         if mask.shape != (tokens,) or cost.shape != (tokens,):
             raise ValueError(f"{mask.size} flags and {cost.size} penalties do not belong to {tokens} tokens")
-        columns = (_a_token(column, tokens) for column in (values, teacher_lead))
-        return cls(totals, sizes, lengths, mask, cost, *columns)
+        return cls(
+            totals,
+            sizes,
+            lengths,
+            mask,
+            cost,
+            values=_a_token(values, tokens),
+            teacher_lead=_a_token(teacher_lead, tokens),
+            history=history,
+        )
 
     @property
     def totals(self) -> Floats:

@@ -14,7 +14,7 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core import ids
 from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidRequest
 from flotilla_core.version import Version
-from flotilla_trainer.objective.call_objective import call_objective
+from flotilla_trainer.objective.call_objective import call_objective, check_takes_parts
 from flotilla_trainer.objective.session_objective import session_objective
 from flotilla_trainer.objective.settings import objective_settings
 from flotilla_trainer.pending_gradients import PendingGradients
@@ -91,8 +91,9 @@ class GradientCalls:
             self._ranks.check_open()
             self._progress.check_usable()
             asked = call_objective(self._asked, request.loss) if request.HasField("loss") else self._asked
+            check_takes_parts(asked)
             objective = session_objective(asked)
-            objective.kl_coefficient = self._progress.objective.kl_coefficient
+            objective.restore(self._progress.objective.state())
             self._pending.check_kind(objective.unit)
             version = self._progress.version
             prepared = await self._preparation.of(self._call_name(), request.groups, version, objective)

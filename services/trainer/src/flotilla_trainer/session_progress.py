@@ -83,7 +83,7 @@ class SessionProgress:
         return {
             "policy_version": list(self.version),
             "skipped_in_row": self._skipped_in_row,
-            "kl_coefficient": self.objective.kl_coefficient,
+            **self.objective.state(),
         }
 
     def go_on_from(self, facts: dict[str, Any]) -> None:
@@ -91,4 +91,4 @@ class SessionProgress:
         _, step = facts["policy_version"]
         self.version = Version(self.version.lineage, step)
         self._skipped_in_row = facts["skipped_in_row"]
-        self.objective.kl_coefficient = facts["kl_coefficient"]
+        self.objective.restore(facts)

@@ -58,10 +58,10 @@ class GrpoAdvantage(AdvantageConfig):
     """Reward minus a mean, over a deviation."""
 
     type: Literal["grpo"] = "grpo"
-    baseline: Literal["group", "batch"] = "group"
-    """What a reward is compared with: the mean of its prompt's samples, or that of the whole update."""
+    baseline: Literal["group", "batch", "running"] = "group"
+    """What a reward is compared with: the mean of its prompt's samples, of the update, or of all updates so far."""
     normalize_std: bool = True
-    """Divide centred rewards by their standard deviation (of the group or of the update, as `baseline`)."""
+    """Divide centred rewards by their standard deviation (of the group, the update or the run, as `baseline`)."""
 
     @property
     def min_group_samples(self) -> int:

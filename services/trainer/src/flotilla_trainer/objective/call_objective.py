@@ -37,3 +37,14 @@ def call_objective(objective: pb.Objective, loss: pb.Function) -> pb.Objective:
     changed.policy.loss.CopyFrom(loss)
     check_objective(changed)
     return changed
+
+
+def check_takes_parts(objective: pb.Objective) -> None:
+    """Refuse an objective that has to see an update as a whole."""
+    parameters = objective.policy.advantage.function.parameters.fields
+    if "baseline" in parameters and parameters["baseline"].string_value == "running":
+        raise InvalidRequest(
+            "a call is a part of an update, and the running baseline needs whole ones",
+            where="spec.objective.policy.advantage.baseline",
+            next_step="take the baseline group or batch, or send advantages of your own",
+        )

@@ -8,6 +8,7 @@ the loss, however the update is cut and wherever the two sequences of a pair go.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +40,6 @@ class PairObjective:
 
     def __init__(self, preference: pb.PreferenceObjective) -> None:
         self._preference = preference
-        self.kl_coefficient = 0.0
 
     def scores_reference(self, batch: UpdateBatch) -> bool:
         """Whether the ranks have to score the batch by the policy that the session started from."""
@@ -88,6 +88,13 @@ class PairObjective:
     def facts_share(self, batch: UpdateBatch) -> float:
         """What the metrics of a batch are means over: its pairs."""
         return self.units(batch)
+
+    def state(self) -> dict[str, Any]:
+        """Updates change nothing here."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Nothing has changed."""
 
     def adapt(self, metrics: dict[str, float], samples: int) -> None:
         """Nothing adapts from step to step."""

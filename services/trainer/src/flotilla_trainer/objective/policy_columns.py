@@ -17,6 +17,7 @@ from flotilla_algorithms import (
     ADVANTAGES,
     AdvantageFunction,
     Outcomes,
+    RewardHistory,
     covariances,
     divergence,
     drawn_between,
@@ -27,6 +28,7 @@ from flotilla_algorithms import (
     token_advantages,
     token_weights,
 )
+from flotilla_algorithms.outcomes import NO_HISTORY
 from flotilla_core.errors import NotFinite, UserCodeError
 from flotilla_trainer.objective.user_functions import guarded, is_user_function, load_user_function
 from flotilla_trainer.rank.objective_settings import FULL_DIVERGENCE
@@ -55,7 +57,11 @@ def advantage_function(name: str) -> AdvantageFunction:
 
 
 def outcomes_of(
-    batch: UpdateBatch, policy: pb.PolicyObjective, seed: int, penalties: Floats | None
+    batch: UpdateBatch,
+    policy: pb.PolicyObjective,
+    seed: int,
+    penalties: Floats | None,
+    history: RewardHistory = NO_HISTORY,
 ) -> Outcomes:
     """The rewards as the advantage sees them: punished, bounded and, in a control, shuffled."""
     wrong = np.flatnonzero(~np.isfinite(batch.rewards))
@@ -88,6 +94,7 @@ def outcomes_of(
         penalties,
         values=batch.values,
         teacher_lead=lead,
+        history=history,
     )
 
 

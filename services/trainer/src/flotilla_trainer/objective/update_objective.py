@@ -1,19 +1,20 @@
 """A session's objective, applied to one update after the other.
 
-Invariants: an update changes nothing here but an adaptive coefficient, and that only once its step was made; what the
-objective needs and the update lacks is refused before a rank sees anything.
+Invariants: an update changes nothing here but an adaptive coefficient and the history of rewards, and these only once
+its step was made; what the objective needs and the update lacks is refused before a rank sees anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flotilla.trainer.v1 import session_pb2 as pb
-from flotilla_algorithms import adapted_coefficient, counted_units
+from flotilla_algorithms import RewardHistory, adapted_coefficient, counted_units
 from flotilla_core.errors import InvalidRequest
 from flotilla_trainer.objective import policy_columns as columns
 from flotilla_trainer.objective.needed_columns import check_advantage, check_logprobs, check_reference
@@ -34,6 +35,7 @@ class UpdateObjective:
     def __init__(self, objective: pb.Objective) -> None:
         self._policy = objective.policy if objective.HasField("policy") else None
         self.kl_coefficient = objective.policy.kl.coefficient
+        self._history = self._seen = RewardHistory()
         if self._policy is None:
             return
         advantage, loss = self._policy.advantage.function, self._policy.loss
@@ -105,7 +107,8 @@ class UpdateObjective:
         return float(batch.trained.sum())
 
     def adapt(self, metrics: dict[str, float], samples: int) -> None:
-        """After a step: move the coefficient towards the target divergence, where there is one."""
+        """After a step: remember its rewards; the coefficient moves towards the target divergence, if there is one."""
+        self._history = self._seen
         if self._policy is not None and self._policy.kl.HasField("target") and "kl/mean" in metrics:
             kl = self._policy.kl
             self.kl_coefficient = adapted_coefficient(
@@ -115,6 +118,15 @@ class UpdateObjective:
                 horizon_samples=kl.horizon_samples,
                 samples=samples,
             )
+
+    def state(self) -> dict[str, Any]:
+        """What updates have changed here, for a checkpoint."""
+        return {"kl_coefficient": self.kl_coefficient, "reward_history": asdict(self._history)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Stand where an earlier session stood."""
+        self.kl_coefficient = state["kl_coefficient"]
+        self._history = RewardHistory(**state["reward_history"])
 
     @property
     def _samples_divergence(self) -> bool:
@@ -186,7 +198,8 @@ class UpdateObjective:
         if batch.advantages is not None:
             _check_advantages_stand_alone(batch, policy)
             return batch.advantages
-        outcomes = columns.outcomes_of(batch, policy, seed, penalties)
+        outcomes = columns.outcomes_of(batch, policy, seed, penalties, self._history)
+        self._seen = self._history.after(outcomes.totals)
         return columns.advantages_of(outcomes, policy.advantage, self._function, self._advantage.arguments)
 
 

@@ -38,7 +38,6 @@ class ValueUpdate:
         self._arguments = checked_section(
             ADVANTAGE, function, "spec.objective.value.policy.advantage"
         ).arguments
-        self.kl_coefficient = objective.policy.kl.coefficient
 
     def scores_reference(self, batch: UpdateBatch) -> bool:
         """Never: a critic holds no policy, so what it needs of one comes with the samples."""
@@ -74,6 +73,13 @@ class ValueUpdate:
     def facts_share(self, batch: UpdateBatch) -> float:
         """What the metrics of a batch are means over: its trained tokens."""
         return float(batch.trained.sum())
+
+    def state(self) -> dict[str, Any]:
+        """Updates change nothing here."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Nothing has changed."""
 
     def adapt(self, metrics: dict[str, float], samples: int) -> None:
         """Nothing adapts: a coefficient that does is refused beside a critic."""
