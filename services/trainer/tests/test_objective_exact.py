@@ -257,38 +257,6 @@ def test_divergence_in_the_reward_is_paid_token_by_token() -> None:
     assert "kl_weights" not in sequences.columns
 
 
-def test_an_adaptive_coefficient_moves_with_the_steps_that_were_made() -> None:
-    kl = {
-        "placement": session_pb2.KL_PLACEMENT_LOSS,
-        "estimator": session_pb2.KL_ESTIMATOR_K1,
-        "coefficient": 0.5,
-        "target": 0.01,
-        "horizon_samples": 100,
-    }
-    front = UpdateObjective(objective_of("grpo", kl=kl))
-    front.adapt({"kl/mean": 1.0}, samples=10)
-    assert front.kl_coefficient == pytest.approx(0.5 * 1.02)
-
-
-def test_the_rewards_of_an_update_are_remembered_once_its_step_was_made() -> None:
-    running = function("grpo", baseline="running", normalize_std=False)
-    asked = objective_of("grpo", advantage={"function": running})
-    front = UpdateObjective(asked)
-    batch = UpdateBatch.read(make_groups([4]), ModelLimits(VOCABULARY, 0), VERSION)
-    first = front.sequences(batch, 0)[0].columns["advantages"]
-    front.sequences(replace(batch, rewards=batch.rewards + 5.0), 0)
-    assert front.state()["reward_history"]["count"] == 0
-    front.sequences(batch, 0)
-    front.adapt({}, samples=4)
-    later = UpdateObjective(asked)
-    later.restore(front.state())
-    moved = replace(batch, rewards=batch.rewards + 5.0)
-    again = [each.sequences(moved, 0)[0].columns["advantages"] for each in (front, later)]
-    np.testing.assert_array_equal(*again)
-    assert front.state()["reward_history"]["count"] == 4
-    assert again[0].min() > first.min()
-
-
 def test_shuffled_rewards_are_the_same_rewards_in_another_order() -> None:
     batch = UpdateBatch.read(make_groups([4] * 8), ModelLimits(VOCABULARY, 0), VERSION)
     plain = UpdateObjective(objective_of("grpo")).sequences(batch, 5)[0].columns["advantages"]

@@ -1,0 +1,77 @@
+"""What an objective remembers from update to update."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flotilla.trainer.v1 import session_pb2
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_core.tensors import to_tensor
+from flotilla_core.version import Version
+from flotilla_trainer.objective.update_objective import UpdateObjective
+from flotilla_trainer.update_batch import ModelLimits, UpdateBatch
+
+VERSION = Version(0, 3)
+
+
+def function(name: str, **parameters: Any) -> session_pb2.Function:
+    made = session_pb2.Function(name=name)
+    made.parameters.update(parameters)
+    return made
+
+
+def objective_of(**sections: Any) -> session_pb2.Objective:
+    """The objective of a plain run, but for some sections."""
+    usual: dict[str, Any] = {
+        "temperature": 1.0,
+        "loss": function("ppo", clip_low=0.2, clip_high=0.2),
+        "advantage": {"function": function("grpo", baseline="group", normalize_std=True)},
+        "aggregation": {"type": session_pb2.AGGREGATION_TYPE_TOKEN_MEAN},
+        "correction": {"staleness_decay": 1.0},
+    }
+    return session_pb2.Objective(policy=session_pb2.PolicyObjective(**usual | sections))
+
+
+def graded_batch() -> UpdateBatch:
+    """One prompt, four answers, each with a reward of its own."""
+    tokens, logprobs = to_tensor(np.array([1, 2], np.int32)), to_tensor(np.array([-0.5, -1.0], np.float32))
+    group = pb.TrainGroup(group_id="g", prompt_token_ids=tokens)
+    for number in range(4):
+        group.samples.add(sample_id=f"s{number}", token_ids=tokens, logprobs=logprobs, reward=float(number))
+    return UpdateBatch.read([group], ModelLimits(10, 0), VERSION)
+
+
+def test_an_adaptive_coefficient_moves_with_the_steps_that_were_made() -> None:
+    kl = {
+        "placement": session_pb2.KL_PLACEMENT_LOSS,
+        "estimator": session_pb2.KL_ESTIMATOR_K1,
+        "coefficient": 0.5,
+        "target": 0.01,
+        "horizon_samples": 100,
+    }
+    front = UpdateObjective(objective_of(kl=kl))
+    front.adapt({"kl/mean": 1.0}, samples=10)
+    assert front.kl_coefficient == pytest.approx(0.5 * 1.02)
+
+
+def test_the_rewards_of_an_update_are_remembered_once_its_step_was_made() -> None:
+    running = function("grpo", baseline="running", normalize_std=False)
+    asked = objective_of(advantage={"function": running})
+    front = UpdateObjective(asked)
+    batch = graded_batch()
+    first = front.sequences(batch, 0)[0].columns["advantages"]
+    front.sequences(replace(batch, rewards=batch.rewards + 5.0), 0)
+    assert front.state()["reward_history"]["count"] == 0
+    front.sequences(batch, 0)
+    front.adapt({}, samples=4)
+    later = UpdateObjective(asked)
+    later.restore(front.state())
+    moved = replace(batch, rewards=batch.rewards + 5.0)
+    again = [each.sequences(moved, 0)[0].columns["advantages"] for each in (front, later)]
+    np.testing.assert_array_equal(*again)
+    assert front.state()["reward_history"]["count"] == 4
+    assert again[0].min() > first.min()
