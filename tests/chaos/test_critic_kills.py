@@ -64,7 +64,9 @@ def test_a_run_whose_critic_is_killed_goes_on_by_itself(fleet: Stack, run_file: 
 
 
 def test_a_checkpoint_whose_critic_is_damaged_is_used_by_neither(fleet: Stack, run_file: Path) -> None:
-    run = fleet.ok("run", "start", str(run_file), f"steps={STEPS}", "checkpoint.every_steps=2")
+    run = fleet.ok(
+        "run", "start", str(run_file), f"steps={STEPS}", "checkpoint.every_steps=2", "resume=by_user"
+    )
     shelf = CheckpointShelf(Path(run["directory"]) / "checkpoints")
     wait_until("two checkpoints", lambda: len(shelf.names()) == 2, 120)
     for name in ("coordinator", "trainer", "critic"):

@@ -171,7 +171,7 @@ def test_a_run_goes_on_with_other_ranks_after_everything_was_killed_and_its_newe
     refused = fleet.flotilla("run", "resume", undisturbed["run_id"])
     assert refused.code == PREFLIGHT and "nothing to continue" in refused.err
 
-    run = fleet.ok("run", "start", str(run_file))
+    run = fleet.ok("run", "start", str(run_file), "resume=by_user")
     wait_until("steps after the second checkpoint", lambda: steps_of(fleet, run) >= 8, 120)
     wait_until("the second checkpoint", lambda: "step-000006" in checkpoints_of(run), 120)
     for name in ("coordinator", "trainer", "generator-0"):

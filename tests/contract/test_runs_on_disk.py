@@ -55,7 +55,7 @@ def test_stopping_an_ended_run_is_no_error(own_fleet: Stack, ended: dict[str, An
 
 
 def test_a_killed_coordinator_leaves_an_outcome_and_plots(own_fleet: Stack, run_file: Path) -> None:
-    run = own_fleet.ok("run", "start", str(run_file), "steps=1000000")
+    run = own_fleet.ok("run", "start", str(run_file), "steps=1000000", "resume=by_user")
     wait_until("the first steps", lambda: len(own_fleet.metrics(run)) >= STEPS, 60)
     own_fleet.process("coordinator").kill()
     wait_until("the coordinator's return", lambda: own_fleet.flotilla("run", "list").code == 0, 60)

@@ -45,6 +45,7 @@ async def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     fleet: Any = SimpleNamespace(registrations={})
     events: Any = Events()
     runs = Runs(host, fleet, ledger, events)
+    await runs.recover()
     yield runs
     await runs.close()
     ledger.close()

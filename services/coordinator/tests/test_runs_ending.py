@@ -106,8 +106,8 @@ class Bench:
         """The record after the run has ended; all watchers have ended too."""
         assert self.active.task is not None
         watching = asyncio.create_task(self._watched())
-        await asyncio.wait_for(asyncio.wait([self.active.task]), 5)
-        await asyncio.wait_for(watching, 5)
+        await asyncio.wait_for(asyncio.wait([self.active.task]), 50)
+        await asyncio.wait_for(watching, 50)
         assert self.active.status.ended and self.active.context is None
         return await self.ledger.get_run(RUN)
 
@@ -131,7 +131,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         def __init__(self, *_: Any) -> None:
             """Needs nothing."""
 
-        async def build(self, directory: RunDirectory, lineage: int) -> Context:
+        async def build(self, directory: RunDirectory, lineage: int, fence: int) -> Context:
             await asyncio.sleep(0)
             return context
 
@@ -228,7 +228,7 @@ async def test_a_stop_ends_what_waits_and_says_why(start: Start) -> None:
         await asyncio.Event().wait()
 
     bench = start(loop)
-    await asyncio.wait_for(waiting.wait(), 5)
+    await asyncio.wait_for(waiting.wait(), 50)
     bench.active.request_stop("enough")
     bench.active.cancel()
     record = await bench.end()
@@ -240,13 +240,13 @@ async def test_a_stop_before_the_services_are_there_ends_at_once(
 ) -> None:
     building = asyncio.Event()
 
-    async def build(self: Any, directory: RunDirectory, lineage: int) -> Any:
+    async def build(self: Any, directory: RunDirectory, lineage: int, fence: int) -> Any:
         building.set()
         await asyncio.Event().wait()
 
     monkeypatch.setattr(execution.Assembly, "build", build)
     bench = start(nothing_at_all)
-    await asyncio.wait_for(building.wait(), 5)
+    await asyncio.wait_for(building.wait(), 50)
     bench.active.request_stop("")
     record = await bench.end()
     assert record.state == RunState.STOPPED and record.reason == "stopped by request"
@@ -261,7 +261,7 @@ async def test_a_stop_that_comes_while_the_run_ends_cuts_no_record_short(start: 
 
     bench = start(nothing_at_all)
     bench.context.source.close = slow
-    await asyncio.wait_for(closing.wait(), 5)
+    await asyncio.wait_for(closing.wait(), 50)
     bench.active.cancel()
     go_on.set()
     assert (await bench.end()).state == RunState.SUCCEEDED

@@ -1,9 +1,10 @@
-"""Which runs can be continued, and as what."""
+"""Which runs go on after their end, or after the death of their coordinator, and as what."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,11 @@ class Bench:
         self.launched = launched
         self.runs = Runs(host, fleet, ledger, events)
         self.directory = RunDirectory.create(folder / "runs" / RUN)
+
+    async def left(self, state: RunState, config: str = CONFIG) -> None:
+        """What a coordinator leaves that is killed."""
+        record = RunRecord(RUN, "run", state, config, str(self.directory.path), 1.0, reason="enough")
+        await self.ledger.save_run(replace(record, step=2, version=Version(4, 2)))
 
     async def recorded(self, state: RunState) -> None:
         run = run_pb2.Run(
@@ -75,6 +81,7 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     monkeypatch.setattr(runs_module, "execute", execute)
     ledger = Ledger.open(tmp_path / "ledger.sqlite")
     made = Bench(tmp_path, ledger, launched)
+    await made.runs.recover()
     yield made
     await made.runs.close()
     ledger.close()
@@ -114,3 +121,61 @@ async def test_a_checkpoint_that_is_not_there_changes_nothing(bench: Bench) -> N
     await bench.runs.resume(RUN, "step-000001", "r1")
     await asyncio.sleep(0)
     assert bench.launched == [Beginning(5, "step-000001", by_user=True)]
+
+
+async def test_a_run_whose_coordinator_died_goes_on_by_itself(bench: Bench) -> None:
+    await bench.left(RunState.RUNNING)
+    await bench.runs.recover()
+    await asyncio.sleep(0)
+    assert bench.launched == [Beginning(5, after_coordinator=True)]
+    assert (await bench.runs.find(RUN)).state == run_pb2.RUN_STATE_RUNNING
+    assert (await bench.ledger.get_run(RUN)).state == RunState.RUNNING
+
+
+async def test_a_run_that_was_to_be_stopped_has_stopped_when_the_coordinator_is_back(bench: Bench) -> None:
+    await bench.left(RunState.STOPPING)
+    await bench.runs.recover()
+    run = await bench.runs.find(RUN)
+    assert bench.launched == [] and (run.state, run.reason) == (run_pb2.RUN_STATE_STOPPED, "enough")
+
+
+@pytest.mark.parametrize("setting", ["resume: by_user", "loop: client"])
+async def test_a_run_that_waits_for_somebody_does_not_go_on_by_itself(bench: Bench, setting: str) -> None:
+    await bench.left(RunState.RUNNING, CONFIG + setting)
+    await bench.runs.recover()
+    run = await bench.runs.find(RUN)
+    assert bench.launched == [] and run.state == run_pb2.RUN_STATE_FAILED
+    assert f"flotilla run resume {RUN}" in run.reason
+
+
+async def test_a_run_that_is_refused_now_says_why(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = run_pb2.Plan(errors=["there is no {critic} any more"])
+    monkeypatch.setattr(runs_module, "plan_run", lambda *_: plan)
+    await bench.left(RunState.RUNNING)
+    await bench.runs.recover()
+    assert "no {critic} any more" in (await bench.runs.find(RUN)).reason
+
+
+@pytest.mark.parametrize(("steps_in_between", "goes_on"), [(0, False), (1, True)])
+async def test_a_run_under_which_coordinators_die_again_and_again_ends(
+    bench: Bench, steps_in_between: int, goes_on: bool
+) -> None:
+    await bench.left(RunState.RUNNING)
+    for _ in range(3):
+        await bench.ledger.begin(RUN, 4, after_coordinator=True)
+    await bench.ledger.update_run(RUN, step=2 + steps_in_between)
+    await bench.runs.recover()
+    run = await bench.runs.find(RUN)
+    assert (run.state != run_pb2.RUN_STATE_FAILED) is goes_on
+    assert goes_on or "died 4 times" in run.reason
+
+
+async def test_nothing_is_answered_before_it_is_known_which_runs_go_on(bench: Bench) -> None:
+    await bench.left(RunState.RUNNING)
+    runs = Runs(bench.runs._host, bench.runs._fleet, bench.ledger, bench.runs._events)
+    asked = asyncio.create_task(runs.find(RUN))
+    await asyncio.wait({asked}, timeout=0.05)
+    assert not asked.done()
+    await runs.recover()
+    assert (await asked).state != run_pb2.RUN_STATE_FAILED
+    await runs.close()

@@ -6,7 +6,7 @@ resolved here (merged, checked, paths made absolute), so the coordinator never d
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +33,7 @@ _SCALE_S = 300.0
 _TIMELINE_IDLE_S = 60.0
 # A step may take very long; that the coordinator lives is keepalive's business.
 _WATCH_IDLE_S = 24 * 3600.0
-_RECONNECT_S = 30.0
+_RECONNECT_S = 120.0
 
 
 class Client:
@@ -100,8 +100,14 @@ class Client:
         answer = await rpc.unary(self._stub.ListRuns, pb.ListRunsRequest(limit=limit), timeout_s=_CALL_S)
         return list(answer.runs)
 
-    async def watch_run(self, run_id: str = "latest", after_sequence: int = 0) -> AsyncGenerator[RunEvent]:
-        """Past events, then live ones, until the run has ended; goes on after a coordinator restart."""
+    async def watch_run(
+        self, run_id: str = "latest", after_sequence: int = 0, *, tell: Callable[[str], None] | None = None
+    ) -> AsyncGenerator[RunEvent]:
+        """Past events, then live ones, until the run has ended; goes on after a coordinator restart.
+
+        `tell` hears when the coordinator goes away and when it is back.
+        """
+        say = tell or (lambda _: None)
         run_id = (await self.get_run(run_id)).run_id
         while True:
             request = pb.WatchRunRequest(run_id=run_id, after_sequence=after_sequence)
@@ -113,10 +119,12 @@ class Client:
                         yield answer.event
                 return
             except Unavailable:
+                say(f"the coordinator does not answer; waiting up to {_RECONNECT_S:.0f} s for it")
                 # It may be restarting: raises when it does not come back.
                 await rpc.unary(
-                    self._stub.GetRun, pb.GetRunRequest(run_id=run_id), timeout_s=_RECONNECT_S, attempts=30
+                    self._stub.GetRun, pb.GetRunRequest(run_id=run_id), timeout_s=_RECONNECT_S, attempts=1000
                 )
+                say("the coordinator is back")
 
     async def wait_run(self, run_id: str = "latest") -> Run:
         """The run after it has ended."""

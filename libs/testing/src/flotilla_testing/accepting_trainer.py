@@ -1,8 +1,9 @@
 """A trainer that accepts every update and trains nothing, over the real contract and the real weight group.
 
 For benches and fault tests of everything around the trainer. Start it next to a stack whose
-`trainer.replicas` is 0: it registers itself like any service. Invariants: versions, idempotency by update_id
-and epochs behave as the real trainer's do; the weights it publishes are a small tensor whose value is the
+`trainer.replicas` is 0: it registers itself like any service. ACCEPTING_TRAINER_S in its environment is how long each
+update and each snapshot takes. Invariants: versions, idempotency by update_id and epochs behave as the real trainer's
+do, and an update goes on when its caller goes away; the weights it publishes are a small tensor whose value is the
 step, so digests change with versions.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -46,7 +48,8 @@ class AcceptingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self._host = host
         self._run_id = ""
         self._version = Version(0, 0)
-        self._updates: dict[str, pb.UpdateResult] = {}
+        self._updates: dict[str, asyncio.Task[pb.UpdateResult]] = {}
+        self._takes_s = float(os.environ.get("ACCEPTING_TRAINER_S", "0"))
         self._sender: Sender | None = None
         self._connected: asyncio.Task[None] | None = None
         self._manifest: WeightManifest | None = None
@@ -81,7 +84,9 @@ class AcceptingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self._leave()
 
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Context) -> pb.OpenSessionResponse:
-        """Start at step 0."""
+        """Start at step 0; one run at a time."""
+        if self._run_id:
+            raise FailedPrecondition(f"run {self._run_id} holds the trainer")
         self._run_id = request.run_id
         self._version = Version(request.lineage, 0)
         self._updates.clear()
@@ -100,12 +105,15 @@ class AcceptingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         """The version of the run that was opened last."""
         if request.run_id != self._run_id:
             raise FailedPrecondition(f"run {request.run_id} has no session")
-        return pb.GetSessionResponse(policy_version=self._version.to_proto())
+        return pb.GetSessionResponse(
+            policy_version=self._version.to_proto(), last_update_id=next(reversed(self._updates), "")
+        )
 
     async def SaveCheckpoint(
         self, request: pb.SaveCheckpointRequest, context: Context
     ) -> AsyncIterator[pb.SaveCheckpointResponse]:
         """A sealed folder that holds the version and nothing heavy."""
+        await asyncio.sleep(self._takes_s)
         yield pb.SaveCheckpointResponse(snapshot=pb.CheckpointSnapshot())
         path = Path(request.path)
         shelf = CheckpointShelf(path.parent)
@@ -140,25 +148,28 @@ class AcceptingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
                 for sample in group.samples:
                     tokens += len(from_tensor(sample.token_ids))
                     sample_ids.append(sample.sample_id)
-        if header.update_id in self._updates:
-            return pb.TrainResponse(result=self._updates[header.update_id])
-        if Version.from_proto(header.policy_version) != self._version:
-            raise StaleVersion(f"the trainer is at {self._version}", where=header.update_id)
+        if header.update_id not in self._updates:
+            if Version.from_proto(header.policy_version) != self._version:
+                raise StaleVersion(f"the trainer is at {self._version}", where=header.update_id)
+            making = self._made(header.update_id, tokens, sample_ids)
+            self._updates[header.update_id] = asyncio.create_task(making, name=header.update_id)
+        return pb.TrainResponse(result=await asyncio.shield(self._updates[header.update_id]))
+
+    async def _made(self, update_id: str, tokens: int, sample_ids: list[str]) -> pb.UpdateResult:
+        await asyncio.sleep(self._takes_s)
         self._version = Version(self._version.lineage, self._version.step + 1)
-        result = pb.UpdateResult(
-            update_id=header.update_id,
+        return pb.UpdateResult(
+            update_id=update_id,
             policy_version=self._version.to_proto(),
             metrics={"loss": 0.0, "tokens/trained": float(tokens)},
             sample_ids=sample_ids,
         )
-        self._updates[header.update_id] = result
-        return pb.TrainResponse(result=result)
 
     async def GetUpdate(self, request: pb.GetUpdateRequest, context: Context) -> pb.GetUpdateResponse:
         """What Train answered."""
         if request.update_id not in self._updates:
             raise NotFound("no such update", where=request.update_id)
-        return pb.GetUpdateResponse(result=self._updates[request.update_id])
+        return pb.GetUpdateResponse(result=await asyncio.shield(self._updates[request.update_id]))
 
     async def ComputeLogprobs(
         self, request: pb.ComputeLogprobsRequest, context: Context

@@ -114,9 +114,9 @@ def sim_stack(model: Path, directory: Path, **sections: dict[str, Any]) -> Itera
 
 @contextlib.contextmanager
 def light_stack(
-    model: Path, directory: Path, *, trainer_model: Path | None = None, **generator: Any
+    model: Path, directory: Path, *, trainer_model: Path | None = None, trainer_s: float = 0, **generator: Any
 ) -> Iterator[Stack]:
-    """A whole fleet in seconds: simulated engine, accepting trainer, everything else real."""
+    """A whole fleet in seconds: simulated engine, accepting trainer (`trainer_s` an update), everything else real."""
     description = {
         "name": "light",
         "model": str(model),
@@ -132,7 +132,12 @@ def light_stack(
             text = {**yaml.safe_load(stack.file.read_text()), "model": str(trainer_model)}
             file.write_text(yaml.safe_dump(text))
         with (directory / "trainer.log").open("wb") as log:
-            trainer = subprocess.Popen([*command, "--stack", str(file)], stdout=log, stderr=log)
+            trainer = subprocess.Popen(
+                [*command, "--stack", str(file)],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "ACCEPTING_TRAINER_S": str(trainer_s)},
+            )
         try:
             yield stack
         finally:

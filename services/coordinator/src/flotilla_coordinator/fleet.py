@@ -1,7 +1,7 @@
 """The services of the stack as runs see them.
 
-Invariants: one registry watch feeds every pool; a generator is leased to at most one run at a time; health,
-not the registry, decides whether a replica is used.
+Invariants: every call carries the fence of the beginning that works now; one registry watch feeds every pool; a
+generator is leased to at most one run at a time; health, not the registry, decides whether a replica is used.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import grpc
+
 from flotilla.common.v1 import registration_pb2 as reg
 from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceStub
 from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
 from flotilla.trainer.v1.trainer_pb2_grpc import TrainerServiceStub
 from flotilla_core.errors import FailedPrecondition, NotFound
 from flotilla_core.roles import POLICY, ROLES
-from flotilla_core.rpc import Replica, ReplicaPool
+from flotilla_core.rpc import Fence, Replica, ReplicaPool
 from flotilla_core.service import Host
 
 if TYPE_CHECKING:
@@ -33,16 +35,18 @@ class Fleet:
         self._host = host
         self._watch: asyncio.Task[None] | None = None
         self.registrations: dict[str, reg.Registration] = {}
+        self.fence: Fence | None = None
+        """Of the beginning that works now; it goes with every call."""
         self.generators: ReplicaPool[GeneratorServiceAsyncStub] = ReplicaPool(
-            reg.SERVICE_KIND_GENERATOR, GeneratorServiceStub, host.connect
+            reg.SERVICE_KIND_GENERATOR, GeneratorServiceStub, self._connect
         )
         self.gangs: dict[str, ReplicaPool[TrainerServiceAsyncStub]] = {
-            role: ReplicaPool(reg.SERVICE_KIND_TRAINER, TrainerServiceStub, host.connect, role=role)
+            role: ReplicaPool(reg.SERVICE_KIND_TRAINER, TrainerServiceStub, self._connect, role=role)
             for role in ROLES
         }
         self.trainers = self.gangs[POLICY]
         self.rewards: ReplicaPool[RewardServiceAsyncStub] = ReplicaPool(
-            reg.SERVICE_KIND_REWARD, RewardServiceStub, host.connect
+            reg.SERVICE_KIND_REWARD, RewardServiceStub, self._connect
         )
 
     async def start(self) -> None:
@@ -78,6 +82,9 @@ class Fleet:
         for pool in (self.generators, self.rewards):
             pool.drain(replica.instance_id, "drained by a user")
         return replica
+
+    def _connect(self, address: str) -> grpc.aio.Channel:
+        return self._host.connect(address, fence=lambda: self.fence)
 
     def _pools(self) -> Iterator[ReplicaPool[Any]]:
         yield self.generators

@@ -6,6 +6,9 @@ torch, no vllm, no transformers anywhere below this package.
 
 from __future__ import annotations
 
+import asyncio
+
+import structlog
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 
 from flotilla.common.v1 import operate_pb2
@@ -14,15 +17,19 @@ from flotilla.coordinator.v1 import coordinator_pb2_grpc, loop_pb2_grpc
 from flotilla_coordinator.fleet import Fleet
 from flotilla_coordinator.launcher_link import LauncherLink
 from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.ledger.ownership import BEAT_S, Owner
 from flotilla_coordinator.loop_servicer import LoopServicer
 from flotilla_coordinator.runs.runs import Runs
 from flotilla_coordinator.servicer import CoordinatorServicer
 from flotilla_coordinator.timeline import SpanStore, TraceReceiver
 from flotilla_core.bus import EventStream
+from flotilla_core.errors import FlotillaError, StaleVersion
 from flotilla_core.model_folder import model_folder
 from flotilla_core.rpc import RpcServer
 from flotilla_core.service import Host
 from flotilla_core.tokenizer_digest import tokenizer_digest
+
+log = structlog.get_logger(__name__)
 
 
 class Coordinator:
@@ -30,7 +37,8 @@ class Coordinator:
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._ledger = Ledger.open(host.state_dir / "ledger.sqlite")
+        self._ledger = Ledger.open(host.state_dir / "ledger.sqlite", Owner.of_this_process(host.instance_id))
+        self._beating: asyncio.Task[None] | None = None
         self._spans = SpanStore(host.state_dir / "spans.sqlite")
         self._fleet = Fleet(host)
         self._runs = Runs(host, self._fleet, self._ledger, EventStream(host.bus))
@@ -57,10 +65,11 @@ class Coordinator:
         )
 
     async def start(self) -> None:
-        """Account for what an earlier coordinator left, then follow the fleet."""
-        await self._runs.recover()
+        """Follow the fleet, then go on with what an earlier coordinator left."""
         await self._spans.prune(self._host.stack.coordinator.span_retention_runs)
         await self._fleet.start()
+        self._beating = asyncio.create_task(self._beat(), name="ledger beat")
+        await self._runs.recover()
 
     def describe(self, registration: Registration) -> None:
         """The tokenizer that prompts are made with."""
@@ -81,6 +90,19 @@ class Coordinator:
     async def stop(self) -> None:
         """Close in the reverse order of opening."""
         await self._runs.close()
+        if self._beating is not None:
+            self._beating.cancel()
         await self._fleet.stop()
         self._ledger.close()
         self._spans.close()
+
+    async def _beat(self) -> None:
+        """Keep the ledger; a coordinator that lost it ends, for another one works in its place."""
+        while True:
+            try:
+                await self._ledger.beat()
+            except StaleVersion as error:
+                return self._host.failed(error)
+            except FlotillaError as error:  # a full disk: whoever writes something that matters will say so
+                log.warning("the ledger was not written", error=str(error))
+            await asyncio.sleep(BEAT_S)

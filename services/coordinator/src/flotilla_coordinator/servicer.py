@@ -24,7 +24,7 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.report import export_parquet
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs.ledger_view import list_samples
-from flotilla_coordinator.runs.past_events import past_events
+from flotilla_coordinator.runs.past_events import all_events, past_events
 from flotilla_coordinator.runs.runs import Runs
 from flotilla_coordinator.timeline import SpanStore, chrome_trace
 from flotilla_core.errors import InvalidRequest, NotFound, Unimplemented
@@ -75,7 +75,7 @@ class CoordinatorServicer(CoordinatorServiceServicer):
         run = await self._runs.find(request.run_id)
         active = self._runs.active(run.run_id)
         after = request.after_sequence
-        async for event in past_events(run, after) if active is None else active.feed.follow(after):
+        async for event in past_events(run, after) if active is None else all_events(run, active.feed, after):
             yield pb.WatchRunResponse(event=event)
 
     async def StopRun(self, request: pb.StopRunRequest, context: Context) -> pb.StopRunResponse:

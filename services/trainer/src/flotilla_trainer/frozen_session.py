@@ -16,6 +16,8 @@ from flotilla_trainer.session_ranks import SessionRanks
 class FrozenSession:
     """The state between OpenSession and CloseSession; its version never moves."""
 
+    last_update_id = ""
+
     def __init__(
         self, request: pb.OpenSessionRequest, folder: Path, gang: Gang, activities: Activities
     ) -> None:

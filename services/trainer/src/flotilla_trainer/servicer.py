@@ -40,7 +40,9 @@ class TrainerServicer(TrainerServiceServicer):
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Any) -> pb.GetSessionResponse:
         session = self._holder.session(request.run_id)
-        return pb.GetSessionResponse(policy_version=session.version.to_proto())
+        return pb.GetSessionResponse(
+            policy_version=session.version.to_proto(), last_update_id=session.last_update_id
+        )
 
     async def Train(self, requests: AsyncIterator[pb.TrainRequest], context: Any) -> pb.TrainResponse:
         header = await _header(requests)

@@ -61,6 +61,11 @@ class Session:
         """Of the weights that the ranks hold."""
         return self._progress.version
 
+    @property
+    def last_update_id(self) -> str:
+        """Of the update that was sent last; empty before the first."""
+        return self.updates.last_id
+
     async def open(self) -> None:
         """Build the optimizer on the ranks."""
         packed, refusal = self._ranks.layout().packed, self._ranks.packing_refusal

@@ -49,6 +49,8 @@ class Updates:
         self._pending = pending
         self._results: Once[pb.UpdateResult] = Once(KEPT_RESULTS)
         self._attempts: dict[str, str] = {}
+        self.last_id = ""
+        """The update that was sent last, if any."""
 
     @property
     def running(self) -> str:
@@ -92,6 +94,7 @@ class Updates:
     async def _attempt(self, header: pb.TrainHeader, groups: Sequence[pb.TrainGroup]) -> pb.UpdateResult:
         """One try at an update, under a name that an abort can mean without hitting the next try."""
         attempt = self._attempts[header.update_id] = ids.new_request_id()
+        self.last_id = header.update_id
         try:
             async with self._ranks.turn:
                 return await self._train(header, groups, attempt)

@@ -51,7 +51,8 @@ class WeightGroups:
             raise StaleVersion(
                 f"epoch {request.epoch} is over", why=f"epoch {self._newest_epoch} was opened since"
             )
-        self.forget()
+        # What an earlier coordinator left open may wait for members that never come.
+        await self.close_any()
         answers = await self._gang.command(
             "open_group",
             {

@@ -210,6 +210,9 @@ class RunConfig(ConfigModel):
     """Who makes the steps: the coordinator by itself, or a client of yours, call by call, any number of them."""
     loop_idle_timeout_s: float = Field(default=1800.0, gt=0)
     """With `loop: client`: after so long without a call the run saves its state and stops, and frees the fleet."""
+    resume: Literal["automatic", "by_user"] = "automatic"
+    """After the death of the coordinator: `automatic` goes on as soon as it is back, `by_user` waits for
+    `flotilla run resume`, as every run with `loop: client` does."""
     initial_weights: Path | None = None
     """Hugging Face folder to start from; empty takes the stack's model."""
     lora: LoraConfig | None = None

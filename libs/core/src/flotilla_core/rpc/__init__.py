@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from flotilla_core.rpc.auth import is_loopback, read_token
     from flotilla_core.rpc.calls import client_stream, server_stream, unary
     from flotilla_core.rpc.channel import connect
+    from flotilla_core.rpc.fence import Fence
     from flotilla_core.rpc.pool import ReplicaPool
     from flotilla_core.rpc.replica import Replica
     from flotilla_core.rpc.server import RpcServer
 
 __all__ = [
+    "Fence",
     "Replica",
     "ReplicaPool",
     "RpcServer",
@@ -29,6 +31,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Fence": "fence",
     "Replica": "replica",
     "ReplicaPool": "pool",
     "RpcServer": "server",

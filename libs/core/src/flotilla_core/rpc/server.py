@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from flotilla_core.errors import PortInUse
 from flotilla_core.rpc.auth import require_token
 from flotilla_core.rpc.boundary import BoundaryInterceptor
+from flotilla_core.rpc.fence import FenceServerInterceptor
 from flotilla_core.rpc.health import SERVICE_NAME as HEALTH
 from flotilla_core.rpc.health import HealthServicer
 from flotilla_core.rpc.options import SERVER_OPTIONS
@@ -54,7 +55,7 @@ class RpcServer:
         interceptors = [server_interceptor()]
         if self._token is not None:
             interceptors.append(TokenServerInterceptor(self._token))
-        interceptors.append(BoundaryInterceptor())
+        interceptors += [FenceServerInterceptor(), BoundaryInterceptor()]
         server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         for add_servicer_to_server, servicer in self._adders:
             add_servicer_to_server(servicer, server)

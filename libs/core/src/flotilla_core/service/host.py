@@ -62,9 +62,11 @@ class Host:
     fail: Callable[[BaseException], None]
     activities: Activities = field(default_factory=Activities)
 
-    def connect(self, address: str) -> grpc.aio.Channel:
+    def connect(
+        self, address: str, *, fence: Callable[[], rpc.Fence | None] | None = None
+    ) -> grpc.aio.Channel:
         """A channel to a peer, with the stack's token."""
-        return rpc.connect(address, token=self.token)
+        return rpc.connect(address, token=self.token, fence=fence)
 
     def failed(self, error: BaseException) -> None:
         """The service cannot go on: it becomes FAILED, stops, and the process ends with exit code 1."""

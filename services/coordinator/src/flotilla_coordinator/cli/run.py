@@ -231,7 +231,7 @@ def _follow(run_id: str, stack: str | None, coordinator: str | None, *, as_json:
         async with client_of(stack, coordinator) as client:
             started = await client.get_run(run_id)
             with progress(started) as show:
-                async for event in client.watch_run(started.run_id):
+                async for event in client.watch_run(started.run_id, tell=say):
                     show(event)
             return await client.get_run(started.run_id)
 

@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flotilla_coordinator.ledger import queries, rewind, rows, schema, transitions
+from flotilla_coordinator.ledger import beginnings, ownership, queries, rewind, rows, schema, transitions
+from flotilla_coordinator.ledger.ownership import Owner
 from flotilla_coordinator.ledger.records import (
     Conservation,
     GeneratedSample,
@@ -30,6 +31,7 @@ from flotilla_coordinator.ledger.records import (
 )
 from flotilla_coordinator.ledger.writer import WriterThread
 from flotilla_core.errors import AlreadyExists
+from flotilla_core.rpc import Fence
 from flotilla_core.version import Version
 
 T = TypeVar("T")
@@ -38,17 +40,17 @@ T = TypeVar("T")
 class Ledger:
     """The durable truth about runs and samples."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, owner: Owner) -> None:
         self.path = path
-        self._writer = WriterThread(path)
+        self._writer = WriterThread(path, owner)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="ledger-reader")
         self._read_db = schema.connect_read_only(path)
 
     @classmethod
-    def open(cls, path: Path) -> Ledger:
-        """Open or create the file; an older schema is migrated."""
+    def open(cls, path: Path, owner: Owner | None = None) -> Ledger:
+        """Open or create the file; an older schema is migrated. One that somebody else owns is refused."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        return cls(path)
+        return cls(path, owner or Owner.of_this_process())
 
     def close(self) -> None:
         """Finish what was submitted and close the file."""
@@ -60,6 +62,15 @@ class Ledger:
     def backlog(self) -> int:
         """Submitted operations that are not durable yet."""
         return self._writer.backlog
+
+    @property
+    def lost(self) -> bool:
+        """Whether somebody else was found to own the ledger."""
+        return self._writer.lost is not None
+
+    async def beat(self) -> None:
+        """Say that the owner lives; raises StaleVersion where it is another one."""
+        await self._writer.submit(ownership.beat)
 
     async def group_issued(self, group: GroupIssue) -> Recorded:
         """Admit the samples of a group, before anyone is asked to generate them."""
@@ -200,6 +211,20 @@ class Ledger:
             )
 
         await self._writer.submit(insert)
+
+    async def begin(self, run_id: str, lineage: int, *, after_coordinator: bool) -> Fence:
+        """The fence of a beginning that is about to be made: higher than that of every one before."""
+        return await self._writer.submit(
+            lambda db: beginnings.begin(db, run_id, lineage, after_coordinator=after_coordinator)
+        )
+
+    async def coordinators_lost_in_row(self, run_id: str) -> int:
+        """How often the run went on after the death of a coordinator since it last made a step."""
+        return await self._read(lambda db: beginnings.coordinators_lost_in_row(db, run_id))
+
+    async def stopping(self, run_id: str, reason: str) -> None:
+        """A user wants the run to end: should the coordinator die, it does not go on."""
+        await self._writer.submit(lambda db: beginnings.stopping(db, run_id, reason))
 
     async def update_run(
         self,

@@ -99,7 +99,35 @@ CREATE TRIGGER transitions_never_vanish BEFORE DELETE ON transitions
 BEGIN SELECT RAISE (ABORT, 'the event log only grows'); END;
 """
 
-MIGRATIONS: tuple[str, ...] = (_FIRST,)
+# Every beginning of a run has a number that is higher than that of any beginning before it, whatever the run.
+_BEGINNINGS = """
+CREATE TABLE beginnings (
+    fence INTEGER PRIMARY KEY AUTOINCREMENT,
+    run INTEGER NOT NULL REFERENCES runs (key),
+    lineage INTEGER NOT NULL,
+    steps_done INTEGER NOT NULL,
+    after_coordinator INTEGER NOT NULL,
+    time REAL NOT NULL
+);
+CREATE INDEX beginnings_of_run ON beginnings (run);
+"""
+
+# The ledger's own name, and the one coordinator that may write it.
+_OWNER = """
+CREATE TABLE identity (name TEXT NOT NULL);
+INSERT INTO identity VALUES (lower(hex(randomblob(8))));
+CREATE TABLE owner (
+    epoch INTEGER PRIMARY KEY,
+    instance_id TEXT NOT NULL,
+    host TEXT NOT NULL,
+    pid INTEGER NOT NULL,
+    start_ticks INTEGER NOT NULL,
+    boot_id TEXT NOT NULL,
+    seen_at REAL NOT NULL
+);
+"""
+
+MIGRATIONS: tuple[str, ...] = (_FIRST, _BEGINNINGS, _OWNER)
 
 
 def connect(path: Path) -> sqlite3.Connection:

@@ -1,8 +1,8 @@
 """The one thread that writes: many submitted operations share one durable transaction.
 
-Invariants: an operation is all or nothing, also inside a shared transaction; its result is delivered only
-after the commit reached the disk; operations run in the order in which they were submitted. A caller that
-is cancelled while it waits does not undo what it submitted.
+Invariants: nothing is written once somebody else owns the ledger; an operation is all or nothing, also inside a shared
+transaction; its result is delivered only after the commit reached the disk; operations run in the order in which they
+were submitted. A caller that is cancelled while it waits does not undo what it submitted.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flotilla_coordinator.ledger import schema
-from flotilla_core.errors import Exhausted, FailedPrecondition, FlotillaError, Internal
+from flotilla_coordinator.ledger import ownership, schema
+from flotilla_coordinator.ledger.ownership import Owner
+from flotilla_core.errors import Exhausted, FailedPrecondition, FlotillaError, Internal, StaleVersion
 
 T = TypeVar("T")
 
@@ -36,9 +37,16 @@ class _Submitted:
 class WriterThread:
     """Runs operations on the ledger's only writing connection."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, owner: Owner) -> None:
         self._path = path
         self._db = schema.connect(path)
+        try:
+            self._epoch = ownership.claim(self._db, owner, path)
+        except FlotillaError:
+            self._db.close()
+            raise
+        self.lost: StaleVersion | None = None
+        """Why nothing is written any more, once somebody else owns the ledger."""
         self._queue: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="ledger-writer", daemon=True)
@@ -86,9 +94,15 @@ class WriterThread:
     def _commit(self, batch: list[_Submitted]) -> None:
         try:
             self._db.execute("BEGIN IMMEDIATE")
+            ownership.refuse_former(self._db, self._epoch, self._path)
             for submitted in batch:
                 self._apply(submitted)
             self._db.execute("COMMIT")
+        except StaleVersion as lost:
+            self._db.execute("ROLLBACK")
+            self.lost = lost
+            for submitted in batch:
+                submitted.error = lost
         except sqlite3.Error as error:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")

@@ -62,7 +62,8 @@ class RunDirectory:
         outcome = self.path / OUTCOME
         if outcome.exists():
             outcome.rename(_free(outcome))
-        _free(self.path / "versions.json").write_text(_pretty(versions), "utf-8")
+        if versions:
+            _free(self.path / "versions.json").write_text(_pretty(versions), "utf-8")
 
     def write_configuration(self, config_yaml: str, versions: Mapping[str, Any]) -> None:
         """The resolved configuration, and who took part (versions and digests by service)."""

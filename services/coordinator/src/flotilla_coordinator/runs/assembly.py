@@ -63,7 +63,7 @@ class Assembly:
         self.client: ClientLoop | None = None
         """Where a client makes the steps of the run."""
 
-    async def build(self, directory: RunDirectory, lineage: int) -> RunContext:
+    async def build(self, directory: RunDirectory, lineage: int, fence: int) -> RunContext:
         """Wait for the services that the run needs, then wire them."""
         config = self._config
         tokenizer = await asyncio.to_thread(lambda: Tokenizer.load(model_folder(self._host.stack.model)))
@@ -74,7 +74,7 @@ class Assembly:
         gangs = Gangs(self._run_id, self._host.stack, self._fleet, self._ledger, lineage)
         learners = await gangs.learners(config, tokenizer, directory.path / "dumps")
         policy = learners.policy
-        sync = self._sync(policy, prompts, tokenizer)
+        sync = self._sync(policy, prompts, tokenizer, fence)
         generation = self._generation(sync)
         scorer = Scorer(self._run_id, config.rewards, self._fleet.rewards, self._wait_limit_s)
         context = RunContext(
@@ -111,7 +111,9 @@ class Assembly:
             )
         return context
 
-    def _sync(self, policy: PolicyTrainer, prompts: PromptSource, tokenizer: Tokenizer) -> WeightSync:
+    def _sync(
+        self, policy: PolicyTrainer, prompts: PromptSource, tokenizer: Tokenizer, fence: int
+    ) -> WeightSync:
         weights = self._config.weights
         backend = weights.backend
         if backend == "auto":
@@ -138,6 +140,7 @@ class Assembly:
             self._fleet.generators.replicas,
             self._evict,
             verify,
+            fence,
         )
 
     @staticmethod

@@ -11,6 +11,7 @@ import asyncio
 from dataclasses import dataclass
 
 from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.runs.attachment import attach
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.progress import Progress
 from flotilla_core.errors import Damaged
@@ -25,14 +26,20 @@ class Beginning:
     """The name of one; empty takes the newest that is good, or the start of the run where it has none."""
     by_user: bool = False
     """Somebody resumed it, who may have mended a reward: what the rewards failed on is asked for again."""
+    after_coordinator: bool = False
+    """The coordinator died: where its sessions still live the run goes on with them, in the lineage that it had."""
 
 
 async def begin(run: RunContext, beginning: Beginning) -> None:
     """Open the session; a later beginning then goes back to a checkpoint."""
+    if beginning.after_coordinator:
+        with run.phase("look for the sessions"):
+            if await attach(run):
+                return
     with run.phase("open session"):
         await run.learners.open()
     if beginning.lineage == 0:
-        run.begun = True
+        run.begun = run.owes_evaluation = True
         return
     with run.phase("load checkpoint"):
         name, progress = await _loaded(run, beginning.checkpoint)
@@ -48,7 +55,7 @@ async def begin(run: RunContext, beginning: Beginning) -> None:
         )
         await run.source.go_on(progress.steps_done, progress.cursor)
     run.go_on(progress)
-    run.begun = True
+    run.begun, run.owes_evaluation = True, progress.steps_done == 0
     origin = f"checkpoint {name}" if name else "its start, for there is no checkpoint yet"
     run.status.notice(
         run_pb2.NOTICE_LEVEL_INFO,

@@ -54,6 +54,10 @@ class RunContext:
     stop_requested: bool = False
     begun: bool = False
     """Whether it stands where it was to begin."""
+    owes_evaluation: bool = False
+    """Whether the steps that are done call for one that has not been made."""
+    update_unrecorded: bool = False
+    """Whether the gangs made an update that the ledger does not know of: its step comes first of all."""
     steps_done: int = 0
     last_accuracy: float | None = None
     cursor: dict[str, Any] | None = None
@@ -110,12 +114,16 @@ class RunContext:
             self.status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"optimizer step skipped: {skipped}")
         self.cursor = batch.cursor
         if not self.source.samples_from_policy:
+            await self._record_progress(step + 1)
             return
+        # Before the ledger, for a step that it knows is not made again; and only where the run is still ours.
+        await self.ledger.beat()
+        await asyncio.to_thread(self.directory.write_samples, batch)
         sample_ids = [sample.sample_id for sample in batch.samples]
-        if learned.policy is None:
-            await self.ledger.dropped(self.run_id, sample_ids, CRITIC_ONLY)
-        elif learned.policy.skipped:
-            await self.ledger.dropped(self.run_id, sample_ids, UPDATE_SKIPPED)
+        if learned.policy is None or learned.policy.skipped:
+            reason = CRITIC_ONLY if learned.policy is None else UPDATE_SKIPPED
+            await self.ledger.dropped(self.run_id, sample_ids, reason)
+            await self._record_progress(step + 1)
         else:
             await self.ledger.consumed(
                 self.run_id,
@@ -126,7 +134,12 @@ class RunContext:
                 step=step + 1,
                 cursor=batch.cursor,
             )
-        await asyncio.to_thread(self.directory.write_samples, batch)
+
+    async def _record_progress(self, steps_done: int) -> None:
+        """A step without an update of samples counts as well, should another coordinator go on from here."""
+        await self.ledger.update_run(
+            self.run_id, step=steps_done, version=self.policy.version, cursor=self.cursor
+        )
 
     def progress(self, steps_done: int) -> Progress:
         """Where the run stands after so many steps."""

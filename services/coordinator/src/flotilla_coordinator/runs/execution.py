@@ -1,7 +1,8 @@
 """From an admitted run to its end, whatever the end is.
 
-Invariants: exactly one terminal state is reached and recorded; every collaborator that was opened is closed;
-a failure is one message that a user can act on, and its traceback goes to the log.
+Invariants: exactly one terminal state is reached and recorded, by the coordinator that owns the ledger; every
+collaborator that was opened is closed; a failure is one message that a user can act on, and its traceback goes to the
+log.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.loop import run_loop
 from flotilla_coordinator.runs.recovery import Recovery
 from flotilla_coordinator.runs.serve_client import serve_client
-from flotilla_core.errors import FlotillaError
+from flotilla_core.errors import FlotillaError, StaleVersion
 from flotilla_core.service import Host
 from flotilla_core.version import Version
 
@@ -63,9 +64,11 @@ async def execute(
         log.exception("run failed", run_id=active.run_id)
     finally:
         active.ending = True
+        ours = await _is_ours(ledger)
         if active.context is not None:
-            await _close(active.context)
-        await _finish(ledger, active, directory, state, reason)
+            await _close(active.context, ours=ours)
+        if ours:
+            await _finish(ledger, active, directory, state, reason)
 
 
 async def _run(
@@ -76,7 +79,11 @@ async def _run(
     while True:
         active.status.enter("waiting for services")
         assembly = Assembly(host, fleet, ledger, active.run_id, active.config, active.status)
-        context = await assembly.build(directory, beginning.lineage)
+        fence = await ledger.begin(
+            active.run_id, beginning.lineage, after_coordinator=beginning.after_coordinator
+        )
+        fleet.fence = fence
+        context = await assembly.build(directory, beginning.lineage, fence.number)
         active.context = context
         context.stop_requested = active.stop_requested
         if active.config.loop == "client":
@@ -93,14 +100,23 @@ async def _run(
         active.context = None
 
 
-async def _close(context: RunContext) -> None:
-    """Give everything back; a service that is gone has nothing to give back."""
-    for close in (
-        context.source.close,
-        context.sync.close,
-        context.checkpoints.close,
-        *(session.close for session in context.learners.sessions),
-    ):
+async def _is_ours(ledger: Ledger) -> bool:
+    """False once another coordinator goes on with the run: its gangs and its records are not for this one any more."""
+    try:
+        await ledger.beat()
+    except StaleVersion as error:
+        log.error("the run belongs to another coordinator", error=str(error))
+        return False
+    except FlotillaError as error:  # a full disk says nothing about the owner
+        log.warning("the ledger was not written", error=str(error))
+    return True
+
+
+async def _close(context: RunContext, *, ours: bool = True) -> None:
+    """Give everything back that is ours; a service that is gone has nothing to give back."""
+    here = (context.source.close, context.checkpoints.close)
+    elsewhere = (context.sync.close, *(session.close for session in context.learners.sessions))
+    for close in (*here, *elsewhere) if ours else here:
         try:
             await close()
         except FlotillaError as error:

@@ -32,6 +32,11 @@ class RunFeed:
         """The number of the newest event; 0 before the first."""
         return self._count
 
+    @property
+    def first_kept(self) -> int:
+        """The number of the oldest event that is still here, or of the next one."""
+        return self._count - len(self._events) + 1
+
     def append(self, event: run_pb2.RunEvent) -> None:
         """Number the event, keep it, wake the watchers."""
         self._count += 1

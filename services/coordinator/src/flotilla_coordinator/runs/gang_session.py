@@ -27,6 +27,7 @@ CLOSE_SLACK_S = 30.0
 PROBE_TIMEOUT_S = 10.0
 LOST_PROBES = 5
 PROBE_EVERY_S = 0.5
+NOT_THERE = (FailedPrecondition, Unavailable, DeadlineExceeded)
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,21 @@ class GangSession:
             await self._open()
         self.opened = True
 
+    async def left(self) -> pb.GetSessionResponse | None:
+        """Where a session of this run stands that an earlier coordinator opened; None where there is none."""
+        try:
+            request = pb.GetSessionRequest(run_id=self._run_id)
+            return await rpc.unary(self.stub.GetSession, request, timeout_s=PROBE_TIMEOUT_S)
+        except NOT_THERE:
+            return None
+
     async def lost(self) -> bool:
         """Whether the session is gone, and with it all that was trained since the last checkpoint."""
         for _ in range(LOST_PROBES):
             try:
                 request = pb.GetSessionRequest(run_id=self._run_id)
                 await rpc.unary(self.stub.GetSession, request, timeout_s=PROBE_TIMEOUT_S)
-            except (FailedPrecondition, Unavailable, DeadlineExceeded):
+            except NOT_THERE:
                 return True
             # A front learns of a rank's death a moment after its peers do.
             await asyncio.sleep(PROBE_EVERY_S)

@@ -16,6 +16,7 @@ from flotilla_coordinator.runs.frozen_role import FrozenRole
 from flotilla_coordinator.runs.gang_session import GangSession
 from flotilla_coordinator.runs.joint_checkpoint import save_jointly
 from flotilla_coordinator.runs.learned import Learned
+from flotilla_coordinator.runs.learning_session import LearningSession
 from flotilla_coordinator.runs.policy import PolicyTrainer
 from flotilla_coordinator.runs.together import all_of, all_settled
 from flotilla_core.roles import CRITIC
@@ -45,8 +46,12 @@ class Learners:
     @property
     def sessions(self) -> list[GangSession]:
         """The policy's first."""
-        learning = [self.policy] if self.critic is None else [self.policy, self.critic]
-        return [*learning, *self._frozen]
+        return [*self.learning, *self._frozen]
+
+    @property
+    def learning(self) -> list[LearningSession]:
+        """Those whose weights change, the policy's first."""
+        return [self.policy] if self.critic is None else [self.policy, self.critic]
 
     @property
     def opened(self) -> bool:
@@ -62,11 +67,15 @@ class Learners:
         gone = await all_of(session.lost() for session in self.sessions)
         return [session for session, is_gone in zip(self.sessions, gone, strict=True) if is_gone]
 
+    def policy_learns(self, step: int) -> bool:
+        """Whether a step moves the policy: the first ones may be for the critic alone."""
+        return self.critic is None or step >= self._critic_steps
+
     async def train(self, batch: Batch) -> Learned:
         """One update of each; of the critic alone in the first steps, where the run says so."""
         if self.critic is None:
             return Learned(await self.policy.train(batch))
-        if batch.step < self._critic_steps:
+        if not self.policy_learns(batch.step):
             return Learned(None, await self.critic.train(batch))
         policy, critic = await all_of([self.policy.train(batch), self.critic.train(batch)])
         return Learned(policy, critic)

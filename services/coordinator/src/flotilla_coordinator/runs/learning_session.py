@@ -14,7 +14,7 @@ from flotilla_coordinator.runs.batch import Batch
 from flotilla_coordinator.runs.gang_session import GangSession
 from flotilla_coordinator.runs.group_messages import fill, parts
 from flotilla_core import ids, rpc, telemetry
-from flotilla_core.errors import FailedPrecondition, NotFound, Unavailable
+from flotilla_core.errors import FailedPrecondition, Mismatch, NotFound, Unavailable
 from flotilla_core.telemetry import names
 from flotilla_core.version import Version
 
@@ -39,6 +39,7 @@ class LearningSession(GangSession):
         }
         with telemetry.span(names.RL_TRAIN, attributes=attributes, links=links):
             result = await self._trained(update_id, batch)
+        self._refuse_other_samples(result, batch)
         self.version = Version.from_proto(result.policy_version)
         return result
 
@@ -62,22 +63,7 @@ class LearningSession(GangSession):
         self.version = Version.from_proto(reply.policy_version)
         return reply.coordinator_state
 
-    async def _trained(self, update_id: str, batch: Batch) -> pb.UpdateResult:
-        """Send the batch; after a broken stream ask what became of it before sending it again."""
-        for attempt in range(1, TRAIN_ATTEMPTS + 1):
-            try:
-                requests = self._requests(update_id, batch)
-                reply = await rpc.client_stream(self.stub.Train, requests, timeout_s=TRAIN_TIMEOUT_S)
-                return reply.result
-            except Unavailable:
-                result = await self._finished_update(update_id)
-                if result is not None:
-                    return result
-                if attempt == TRAIN_ATTEMPTS:
-                    raise
-        raise AssertionError("the last attempt returns or raises")
-
-    async def _finished_update(self, update_id: str) -> pb.UpdateResult | None:
+    async def finished_update(self, update_id: str) -> pb.UpdateResult | None:
         """The result of an update that was begun; None where the session never saw the whole batch."""
         request = pb.GetUpdateRequest(run_id=self._run_id, update_id=update_id)
         try:
@@ -92,6 +78,32 @@ class LearningSession(GangSession):
                 next_step=f"see `flotilla logs {self.gang.name}`",
             ) from error
         return reply.result
+
+    async def _trained(self, update_id: str, batch: Batch) -> pb.UpdateResult:
+        """Send the batch; after a broken stream ask what became of it before sending it again."""
+        for attempt in range(1, TRAIN_ATTEMPTS + 1):
+            try:
+                requests = self._requests(update_id, batch)
+                reply = await rpc.client_stream(self.stub.Train, requests, timeout_s=TRAIN_TIMEOUT_S)
+                return reply.result
+            except Unavailable:
+                result = await self.finished_update(update_id)
+                if result is not None:
+                    return result
+                if attempt == TRAIN_ATTEMPTS:
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+    def _refuse_other_samples(self, result: pb.UpdateResult, batch: Batch) -> None:
+        """What an update that was made before was made of is what is recorded of it."""
+        other = set(result.sample_ids) ^ {sample.sample_id for sample in batch.samples}
+        if result.sample_ids and other:
+            raise Mismatch(
+                f"update {result.update_id} was made of other samples",
+                where=self.gang.name,
+                why=f"{len(other)} samples are in one of both alone, {min(other)} among them",
+                next_step=f"go on from the last checkpoint: flotilla run resume {self._run_id}",
+            )
 
     async def _requests(self, update_id: str, batch: Batch) -> AsyncIterator[pb.TrainRequest]:
         """The header, then whole groups part by part."""

@@ -19,9 +19,9 @@ async def run_loop(run: RunContext, beginning: Beginning) -> None:
     """Train `run` from where it begins to its last step, or to its stop rule."""
     with telemetry.span(names.RL_LOOP, attributes={names.RUN_ID: run.run_id}):
         await begin(run, beginning)
-        await _sync(run)
-        if run.steps_done == 0:
-            await _evaluate(run, step=0)
+        if not run.update_unrecorded:
+            await _sync(run)
+            await _make_up(run)
 
         for step in range(run.steps_done, run.config.steps):
             with run.step(step):
@@ -59,6 +59,14 @@ async def _train_one_step(run: RunContext, step: int) -> None:
         await _evaluate(run, step=step + 1)
     if run.checkpoints.due(step + 1):
         await _checkpoint(run, step + 1)
+
+
+async def _make_up(run: RunContext) -> None:
+    """What the steps that are done still call for: at the start, and where a coordinator died after an update."""
+    if run.owes_evaluation:
+        await _evaluate(run, step=run.steps_done)
+    if run.steps_done > 0 and run.checkpoints.due(run.steps_done):
+        await _checkpoint(run, run.steps_done)
 
 
 async def _sync(run: RunContext) -> None:

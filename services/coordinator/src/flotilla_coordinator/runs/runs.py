@@ -1,8 +1,8 @@
 """All runs of this coordinator: admission, lookup, stop.
 
 Invariants: a run is in the ledger before StartRun returns; one trainer serves one run at a time, so a second
-one is refused with the name of the first; runs that an earlier coordinator left unfinished are closed as
-failed at start, with their samples accounted for.
+one is refused with the name of the first; before any call is answered, a run that an earlier coordinator left
+unfinished goes on, or is closed as failed with its samples accounted for.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from flotilla_coordinator.runs.execution import execute
 from flotilla_coordinator.runs.feed import RunFeed
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_coordinator.runs.stored_run import continued_run, interrupted_run, record_end, stored_run
+from flotilla_coordinator.runs.takeover import REFUSED, why_it_ends
 from flotilla_core import ids
 from flotilla_core.bus import EventStream
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.config import RunConfig, dump_yaml, load_text
-from flotilla_core.errors import FailedPrecondition, InvalidConfig
+from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidConfig
 from flotilla_core.service import Host
 from flotilla_core.version import Version
 
@@ -51,22 +52,15 @@ class Runs:
         self._active: dict[str, ActiveRun] = {}
         self._started: dict[str, str] = {}
         self._admission = asyncio.Lock()
+        self._recovered = asyncio.Event()
 
     async def recover(self) -> None:
-        """Close what an earlier coordinator left open, before any run is admitted."""
+        """Go on with what an earlier coordinator left open, or close it, before anything is answered."""
         async with self._admission:
             for record in await self._ledger.list_runs():
                 if not record.state.ended:
-                    await self._ledger.drop_in_flight(record.run_id, RUN_INTERRUPTED)
-                    run = await asyncio.to_thread(interrupted_run, record)
-                    await self._ledger.update_run(
-                        record.run_id,
-                        state=RunState(run.state),
-                        reason=run.reason,
-                        ended_at=run.ended_at.ToNanoseconds() / 1e9,
-                        step=run.step,
-                    )
-                    await asyncio.to_thread(record_end, run)
+                    await self._take_over(record)
+        self._recovered.set()
 
     def plan(self, config_yaml: str) -> run_pb2.Plan:
         """The arithmetic, the warnings and the reasons to refuse."""
@@ -74,6 +68,7 @@ class Runs:
 
     async def start(self, config_yaml: str, request_id: str) -> run_pb2.Run:
         """Admit a run, or say why not; a repeated request gets the run that it started."""
+        await self._recovered.wait()
         async with self._admission:
             if request_id and request_id in self._started:
                 return await self.find(self._started[request_id])
@@ -81,6 +76,7 @@ class Runs:
 
     async def resume(self, run_id: str, checkpoint: str, request_id: str) -> run_pb2.Run:
         """Continue a run that ended before its last step, or say why not; a repeated request does it once."""
+        await self._recovered.wait()
         async with self._admission:
             if request_id and request_id in self._started:
                 return await self.find(self._started[request_id])
@@ -109,6 +105,27 @@ class Runs:
             active.status.notice(level, text)
         return self._launch(active, directory, Beginning(), request_id)
 
+    async def _take_over(self, record: RunRecord) -> None:
+        why = await why_it_ends(record, self._ledger)
+        if not why:
+            beginning = Beginning(record.version.lineage + 1, after_coordinator=True)
+            try:
+                config, _ = await self._checked(record.config_yaml)
+                await self._go_on(record, config, beginning, "")
+                return
+            except FlotillaError as error:
+                why = REFUSED.replace("{error}", str(error).rstrip("."))
+        await self._ledger.drop_in_flight(record.run_id, RUN_INTERRUPTED)
+        run = await asyncio.to_thread(interrupted_run, record, why)
+        await self._ledger.update_run(
+            record.run_id,
+            state=RunState(run.state),
+            reason=run.reason,
+            ended_at=run.ended_at.ToNanoseconds() / 1e9,
+            step=run.step,
+        )
+        await asyncio.to_thread(record_end, run)
+
     async def _readmit(self, record: RunRecord, checkpoint: str, request_id: str) -> run_pb2.Run:
         run_id, directory = record.run_id, RunDirectory(Path(record.directory))
         if run_id in self._active or record.state is RunState.SUCCEEDED:
@@ -121,6 +138,14 @@ class Runs:
         config, _ = await self._checked(record.config_yaml)
         if checkpoint:
             CheckpointShelf(directory.checkpoints_path).folder(checkpoint)
+        beginning = Beginning(record.version.lineage + 1, checkpoint, by_user=True)
+        return await self._go_on(record, config, beginning, request_id)
+
+    async def _go_on(
+        self, record: RunRecord, config: RunConfig, beginning: Beginning, request_id: str
+    ) -> run_pb2.Run:
+        """A run of the ledger works again, with the events and metrics that it has."""
+        run_id, directory = record.run_id, RunDirectory(Path(record.directory))
         run = await asyncio.to_thread(continued_run, record)
         await asyncio.to_thread(directory.reopen, self._versions())
         await self._ledger.update_run(run_id, state=RunState.RUNNING, reason="")
@@ -128,7 +153,10 @@ class Runs:
         feed = RunFeed(lambda event: self._publish(run_id, directory, event), after=newest)
         status = RunStatus(run, feed, learns_by_rewards=config.learns_by_rewards)
         active = ActiveRun(run_id, config, record.config_yaml, status, feed)
-        beginning = Beginning(record.version.lineage + 1, checkpoint, by_user=True)
+        if beginning.after_coordinator:
+            status.notice(
+                run_pb2.NOTICE_LEVEL_WARNING, "the coordinator had died and is back; the run goes on"
+            )
         return self._launch(active, directory, beginning, request_id)
 
     async def _checked(self, config_yaml: str) -> tuple[RunConfig, run_pb2.Plan]:
@@ -163,6 +191,7 @@ class Runs:
             raise FailedPrecondition(
                 f"run {run.run_id} has ended already", next_step=f"see `flotilla run show {run.run_id}`"
             )
+        await self._ledger.stopping(run.run_id, reason)
         active.status.set_state(run_pb2.RUN_STATE_STOPPING, reason)
         active.request_stop(reason)
         asyncio.get_running_loop().call_later(STOP_GRACE_S, active.cancel)
@@ -170,6 +199,7 @@ class Runs:
 
     async def find(self, run_id: str) -> run_pb2.Run:
         """A run by id, by unique prefix of it, or `latest`."""
+        await self._recovered.wait()
         return self._message(await self._ledger.get_run(run_id))
 
     async def configuration(self, run_id: str) -> str:
@@ -179,6 +209,7 @@ class Runs:
 
     async def list(self, limit: int) -> list[run_pb2.Run]:
         """Newest first."""
+        await self._recovered.wait()
         return [self._message(record) for record in await self._ledger.list_runs(limit or LIST_LIMIT)]
 
     def lease(self, instance_id: str) -> tuple[str, Version | None]:
@@ -226,7 +257,9 @@ class Runs:
         return {r.name: dict(r.versions) for r in self._fleet.registrations.values()}
 
     def _publish(self, run_id: str, directory: RunDirectory, event: run_pb2.RunEvent) -> None:
-        """To the run directory now, to the bus without waiting."""
+        """To the run directory now, to the bus without waiting; nowhere once another coordinator has the run."""
+        if self._ledger.lost:
+            return
         try:
             directory.write_event(event)
         except OSError as error:  # a full disk: what must not be lost is in the ledger

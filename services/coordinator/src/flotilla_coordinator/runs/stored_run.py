@@ -13,7 +13,7 @@ from pathlib import Path
 import structlog
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.ledger.records import RunRecord
+from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.report import conclude
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs.status import TERMINAL
@@ -50,13 +50,15 @@ def stored_run(record: RunRecord) -> run_pb2.Run:
     return run
 
 
-def interrupted_run(record: RunRecord) -> run_pb2.Run:
+def interrupted_run(record: RunRecord, why: str = INTERRUPTED) -> run_pb2.Run:
     """The end of a run whose coordinator was gone before it could record one."""
     run = stored_run(record)
     directory = RunDirectory(Path(record.directory))
     if run.state not in TERMINAL:
-        run.state = run_pb2.RUN_STATE_FAILED
-        run.reason = INTERRUPTED.format(run_id=record.run_id)
+        if record.state is RunState.STOPPING:
+            run.state = run_pb2.RUN_STATE_STOPPED
+        else:
+            run.state, run.reason = run_pb2.RUN_STATE_FAILED, why.replace("{run_id}", record.run_id)
         run.ended_at.FromNanoseconds(int((directory.last_written() or time.time()) * 1e9))
     if not run.metrics:
         _add_metrics(run, directory)

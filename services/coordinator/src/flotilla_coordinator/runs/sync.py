@@ -40,7 +40,7 @@ from flotilla_core.version import Version
 T = TypeVar("T")
 
 MAX_EPOCHS_PER_SYNC = 8
-EPOCHS_PER_LINEAGE = 1_000_000
+EPOCHS_PER_BEGINNING = 1_000_000
 LOOK_AGAIN_S = 0.5
 PROBE_TIMEOUT_S = 3.0
 # The members' own limit comes first: who still answers then says whom it waited for.
@@ -90,6 +90,7 @@ class WeightSync:
         ready: Callable[[], list[GeneratorReplica]],
         evict: Callable[[GeneratorReplica, FlotillaError], None],
         verify: Callable[[SyncReport], Awaitable[dict[str, FlotillaError]]],
+        fence: int = 0,
     ) -> None:
         self._run_id = run_id
         self._config = config
@@ -100,8 +101,8 @@ class WeightSync:
         self._evict = evict
         self._verify = verify
         self._group: Group | None = None
-        # Generators outlive a beginning of the run, and refuse an epoch that is not newer than their last.
-        self._epoch = policy.version.lineage * EPOCHS_PER_LINEAGE
+        # Gangs and generators outlive a beginning of the run, and refuse an epoch that is not newer than their last.
+        self._epoch = fence * EPOCHS_PER_BEGINNING
         self._live: dict[str, Version] = {}
         self._held: dict[str, HeldWeights] = {}
         self.version: Version | None = None

@@ -145,16 +145,20 @@ class GetSessionResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    LAST_UPDATE_ID_FIELD_NUMBER: _builtins.int
+    last_update_id: _builtins.str
+    """The update that was sent last: made, skipped or still under way (ask GetUpdate); empty before the first."""
     @_builtins.property
     def policy_version(self) -> _version_pb2.PolicyVersion: ...
     def __init__(
         self,
         *,
         policy_version: _version_pb2.PolicyVersion | None = ...,
+        last_update_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_update_id", b"last_update_id", "policy_version", b"policy_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,72 @@
+"""A caller whose place was taken is refused, whatever it calls; everybody else is served."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from flotilla.common.v1 import operate_pb2 as pb
+from flotilla.common.v1 import operate_pb2_grpc
+from flotilla_core import errors, rpc
+from flotilla_core.config import BindConfig
+from flotilla_core.rpc import Fence
+
+SERVICE = "flotilla.common.v1.OperateService"
+
+
+class Operate(operate_pb2_grpc.OperateServiceServicer):
+    async def Check(self, request: pb.CheckRequest, context: Any) -> pb.CheckResponse:
+        return pb.CheckResponse()
+
+    async def TailLog(self, request: pb.TailLogRequest, context: Any) -> AsyncIterator[pb.TailLogResponse]:
+        yield pb.TailLogResponse(line="a line")
+
+
+class Caller:
+    """One coordinator; its fence may change under its channel."""
+
+    def __init__(self, address: str, fence: Fence | None) -> None:
+        self.fence = fence
+        self.channel = rpc.connect(address, fence=lambda: self.fence)
+        self.stub = operate_pb2_grpc.OperateServiceStub(self.channel)
+
+    async def check(self) -> None:
+        await rpc.unary(self.stub.Check, pb.CheckRequest(), timeout_s=5)
+
+    async def lines(self) -> list[str]:
+        stream = rpc.server_stream(self.stub.TailLog, pb.TailLogRequest(), idle_timeout_s=5)
+        return [reply.line async for reply in stream]
+
+
+@pytest.fixture
+async def address() -> AsyncIterator[str]:
+    server = rpc.RpcServer(BindConfig())
+    server.add(operate_pb2_grpc.add_OperateServiceServicer_to_server, Operate(), SERVICE)
+    yield await server.start()
+    await server.stop(0)
+
+
+async def test_a_caller_behind_the_newest_fence_is_refused_in_every_kind_of_call(address: str) -> None:
+    old, new = Caller(address, Fence("ledger", 3)), Caller(address, Fence("ledger", 4))
+    await old.check()
+    await new.check()
+    with pytest.raises(errors.StaleVersion, match="fence 3 is behind 4"):
+        await old.check()
+    with pytest.raises(errors.StaleVersion, match="TailLog"):
+        await old.lines()
+    await new.check()
+    old.fence = Fence("ledger", 5)  # its next beginning
+    assert await old.lines() == ["a line"]
+    with pytest.raises(errors.StaleVersion):
+        await new.check()
+    await old.channel.close()
+    await new.channel.close()
+
+
+async def test_another_ledger_and_callers_without_a_fence_are_served(address: str) -> None:
+    callers = [Caller(address, fence) for fence in (Fence("a", 9), Fence("b", 1), None)]
+    for caller in callers:
+        await caller.check()
+        await caller.channel.close()

@@ -1,0 +1,32 @@
+"""Signals to a coordinator at a named phase of its run.
+
+Invariants: the phase is seen from outside, by the call that watchers have, so the product holds no hook for tests;
+every wait is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+
+from flotilla.coordinator.v1 import coordinator_pb2
+from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from flotilla_core.rpc import connect, unary
+from flotilla_testing.stack import Stack
+
+PHASES = ("rollout", "train", "sync", "checkpoint", "evaluate")
+LOOK_EVERY_S = 0.005
+LIMIT_S = 120.0
+
+
+async def signal_inside(stack: Stack, run_id: str, phase: str, number: signal.Signals) -> None:
+    """Send a signal to the coordinator the moment its run is seen in `phase`."""
+    process = stack.process("coordinator")
+    announced = json.loads((stack.directory / "instances" / "coordinator.json").read_text())
+    request = coordinator_pb2.GetRunRequest(run_id=run_id)
+    async with asyncio.timeout(LIMIT_S), connect(announced["address"]) as channel:
+        stub = CoordinatorServiceStub(channel)
+        while (await unary(stub.GetRun, request, timeout_s=10)).run.phase != phase:  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(LOOK_EVERY_S)
+    process.send_signal(number)

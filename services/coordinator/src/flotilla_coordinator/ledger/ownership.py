@@ -1,0 +1,104 @@
+"""Who may write a ledger: one coordinator at a time.
+
+Invariants: the owner is looked at within each transaction, so what lost the ledger writes nothing more, however long it
+slept; a ledger is taken over only from a process that is gone, or that said nothing for SILENT_S although it was to
+speak every BEAT_S.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sqlite3
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from flotilla_core.errors import FailedPrecondition, StaleVersion
+from flotilla_launch.state import ProcessIdentity, boot_id
+
+BEAT_S = 2.0
+SILENT_S = 15.0
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A coordinator, as the ledger knows it."""
+
+    instance_id: str
+    host: str
+    process: ProcessIdentity
+
+    @classmethod
+    def of_this_process(cls, instance_id: str = "") -> Owner:
+        """Whoever asks."""
+        process = ProcessIdentity.of(os.getpid())
+        assert process is not None, "this process lives"
+        return cls(instance_id, socket.gethostname(), process)
+
+    def is_gone(self) -> bool:
+        """Whether its process has ended, as far as can be told from here."""
+        if self.host != socket.gethostname():
+            return False
+        return self.process.boot_id != boot_id() or not self.process.alive()
+
+    def __str__(self) -> str:
+        return (
+            f"coordinator {self.instance_id or '(without a name)'}, process {self.process.pid} on {self.host}"
+        )
+
+
+def claim(db: sqlite3.Connection, owner: Owner, path: Path) -> int:
+    """Own the ledger from now on, as the epoch that is returned; raises while somebody else does."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        row = db.execute(
+            "SELECT epoch, instance_id, host, pid, start_ticks, boot_id, seen_at FROM owner"
+        ).fetchone()
+        epoch = 1 if row is None else row[0] + 1
+        if row is not None:
+            before = Owner(row[1], row[2], ProcessIdentity(row[3], row[4], row[5]))
+            silent_s = time.time() - row[6]
+            if before.process != owner.process and not before.is_gone() and silent_s < SILENT_S:
+                raise FailedPrecondition(
+                    "the ledger belongs to another coordinator",
+                    where=str(path),
+                    why=f"{before} wrote it {max(0.0, silent_s):.0f} s ago",
+                    next_step=f"stop that one first; once it is silent for {SILENT_S:.0f} s it is taken for dead",
+                )
+        db.execute("DELETE FROM owner")
+        process = owner.process
+        db.execute(
+            "INSERT INTO owner VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (
+                epoch,
+                owner.instance_id,
+                owner.host,
+                process.pid,
+                process.start_ticks,
+                process.boot_id,
+                time.time(),
+            ),
+        )
+        db.execute("COMMIT")
+    finally:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+    return int(epoch)
+
+
+def refuse_former(db: sqlite3.Connection, epoch: int, path: Path) -> None:
+    """Raise where somebody else took the ledger over since `epoch`."""
+    now, instance_id, pid = db.execute("SELECT epoch, instance_id, pid FROM owner").fetchone()
+    if now != epoch:
+        raise StaleVersion(
+            "another coordinator took the ledger over",
+            where=str(path),
+            why=f"it belongs to coordinator {instance_id}, process {pid}, which goes on with the runs",
+            next_step="see `flotilla ps`",
+        )
+
+
+def beat(db: sqlite3.Connection) -> None:
+    """Say that the owner lives."""
+    db.execute("UPDATE owner SET seen_at = ?", (time.time(),))

@@ -1,0 +1,101 @@
+"""A coordinator takes over what one before it left on the gangs: their sessions live on while a coordinator is away.
+
+Invariants: sessions are taken over only where they stand exactly where the ledger stands, or one update further, the
+very one that the ledger would record next; that update is then recorded, not made again. The lineage stays: nothing
+was undone. Anything else is left to a checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from flotilla.coordinator.v1 import run_pb2
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_coordinator.ledger.records import RunRecord
+from flotilla_coordinator.runs.context import RunContext
+from flotilla_coordinator.runs.learning_session import LearningSession
+from flotilla_coordinator.runs.progress import Progress
+from flotilla_coordinator.runs.together import all_of
+from flotilla_core import ids
+from flotilla_core.errors import Unavailable
+from flotilla_core.version import Version
+
+
+async def attach(run: RunContext) -> bool:
+    """Whether the run goes on with the sessions that it had."""
+    record = await run.ledger.get_run(run.run_id)
+    left = await all_of(session.left() for session in run.learners.sessions)
+    if None in left:
+        return False
+    learning = run.learners.learning
+    try:
+        ahead = await all_of(
+            _is_ahead(session, found, record)
+            for session, found in zip(learning, left, strict=False)
+            if found is not None
+        )
+    except Unavailable:
+        return False
+    if not _agree(run, record, ahead):
+        return False
+    for session, found in zip(run.learners.sessions, left, strict=True):
+        assert found is not None, "looked at above"
+        session.opened, session.version = True, Version.from_proto(found.policy_version)
+    run.policy.version = record.version
+    await _stand(run, record)
+    run.update_unrecorded = any(ahead)
+    return True
+
+
+async def _is_ahead(session: LearningSession, found: pb.GetSessionResponse, record: RunRecord) -> bool | None:
+    """Whether it made the update that comes next by the ledger; None where it stands somewhere else."""
+    version, lineage = Version.from_proto(found.policy_version), record.version.lineage
+    last, following = (
+        ids.update_id(record.run_id, Version(lineage, steps)) for steps in (record.step, record.step + 1)
+    )
+    if version.lineage != lineage or found.last_update_id not in ("", last, following):
+        return None
+    result = None
+    if found.last_update_id == following:
+        result = await session.finished_update(following)
+    return result is not None and not result.skipped
+
+
+def _agree(run: RunContext, record: RunRecord, ahead: list[bool | None]) -> bool:
+    """Whether the gangs stand side by side, and beside the ledger."""
+    if None in ahead:
+        return False
+    alike = ahead if run.learners.policy_learns(record.step) else ahead[1:]
+    return len(set(alike)) == 1
+
+
+async def _stand(run: RunContext, record: RunRecord) -> None:
+    """Where the coordinator before stood, with what it did not come to."""
+    directory, steps_done = run.directory, record.step
+    evaluations = await asyncio.to_thread(lambda: list(directory.read_evaluations()))
+    accuracy = float(evaluations[-1]["accuracy"]) if evaluations else None
+    await run.source.go_on(steps_done, record.cursor)
+    run.go_on(Progress(run.run_id, steps_done, record.version, record.cursor, accuracy))
+    saved = run.checkpoints.shelf.names()
+    run.checkpoints.newest = run.checkpoints.shelf.step_of(saved[-1]) if saved else -1
+    due = steps_done == 0 or run.evaluation_due(steps_done)
+    run.owes_evaluation = due and all(evaluation["step"] != steps_done for evaluation in evaluations)
+    await _tell_last_step(run, record)
+    run.begun = True
+    run.status.notice(
+        run_pb2.NOTICE_LEVEL_INFO,
+        f"the run goes on after step {steps_done} with the sessions that it had, as version {record.version}",
+    )
+
+
+async def _tell_last_step(run: RunContext, record: RunRecord) -> None:
+    """A step whose metrics nobody wrote down has at least those of its update."""
+    told = await asyncio.to_thread(
+        lambda: max((step for step, _ in run.directory.read_metrics()), default=-1)
+    )
+    if told >= record.step - 1:
+        return
+    last = ids.update_id(record.run_id, Version(record.version.lineage, record.step))
+    result = await run.policy.finished_update(last)
+    if result is not None:
+        run.directory.write_metrics(record.step - 1, dict(result.metrics), lineage=record.version.lineage)

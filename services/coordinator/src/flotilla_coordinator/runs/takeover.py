@@ -1,0 +1,41 @@
+"""Which of the runs that an earlier coordinator left unfinished goes on by itself.
+
+Invariants: a run that its user wanted to end, or to resume himself, does not; nor does one whose steps a client makes,
+for nobody here knows what the client wants; nor one under which coordinators die again and again without a step.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.ledger.records import RunRecord, RunState
+from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.runs.stored_run import INTERRUPTED
+from flotilla_core.config import RunConfig, load_text
+from flotilla_core.errors import InvalidConfig
+
+MOST_IN_A_ROW = 3
+AGAIN_AND_AGAIN = (
+    "the coordinator died {lost} times while the run was going on, without a step in between. See "
+    "`flotilla logs coordinator`, then continue it: flotilla run resume {run_id}"
+)
+REFUSED = (
+    "the run did not go on after its coordinator had died: {error}. Continue it: flotilla run resume {run_id}"
+)
+
+
+async def why_it_ends(record: RunRecord, ledger: Ledger) -> str:
+    """Why a run does not go on by itself; empty where it does."""
+    if record.state is RunState.STOPPING or RunDirectory(Path(record.directory)).read_outcome() is not None:
+        return INTERRUPTED
+    try:
+        config = load_text(RunConfig, record.config_yaml, source="run")
+    except InvalidConfig:
+        return INTERRUPTED
+    if config.resume == "by_user" or config.loop == "client":
+        return INTERRUPTED
+    lost = await ledger.coordinators_lost_in_row(record.run_id)
+    if lost >= MOST_IN_A_ROW:
+        return AGAIN_AND_AGAIN.replace("{lost}", str(lost + 1))
+    return ""

@@ -1,0 +1,207 @@
+"""A new coordinator goes on with the sessions of the one before only where nothing can be lost or made twice by it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flotilla.coordinator.v1 import run_pb2
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.ledger.records import RunRecord, RunState
+from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.runs.beginning import Beginning, begin
+from flotilla_coordinator.runs.learners import Learners
+from flotilla_coordinator.runs.progress import Progress
+from flotilla_core.checkpoint import CheckpointShelf
+from flotilla_core.errors import Unavailable
+from flotilla_core.version import Version
+
+RUN = "run-20260314-0915-7f3a"
+STEPS_DONE = 3
+HERE, ANEW = Version(1, 3), Version(2, 2)
+LAST, FOLLOWING, LATER = (f"{RUN}/1.{step}" for step in (3, 4, 5))
+
+
+def result(update_id: str, version: Version, skipped: str = "") -> pb.UpdateResult:
+    return pb.UpdateResult(
+        update_id=update_id, policy_version=version.to_proto(), skipped=skipped, metrics={"loss": 0.5}
+    )
+
+
+@dataclass
+class Session:
+    """What one gang still holds of the run."""
+
+    found: tuple[Version, str] | None = (HERE, LAST)
+    results: dict[str, pb.UpdateResult] = field(default_factory=lambda: {LAST: result(LAST, HERE)})
+    goes_away: bool = False
+    opened: bool = False
+    opened_anew: bool = False
+    version: Version = ANEW
+
+    async def left(self) -> pb.GetSessionResponse | None:
+        if self.found is None:
+            return None
+        version, last = self.found
+        return pb.GetSessionResponse(policy_version=version.to_proto(), last_update_id=last)
+
+    async def finished_update(self, update_id: str) -> pb.UpdateResult | None:
+        if self.goes_away:
+            raise Unavailable("the trainer went away")
+        return self.results.get(update_id)
+
+    async def open(self) -> None:
+        self.opened = self.opened_anew = True
+
+    async def load(self, folder: Path) -> bytes:
+        return (folder / "coordinator.json").read_bytes()
+
+
+class Run:
+    """As much of a run's context as its beginning touches."""
+
+    def __init__(self, ledger: Ledger, path: Path, critic: Session | None = None) -> None:
+        self.session, self.critic = Session(), critic
+        session: Any = self.session
+        beside: Any = critic
+        self.run_id, self.ledger, self.directory = RUN, ledger, RunDirectory(path)
+        self.learners = Learners(session, beside, critic_steps=2)
+        self.checkpoints = SimpleNamespace(shelf=CheckpointShelf(path / "checkpoints"), newest=-1)
+        self.source = SimpleNamespace(go_on=self._go_on)
+        self.status = SimpleNamespace(notice=lambda _level, text: self.told.append(text), run=run_pb2.Run())
+        self.told: list[str] = []
+        self.stands: Progress | None = None
+        self.place: tuple[int, Any] | None = None
+        self.evaluation_every = 3
+        self.begun = self.owes_evaluation = self.update_unrecorded = False
+
+    @property
+    def policy(self) -> Any:
+        return self.session
+
+    def phase(self, _name: str) -> Any:
+        return nullcontext()
+
+    def evaluation_due(self, steps_done: int) -> bool:
+        return steps_done % self.evaluation_every == 0
+
+    def go_on(self, progress: Progress) -> None:
+        self.stands = progress
+        self.checkpoints.newest = progress.steps_done
+
+    async def _go_on(self, steps_done: int, cursor: Any) -> None:
+        self.place = (steps_done, cursor)
+
+    async def begin(self) -> None:
+        itself: Any = self
+        await begin(itself, Beginning(2, after_coordinator=True))
+
+    @property
+    def attached(self) -> bool:
+        return self.begun and not self.session.opened_anew
+
+
+@pytest.fixture
+async def ledger(tmp_path: Path) -> AsyncIterator[Ledger]:
+    ledger = Ledger.open(tmp_path / "ledger.sqlite")
+    await ledger.save_run(
+        RunRecord(
+            RUN,
+            "run",
+            RunState.RUNNING,
+            "{}",
+            str(tmp_path),
+            1.0,
+            step=STEPS_DONE,
+            version=HERE,
+            cursor={"position": 9},
+        )
+    )
+    yield ledger
+    ledger.close()
+
+
+@pytest.fixture
+def run(ledger: Ledger, tmp_path: Path) -> Run:
+    folder = tmp_path / "checkpoints" / "step-000002"
+    folder.mkdir(parents=True)
+    (folder / "coordinator.json").write_bytes(Progress(RUN, 2, Version(1, 2), None).to_bytes())
+    return Run(ledger, tmp_path)
+
+
+async def test_sessions_that_stand_beside_the_ledger_are_taken_over_in_their_lineage(run: Run) -> None:
+    run.directory.write_metrics(2, {"loss": 1.0}, lineage=1)
+    run.directory.write_evaluation(3, "1.3", 0.75)
+    await run.begin()
+    assert run.attached and run.session.opened and run.session.version == HERE
+    assert run.stands == Progress(RUN, STEPS_DONE, HERE, {"position": 9}, 0.75)
+    assert run.place == (STEPS_DONE, {"position": 9}) and run.checkpoints.newest == 2
+    assert not run.update_unrecorded and not run.owes_evaluation
+    assert [metrics["loss"] for _, metrics in run.directory.read_metrics()] == [1.0]
+
+
+async def test_what_the_last_step_did_not_come_to_is_made_up(run: Run) -> None:
+    run.directory.write_metrics(1, {"loss": 1.0}, lineage=1)
+    await run.begin()
+    assert run.attached and run.owes_evaluation
+    assert dict(run.directory.read_metrics())[2] == {"loss": 0.5}, "those of the update are known still"
+
+
+async def test_an_update_that_the_ledger_does_not_know_is_recorded_first_of_all(run: Run) -> None:
+    run.session.found = (Version(1, 4), FOLLOWING)
+    run.session.results[FOLLOWING] = result(FOLLOWING, Version(1, 4))
+    await run.begin()
+    assert run.attached and run.update_unrecorded
+    assert run.session.version == HERE, "the step is recorded as the one that starts from there"
+
+
+@pytest.mark.parametrize("became", ["skipped", "failed"])
+async def test_an_update_that_moved_nothing_is_made_again_under_its_name(run: Run, became: str) -> None:
+    run.session.found = (HERE, FOLLOWING)
+    if became == "skipped":
+        run.session.results[FOLLOWING] = result(FOLLOWING, HERE, "the gradient is not finite")
+    await run.begin()
+    assert run.attached and not run.update_unrecorded
+
+
+@pytest.mark.parametrize(
+    "found",
+    [None, (Version(2, 3), LAST), (Version(1, 5), LATER), (Version(1, 3), f"{RUN}/1.1")],
+    ids=["gone", "another lineage", "too far", "too old"],
+)
+async def test_any_other_session_is_left_for_a_checkpoint(
+    run: Run, found: tuple[Version, str] | None, ledger: Ledger
+) -> None:
+    run.session.found = found
+    await run.begin()
+    assert run.session.opened_anew and run.begun
+    assert "checkpoint step-000002" in run.told[-1]
+    assert (await ledger.get_run(RUN)).version == Version(2, 2)
+
+
+async def test_a_session_that_goes_away_meanwhile_is_left_for_a_checkpoint(run: Run) -> None:
+    run.session.found, run.session.goes_away = (HERE, FOLLOWING), True
+    await run.begin()
+    assert run.session.opened_anew
+
+
+@pytest.mark.parametrize(("critic_made_it", "attached"), [(True, True), (False, False)])
+async def test_a_policy_is_taken_over_only_with_a_critic_that_stands_beside_it(
+    ledger: Ledger, tmp_path: Path, run: Run, critic_made_it: bool, attached: bool
+) -> None:
+    critic = Session(found=(Version(1, 4), FOLLOWING) if critic_made_it else (HERE, LAST))
+    critic.results[FOLLOWING] = result(FOLLOWING, Version(1, 4))
+    both = Run(ledger, tmp_path, critic)
+    (tmp_path / "checkpoints" / "step-000002" / "critic").mkdir()
+    (tmp_path / "checkpoints" / "step-000002" / "critic" / "coordinator.json").write_bytes(b"")
+    both.session.found = (Version(1, 4), FOLLOWING)
+    both.session.results[FOLLOWING] = result(FOLLOWING, Version(1, 4))
+    await both.begin()
+    assert both.attached is attached

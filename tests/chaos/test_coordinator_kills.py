@@ -1,0 +1,139 @@
+"""Coordinators die in every phase, and one sleeps while another takes its place: the run goes on, the ledger balances.
+
+Simulated engines and a trainer that accepts, behind the real coordinator, ledger, weight group and launcher.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from flotilla_coordinator.ledger.checker import check
+from flotilla_coordinator.rundir import RunDirectory
+from flotilla_testing.coordinator_faults import PHASES, signal_inside
+from flotilla_testing.stack import Stack, light_stack, wait_until
+
+pytestmark = pytest.mark.timeout(900)
+
+KILLS = 5
+BACK_WITHIN_S = 30.0
+COORDINATOR = str(Path(sys.executable).parent / "flotilla-coordinator")
+
+
+@pytest.fixture(scope="module")
+def fleet(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Everything takes a moment, so that each phase can be met."""
+    directory = tmp_path_factory.mktemp("coordinators")
+    sim = {"seconds_per_token": 0.02, "commit_s": 0.1}
+    with light_stack(arithmetic / "model", directory, sim=sim, trainer_s=0.1) as running:
+        yield running
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+async def test_kill_after_kill_in_every_phase_loses_no_sample(
+    fleet: Stack, arithmetic: Path, tmp_path: Path, max_staleness: int
+) -> None:
+    run = fleet.ok("run", "start", str(_endless_run(arithmetic, tmp_path, max_staleness)))
+    for phase in PHASES * KILLS:
+        done = len(fleet.metrics(run))
+        wait_until("two steps", lambda done=done: len(fleet.metrics(run)) >= done + 2)
+        pid = fleet.process("coordinator").pid
+        await signal_inside(fleet, run["run_id"], phase, signal.SIGKILL)
+        killed, done = time.monotonic(), len(fleet.metrics(run))
+        wait_until(f"a new coordinator after {phase}", lambda pid=pid: _is_new(fleet, pid))
+        wait_until(f"a step after {phase}", lambda done=done: len(fleet.metrics(run)) > done)
+        assert time.monotonic() - killed < BACK_WITHIN_S
+    fleet.ok("run", "stop", run["run_id"])
+    wait_until("the end of the run", lambda: fleet.ok("run", "show", run["run_id"])["state"] == "stopped")
+    _judged(fleet, run)
+
+
+async def test_a_coordinator_that_slept_while_another_took_its_place_does_no_harm(
+    fleet: Stack, arithmetic: Path, tmp_path: Path
+) -> None:
+    run = fleet.ok("run", "start", str(_endless_run(arithmetic, tmp_path, 1)))
+    wait_until("two steps", lambda: len(fleet.metrics(run)) >= 2)
+    sleeper = fleet.process("coordinator")
+    await signal_inside(fleet, run["run_id"], "train", signal.SIGSTOP)
+    other, address = _other_coordinator(fleet, tmp_path / "other.log")
+    try:
+        done = len(fleet.metrics(run))
+        wait_until("steps of the other coordinator", lambda: len(fleet.metrics(run)) >= done + 2)
+        sleeper.resume()
+        wait_until("the end of the one that slept", lambda: not sleeper.is_running())
+        done = len(fleet.metrics(run))
+        wait_until("more steps of the other coordinator", lambda: len(fleet.metrics(run)) >= done + 2)
+        fleet.ok("run", "stop", run["run_id"], "--coordinator", address)
+        shown = ["run", "show", run["run_id"], "--coordinator", address]
+        wait_until("the end of the run", lambda: fleet.ok(*shown)["state"] == "stopped")
+    finally:
+        other.terminate()
+        other.wait(60)
+    _judged(fleet, run)
+
+
+def _other_coordinator(fleet: Stack, log: Path) -> tuple[subprocess.Popen[bytes], str]:
+    """Started by hand beside the one that sleeps; refused as long as that one may only be slow."""
+    announced = fleet.directory / "instances" / "coordinator-b.json"
+    command = [COORDINATOR, "--name", "coordinator-b", "--stack", str(fleet.file), "--port", "0"]
+    refusals = 0
+    while True:
+        with log.open("ab") as file:
+            process = subprocess.Popen(command, stdout=file, stderr=file)
+        wait_until("its start", lambda process=process: announced.exists() or process.poll() is not None)
+        if process.poll() is None:
+            assert refusals, "a coordinator took a ledger over whose owner had just spoken"
+            return process, str(json.loads(announced.read_text())["address"])
+        assert "belongs to another coordinator" in log.read_text()
+        refusals += 1
+
+
+def _judged(fleet: Stack, run: dict[str, Any]) -> None:
+    verdict = check(fleet.directory / "ledger.sqlite", run["run_id"])
+    assert verdict.passed and verdict.lost == verdict.trained_twice == verdict.stale == 0, str(verdict)
+    directory = RunDirectory(Path(run["directory"]))
+    steps = [step for step, _ in directory.read_metrics()]
+    assert steps == list(range(len(steps)))
+
+
+def _is_new(fleet: Stack, pid: int) -> bool:
+    try:
+        return fleet.process("coordinator").pid != pid
+    except (FileNotFoundError, json.JSONDecodeError, psutil.NoSuchProcess):
+        return False
+
+
+def _endless_run(arithmetic: Path, tmp_path: Path, max_staleness: int) -> Path:
+    run: dict[str, Any] = {
+        "name": "coordinators",
+        "steps": 100_000,
+        "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
+        "rollout": {
+            "prompts_per_step": 4,
+            "samples_per_prompt": 4,
+            "max_staleness": max_staleness,
+            "sampling": {"max_response_tokens": 6},
+        },
+        "rewards": [{"reward": "exact"}],
+        "evaluation": {
+            "data": str(arithmetic / "data" / "heldout.jsonl"),
+            "max_prompts": 4,
+            "every_steps": 1,
+        },
+        "weights": {"canary": {"prompts": 0}},
+        "checkpoint": {"every_steps": 1},
+        "export_final": False,
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(run))
+    return path

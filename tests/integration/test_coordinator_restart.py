@@ -1,0 +1,99 @@
+"""A coordinator that is killed in any phase of a step is back in the loop by itself, and its watchers with it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from flotilla_coordinator.ledger.checker import check
+from flotilla_coordinator.rundir import RunDirectory
+from flotilla_testing.coordinator_faults import PHASES, signal_inside
+from flotilla_testing.stack import FLOTILLA, Stack, light_stack, wait_until
+
+pytestmark = pytest.mark.timeout(300)
+
+WAIT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def fleet(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Everything takes a moment, so that each phase can be met."""
+    directory = tmp_path_factory.mktemp("restart")
+    sim = {"seconds_per_token": 0.02, "commit_s": 0.1}
+    with light_stack(arithmetic / "model", directory, sim=sim, trainer_s=0.1) as running:
+        yield running
+
+
+@pytest.fixture
+def run_file(arithmetic: Path, tmp_path: Path) -> Path:
+    """A run that evaluates and saves after every step."""
+    run: dict[str, Any] = {
+        "name": "restarted",
+        "steps": 100_000,
+        "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
+        "rollout": {
+            "prompts_per_step": 4,
+            "samples_per_prompt": 4,
+            "max_staleness": 1,
+            "sampling": {"max_response_tokens": 6},
+        },
+        "rewards": [{"reward": "exact"}],
+        "evaluation": {
+            "data": str(arithmetic / "data" / "heldout.jsonl"),
+            "max_prompts": 4,
+            "every_steps": 1,
+        },
+        "weights": {"canary": {"prompts": 0}},
+        "checkpoint": {"every_steps": 1},
+        "export_final": False,
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(run))
+    return path
+
+
+async def test_a_killed_coordinator_is_back_in_the_loop_and_nothing_is_lost_or_trained_twice(
+    fleet: Stack, run_file: Path, tmp_path: Path
+) -> None:
+    run = fleet.ok("run", "start", str(run_file))
+    followed = tmp_path / "watch.log"
+    with followed.open("wb") as log:
+        watching = subprocess.Popen(
+            [FLOTILLA, "run", "watch", run["run_id"], "--stack", str(fleet.file)], stdout=log, stderr=log
+        )
+    wait_until("the first step", lambda: len(fleet.metrics(run)) >= 1, WAIT_S)
+    for phase in PHASES:
+        pid = fleet.process("coordinator").pid
+        done = len(fleet.metrics(run))
+        await signal_inside(fleet, run["run_id"], phase, signal.SIGKILL)
+        wait_until(f"a new coordinator after {phase}", lambda pid=pid: _is_new(fleet, pid), WAIT_S)
+        wait_until(f"two steps after {phase}", lambda done=done: len(fleet.metrics(run)) >= done + 2, WAIT_S)
+    fleet.ok("run", "stop", run["run_id"])
+    assert watching.wait(WAIT_S) == 0
+    assert fleet.ok("run", "show", run["run_id"])["state"] == "stopped"
+
+    verdict = check(fleet.directory / "ledger.sqlite", run["run_id"])
+    assert verdict.passed and verdict.lost == verdict.trained_twice == 0, str(verdict)
+    directory = RunDirectory(Path(run["directory"]))
+    steps = [step for step, _ in directory.read_metrics()]
+    assert steps == list(range(len(steps)))
+    assert [evaluation["step"] for evaluation in directory.read_evaluations()] == list(range(len(steps) + 1))
+    lines = fleet.metrics(run)
+    assert {line["lineage"] for line in lines} == {0}, "the trainer lived: nothing goes back to a checkpoint"
+    said = followed.read_text()
+    assert "does not answer" in said and "is back" in said
+
+
+def _is_new(fleet: Stack, pid: int) -> bool:
+    try:
+        return fleet.process("coordinator").pid != pid
+    except (FileNotFoundError, json.JSONDecodeError, psutil.NoSuchProcess):
+        return False
