@@ -19,6 +19,7 @@ from flotilla_coordinator.launcher_link import LauncherLink
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.ownership import BEAT_S, Owner
 from flotilla_coordinator.loop_servicer import LoopServicer
+from flotilla_coordinator.retention import Retention
 from flotilla_coordinator.runs.runs import Runs
 from flotilla_coordinator.servicer import CoordinatorServicer
 from flotilla_coordinator.timeline import SpanStore, TraceReceiver
@@ -39,7 +40,11 @@ class Coordinator:
         self._host = host
         self._ledger = Ledger.open(host.state_dir / "ledger.sqlite", Owner.of_this_process(host.instance_id))
         self._beating: asyncio.Task[None] | None = None
+        self._keeping: asyncio.Task[None] | None = None
         self._spans = SpanStore(host.state_dir / "spans.sqlite")
+        self._retention = Retention(
+            host.stack.coordinator, self._ledger, self._spans, host.state_dir / "runs"
+        )
         self._fleet = Fleet(host)
         self._runs = Runs(host, self._fleet, self._ledger, EventStream(host.bus))
 
@@ -66,10 +71,10 @@ class Coordinator:
 
     async def start(self) -> None:
         """Follow the fleet, then go on with what an earlier coordinator left."""
-        await self._spans.prune(self._host.stack.coordinator.span_retention_runs)
         await self._fleet.start()
         self._beating = asyncio.create_task(self._beat(), name="ledger beat")
         await self._runs.recover()
+        self._keeping = asyncio.create_task(self._retention.keep(), name="retention")
 
     def describe(self, registration: Registration) -> None:
         """The tokenizer that prompts are made with."""
@@ -90,8 +95,10 @@ class Coordinator:
     async def stop(self) -> None:
         """Close in the reverse order of opening."""
         await self._runs.close()
-        if self._beating is not None:
-            self._beating.cancel()
+        for task in (self._beating, self._keeping):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait({task})
         await self._fleet.stop()
         self._ledger.close()
         self._spans.close()

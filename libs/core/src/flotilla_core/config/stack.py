@@ -163,6 +163,17 @@ class RewardServiceConfig(ConfigModel):
     """Addresses of replicas that someone else started."""
 
 
+class RetentionConfig(ConfigModel):
+    """How much the past may take on disk; the oldest runs that have ended go first."""
+
+    ledger_mib: int = Field(default=8192, ge=1)
+    """Above it the ledger forgets the tokens of ended runs, then what happened to their samples."""
+    spans_mib: int = Field(default=2048, ge=1)
+    """Above it the span store forgets runs; of the last one its oldest spans."""
+    runs_kept: int | None = Field(default=None, ge=1)
+    """Ended runs that stay; older ones are removed whole, with directory, checkpoints and model. Empty keeps all."""
+
+
 class CoordinatorConfig(ConfigModel):
     """The coordinator of the stack."""
 
@@ -170,6 +181,8 @@ class CoordinatorConfig(ConfigModel):
     """Address of a coordinator that someone else started."""
     span_retention_runs: int = Field(default=50, ge=1)
     """Runs whose spans are kept."""
+    retention: RetentionConfig = RetentionConfig()
+    """Limits of what stays on disk."""
 
 
 class StackConfig(ConfigModel):

@@ -12,10 +12,20 @@ import json
 import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flotilla_coordinator.ledger import beginnings, ownership, queries, rewind, rows, schema, transitions
+from flotilla_coordinator.ledger import (
+    beginnings,
+    forgetting,
+    ownership,
+    queries,
+    rewind,
+    rows,
+    schema,
+    transitions,
+)
 from flotilla_coordinator.ledger.ownership import Owner
 from flotilla_coordinator.ledger.records import (
     Conservation,
@@ -226,6 +236,29 @@ class Ledger:
         """A user wants the run to end: should the coordinator die, it does not go on."""
         await self._writer.submit(lambda db: beginnings.stopping(db, run_id, reason))
 
+    async def shrink(self, most_bytes: int) -> list[str]:
+        """Forget tokens, then histories, of the oldest ended runs until the ledger is small enough; whose."""
+        forgotten = []
+        for oldest, forget in (
+            (forgetting.next_with_payloads, forgetting.forget_payloads),
+            (forgetting.next_with_history, forgetting.forget_history),
+        ):
+            while await self._read(forgetting.used_bytes) > most_bytes:
+                run_id = await self._read(oldest)
+                if run_id is None:
+                    break
+                await self._writer.submit(partial(_of_run, forget, run_id))
+                forgotten.append(run_id)
+        return forgotten
+
+    async def ended_beyond(self, kept: int) -> list[tuple[str, str]]:
+        """Ended runs before the newest `kept`, with their directories."""
+        return await self._read(lambda db: forgetting.beyond(db, kept))
+
+    async def forget_run(self, run_id: str) -> None:
+        """Remove an ended run from every table."""
+        await self._writer.submit(lambda db: forgetting.forget_run(db, run_id))
+
     async def update_run(
         self,
         run_id: str,
@@ -269,6 +302,10 @@ class Ledger:
 
     async def _read(self, query: Callable[[sqlite3.Connection], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._reader, query, self._read_db)
+
+
+def _of_run(forget: Callable[[sqlite3.Connection, str], None], run_id: str, db: sqlite3.Connection) -> None:
+    forget(db, run_id)
 
 
 def _json(value: dict[str, Any] | None) -> str | None:

@@ -57,6 +57,7 @@ def fall_back(
 ) -> list[VoidedUpdate]:
     """The run goes on as `version`, a new lineage, after `step` steps; the updates that this undid."""
     voided = void_updates(db, run_id, version)
+    _ask_again_for_forgotten(db, run_key(db, run_id))
     _reopen(db, run_key(db, run_id), step, (*REOPENED, *REWARDS_FAILED) if retry_rewards else REOPENED)
     db.execute(
         "UPDATE runs SET state = ?, reason = '', ended_at = NULL, step = ?, version_lineage = ?, version_step = ?, "
@@ -64,6 +65,17 @@ def fall_back(
         (RunState.RUNNING, step, version.lineage, version.step, cursor, run_id),
     )
     return voided
+
+
+def _ask_again_for_forgotten(db: sqlite3.Connection, run: int) -> None:
+    """Samples whose tokens retention took, before a user resumed the run after all."""
+    rows = db.execute(
+        "SELECT sample_id FROM samples s WHERE run = ? AND state IN (?, ?) "
+        "AND NOT EXISTS (SELECT 1 FROM payloads p WHERE p.sample = s.key) ORDER BY key",
+        (run, State.GENERATED, State.SCORED),
+    ).fetchall()
+    known = lookup(db, [sample_id for (sample_id,) in rows])
+    _return_to(db, run, list(known.values()), State.ISSUED)
 
 
 def _reopen(db: sqlite3.Connection, run: int, step: int, reasons: tuple[str, ...]) -> None:

@@ -2,7 +2,7 @@
 
 Invariants: a migration that was released never changes; the file records which ones it has; a file from a
 newer Flotilla is refused, never guessed at. `transitions` only grows: triggers refuse every change to what
-happened.
+happened, but for the end of it, when a run that has ended is forgotten.
 """
 
 from __future__ import annotations
@@ -127,13 +127,25 @@ CREATE TABLE owner (
 );
 """
 
-MIGRATIONS: tuple[str, ...] = (_FIRST, _BEGINNINGS, _OWNER)
+# The event log only grows, until the whole run is forgotten.
+_FORGETTING = """
+CREATE TABLE forgetting (run INTEGER PRIMARY KEY);
+DROP TRIGGER transitions_never_vanish;
+CREATE TRIGGER transitions_never_vanish BEFORE DELETE ON transitions
+WHEN NOT EXISTS (SELECT 1 FROM forgetting WHERE run = OLD.run)
+BEGIN SELECT RAISE (ABORT, 'the event log only grows'); END;
+CREATE INDEX samples_of_group ON samples (grp);
+"""
+
+MIGRATIONS: tuple[str, ...] = (_FIRST, _BEGINNINGS, _OWNER, _FORGETTING)
 
 
 def connect(path: Path) -> sqlite3.Connection:
     """The writer's connection: durable at every commit, schema up to date."""
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+    # Of a file that is there already this changes nothing: what it forgets, it fills again.
+    db.execute("PRAGMA auto_vacuum = INCREMENTAL")
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = FULL")
     db.execute("PRAGMA busy_timeout = 10000")
@@ -162,4 +174,13 @@ def _migrate(db: sqlite3.Connection, path: Path) -> None:
         )
     for number, script in enumerate(MIGRATIONS[done:], start=done + 1):
         stamp = f"INSERT INTO migrations VALUES ({number}, {time.time()});"
-        db.executescript(f"BEGIN IMMEDIATE; {script} {stamp} COMMIT;")
+        try:
+            db.executescript(f"BEGIN IMMEDIATE; {script} {stamp} COMMIT;")
+        except sqlite3.Error as error:
+            db.close()
+            raise FailedPrecondition(
+                f"the ledger cannot be brought to schema {number}",
+                where=str(path),
+                why=str(error),
+                next_step="it is as it was before; free space on its disk, or use the Flotilla that wrote it",
+            ) from error

@@ -2,14 +2,21 @@
 
 Spans are clustered by trace, so that a trace is read in one place and a batch that is sent twice changes
 nothing. `run_traces` says which traces belong to a run and which steps of it they carry; it is filled as
-spans arrive, in whatever order they do.
+spans arrive, in whatever order they do. Invariants: `user_version` says which migrations a file has; one that was
+released never changes; a file from a newer Flotilla is refused.
 """
 
 from __future__ import annotations
 
+import sqlite3
+from pathlib import Path
+
+from flotilla_core.errors import FailedPrecondition
+
 NO_STEP = -1
 
-SCHEMA = """
+# Files from before there were numbers have all of it already.
+_FIRST = """
 CREATE TABLE IF NOT EXISTS resources (
     id INTEGER PRIMARY KEY,
     service TEXT NOT NULL,
@@ -44,3 +51,19 @@ CREATE TABLE IF NOT EXISTS runs (
     started_ns INTEGER NOT NULL
 ) WITHOUT ROWID;
 """
+
+MIGRATIONS: tuple[str, ...] = (_FIRST,)
+
+
+def migrate(connection: sqlite3.Connection, path: Path) -> None:
+    """Bring a file to the schema of this Flotilla."""
+    (done,) = connection.execute("PRAGMA user_version").fetchone()
+    if done > len(MIGRATIONS):
+        raise FailedPrecondition(
+            f"the span store has schema {done}, this Flotilla knows up to {len(MIGRATIONS)}",
+            where=str(path),
+            why="a newer Flotilla wrote it",
+            next_step="use that version, or move the file away: it holds timelines alone",
+        )
+    for number, script in enumerate(MIGRATIONS[done:], start=done + 1):
+        connection.executescript(f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {number}; COMMIT;")

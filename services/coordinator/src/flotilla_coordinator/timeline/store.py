@@ -18,16 +18,14 @@ from pathlib import Path
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from flotilla_coordinator.timeline import decode
+from flotilla_coordinator.timeline import decode, pruning
 from flotilla_coordinator.timeline.decode import ResourceKey, SpanRow
 from flotilla_coordinator.timeline.reader import SpanReader
-from flotilla_coordinator.timeline.schema import NO_STEP, SCHEMA
+from flotilla_coordinator.timeline.schema import NO_STEP, migrate
 from flotilla_core.errors import FailedPrecondition
 
 MAX_QUEUED_SPANS = 100_000
 _MAX_COMMIT_SPANS = 20_000
-# Free pages are given back to the file system in portions, so that no commit takes long.
-_VACUUM_PAGES = 4096
 
 _INSERT_SPAN = "INSERT OR IGNORE INTO spans VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _INSERT_RUN = (
@@ -72,9 +70,11 @@ class SpanStore:
         await asyncio.wrap_future(self._submit(lambda connection: self._insert(connection, request), count))
         return 0
 
-    async def prune(self, keep_runs: int) -> int:
-        """Keep the spans of the newest runs alone; how many spans were deleted."""
-        return await asyncio.wrap_future(self._submit(lambda connection: _prune(connection, keep_runs), 0))
+    async def prune(self, keep_runs: int, most_bytes: int | None = None) -> int:
+        """Keep the newest runs alone, and of those no more than fits; how many spans were deleted."""
+        return await asyncio.wrap_future(
+            self._submit(lambda connection: pruning.prune(connection, keep_runs, most_bytes), 0)
+        )
 
     def close(self) -> None:
         """Commit what is queued and end."""
@@ -173,7 +173,7 @@ def _open(path: Path) -> sqlite3.Connection:
     connection.execute("PRAGMA journal_mode = WAL")
     # A killed process loses nothing; a power cut may lose the last moments of a timeline.
     connection.execute("PRAGMA synchronous = NORMAL")
-    connection.executescript(SCHEMA)
+    migrate(connection, path)
     return connection
 
 
@@ -187,25 +187,3 @@ def _run_starts(carrying: list[SpanRow]) -> dict[str, int]:
         if row.run_id is not None:
             starts[row.run_id] = min(row.start_ns, starts.get(row.run_id, row.start_ns))
     return starts
-
-
-def _prune(connection: sqlite3.Connection, keep_runs: int) -> int:
-    """Delete runs beyond the newest, and spans of no run that are older than what is kept."""
-    kept = connection.execute(
-        "SELECT run_id, started_ns FROM runs ORDER BY started_ns DESC, run_id DESC LIMIT ?", (keep_runs,)
-    ).fetchall()
-    gone = connection.execute("SELECT count(*) FROM runs").fetchone()[0] - len(kept)
-    if gone == 0:
-        return 0
-    oldest_ns = min((started_ns for _, started_ns in kept), default=1 << 62)
-    connection.execute("CREATE TEMP TABLE IF NOT EXISTS kept_runs (run_id TEXT PRIMARY KEY)")
-    connection.execute("DELETE FROM kept_runs")
-    connection.executemany("INSERT INTO kept_runs VALUES (?)", [(run_id,) for run_id, _ in kept])
-    connection.execute("DELETE FROM run_traces WHERE run_id NOT IN (SELECT run_id FROM kept_runs)")
-    connection.execute("DELETE FROM runs WHERE run_id NOT IN (SELECT run_id FROM kept_runs)")
-    deleted = connection.execute(
-        "DELETE FROM spans WHERE start_ns < ? AND trace_id NOT IN (SELECT trace_id FROM run_traces)",
-        (oldest_ns,),
-    ).rowcount
-    connection.execute(f"PRAGMA incremental_vacuum({_VACUUM_PAGES})").fetchall()
-    return deleted
