@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from flotilla.common.v1 import weights_pb2
-from flotilla.common.v1.registration_pb2 import Registration
-from flotilla.generator.v1 import generator_pb2 as gen
-from flotilla.trainer.v1 import trainer_pb2 as train
 from flotilla_coordinator.runs import sync as sync_module
-from flotilla_coordinator.runs.sync import SyncReport, WeightSync
+from flotilla_coordinator.runs.sync import WeightSync
+from flotilla_coordinator.runs.sync_report import SyncReport
 from flotilla_core import rpc
 from flotilla_core.config import WeightSyncConfig
 from flotilla_core.errors import (
@@ -27,58 +23,11 @@ from flotilla_core.errors import (
     WeightsMismatch,
 )
 from flotilla_core.version import Version
+from flotilla_testing.scripted import scripted_generator as replica
+from flotilla_testing.scripted import scripted_trainer
 
 V1, V2 = Version(0, 1), Version(0, 2)
 Failure = FlotillaError | None
-
-
-@dataclass
-class Scripted:
-    """A service whose next calls fail as written, and which remembers what it was asked."""
-
-    answers: dict[str, Any]
-    failures: dict[str, list[Failure]] = field(default_factory=dict)
-    calls: list[tuple[str, Any]] = field(default_factory=list)
-
-    def __getattr__(self, method: str) -> Any:
-        async def call(request: Any, **_options: Any) -> Any:
-            self.calls.append((method, request))
-            await asyncio.sleep(0)
-            planned = self.failures.get(method, [])
-            failure = planned.pop(0) if planned else None
-            if failure is not None:
-                raise failure
-            return self.answers[method]
-
-        return call
-
-    def asked(self, method: str) -> list[Any]:
-        return [request for name, request in self.calls if name == method]
-
-
-@dataclass(eq=False)
-class Replica:
-    registration: Registration
-    stub: Scripted
-
-    @property
-    def name(self) -> str:
-        return self.registration.name
-
-    @property
-    def instance_id(self) -> str:
-        return self.registration.instance_id
-
-
-def replica(name: str, life: int = 1) -> Replica:
-    answers = {
-        "JoinWeightGroup": gen.JoinWeightGroupResponse(),
-        "StageWeights": gen.StageWeightsResponse(),
-        "CommitWeights": gen.CommitWeightsResponse(),
-        "GetWeightStatus": gen.GetWeightStatusResponse(),
-        "AbortWeights": gen.AbortWeightsResponse(),
-    }
-    return Replica(Registration(name=name, instance_id=f"{name}-{life}"), Scripted(answers))
 
 
 class Bench:
@@ -91,14 +40,7 @@ class Bench:
         self.evicted: list[tuple[str, FlotillaError]] = []
         self.verdicts: list[dict[str, FlotillaError]] = []
         self.verified: list[SyncReport] = []
-        digests = weights_pb2.WeightDigests(manifest_digest="m")
-        self.stub = Scripted(
-            {
-                "OpenWeightGroup": train.OpenWeightGroupResponse(),
-                "PublishWeights": train.PublishWeightsResponse(bytes=8, digests=digests),
-                "CloseWeightGroup": train.CloseWeightGroupResponse(),
-            }
-        )
+        self.stub = scripted_trainer()
         self.sync = WeightSync(
             "run", WeightSyncConfig(), "gloo", self, self._candidates, self._ready, self._evict, self._verify
         )
@@ -324,17 +266,6 @@ async def test_work_goes_on_with_the_replica_that_replaced_the_last_one(
     bench.sync._verify = verify
     assert await bench.sync.keep_serving(work()) == "done"
     assert bench.sync.serves("a-2", V1) and bench.epochs == [1, 2]
-
-
-async def test_a_joiner_beside_a_serving_replica_waits_for_the_next_sync(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sync_module, "LOOK_AGAIN_S", 0.001)
-    bench = Bench("a")
-    await bench.sync.publish(V1)
-    bench.replicas["b"] = replica("b")
-    await bench.sync.keep_serving(asyncio.sleep(0.02))
-    assert bench.epochs == [1]
 
 
 async def test_work_that_fails_is_raised_and_work_of_a_failed_sync_is_cancelled(

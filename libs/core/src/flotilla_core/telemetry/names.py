@@ -16,6 +16,7 @@ RL_SYNC = "rl.sync"
 RL_SYNC_STAGE = "rl.sync.stage"
 RL_SYNC_COMMIT = "rl.sync.commit"
 RL_SYNC_CANARY = "rl.sync.canary"
+RL_CATCH_UP = "rl.catch_up"
 RL_EVALUATE = "rl.evaluate"
 RL_CHECKPOINT = "rl.checkpoint"
 

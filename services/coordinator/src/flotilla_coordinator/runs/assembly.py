@@ -37,7 +37,8 @@ from flotilla_coordinator.runs.rollouts import RolloutSource
 from flotilla_coordinator.runs.same_tokenizer import require_same_tokenizer
 from flotilla_coordinator.runs.scoring import Scorer
 from flotilla_coordinator.runs.status import RunStatus
-from flotilla_coordinator.runs.sync import SyncReport, WeightSync
+from flotilla_coordinator.runs.sync import WeightSync
+from flotilla_coordinator.runs.sync_report import SyncReport
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.config import PolicyConfig, RunConfig, SamplingConfig
 from flotilla_core.errors import FlotillaError
@@ -150,11 +151,14 @@ class Assembly:
     async def _verify(self, canary: Canary, report: SyncReport) -> dict[str, FlotillaError]:
         """The live check and the sync's metrics; the members that could not answer."""
         metrics = self._context.metrics
-        metrics["sync/bytes"] = float(report.bytes)
-        metrics["sync/stage_s"] = report.stage_s
-        metrics["sync/stall_s"] = report.stall_s
-        metrics["sync/members"] = float(len(report.members))
-        metrics["sync/epochs"] = float(report.epochs)
+        if report.caught_up:
+            metrics["sync/caught_up"] = metrics.get("sync/caught_up", 0.0) + len(report.members)
+        else:
+            metrics["sync/bytes"] = float(report.bytes)
+            metrics["sync/stage_s"] = report.stage_s
+            metrics["sync/stall_s"] = report.stall_s
+            metrics["sync/members"] = float(len(report.members))
+            metrics["sync/epochs"] = float(report.epochs)
         outcome = await canary.check(report.version, report.members)
         result = outcome.report
         if result is None:

@@ -30,7 +30,7 @@ from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.learned import Learned
 from flotilla_coordinator.runs.samples import ledger_sample
 from flotilla_coordinator.runs.scoring import Outcome, Scorer
-from flotilla_coordinator.runs.sync import SyncReport
+from flotilla_coordinator.runs.sync_report import SyncReport
 from flotilla_core import ids, rpc, telemetry
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.config import SamplingConfig

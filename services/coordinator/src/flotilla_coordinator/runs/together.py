@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
 from flotilla_core.errors import FlotillaError
@@ -63,3 +63,15 @@ async def run_together(
         else:
             raise error
     return results, failures
+
+
+async def as_long_as(work: asyncio.Task[Any], beside: Coroutine[Any, Any, None]) -> None:
+    """Run `beside` until it ends or `work` does; then it is cancelled and its clean-up awaited. Raises its error."""
+    task = asyncio.ensure_future(beside)
+    try:
+        await asyncio.wait({task, work}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+    if not task.cancelled():
+        task.result()
