@@ -65,6 +65,8 @@ async def test_one_that_is_silent_is_taken_for_dead_and_writes_nothing_when_it_w
     )
     assert [type(outcome) for outcome in outcomes] == [StaleVersion, StaleVersion]
     assert "coordinator-b" in str(outcomes[0]) and theirs.lost
+    with pytest.raises(StaleVersion):
+        await theirs.check_owner()
     assert (await theirs.get_run(RUN)).reason == "ours"  # it may still read
     await ours.beat()
     ours.close()

@@ -11,8 +11,9 @@ import sqlite3
 from flotilla_coordinator.ledger.records import RunState
 from flotilla_core.errors import FailedPrecondition, NotFound
 
+# Portions, so that no commit of a run that goes on waits for long.
+MOST_AT_ONCE = 10_000
 VACUUM_PAGES = 16384
-"""Given back to the file system at a time, so that no commit takes long."""
 
 ENDED = tuple(state for state in RunState if state.ended)
 _ENDED_LIST = ", ".join(str(int(state)) for state in ENDED)
@@ -47,17 +48,20 @@ def beyond(db: sqlite3.Connection, kept: int) -> list[tuple[str, str]]:
     return [(str(run_id), str(directory)) for run_id, directory in rows][::-1]
 
 
-def forget_payloads(db: sqlite3.Connection, run_id: str) -> None:
-    """The tokens, log-probabilities and texts of a run."""
-    run = _ended_key(db, run_id)
-    db.execute("DELETE FROM payloads WHERE sample IN (SELECT key FROM samples WHERE run = ?)", (run,))
+def forget_payloads(db: sqlite3.Connection, run_id: str, most: int = MOST_AT_ONCE) -> None:
+    """The tokens, log-probabilities and texts of the oldest samples of a run that have any."""
+    db.execute(
+        "DELETE FROM payloads WHERE sample IN (SELECT s.key FROM samples s JOIN payloads p ON p.sample = s.key "
+        "WHERE s.run = ? ORDER BY s.key LIMIT ?)",
+        (_ended_key(db, run_id), most),
+    )
     _give_back(db)
 
 
 def forget_history(db: sqlite3.Connection, run_id: str) -> None:
     """Every sample of a run, and all that happened to it."""
     run = _ended_key(db, run_id)
-    forget_payloads(db, run_id)
+    forget_payloads(db, run_id, most=-1)
     groups = db.execute("SELECT DISTINCT grp FROM samples WHERE run = ?", (run,)).fetchall()
     db.execute("INSERT INTO forgetting VALUES (?)", (run,))
     for table in ("transitions", "samples", "updates", "tallies"):

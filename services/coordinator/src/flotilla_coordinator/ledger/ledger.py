@@ -78,6 +78,10 @@ class Ledger:
         """Whether somebody else was found to own the ledger."""
         return self._writer.lost is not None
 
+    async def check_owner(self) -> None:
+        """Raise StaleVersion where somebody else owns the ledger; for acts that are recorded elsewhere."""
+        await self._read(self._writer.check_owner)
+
     async def beat(self) -> None:
         """Say that the owner lives; raises StaleVersion where it is another one."""
         await self._writer.submit(ownership.beat)
@@ -238,7 +242,7 @@ class Ledger:
 
     async def shrink(self, most_bytes: int) -> list[str]:
         """Forget tokens, then histories, of the oldest ended runs until the ledger is small enough; whose."""
-        forgotten = []
+        forgotten: dict[str, None] = {}
         for oldest, forget in (
             (forgetting.next_with_payloads, forgetting.forget_payloads),
             (forgetting.next_with_history, forgetting.forget_history),
@@ -248,8 +252,8 @@ class Ledger:
                 if run_id is None:
                     break
                 await self._writer.submit(partial(_of_run, forget, run_id))
-                forgotten.append(run_id)
-        return forgotten
+                forgotten[run_id] = None
+        return list(forgotten)
 
     async def ended_beyond(self, kept: int) -> list[tuple[str, str]]:
         """Ended runs before the newest `kept`, with their directories."""

@@ -57,6 +57,10 @@ class WriterThread:
         """Operations that wait for a commit."""
         return self._queue.qsize()
 
+    def check_owner(self, db: sqlite3.Connection) -> None:
+        """Raise where somebody else took the ledger over, as any connection sees it."""
+        ownership.refuse_former(db, self._epoch, self._path)
+
     async def submit(self, operation: Callable[[sqlite3.Connection], T]) -> T:
         """Run `operation` in the next transaction; return when it is durable."""
         if self._closed:
@@ -94,7 +98,7 @@ class WriterThread:
     def _commit(self, batch: list[_Submitted]) -> None:
         try:
             self._db.execute("BEGIN IMMEDIATE")
-            ownership.refuse_former(self._db, self._epoch, self._path)
+            self.check_owner(self._db)
             for submitted in batch:
                 self._apply(submitted)
             self._db.execute("COMMIT")

@@ -117,7 +117,7 @@ class RunContext:
             await self._record_progress(step + 1)
             return
         # Before the ledger, for a step that it knows is not made again; and only where the run is still ours.
-        await self.ledger.beat()
+        await self.ledger.check_owner()
         await asyncio.to_thread(self.directory.write_samples, batch)
         sample_ids = [sample.sample_id for sample in batch.samples]
         if learned.policy is None or learned.policy.skipped:
