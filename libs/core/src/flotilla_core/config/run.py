@@ -58,6 +58,9 @@ class RolloutConfig(ConfigModel):
     """A group that is not done after so long is issued again; one that is admitted n steps ahead has n times longer."""
     max_attempts: int = Field(default=5, ge=1)
     """Times that a sample is issued before the run fails, naming the generators' last error."""
+    resume_partial: bool = False
+    """A sample that a generator gives up part-way (it drains, or a sync broke it) goes on elsewhere after the tokens
+    that it has; otherwise it begins anew."""
     max_reward_failure_rate: float = Field(default=0.5, ge=0, le=1)
     """Share of a step's samples that may end as reward error or timeout; above it the run fails."""
     dynamic_sampling: DynamicSamplingConfig | None = None

@@ -110,6 +110,7 @@ class GroupRollout:
                 min_version=ticket.version,
                 timeout_s=ticket.limit_s,
                 max_attempts=self._config.max_attempts,
+                resume_partial=self._config.resume_partial,
             )
             scored = await self._generate_and_score(request, ticket.prompt) if request.sample_ids else []
             group = await self._record(ticket, recorded_samples(records), scored)
