@@ -195,6 +195,7 @@ class GroupRollout:
             return group
         for item in trainable:
             item.sample.reward = item.outcome.total or 0.0
+            item.sample.reward_terms = item.outcome.terms
         await self._ledger.group_scored([ledger_sample(item.sample) for item in trainable])
         order = self.sample_ids(ticket.group_id).index
         group.samples = sorted(
