@@ -1,4 +1,4 @@
-"""Makes the data of this example: additions of two numbers from 0 to 99, in three files, and one of them as pairs.
+"""Makes the data of this example: additions of two numbers from 0 to 99, in three files, and two of them as pairs.
 
 Invariants: the three files hold each of the 10,000 additions exactly once; a held-out addition is in no training
 file, not even with its operands swapped; the same seed always writes the same bytes.
@@ -56,12 +56,13 @@ def write_preferences(path: Path, pairs: Iterable[Pair], seed: int) -> None:
 
 
 def make_data(out: Path, *, seed: int = 0) -> None:
-    """Write `sft.jsonl`, `rl.jsonl` and `heldout.jsonl` to `out`, and `preferences.jsonl` for those of `rl.jsonl`."""
+    """Write `sft.jsonl`, `rl.jsonl` and `heldout.jsonl` to `out`, and pairs for the last two of them."""
     out.mkdir(parents=True, exist_ok=True)
     split = split_pairs(seed)
     for name, pairs in split.items():
         write_jsonl(out / f"{name}.jsonl", pairs)
     write_preferences(out / "preferences.jsonl", split["rl"], seed)
+    write_preferences(out / "heldout-preferences.jsonl", split["heldout"], seed)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import pytest
 from flotilla.trainer.v1.session_pb2 import Role
 from flotilla_algorithms import ADVANTAGES, PAIR_LOSSES
 from flotilla_coordinator.runs.session_spec import critic_spec, frozen_spec, session_spec
-from flotilla_core.config import DpoConfig, PolicyConfig, RunConfig
+from flotilla_core.config import DpoConfig, PolicyConfig, RewardModelConfig, RunConfig
 from flotilla_core.config.advantages import AdvantageSection
 from flotilla_core.config.losses import LossSection
 from flotilla_core.config.presets import PRESETS
@@ -23,7 +23,7 @@ from flotilla_trainer.objective.pair_objective import LOSSES as PAIR_NAMES
 from flotilla_trainer.objective.session_objective import session_objective
 from flotilla_trainer.objective.settings import check_objective, objective_settings
 from flotilla_trainer.objective.value_update import ValueUpdate
-from flotilla_trainer.rank.objective_settings import VALUE, ObjectiveSettings
+from flotilla_trainer.rank.objective_settings import REWARD, VALUE, ObjectiveSettings
 from flotilla_trainer.session_settings import check_spec
 
 DOCUMENTS = [Path(__file__).parents[2] / "docs" / name for name in ("algorithms.md", "preferences.md")]
@@ -58,6 +58,7 @@ ALGORITHMS = [
     {"type": "dpo", "label_smoothing": 0.1},
     {"type": "dpo", "loss": "ipo", "reference_free": True},
     {"type": "dpo", "loss": "hinge", "beta": 0.5},
+    {"type": "reward_model", "center_coefficient": 0.01},
     {
         "advantage": {"overlong": {"buffer_tokens": 4}, "clip": 5, "reward_clip": 2, "keep_mean_above": 0},
         "aggregation": {"type": "constant", "constant_tokens": 7},
@@ -70,12 +71,13 @@ ALGORITHMS = [
 
 
 def run_of(algorithm: dict[str, Any], tmp_path: Path) -> RunConfig:
+    judges = [] if algorithm.get("type") == "reward_model" else [{"reward": "exact"}]
     return RunConfig.model_validate(
         {
             "name": "contract",
             "steps": 2,
             "data": {"train": tmp_path / "train.jsonl"},
-            "rewards": [{"reward": "exact"}],
+            "rewards": judges,
             "algorithm": algorithm,
         }
     )
@@ -92,6 +94,10 @@ def test_what_the_coordinator_sends_is_what_the_trainer_takes(
     settings = objective_settings(sent.objective)
     if config.algorithm.type == "sft":
         assert settings == ObjectiveSettings()
+        return
+    if isinstance(config.algorithm, RewardModelConfig):
+        assert settings == ObjectiveSettings(loss=REWARD)
+        assert sent.objective.reward_model.center_coefficient == config.algorithm.center_coefficient
         return
     if isinstance(config.algorithm, DpoConfig):
         assert settings == ObjectiveSettings(keeps_reference=not config.algorithm.reference_free)
@@ -140,6 +146,8 @@ def test_what_the_coordinator_sends_a_frozen_gang_is_what_it_takes(
     check_spec(frozen_spec(config, role, str(tmp_path)), name)
 
 
-@pytest.mark.parametrize("name", sorted({*ADVANTAGES, *LOSSES, *PRESETS, *PAIR_LOSSES, "dpo"}))
+@pytest.mark.parametrize(
+    "name", sorted({*ADVANTAGES, *LOSSES, *PRESETS, *PAIR_LOSSES, "dpo", "reward_model"})
+)
 def test_every_name_is_documented(name: str) -> None:
     assert any(f"`{name}`" in document.read_text("utf-8") for document in DOCUMENTS)

@@ -43,8 +43,12 @@ def pair(number: int, **changes: Any) -> dict[str, Any]:
     return {"prompt": f"{number}+1=", "chosen": str(number + 1), "rejected": str(number)} | changes
 
 
-def test_pairs_train_are_evaluated_and_kept_without_a_generator(fleet: Stack, tmp_path: Path) -> None:
-    run = fleet.run(run_file(tmp_path, [pair(n) for n in range(20)]))
+@pytest.mark.parametrize("algorithm", ["dpo", "reward_model"])
+def test_pairs_train_are_evaluated_and_kept_without_a_generator(
+    fleet: Stack, tmp_path: Path, algorithm: str
+) -> None:
+    file = run_file(tmp_path, [pair(n) for n in range(20)], algorithm={"type": algorithm})
+    run = fleet.run(file)
     assert run["state"] == "succeeded", run["reason"]
     steps = fleet.metrics(run)
     assert len(steps) == 4

@@ -11,6 +11,8 @@ from flotilla_testing.stack import Stack, running_stack
 
 pytestmark = pytest.mark.timeout(1800)
 
+WARM_UP_STEPS = 400
+"""Enough to add better than by chance; nobody looks on the way, for that would take a generator."""
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "arithmetic"
 RUN_TIMEOUT_S = 1500.0
 LEAST_GAIN = 0.08
@@ -40,3 +42,28 @@ def test_held_out_accuracy_rises_from_the_warm_up(arithmetic: Path, tmp_path: Pa
     assert after >= before + LEAST_GAIN
     assert steps[0]["preference/accuracy"] == 0.5
     assert sum(step["preference/accuracy"] for step in steps[-20:]) / 20 >= 0.9
+
+
+def test_a_reward_model_ranks_held_out_sums_on_a_fleet_of_one_trainer(
+    arithmetic: Path, tmp_path: Path
+) -> None:
+    data = arithmetic / "data"
+    description = {
+        "name": "reward-model",
+        "model": str(arithmetic / "model"),
+        "trainer": {"nproc": 2, "dtype": "float32"},
+        "generator": {"replicas": 0},
+        "reward": {"replicas": 0},
+    }
+    with running_stack(description, tmp_path) as stack:
+        blind = ("evaluation=null", "stop=null", "rewards=[]", f"steps={WARM_UP_STEPS}")
+        warm = finished(stack, "sft.yaml", f"data.train={data / 'sft.jsonl'}", *blind)
+        run = finished(
+            stack,
+            "reward_model.yaml",
+            f"data.train={data / 'preferences.jsonl'}",
+            f"evaluation.data={data / 'heldout-preferences.jsonl'}",
+            f"initial_weights={warm['directory']}/model",
+        )
+    assert run["metrics"]["eval/accuracy_before"] == 0.5  # A head of zeros prefers nothing.
+    assert run["metrics"]["eval/accuracy"] >= 0.9

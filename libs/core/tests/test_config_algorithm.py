@@ -96,6 +96,11 @@ def test_functions_of_the_user_are_taken_from_the_directory_of_the_command(tmp_p
         ("{type: dpo, beta: 0}", "algorithm.beta: expected greater than 0"),
         ("{type: dpo, loss: ipo, label_smoothing: 0.1}", "label_smoothing belongs to loss sigmoid"),
         ("{type: dpo, label_smoothing: 0.5}", "algorithm.label_smoothing: expected less than 0.5"),
+        (
+            "{type: reward_model, center_coefficient: -1}",
+            "center_coefficient: expected greater than or equal to 0",
+        ),
+        ("{type: reward_model, beta: 0.1}", "another algorithm.type has it, this one does not"),
         ("{aggregation: {type: mean}}", "expected one of token_mean, "),
         ("{aggregation: {constant_tokens: 5}}", "belongs to type constant alone"),
         ("{correction: {importance: token}}", "set correction.proximal to trainer"),
@@ -123,3 +128,19 @@ def test_a_run_of_pairs_evaluates_pairs_unless_rewards_judge_its_answers() -> No
     assert not judged.evaluates_pairs
     with pytest.raises(InvalidConfig, match="evaluation needs at least one reward term"):
         load_text(RunConfig, RUN.replace("rewards: [{reward: exact}]", "algorithm: {type: sft}") + evaluation)
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("rewards: [{reward: exact}]", "rewards is not for algorithm.type reward_model"),
+        ("lora: {rank: 4}", "lora is not for algorithm.type reward_model"),
+        ("loop: client", "loop: client is not for algorithm.type reward_model"),
+        ("optimizer: {epochs_per_update: 2}", "are not for reward_model"),
+    ],
+)
+def test_what_a_reward_model_has_no_use_for_is_refused(written: str, said: str) -> None:
+    asked = RUN.replace("rewards: [{reward: exact}]", "algorithm: {type: reward_model}")
+    assert load_text(RunConfig, asked).learns_from_pairs
+    with pytest.raises(InvalidConfig, match=said):
+        load_text(RunConfig, f"{asked}{written}\n")

@@ -113,6 +113,40 @@ def test_supervised_training_needs_answers_and_no_generators(run: dict[str, Any]
     assert "no 'solution'" in the_error(plan(run, stack, **supervised))
 
 
+def test_a_reward_model_needs_a_trainer_alone_and_feeds_every_token(
+    run: dict[str, Any], stack: StackConfig, tmp_path: Path
+) -> None:
+    pairs = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n)} for n in range(10, 50)]
+    for name in ("train.jsonl", "heldout.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    services = {"generator": stack.generator, "reward": stack.reward}
+    none = {name: section.model_copy(update={"replicas": 0}) for name, section in services.items()}
+    alone = stack.model_copy(update=none | {"model": make_model(tmp_path / "ending", eos_token_id=0)})
+    budget = {"tokens_per_microbatch": 16}
+    made = {
+        name: plan(
+            run,
+            alone,
+            algorithm={"type": name},
+            rewards=[],
+            rollout={"prompts_per_step": 16},
+            batching=budget,
+        )
+        for name in ("dpo", "reward_model")
+    }
+    assert [list(planned.errors) for planned in made.values()] == [[], []]
+    lines = {name: {line.name: line for line in planned.lines} for name, planned in made.items()}
+    ours = lines["reward_model"]
+    assert ours["step"].value == "32 sequences"
+    assert ours["evaluations"].value == "5 x 40 pairs"
+    # 5 of the prompt, 2 of the answer and its end: 8 tokens are fed, so that two go together; a policy feeds 7.
+    assert "each feeds 8 tokens" in ours["micro-batches of an update"].explanation
+    assert ours["micro-batches of an update"].value == "at most 16 a rank"
+    assert "each feeds 7 tokens" in lines["dpo"]["micro-batches of an update"].explanation
+    assert "logits" not in ours["memory of a trainer rank"].explanation
+    assert "weight sync" not in ours
+
+
 def test_answers_that_the_model_cannot_hold_are_refused(
     run: dict[str, Any], stack: StackConfig, tmp_path: Path
 ) -> None:

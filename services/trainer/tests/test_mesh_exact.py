@@ -25,6 +25,7 @@ from flotilla_trainer.rank.objective_settings import ObjectiveSettings
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
 from flotilla_trainer.rank.policy_model import PolicyModel
 from flotilla_trainer.rank.rank_objective import rank_objective
+from flotilla_trainer.rank.reward_model import RewardModel
 from flotilla_trainer.rank.scoring import score
 from flotilla_trainer.rank.settings import SessionSettings
 from flotilla_trainer.rank.sharded_model import ShardedModel, gathered, local
@@ -55,6 +56,7 @@ OBJECTIVES = {
     "gmpo": ObjectiveSettings("gmpo", CLIP, importance="sequence", importance_cap=1.1, kl_estimator="k1"),
     "kimi": ObjectiveSettings("kimi", {"tau": 0.1}, kl_estimator="abs"),
     "value": ObjectiveSettings("value", {"clip": 0.5}),
+    "reward": ObjectiveSettings("reward"),
 }
 
 
@@ -88,6 +90,7 @@ FOUR = [
     Case(2, 2, model="window", objective="sft"),
     Case(1, 4, model="gpt2", objective="sft"),
     Case(2, 4, packed=True, objective="value"),
+    Case(2, 2, packed=True, objective="reward"),
 ]
 TWO = [
     Case(),
@@ -95,6 +98,8 @@ TWO = [
     Case(1, 2, packed=True, objective="kimi"),
     Case(2, 2, objective="gmpo", recompute=True),
 ]
+HEADS = {"value": ValueModel, "reward": RewardModel}
+"""What the model is where it is no policy."""
 OnRanks = Callable[[int, Callable[[], Any]], list[Any]]
 
 
@@ -141,6 +146,7 @@ def work(lengths: tuple[int, ...]) -> Sequences:
             "reference_logprobs": numbers(-3.0, 0.5),
             "returns": numbers(0.0, 1.0),
             "old_values": numbers(0.0, 1.0),
+            "answer_tokens": np.full(total, 2, np.float32),
             "kl_weights": np.full(total, 0.1 / total, np.float32),
             "sequences": np.repeat(
                 np.arange(len(counts)), np.diff(np.searchsorted(scored, [0, *ends]))
@@ -164,11 +170,11 @@ def session(objective: ObjectiveSettings) -> SessionSettings:
 
 def loaded(folder: Path, case: Case) -> ShardedModel:
     mesh = RankMesh.form("cpu", replicate=case.replicate, sequence_parallel=case.sequence_parallel)
-    kind = ValueModel if case.objective == "value" else PolicyModel
+    kind = HEADS.get(case.objective, PolicyModel)
     model = ShardedModel(folder / case.model, torch.float32, mesh, CPU, kind)
     model.load(folder / case.model)
     check_lane(model)
-    if kind is ValueModel:
+    if kind is not PolicyModel:
         # A head of zeros would leave the body without a gradient.
         with torch.no_grad():
             local(model.causal_lm.score.weight).fill_(0.1)
@@ -186,7 +192,8 @@ def outcomes(folder: Path, cases: list[Case]) -> dict[Case, dict[str, Any]]:
     models: dict[Any, ShardedModel] = {}
     found = {}
     for case in cases:
-        arrangement = case.model, case.objective == "value", case.replicate, case.sequence_parallel
+        head = HEADS.get(case.objective, PolicyModel)
+        arrangement = case.model, head, case.replicate, case.sequence_parallel
         if arrangement not in models:
             models[arrangement] = loaded(folder, case)
         found[case] = outcome(models[arrangement], case)
@@ -201,7 +208,7 @@ def outcome(model: ShardedModel, case: Case) -> dict[str, Any]:
     lane = torch.distributed.get_rank() // case.sequence_parallel
     per_lane = pack(work(case.lengths), Layout(case.budget, lanes, case.packed))
     asked = command(per_lane[lane], temperature=0.7, chunk_tokens=5, top_k=2)
-    ask = values_of if case.objective == "value" else score
+    ask = values_of if case.objective in HEADS else score
     scores = ask(asked, model, line)
     settings = session(OBJECTIVES[case.objective])
     optimizer = PolicyOptimizer(model, settings)

@@ -34,7 +34,13 @@ from flotilla_trainer.session_holder import SessionHolder
 
 VOCABULARY = 31
 CALL_TIMEOUT_S = 60.0
-Asked = str | session_pb2.PolicyObjective | session_pb2.PreferenceObjective | session_pb2.ValueObjective
+Asked = (
+    str
+    | session_pb2.PolicyObjective
+    | session_pb2.PreferenceObjective
+    | session_pb2.RewardModelObjective
+    | session_pb2.ValueObjective
+)
 
 
 def make_model(folder: Path, seed: int, **changes: Any) -> Path:
@@ -166,6 +172,8 @@ def session_spec(objective: Asked, **changes: Any) -> session_pb2.SessionSpec:
         spec.objective.policy.CopyFrom(objective)
     elif isinstance(objective, session_pb2.PreferenceObjective):
         spec.objective.preference.CopyFrom(objective)
+    elif isinstance(objective, session_pb2.RewardModelObjective):
+        spec.objective.reward_model.CopyFrom(objective)
     elif isinstance(objective, session_pb2.ValueObjective):
         spec.role = session_pb2.ROLE_CRITIC
         spec.objective.value.CopyFrom(objective)

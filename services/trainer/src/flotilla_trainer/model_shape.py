@@ -17,7 +17,15 @@ COSMETIC = {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "us
 """Keys that change neither a tensor nor a number that a forward pass computes."""
 
 
-OF_THE_HEAD = {"architectures", "id2label", "label2id", "num_labels", "problem_type", "tie_word_embeddings"}
+OF_THE_HEAD = {
+    "architectures",
+    "id2label",
+    "label2id",
+    "num_labels",
+    "pad_token_id",
+    "problem_type",
+    "tie_word_embeddings",
+}
 """Keys that say what stands on the body of a model, and shape none of its tensors."""
 
 

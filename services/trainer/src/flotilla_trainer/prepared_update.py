@@ -14,6 +14,7 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core import ids
 from flotilla_core.version import Version
 from flotilla_trainer.frames import Array
+from flotilla_trainer.objective.reward_update import RewardUpdate, after_answers
 from flotilla_trainer.objective.session_objective import SessionObjective
 from flotilla_trainer.packing import MicroBatch, fed_tokens, padding_share
 from flotilla_trainer.session_ranks import SessionRanks
@@ -69,7 +70,7 @@ class Preparation:
             scores = await self._logprobs(batch, objective, reference=True)
             batch = replace(batch, reference_logprobs=scores)
         asked = objective.scores_policy(several_steps=plan.several)
-        policy = await self._logprobs(batch, objective, reference=False) if asked else None
+        policy = await self._own_scores(batch, objective) if asked else None
 
         def lay_out() -> PreparedUpdate:
             seed = self._shuffle_seed(update_id)
@@ -80,6 +81,20 @@ class Preparation:
             return PreparedUpdate(batch, packed, facts, [len(pack[0]) for pack in packs], bool(steps))
 
         return await asyncio.to_thread(lay_out)
+
+    async def _own_scores(self, batch: UpdateBatch, objective: SessionObjective) -> Array:
+        """What the model says of the batch before it learns from it."""
+        if isinstance(objective, RewardUpdate):
+            return await self._rewards(batch)
+        return await self._logprobs(batch, objective, reference=False)
+
+    async def _rewards(self, batch: UpdateBatch) -> Array:
+        """Of every answer, under the reward model as it is."""
+        sequences = after_answers(batch)
+        packed = await asyncio.to_thread(self._ranks.pack, sequences)
+        with self._ranks.doing("scoring with the reward model"):
+            scores = await self._ranks.values(packed, len(sequences.scored))
+        return scores["values"]
 
     async def _logprobs(self, batch: UpdateBatch, objective: SessionObjective, *, reference: bool) -> Array:
         """Of every response token, under the policy as it is, or as the session started from it."""

@@ -20,6 +20,7 @@ from flotilla_core.service import Activities
 from flotilla_core.version import Version
 from flotilla_trainer.gang import Gang
 from flotilla_trainer.gradient_calls import GradientCalls
+from flotilla_trainer.objective.call_objective import LOSSES_OF_THEIR_OWN
 from flotilla_trainer.objective.session_objective import session_objective
 from flotilla_trainer.objective.settings import objective_settings
 from flotilla_trainer.pending_gradients import PendingGradients
@@ -30,6 +31,8 @@ from flotilla_trainer.session_ranks import SessionRanks
 from flotilla_trainer.session_settings import rank_settings
 from flotilla_trainer.step_plan import StepPlan
 from flotilla_trainer.updates import Updates
+
+A_POLICY = "a policy"
 
 logger = structlog.get_logger()
 
@@ -55,6 +58,15 @@ class Session:
         """Train, GetUpdate and AbortUpdate."""
         self.gradients = GradientCalls(spec.objective, ranks, prepared, progress, pending, self.updates)
         """ForwardBackward and OptimStep."""
+
+    @property
+    def writes(self) -> bool:
+        """Whether what learns is a language model: one that samples, and that generators can take."""
+        return self._learner == A_POLICY
+
+    @property
+    def _learner(self) -> str:
+        return LOSSES_OF_THEIR_OWN.get(self._spec.objective.WhichOneof("kind"), A_POLICY)
 
     @property
     def version(self) -> Version:
@@ -120,15 +132,17 @@ class Session:
         """What a critic expects before each response token."""
         if not self._spec.objective.HasField("value"):
             raise FailedPrecondition(
-                "a policy has no values", where=f"run {self.run_id}", next_step="ask the gang of the critic"
+                f"{self._learner} has no values",
+                where=f"run {self.run_id}",
+                next_step="ask the gang of the critic",
             )
         return await self._scores.values(request)
 
     async def logprobs(self, request: pb.ComputeLogprobsRequest) -> pb.ComputeLogprobsResponse:
         """Log-probabilities under the current policy, or the one that the session started from."""
-        if self._spec.objective.HasField("value"):
+        if not self.writes:
             raise FailedPrecondition(
-                "a critic has no log-probabilities",
+                f"{self._learner} has no log-probabilities",
                 where=f"run {self.run_id}",
                 next_step="ask the gang of the policy",
             )

@@ -20,6 +20,7 @@ from flotilla_core.service import Activities
 from flotilla_trainer.checkpoints import Checkpoints
 from flotilla_trainer.frozen_session import FrozenSession
 from flotilla_trainer.gang import Gang, GangPlan
+from flotilla_trainer.model_heads import VOCABULARY, first_head, head_for
 from flotilla_trainer.model_shape import check_same_shape, model_digest
 from flotilla_trainer.session import Session
 from flotilla_trainer.session_settings import check_spec
@@ -40,7 +41,9 @@ class SessionHolder:
         self._opening = ""
         self._unwanted = False
         self._why_none = "no run has opened one"
-        self._pristine: tuple[Path, bool] | None = (plan.model, False)
+        self._new = plan.model, first_head(plan.role), False
+        """What the ranks of a new gang hold: weights, head, and whether they are frozen."""
+        self._pristine: tuple[Path, str, bool] | None = self._new
         self.checkpoints = Checkpoints(gang, plan.model, activities)
         self.weights = WeightGroups(gang, stack.bind, plan.rank_timeout_s, activities)
 
@@ -71,9 +74,10 @@ class SessionHolder:
     def policy(self, run_id: str) -> Session:
         """The session of this run, whose weights generators take."""
         session = self.learner(run_id)
-        if self._plan.role != roles.POLICY:
+        if not session.writes:
+            what = self._plan.role if self._plan.role != roles.POLICY else "reward model"
             raise FailedPrecondition(
-                f"the weights of the {self._plan.role} are not for generators",
+                f"the weights of the {what} are not for generators",
                 where=self._plan.name,
                 next_step="ask the gang of the policy",
             )
@@ -87,7 +91,8 @@ class SessionHolder:
         folder = (
             model_folder(request.spec.initial_weights) if request.spec.initial_weights else self._plan.model
         )
-        check_same_shape(folder, self._plan.model, with_head=self._plan.role != roles.CRITIC)
+        head = head_for(self._plan.role, request.spec)
+        check_same_shape(folder, self._plan.model, with_head=head == VOCABULARY)
         if self._closing is not None:
             await asyncio.wait({self._closing})
         holder = self._session.run_id if self._session else self._opening
@@ -100,7 +105,7 @@ class SessionHolder:
         self._opening, self._unwanted = request.run_id, False
         try:
             with self._activities.doing("opening a session", run_id=request.run_id):
-                session = await self._opened(request, folder)
+                session = await self._opened(request, folder, head)
         finally:
             self._opening = ""
         if self._unwanted:
@@ -142,7 +147,7 @@ class SessionHolder:
             self._why_none = f"the session of run {self._session.run_id} was lost: {error.what}"
             self._session.end(error)
         self._session = None
-        self._pristine = (self._plan.model, False)
+        self._pristine = self._new
         self.checkpoints.give_up()
         self.weights.forget()
 
@@ -155,15 +160,16 @@ class SessionHolder:
             self._session = None
             self._why_none = f"run {session.run_id} closed it"
 
-    async def _opened(self, request: pb.OpenSessionRequest, folder: Path) -> Session | FrozenSession:
+    async def _opened(
+        self, request: pb.OpenSessionRequest, folder: Path, head: str
+    ) -> Session | FrozenSession:
         await self._gang.wait_ready()
         frozen = request.spec.HasField("lora")
-        if (folder, frozen) != self._pristine:
+        if (folder, head, frozen) != self._pristine:
             # Until the load is through, nobody knows what the ranks hold.
             self._pristine = None
-            load = {"model": str(folder), "frozen": frozen}
-            await self._gang.command("load", load, limit_s=self._gang.slow_timeout_s)
-            self._pristine = (folder, frozen)
+            await self._gang.load(folder, head, frozen=frozen)
+            self._pristine = (folder, head, frozen)
         self.weights.forget_epochs()
         session: Session | FrozenSession
         if self._plan.role in roles.LEARNING:

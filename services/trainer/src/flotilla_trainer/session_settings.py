@@ -25,7 +25,9 @@ ROLE_NAMES = {
     pb.ROLE_REFERENCE: roles.REFERENCE,
     pb.ROLE_TEACHER: roles.TEACHER,
 }
-OBJECTIVES = {roles.POLICY: ("sft", "policy", "preference"), roles.CRITIC: ("value",)}
+OBJECTIVES = {roles.POLICY: ("sft", "policy", "preference", "reward_model"), roles.CRITIC: ("value",)}
+FROM_SCORES = ("preference", "reward_model")
+"""Objectives whose gradients are made from scores before the update."""
 
 
 def check_spec(spec: pb.SessionSpec, role: str = roles.POLICY) -> None:
@@ -50,6 +52,13 @@ def check_spec(spec: pb.SessionSpec, role: str = roles.POLICY) -> None:
             why="only the policy is trained with them",
             next_step="leave lora out",
         )
+    if spec.HasField("lora") and spec.objective.HasField("reward_model"):
+        raise InvalidRequest(
+            "a reward model has no adapters",
+            where="spec.lora",
+            why="they are trained beside a language model alone",
+            next_step="leave lora out",
+        )
     if role in roles.LEARNING:
         _check_learning(spec, role)
     elif spec.HasField("objective") or spec.HasField("optimizer"):
@@ -67,7 +76,7 @@ def _check_learning(spec: pb.SessionSpec, role: str) -> None:
             next_step=f"set {' or '.join(OBJECTIVES[role])}",
         )
     optimizer = spec.optimizer
-    if spec.objective.HasField("preference") and StepPlan.of(optimizer).several:
+    if spec.objective.WhichOneof("kind") in FROM_SCORES and StepPlan.of(optimizer).several:
         raise InvalidRequest(
             "preferences are learned in one step an update",
             where="spec.optimizer",

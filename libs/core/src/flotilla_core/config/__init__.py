@@ -10,7 +10,7 @@ from flotilla_core.config.lora import LoraConfig
 from flotilla_core.config.model import ConfigModel
 from flotilla_core.config.optimizer import OptimizerConfig
 from flotilla_core.config.output import dump_yaml, json_schema
-from flotilla_core.config.preferences import DpoConfig
+from flotilla_core.config.preferences import DpoConfig, RewardModelConfig
 from flotilla_core.config.run import (
     BatchingConfig,
     CanaryConfig,
@@ -56,6 +56,7 @@ __all__ = [
     "NatsConfig",
     "OptimizerConfig",
     "PolicyConfig",
+    "RewardModelConfig",
     "RewardServiceConfig",
     "RewardTermConfig",
     "RolloutConfig",

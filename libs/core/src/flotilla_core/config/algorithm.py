@@ -10,7 +10,7 @@ from flotilla_core.config.advantages import AdvantageSection, DistillAdvantage, 
 from flotilla_core.config.critic import CriticConfig
 from flotilla_core.config.losses import LossSection, PpoLoss
 from flotilla_core.config.model import ConfigModel
-from flotilla_core.config.preferences import DpoConfig
+from flotilla_core.config.preferences import DpoConfig, RewardModelConfig
 from flotilla_core.config.presets import PRESETS, with_preset
 
 
@@ -96,7 +96,6 @@ class PolicyConfig(ConfigModel):
         "opo",
         "gpg",
         "pass_at_k",
-        "gdpo",
         "gspo",
         "gmpo",
         "sapo",
@@ -175,11 +174,6 @@ class PolicyConfig(ConfigModel):
                 "kl.placement is reward, which advantage.type distill looks at with a reward_weight above 0 alone: "
                 "set kl.placement to loss"
             )
-        if name == "gdpo" and (self.shuffle_rewards or self.kl.placement == "reward"):
-            raise ValueError(
-                "advantage.type gdpo looks at the terms of a reward, and shuffle_rewards and kl.placement reward act "
-                "on the sum of them: leave them out"
-            )
         if critic is not None and self.kl.target is not None:
             raise ValueError(
                 "kl.target adapts the coefficient, which a critic could not follow: leave it out"
@@ -195,12 +189,13 @@ class SftConfig(ConfigModel):
 
 def _branch(section: Any) -> str:
     kind = section.get("type") if isinstance(section, dict) else getattr(section, "type", None)
-    return kind if kind in ("sft", "dpo") else "policy"
+    return kind if kind in ("sft", "dpo", "reward_model") else "policy"
 
 
 AlgorithmConfig = Annotated[
     Annotated[PolicyConfig, Tag("policy")]
     | Annotated[SftConfig, Tag("sft")]
-    | Annotated[DpoConfig, Tag("dpo")],
+    | Annotated[DpoConfig, Tag("dpo")]
+    | Annotated[RewardModelConfig, Tag("reward_model")],
     Discriminator(_branch),
 ]

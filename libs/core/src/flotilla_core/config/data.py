@@ -45,7 +45,7 @@ class DataConfig(ConfigModel):
     answer_field: str = "answer"
     """Column with the right answer; may be absent where no reward needs it."""
     chosen_field: str = "chosen"
-    """Column with the preferred answer of a pair, for `dpo`: text, or chat messages that end with the answer."""
+    """Column with the preferred answer of a pair (`dpo`, `reward_model`): text, or chat messages that end with it."""
     rejected_field: str = "rejected"
     """Column with the other answer of a pair, in the same form."""
     apply_chat_template: bool = False

@@ -27,3 +27,11 @@ class DpoConfig(ConfigModel):
         if self.label_smoothing and self.loss != "sigmoid":
             raise ValueError(f"label_smoothing belongs to loss sigmoid, not to {self.loss}: set it to 0")
         return self
+
+
+class RewardModelConfig(ConfigModel):
+    """A reward model: the model with a head of one number, which gives the preferred answer the higher one."""
+
+    type: Literal["reward_model"] = "reward_model"
+    center_coefficient: float = Field(default=0.0, ge=0)
+    """Factor of the squared sum of both rewards of a pair, which keeps rewards around zero; 0 is off."""

@@ -10,13 +10,12 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from flotilla_core.config.advantages import GdpoAdvantage
 from flotilla_core.config.algorithm import AlgorithmConfig, PolicyConfig
 from flotilla_core.config.data import DataConfig
 from flotilla_core.config.lora import LoraConfig
 from flotilla_core.config.model import ConfigModel
 from flotilla_core.config.optimizer import OptimizerConfig
-from flotilla_core.config.preferences import DpoConfig
+from flotilla_core.config.preferences import DpoConfig, RewardModelConfig
 from flotilla_core.config.user_function import function_path
 
 
@@ -59,9 +58,6 @@ class RolloutConfig(ConfigModel):
     """A group that is not done after so long is issued again; one that is admitted n steps ahead has n times longer."""
     max_attempts: int = Field(default=5, ge=1)
     """Times that a sample is issued before the run fails, naming the generators' last error."""
-    resume_partial: bool = False
-    """A sample that a generator gives up part-way (it drains, or a sync broke it) goes on elsewhere after the tokens
-    that it has; otherwise it begins anew."""
     max_reward_failure_rate: float = Field(default=0.5, ge=0, le=1)
     """Share of a step's samples that may end as reward error or timeout; above it the run fails."""
     dynamic_sampling: DynamicSamplingConfig | None = None
@@ -224,7 +220,7 @@ class RunConfig(ConfigModel):
     data: DataConfig
     """Training prompts."""
     rollout: RolloutConfig = RolloutConfig()
-    """Generation; `sft` and `dpo` use `prompts_per_step` alone, as answers or pairs a step."""
+    """Generation; `sft`, `dpo` and `reward_model` use `prompts_per_step` alone, as answers or pairs a step."""
     rewards: tuple[RewardTermConfig, ...] = ()
     """Weighted sum; evaluation uses the same terms."""
     algorithm: AlgorithmConfig = PolicyConfig()
@@ -248,7 +244,12 @@ class RunConfig(ConfigModel):
     @property
     def learns_from_pairs(self) -> bool:
         """Whether every prompt comes with an answer that is preferred and one that is not."""
-        return isinstance(self.algorithm, DpoConfig)
+        return isinstance(self.algorithm, DpoConfig | RewardModelConfig)
+
+    @property
+    def trains_reward_model(self) -> bool:
+        """Whether what learns gives rewards, and generates nothing."""
+        return isinstance(self.algorithm, RewardModelConfig)
 
     @property
     def learns_by_rewards(self) -> bool:
@@ -276,6 +277,21 @@ class RunConfig(ConfigModel):
         return self
 
     @model_validator(mode="after")
+    def _asks_a_reward_model_for_no_text(self) -> RunConfig:
+        wrong = {
+            "rewards": (self.rewards, "it writes no answers that they could judge; evaluation ranks pairs"),
+            "lora": (self.lora, "adapters are trained beside a language model alone"),
+            "loop: client": (
+                self.loop == "client",
+                "a client samples, and no generator can hold its weights",
+            ),
+        }
+        for key, (is_set, why) in wrong.items():
+            if self.trains_reward_model and is_set:
+                raise ValueError(f"{key} is not for algorithm.type reward_model: {why}; leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         if isinstance(self.algorithm, PolicyConfig):
             name, least = self.algorithm.type, self.algorithm.advantage.min_group_samples
@@ -284,13 +300,6 @@ class RunConfig(ConfigModel):
                     f"rollout.samples_per_prompt is {self.rollout.samples_per_prompt}, but {name} compares the "
                     f"samples of one prompt with each other: set it to {least} or more (8 is usual), "
                     "or take an advantage that compares over the whole batch"
-                )
-            advantage = self.algorithm.advantage
-            weights = advantage.weights if isinstance(advantage, GdpoAdvantage) else ()
-            if weights and len(weights) != len(self.rewards):
-                raise ValueError(
-                    f"algorithm.advantage.weights has {len(weights)} numbers, rewards has {len(self.rewards)} terms: "
-                    "write one for each, or none to take their own"
                 )
             if not self.rewards and self.algorithm.needs_rewards:
                 raise ValueError(f"rewards is empty: {name} needs at least one reward term")

@@ -137,12 +137,7 @@ BEGIN SELECT RAISE (ABORT, 'the event log only grows'); END;
 CREATE INDEX samples_of_group ON samples (grp);
 """
 
-# Some advantages weigh the terms of a reward themselves.
-_REWARD_TERMS = """
-ALTER TABLE samples ADD COLUMN reward_terms BLOB NOT NULL DEFAULT x'';
-"""
-
-MIGRATIONS: tuple[str, ...] = (_FIRST, _BEGINNINGS, _OWNER, _FORGETTING, _REWARD_TERMS)
+MIGRATIONS: tuple[str, ...] = (_FIRST, _BEGINNINGS, _OWNER, _FORGETTING)
 
 
 def connect(path: Path) -> sqlite3.Connection:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from flotilla_core.config import AlgorithmConfig, DpoConfig, PolicyConfig
+from flotilla_core.config import AlgorithmConfig, DpoConfig, PolicyConfig, RewardModelConfig
 from flotilla_core.config.algorithm import CorrectionConfig, KlConfig
 from flotilla_core.config.losses import GspoLoss
 
@@ -17,6 +17,15 @@ def algorithm_lines(algorithm: AlgorithmConfig) -> Iterator[Line]:
     """One line a section; sections that are off are not mentioned."""
     if algorithm.type == "sft":
         yield "algorithm", "sft", "cross-entropy of the answers, mean over all tokens of the update"
+        return
+    if isinstance(algorithm, RewardModelConfig):
+        center = algorithm.center_coefficient
+        centred = f"; {center:g} x the squared sum of both rewards keeps them around zero" if center else ""
+        yield (
+            "algorithm",
+            algorithm.type,
+            f"a head of one number learns by pairs to give the preferred answer the higher one{centred}",
+        )
         return
     if isinstance(algorithm, DpoConfig):
         reference = "nothing" if algorithm.reference_free else "the first policy"

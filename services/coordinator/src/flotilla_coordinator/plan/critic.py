@@ -17,9 +17,7 @@ from flotilla_core.roles import CRITIC
 
 def critic_parameters(config: RunConfig, stack: StackConfig) -> int:
     """Those of the critic of a run; 0 for a run without one."""
-    return (
-        0 if critic_of(config) is None else ModelFacts.read(model_folder(model_of(stack, CRITIC))).parameters
-    )
+    return 0 if critic_of(config) is None else _model(stack).parameters
 
 
 def critic_lines(config: RunConfig, stack: StackConfig, longest_sequence: int) -> Iterator[Line]:
@@ -34,8 +32,7 @@ def critic_lines(config: RunConfig, stack: StackConfig, longest_sequence: int) -
         f"learning rate {critic.optimizer.learning_rate:g}",
         f"{critic.optimizer.schedule}, {clip}; starts from {_start(config, critic, stack)}{alone}",
     )
-    model = ModelFacts.read(model_folder(model_of(stack, CRITIC)))
-    need = TrainerMemory.of_critic(model, config, critic, stack.critic, longest_sequence)
+    need = TrainerMemory.of_critic(_model(stack), config, critic, stack.critic, longest_sequence)
     yield (
         "memory of a critic rank",
         f"about {shown_bytes(need.total)}",
@@ -43,6 +40,10 @@ def critic_lines(config: RunConfig, stack: StackConfig, longest_sequence: int) -
         f"AdamW {shown_bytes(need.moments)}, gathered {stack.critic.dtype} layers {shown_bytes(need.gathered)}, "
         f"activations {shown_bytes(need.activations)}; it has no logits",
     )
+
+
+def _model(stack: StackConfig) -> ModelFacts:
+    return ModelFacts.read(model_folder(model_of(stack, CRITIC))).with_value_head()
 
 
 def _start(config: RunConfig, critic: CriticConfig, stack: StackConfig) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ LONGEST_HEADER = 100 << 20
 LAYER = ".layers."
 EXPERT = ".experts."
 WEIGHT = ".weight"
+VOCABULARY_HEAD = "lm_head"
 SHAPE_KEYS = (
     "model_type",
     "hidden_size",
@@ -86,6 +87,17 @@ class ModelFacts:
             raise InvalidConfig(
                 f"config.json has no {error.args[0]}", where=str(folder), why="not a causal language model?"
             ) from None
+
+    def with_value_head(self) -> ModelFacts:
+        """The same body under a head of one number, in place of the vocabulary's."""
+        head = math.prod(self.matrices.get(VOCABULARY_HEAD, (0,)))
+        change = self.hidden_size - head
+        return replace(
+            self,
+            parameters=self.parameters + change,
+            outer_parameters=self.outer_parameters + change,
+            matrices={name: shape for name, shape in self.matrices.items() if name != VOCABULARY_HEAD},
+        )
 
     def inner_matrices(self) -> set[str]:
         """Names of those that repeat from layer to layer."""

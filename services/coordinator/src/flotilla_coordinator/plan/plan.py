@@ -57,7 +57,8 @@ def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:
     except FlotillaError as error:
         plan.errors.append(str(error))
         return plan
-    _Planner(config, stack, model, sets, held_out, longest, plan).write()
+    trained = model.with_value_head() if config.trains_reward_model else model
+    _Planner(config, stack, trained, sets, held_out, longest, plan).write()
     for name, value, explanation in critic:
         plan.lines.add(name=name, value=value, explanation=explanation)
     return plan
@@ -206,7 +207,9 @@ class _Planner:
             f"{optimizer.steps_per_update} mini-batch(es) of whole groups, {self._prompts} groups together, "
             f"x {optimizer.epochs_per_update} pass(es); {updates * optimizer.steps_of_an_update:,} in the run",
         )
-        cut = MicroBatches.of(self._samples, self._longest, budget, lanes)
+        # A reward is what follows the last token, which is therefore fed as well.
+        longest = self._longest + (1 if config.trains_reward_model else 0)
+        cut = MicroBatches.of(self._samples, longest, budget, lanes)
         self._line(
             "micro-batches of an update",
             f"at most {cut.per_rank} a rank",
@@ -261,11 +264,16 @@ class _Planner:
             f"about {shown_bytes(need.total)}",
             f"weights {shown_bytes(need.masters)}, gradients {shown_bytes(need.gradients)}, "
             f"AdamW {shown_bytes(need.moments)}, gathered {trainer.dtype} layers {shown_bytes(need.gathered)}, "
-            f"activations of {batching.tokens_per_microbatch} tokens {shown_bytes(need.activations)}, logits of "
-            f"{batching.logprob_chunk_tokens} tokens {shown_bytes(need.logits)}"
+            f"activations of {batching.tokens_per_microbatch} tokens {shown_bytes(need.activations)}"
+            + (
+                f", logits of {batching.logprob_chunk_tokens} tokens {shown_bytes(need.logits)}"
+                if need.logits
+                else ""
+            )
             + (f", frozen reference {shown_bytes(need.reference)}" if need.reference else ""),
         )
-        self._sync_lines()
+        if not self._config.trains_reward_model:
+            self._sync_lines()
 
     def _sync_lines(self) -> None:
         m, generator, adapters = self._model, self._stack.generator, self._adapters

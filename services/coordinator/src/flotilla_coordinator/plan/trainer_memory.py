@@ -74,7 +74,7 @@ class TrainerMemory:
             # Weights of two layers, one of them fetched ahead, and of the outer part, whose gradient comes whole.
             gathered=(2 * layer + (2 if adapters is None else 1) * model.outer_parameters) * size,
             activations=tokens * _token_activations(model, size, adapters, batching),
-            logits=chunk * model.vocabulary_size * 4 * LOGIT_COPIES,
+            logits=0 if config.trains_reward_model else chunk * model.vocabulary_size * 4 * LOGIT_COPIES,
             reference=(learning * MASTER if _keeps_reference(config.algorithm) else 0)
             + (_compared(model, size, tokens, chunk) if _compares_wholly(config.algorithm) else 0),
         )

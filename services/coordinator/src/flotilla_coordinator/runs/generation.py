@@ -1,13 +1,13 @@
 """One group's generation: every slot delivered exactly once, over any number of replica losses.
 
 Invariants: a sample is yielded at most once per call, whatever a replica repeats; only what is missing is
-issued again, with a higher attempt; seeds depend on the sample's id and on where a piece of it begins, so an attempt
-from the start changes nothing but the machine.
+issued again, with a higher attempt; seeds depend on the sample's id alone, so an attempt changes nothing but
+the machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flotilla.generator.v1 import generator_pb2 as pb
-from flotilla_coordinator.runs.partial_sample import PartialSample
 from flotilla_core import ids, rpc
 from flotilla_core.config import SamplingConfig
 from flotilla_core.errors import Exhausted, FlotillaError, InvalidRequest, StaleVersion, Unavailable
@@ -37,8 +36,6 @@ class GenerationRequest:
     min_version: Version
     timeout_s: float
     max_attempts: int
-    resume_partial: bool = False
-    """Go on after the tokens that a generator wrote before it gave a sample up."""
 
 
 @dataclass(frozen=True)
@@ -71,21 +68,17 @@ class Generation:
 
     async def samples(self, request: GenerationRequest) -> AsyncGenerator[Generated]:
         """Each slot's sample as it ends; Exhausted when a slot ran out of attempts."""
-        missing = {sample_id: PartialSample(sample_id) for sample_id in request.sample_ids}
+        missing = dict.fromkeys(request.sample_ids)
         cause: FlotillaError | None = None
         for attempt in range(request.max_attempts):
             replica = await self._acquire(request, len(missing))
             cost = self._cost(request, len(missing))
             try:
-                async with aclosing(self._call(replica, request, missing.values(), attempt)) as responses:
+                async with aclosing(self._call(replica, request, tuple(missing), attempt)) as responses:
                     async for response in responses:
-                        if response.sample_id not in missing:
-                            continue
-                        if response.finish_reason != pb.FINISH_REASON_ABORT:
-                            whole = missing.pop(response.sample_id).whole(response)
-                            yield Generated(whole, replica.name, attempt)
-                        elif request.resume_partial:
-                            missing[response.sample_id].add(response, request.sampling.max_response_tokens)
+                        if response.sample_id in missing and response.finish_reason != pb.FINISH_REASON_ABORT:
+                            del missing[response.sample_id]
+                            yield Generated(response, replica.name, attempt)
             except StaleVersion as error:
                 cause = error
             except InvalidRequest:
@@ -121,7 +114,7 @@ class Generation:
         self,
         replica: Replica[GeneratorServiceAsyncStub],
         request: GenerationRequest,
-        samples: Iterable[PartialSample],
+        sample_ids: tuple[str, ...],
         attempt: int,
     ) -> AsyncGenerator[pb.GenerateResponse]:
         sampling = request.sampling
@@ -130,7 +123,10 @@ class Generation:
             request_id=ids.new_request_id(),
             attempt=attempt,
             prompt_token_ids=to_tensor(request.prompt_token_ids),
-            samples=[sample.slot(self._seed) for sample in samples],
+            samples=[
+                pb.SampleSlot(sample_id=sample_id, seed=ids.sample_seed(self._seed, sample_id))
+                for sample_id in sample_ids
+            ],
             sampling=pb.SamplingParams(
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,

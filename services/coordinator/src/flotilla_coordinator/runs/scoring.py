@@ -39,8 +39,6 @@ class Outcome:
     total: float | None
     failure: str = ""
     timed_out: bool = False
-    terms: tuple[float, ...] = ()
-    """What each reward gave by itself, in the order of the configuration."""
 
 
 class Scorer:
@@ -111,7 +109,7 @@ class Scorer:
 def _outcome(reply: pb.ScoreResponse) -> Outcome:
     kind = reply.WhichOneof("outcome")
     if kind == "value" and math.isfinite(reply.value.total):
-        return Outcome(reply.value.total, terms=tuple(one.value for one in reply.value.components))
+        return Outcome(reply.value.total)
     if kind == "value":
         return Outcome(None, f"the reward is {reply.value.total}, not a finite number")
     if kind == "timeout":

@@ -21,6 +21,7 @@ from flotilla_trainer.frames import Array, Frame
 from flotilla_trainer.gang.plan import GangPlan
 from flotilla_trainer.gang.rank_process import RankProcess
 from flotilla_trainer.gang.watch import GangWatch
+from flotilla_trainer.model_heads import first_head
 from flotilla_trainer.rank.setup import RankSetup
 
 MAX_RESTARTS_IN_A_ROW = 3
@@ -132,6 +133,11 @@ class Gang:
         self._running.add(task)
         task.add_done_callback(self._finished)
         return await asyncio.shield(task)
+
+    async def load(self, folder: Path, head: str, *, frozen: bool) -> None:
+        """Let the ranks hold these weights under this head; the facts are those of what they hold then."""
+        answers = await self.command("load", _load(folder, head, frozen=frozen), limit_s=self.slow_timeout_s)
+        self.facts = answers[0].fields
 
     def reports(self, number: int) -> list[asyncio.Future[Frame]]:
         """What each rank will say under `number` about work that goes on behind a command; fails with the gang."""
@@ -245,11 +251,11 @@ class Gang:
         self._ready.set()
 
     async def _introduce(self, rendezvous: Path) -> None:
-        plan = self._plan
+        plan, head = self._plan, first_head(self._plan.role)
         setups = [
             RankSetup(
                 rank=rank,
-                role=self._plan.role,
+                head=head,
                 ranks=plan.nproc,
                 rendezvous=str(rendezvous),
                 backend=plan.backend,
@@ -264,7 +270,7 @@ class Gang:
         ]
         nothing: list[Arrays] = [{}] * self.size
         await self._ask_all("setup", [asdict(setup) for setup in setups], nothing, plan.slow_timeout_s)
-        load = {"model": str(plan.model), "frozen": False, "carrier": telemetry.current_carrier()}
+        load = _load(plan.model, head, frozen=False) | {"carrier": telemetry.current_carrier()}
         answers = await self._ask_all("load", [load] * self.size, nothing, plan.slow_timeout_s)
         self.facts = answers[0].fields
 
@@ -300,3 +306,7 @@ class Gang:
         """Remove rendezvous files, also those of a front that was killed."""
         for path in self._plan.rendezvous_paths():
             path.unlink(missing_ok=True)
+
+
+def _load(folder: Path, head: str, *, frozen: bool) -> dict[str, Any]:
+    return {"model": str(folder), "head": head, "frozen": frozen}

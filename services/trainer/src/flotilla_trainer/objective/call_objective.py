@@ -11,14 +11,18 @@ from flotilla_core.errors import InvalidRequest
 from flotilla_trainer.objective.settings import check_objective
 from flotilla_trainer.rank.objective_settings import SUPERVISED
 
+LOSSES_OF_THEIR_OWN = {"value": "a critic", "reward_model": "a reward model"}
+"""What learns by them, which has no vocabulary that another loss would be about."""
+
 
 def call_objective(objective: pb.Objective, loss: pb.Function) -> pb.Objective:
     """`objective` with `loss` in its place; checked."""
-    if objective.HasField("value"):
+    learner = LOSSES_OF_THEIR_OWN.get(objective.WhichOneof("kind"))
+    if learner is not None:
         raise InvalidRequest(
-            f"a critic cannot descend on {loss.name or 'a loss without a name'}",
+            f"{learner} cannot descend on {loss.name or 'a loss without a name'}",
             where="loss",
-            next_step="leave it empty: a critic has the loss of its values alone",
+            next_step=f"leave it empty: {learner} has one loss alone",
         )
     changed = pb.Objective()
     if loss.name == SUPERVISED:

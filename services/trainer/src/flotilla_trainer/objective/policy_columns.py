@@ -95,7 +95,6 @@ def outcomes_of(
         values=batch.values,
         teacher_lead=lead,
         history=history,
-        terms=batch.reward_terms,
     )
 
 

@@ -10,7 +10,7 @@ from flotilla_trainer.objective.pair_objective import LOSSES as PAIR_LOSSES
 from flotilla_trainer.objective.policy_columns import ESTIMATORS
 from flotilla_trainer.objective.sections import ADVANTAGE, LOSS, checked_section
 from flotilla_trainer.objective.user_functions import check_user_function, is_user_function
-from flotilla_trainer.rank.objective_settings import VALUE, ObjectiveSettings
+from flotilla_trainer.rank.objective_settings import REWARD, VALUE, ObjectiveSettings
 
 IMPORTANCE = {
     pb.IMPORTANCE_UNSPECIFIED: "",
@@ -27,12 +27,18 @@ def check_objective(objective: pb.Objective) -> None:
     kind = objective.WhichOneof("kind")
     if kind is None:
         raise InvalidRequest(
-            "no objective is given", where="spec.objective", next_step="set sft, policy, preference or value"
+            "no objective is given",
+            where="spec.objective",
+            next_step="set sft, policy, preference, reward_model or value",
         )
     if kind == "policy":
         _check_policy(objective.policy, PLACE)
     elif kind == "preference":
         _check_rules(_preference_rules(objective.preference), "spec.objective.preference")
+    elif kind == "reward_model":
+        center = objective.reward_model.center_coefficient
+        rules = {"center_coefficient": math.isfinite(center) and center >= 0}
+        _check_rules(rules, "spec.objective.reward_model")
     elif kind == "value":
         _check_policy(objective.value.policy, VALUE_PLACE)
         _check_rules(_value_rules(objective.value), "spec.objective.value")
@@ -57,6 +63,8 @@ def objective_settings(objective: pb.Objective) -> ObjectiveSettings:
     """What the ranks have to know of a checked objective."""
     if objective.HasField("preference"):
         return ObjectiveSettings(keeps_reference=not objective.preference.reference_free)
+    if objective.HasField("reward_model"):
+        return ObjectiveSettings(loss=REWARD)
     if objective.HasField("value"):
         clip = objective.value.clip if objective.value.HasField("clip") else None
         return ObjectiveSettings(loss=VALUE, parameters={"clip": clip})

@@ -10,6 +10,7 @@ from typing import Any
 
 SUPERVISED = "sft"
 VALUE = "value"
+REWARD = "reward"
 FULL_DIVERGENCE = "full"
 
 
@@ -18,7 +19,7 @@ class ObjectiveSettings:
     """Loss, correction and bonuses of one session."""
 
     loss: str = SUPERVISED
-    """`sft` (minus the weighted log-probabilities), `value`, a policy loss of ours, or path.py:function."""
+    """`sft` (minus the weighted log-probabilities), `value`, `reward`, a policy loss of ours, or path.py:function."""
     parameters: dict[str, Any] = field(default_factory=dict)
     temperature: float = 1.0
     ratio_to_trainer: bool = False

@@ -15,8 +15,8 @@ class RankSetup:
 
     rank: int
     ranks: int
-    role: str
-    """policy, critic, reference or teacher."""
+    head: str
+    """What stands on the body of the model: model_heads."""
     rendezvous: str
     """File through which the ranks of this gang find each other; new for every gang."""
     backend: str

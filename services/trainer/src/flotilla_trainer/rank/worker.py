@@ -15,12 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from opentelemetry import context
+from transformers import AutoConfig
 
 from flotilla_core import telemetry
 from flotilla_core.errors import FailedPrecondition, FlotillaError
-from flotilla_core.roles import CRITIC
 from flotilla_core.telemetry import names
 from flotilla_trainer.frames import Array, Frame
+from flotilla_trainer.model_heads import REWARD, VALUES, VOCABULARY
 from flotilla_trainer.rank.checkpoint import RankCheckpoints
 from flotilla_trainer.rank.export import export
 from flotilla_trainer.rank.frozen_copy import FrozenCopy
@@ -33,6 +34,7 @@ from flotilla_trainer.rank.policy_model import PolicyModel
 from flotilla_trainer.rank.publisher import Publisher
 from flotilla_trainer.rank.rank_objective import RankObjective, rank_objective
 from flotilla_trainer.rank.reference_distribution import ReferenceDistribution
+from flotilla_trainer.rank.reward_model import RewardModel
 from flotilla_trainer.rank.scoring import score
 from flotilla_trainer.rank.settings import SessionSettings
 from flotilla_trainer.rank.setup import RankSetup
@@ -42,6 +44,11 @@ from flotilla_trainer.rank.update_steps import UpdateSteps
 from flotilla_trainer.rank.value_model import ValueModel
 from flotilla_trainer.rank.value_scoring import values_of
 
+MODELS: dict[str, type[PolicyModel] | type[ValueModel]] = {
+    VOCABULARY: PolicyModel,
+    VALUES: ValueModel,
+    REWARD: RewardModel,
+}
 Answer = tuple[dict[str, Any], dict[str, Array]]
 
 
@@ -61,7 +68,7 @@ class RankWorker:
         self._mesh = RankMesh.form(
             self._device.type, replicate=setup.replicate, sequence_parallel=setup.sequence_parallel
         )
-        self._build(frozen=False)
+        self._build(setup.head, frozen=False)
         self._settings: SessionSettings | None = None
         self._objective: RankObjective | None = None
         self._optimizer: PolicyOptimizer | None = None
@@ -104,8 +111,9 @@ class RankWorker:
 
     def _load(self, command: Frame) -> Answer:
         folder = Path(command.fields["model"])
-        if command.fields["frozen"] != self._model.frozen:
-            self._rebuild(frozen=command.fields["frozen"])
+        wanted = command.fields["head"], command.fields["frozen"]
+        if wanted != (self._head, self._model.frozen):
+            self._rebuild(*wanted)
         self._link.progress(f"loading {folder}")
         with telemetry.span(names.TRAINER_LOAD):
             self._model.load(folder)
@@ -231,22 +239,28 @@ class RankWorker:
         self._drop_gradients()
         return {}, {}
 
-    def _build(self, *, frozen: bool) -> None:
+    def _build(self, head: str, *, frozen: bool) -> None:
         """The model and what works on it; the numbers come with a load."""
         dtype = getattr(torch, self._setup.dtype)
-        kind = ValueModel if self._setup.role == CRITIC else PolicyModel
-        self._model = ShardedModel(self._folder, dtype, self._mesh, self._device, kind, frozen=frozen)
+        self._head = head
+        self._model = ShardedModel(
+            Path(self._setup.model), dtype, self._mesh, self._device, MODELS[head], frozen=frozen
+        )
         self._publisher = Publisher(self._model, self._link)
         self._checkpoints = RankCheckpoints(self._model, self._link)
 
-    def _rebuild(self, *, frozen: bool) -> None:
+    def _rebuild(self, head: str, frozen: bool) -> None:
         """Let the old model go first: two do not fit where one may fill the device. No session is open meanwhile."""
         self._link.progress("building the model anew")
+        if head != self._head:
+            # What cannot have this head is refused while the old model is still there.
+            with torch.device("meta"):
+                MODELS[head].skeleton(AutoConfig.from_pretrained(self._setup.model), torch.float32)
         self._settings = self._objective = self._optimizer = self._pending = None
         self._reference = self._distribution = None
         del self._model, self._publisher, self._checkpoints
         gc.collect()
-        self._build(frozen=frozen)
+        self._build(head, frozen=frozen)
 
     def _accumulate(
         self, update: Update, command: Frame, *, factor: float = 1.0, part: range | None = None

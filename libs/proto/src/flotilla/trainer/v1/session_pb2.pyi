@@ -311,6 +311,7 @@ class Objective(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     VALUE_FIELD_NUMBER: _builtins.int
     PREFERENCE_FIELD_NUMBER: _builtins.int
+    REWARD_MODEL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sft(self) -> Global___SftObjective: ...
     @_builtins.property
@@ -319,6 +320,8 @@ class Objective(_message.Message):
     def value(self) -> Global___ValueObjective: ...
     @_builtins.property
     def preference(self) -> Global___PreferenceObjective: ...
+    @_builtins.property
+    def reward_model(self) -> Global___RewardModelObjective: ...
     def __init__(
         self,
         *,
@@ -326,12 +329,13 @@ class Objective(_message.Message):
         policy: Global___PolicyObjective | None = ...,
         value: Global___ValueObjective | None = ...,
         preference: Global___PreferenceObjective | None = ...,
+        reward_model: Global___RewardModelObjective | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "policy", b"policy", "preference", b"preference", "sft", b"sft", "value", b"value"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "policy", b"policy", "preference", b"preference", "reward_model", b"reward_model", "sft", b"sft", "value", b"value"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "policy", b"policy", "preference", b"preference", "sft", b"sft", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "policy", b"policy", "preference", b"preference", "reward_model", b"reward_model", "sft", b"sft", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["sft", "policy", "value", "preference"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["sft", "policy", "value", "preference", "reward_model"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -385,6 +389,30 @@ class PreferenceObjective(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PreferenceObjective: _TypeAlias = PreferenceObjective  # noqa: Y015
+
+@_typing.final
+class RewardModelObjective(_message.Message):
+    """A model with a head of one number learns to give the preferred answer of a pair the higher one; mean over pairs. Pairs as
+    above; the reward of an answer is the number after its last token, so masks have to be true throughout.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CENTER_COEFFICIENT_FIELD_NUMBER: _builtins.int
+    center_coefficient: _builtins.float
+    """Factor of the squared sum of both rewards of a pair, which keeps rewards around zero; 0 is off."""
+    def __init__(
+        self,
+        *,
+        center_coefficient: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["center_coefficient", b"center_coefficient"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RewardModelObjective: _TypeAlias = RewardModelObjective  # noqa: Y015
 
 @_typing.final
 class PolicyObjective(_message.Message):

@@ -1,0 +1,206 @@
+"""A reward model's update on a small model, from the pairs to the gradient: the update that is scored first has the
+gradient of the comparison, however it is cut, and what is no pair is refused by name.
+
+The model is a table with a reward for each token, so that the reward of an answer is that of its last token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flotilla.trainer.v1 import session_pb2
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_core.errors import InvalidRequest
+from flotilla_core.tensors import from_tensor, to_tensor
+from flotilla_core.version import Version
+from flotilla_trainer.objective.reward_update import after_answers
+from flotilla_trainer.objective.session_objective import session_objective
+from flotilla_trainer.objective.settings import check_objective, objective_settings
+from flotilla_trainer.packing import Layout, Sequences, pack
+from flotilla_trainer.rank.rank_objective import rank_objective
+from flotilla_trainer.rank.reward_objective import RewardObjective
+from flotilla_trainer.session_settings import check_spec
+from flotilla_trainer.update_batch import ModelLimits, UpdateBatch
+
+VOCABULARY = 13
+TOLERANCE = 1e-6
+LAYOUTS = [(1, 10_000, False), (1, 37, True), (2, 1, False), (2, 150, True), (3, 60, False), (3, 1, True)]
+"""Ranks, token budget, packed."""
+REWARDS = 1.5 * torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def objective_of(center: float = 0.0) -> session_pb2.Objective:
+    return session_pb2.Objective(reward_model=session_pb2.RewardModelObjective(center_coefficient=center))
+
+
+def make_pairs(count: int, seed: int = 0) -> list[pb.TrainGroup]:
+    """Prompts and answers of unequal lengths."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for index in range(count):
+        prompt = rng.integers(0, VOCABULARY, rng.integers(1, 6)).astype(np.int32)
+        group = pb.TrainGroup(group_id=f"g{index}", prompt_token_ids=to_tensor(prompt))
+        for number in range(2):
+            answer = rng.integers(0, VOCABULARY, rng.integers(1, 20)).astype(np.int32)
+            group.samples.add(sample_id=f"g{index}/{number}", token_ids=to_tensor(answer))
+        groups.append(group)
+    return groups
+
+
+def read(groups: list[pb.TrainGroup]) -> UpdateBatch:
+    return UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), None)
+
+
+def scores(sequences: Sequences) -> np.ndarray:
+    """What the model says where it is asked: after the token before each place."""
+    return REWARDS.numpy()[sequences.tokens[sequences.scored - 1]].astype(np.float32)
+
+
+def plainly(center: float, groups: list[pb.TrainGroup]) -> tuple[float, np.ndarray]:
+    """Loss and gradient in float64, pair by pair: -log s(r_c - r_r) + c (r_c + r_r)^2."""
+    table, losses = REWARDS.clone().requires_grad_(), []
+    for group in groups:
+        chosen, rejected = (table[int(from_tensor(sample.token_ids)[-1])] for sample in group.samples)
+        losses.append(torch.log1p(torch.exp(rejected - chosen)) + center * (chosen + rejected) ** 2)
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    assert table.grad is not None
+    return loss.item(), table.grad.numpy()
+
+
+def on_ranks(
+    objective: session_pb2.Objective, groups: list[pb.TrainGroup], ranks: int, budget: int, packed: bool
+) -> tuple[dict[str, float], np.ndarray, float]:
+    """Metrics, gradient and counted tokens by the path that the front and the ranks take."""
+    check_objective(objective)
+    front, rank = session_objective(objective), rank_objective(objective_settings(objective))
+    assert isinstance(rank, RewardObjective)
+    batch = read(groups)
+    sequences, metrics = front.sequences(batch, 0, scores(after_answers(batch)))
+    table, tokens = REWARDS.clone().requires_grad_(), 0.0
+    for batches in pack(sequences, Layout(budget, ranks, packed)):
+        for micro in batches:
+            fed = torch.from_numpy(micro.tokens).flatten()
+            columns = {name: torch.from_numpy(values) for name, values in micro.columns.items()}
+            terms = rank(table[fed[torch.from_numpy(micro.positions)].long()], columns)
+            (terms.loss * 0.0 if micro.idle else terms.loss).backward()
+            tokens += 0.0 if micro.idle else terms.sums["tokens"].item()
+    assert table.grad is not None
+    return metrics, table.grad.numpy(), tokens
+
+
+@pytest.mark.parametrize("center", [0.0, 0.07])
+@pytest.mark.parametrize("count", [1, 7])
+def test_loss_and_gradient_are_those_of_the_pairs_for_any_layout(center: float, count: int) -> None:
+    groups = make_pairs(count)
+    loss, gradient = plainly(center, groups)
+    assert np.abs(gradient).max() > 1e-3  # There is something to compare.
+    for layout in LAYOUTS:
+        metrics, got, tokens = on_ranks(objective_of(center), groups, *layout)
+        assert metrics["loss"] == pytest.approx(loss, abs=TOLERANCE)
+        np.testing.assert_allclose(got, gradient, atol=TOLERANCE, err_msg=str(layout))
+        assert tokens == sum(len(from_tensor(s.token_ids)) for group in groups for s in group.samples)
+
+
+def test_every_token_is_fed_and_the_last_one_is_asked() -> None:
+    batch = read(make_pairs(3))
+    for packed in (False, True):
+        (batches,) = pack(after_answers(batch), Layout(10_000, 1, packed))
+        (micro,) = batches
+        assert micro.sequence_tokens == len(batch.tokens)
+        last = batch.tokens[np.cumsum(batch.prompt_lengths + batch.response_lengths) - 1]
+        in_order = np.empty_like(last)
+        in_order[micro.places] = micro.tokens.flatten()[micro.positions]
+        np.testing.assert_array_equal(in_order, last)
+
+
+def test_metrics_say_how_far_the_chosen_answers_are_ahead() -> None:
+    groups = make_pairs(4)
+    metrics, _, _ = on_ranks(objective_of(), groups, 1, 100, False)
+    last = np.array([[int(from_tensor(s.token_ids)[-1]) for s in group.samples] for group in groups])
+    rewards = REWARDS.numpy()[last]
+    ahead = rewards[:, 0] - rewards[:, 1]
+    assert metrics["preference/accuracy"] == np.mean((ahead > 0) + 0.5 * (ahead == 0))
+    assert metrics["preference/margin"] == pytest.approx(ahead.mean())
+    assert metrics["preference/chosen_reward"] == pytest.approx(rewards[:, 0].mean())
+    assert metrics["preference/rejected_reward"] == pytest.approx(rewards[:, 1].mean())
+
+
+def test_a_head_of_zeros_prefers_nothing() -> None:
+    batch = read(make_pairs(3))
+    _, metrics = session_objective(objective_of()).sequences(batch, 0, np.zeros(6, np.float32))
+    assert (metrics["preference/accuracy"], metrics["preference/margin"]) == (0.5, 0.0)
+    assert metrics["loss"] == pytest.approx(math.log(2))
+
+
+def lone_sample(groups: list[pb.TrainGroup]) -> None:
+    del groups[1].samples[1]
+
+
+def equal_answers(groups: list[pb.TrainGroup]) -> None:
+    groups[1].samples[1].token_ids.CopyFrom(groups[1].samples[0].token_ids)
+
+
+def partial_mask(groups: list[pb.TrainGroup]) -> None:
+    length = len(from_tensor(groups[1].samples[1].token_ids))
+    groups[1].samples[1].mask.CopyFrom(to_tensor(np.arange(length) == 0))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lone_sample, "a pair has two samples, this group has 1"),
+        (equal_answers, "both answers of a pair are the same"),
+        (partial_mask, "cannot leave out a part of an answer"),
+    ],
+)
+def test_what_is_no_pair_is_refused_by_its_sample(
+    spoil: Callable[[list[pb.TrainGroup]], None], said: str
+) -> None:
+    groups = make_pairs(3)
+    spoil(groups)
+    with pytest.raises(InvalidRequest, match=said) as caught:
+        on_ranks(objective_of(), groups, 1, 100, False)
+    assert "'g1/" in str(caught.value)
+
+
+def adapters(spec: session_pb2.SessionSpec) -> None:
+    spec.lora.rank = 4
+
+
+def several_steps(spec: session_pb2.SessionSpec) -> None:
+    spec.optimizer.steps_per_update = 2
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [(adapters, "a reward model has no adapters"), (several_steps, "in one step an update")],
+)
+def test_a_session_that_cannot_be_is_refused(spoil: Callable[[Any], None], said: str) -> None:
+    spec = session_pb2.SessionSpec(
+        objective=objective_of(),
+        batching=session_pb2.Batching(tokens_per_microbatch=64, logprob_chunk_tokens=64),
+    )
+    spoil(spec)
+    with pytest.raises(InvalidRequest, match=said):
+        check_spec(spec)
+
+
+@pytest.mark.parametrize("center", [-1.0, float("nan"), float("inf")])
+def test_a_center_coefficient_out_of_range_is_refused(center: float) -> None:
+    with pytest.raises(InvalidRequest, match=r"spec\.objective\.reward_model\.center_coefficient"):
+        check_objective(objective_of(center))
+
+
+def test_versions_of_the_tokens_are_nobodys_business() -> None:
+    groups = make_pairs(2)
+    span = groups[0].samples[0].version_spans.add(start=0, end=1)
+    span.version.CopyFrom(Version(3, 5).to_proto())
+    assert not session_objective(objective_of()).writes_samples
+    assert not read(groups).staleness.any()
