@@ -5,14 +5,9 @@ Invariant: all samples of a batch get the values of one critic, which has not le
 
 from __future__ import annotations
 
-import numpy as np
-
-from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_coordinator.runs.batch import Batch
-from flotilla_coordinator.runs.group_messages import scored_parts
-from flotilla_coordinator.runs.learning_session import TRAIN_TIMEOUT_S, LearningSession
-from flotilla_core import rpc
-from flotilla_core.tensors import from_tensor
+from flotilla_coordinator.runs.batch_scores import batch_values
+from flotilla_coordinator.runs.learning_session import LearningSession
 
 
 class Critic(LearningSession):
@@ -20,10 +15,6 @@ class Critic(LearningSession):
 
     async def value(self, batch: Batch) -> None:
         """Give every sample of the batch what the critic expects before each of its tokens."""
-        values: dict[str, np.ndarray] = {}
-        for sequences in scored_parts(batch.groups):
-            request = pb.ComputeValuesRequest(run_id=self._run_id, sequences=sequences)
-            reply = await rpc.unary(self.stub.ComputeValues, request, timeout_s=TRAIN_TIMEOUT_S)
-            values |= {item.sequence_id: from_tensor(item.values) for item in reply.sequences}
+        values = await batch_values(self.stub, self._run_id, batch)
         for sample in batch.samples:
             sample.values = values[sample.sample_id]

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 from flotilla.trainer.v1 import session_pb2
 from flotilla_coordinator.runs.batch import Batch
-from flotilla_coordinator.runs.batch_logprobs import batch_logprobs
+from flotilla_coordinator.runs.batch_scores import batch_logprobs
 from flotilla_coordinator.runs.gang_session import Gang, GangSession
 from flotilla_core.roles import TEACHER
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_coordinator.runs.batch import Batch, RolloutGroup
-from flotilla_coordinator.runs.batch_logprobs import batch_logprobs
+from flotilla_coordinator.runs.batch_scores import batch_logprobs
 from flotilla_coordinator.runs.gang_session import SESSION_TIMEOUT_S
 from flotilla_coordinator.runs.group_messages import fill
 from flotilla_coordinator.runs.learning_session import TRAIN_TIMEOUT_S, LearningSession
