@@ -105,7 +105,9 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def pick(self, data: st.DataObject, *states: State) -> list[str]:
         known = sorted(name for name, sample in self.samples.items() if not states or sample.state in states)
-        return data.draw(st.lists(st.sampled_from(known), unique=True, max_size=6)) if known else []
+        return (
+            data.draw(st.lists(st.sampled_from(known), unique=True, min_size=1, max_size=6)) if known else []
+        )
 
     def moved(self, names: list[str] | tuple[str, ...], state: State, reason: str = "") -> None:
         for name in names:
@@ -153,7 +155,9 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def score(self, data: st.DataObject) -> None:
         """In any order, some twice, some for the first time with their tokens, some after they were dropped."""
-        names = self.pick(data)
+        self.deliver_and_score(self.pick(data))
+
+    def deliver_and_score(self, names: list[str]) -> None:
         delivered = [ScoredSample(**vars(self.arrived(name)), reward=1.0) for name in names]
         recorded = self.do(self.ledger.group_scored(delivered))
         fresh = [name for name in names if self.samples[name].state in (State.ISSUED, State.GENERATED)]
@@ -173,9 +177,24 @@ class LedgerMachine(RuleBasedStateMachine):
         self.moved(fresh, State.DROPPED, reason)
 
     @precondition(lambda self: not self.ended)
+    @rule(steps=st.integers(1, 3), saved=st.booleans())
+    def go_on_undisturbed(self, steps: int, saved: bool) -> None:
+        """Whole steps, so that a sequence of few rules has something to undo."""
+        for _ in range(steps):
+            known = set(self.samples)
+            self.issue(2, 0)
+            names = sorted(set(self.samples) - known)
+            self.deliver_and_score(names)
+            self.train_on(names)
+            if saved:
+                self.checkpoint()
+
+    @precondition(lambda self: not self.ended)
     @rule(data=st.data())
     def train(self, data: st.DataObject) -> None:
-        names = self.pick(data, State.SCORED)
+        self.train_on(self.pick(data, State.SCORED))
+
+    def train_on(self, names: list[str]) -> None:
         before, result = self.version, Version(self.version.lineage, self.version.step + 1)
         self.steps_done += 1
         for _ in range(2):  # reported twice, as by a coordinator that died in between: trained once
