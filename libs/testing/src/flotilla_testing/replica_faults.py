@@ -33,7 +33,7 @@ async def kill_inside(stack: Stack, name: str, phase: str) -> None:
     process = stack.process(name)
     look = _owes_work if phase == "decoding" else partial(_in_weight_phase, WEIGHT_PHASES[phase])
     where = "coordinator" if phase == "decoding" else name
-    async with asyncio.timeout(LIMIT_S), connect(_address(stack, where)) as channel:
+    async with asyncio.timeout(LIMIT_S), connect(address(stack, where)) as channel:
         while not await look(channel, name):  # noqa: ASYNC110 - the phase of another process
             await asyncio.sleep(LOOK_EVERY_S)
     process.kill()
@@ -50,6 +50,7 @@ async def _owes_work(channel: grpc.aio.Channel, name: str) -> bool:
     return any(s.registration.name == name and s.outstanding_tokens for s in reply.services)
 
 
-def _address(stack: Stack, name: str) -> str:
+def address(stack: Stack, name: str) -> str:
+    """Where a service of the stack listens, by its slot's name."""
     announced = json.loads((stack.directory / "instances" / f"{name}.json").read_text())
     return str(announced["address"])
