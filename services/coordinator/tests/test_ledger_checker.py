@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
 from pathlib import Path
@@ -120,6 +121,20 @@ def test_a_sample_older_than_the_bound_is_stale(path: Path) -> None:
     verdict = damage(path, "UPDATE runs SET config_yaml = 'rollout: {max_staleness: 0}'")
     assert verdict.offenders["stale"] == list(SAMPLES[:2])
     assert (verdict.stale, verdict.passed) == (2, False)
+
+
+def test_a_bound_that_was_tightened_judges_no_sample_from_before(path: Path) -> None:
+    change = {
+        "step": 4,
+        "changes": {"rollout.max_staleness": {"from": 1, "to": 0}, "steps": {"from": 3, "to": 9}},
+    }
+    (path.parent / "changes.jsonl").write_text(json.dumps(change) + "\n")
+    verdict = damage(
+        path,
+        "UPDATE runs SET directory = ?, config_yaml = 'rollout: {max_staleness: 0}'",
+        str(path.parent),
+    )
+    assert verdict.passed, str(verdict)
 
 
 def test_an_unknown_run_is_named(path: Path) -> None:

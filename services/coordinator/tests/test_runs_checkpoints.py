@@ -89,6 +89,7 @@ class Bench:
             evaluator=None,
             checkpoints=self.checkpoints,
             steps_done=steps_done,
+            goes_on=nothing,  # which says no
             phase=phase,
             update_unrecorded=False,
             progress=lambda steps_done: Progress(RUN, steps_done, version, None),

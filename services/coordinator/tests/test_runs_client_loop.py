@@ -24,6 +24,7 @@ from flotilla_coordinator.runs.batch import RolloutGroup
 from flotilla_coordinator.runs.client_loop import ClientLoop
 from flotilla_coordinator.runs.client_sampling import ClientPrompt, ClientSampling
 from flotilla_coordinator.runs.context import RunContext
+from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.feed import RunFeed
 from flotilla_coordinator.runs.generation import Generated, GenerationRequest
 from flotilla_coordinator.runs.learners import Learners
@@ -124,6 +125,7 @@ class Bench:
         context: Any = RunContext(
             run_id=RUN,
             config=self.config,
+            control=RunControl(self.config),
             learners=Learners(trainer),
             source=SimpleNamespace(samples_from_policy=True),  # type: ignore[arg-type]
             sync=SimpleNamespace(version=Version(0, 0)),  # type: ignore[arg-type]
@@ -273,11 +275,11 @@ async def test_a_loop_that_nobody_calls_saves_and_ends_as_stopped_with_the_reaso
     loop = bench.loop()
     loop.run.sync.publish = nothing  # type: ignore[method-assign,assignment]
     feed = RunFeed(lambda event: None)
-    active = ActiveRun(RUN, bench.config, "", loop.run.status, feed, context=loop.run, client=loop)
+    active = ActiveRun(RUN, RunControl(bench.config), loop.run.status, feed, context=loop.run, client=loop)
     beginning: Any = SimpleNamespace()
     bench.monkeypatch.setattr(serve_client_module, "begin", nothing)
     await asyncio.wait_for(serve_client_module.serve_client(loop, beginning, active), 5)
-    assert saved == [0] and active.stop_requested and "loop_idle_timeout_s" in active.stop_reason
+    assert saved == [0] and active.control.stop_requested and "loop_idle_timeout_s" in active.stop_reason
     with pytest.raises(Cancelled):
         loop.draw(1)
 

@@ -18,6 +18,7 @@ from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs import execution
 from flotilla_coordinator.runs.active import ActiveRun
 from flotilla_coordinator.runs.beginning import Beginning
+from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.feed import RunFeed
 from flotilla_coordinator.runs.gang_session import Gang
 from flotilla_coordinator.runs.learners import Learners
@@ -140,7 +141,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     def started(loop: Loop, beginning: Beginning = AT_THE_START) -> Bench:
         monkeypatch.setattr(execution, "run_loop", loop)
         feed = RunFeed(lambda event: None)
-        active = ActiveRun(RUN, CONFIG, "", RunStatus(run_pb2.Run(run_id=RUN), feed), feed)
+        active = ActiveRun(RUN, RunControl(CONFIG), RunStatus(run_pb2.Run(run_id=RUN), feed), feed)
         directory = Directory(tmp_path)
         context.status = active.status
         nobody: Any = None

@@ -16,7 +16,7 @@ def rates(
     optimizer = pb.Optimizer(
         learning_rate=2.0, schedule=schedule, warmup_updates=warmup, final_lr_ratio=ratio
     )
-    return [learning_rate(optimizer, total, update) for update in range(total + 5)]
+    return [learning_rate(optimizer, optimizer.learning_rate, total, update) for update in range(total + 5)]
 
 
 def test_warm_up_rises_in_equal_steps_to_the_peak() -> None:

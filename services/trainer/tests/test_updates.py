@@ -10,6 +10,7 @@ import pytest
 
 from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_core.errors import InvalidRequest
 from flotilla_core.service import Activities
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
@@ -29,6 +30,7 @@ class AgreeingGang:
 
     def __init__(self) -> None:
         self.commands: list[str] = []
+        self.rates: list[float] = []
         self.facts: dict[str, Any] = {
             "packing_refusal": "",
             "device": "cpu",
@@ -39,6 +41,7 @@ class AgreeingGang:
 
     async def command(self, kind: str, *arguments: Any, **options: Any) -> list[Frame]:
         self.commands.append(kind)
+        self.rates += [arguments[0]["learning_rate"]] if kind == "train" else []
         return [Frame(kind, 0, {**MADE}, {})]
 
 
@@ -74,6 +77,7 @@ def session(gang: AgreeingGang, tmp_path: Path) -> Session:
         correction=session_pb2.Correction(staleness_decay=1.0),
     )
     spec = session_pb2.SessionSpec(
+        optimizer=session_pb2.Optimizer(schedule=session_pb2.SCHEDULE_CONSTANT),
         objective=session_pb2.Objective(policy=policy),
         batching=session_pb2.Batching(tokens_per_microbatch=64, logprob_chunk_tokens=8),
         total_updates=4,
@@ -99,6 +103,21 @@ async def test_updates_in_which_nothing_counts_take_no_step_and_are_not_held_aga
     assert gang.commands == [] and session.version == Version(0, 0)
     made = await session.updates.train(header(4, 0), groups((1.0, 1.0), (0.0, 1.0)))
     assert not made.skipped and session.version == Version(0, 1) and gang.commands == ["train"]
+
+
+async def test_a_run_may_change_its_learning_rate_with_every_update(
+    session: Session, gang: AgreeingGang
+) -> None:
+    for number, peak in ((1, 0.5), (2, 0.25)):
+        changed = header(number, number - 1)
+        changed.learning_rate.CopyFrom(pb.LearningRate(peak=peak, total_updates=4))
+        await session.updates.train(changed, groups((1.0, 0.0)))
+    assert gang.rates == [0.5, 0.25]
+    wrong = header(3, 2)
+    wrong.learning_rate.CopyFrom(pb.LearningRate(peak=float("nan"), total_updates=4))
+    with pytest.raises(InvalidRequest, match="learning rate is nan"):
+        await session.updates.train(wrong, groups((1.0, 0.0)))
+    assert session.version == Version(0, 2)
 
 
 async def test_an_update_in_which_nothing_counts_is_not_looked_at_twice(session: Session) -> None:

@@ -138,8 +138,18 @@ class Client:
         request = pb.StopRunRequest(run_id=run_id, request_id=new_request_id(), reason=reason)
         return (await rpc.unary(self._stub.StopRun, request, timeout_s=_CALL_S)).run
 
+    async def pause_run(self, run_id: str = "latest") -> Run:
+        """Begins no step after the one that is under way, and keeps the fleet."""
+        request = pb.PauseRunRequest(run_id=run_id, request_id=new_request_id())
+        return (await rpc.unary(self._stub.PauseRun, request, timeout_s=_CALL_S)).run
+
+    async def set_run(self, run_id: str, changes: Sequence[str]) -> Run:
+        """Goes on by other settings (`key.path=value`) from its next step on."""
+        request = pb.UpdateRunRequest(run_id=run_id, request_id=new_request_id(), overrides=changes)
+        return (await rpc.unary(self._stub.UpdateRun, request, timeout_s=_CALL_S)).run
+
     async def resume_run(self, run_id: str = "latest", checkpoint: str = "") -> Run:
-        """Goes on from a checkpoint: the named one, or the newest that is good."""
+        """Goes on after a pause; after its end from a checkpoint: the named one, or the newest that is good."""
         request = pb.ResumeRunRequest(run_id=run_id, request_id=new_request_id(), checkpoint=checkpoint)
         return (await rpc.unary(self._stub.ResumeRun, request, timeout_s=_CALL_S)).run
 

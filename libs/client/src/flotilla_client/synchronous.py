@@ -90,6 +90,12 @@ class SyncClient:
     def stop_run(self, run_id: str = "latest", reason: str = "") -> Run:
         return self._wait(self._client.stop_run(run_id, reason))
 
+    def pause_run(self, run_id: str = "latest") -> Run:
+        return self._wait(self._client.pause_run(run_id))
+
+    def set_run(self, run_id: str, changes: Sequence[str]) -> Run:
+        return self._wait(self._client.set_run(run_id, changes))
+
     def resume_run(self, run_id: str = "latest", checkpoint: str = "") -> Run:
         return self._wait(self._client.resume_run(run_id, checkpoint))
 

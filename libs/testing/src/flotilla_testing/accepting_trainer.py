@@ -161,7 +161,11 @@ class AcceptingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         return pb.UpdateResult(
             update_id=update_id,
             policy_version=self._version.to_proto(),
-            metrics={"loss": 0.0, "tokens/trained": float(tokens)},
+            metrics={
+                "loss": 0.0,
+                "tokens/trained": float(tokens),
+                "learning_rate": header.learning_rate.peak,
+            },
             sample_ids=sample_ids,
         )
 

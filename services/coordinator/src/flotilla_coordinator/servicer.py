@@ -163,17 +163,17 @@ class CoordinatorServicer(CoordinatorServiceServicer):
             yield pb.QueryTimelineResponse(chunk=chunk)
 
     async def PauseRun(self, request: pb.PauseRunRequest, context: Context) -> pb.PauseRunResponse:
-        """Not in this release."""
-        raise _not_yet("PauseRun")
+        """Begin no further step."""
+        return pb.PauseRunResponse(run=await self._runs.pause(request.run_id))
 
     async def ResumeRun(self, request: pb.ResumeRunRequest, context: Context) -> pb.ResumeRunResponse:
-        """Continue a run from a checkpoint."""
+        """Take a pause back, or continue a run from a checkpoint."""
         run = await self._runs.resume(request.run_id, request.checkpoint, request.request_id)
         return pb.ResumeRunResponse(run=run)
 
     async def UpdateRun(self, request: pb.UpdateRunRequest, context: Context) -> pb.UpdateRunResponse:
-        """Not in this release."""
-        raise _not_yet("UpdateRun")
+        """Go on by other settings."""
+        return pb.UpdateRunResponse(run=await self._runs.configure(request.run_id, request.overrides))
 
     async def ForkRun(self, request: pb.ForkRunRequest, context: Context) -> pb.ForkRunResponse:
         """Not in this release."""

@@ -59,7 +59,7 @@ class GradientCalls:
             progress.check_usable()
             self._pending.require()
             units, facts, sample_ids = self._pending.units, self._pending.facts(), self._pending.sample_ids
-            fields = {"learning_rate": rate or progress.learning_rate, "units": units}
+            fields = {"learning_rate": rate or progress.learning_rate(), "units": units}
             # The ranks give the gradients up, whatever comes of the step.
             self._pending.clear(forget=False)
             with self._ranks.doing("optimizer step"):

@@ -10,9 +10,9 @@ import math
 from flotilla.trainer.v1 import session_pb2 as pb
 
 
-def learning_rate(optimizer: pb.Optimizer, total_updates: int, update: int) -> float:
-    """Rate of update `update` (the first is 0): linear warm-up, then the schedule down to its final share."""
-    peak, warmup = optimizer.learning_rate, optimizer.warmup_updates
+def learning_rate(optimizer: pb.Optimizer, peak: float, total_updates: int, update: int) -> float:
+    """Rate of update `update` (the first is 0): linear warm-up to `peak`, then the schedule down to its final share."""
+    warmup = optimizer.warmup_updates
     if update < warmup:
         return peak * (update + 1) / warmup
     if optimizer.schedule == pb.SCHEDULE_CONSTANT:

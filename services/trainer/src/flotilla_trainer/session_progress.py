@@ -6,13 +6,15 @@ as it was, and too many in a row that could not be made end the session; those i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import structlog
 
 from flotilla.trainer.v1 import session_pb2
-from flotilla_core.errors import FlotillaError, NotFinite, StaleVersion
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_core.errors import FlotillaError, InvalidRequest, NotFinite, StaleVersion
 from flotilla_core.version import Version
 from flotilla_trainer.objective.session_objective import SessionObjective
 from flotilla_trainer.schedule import learning_rate
@@ -36,10 +38,18 @@ class SessionProgress:
         self._failure: FlotillaError | None = None
         self.version = Version(lineage, 0)
 
-    @property
-    def learning_rate(self) -> float:
-        """Of the update that comes next, by the schedule."""
-        return learning_rate(self._spec.optimizer, self._spec.total_updates, self.version.step)
+    def learning_rate(self, wanted: pb.LearningRate | None = None) -> float:
+        """Of the update that comes next, by the schedule; its peak and length may be others than at the beginning."""
+        optimizer, total_updates = self._spec.optimizer, self._spec.total_updates
+        if wanted is None:
+            return learning_rate(optimizer, optimizer.learning_rate, total_updates, self.version.step)
+        if not (math.isfinite(wanted.peak) and wanted.peak > 0 and wanted.total_updates > 0):
+            raise InvalidRequest(
+                f"the learning rate is {wanted.peak}, over {wanted.total_updates} updates",
+                where="header.learning_rate",
+                next_step="send a finite rate above 0 and a number of updates above 0",
+            )
+        return learning_rate(optimizer, wanted.peak, wanted.total_updates, self.version.step)
 
     def check_version(self, version: Version, what: str) -> None:
         """Refuse work for another version than the one that is held."""

@@ -109,6 +109,7 @@ class Updates:
         progress.check_usable()
         self._pending.refuse(f"update {update_id}")
         progress.check_version(Version.from_proto(header.policy_version), f"update {update_id}")
+        rate = progress.learning_rate(header.learning_rate if header.HasField("learning_rate") else None)
         started = time.monotonic()
         prepared = await self._preparation.of(
             update_id, groups, progress.version, progress.objective, self._plan
@@ -116,7 +117,7 @@ class Updates:
         if not prepared.counts:
             return self._result(update_id, prepared.batch, prepared.metrics, NOTHING_COUNTS)
         prepared_s = time.monotonic() - started
-        fields = {"attempt": attempt, "learning_rate": progress.learning_rate, "steps": prepared.steps}
+        fields = {"attempt": attempt, "learning_rate": rate, "steps": prepared.steps}
         with self._ranks.doing("train: forward, backward and step"):
             answers = await self._ranks.work("train", prepared.packed, fields)
         answer = answers[0].fields

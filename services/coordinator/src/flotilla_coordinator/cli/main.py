@@ -15,6 +15,7 @@ from flotilla_coordinator.cli import (
     logs,
     replicas,
     run,
+    run_changes,
     timeline,
     weights,
 )
@@ -35,6 +36,8 @@ app.command()(fleet.scale)
 app.add_typer(replicas.app, name="replicas")
 app.add_typer(weights.app, name="weights")
 app.add_typer(run.app, name="run")
+run.app.command()(run_changes.pause)
+run.app.command("set")(run_changes.set_)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command()(timeline.timeline)
 app.command()(doctor.doctor)

@@ -182,7 +182,7 @@ def resume(
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
-    """Continue a run that failed or was stopped, from its newest good checkpoint."""
+    """Take a pause back; continue a run that failed or was stopped, from its newest good checkpoint."""
     from flotilla_coordinator.cli.output import print_json, say
     from flotilla_coordinator.cli.running import wait
 

@@ -7,6 +7,7 @@ judgement. Opens the file read-only, so it may run beside a live coordinator.
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,11 +101,11 @@ def check(path: Path, run_id: str) -> Verdict:
 
 def _judge(db: sqlite3.Connection, run_id: str) -> Verdict:
     row = db.execute(
-        "SELECT key, state, config_yaml, admitted FROM runs WHERE run_id = ?", (run_id,)
+        "SELECT key, state, config_yaml, directory, admitted FROM runs WHERE run_id = ?", (run_id,)
     ).fetchone()
     if row is None:
         raise NotFound(f"the ledger has no run {run_id}")
-    run, state, config_yaml, counted_admitted = row
+    run, state, config_yaml, directory, counted_admitted = row
     db.execute("BEGIN")  # one snapshot for all that follows
     db.execute(_HISTORIES, {"run": run})
     db.execute(
@@ -130,7 +131,7 @@ def _judge(db: sqlite3.Connection, run_id: str) -> Verdict:
             "UNION ALL SELECT sample_id FROM samples WHERE run = :run "
             "AND sample_id NOT IN (SELECT sample_id FROM histories)"
         ),
-        "stale": names(_STALE, max_staleness=_max_staleness(config_yaml)),
+        "stale": names(_STALE, max_staleness=_max_staleness(config_yaml, Path(directory))),
     }
     (admitted, trained, in_flight) = db.execute(
         "SELECT count(*), coalesce(sum(last_state IN (4, 5)), 0), coalesce(sum(last_state IN (1, 2, 3)), 0) "
@@ -163,8 +164,13 @@ def _judge(db: sqlite3.Connection, run_id: str) -> Verdict:
     )
 
 
-def _max_staleness(config_yaml: str) -> int:
+def _max_staleness(config_yaml: str, directory: Path) -> int:
+    """The loosest bound that the run ever had: a user may tighten it while older samples are under way."""
     config = yaml.safe_load(config_yaml) or {}
     if config.get("loop") == "client":
         return UNBOUNDED
-    return int(config.get("rollout", {}).get("max_staleness", 0))
+    bounds = [int(config.get("rollout", {}).get("max_staleness", 0))]
+    changes = directory / "changes.jsonl"
+    for line in changes.read_text("utf-8").splitlines() if changes.is_file() else ():
+        bounds.append(int(json.loads(line)["changes"].get("rollout.max_staleness", {}).get("from", 0)))
+    return max(bounds)

@@ -49,6 +49,11 @@ class RunState(IntEnum):
         """True when nothing will happen to the run any more."""
         return self in (RunState.SUCCEEDED, RunState.STOPPED, RunState.FAILED)
 
+    @property
+    def resumable(self) -> bool:
+        """True when it ended before its last step."""
+        return self in (RunState.STOPPED, RunState.FAILED)
+
 
 @dataclass(frozen=True)
 class TokenSpan:

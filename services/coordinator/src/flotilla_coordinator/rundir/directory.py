@@ -70,6 +70,12 @@ class RunDirectory:
         _free(self.path / "run.yaml").write_text(config_yaml, "utf-8")
         _free(self.path / "versions.json").write_text(_pretty(versions), "utf-8")
 
+    def write_change(self, step: int, config_yaml: str, changes: Mapping[str, tuple[Any, Any]]) -> None:
+        """Other settings from a step on: a line of what changed, and the configuration as it is now."""
+        _free(self.path / "run.yaml").write_text(config_yaml, "utf-8")
+        values = {key: {"from": before, "to": after} for key, (before, after) in changes.items()}
+        self._append("changes.jsonl", {"step": step, "time": round(time.time(), 3), "changes": values})
+
     def write_metrics(self, step: int, metrics: Mapping[str, float], *, lineage: int = 0) -> None:
         """One line for a step; a value that is not finite is null, for JSON has no other word for it."""
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}

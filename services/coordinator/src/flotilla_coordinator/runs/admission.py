@@ -72,6 +72,10 @@ class Admission:
             self._drawn_before.add(ids.prompt_of_group(group_id))
         self._pass_by_what_was_drawn()
 
+    def reconfigure(self, config: RolloutConfig, total_steps: int) -> None:
+        """From the next admission on."""
+        self._config, self._total_steps = config, total_steps
+
     def admit(self, step: int, version: Version) -> None:
         """Issue every step that may begin while `step` is made and has not been issued yet."""
         last = min(step + steps_ahead(self._config), self._total_steps - 1)
@@ -134,7 +138,9 @@ class Admission:
         group_id = ids.group_id(self._run_id, prompt.epoch, prompt.index)
         # What runs ahead also waits in the generators behind the steps before it.
         limit_s = self._config.sample_timeout_s * (1 + ahead)
-        ticket = Ticket(prompt, group_id, step, version, limit_s, recorded)
+        ticket = Ticket(
+            prompt, group_id, step, version, limit_s, self._config.max_staleness, recorded
+        )
         return Admitted(ticket, next(self._places), self._start(ticket))
 
     def _draw(self) -> Prompt:

@@ -16,6 +16,7 @@ from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.runs.batch import Batch, RolloutGroup, RolloutSample
 from flotilla_core import ids
+from flotilla_core.config import RunConfig
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.version import Version
 
@@ -37,6 +38,9 @@ class AnswerSource:
         """Take the answers from there on."""
         if cursor is not None:
             self._prompts.restore(cursor)
+
+    def reconfigure(self, config: RunConfig) -> None:
+        """Nothing that may change concerns given answers."""
 
     def admit(self, step: int, version: Version) -> None:
         """Nothing to prepare: answers are at hand."""

@@ -27,6 +27,7 @@ from flotilla_coordinator.runs.checkpoints import RunCheckpoints
 from flotilla_coordinator.runs.client_loop import ClientLoop
 from flotilla_coordinator.runs.client_sampling import ClientSampling
 from flotilla_coordinator.runs.context import RunContext
+from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.evaluate import Evaluator
 from flotilla_coordinator.runs.gangs import Gangs
 from flotilla_coordinator.runs.generation import Generation
@@ -40,7 +41,7 @@ from flotilla_coordinator.runs.status import RunStatus
 from flotilla_coordinator.runs.sync import WeightSync
 from flotilla_coordinator.runs.sync_report import SyncReport
 from flotilla_core.checkpoint import CheckpointShelf
-from flotilla_core.config import PolicyConfig, RunConfig, SamplingConfig
+from flotilla_core.config import PolicyConfig, SamplingConfig
 from flotilla_core.errors import FlotillaError
 from flotilla_core.model_folder import model_folder
 from flotilla_core.service import Host
@@ -52,13 +53,14 @@ class Assembly:
     """Builds the context of one run."""
 
     def __init__(
-        self, host: Host, fleet: Fleet, ledger: Ledger, run_id: str, config: RunConfig, status: RunStatus
+        self, host: Host, fleet: Fleet, ledger: Ledger, run_id: str, control: RunControl, status: RunStatus
     ) -> None:
         self._host = host
         self._fleet = fleet
         self._ledger = ledger
         self._run_id = run_id
-        self._config = config
+        self._control = control
+        self._config = control.config
         self._status = status
         self._wait_limit_s = host.stack.ready_timeout_s
         self.client: ClientLoop | None = None
@@ -81,6 +83,7 @@ class Assembly:
         context = RunContext(
             run_id=self._run_id,
             config=config,
+            control=self._control,
             learners=learners,
             source=self._source(prompts, tokenizer, generation, scorer),
             sync=sync,

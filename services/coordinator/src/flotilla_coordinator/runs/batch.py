@@ -13,6 +13,7 @@ import numpy as np
 from opentelemetry.trace import SpanContext
 
 from flotilla_coordinator.ledger.records import TokenSpan
+from flotilla_core.config import RunConfig
 from flotilla_core.version import Version
 
 
@@ -44,6 +45,11 @@ class RolloutSample:
     def oldest_version(self) -> Version | None:
         """The oldest version that wrote any of its tokens."""
         return min((span.version for span in self.spans), default=None)
+
+    def steps_old(self, version: Version) -> int:
+        """By steps: a sample of an earlier lineage is as old as the step that it was drawn for."""
+        oldest = self.oldest_version()
+        return 0 if oldest is None else version.step - oldest.step
 
 
 @dataclass
@@ -92,6 +98,9 @@ class BatchSource(Protocol):
 
     async def go_on(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
         """Begin after so many steps, where the data set stood then; what is recorded of later steps is used again."""
+
+    def reconfigure(self, config: RunConfig) -> None:
+        """Go on by other settings, from the next admission on."""
 
     def admit(self, step: int, version: Version) -> None:
         """Let work up to `step` plus the allowed staleness begin."""

@@ -59,6 +59,10 @@ class RunCheckpoints:
         """Whether one belongs after so many steps."""
         return self.wanted and steps_done % self._config.every_steps == 0 and steps_done != self.newest
 
+    def reconfigure(self, config: CheckpointConfig) -> None:
+        """From the next one on."""
+        self._config = config
+
     async def save(self, progress: Progress) -> None:
         """Return when the state is in the trainer's host memory; it reaches the disk behind the next steps."""
         await self.settle()

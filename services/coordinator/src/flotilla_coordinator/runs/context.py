@@ -19,11 +19,13 @@ from flotilla_coordinator.ledger.rewind import CRITIC_ONLY, UPDATE_SKIPPED
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs.batch import Batch, BatchSource
 from flotilla_coordinator.runs.checkpoints import RunCheckpoints
+from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.distance import distance_warning, narrow_clip_warning
 from flotilla_coordinator.runs.evaluate import Evaluator
 from flotilla_coordinator.runs.evaluation import Evaluation
 from flotilla_coordinator.runs.learned import Learned
 from flotilla_coordinator.runs.learners import Learners
+from flotilla_coordinator.runs.live_settings import described, differences
 from flotilla_coordinator.runs.pair_evaluator import PairEvaluator
 from flotilla_coordinator.runs.policy import PolicyTrainer
 from flotilla_coordinator.runs.progress import Progress
@@ -42,6 +44,8 @@ class RunContext:
 
     run_id: str
     config: RunConfig
+    """By which the step that goes on is made."""
+    control: RunControl
     learners: Learners
     source: BatchSource
     sync: WeightSync
@@ -51,7 +55,6 @@ class RunContext:
     directory: RunDirectory
     status: RunStatus
     activities: Activities
-    stop_requested: bool = False
     begun: bool = False
     """Whether it stands where it was to begin."""
     owes_evaluation: bool = False
@@ -68,6 +71,22 @@ class RunContext:
     def policy(self) -> PolicyTrainer:
         """The model that the run is about."""
         return self.learners.policy
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether no further step is wanted."""
+        return self.control.stop_requested
+
+    async def goes_on(self) -> bool:
+        """Between two steps: take in what the user wants, wait while that is a pause; whether a step follows."""
+        self._take_configuration()
+        if self.control.waits:
+            self.status.set_state(run_pb2.RUN_STATE_PAUSED)
+            with self.phase("paused"):
+                await self.sync.keep_serving(self._pause())
+            if not self.stop_requested:
+                self.status.set_state(run_pb2.RUN_STATE_RUNNING)
+        return not self.stop_requested and self.steps_done < self.config.steps
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -156,6 +175,22 @@ class RunContext:
     def evaluates_generated(self) -> bool:
         """Whether evaluations ask the generators."""
         return self.evaluator is not None and self.evaluator.needs_generators
+
+    async def _pause(self) -> None:
+        while self.control.waits:
+            await self.control.changed()
+            self._take_configuration()
+
+    def _take_configuration(self) -> None:
+        """Go on by the configuration that is wanted now."""
+        changes = differences(self.config, self.control.config)
+        self.config = self.control.config
+        if not changes:
+            return
+        self.learners.reconfigure(self.config)
+        self.source.reconfigure(self.config)
+        self.checkpoints.reconfigure(self.config.checkpoint)
+        self.status.reconfigured(self.config.steps, described(changes))
 
     def evaluation_due(self, steps_done: int) -> bool:
         """Whether the schedule asks for an evaluation after so many steps."""

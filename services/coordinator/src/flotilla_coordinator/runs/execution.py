@@ -46,12 +46,12 @@ async def execute(
     try:
         active.status.set_state(run_pb2.RUN_STATE_RUNNING)
         await _run(host, fleet, ledger, active, directory, beginning)
-        stopped = active.stop_requested
+        stopped = active.control.stop_requested
         state = run_pb2.RUN_STATE_STOPPED if stopped else run_pb2.RUN_STATE_SUCCEEDED
         reason = active.stop_reason if stopped else ""
     except asyncio.CancelledError:
         state, reason = run_pb2.RUN_STATE_STOPPED, active.stop_reason or "the coordinator was stopped"
-        if not active.stop_requested:
+        if not active.control.stop_requested:
             raise
         if (task := asyncio.current_task()) is not None:
             task.uncancel()  # the request has been met; what follows is the record
@@ -78,14 +78,13 @@ async def _run(
     recovery = Recovery(fleet, ledger)
     while True:
         active.status.enter("waiting for services")
-        assembly = Assembly(host, fleet, ledger, active.run_id, active.config, active.status)
+        assembly = Assembly(host, fleet, ledger, active.run_id, active.control, active.status)
         fence = await ledger.begin(
             active.run_id, beginning.lineage, after_coordinator=beginning.after_coordinator
         )
         fleet.fence = fence
         context = await assembly.build(directory, beginning.lineage, fence.number)
         active.context = context
-        context.stop_requested = active.stop_requested
         if active.config.loop == "client":
             assert assembly.client is not None, "built for every run of this kind"
             active.client = assembly.client

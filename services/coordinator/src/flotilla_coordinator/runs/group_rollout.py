@@ -42,6 +42,8 @@ class Ticket:
     """The oldest one that may write its samples."""
     limit_s: float
     """For all of its samples, by one generator."""
+    max_staleness: int
+    """The bound by which it was admitted."""
     recorded: bool = False
     """Whether the ledger has it from before."""
 

@@ -18,7 +18,9 @@ from flotilla_coordinator.runs.joint_checkpoint import save_jointly
 from flotilla_coordinator.runs.learned import Learned
 from flotilla_coordinator.runs.learning_session import LearningSession
 from flotilla_coordinator.runs.policy import PolicyTrainer
+from flotilla_coordinator.runs.session_spec import critic_of, policy_updates
 from flotilla_coordinator.runs.together import all_of, all_settled
+from flotilla_core.config import RunConfig
 from flotilla_core.roles import CRITIC
 
 Judge = Callable[[Batch], Awaitable[None]]
@@ -52,6 +54,13 @@ class Learners:
     def learning(self) -> list[LearningSession]:
         """Those whose weights change, the policy's first."""
         return [self.policy] if self.critic is None else [self.policy, self.critic]
+
+    def reconfigure(self, config: RunConfig) -> None:
+        """Learn by other rates from the next update on."""
+        self.policy.reschedule(config.optimizer.learning_rate, policy_updates(config))
+        critic = critic_of(config)
+        if self.critic is not None and critic is not None:
+            self.critic.reschedule(critic.optimizer.learning_rate, config.steps)
 
     @property
     def opened(self) -> bool:

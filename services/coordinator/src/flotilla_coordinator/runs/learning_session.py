@@ -43,6 +43,10 @@ class LearningSession(GangSession):
         self.version = Version.from_proto(result.policy_version)
         return result
 
+    def reschedule(self, learning_rate: float, total_updates: int) -> None:
+        """From the next update on."""
+        self._spec.optimizer.learning_rate, self._spec.total_updates = learning_rate, total_updates
+
     def save(self, folder: Path, state: bytes) -> AsyncGenerator[pb.SaveCheckpointResponse]:
         """Checkpoint the session, with `state` inside: a message when it is in memory, another when it is on disk."""
         request = pb.SaveCheckpointRequest(
@@ -113,6 +117,9 @@ class LearningSession(GangSession):
                 update_id=update_id,
                 policy_version=self.version.to_proto(),
                 groups=len(batch.groups),
+                learning_rate=pb.LearningRate(
+                    peak=self._spec.optimizer.learning_rate, total_updates=self._spec.total_updates
+                ),
             )
         )
         for part in parts(batch.groups):

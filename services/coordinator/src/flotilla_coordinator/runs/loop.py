@@ -2,8 +2,8 @@
 
 Invariants: at policy step t, batches up to t + max_staleness have been admitted; a batch is trained exactly
 once; the generators serve the weights of a version before anything is sampled, evaluated or exported under
-its name; every wait inside names what it waits for. Infrastructure lives in the collaborators: this module
-reads like the algorithm.
+its name; what a user wants changed is taken in between two steps; every wait inside names what it waits for.
+Infrastructure lives in the collaborators: this module reads like the algorithm.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ async def run_loop(run: RunContext, beginning: Beginning) -> None:
             await _sync(run)
             await _make_up(run)
 
-        for step in range(run.steps_done, run.config.steps):
-            with run.step(step):
-                await _train_one_step(run, step)
-            if run.stop_requested or _stop_rule_met(run):
+        while await run.goes_on():
+            with run.step(run.steps_done):
+                await _train_one_step(run, run.steps_done)
+            if _stop_rule_met(run):
                 break
 
         if run.sync.version != run.policy.version:

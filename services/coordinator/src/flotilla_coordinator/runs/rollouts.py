@@ -21,14 +21,14 @@ from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.rewind import TAIL
 from flotilla_coordinator.runs.admission import Admission, Admitted
-from flotilla_coordinator.runs.batch import Batch, RolloutGroup, RolloutSample
+from flotilla_coordinator.runs.batch import Batch, RolloutGroup
 from flotilla_coordinator.runs.batch_metrics import batch_metrics
 from flotilla_coordinator.runs.generation import Generation
 from flotilla_coordinator.runs.group_rollout import FinishedGroup, GroupRollout, Ticket
 from flotilla_coordinator.runs.replay import Replay
 from flotilla_coordinator.runs.reward_failures import failure_rate, refuse_failing_rewards
 from flotilla_coordinator.runs.scoring import Scorer
-from flotilla_core.config import RolloutConfig
+from flotilla_core.config import RolloutConfig, RunConfig
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.version import Version
 
@@ -61,6 +61,11 @@ class RolloutSource:
         """Begin after so many steps; the ledger's samples of later ones come before any new sample."""
         await self._admission.go_on(steps_done, cursor)
 
+    def reconfigure(self, config: RunConfig) -> None:
+        """Admit by another bound, up to another last step; what is admitted keeps the bound that it was admitted by."""
+        self._config = config.rollout
+        self._admission.reconfigure(config.rollout, config.steps)
+
     def admit(self, step: int, version: Version) -> None:
         """Issue every step that may begin while `step` is made and has not been issued yet."""
         self._admission.admit(step, version)
@@ -80,7 +85,7 @@ class RolloutSource:
         refuse_failing_rewards(self._run_id, step, finished, self._config)
         self._refuse_a_step_without_lessons(step, finished)
         left_over = await self._pass_on(step, chosen, version)
-        groups = await self._within_staleness([item.task.result().group for item in chosen], version)
+        groups = [await self._within_staleness(item, version) for item in chosen]
         batch = Batch(step, [group for group in groups if group.samples], self._admission.cursor)
         batch.metrics.update(batch_metrics(batch, version))
         batch.metrics.update(self._metrics(finished) | left_over)
@@ -133,7 +138,7 @@ class RolloutSource:
         """Whether the group is still young enough for the update after the one of `version`."""
         samples = item.task.result().group.samples if item.task.done() else []
         steps = [oldest.step for sample in samples if (oldest := sample.oldest_version()) is not None]
-        return version.step + 1 - min(steps, default=item.ticket.version.step) <= self._config.max_staleness
+        return version.step + 1 - min(steps, default=item.ticket.version.step) <= item.ticket.max_staleness
 
     async def _give_up(self, tails: list[Admitted]) -> None:
         """Stop groups, and drop of their samples what has not been dropped for a reason of its own."""
@@ -168,19 +173,14 @@ class RolloutSource:
             metrics["rollout/uniform_groups"] = float(sum(item.uniform for item in finished))
         return metrics
 
-    async def _within_staleness(self, groups: list[RolloutGroup], version: Version) -> list[RolloutGroup]:
+    async def _within_staleness(self, item: Admitted, version: Version) -> RolloutGroup:
         """Drop samples that any version older than the bound wrote; by construction there are none."""
-        for group in groups:
-            stale = [s for s in group.samples if self._too_old(s, version)]
-            if stale:
-                await self._ledger.dropped(self._run_id, [s.sample_id for s in stale], "stale")
-                group.samples = [s for s in group.samples if s not in stale]
-        return groups
-
-    def _too_old(self, sample: RolloutSample, version: Version) -> bool:
-        """By steps: a sample of an earlier lineage is as old as the step that it was drawn for."""
-        oldest = sample.oldest_version()
-        return oldest is not None and version.step - oldest.step > self._config.max_staleness
+        group, bound = item.task.result().group, item.ticket.max_staleness
+        stale = [sample.sample_id for sample in group.samples if sample.steps_old(version) > bound]
+        if stale:
+            await self._ledger.dropped(self._run_id, stale, "stale")
+            group.samples = [sample for sample in group.samples if sample.sample_id not in stale]
+        return group
 
 
 async def _cancel(groups: list[Admitted]) -> None:

@@ -1,4 +1,4 @@
-"""All runs of this coordinator: admission, lookup, stop.
+"""All runs of this coordinator: admission, lookup, changes, stop.
 
 Invariants: a run is in the ledger before StartRun returns; one trainer serves one run at a time, so a second
 one is refused with the name of the first; before any call is answered, a run that an earlier coordinator left
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
@@ -22,6 +23,8 @@ from flotilla_coordinator.plan import plan_run, remarks
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs.active import ActiveRun
 from flotilla_coordinator.runs.beginning import Beginning
+from flotilla_coordinator.runs.changes import RunChanges, changeable
+from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.execution import execute
 from flotilla_coordinator.runs.feed import RunFeed
 from flotilla_coordinator.runs.status import RunStatus
@@ -51,6 +54,7 @@ class Runs:
         self._events = events
         self._active: dict[str, ActiveRun] = {}
         self._started: dict[str, str] = {}
+        self._changes = RunChanges(ledger, self._planned)
         self._admission = asyncio.Lock()
         self._recovered = asyncio.Event()
 
@@ -80,7 +84,34 @@ class Runs:
         async with self._admission:
             if request_id and request_id in self._started:
                 return await self.find(self._started[request_id])
-            return await self._readmit(await self._ledger.get_run(run_id), checkpoint, request_id)
+            record = await self._ledger.get_run(run_id)
+            active = self._active.get(record.run_id)
+            if active is not None and active.control.paused and not checkpoint:
+                await self._changes.go_on(active)
+                self._started[request_id] = active.run_id
+                return active.status.run
+            return await self._readmit(record, checkpoint, request_id)
+
+    async def pause(self, run_id: str) -> run_pb2.Run:
+        """Begin no further step of a run that goes on."""
+        async with self._admission:
+            record = await self._ledger.get_run(run_id)
+            active = self._active.get(record.run_id)
+            await self._changes.pause(changeable(record, active))
+            return await self.find(record.run_id)
+
+    async def configure(self, run_id: str, assignments: Sequence[str]) -> run_pb2.Run:
+        """Go on by other settings; a run that ended early takes them when it is resumed."""
+        async with self._admission:
+            record = await self._ledger.get_run(run_id)
+            active = self._active.get(record.run_id)
+            if record.state.resumable and active is None:
+                await self._changes.configure(record, stored_run(record).step, assignments)
+            else:
+                active = changeable(record, active)
+                config = await self._changes.configure(record, active.status.run.step, assignments)
+                active.control.configure(config)
+            return await self.find(record.run_id)
 
     async def _admit(self, config_yaml: str, request_id: str) -> run_pb2.Run:
         config, plan = await self._checked(config_yaml)
@@ -97,7 +128,7 @@ class Runs:
         run.created_at.GetCurrentTime()
         feed = RunFeed(lambda event: self._publish(run_id, directory, event))
         status = RunStatus(run, feed, learns_by_rewards=config.learns_by_rewards)
-        active = ActiveRun(run_id, config, config_yaml, status, feed)
+        active = ActiveRun(run_id, RunControl(config), status, feed)
         await self._ledger.save_run(
             RunRecord(run_id, config.name, RunState.RUNNING, config_yaml, str(directory.path), time.time())
         )
@@ -147,12 +178,16 @@ class Runs:
         """A run of the ledger works again, with the events and metrics that it has."""
         run_id, directory = record.run_id, RunDirectory(Path(record.directory))
         run = await asyncio.to_thread(continued_run, record)
+        run.total_steps = config.steps
         await asyncio.to_thread(directory.reopen, self._versions())
-        await self._ledger.update_run(run_id, state=RunState.RUNNING, reason="")
+        # A pause outlives its coordinator; a user who resumes a run takes it back.
+        paused = beginning.after_coordinator and record.state is RunState.PAUSED
+        state = RunState.PAUSED if paused else RunState.RUNNING
+        await self._ledger.update_run(run_id, state=state, reason="")
         newest = await asyncio.to_thread(directory.last_sequence)
         feed = RunFeed(lambda event: self._publish(run_id, directory, event), after=newest)
         status = RunStatus(run, feed, learns_by_rewards=config.learns_by_rewards)
-        active = ActiveRun(run_id, config, record.config_yaml, status, feed)
+        active = ActiveRun(run_id, RunControl(config, paused=paused), status, feed)
         if beginning.after_coordinator:
             status.notice(
                 run_pb2.NOTICE_LEVEL_WARNING, "the coordinator had died and is back; the run goes on"
@@ -162,13 +197,18 @@ class Runs:
     async def _checked(self, config_yaml: str) -> tuple[RunConfig, run_pb2.Plan]:
         """The configuration of a run that may start now, and its plan."""
         config = load_text(RunConfig, config_yaml, source="run")
+        plan = await self._planned(config)
+        self._refuse_second()
+        return config, plan
+
+    async def _planned(self, config: RunConfig) -> run_pb2.Plan:
+        """What the stack would make of it, where it would work."""
         plan = await asyncio.to_thread(plan_run, config, self._host.stack)
         if plan.errors:
             raise InvalidConfig(
                 "the run would not work", where=f"run {config.name}", why="; ".join(plan.errors)
             )
-        self._refuse_second()
-        return config, plan
+        return plan
 
     def _launch(
         self, active: ActiveRun, directory: RunDirectory, beginning: Beginning, request_id: str
@@ -238,7 +278,7 @@ class Runs:
         tasks = []
         for active in self._active.values():
             if active.task is not None and not active.task.done():
-                active.stop_requested, active.stop_reason = True, "the coordinator was stopped"
+                active.control.stop_requested, active.stop_reason = True, "the coordinator was stopped"
                 active.cancel()
                 tasks.append(active.task)
         if tasks:

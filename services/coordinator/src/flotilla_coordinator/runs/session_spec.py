@@ -29,7 +29,7 @@ def session_spec(config: RunConfig, dump_dir: Path) -> pb.SessionSpec:
         optimizer=_optimizer(config.optimizer),
         batching=_batching(config),
         seed=config.seed,
-        total_updates=max(1, config.steps - critic_warmup_steps(config)),
+        total_updates=policy_updates(config),
         max_skipped_updates=config.optimizer.max_skipped_updates,
         dump_dir=str(dump_dir),
         lora=None if config.lora is None else _lora(config.lora),
@@ -78,6 +78,11 @@ def critic_needs_start(config: RunConfig) -> bool:
     if not isinstance(config.algorithm, PolicyConfig) or config.algorithm.critic is None:
         return False
     return config.algorithm.kl.placement == "reward" and config.algorithm.kl.reference == "frozen"
+
+
+def policy_updates(config: RunConfig) -> int:
+    """Updates of the policy in the whole run: what its schedule is spread over."""
+    return max(1, config.steps - critic_warmup_steps(config))
 
 
 def critic_warmup_steps(config: RunConfig) -> int:

@@ -63,6 +63,12 @@ class RunStatus:
         if self._signal is not None and (warning := self._signal.step_done(steps_done, metrics)):
             self.notice(run_pb2.NOTICE_LEVEL_WARNING, warning)
 
+    def reconfigured(self, total_steps: int, changes: str) -> None:
+        """The run goes on by other settings."""
+        self.run.total_steps = total_steps
+        self.notice(run_pb2.NOTICE_LEVEL_INFO, f"from step {self.run.step} on: {changes}")
+        self._announce(metrics=False)
+
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """One more evaluation."""
         accuracy = evaluation.accuracy

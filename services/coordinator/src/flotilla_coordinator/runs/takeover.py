@@ -36,6 +36,7 @@ async def why_it_ends(record: RunRecord, ledger: Ledger) -> str:
     if config.resume == "by_user" or config.loop == "client":
         return INTERRUPTED
     lost = await ledger.coordinators_lost_in_row(record.run_id)
-    if lost >= MOST_IN_A_ROW:
+    # A run that is paused makes no step, however well its coordinators are.
+    if lost >= MOST_IN_A_ROW and record.state is not RunState.PAUSED:
         return AGAIN_AND_AGAIN.replace("{lost}", str(lost + 1))
     return ""

@@ -178,13 +178,14 @@ class CoordinatorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PauseRun(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Begin no step after the current one until ResumeRun; the run keeps what it leased, and running samples go on.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeRun(self, request, context):
-        """Continue a run that ended before its last step, from a checkpoint, under the same id.
+        """Take a pause back. Continue a run that ended before its last step, from a checkpoint, under the same id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -198,7 +199,8 @@ class CoordinatorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdateRun(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Change settings from the next step on; of a run that ended early, for when it is resumed.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -45,11 +45,13 @@ class CoordinatorServiceStub:
     WatchRun: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.WatchRunResponse]
     """Events from `after_sequence` on, then live ones, until the run has ended."""
     PauseRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.PauseRunRequest, _coordinator_pb2.PauseRunResponse]
+    """Begin no step after the current one until ResumeRun; the run keeps what it leased, and running samples go on."""
     ResumeRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeRunRequest, _coordinator_pb2.ResumeRunResponse]
-    """Continue a run that ended before its last step, from a checkpoint, under the same id."""
+    """Take a pause back. Continue a run that ended before its last step, from a checkpoint, under the same id."""
     StopRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StopRunRequest, _coordinator_pb2.StopRunResponse]
     """End after the current step; samples in flight are dropped with a reason."""
     UpdateRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.UpdateRunRequest, _coordinator_pb2.UpdateRunResponse]
+    """Change settings from the next step on; of a run that ended early, for when it is resumed."""
     Evaluate: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.EvaluateRequest, _coordinator_pb2.EvaluateResponse]
     ListSamples: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListSamplesRequest, _coordinator_pb2.ListSamplesResponse]
     StreamMetrics: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.StreamMetricsRequest, _coordinator_pb2.StreamMetricsResponse]
@@ -83,11 +85,13 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     WatchRun: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.WatchRunResponse]  # type: ignore[assignment]
     """Events from `after_sequence` on, then live ones, until the run has ended."""
     PauseRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.PauseRunRequest, _coordinator_pb2.PauseRunResponse]  # type: ignore[assignment]
+    """Begin no step after the current one until ResumeRun; the run keeps what it leased, and running samples go on."""
     ResumeRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeRunRequest, _coordinator_pb2.ResumeRunResponse]  # type: ignore[assignment]
-    """Continue a run that ended before its last step, from a checkpoint, under the same id."""
+    """Take a pause back. Continue a run that ended before its last step, from a checkpoint, under the same id."""
     StopRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StopRunRequest, _coordinator_pb2.StopRunResponse]  # type: ignore[assignment]
     """End after the current step; samples in flight are dropped with a reason."""
     UpdateRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.UpdateRunRequest, _coordinator_pb2.UpdateRunResponse]  # type: ignore[assignment]
+    """Change settings from the next step on; of a run that ended early, for when it is resumed."""
     Evaluate: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.EvaluateRequest, _coordinator_pb2.EvaluateResponse]  # type: ignore[assignment]
     ListSamples: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListSamplesRequest, _coordinator_pb2.ListSamplesResponse]  # type: ignore[assignment]
     StreamMetrics: _aio.UnaryStreamMultiCallable[_coordinator_pb2.StreamMetricsRequest, _coordinator_pb2.StreamMetricsResponse]  # type: ignore[assignment]
@@ -159,7 +163,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _coordinator_pb2.PauseRunRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_coordinator_pb2.PauseRunResponse, _abc.Awaitable[_coordinator_pb2.PauseRunResponse]]: ...
+    ) -> _typing.Union[_coordinator_pb2.PauseRunResponse, _abc.Awaitable[_coordinator_pb2.PauseRunResponse]]:
+        """Begin no step after the current one until ResumeRun; the run keeps what it leased, and running samples go on."""
 
     @_abc_1.abstractmethod
     def ResumeRun(
@@ -167,7 +172,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.ResumeRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.ResumeRunResponse, _abc.Awaitable[_coordinator_pb2.ResumeRunResponse]]:
-        """Continue a run that ended before its last step, from a checkpoint, under the same id."""
+        """Take a pause back. Continue a run that ended before its last step, from a checkpoint, under the same id."""
 
     @_abc_1.abstractmethod
     def StopRun(
@@ -182,7 +187,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _coordinator_pb2.UpdateRunRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_coordinator_pb2.UpdateRunResponse, _abc.Awaitable[_coordinator_pb2.UpdateRunResponse]]: ...
+    ) -> _typing.Union[_coordinator_pb2.UpdateRunResponse, _abc.Awaitable[_coordinator_pb2.UpdateRunResponse]]:
+        """Change settings from the next step on; of a run that ended early, for when it is resumed."""
 
     @_abc_1.abstractmethod
     def Evaluate(

@@ -172,6 +172,7 @@ class TrainHeader(_message.Message):
     UPDATE_ID_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    LEARNING_RATE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     update_id: _builtins.str
     """Names the update for ever: run/lineage/step."""
@@ -180,6 +181,10 @@ class TrainHeader(_message.Message):
     def policy_version(self) -> _version_pb2.PolicyVersion:
         """Version that the update starts from; STALE_VERSION when the trainer is elsewhere."""
 
+    @_builtins.property
+    def learning_rate(self) -> Global___LearningRate:
+        """A run may change it while its session is open; absent: as the session's specification says."""
+
     def __init__(
         self,
         *,
@@ -187,14 +192,39 @@ class TrainHeader(_message.Message):
         update_id: _builtins.str = ...,
         policy_version: _version_pb2.PolicyVersion | None = ...,
         groups: _builtins.int = ...,
+        learning_rate: Global___LearningRate | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["learning_rate", b"learning_rate", "policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "policy_version", b"policy_version", "run_id", b"run_id", "update_id", b"update_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "learning_rate", b"learning_rate", "policy_version", b"policy_version", "run_id", b"run_id", "update_id", b"update_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TrainHeader: _TypeAlias = TrainHeader  # noqa: Y015
+
+@_typing.final
+class LearningRate(_message.Message):
+    """What the rate of an update follows from, beside the shape of the schedule."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEAK_FIELD_NUMBER: _builtins.int
+    TOTAL_UPDATES_FIELD_NUMBER: _builtins.int
+    peak: _builtins.float
+    total_updates: _builtins.int
+    def __init__(
+        self,
+        *,
+        peak: _builtins.float = ...,
+        total_updates: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["peak", b"peak", "total_updates", b"total_updates"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LearningRate: _TypeAlias = LearningRate  # noqa: Y015
 
 @_typing.final
 class TrainGroup(_message.Message):

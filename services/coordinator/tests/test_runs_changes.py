@@ -1,0 +1,165 @@
+"""Changes that outlive the coordinator that took them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.ledger.records import RunState
+from flotilla_coordinator.runs import runs as runs_module
+from flotilla_coordinator.runs.runs import Runs
+from flotilla_core.config import RunConfig, load_text
+from flotilla_core.errors import FailedPrecondition, InvalidConfig, InvalidRequest
+
+CONFIG = "name: run\nsteps: 3\ndata: {train: /x.jsonl}\nrewards: [{reward: exact}]\n"
+
+
+class Bench:
+    """The runs of one coordinator; a run that is launched goes on until it is stopped."""
+
+    def __init__(self, folder: Path, ledger: Ledger) -> None:
+        host: Any = SimpleNamespace(stack=None, state_dir=folder)
+        fleet: Any = SimpleNamespace(registrations={})
+        events: Any = SimpleNamespace(publish=lambda *_: None, close=self._nothing)
+        self.ledger, self.folder = ledger, folder
+        self.runs = Runs(host, fleet, ledger, events)
+
+    @staticmethod
+    async def _nothing() -> None:
+        """Nothing is queued."""
+
+    async def stored(self, run: run_pb2.Run) -> RunConfig:
+        return load_text(RunConfig, (await self.ledger.get_run(run.run_id)).config_yaml)
+
+    async def end(self, run: run_pb2.Run) -> None:
+        active = self.runs.active(run.run_id)
+        assert active is not None and active.task is not None
+        active.cancel()
+        await asyncio.wait({active.task}, timeout=5)
+        await asyncio.sleep(0)
+        await self.ledger.update_run(run.run_id, state=RunState.STOPPED)
+
+
+@pytest.fixture
+async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+    async def execute(_host: Any, _fleet: Any, _ledger: Any, active: Any, *_: Any) -> None:
+        active.status.set_state(run_pb2.RUN_STATE_RUNNING)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            active.status.set_state(run_pb2.RUN_STATE_STOPPED)
+
+    def plan(config: RunConfig, _stack: Any) -> run_pb2.Plan:
+        return run_pb2.Plan(errors=["checkpoints fill the disk"] if config.checkpoint.keep > 100 else [])
+
+    monkeypatch.setattr(runs_module, "plan_run", plan)
+    monkeypatch.setattr(runs_module, "execute", execute)
+    ledger = Ledger.open(tmp_path / "ledger.sqlite")
+    made = Bench(tmp_path, ledger)
+    await made.runs.recover()
+    yield made
+    await made.runs.close()
+    ledger.close()
+
+
+async def test_a_pause_is_in_the_ledger_until_the_run_goes_on(bench: Bench) -> None:
+    run = await bench.runs.start(CONFIG, "r1")
+    for _ in range(2):
+        await bench.runs.pause(run.run_id)
+    active = bench.runs.active(run.run_id)
+    assert active is not None and active.control.waits
+    assert (await bench.ledger.get_run(run.run_id)).state is RunState.PAUSED
+    with pytest.raises(FailedPrecondition, match="is using the trainer"):
+        await bench.runs.start(CONFIG, "r2")
+    for _ in range(2):
+        assert (await bench.runs.resume(run.run_id, "", "r3")).run_id == run.run_id
+    assert not active.control.waits
+    assert (await bench.ledger.get_run(run.run_id)).state is RunState.RUNNING
+
+
+async def test_a_coordinator_that_comes_after_goes_on_with_the_pause_and_the_settings(bench: Bench) -> None:
+    run = await bench.runs.start(CONFIG, "r1")
+    await bench.runs.configure(run.run_id, ["steps=9"])
+    await bench.runs.pause(run.run_id)
+    for _ in range(5):
+        later = Bench(bench.folder, bench.ledger)
+        await later.runs.recover()
+        active = later.runs.active(run.run_id)
+        assert active is not None and active.control.waits and active.config.steps == 9
+        assert (await bench.ledger.get_run(run.run_id)).state is RunState.PAUSED
+    await later.runs.resume(run.run_id, "", "r2")
+    assert not active.control.waits
+    await later.runs.close()
+
+
+async def test_settings_are_in_every_record_before_the_run_goes_on_by_them(
+    bench: Bench, tmp_path: Path
+) -> None:
+    run = await bench.runs.start(CONFIG, "r1")
+    await bench.runs.configure(run.run_id, ["steps=9"])
+    await bench.runs.configure(run.run_id, ["checkpoint.keep=4", "steps=9"])
+    active = bench.runs.active(run.run_id)
+    assert active is not None and (active.config.steps, active.config.checkpoint.keep) == (9, 4)
+    stored = await bench.stored(run)
+    assert (stored.steps, stored.checkpoint.keep) == (9, 4)
+    folder = Path(run.directory)
+    lines = [json.loads(line) for line in (folder / "changes.jsonl").read_text().splitlines()]
+    assert [line["changes"] for line in lines] == [
+        {"steps": {"from": 3, "to": 9}},
+        {"checkpoint.keep": {"from": 2, "to": 4}},
+    ]
+    written = [load_text(RunConfig, (folder / name).read_text()) for name in ("run.yaml", "run-3.yaml")]
+    assert [(one.steps, one.checkpoint.keep) for one in written] == [(3, 2), (9, 4)]
+
+
+@pytest.mark.parametrize(
+    ("assignments", "error"),
+    [
+        (["seed=1"], InvalidRequest),
+        (["steps=many"], InvalidConfig),
+        (["checkpoint.keep=101", "steps=9"], InvalidConfig),
+    ],
+)
+async def test_a_refused_change_changes_nothing(
+    bench: Bench, assignments: list[str], error: type[Exception]
+) -> None:
+    run = await bench.runs.start(CONFIG, "r1")
+    with pytest.raises(error):
+        await bench.runs.configure(run.run_id, assignments)
+    active = bench.runs.active(run.run_id)
+    assert active is not None and active.config.steps == (await bench.stored(run)).steps == 3
+    assert not (Path(run.directory) / "changes.jsonl").exists()
+
+
+async def test_a_stopped_run_takes_settings_and_goes_on_by_them(bench: Bench) -> None:
+    run = await bench.runs.start(CONFIG, "r1")
+    await bench.end(run)
+    assert (await bench.runs.configure(run.run_id, ["steps=8"])).total_steps == 8
+    assert (await bench.runs.resume(run.run_id, "", "r2")).total_steps == 8
+    active = bench.runs.active(run.run_id)
+    assert active is not None and active.config.steps == 8
+
+
+async def test_a_run_that_does_not_go_on_cannot_be_paused(bench: Bench) -> None:
+    run = await bench.runs.start(CONFIG, "r1")
+    await bench.runs.stop(run.run_id, "enough")
+    with pytest.raises(FailedPrecondition, match="does not go on"):
+        await bench.runs.pause(run.run_id)
+    with pytest.raises(FailedPrecondition, match="does not go on"):
+        await bench.runs.configure(run.run_id, ["steps=8"])
+
+
+async def test_who_makes_the_steps_himself_pauses_himself(bench: Bench) -> None:
+    run = await bench.runs.start(f"{CONFIG}loop: client\n", "r1")
+    with pytest.raises(FailedPrecondition, match="a client makes the steps"):
+        await bench.runs.pause(run.run_id)
+    with pytest.raises(FailedPrecondition, match="a client makes the steps"):
+        await bench.runs.configure(run.run_id, ["steps=8"])

@@ -1,0 +1,168 @@
+"""What a user wants of a run is taken in between two steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.runs.context import RunContext
+from flotilla_coordinator.runs.control import RunControl
+from flotilla_coordinator.runs.feed import RunFeed
+from flotilla_coordinator.runs.live_settings import LIVE_KEYS, changed_config
+from flotilla_coordinator.runs.status import RunStatus
+from flotilla_core.config import RunConfig, load_text
+from flotilla_core.errors import InvalidConfig, InvalidRequest
+from flotilla_core.service import Activities
+
+CONFIG = load_text(
+    RunConfig,
+    "name: run\nsteps: 3\ndata: {train: /x.jsonl}\nrewards: [{reward: exact}]\nevaluation: {data: /y.jsonl}\n",
+)
+PAUSED, RUNNING = run_pb2.RUN_STATE_PAUSED, run_pb2.RUN_STATE_RUNNING
+
+
+class Bench:
+    """A run between two steps, with collaborators that remember by what they are to go on."""
+
+    def __init__(self) -> None:
+        self.events: list[run_pb2.RunEvent] = []
+        self.taken: list[Any] = []
+        self.control = RunControl(CONFIG)
+        collaborator: Any = SimpleNamespace(reconfigure=self.taken.append)
+        sync: Any = SimpleNamespace(keep_serving=self._work)
+        nobody: Any = None
+        self.run = RunContext(
+            run_id="run",
+            config=CONFIG,
+            control=self.control,
+            learners=collaborator,
+            source=collaborator,
+            sync=sync,
+            evaluator=None,
+            checkpoints=collaborator,
+            ledger=nobody,
+            directory=nobody,
+            status=RunStatus(run_pb2.Run(total_steps=3, state=RUNNING), RunFeed(self.events.append)),
+            activities=Activities(),
+        )
+
+    @staticmethod
+    async def _work(work: Coroutine[Any, Any, None]) -> None:
+        await work
+
+    async def paused(self) -> asyncio.Task[bool]:
+        """The loop as it waits."""
+        self.control.pause()
+        waiting = asyncio.create_task(self.run.goes_on())
+        await asyncio.sleep(0)
+        assert not waiting.done() and self.run.status.run.state == PAUSED
+        return waiting
+
+    @property
+    def notices(self) -> list[str]:
+        return [event.notice.text for event in self.events if event.WhichOneof("event") == "notice"]
+
+
+def changed(*assignments: str, steps_done: int = 0) -> RunConfig:
+    return changed_config(CONFIG, assignments, steps_done)
+
+
+async def test_a_paused_run_begins_no_step_until_it_goes_on() -> None:
+    bench = Bench()
+    waiting = await bench.paused()
+    assert bench.run.status.run.phase == "paused"
+    bench.control.go_on()
+    assert await asyncio.wait_for(waiting, 5)
+    states = [event.run.state for event in bench.events if event.WhichOneof("event") == "run"]
+    assert states[0] == PAUSED and states[-1] == RUNNING
+
+
+async def test_a_stop_ends_a_pause_and_no_step_follows() -> None:
+    bench = Bench()
+    waiting = await bench.paused()
+    bench.run.status.set_state(run_pb2.RUN_STATE_STOPPING)
+    bench.control.stop()
+    assert not await asyncio.wait_for(waiting, 5)
+    assert bench.run.status.run.state == run_pb2.RUN_STATE_STOPPING
+
+
+async def test_a_pause_that_is_taken_back_in_time_is_none() -> None:
+    bench = Bench()
+    bench.control.pause()
+    bench.control.go_on()
+    assert await bench.run.goes_on() and not bench.events
+
+
+@pytest.mark.parametrize("paused", [False, True])
+async def test_other_settings_hold_from_the_next_step_on(paused: bool) -> None:
+    bench = Bench()
+    config = changed("steps=9", "checkpoint.keep=5", "optimizer.learning_rate=0.5")
+    if paused:
+        waiting = await bench.paused()
+        bench.control.configure(config)
+        bench.control.go_on()
+        assert await asyncio.wait_for(waiting, 5)
+    else:
+        bench.control.configure(config)
+        assert await bench.run.goes_on()
+    assert bench.run.config is config and bench.taken == [config, config, config.checkpoint]
+    assert bench.run.status.run.total_steps == 9
+    before = CONFIG.optimizer.learning_rate
+    assert bench.notices == [
+        f"from step 0 on: steps 3 -> 9, optimizer.learning_rate {before} -> 0.5, checkpoint.keep 2 -> 5"
+    ]
+    assert await bench.run.goes_on() and len(bench.notices) == 1
+
+
+async def test_a_run_ends_at_the_last_step_that_is_wanted_now() -> None:
+    bench = Bench()
+    bench.run.steps_done = 2
+    bench.control.configure(changed("steps=4"))
+    assert await bench.run.goes_on()
+    bench.run.steps_done = 4
+    assert not await bench.run.goes_on()
+
+
+def test_every_key_of_the_list_can_change() -> None:
+    values = ("7", "1", "0.5", "3", "4", "6")
+    config = changed(*(f"{key}={value}" for key, value in zip(LIVE_KEYS, values, strict=True)))
+    assert (config.steps, config.rollout.max_staleness, config.optimizer.learning_rate) == (7, 1, 0.5)
+    assert config.evaluation is not None and config.evaluation.every_steps == 3
+    assert (config.checkpoint.every_steps, config.checkpoint.keep) == (4, 6)
+
+
+@pytest.mark.parametrize(
+    ("assignments", "steps_done", "told"),
+    [
+        (["seed=3"], 0, "seed cannot change"),
+        (
+            ["steps=5", "rollout.prompts_per_step=3"],
+            0,
+            r"rollout.prompts_per_step cannot change.*max_staleness",
+        ),
+        ([], 0, "nothing is to be changed"),
+        (["steps=2"], 2, "steps is 2, but 2 steps are done"),
+    ],
+)
+def test_what_cannot_change_is_refused_by_name(assignments: list[str], steps_done: int, told: str) -> None:
+    with pytest.raises(InvalidRequest, match=told):
+        changed(*assignments, steps_done=steps_done)
+
+
+@pytest.mark.parametrize(
+    "assignment", ["steps=many", "checkpoint.keep=0", "rollout.max_staleness=-1", "steps"]
+)
+def test_a_value_that_no_run_file_may_have_is_refused(assignment: str) -> None:
+    with pytest.raises(InvalidConfig):
+        changed(assignment)
+
+
+def test_a_run_without_held_out_prompts_cannot_evaluate_them() -> None:
+    without = CONFIG.model_copy(update={"evaluation": None})
+    with pytest.raises(InvalidRequest, match="no held-out prompts"):
+        changed_config(without, ["evaluation.every_steps=5"], 0)
