@@ -26,6 +26,7 @@ from flotilla_core.errors import (
     StaleVersion,
     Unavailable,
 )
+from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 
 SLOTS = ("run/0/0/0", "run/0/0/1", "run/0/0/2")
@@ -77,10 +78,24 @@ def direct_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc, "server_stream", lambda method, request, **_: method(request))
 
 
+def delivered(
+    sample_id: str, step: int = 4, logprobs: tuple[float, ...] = (-1.0, -2.0)
+) -> gen.GenerateResponse:
+    """Two tokens of version 0.`step`."""
+    response = gen.GenerateResponse(
+        sample_id=sample_id,
+        finish_reason=gen.FINISH_REASON_STOP,
+        token_ids=to_tensor(np.array([5, 6], np.int32)),
+        logprobs=to_tensor(np.array(logprobs, np.float32)),
+    )
+    response.version_spans.add(version=Version(0, step).to_proto(), start=0, end=2)
+    return response
+
+
 def generator(name: str, gives: int = len(SLOTS), then: FlotillaError | None = None) -> Replica:
     async def answer(request: gen.GenerateRequest) -> AsyncIterator[gen.GenerateResponse]:
         for slot in list(request.samples)[:gives]:
-            yield gen.GenerateResponse(sample_id=slot.sample_id, finish_reason=gen.FINISH_REASON_STOP)
+            yield delivered(slot.sample_id)
         if then is not None:
             raise then
 
@@ -141,3 +156,45 @@ async def test_without_any_reward_replica_that_answers_the_error_is_raised() -> 
     with pytest.raises(Unavailable, match="it is gone"):
         await scorer.score([reward.ScoreItem(sample_id=SLOTS[0])])
     assert pool.replicas[0].leases == 0
+
+
+def delivering(name: str, *responses: gen.GenerateResponse) -> Replica:
+    async def answer(request: gen.GenerateRequest) -> AsyncIterator[gen.GenerateResponse]:
+        for response in responses:
+            yield response
+
+    return Replica(name, answer)
+
+
+@pytest.mark.parametrize(
+    ("refused", "kind"),
+    [
+        (delivered("run/0/9/0"), "unasked"),
+        (delivered(SLOTS[1]), "unasked"),  # it came before
+        (delivered(SLOTS[0], step=3), "stale"),
+        (delivered(SLOTS[0], logprobs=(-1.0,)), "unreadable"),
+        (delivered(SLOTS[0], logprobs=(-1.0, float("nan"))), "unreadable"),
+        (gen.GenerateResponse(sample_id=SLOTS[0]), "unreadable"),
+    ],
+    ids=["unknown", "twice", "stale", "length", "nan", "empty"],
+)
+async def test_a_sample_that_is_refused_is_counted_and_drawn_again(
+    refused: gen.GenerateResponse, kind: str
+) -> None:
+    whole = [delivered(slot) for slot in SLOTS[1:]]
+    pool: Any = Pool([delivering("a", *whole, refused), delivering("a", delivered(SLOTS[0]))])
+    lost: list[str] = []
+
+    def tell(_samples: tuple[str, ...], error: FlotillaError) -> None:
+        lost.append(str(error))
+        pool.replicas.pop(0)
+
+    generation = Generation("run", 0, pool, lambda *_: True, 1.0, tell)
+    prompt = np.arange(3, dtype=np.int32)
+    request = GenerationRequest(prompt, SLOTS, SamplingConfig(), Version(0, 4), 5.0, max_attempts=2)
+    async with aclosing(generation.samples(request)) as samples:
+        got = [(s.response.sample_id, s.attempt) async for s in samples]
+    assert got == [(SLOTS[1], 0), (SLOTS[2], 0), (SLOTS[0], 1)]
+    assert "a sample of a was refused" in lost[0]
+    assert generation.door.take_metrics() == {"samples/rejected": 1.0, f"samples/rejected_{kind}": 1.0}
+    assert generation.door.take_metrics() == {"samples/rejected": 0.0}

@@ -13,7 +13,7 @@ from flotilla_coordinator.runs.sync import WeightSync
 from flotilla_coordinator.runs.sync_report import SyncReport
 from flotilla_core import rpc
 from flotilla_core.config import WeightSyncConfig
-from flotilla_core.errors import FlotillaError, Internal, RankFailed, WeightGroupFailed, WeightsMismatch
+from flotilla_core.errors import FlotillaError, Internal, Mismatch, RankFailed, WeightGroupFailed
 from flotilla_core.version import Version
 from flotilla_testing.scripted import scripted_generator, scripted_trainer
 
@@ -122,7 +122,7 @@ async def test_work_that_ends_waits_for_no_joiner(phase: str) -> None:
 
 
 @pytest.mark.parametrize("phase", ["JoinWeightGroup", "StageWeights", "CommitWeights"])
-@pytest.mark.parametrize("error", [Internal("out of memory"), WeightsMismatch("another model")])
+@pytest.mark.parametrize("error", [Internal("out of memory"), Mismatch("another model")])
 async def test_trouble_of_a_joiner_evicts_it_and_the_work_goes_on(phase: str, error: FlotillaError) -> None:
     bench = Bench()
     await bench.begin()

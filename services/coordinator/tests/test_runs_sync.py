@@ -17,6 +17,7 @@ from flotilla_core.errors import (
     DeadlineExceeded,
     FlotillaError,
     Internal,
+    Mismatch,
     RankFailed,
     Unavailable,
     WeightGroupFailed,
@@ -187,7 +188,7 @@ async def test_a_mismatch_of_one_member_evicts_it() -> None:
     assert bench.serving(V1) == {"a"} and "lm_head.weight" in str(bench.evicted[0][1])
 
 
-@pytest.mark.parametrize("phase", ["JoinWeightGroup", "StageWeights", "CommitWeights"])
+@pytest.mark.parametrize("phase", ["StageWeights", "CommitWeights"])
 async def test_a_mismatch_of_all_members_ends_the_sync_and_names_the_tensor(phase: str) -> None:
     bench = Bench("a", "b")
     for name in "ab":
@@ -314,3 +315,25 @@ async def test_equal_weights_have_one_digest_and_others_another() -> None:
     bench.stub.answers["PublishWeights"].digests.tensor_digests.append(7)
     await bench.sync.publish(V2)
     assert digest != bench.sync.held()[0].digest
+
+
+async def test_a_generator_with_another_model_is_refused_at_the_door_and_the_others_go_on() -> None:
+    bench = Bench("a", "b")
+    bench.fail(
+        "b", "JoinWeightGroup", WeightsMismatch("the manifest does not fit", why="missing: lm_head.weight")
+    )
+    await bench.sync.publish(V1)
+    [(instance_id, error)] = bench.evicted
+    assert instance_id == "b-1" and isinstance(error, Mismatch)
+    assert "b holds another model" in str(error) and "lm_head.weight" in str(error)
+    assert bench.serving(V1) == {"a"}
+
+
+async def test_where_no_generator_holds_the_trainers_model_the_run_ends() -> None:
+    bench = Bench("a")
+    bench.fail(
+        "a", "JoinWeightGroup", WeightsMismatch("the manifest does not fit", why="missing: lm_head.weight")
+    )
+    with pytest.raises(Mismatch, match="lm_head"):
+        await bench.sync.publish(V1)
+    assert bench.evicted == []

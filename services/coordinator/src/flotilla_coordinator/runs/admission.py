@@ -138,9 +138,7 @@ class Admission:
         group_id = ids.group_id(self._run_id, prompt.epoch, prompt.index)
         # What runs ahead also waits in the generators behind the steps before it.
         limit_s = self._config.sample_timeout_s * (1 + ahead)
-        ticket = Ticket(
-            prompt, group_id, step, version, limit_s, self._config.max_staleness, recorded
-        )
+        ticket = Ticket(prompt, group_id, step, version, limit_s, self._config.max_staleness, recorded)
         return Admitted(ticket, next(self._places), self._start(ticket))
 
     def _draw(self) -> Prompt:

@@ -35,14 +35,14 @@ from flotilla_coordinator.runs.members import GeneratorReplica
 from flotilla_coordinator.runs.pair_evaluator import PairEvaluator
 from flotilla_coordinator.runs.policy import PolicyTrainer
 from flotilla_coordinator.runs.rollouts import RolloutSource
-from flotilla_coordinator.runs.same_tokenizer import require_same_tokenizer
+from flotilla_coordinator.runs.same_tokenizer import of_same_tokenizer
 from flotilla_coordinator.runs.scoring import Scorer
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_coordinator.runs.sync import WeightSync
 from flotilla_coordinator.runs.sync_report import SyncReport
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.config import PolicyConfig, SamplingConfig
-from flotilla_core.errors import FlotillaError
+from flotilla_core.errors import FlotillaError, Mismatch
 from flotilla_core.model_folder import model_folder
 from flotilla_core.service import Host
 
@@ -100,6 +100,7 @@ class Assembly:
             directory=directory,
             status=self._status,
             activities=self._host.activities,
+            door=generation.door,
         )
         self._context = context
         if config.loop == "client":
@@ -183,13 +184,15 @@ class Assembly:
         async def candidates() -> list[GeneratorReplica]:
             await pool.wait_for(1, self._wait_limit_s, "a generator")
             replicas = sorted(pool.replicas(), key=lambda replica: replica.name)
-            for replica in replicas:
-                require_same_tokenizer(replica, tokenizer, self._host.stack.model)
-            return replicas
+            return of_same_tokenizer(replicas, tokenizer, self._host.stack.model, self._evict)
 
         return candidates
 
     def _evict(self, replica: GeneratorReplica, error: FlotillaError) -> None:
+        if isinstance(error, Mismatch):  # it will not fit later either, however healthy it is
+            self._fleet.generators.drain(replica.instance_id, str(error))
+            self._status.notice(run_pb2.NOTICE_LEVEL_ERROR, f"{replica.name} is refused: {error}")
+            return
         self._fleet.generators.eject(replica.instance_id, str(error))
         self._status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"{replica.name} left the weight group: {error}")
 

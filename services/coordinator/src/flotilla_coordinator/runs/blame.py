@@ -10,6 +10,7 @@ from flotilla_coordinator.runs.members import Group, Member
 from flotilla_core.errors import (
     DeadlineExceeded,
     FlotillaError,
+    Mismatch,
     StaleVersion,
     WeightGroupFailed,
     WeightsMismatch,
@@ -31,11 +32,11 @@ class GroupBrokenError(Exception):
         self.group = group
 
     @property
-    def common_mismatch(self) -> WeightsMismatch | None:
+    def common_mismatch(self) -> WeightsMismatch | Mismatch | None:
         """The mismatch that every single member reports: another epoch would not change it."""
         members = self.group.members if self.group is not None else ()
         reported = [self.failures.get(member.name) for member in members]
-        mismatches = [error for error in reported if isinstance(error, WeightsMismatch)]
+        mismatches = [error for error in reported if isinstance(error, WeightsMismatch | Mismatch)]
         return mismatches[0] if mismatches and len(mismatches) == len(members) else None
 
 

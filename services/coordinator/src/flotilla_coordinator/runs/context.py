@@ -29,6 +29,7 @@ from flotilla_coordinator.runs.live_settings import described, differences
 from flotilla_coordinator.runs.pair_evaluator import PairEvaluator
 from flotilla_coordinator.runs.policy import PolicyTrainer
 from flotilla_coordinator.runs.progress import Progress
+from flotilla_coordinator.runs.sample_door import SampleDoor
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_coordinator.runs.sync import WeightSync
 from flotilla_core import telemetry
@@ -55,6 +56,7 @@ class RunContext:
     directory: RunDirectory
     status: RunStatus
     activities: Activities
+    door: SampleDoor = field(default_factory=SampleDoor)
     begun: bool = False
     """Whether it stands where it was to begin."""
     owes_evaluation: bool = False
@@ -116,6 +118,7 @@ class RunContext:
         tokens = self.metrics.get("tokens/response_total", self.metrics.get("tokens/trained", 0.0))
         self.metrics["tokens_per_s"] = tokens / self.metrics["time/step_s"]
         self.metrics.update(self.checkpoints.take_metrics())
+        self.metrics.update(self.door.take_metrics())
         self.steps_done = step + 1
         self.directory.write_metrics(step, self.metrics, lineage=self.policy.version.lineage)
         self.status.step_done(self.steps_done, self.policy.version, self.metrics)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flotilla.generator.v1 import generator_pb2 as pb
+from flotilla_coordinator.runs.sample_door import SampleDoor
 from flotilla_core import ids, rpc
 from flotilla_core.config import SamplingConfig
 from flotilla_core.errors import Exhausted, FlotillaError, InvalidRequest, StaleVersion, Unavailable
@@ -65,6 +66,8 @@ class Generation:
         self._serves = serves
         self._wait_limit_s = wait_limit_s
         self._lost = lost
+        self.door = SampleDoor()
+        """What every delivered sample passes."""
 
     async def samples(self, request: GenerationRequest) -> AsyncGenerator[Generated]:
         """Each slot's sample as it ends; Exhausted when a slot ran out of attempts."""
@@ -76,9 +79,14 @@ class Generation:
             try:
                 async with aclosing(self._call(replica, request, tuple(missing), attempt)) as responses:
                     async for response in responses:
-                        if response.sample_id in missing and response.finish_reason != pb.FINISH_REASON_ABORT:
-                            del missing[response.sample_id]
-                            yield Generated(response, replica.name, attempt)
+                        if response.finish_reason == pb.FINISH_REASON_ABORT:
+                            continue
+                        refusal = self.door.refusal(response, missing, request.min_version, replica.name)
+                        if refusal is not None:
+                            cause = refusal
+                            continue
+                        del missing[response.sample_id]
+                        yield Generated(response, replica.name, attempt)
             except StaleVersion as error:
                 cause = error
             except InvalidRequest:

@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_core.errors import Mismatch
 from flotilla_core.rpc import Replica
+
+ReplicaT = TypeVar("ReplicaT", bound=Replica[Any])
+
+
+def of_same_tokenizer(
+    replicas: Sequence[ReplicaT],
+    tokenizer: Tokenizer,
+    model: Path | str,
+    refuse: Callable[[ReplicaT, Mismatch], None],
+) -> list[ReplicaT]:
+    """Those that speak the coordinator's tokens; the others are refused, and where nobody is left the run is."""
+    refused: list[tuple[ReplicaT, Mismatch]] = []
+    for replica in replicas:
+        try:
+            require_same_tokenizer(replica, tokenizer, model)
+        except Mismatch as error:
+            refused.append((replica, error))
+    if refused and len(refused) == len(replicas):
+        raise refused[0][1]
+    for replica, why in refused:
+        refuse(replica, why)
+    strangers = {id(replica) for replica, _ in refused}
+    return [replica for replica in replicas if id(replica) not in strangers]
 
 
 def require_same_tokenizer(replica: Replica[Any], tokenizer: Tokenizer, model: Path | str) -> None:

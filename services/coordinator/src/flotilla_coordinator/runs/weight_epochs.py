@@ -23,7 +23,14 @@ from flotilla_coordinator.runs.policy import PolicyTrainer
 from flotilla_coordinator.runs.together import run_together
 from flotilla_core import ids, rpc
 from flotilla_core.config import WeightSyncConfig
-from flotilla_core.errors import DeadlineExceeded, FlotillaError, Unavailable, WeightGroupFailed
+from flotilla_core.errors import (
+    DeadlineExceeded,
+    FlotillaError,
+    Mismatch,
+    Unavailable,
+    WeightGroupFailed,
+    WeightsMismatch,
+)
 from flotilla_core.version import Version
 
 EPOCHS_PER_BEGINNING = 1_000_000
@@ -170,7 +177,15 @@ class WeightEpochs:
             rank_offset=member.rank_offset,
             manifest=opened.manifest,
         )
-        await self._once(member.replica.stub.JoinWeightGroup, request)
+        try:
+            await self._once(member.replica.stub.JoinWeightGroup, request)
+        except WeightsMismatch as error:
+            raise Mismatch(
+                f"{member.name} holds another model than the trainer",
+                where=f"instance {member.instance_id}",
+                why=error.why,
+                next_step="start it with the model of the stack",
+            ) from error
 
     async def _commit_one(self, group: Group, member: Member, staged: Staged) -> HeldWeights:
         digests = staged.published.digests
