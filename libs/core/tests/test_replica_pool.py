@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -210,3 +211,23 @@ async def test_a_killed_replica_is_noticed_by_the_failing_call(
     # The registry still lists it: that alone brings nothing back.
     await pool.update(both)
     assert names(pool) == {"generator-1"}
+
+
+async def test_a_replica_is_busy_as_long_as_it_has_any_lease(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("flotilla_core.rpc.replica.time", SimpleNamespace(monotonic=lambda: now[0]))
+    await pool.update(snapshot(registration("generator-0")))
+    (replica,) = pool.replicas()
+    with pool.lease(1):
+        now[0] = 103.0
+        with pool.lease(1):
+            now[0] = 104.0
+        assert replica.busy_s == 4.0
+        now[0] = 105.0
+    now[0] = 200.0
+    assert replica.busy_s == 5.0
+    with pool.lease(1):
+        now[0] = 201.0
+        assert replica.busy_s == 6.0

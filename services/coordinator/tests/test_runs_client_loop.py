@@ -14,6 +14,7 @@ import pytest
 from flotilla.coordinator.v1 import loop_pb2, run_pb2
 from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla.trainer.v1 import trainer_pb2 as train
+from flotilla_coordinator.autoscale import IdleShares
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.rundir import RunDirectory
@@ -135,6 +136,7 @@ class Bench:
             directory=self.directory,
             status=RunStatus(run_pb2.Run(run_id=RUN), RunFeed(lambda event: None)),
             activities=Activities(),
+            idle=IdleShares(list),
         )
         sampling = ClientSampling(RUN, self.config.rollout, 0, tokenizer, generators, self.ledger)
         return ClientLoop(context, prompts, sampling, self.scorer, lambda error: None)

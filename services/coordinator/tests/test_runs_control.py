@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.autoscale import IdleShares
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.feed import RunFeed
@@ -49,6 +50,7 @@ class Bench:
             directory=nobody,
             status=RunStatus(run_pb2.Run(total_steps=3, state=RUNNING), RunFeed(self.events.append)),
             activities=Activities(),
+            idle=IdleShares(list),
         )
 
     @staticmethod

@@ -70,6 +70,7 @@ class Context:
     run_id: str = RUN
     stop_requested: bool = False
     begun: bool = False
+    autoscaler: None = None
     steps_done: int = 0
     source: Closing = field(default_factory=Closing)
     sync: Closing = field(default_factory=Closing)

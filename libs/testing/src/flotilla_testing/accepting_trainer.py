@@ -151,15 +151,15 @@ class AcceptingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         if header.update_id not in self._updates:
             if Version.from_proto(header.policy_version) != self._version:
                 raise StaleVersion(f"the trainer is at {self._version}", where=header.update_id)
-            making = self._made(header.update_id, tokens, sample_ids)
+            making = self._made(header, tokens, sample_ids)
             self._updates[header.update_id] = asyncio.create_task(making, name=header.update_id)
         return pb.TrainResponse(result=await asyncio.shield(self._updates[header.update_id]))
 
-    async def _made(self, update_id: str, tokens: int, sample_ids: list[str]) -> pb.UpdateResult:
+    async def _made(self, header: pb.TrainHeader, tokens: int, sample_ids: list[str]) -> pb.UpdateResult:
         await asyncio.sleep(self._takes_s)
         self._version = Version(self._version.lineage, self._version.step + 1)
         return pb.UpdateResult(
-            update_id=update_id,
+            update_id=header.update_id,
             policy_version=self._version.to_proto(),
             metrics={
                 "loss": 0.0,

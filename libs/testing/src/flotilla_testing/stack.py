@@ -114,7 +114,13 @@ def sim_stack(model: Path, directory: Path, **sections: dict[str, Any]) -> Itera
 
 @contextlib.contextmanager
 def light_stack(
-    model: Path, directory: Path, *, trainer_model: Path | None = None, trainer_s: float = 0, **generator: Any
+    model: Path,
+    directory: Path,
+    *,
+    trainer_model: Path | None = None,
+    trainer_s: float = 0,
+    autoscale: dict[str, Any] | None = None,
+    **generator: Any,
 ) -> Iterator[Stack]:
     """A whole fleet in seconds: simulated engine, accepting trainer (`trainer_s` an update), everything else real."""
     description = {
@@ -122,6 +128,7 @@ def light_stack(
         "model": str(model),
         "generator": {"engine": "sim", **generator},
         "trainer": {"replicas": 0},
+        "autoscale": autoscale,
         "restart_budget": 1000,
     }
     with running_stack(description, directory) as stack:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flotilla.common.v1.registration_pb2 import SERVICE_KIND_GENERATOR
 from flotilla.launcher.v1 import launcher_pb2
 from flotilla.launcher.v1.launcher_pb2_grpc import LauncherServiceStub
 from flotilla_core.errors import FailedPrecondition
+from flotilla_core.ids import new_request_id
 from flotilla_core.rpc import connect, unary
 
 if TYPE_CHECKING:
@@ -16,6 +20,7 @@ if TYPE_CHECKING:
 
 
 SCALE_TIMEOUT_S = 240.0
+LIST_TIMEOUT_S = 10.0
 
 
 class LauncherLink:
@@ -24,12 +29,30 @@ class LauncherLink:
     def __init__(self, state_dir: Path) -> None:
         self._file = state_dir / "launcher.json"
 
+    async def change_generators(self, by: int, *, least: int, most: int) -> int:
+        """So many more than the launcher runs now, or fewer, within bounds; how many it runs then."""
+        async with self._launcher() as launcher:
+            state = await unary(launcher.List, launcher_pb2.ListRequest(), timeout_s=LIST_TIMEOUT_S)
+        running = sum(process.kind == SERVICE_KIND_GENERATOR for process in state.processes)
+        wanted = min(max(running + by, least), most)
+        if wanted != running:
+            await self.scale(
+                launcher_pb2.ScaleRequest(
+                    request_id=new_request_id(), kind=SERVICE_KIND_GENERATOR, replicas=wanted
+                )
+            )
+        return wanted
+
     async def scale(self, request: launcher_pb2.ScaleRequest) -> launcher_pb2.ScaleResponse:
         """Ask the launcher that runs now for another number of replicas."""
+        async with self._launcher() as launcher:
+            return await unary(launcher.Scale, request, timeout_s=SCALE_TIMEOUT_S)
+
+    @asynccontextmanager
+    async def _launcher(self) -> AsyncIterator[LauncherServiceAsyncStub]:
         channel = connect(f"unix:{self._socket()}")
         try:
-            stub: LauncherServiceAsyncStub = LauncherServiceStub(channel)
-            return await unary(stub.Scale, request, timeout_s=SCALE_TIMEOUT_S)
+            yield LauncherServiceStub(channel)
         finally:
             await channel.close()
 

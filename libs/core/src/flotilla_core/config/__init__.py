@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flotilla_core.config.algorithm import AlgorithmConfig, PolicyConfig, SftConfig
+from flotilla_core.config.autoscale import AutoscaleConfig
 from flotilla_core.config.critic import CriticConfig
 from flotilla_core.config.data import DataConfig, TrainingSet
 from flotilla_core.config.loader import load, load_text
@@ -39,6 +40,7 @@ from flotilla_core.config.stack import (
 
 __all__ = [
     "AlgorithmConfig",
+    "AutoscaleConfig",
     "BatchingConfig",
     "BindConfig",
     "CanaryConfig",

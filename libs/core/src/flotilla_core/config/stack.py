@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from flotilla_core.config.autoscale import AutoscaleConfig
 from flotilla_core.config.model import ConfigModel
 
 DType = Literal["float32", "bfloat16"]
@@ -214,6 +215,8 @@ class StackConfig(ConfigModel):
     """Reward replicas."""
     coordinator: CoordinatorConfig = CoordinatorConfig()
     """The coordinator."""
+    autoscale: AutoscaleConfig | None = None
+    """How many generators a run needs, by what it measures; absent: nobody asks."""
     ready_timeout_s: float = Field(default=180.0, gt=0)
     """Longest wait for one process to become ready."""
     restart_budget: int = Field(default=5, ge=0)

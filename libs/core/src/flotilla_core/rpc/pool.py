@@ -121,8 +121,7 @@ class ReplicaPool(Generic[StubT]):
 
     def release(self, replica: Replica[StubT], cost: int) -> None:
         """Give back what `acquire` took."""
-        replica.outstanding -= cost
-        replica.leases -= 1
+        replica.give_back(cost)
         if replica.leases == 0 and self._replicas.get(replica.instance_id) is not replica:
             self._close(replica)
         self._notify()
@@ -173,8 +172,7 @@ class ReplicaPool(Generic[StubT]):
         replica = min(candidates, key=lambda one: (one.outstanding, one.turn))
         self._turn += 1
         replica.turn = self._turn
-        replica.outstanding += cost
-        replica.leases += 1
+        replica.take(cost)
         return replica
 
     async def _until(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:

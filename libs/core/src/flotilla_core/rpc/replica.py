@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
@@ -33,6 +34,27 @@ class Replica(Generic[StubT]):
     """When it got its last lease: equals take turns."""
     ejections: int = field(default=0, repr=False)
     returned_at: float = field(default=0.0, repr=False)
+    _busy_before_s: float = field(default=0.0, repr=False)
+    _busy_since: float = field(default=0.0, repr=False)
+
+    def take(self, cost: int) -> None:
+        """One more lease."""
+        if self.leases == 0:
+            self._busy_since = time.monotonic()
+        self.outstanding += cost
+        self.leases += 1
+
+    def give_back(self, cost: int) -> None:
+        """One lease fewer."""
+        self.outstanding -= cost
+        self.leases -= 1
+        if self.leases == 0:
+            self._busy_before_s += time.monotonic() - self._busy_since
+
+    @property
+    def busy_s(self) -> float:
+        """How long it has had any lease of ours so far."""
+        return self._busy_before_s + (time.monotonic() - self._busy_since if self.leases else 0.0)
 
     @property
     def instance_id(self) -> str:

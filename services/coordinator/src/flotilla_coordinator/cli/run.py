@@ -214,6 +214,7 @@ def run_json(run: Run) -> dict[str, Any]:
         "created_at": run.created_at.ToJsonString() if run.HasField("created_at") else None,
         "ended_at": run.ended_at.ToJsonString() if run.HasField("ended_at") else None,
         "reason": run.reason,
+        "advice": run.advice,
         "directory": run.directory,
         "metrics": dict(run.metrics),
     }

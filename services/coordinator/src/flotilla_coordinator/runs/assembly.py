@@ -13,11 +13,13 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 
 from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.autoscale import Autoscaler, IdleShares
 from flotilla_coordinator.data.loaders import held_out_data, training_data
 from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.fleet import Fleet
+from flotilla_coordinator.launcher_link import LauncherLink
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs.answers import AnswerSource
@@ -100,7 +102,9 @@ class Assembly:
             directory=directory,
             status=self._status,
             activities=self._host.activities,
+            idle=IdleShares(self._fleet.generators.replicas),
             door=generation.door,
+            autoscaler=self._autoscaler(),
         )
         self._context = context
         if config.loop == "client":
@@ -177,6 +181,18 @@ class Assembly:
                 f"at version {report.version} (weights.canary.warn_at)",
             )
         return outcome.failures
+
+    def _autoscaler(self) -> Autoscaler | None:
+        config, launcher = self._host.stack.autoscale, LauncherLink(self._host.state_dir)
+        if config is None or not isinstance(self._config.algorithm, PolicyConfig):
+            return None
+
+        async def change(by: int) -> int:
+            return await launcher.change_generators(
+                by, least=config.min_generators, most=config.max_generators
+            )
+
+        return Autoscaler(config, self._status, lambda: len(self._fleet.generators.replicas()), change)
 
     def _candidates(self, tokenizer: Tokenizer) -> Callable[[], Awaitable[list[GeneratorReplica]]]:
         pool = self._fleet.generators

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.autoscale import Autoscaler, IdleShares
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.rewind import CRITIC_ONLY, UPDATE_SKIPPED
 from flotilla_coordinator.rundir import RunDirectory
@@ -56,7 +57,9 @@ class RunContext:
     directory: RunDirectory
     status: RunStatus
     activities: Activities
+    idle: IdleShares
     door: SampleDoor = field(default_factory=SampleDoor)
+    autoscaler: Autoscaler | None = None
     begun: bool = False
     """Whether it stands where it was to begin."""
     owes_evaluation: bool = False
@@ -106,10 +109,15 @@ class RunContext:
     def step(self, step: int) -> Iterator[None]:
         """One step of the built-in loop, in a span."""
         self.metrics.clear()
+        self.idle.begin()
         started = time.monotonic()
         with telemetry.span(names.RL_STEP, attributes={names.RUN_ID: self.run_id, names.STEP: step}):
             yield
+        if self.source.samples_from_policy:
+            self.metrics.update(self.idle.metrics(self.metrics["time/rollout_s"]))
         self.end_step(step, time.monotonic() - started)
+        if self.autoscaler is not None:
+            self.autoscaler.step_done(self.metrics)
 
     def end_step(self, step: int, seconds: float) -> None:
         """Its metrics, and one line in every record."""

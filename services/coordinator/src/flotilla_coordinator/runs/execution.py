@@ -113,7 +113,8 @@ async def _is_ours(ledger: Ledger) -> bool:
 
 async def _close(context: RunContext, *, ours: bool = True) -> None:
     """Give everything back that is ours; a service that is gone has nothing to give back."""
-    here = (context.source.close, context.checkpoints.close)
+    autoscaling = () if context.autoscaler is None else (context.autoscaler.close,)
+    here = (*autoscaling, context.source.close, context.checkpoints.close)
     elsewhere = (context.sync.close, *(session.close for session in context.learners.sessions))
     for close in (*here, *elsewhere) if ours else here:
         try:

@@ -69,6 +69,12 @@ class RunStatus:
         self.notice(run_pb2.NOTICE_LEVEL_INFO, f"from step {self.run.step} on: {changes}")
         self._announce(metrics=False)
 
+    def advise(self, advice: str) -> None:
+        """What would help the run; empty where nothing would."""
+        if advice != self.run.advice:
+            self.run.advice = advice
+            self._announce(metrics=False)
+
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """One more evaluation."""
         accuracy = evaluation.accuracy

@@ -105,6 +105,7 @@ class Run(_message.Message):
     DIRECTORY_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     ETA_SECONDS_FIELD_NUMBER: _builtins.int
+    ADVICE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     name: _builtins.str
     state: Global___RunState.ValueType
@@ -116,6 +117,8 @@ class Run(_message.Message):
     """Why it failed or stopped: what, where, why, what next."""
     directory: _builtins.str
     eta_seconds: _builtins.float
+    advice: _builtins.str
+    """What would help it, by what its steps measure; empty where nothing would, or where nobody asks."""
     @_builtins.property
     def phase_since(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
@@ -143,10 +146,11 @@ class Run(_message.Message):
         directory: _builtins.str = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         eta_seconds: _builtins.float = ...,
+        advice: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "ended_at", b"ended_at", "phase_since", b"phase_since", "policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "directory", b"directory", "ended_at", b"ended_at", "eta_seconds", b"eta_seconds", "metrics", b"metrics", "name", b"name", "phase", b"phase", "phase_since", b"phase_since", "policy_version", b"policy_version", "reason", b"reason", "run_id", b"run_id", "state", b"state", "step", b"step", "total_steps", b"total_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "created_at", b"created_at", "directory", b"directory", "ended_at", b"ended_at", "eta_seconds", b"eta_seconds", "metrics", b"metrics", "name", b"name", "phase", b"phase", "phase_since", b"phase_since", "policy_version", b"policy_version", "reason", b"reason", "run_id", b"run_id", "state", b"state", "step", b"step", "total_steps", b"total_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,69 @@
+"""The number of generators follows what the steps of a run measure, over the real launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flotilla_testing.stack import Stack, light_stack, wait_until
+
+pytestmark = pytest.mark.timeout(400)
+
+WAIT_S = 120.0
+UPDATE_S = 2.0
+LONG, SHORT = 20, 1
+"""Tokens of a response: generation takes three times as long as an update, or next to nothing."""
+
+
+@pytest.fixture(scope="module")
+def fleet(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Every sample takes its time, and so does every update."""
+    scaling = {"mode": "act", "max_generators": 2, "window_steps": 2, "cooldown_steps": 0}
+    sim = {"seconds_per_token": 3 * UPDATE_S / LONG}
+    directory = tmp_path_factory.mktemp("scaled")
+    with light_stack(
+        arithmetic / "model", directory, trainer_s=UPDATE_S, autoscale=scaling, sim=sim
+    ) as running:
+        yield running
+
+
+def test_generators_come_where_the_trainer_waits_and_go_where_they_do(
+    fleet: Stack, small_run: Callable[[str, int], dict[str, Any]], tmp_path: Path
+) -> None:
+    def started(name: str, tokens: int) -> dict[str, Any]:
+        run = small_run(name, 1000)
+        run["rollout"]["sampling"] = {"max_response_tokens": tokens, "min_response_tokens": tokens}
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(yaml.safe_dump(run))
+        return fleet.ok("run", "start", str(file))
+
+    def stopped(run: dict[str, Any]) -> dict[str, float]:
+        fleet.ok("run", "stop", run["run_id"])
+        wait_until("the end", lambda: fleet.ok("run", "show", run["run_id"])["state"] == "stopped", WAIT_S)
+        return fleet.metrics(run)[-1]
+
+    long = started("long", LONG)
+    wait_until("one generator more", lambda: generators(fleet) == ["generator-0", "generator-1"], WAIT_S)
+    assert "autoscale: 1 -> 2 generators" in notices(long)
+    stopped(long)
+    assert fleet.metrics(long)[1]["idle/trainer"] > 0.4
+
+    short = started("short", SHORT)
+    wait_until("one generator fewer", lambda: generators(fleet) == ["generator-0"], WAIT_S)
+    assert "autoscale: 2 -> 1 generators" in notices(short)
+    stopped(short)
+    assert fleet.metrics(short)[1]["idle/generators"] > 0.5
+
+
+def generators(fleet: Stack) -> list[str]:
+    return [
+        p["name"] for p in fleet.ok("ps")["processes"] if p["kind"] == "generator" and p["state"] == "ready"
+    ]
+
+
+def notices(run: dict[str, Any]) -> str:
+    return Path(run["directory"], "events.jsonl").read_text()
