@@ -176,6 +176,24 @@ class LedgerMachine(RuleBasedStateMachine):
         assert list(self.do(self.ledger.dropped(RUN, names, reason)).accepted) == fresh
         self.moved(fresh, State.DROPPED, reason)
 
+    @precondition(lambda self: not self.ended and self.samples)
+    @rule(data=st.data())
+    def a_group_counts_for_another_step(self, data: st.DataObject) -> None:
+        of = {name: name.rpartition("/")[0] for name in self.samples}
+        group = data.draw(st.sampled_from(sorted(set(of.values()))))
+        step = self.steps_done + 1
+        carried = self.ledger.carry_over(RUN, [group], step)
+        names = [name for name in of if of[name] == group]
+        if any(self.samples[name].state in (State.CONSUMED, State.DURABLE) for name in names):
+            with pytest.raises(FailedPrecondition, match=f"cannot count for step {step}"):
+                self.do(carried)
+            return
+        self.do(carried)
+        for name in names:
+            self.samples[name].step = step
+        steps = {group_id: step for step, group_id in self.do(self.ledger.admitted_groups(RUN, 0))}
+        assert steps == {of[name]: sample.step for name, sample in self.samples.items()}
+
     @precondition(lambda self: not self.ended)
     @rule(steps=st.integers(1, 3), saved=st.booleans())
     def go_on_undisturbed(self, steps: int, saved: bool) -> None:

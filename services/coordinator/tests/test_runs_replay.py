@@ -17,6 +17,7 @@ from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.runs.batch import Batch
+from flotilla_coordinator.runs.client_source import ClientSource
 from flotilla_coordinator.runs.generation import Generated, GenerationRequest
 from flotilla_coordinator.runs.rollouts import RolloutSource
 from flotilla_coordinator.runs.scoring import Outcome
@@ -223,3 +224,13 @@ async def test_a_new_run_replays_nothing(ledger: Ledger) -> None:
     batch = await train(rollouts, ledger, 0, 0)
     assert {sample.sample_id for sample in batch.samples} <= set(generation.asked)
     await rollouts.close()
+
+
+async def test_a_client_that_goes_on_draws_what_comes_behind_its_checkpoint() -> None:
+    prompts: Any = Prompts()
+    client = ClientSource(prompts)
+    await client.go_on(0, None)
+    assert prompts.next().index == 0
+    await client.go_on(3, {"position": 7})
+    assert prompts.next().index == 7
+    await client.close()

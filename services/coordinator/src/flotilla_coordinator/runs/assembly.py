@@ -28,6 +28,7 @@ from flotilla_coordinator.runs.canary import Canary
 from flotilla_coordinator.runs.checkpoints import RunCheckpoints
 from flotilla_coordinator.runs.client_loop import ClientLoop
 from flotilla_coordinator.runs.client_sampling import ClientSampling
+from flotilla_coordinator.runs.client_source import ClientSource
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.evaluate import Evaluator
@@ -232,6 +233,8 @@ class Assembly:
         config = self._config
         if not isinstance(config.algorithm, PolicyConfig):
             return AnswerSource(self._run_id, prompts, tokenizer, config.rollout.prompts_per_step)
+        if config.loop == "client":
+            return ClientSource(prompts)
         return RolloutSource(
             self._run_id,
             config.rollout,

@@ -74,17 +74,18 @@ class RolloutSource:
         """The groups of `step` that end first, as many as it needs; fails as soon as one of them cannot be had."""
         try:
             ended = await self._enough(step, version)
+            chosen = [item for item in ended if item.usable][: self._config.prompts_per_step]
         except BaseException:
             # Also when cancelled: no group of a step that failed goes on.
             await _cancel(self._admission.groups(step))
             self._admission.end(step)
             raise
-        chosen = [item for item in ended if item.usable][: self._config.prompts_per_step]
         # A group that is left over is told of in the step that it counts for.
-        finished = [item.task.result() for item in ended if item in chosen or not item.usable]
+        in_batch = set(chosen)
+        finished = [item.task.result() for item in ended if item in in_batch or not item.usable]
         refuse_failing_rewards(self._run_id, step, finished, self._config)
         self._refuse_a_step_without_lessons(step, finished)
-        left_over = await self._pass_on(step, chosen, version)
+        left_over = await self._pass_on(step, in_batch, version)
         groups = [await self._within_staleness(item, version) for item in chosen]
         batch = Batch(step, [group for group in groups if group.samples], self._admission.cursor)
         batch.metrics.update(batch_metrics(batch, version))
@@ -105,26 +106,33 @@ class RolloutSource:
 
     async def _enough(self, step: int, version: Version) -> list[Admitted]:
         """Groups of the step that have ended, in the order of admission; with `dynamic_sampling` others are drawn."""
-        wanted = self._config.prompts_per_step
-        while True:
-            groups = self._admission.groups(step)
-            usable = sum(item.usable for item in groups)
-            running = [item.task for item in groups if not item.task.done()]
-            if usable < wanted and self._config.dynamic_sampling is not None:
-                drawn = self._admission.draw(step, wanted - usable - len(running), version)
-                running += [item.task for item in drawn]
-            if usable >= wanted or not running:
-                return sorted((item for item in groups if item.task.done()), key=lambda item: item.place)
-            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        news: asyncio.Queue[asyncio.Task[FinishedGroup]] = asyncio.Queue()
 
-    async def _pass_on(self, step: int, chosen: list[Admitted], version: Version) -> dict[str, float]:
+        def watch(items: list[Admitted]) -> int:
+            for item in items:
+                item.task.add_done_callback(news.put_nowait)
+            return len(items)
+
+        wanted, usable, running = self._config.prompts_per_step, 0, watch(self._admission.groups(step))
+        while usable < wanted:
+            if self._config.dynamic_sampling is not None:
+                running += watch(self._admission.draw(step, wanted - usable - running, version))
+            if not running:
+                break
+            usable += bool((await news.get()).result().group.samples)
+            running -= 1
+        ended = [item for item in self._admission.groups(step) if item.task.done()]
+        return sorted(ended, key=lambda item: item.place)
+
+    async def _pass_on(self, step: int, in_batch: set[Admitted], version: Version) -> dict[str, float]:
         """Groups that the batch has no place for count for the next step, or end here where they would be too old."""
         groups = self._admission.groups(step)
-        spare = [item for item in groups if item not in chosen and (item.usable or not item.task.done())]
+        spare = [item for item in groups if item not in in_batch and (item.usable or not item.task.done())]
         self._admission.end(step)
         last = self._admission.is_last(step)
         kept = [item for item in spare if not last and self._may_wait(item, version)]
-        tails = [item for item in spare if item not in kept]
+        waiting = set(kept)
+        tails = [item for item in spare if item not in waiting]
         if kept:
             self._admission.carry_over(kept, step + 1)
             await self._ledger.carry_over(self._run_id, [item.ticket.group_id for item in kept], step + 1)
@@ -144,10 +152,10 @@ class RolloutSource:
         """Stop groups, and drop of their samples what has not been dropped for a reason of its own."""
         await _cancel(tails)
         for item in tails:
-            lost = set(self._rollout.sample_ids(item.ticket.group_id))
-            if not item.task.cancelled():
-                lost = {sample.sample_id for sample in item.task.result().group.samples}
-            await self._ledger.dropped(self._run_id, sorted(lost), TAIL)
+            lost = self._rollout.sample_ids(item.ticket.group_id)
+            if not item.task.cancelled() and item.task.exception() is None:
+                lost = tuple(sample.sample_id for sample in item.task.result().group.samples)
+            await self._ledger.dropped(self._run_id, lost, TAIL)
 
     def _refuse_a_step_without_lessons(self, step: int, finished: list[FinishedGroup]) -> None:
         if any(item.group.samples for item in finished):
