@@ -5,6 +5,7 @@ Simulated engines, a real trainer: what it learns from made-up samples is nothin
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -144,8 +145,22 @@ def test_a_stopped_run_ends_with_a_checkpoint_and_goes_on_from_the_one_that_is_a
         assert after == pytest.approx(before, rel=1e-5)
 
 
-def test_a_run_whose_trainer_is_killed_recovers_by_itself(fleet: Stack, run_file: Path) -> None:
-    run = fleet.ok("run", "start", str(run_file), "rollout.max_staleness=1")
+@pytest.mark.parametrize(
+    "rollout",
+    [
+        {"max_staleness": 1},
+        # Half of the rewards are equal: groups are replaced and left over, in an order that no other run has.
+        {"max_staleness": 2, "over_issue": 0.5, "samples_per_prompt": 2, "dynamic_sampling": {}},
+    ],
+    ids=["as drawn", "replaced and left over"],
+)
+def test_a_run_whose_trainer_is_killed_recovers_by_itself(
+    fleet: Stack, run_file: Path, rollout: dict[str, Any]
+) -> None:
+    reward = run_file.parent / "coin.py"
+    reward.write_text(REWARD.replace("% 7", "% 2"))
+    overrides = [f"rollout.{key}={json.dumps(value)}" for key, value in rollout.items()]
+    run = fleet.ok("run", "start", str(run_file), f"rewards.0.reward={reward}:reward", *overrides)
     wait_until(
         "a checkpoint and a step after it", lambda: steps_of(fleet, run) >= 5 and checkpoints_of(run), 120
     )

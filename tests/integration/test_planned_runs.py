@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.plan import plan_run
 from flotilla_core.config import RunConfig, StackConfig, load
 from flotilla_testing.stack import Stack, sim_stack
@@ -114,6 +117,32 @@ def test_a_run_is_what_its_plan_says(
         assert planned["step"] == f"{samples} samples"
         tokens = {samples * PROMPT_TOKENS + int(step["tokens/response_total"]) for step in rows}
         assert {f"at most {count:,}" for count in tokens} == {planned["tokens of a step"]}
+
+
+def test_a_step_draws_no_more_prompts_than_its_plan_says(fleet: Stack, data: Path, tmp_path: Path) -> None:
+    run = description(data, ("grpo", 5, 4, 2, 3, 64, 2, 2, 1))
+    run["rollout"]["over_issue"] = 0.4
+    run["data"]["train"] = [{"path": str(data / f"{name}.jsonl")} for name in ("train", "held-out")]
+    run["evaluation"] |= {"samples_per_prompt": 3, "temperature": 1.0}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(run))
+    plan = plan_run(load(RunConfig, [file]), load(StackConfig, [fleet.file]))
+    planned = {line.name: line.value for line in plan.lines}
+    assert planned["prompts drawn for a step"] == "at most 6"
+    assert planned["evaluations"] == f"4 x {HELD_OUT} prompts x 3 samples"
+
+    run = fleet.run(file)
+    assert run["state"] == "succeeded", run["reason"]
+    ledger = fleet.directory / "ledger.sqlite"
+    with contextlib.closing(sqlite3.connect(ledger)) as db:
+        of_steps = "FROM samples JOIN runs ON runs.key = run WHERE run_id = ? GROUP BY samples.step"
+        counted = db.execute(f"SELECT count(DISTINCT grp) {of_steps}", (run["run_id"],))
+        assert max(count for (count,) in counted) <= 6
+    assert check(ledger, run["run_id"]).passed
+    rows, evaluated = fleet.metrics(run), Path(run["directory"]) / "evaluations.jsonl"
+    assert sum(row.get("data/share/train", 0) + row.get("data/share/held-out", 0) for row in rows) == 5
+    (*_, last) = map(json.loads, evaluated.read_text().splitlines())
+    assert {"eval/mean@3", "eval/pass@1", "eval/pass@2"} <= set(last)
 
 
 def bytes_of(folder: Path) -> int:

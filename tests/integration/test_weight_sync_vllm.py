@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -399,6 +400,44 @@ async def test_aborted_and_cancelled_requests_leave_the_engine(bench: Bench) -> 
     await stream.aclose()
     assert bench.engine.load().running_samples == 0
     assert bench.in_engine() == 0
+
+
+async def test_a_resumed_sample_has_the_logprobs_of_one_that_was_never_cut(bench: Bench) -> None:
+    await bench.sync(make_model(55))
+    prompt, tokens = [5, 6, 7], 200
+    slots = tuple(SampleSlot(name, seed) for seed, name in enumerate("abc", 1))
+    sampling = Sampling(0.8, LONG, ignore_eos=True)
+    running = asyncio.create_task(_all(bench, GenerationRequest("cut", prompt, slots, sampling)))
+    await asyncio.sleep(0)
+    await bench.sample(bench.prompts(1), Sampling(1.0, 30, ignore_eos=True))  # came later and has ended
+    await bench.engine.abort(["cut"])
+    pieces = {piece.sample_id: piece for piece in await running}
+    assert {piece.finish_reason for piece in pieces.values()} == {FinishReason.ABORT}
+    assert all(20 <= len(piece.token_ids) < LONG for piece in pieces.values())
+    assert all(piece.spans[-1].end == len(piece.token_ids) for piece in pieces.values())
+
+    longest = max(len(piece.token_ids) for piece in pieces.values()) + tokens
+    resumed = tuple(
+        SampleSlot(slot.sample_id, slot.seed + 100, tuple(map(int, pieces[slot.sample_id].token_ids)))
+        for slot in slots
+    )
+    rest = await _all(
+        bench, GenerationRequest("rest", prompt, resumed, Sampling(0.8, longest, ignore_eos=True))
+    )
+    for last in rest:
+        first = pieces[last.sample_id]
+        assert len(first.token_ids) + len(last.token_ids) == longest
+        assert [(span.version, span.start) for span in last.spans] == [(Version(0, bench.step), 0)]
+        whole = replace(
+            last,
+            token_ids=np.concatenate([first.token_ids, last.token_ids]),
+            logprobs=np.concatenate([first.logprobs, last.logprobs]),
+        )
+        assert difference(bench.model, prompt, whole, 0.8) < TOLERANCE
+
+
+async def _all(bench: Bench, request: GenerationRequest) -> list[Sample]:
+    return [sample async for sample in bench.engine.generate(request)]
 
 
 async def test_the_same_seed_draws_the_same_sample_and_a_stop_token_ends_it(bench: Bench) -> None:

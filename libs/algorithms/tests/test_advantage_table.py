@@ -17,7 +17,6 @@ from flotilla_algorithms import (
     RewardHistory,
     Step,
     gae,
-    gdpo,
     gigpo,
     remax,
     token_advantages,
@@ -36,6 +35,7 @@ LENGTHS = [int(n) for n in RNG.integers(1, 8, len(REWARDS))]
 PENALTIES = [list(RNG.normal(0, 0.1, n)) for n in LENGTHS]
 TRAINED = [[bool(RNG.integers(0, 4)) or t == 0 for t in range(n)] for n in LENGTHS]
 VALUES = [list(RNG.normal(0, 1, n)) for n in LENGTHS]
+TERMS = [[float(x) for x in RNG.normal(place, scale, len(REWARDS))] for place, scale in ((0, 1), (5, 100))]
 LEADS = [list(RNG.normal(0, 1, n)) for n in LENGTHS]
 Rows = list[list[float]]
 
@@ -51,6 +51,7 @@ def outcomes(penalties: bool = True) -> Outcomes:
         flat_penalties if penalties else None,
         values=[x for row in VALUES for x in row],
         teacher_lead=[x for row in LEADS for x in row],
+        terms=np.array(TERMS),
     )
 
 
@@ -168,6 +169,14 @@ def scaled(rows: Rows, factor: float) -> Rows:
     return [[factor * value for value in row] for row in rows]
 
 
+def terms_by_themselves(weights: list[float]) -> Rows:
+    sums = [0.0] * len(REWARDS)
+    for term, weight in zip(TERMS, weights, strict=True):
+        normal = [x for group in grouped(term) for x in standardised(group, [])]
+        sums = [s + weight * x for s, x in zip(sums, normal, strict=True)]
+    return white(on_tokens(sums))
+
+
 TABLE: dict[str, tuple[str, dict[str, Any], Rows]] = {
     "grpo": ("grpo", {"baseline": "group", "normalize_std": True}, by_group(standardised)),
     "dr_grpo": ("grpo", {"baseline": "group", "normalize_std": False}, by_group(centred)),
@@ -189,6 +198,7 @@ TABLE: dict[str, tuple[str, dict[str, Any], Rows]] = {
         {"coefficient": 0.5, "reward_weight": 3.0},
         plus(scaled(LEADS, 0.5), scaled(by_group(standardised), 3.0)),
     ),
+    "gdpo": ("gdpo", {"weights": [1.0, 0.5]}, terms_by_themselves([1.0, 0.5])),
     "pass_at_3": ("pass_at_k", {"k": 3, "right_at": 0.9}, by_group(teams(3, 0.9))),
 }
 
@@ -219,13 +229,14 @@ def test_the_order_of_groups_changes_no_advantage(row: str) -> None:
         [x for i in samples for x in PENALTIES[i]],
         values=[x for i in samples for x in VALUES[i]],
         teacher_lead=[x for i in samples for x in LEADS[i]],
+        terms=np.array(TERMS)[:, samples],
     )
     got = token_advantages(ADVANTAGES[name], moved, parameters)
     np.testing.assert_allclose(got, [x for i in samples for x in expected[i]], rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(
-    "row", [row for row in TABLE if TABLE[row][0] not in ("reinforce", "gae", "distill")]
+    "row", [row for row in TABLE if TABLE[row][0] not in ("reinforce", "gae", "distill", "gdpo")]
 )
 def test_an_update_of_equal_rewards_teaches_exactly_nothing(row: str) -> None:
     name, parameters, _ = TABLE[row]
@@ -252,9 +263,16 @@ def test_gae_passes_over_samples_that_are_context_alone() -> None:
     np.testing.assert_allclose(targets, [1.0, 1.0, 0.125])
 
 
-@pytest.mark.parametrize(("name", "needs"), [("gae", "values of a critic"), ("distill", "of a teacher")])
+NEEDS = [("gae", "values of a critic"), ("distill", "of a teacher"), ("gdpo", "every term")]
+
+
+@pytest.mark.parametrize(("name", "needs"), NEEDS)
 def test_an_advantage_says_what_it_lacks(name: str, needs: str) -> None:
-    parameters = {"gae": {"gamma": 1.0, "lam": 1.0}, "distill": {"coefficient": 1.0, "reward_weight": 0.0}}
+    parameters = {
+        "gae": {"gamma": 1.0, "lam": 1.0},
+        "distill": {"coefficient": 1.0, "reward_weight": 0.0},
+        "gdpo": {"weights": [1.0]},
+    }
     with pytest.raises(ValueError, match=needs):
         ADVANTAGES[name](Outcomes.of([1.0], [1]), **parameters[name])
 
@@ -263,17 +281,6 @@ def test_remax_compares_with_the_greedy_reward_of_the_prompt() -> None:
     greedy = [0.0, 1.0, 0.5, 1.0, 0.25]
     expected = [r - g for rewards, g in zip(grouped(TOTALS), greedy, strict=True) for r in rewards]
     np.testing.assert_allclose(remax(outcomes(), greedy), expected, rtol=TOLERANCE)
-
-
-def test_gdpo_normalises_every_term_by_itself() -> None:
-    terms = [list(RNG.normal(0, 1, len(REWARDS))), list(RNG.normal(5, 100, len(REWARDS)))]
-    weights = [1.0, 0.5]
-    sums = [0.0] * len(REWARDS)
-    for term, weight in zip(terms, weights, strict=True):
-        normal = [x for group in grouped(term) for x in standardised(group, [])]
-        sums = [s + weight * x for s, x in zip(sums, normal, strict=True)]
-    expected = [x for row in white(on_tokens(sums)) for x in row]
-    np.testing.assert_allclose(gdpo(outcomes(), terms, weights), expected, rtol=1e-8, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("normalize_std", [True, False])

@@ -26,7 +26,7 @@ from flotilla_core.errors import (
     StaleVersion,
     Unavailable,
 )
-from flotilla_core.tensors import to_tensor
+from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
 
 SLOTS = ("run/0/0/0", "run/0/0/1", "run/0/0/2")
@@ -130,6 +130,77 @@ async def test_a_replica_that_is_behind_is_asked_again_and_not_ejected() -> None
 async def test_a_wrong_request_is_not_carried_from_replica_to_replica() -> None:
     with pytest.raises(InvalidRequest, match="too long"):
         await generate(generator("a", 0, InvalidRequest("the prompt is too long")), generator("b"))
+
+
+def piecewise(name: str, version: int, tokens: list[int], whole: bool, asked: list[Any]) -> Replica:
+    """Writes the given tokens of each sample, and gives it up there or ends it."""
+
+    async def answer(request: gen.GenerateRequest) -> AsyncIterator[gen.GenerateResponse]:
+        asked.append(request)
+        for slot in request.samples:
+            response = gen.GenerateResponse(
+                sample_id=slot.sample_id,
+                token_ids=to_tensor(np.array(tokens, np.int32)),
+                logprobs=to_tensor(-np.array(tokens, np.float32)),
+                finish_reason=gen.FINISH_REASON_STOP if whole else gen.FINISH_REASON_ABORT,
+            )
+            response.version_spans.add(version=Version(0, version).to_proto(), start=0, end=len(tokens))
+            yield response
+        if not whole:
+            raise Unavailable(f"{name} goes")
+
+    return Replica(name, answer)
+
+
+async def pieces(*replicas: Replica, resume: bool, most: int = 256) -> list[gen.GenerateResponse]:
+    pool: Any = Pool(list(replicas))
+    generation = Generation("run", 0, pool, lambda *_: True, 1.0, lambda *_: None)
+    request = GenerationRequest(
+        np.arange(3, dtype=np.int32),
+        SLOTS[:1],
+        SamplingConfig(max_response_tokens=most),
+        Version(0, 0),
+        5.0,
+        max_attempts=4,
+        resume_partial=resume,
+    )
+    async with aclosing(generation.samples(request)) as samples:
+        return [sample.response async for sample in samples]
+
+
+async def test_a_sample_goes_on_elsewhere_with_the_logprobs_and_versions_of_each_piece() -> None:
+    asked: list[gen.GenerateRequest] = []
+    (whole,) = await pieces(
+        piecewise("a", 3, [10, 11], False, asked),
+        piecewise("b", 4, [12], False, asked),
+        piecewise("c", 5, [13, 14], True, asked),
+        resume=True,
+    )
+    assert from_tensor(whole.token_ids).tolist() == [10, 11, 12, 13, 14]
+    assert from_tensor(whole.logprobs).tolist() == [-10, -11, -12, -13, -14]
+    spans = [(Version.from_proto(s.version).step, s.start, s.end) for s in whole.version_spans]
+    assert spans == [(3, 0, 2), (4, 2, 3), (5, 3, 5)]
+    slots = [request.samples[0] for request in asked]
+    assert [slot.HasField("prefix_token_ids") for slot in slots] == [False, True, True]
+    assert from_tensor(slots[2].prefix_token_ids).tolist() == [10, 11, 12]
+    assert len({slot.seed for slot in slots}) == 3, "the numbers of the first piece are not drawn again"
+
+
+async def test_without_resuming_a_sample_begins_anew_with_its_own_seed() -> None:
+    asked: list[gen.GenerateRequest] = []
+    (whole,) = await pieces(
+        piecewise("a", 3, [10, 11], False, asked), piecewise("b", 4, [12], True, asked), resume=False
+    )
+    assert from_tensor(whole.token_ids).tolist() == [12]
+    assert asked[0].samples == asked[1].samples
+
+
+async def test_a_piece_that_fills_the_response_is_drawn_again() -> None:
+    asked: list[gen.GenerateRequest] = []
+    (whole,) = await pieces(
+        piecewise("a", 3, [10, 11], False, asked), piecewise("b", 4, [12], True, asked), resume=True, most=2
+    )
+    assert from_tensor(whole.token_ids).tolist() == [12] and asked[0].samples == asked[1].samples
 
 
 def rewarder(name: str, then: FlotillaError | None = None) -> Replica:

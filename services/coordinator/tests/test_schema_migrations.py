@@ -20,7 +20,13 @@ from flotilla_core.version import Version
 
 RUN = "old-20260314-0915-7f3a"
 RELEASED = {
-    "ledger": ["4b3904321063e98b", "63c9fb8d1df424c5", "01cb05a776aaa858", "096b6d4611d97470"],
+    "ledger": [
+        "4b3904321063e98b",
+        "63c9fb8d1df424c5",
+        "01cb05a776aaa858",
+        "096b6d4611d97470",
+        "00cf8dcdc18e4ba7",
+    ],
     "spans": ["7552e8ae33ec47e1"],
 }
 """The beginnings of the digests of what was released: one that users have does not change."""

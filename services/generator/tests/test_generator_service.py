@@ -72,8 +72,14 @@ class StrictSim(SimEngine):
 class Replica:
     """A served engine and a trainer's sender."""
 
-    def __init__(self, engine: StrictSim, stub: generator_pb2_grpc.GeneratorServiceAsyncStub) -> None:
+    def __init__(
+        self,
+        engine: StrictSim,
+        servicer: GeneratorServicer,
+        stub: generator_pb2_grpc.GeneratorServiceAsyncStub,
+    ) -> None:
         self.engine = engine
+        self.servicer = servicer
         self.stub = stub
         self.sender: Sender | None = None
 
@@ -156,6 +162,11 @@ def ask(name: str = "request", samples: int = 2, tokens: int = 16, **more: objec
     return request
 
 
+def resumed(written: int, first: int = 5) -> pb.SampleSlot:
+    tokens = np.full(written, first, np.int32)
+    return pb.SampleSlot(sample_id="resumed", seed=3, prefix_token_ids=to_tensor(tokens))
+
+
 async def serve(folder: Path, sim: SimConfig) -> AsyncIterator[Replica]:
     (folder / "config.json").write_text(json.dumps(CONFIG))
     engine = StrictSim(GeneratorConfig(engine="sim", sim=sim), Checkpoint.read(folder))
@@ -167,7 +178,7 @@ async def serve(folder: Path, sim: SimConfig) -> AsyncIterator[Replica]:
     servicer.open()
     channel = rpc.connect(address)
     try:
-        yield Replica(engine, generator_pb2_grpc.GeneratorServiceStub(channel))
+        yield Replica(engine, servicer, generator_pb2_grpc.GeneratorServiceStub(channel))
     finally:
         await channel.close()
         await server.stop(0)
@@ -215,6 +226,8 @@ async def test_every_sample_comes_back_once_with_ids_logprobs_and_the_same_draw_
         ({"sampling": pb.SamplingParams(temperature=1, max_tokens=4, min_tokens=5)}, "min_tokens 5"),
         ({"sampling": pb.SamplingParams(temperature=1, max_tokens=4, stop_token_ids=[64])}, "stop token 64"),
         ({"request_id": ""}, "request_id is empty"),
+        ({"samples": [resumed(16)]}, "a prefix of 16 tokens leaves no room for another one"),
+        ({"samples": [resumed(1, first=64)]}, "token id 64 is outside the vocabulary of 64"),
     ],
 )
 async def test_bad_requests_are_refused_by_name(replica, change, message):
@@ -405,6 +418,28 @@ async def test_abort_delivers_what_is_there_and_cancel_leaves_nothing_running(sl
     await running(slow_replica, 3)
     generating.cancel()
     await running(slow_replica, 0)
+
+
+async def test_a_resumed_sample_brings_the_rest_of_its_tokens_alone(replica):
+    whole = {"sampling": pb.SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True)}
+    request = ask("rest", **whole)
+    request.ClearField("samples")
+    request.samples.extend([resumed(11), pb.SampleSlot(sample_id="new", seed=3)])
+    samples = {sample.sample_id: sample for sample in await replica.samples(request)}
+    sizes = {sample_id: from_tensor(sample.token_ids).size for sample_id, sample in samples.items()}
+    assert sizes == {"resumed": 5, "new": 16}
+    rest = samples["resumed"]
+    assert [(span.start, span.end) for span in rest.version_spans] == [(0, 5)]
+    assert rest.finish_reason == pb.FINISH_REASON_LENGTH
+
+
+async def test_what_still_runs_when_a_replica_must_go_is_handed_over_in_part(slow_replica):
+    generating = asyncio.create_task(slow_replica.samples(ask("late", samples=2)))
+    await running(slow_replica, 2)
+    await slow_replica.servicer.close(grace_s=0.2)
+    cut = await generating
+    assert [s.finish_reason for s in cut] == [pb.FINISH_REASON_ABORT] * 2
+    assert all(from_tensor(s.token_ids).size < 16 for s in cut)
 
 
 async def test_a_pause_freezes_samples_and_resume_lets_them_end(slow_replica):

@@ -57,6 +57,7 @@ def batch_with(*columns: str) -> UpdateBatch:
     [
         ("gae", {"gamma": 1.0, "lam": 1.0}, ("logprobs",), "values"),
         ("distill", TEACHER, ("logprobs",), "teacher_logprobs"),
+        ("gdpo", {"weights": [1.0, 0.5]}, ("logprobs",), "reward_terms"),
         ("distill", TEACHER, ("teacher_logprobs",), "logprobs"),
     ],
 )

@@ -68,11 +68,12 @@ def function(name: str, **parameters: Any) -> session_pb2.Function:
 def objective_of(preset: str, **changes: Any) -> session_pb2.Objective:
     """The objective that a run of this preset would send."""
     algorithm = PolicyConfig(type=preset)  # type: ignore[arg-type]
+    more = {"weights": [1.0, 0.5]} if preset == "gdpo" else {}
     policy = session_pb2.PolicyObjective(
         temperature=1.0,
         max_response_tokens=LIMIT,
         advantage=session_pb2.Advantage(
-            function=function(algorithm.advantage.type, **algorithm.advantage.arguments),
+            function=function(algorithm.advantage.type, **algorithm.advantage.arguments | more),
             drop_uniform_groups=algorithm.advantage.drop_uniform_groups,
         ),
         loss=function(algorithm.loss.type, **algorithm.loss.arguments),
@@ -106,6 +107,7 @@ def make_groups(sizes: list[int], seed: int = 0) -> list[pb.TrainGroup]:
                 values=to_tensor(extra.normal(0, 1, len(response)).astype(np.float32)),
                 teacher_logprobs=to_tensor(extra.normal(-2.0, 0.4, len(response)).astype(np.float32)),
             )
+            sample.reward_terms.extend([sample.reward, float(len(response) % 3)])
             if number == 1:
                 sample.mask.CopyFrom(to_tensor(np.arange(len(response)) % 3 > 0))
             span = sample.version_spans.add(start=0, end=len(response) // 2)

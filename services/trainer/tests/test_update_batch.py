@@ -127,3 +127,23 @@ def test_only_tokens_that_the_trained_version_claims_are_fresh() -> None:
     batch = read(group("g", [1], one))
     assert batch.fresh.tolist() == [False, True, False, False]
     assert batch.staleness.tolist() == [1, 0, 2, 0]
+
+
+def with_terms(name: str, *terms: float) -> pb.TrainSample:
+    made = sample(name, [2, 3])
+    made.reward_terms.extend(terms)
+    return made
+
+
+def test_terms_of_rewards_are_one_row_each() -> None:
+    batch = read(group("g", [1], with_terms("a", 0.5, 2.0), with_terms("b", -1.0, 4.0)))
+    assert batch.reward_terms is not None
+    assert batch.reward_terms.tolist() == [[0.5, -1.0], [2.0, 4.0]]
+    assert read(group("g", [1], sample("a", [2]))).reward_terms is None
+
+
+@pytest.mark.parametrize("terms", [(), (1.0,), (1.0, float("nan"))])
+def test_a_sample_with_other_terms_than_the_first_is_named(terms: tuple[float, ...]) -> None:
+    with pytest.raises(InvalidRequest, match="the first sample of the update has 2 terms") as error:
+        read(group("g", [1], with_terms("a", 0.5, 2.0), with_terms("b", *terms)))
+    assert error.value.where == "sample 'b'"

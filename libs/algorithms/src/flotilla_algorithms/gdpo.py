@@ -1,4 +1,4 @@
-"""Group reward-decoupled normalisation (GDPO), for those who have every reward term by itself."""
+"""Group reward-decoupled normalisation (GDPO)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from numpy.typing import ArrayLike
 from flotilla_algorithms.grpo import group_advantages
 from flotilla_algorithms.outcomes import Floats, Outcomes
 from flotilla_algorithms.whitening import whitened
+
+
+def gdpo_of_terms(outcomes: Outcomes, *, weights: ArrayLike) -> Floats:
+    """GDPO over the terms that the outcomes bring along."""
+    if outcomes.terms is None:
+        raise ValueError("gdpo needs every term of the rewards by itself")
+    return gdpo(outcomes, outcomes.terms, weights)
 
 
 def gdpo(outcomes: Outcomes, terms: ArrayLike, weights: ArrayLike) -> Floats:

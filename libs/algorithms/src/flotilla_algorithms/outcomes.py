@@ -38,6 +38,8 @@ class Outcomes:
     """One a token: log-probability under the teacher less that under the policy that drew it."""
     history: RewardHistory = NO_HISTORY
     """The rewards of the updates before."""
+    terms: Floats | None = None
+    """One row a term of the reward, one column a sample: what each gave by itself."""
 
     @classmethod
     def of(
@@ -51,6 +53,7 @@ class Outcomes:
         values: ArrayLike | None = None,
         teacher_lead: ArrayLike | None = None,
         history: RewardHistory = NO_HISTORY,
+        terms: Floats | None = None,
     ) -> Self:
         """Checked arrays; by default responses of one trained token without penalty."""
         totals = finite_rewards(rewards)
@@ -74,6 +77,7 @@ class Outcomes:
             values=_a_token(values, tokens),
             teacher_lead=_a_token(teacher_lead, tokens),
             history=history,
+            terms=terms,
         )
 
     @property

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from flotilla_algorithms.distill import distill
 from flotilla_algorithms.gae import gae_of_values
+from flotilla_algorithms.gdpo import gdpo_of_terms
 from flotilla_algorithms.gpg import gpg
 from flotilla_algorithms.grpo import grpo
 from flotilla_algorithms.opo import opo
@@ -31,4 +32,5 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "pass_at_k": pass_at_k,
     "gae": gae_of_values,
     "distill": distill,
+    "gdpo": gdpo_of_terms,
 }

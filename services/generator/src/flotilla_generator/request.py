@@ -47,7 +47,10 @@ def read_request(request: pb.GenerateRequest, info: EngineInfo, cache_salt: str 
     return GenerationRequest(
         request_id=request.request_id,
         prompt=prompt,
-        samples=tuple(SampleSlot(slot.sample_id, slot.seed) for slot in request.samples),
+        samples=tuple(
+            SampleSlot(slot.sample_id, slot.seed, _prefix(slot, len(prompt), request.sampling, info))
+            for slot in request.samples
+        ),
         sampling=_sampling(request.sampling, info),
         cache_salt=cache_salt,
     )
@@ -107,6 +110,37 @@ def _prompt(request: pb.GenerateRequest, info: EngineInfo) -> list[int]:
             why=f"prompt and response share {info.max_model_tokens} tokens",
             next_step="shorten the prompt or raise generator.max_model_tokens",
         )
+    _refuse_strangers(ids, info, where)
+    return list(map(int, ids))
+
+
+def _prefix(
+    slot: pb.SampleSlot, prompt_tokens: int, sampling: pb.SamplingParams, info: EngineInfo
+) -> tuple[int, ...]:
+    """Tokens that a sample has from before, with room for another one."""
+    if not slot.HasField("prefix_token_ids"):
+        return ()
+    ids = from_tensor(slot.prefix_token_ids)
+    if ids.ndim != 1 or ids.dtype.kind != "i":
+        raise InvalidRequest(
+            f"prefix_token_ids must be one row of integers, not {ids.dtype}{list(ids.shape)}",
+            where=slot.sample_id,
+        )
+    room = min(sampling.max_tokens, info.max_model_tokens - prompt_tokens)
+    if ids.size >= room:
+        raise InvalidRequest(
+            f"a prefix of {ids.size} tokens leaves no room for another one",
+            where=slot.sample_id,
+            why=f"the whole response has room for {room} (max_tokens, and what the prompt leaves of the model's "
+            f"{info.max_model_tokens})",
+            next_step="the sample is complete: do not ask for more of it",
+        )
+    if ids.size:
+        _refuse_strangers(ids, info, slot.sample_id)
+    return tuple(map(int, ids))
+
+
+def _refuse_strangers(ids: np.ndarray, info: EngineInfo, where: str) -> None:
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= info.vocabulary_size:
         raise InvalidRequest(
@@ -114,7 +148,6 @@ def _prompt(request: pb.GenerateRequest, info: EngineInfo) -> list[int]:
             where=where,
             next_step="tokenize with the tokenizer of the model that this replica holds",
         )
-    return list(map(int, ids))
 
 
 def _sampling(sampling: pb.SamplingParams, info: EngineInfo) -> Sampling:

@@ -81,7 +81,7 @@ class GeneratorHostService:
         ]
 
     async def drain(self, grace_s: float) -> None:
-        await self._servicer.close()
+        await self._servicer.close(grace_s)
 
     async def stop(self) -> None:
         if self._watch is not None:

@@ -47,6 +47,8 @@ PHASES = {
     Phase.BROKEN: pb.WEIGHT_PHASE_BROKEN,
 }
 LOAD_EVERY_S = 0.1
+HAND_OVER_S = 2.0
+"""Of the time to drain, for partial samples on their way to the coordinator."""
 RATE_WINDOW_S = 5.0
 
 
@@ -67,10 +69,15 @@ class GeneratorServicer(GeneratorServiceServicer):
         """The engine has started."""
         self._unavailable = ""
 
-    async def close(self) -> None:
-        """Take no new work; returns when what runs has ended."""
+    async def close(self, grace_s: float) -> None:
+        """Take no new work and let what runs end; what has not by then is cut, and its streams deliver what it has."""
         self._unavailable = "the replica is draining"
-        await self._idle.wait()
+        try:
+            async with asyncio.timeout(max(grace_s / 2, grace_s - HAND_OVER_S)):
+                await self._idle.wait()
+        except TimeoutError:
+            await self._engine.abort(list(self._running))
+            await self._idle.wait()
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         self._require_open()

@@ -41,6 +41,8 @@ class UpdateBatch:
     response_lengths: NDArray[np.int64]
     tokens: NDArray[np.int32]
     rewards: NDArray[np.float64]
+    reward_terms: NDArray[np.float64] | None
+    """One row a term of the reward, one column a sample, where they were sent."""
     trained: NDArray[np.bool_]
     logprobs: NDArray[np.float32] | None
     advantages: NDArray[np.float32] | None
@@ -83,6 +85,7 @@ class UpdateBatch:
             response_lengths=lengths,
             tokens=tokens,
             rewards=np.array([sample.reward for sample in samples]),
+            reward_terms=_reward_terms(samples),
             trained=_mask(samples, lengths),
             logprobs=_optional("logprobs", samples, lengths),
             advantages=_optional("advantages", samples, lengths),
@@ -205,6 +208,19 @@ def _optional(
             )
         arrays.append(values)
     return np.concatenate(arrays).astype(np.float32)
+
+
+def _reward_terms(samples: list[pb.TrainSample]) -> NDArray[np.float64] | None:
+    """The terms of every reward, as many for each sample."""
+    count = len(samples[0].reward_terms)
+    for sample in samples:
+        if len(sample.reward_terms) != count or not np.isfinite(sample.reward_terms).all():
+            raise InvalidRequest(
+                f"`reward_terms` holds {list(sample.reward_terms)}",
+                where=sample_place(sample.sample_id),
+                why=f"the first sample of the update has {count} terms, and all of them are finite",
+            )
+    return np.array([sample.reward_terms for sample in samples]).T if count else None
 
 
 def _mask(samples: list[pb.TrainSample], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:

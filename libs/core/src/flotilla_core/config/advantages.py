@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from flotilla_core.config.model import ConfigModel
 from flotilla_core.config.user_function import UserFunction, kind_of
@@ -160,6 +160,23 @@ class DistillAdvantage(AdvantageConfig):
         return 2 if self.reward_weight else 1
 
 
+class GdpoAdvantage(AdvantageConfig):
+    """Each term of the reward normalised within its group by itself, then their weighted sum whitened."""
+
+    type: Literal["gdpo"] = "gdpo"
+    weights: tuple[float, ...] = ()
+    """One for each of `rewards`; empty takes their own."""
+
+    @model_validator(mode="after")
+    def _looks_at_terms(self) -> GdpoAdvantage:
+        if self.reward_clip is not None or self.overlong is not None:
+            raise ValueError(
+                "gdpo looks at the terms of a reward, and reward_clip and overlong change their sum: leave them out, "
+                "or make the punishment one of the rewards"
+            )
+        return self
+
+
 class UserAdvantage(UserFunction, AdvantageConfig):
     """A function of the user's: function(outcomes, **parameters), one number a sample or a token."""
 
@@ -183,6 +200,7 @@ AdvantageSection = Annotated[
     | Annotated[PassAtKAdvantage, Tag("pass_at_k")]
     | Annotated[GaeAdvantage, Tag("gae")]
     | Annotated[DistillAdvantage, Tag("distill")]
+    | Annotated[GdpoAdvantage, Tag("gdpo")]
     | Annotated[UserAdvantage, Tag("user")],
     Discriminator(kind_of),
 ]

@@ -96,6 +96,7 @@ class PolicyConfig(ConfigModel):
         "opo",
         "gpg",
         "pass_at_k",
+        "gdpo",
         "gspo",
         "gmpo",
         "sapo",
@@ -173,6 +174,11 @@ class PolicyConfig(ConfigModel):
             raise ValueError(
                 "kl.placement is reward, which advantage.type distill looks at with a reward_weight above 0 alone: "
                 "set kl.placement to loss"
+            )
+        if name == "gdpo" and (self.shuffle_rewards or self.kl.placement == "reward"):
+            raise ValueError(
+                "advantage.type gdpo looks at the terms of a reward, and shuffle_rewards and kl.placement reward act "
+                "on the sum of them: leave them out"
             )
         if critic is not None and self.kl.target is not None:
             raise ValueError(

@@ -39,6 +39,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "opo": {"advantage": {"type": "opo"}, "loss": {"type": "reinforce"}},
     "gpg": {"advantage": {"type": "gpg"}, "loss": {"type": "reinforce"}},
     "pass_at_k": {"advantage": {"type": "pass_at_k"}, "loss": PPO},
+    "gdpo": {"advantage": {"type": "gdpo"}, "loss": PPO},
     "gspo": {
         "advantage": GRPO,
         "loss": {"type": "gspo"},

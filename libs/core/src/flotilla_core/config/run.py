@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from flotilla_core.config.advantages import GdpoAdvantage
 from flotilla_core.config.algorithm import AlgorithmConfig, PolicyConfig
 from flotilla_core.config.data import DataConfig
 from flotilla_core.config.lora import LoraConfig
@@ -58,6 +59,9 @@ class RolloutConfig(ConfigModel):
     """A group that is not done after so long is issued again; one that is admitted n steps ahead has n times longer."""
     max_attempts: int = Field(default=5, ge=1)
     """Times that a sample is issued before the run fails, naming the generators' last error."""
+    resume_partial: bool = False
+    """A sample that a generator gives up part-way (it drains, or a sync broke it) goes on elsewhere after the tokens
+    that it has; otherwise it begins anew."""
     max_reward_failure_rate: float = Field(default=0.5, ge=0, le=1)
     """Share of a step's samples that may end as reward error or timeout; above it the run fails."""
     dynamic_sampling: DynamicSamplingConfig | None = None
@@ -300,6 +304,13 @@ class RunConfig(ConfigModel):
                     f"rollout.samples_per_prompt is {self.rollout.samples_per_prompt}, but {name} compares the "
                     f"samples of one prompt with each other: set it to {least} or more (8 is usual), "
                     "or take an advantage that compares over the whole batch"
+                )
+            advantage = self.algorithm.advantage
+            weights = advantage.weights if isinstance(advantage, GdpoAdvantage) else ()
+            if weights and len(weights) != len(self.rewards):
+                raise ValueError(
+                    f"algorithm.advantage.weights has {len(weights)} numbers, rewards has {len(self.rewards)} terms: "
+                    "write one for each, or none to take their own"
                 )
             if not self.rewards and self.algorithm.needs_rewards:
                 raise ValueError(f"rewards is empty: {name} needs at least one reward term")

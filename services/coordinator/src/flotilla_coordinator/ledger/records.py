@@ -101,6 +101,8 @@ class ScoredSample(GeneratedSample):
     """A finished response with its reward."""
 
     reward: float = 0.0
+    reward_terms: tuple[float, ...] = ()
+    """What each term gave by itself."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,7 @@ class SampleRecord:
     token_ids: Int32Array | None = None
     logprobs: Float32Array | None = None
     spans: tuple[TokenSpan, ...] = ()
+    reward_terms: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

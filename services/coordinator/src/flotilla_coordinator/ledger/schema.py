@@ -137,7 +137,12 @@ BEGIN SELECT RAISE (ABORT, 'the event log only grows'); END;
 CREATE INDEX samples_of_group ON samples (grp);
 """
 
-MIGRATIONS: tuple[str, ...] = (_FIRST, _BEGINNINGS, _OWNER, _FORGETTING)
+# Some advantages weigh the terms of a reward themselves.
+_REWARD_TERMS = """
+ALTER TABLE samples ADD COLUMN reward_terms BLOB NOT NULL DEFAULT x'';
+"""
+
+MIGRATIONS: tuple[str, ...] = (_FIRST, _BEGINNINGS, _OWNER, _FORGETTING, _REWARD_TERMS)
 
 
 def connect(path: Path) -> sqlite3.Connection:

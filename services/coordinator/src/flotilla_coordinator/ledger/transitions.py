@@ -106,12 +106,19 @@ def scored(db: sqlite3.Connection, delivered: Sequence[ScoredSample]) -> Recorde
     arrived = [(known, sample) for known, sample in fresh if known.state is State.ISSUED]
     _store_responses(db, arrived)
     db.executemany(
-        "UPDATE samples SET state = ?, reward = ?, generator = ?, truncated = ? WHERE key = ?",
-        [(State.SCORED, s.reward, s.generator, s.truncated, known.key) for known, s in arrived],
+        "UPDATE samples SET state = ?, reward = ?, reward_terms = ?, generator = ?, truncated = ? WHERE key = ?",
+        [
+            (State.SCORED, s.reward, terms_to_bytes(s.reward_terms), s.generator, s.truncated, known.key)
+            for known, s in arrived
+        ],
     )
     db.executemany(
-        "UPDATE samples SET state = ?, reward = ? WHERE key = ?",
-        [(State.SCORED, s.reward, known.key) for known, s in fresh if known.state is not State.ISSUED],
+        "UPDATE samples SET state = ?, reward = ?, reward_terms = ? WHERE key = ?",
+        [
+            (State.SCORED, s.reward, terms_to_bytes(s.reward_terms), known.key)
+            for known, s in fresh
+            if known.state is not State.ISSUED
+        ],
     )
     log(
         db,
@@ -329,6 +336,11 @@ def spans_to_bytes(spans: Sequence[TokenSpan]) -> bytes:
     """Four little-endian int64 a span: lineage, step, start, end."""
     rows = [(span.version.lineage, span.version.step, span.start, span.end) for span in spans]
     return np.array(rows, dtype="<i8").tobytes()
+
+
+def terms_to_bytes(terms: Sequence[float]) -> bytes:
+    """Little-endian float64."""
+    return np.array(terms, dtype="<f8").tobytes()
 
 
 def _repeats_update(db: sqlite3.Connection, run: int, update_id: str, sample_ids: Sequence[str]) -> bool:

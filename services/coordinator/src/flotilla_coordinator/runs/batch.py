@@ -27,6 +27,8 @@ class RolloutSample:
     text: str
     spans: tuple[TokenSpan, ...] = ()
     reward: float = 0.0
+    reward_terms: tuple[float, ...] = ()
+    """What each term of the reward gave by itself."""
     truncated: bool = False
     generator: str = ""
     attempt: int = 0

@@ -100,6 +100,7 @@ class ClientSampling:
                     min_version=version,
                     timeout_s=self._config.sample_timeout_s,
                     max_attempts=self._config.max_attempts,
+                    resume_partial=self._config.resume_partial,
                 )
                 return index, await self._sampled(request, prompt, group_id)
 

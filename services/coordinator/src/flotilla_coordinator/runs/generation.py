@@ -1,13 +1,13 @@
 """One group's generation: every slot delivered exactly once, over any number of replica losses.
 
 Invariants: a sample is yielded at most once per call, whatever a replica repeats; only what is missing is
-issued again, with a higher attempt; seeds depend on the sample's id alone, so an attempt changes nothing but
-the machine.
+issued again, with a higher attempt; seeds depend on the sample's id and on where a piece of it begins, so an attempt
+from the start changes nothing but the machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flotilla.generator.v1 import generator_pb2 as pb
+from flotilla_coordinator.runs.partial_sample import PartialSample
 from flotilla_coordinator.runs.sample_door import SampleDoor
 from flotilla_core import ids, rpc
 from flotilla_core.config import SamplingConfig
@@ -37,6 +38,8 @@ class GenerationRequest:
     min_version: Version
     timeout_s: float
     max_attempts: int
+    resume_partial: bool = False
+    """Go on after the tokens that a generator wrote before it gave a sample up."""
 
 
 @dataclass(frozen=True)
@@ -71,22 +74,25 @@ class Generation:
 
     async def samples(self, request: GenerationRequest) -> AsyncGenerator[Generated]:
         """Each slot's sample as it ends; Exhausted when a slot ran out of attempts."""
-        missing = dict.fromkeys(request.sample_ids)
+        missing = {sample_id: PartialSample(sample_id) for sample_id in request.sample_ids}
         cause: FlotillaError | None = None
         for attempt in range(request.max_attempts):
             replica = await self._acquire(request, len(missing))
             cost = self._cost(request, len(missing))
             try:
-                async with aclosing(self._call(replica, request, tuple(missing), attempt)) as responses:
+                async with aclosing(self._call(replica, request, missing.values(), attempt)) as responses:
                     async for response in responses:
-                        if response.finish_reason == pb.FINISH_REASON_ABORT:
+                        ended = response.finish_reason != pb.FINISH_REASON_ABORT
+                        if not ended and not request.resume_partial:
                             continue
                         refusal = self.door.refusal(response, missing, request.min_version, replica.name)
                         if refusal is not None:
                             cause = refusal
-                            continue
-                        del missing[response.sample_id]
-                        yield Generated(response, replica.name, attempt)
+                        elif ended:
+                            whole = missing.pop(response.sample_id).whole(response)
+                            yield Generated(whole, replica.name, attempt)
+                        else:
+                            missing[response.sample_id].add(response, request.sampling.max_response_tokens)
             except StaleVersion as error:
                 cause = error
             except InvalidRequest:
@@ -122,7 +128,7 @@ class Generation:
         self,
         replica: Replica[GeneratorServiceAsyncStub],
         request: GenerationRequest,
-        sample_ids: tuple[str, ...],
+        samples: Iterable[PartialSample],
         attempt: int,
     ) -> AsyncGenerator[pb.GenerateResponse]:
         sampling = request.sampling
@@ -131,10 +137,7 @@ class Generation:
             request_id=ids.new_request_id(),
             attempt=attempt,
             prompt_token_ids=to_tensor(request.prompt_token_ids),
-            samples=[
-                pb.SampleSlot(sample_id=sample_id, seed=ids.sample_seed(self._seed, sample_id))
-                for sample_id in sample_ids
-            ],
+            samples=[sample.slot(self._seed) for sample in samples],
             sampling=pb.SamplingParams(
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,

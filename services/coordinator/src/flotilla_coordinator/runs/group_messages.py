@@ -44,6 +44,7 @@ def fill(message: pb.TrainGroup, group: RolloutGroup) -> None:
             reference_logprobs=_column(sample.reference_logprobs),
             teacher_logprobs=_column(sample.teacher_logprobs),
             reward=sample.reward,
+            reward_terms=sample.reward_terms,
             version_spans=[
                 version_pb2.VersionSpan(version=span.version.to_proto(), start=span.start, end=span.end)
                 for span in sample.spans

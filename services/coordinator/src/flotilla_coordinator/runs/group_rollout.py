@@ -112,6 +112,7 @@ class GroupRollout:
                 min_version=ticket.version,
                 timeout_s=ticket.limit_s,
                 max_attempts=self._config.max_attempts,
+                resume_partial=self._config.resume_partial,
             )
             scored = await self._generate_and_score(request, ticket.prompt) if request.sample_ids else []
             group = await self._record(ticket, recorded_samples(records), scored)
@@ -196,6 +197,7 @@ class GroupRollout:
             return group
         for item in trainable:
             item.sample.reward = item.outcome.total or 0.0
+            item.sample.reward_terms = item.outcome.terms
         await self._ledger.group_scored([ledger_sample(item.sample) for item in trainable])
         order = self.sample_ids(ticket.group_id).index
         group.samples = sorted(

@@ -8,7 +8,7 @@ from google.protobuf import struct_pb2
 
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_core.config import CriticConfig, DpoConfig, PolicyConfig, RewardModelConfig, RunConfig
-from flotilla_core.config.advantages import AdvantageConfig, AdvantageSection
+from flotilla_core.config.advantages import AdvantageConfig, AdvantageSection, GdpoAdvantage
 from flotilla_core.config.algorithm import CorrectionConfig, KlConfig
 
 AGGREGATIONS = {
@@ -51,6 +51,9 @@ def objective(config: RunConfig) -> pb.Objective:
     """Supervised, of preferences, of a reward model, or a policy objective with every section resolved."""
     algorithm, sampling = config.algorithm, config.rollout.sampling
     if isinstance(algorithm, PolicyConfig):
+        if isinstance(algorithm.advantage, GdpoAdvantage) and not algorithm.advantage.weights:
+            own = algorithm.advantage.model_copy(update={"weights": tuple(t.weight for t in config.rewards)})
+            algorithm = algorithm.model_copy(update={"advantage": own})
         return pb.Objective(policy=_policy(algorithm, sampling.temperature, sampling.max_response_tokens))
     if isinstance(algorithm, DpoConfig):
         return pb.Objective(preference=_preference(algorithm))

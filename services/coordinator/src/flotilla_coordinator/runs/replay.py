@@ -55,6 +55,7 @@ def recorded_samples(records: list[SampleRecord]) -> list[RolloutSample]:
             text=record.text,
             spans=record.spans,
             reward=record.reward or 0.0,
+            reward_terms=record.reward_terms,
             truncated=record.truncated,
             generator=record.generator,
             attempt=record.attempt,

@@ -43,4 +43,5 @@ def ledger_sample(sample: RolloutSample) -> ScoredSample:
         spans=sample.spans,
         truncated=sample.truncated,
         reward=sample.reward,
+        reward_terms=sample.reward_terms,
     )

@@ -39,6 +39,8 @@ class Outcome:
     total: float | None
     failure: str = ""
     timed_out: bool = False
+    terms: tuple[float, ...] = ()
+    """What each reward gave by itself, in the order of the configuration."""
 
 
 class Scorer:
@@ -109,7 +111,7 @@ class Scorer:
 def _outcome(reply: pb.ScoreResponse) -> Outcome:
     kind = reply.WhichOneof("outcome")
     if kind == "value" and math.isfinite(reply.value.total):
-        return Outcome(reply.value.total)
+        return Outcome(reply.value.total, terms=tuple(one.value for one in reply.value.components))
     if kind == "value":
         return Outcome(None, f"the reward is {reply.value.total}, not a finite number")
     if kind == "timeout":

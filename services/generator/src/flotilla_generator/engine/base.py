@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
@@ -58,6 +58,12 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
+    def after(self, written: int) -> Sampling:
+        """For the rest of a response that has so many tokens."""
+        return replace(
+            self, max_tokens=self.max_tokens - written, min_tokens=max(0, self.min_tokens - written)
+        )
+
 
 @dataclass(frozen=True)
 class SampleSlot:
@@ -65,6 +71,8 @@ class SampleSlot:
 
     sample_id: str
     seed: int
+    prefix: tuple[int, ...] = ()
+    """Tokens that it has from before; the new ones alone are delivered."""
 
 
 @dataclass(frozen=True)

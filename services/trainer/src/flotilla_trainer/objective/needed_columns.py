@@ -11,6 +11,7 @@ ADVANTAGE_NEEDS = {
         "values",
         "ask the critic for them with ComputeValues, or set `critic: {}` in the run's algorithm",
     ),
+    "gdpo": ("reward_terms", "send what each term of the reward gave, in the order of advantage.weights"),
     "distill": ("teacher_logprobs", "ask the teacher for them with ComputeLogprobs"),
 }
 

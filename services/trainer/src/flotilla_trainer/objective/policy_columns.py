@@ -95,6 +95,7 @@ def outcomes_of(
         values=batch.values,
         teacher_lead=lead,
         history=history,
+        terms=batch.reward_terms,
     )
 
 

@@ -174,17 +174,25 @@ class SampleSlot(_message.Message):
 
     SAMPLE_ID_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    PREFIX_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     seed: _builtins.int
+    @_builtins.property
+    def prefix_token_ids(self) -> _tensor_pb2.Tensor:
+        """Tokens that the sample has from before: decoding goes on after them, and the new ones alone come back,
+        with spans that count from the first new one. Limits of tokens count the whole response.
+        """
+
     def __init__(
         self,
         *,
         sample_id: _builtins.str = ...,
         seed: _builtins.int = ...,
+        prefix_token_ids: _tensor_pb2.Tensor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefix_token_ids", b"prefix_token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sample_id", b"sample_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefix_token_ids", b"prefix_token_ids", "sample_id", b"sample_id", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

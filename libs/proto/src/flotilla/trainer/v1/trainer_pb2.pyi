@@ -269,6 +269,7 @@ class TrainSample(_message.Message):
     VALUES_FIELD_NUMBER: _builtins.int
     REFERENCE_LOGPROBS_FIELD_NUMBER: _builtins.int
     TEACHER_LOGPROBS_FIELD_NUMBER: _builtins.int
+    REWARD_TERMS_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     reward: _builtins.float
     @_builtins.property
@@ -299,6 +300,10 @@ class TrainSample(_message.Message):
     def teacher_logprobs(self) -> _tensor_pb2.Tensor:
         """Of each token (float32) under the model that the policy learns from."""
 
+    @_builtins.property
+    def reward_terms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """What each term of the reward gave by itself, in the order of the terms; for advantages that weigh them themselves."""
+
     def __init__(
         self,
         *,
@@ -312,10 +317,11 @@ class TrainSample(_message.Message):
         values: _tensor_pb2.Tensor | None = ...,
         reference_logprobs: _tensor_pb2.Tensor | None = ...,
         teacher_logprobs: _tensor_pb2.Tensor | None = ...,
+        reward_terms: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "logprobs", b"logprobs", "mask", b"mask", "reference_logprobs", b"reference_logprobs", "teacher_logprobs", b"teacher_logprobs", "token_ids", b"token_ids", "values", b"values"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "logprobs", b"logprobs", "mask", b"mask", "reference_logprobs", b"reference_logprobs", "reward", b"reward", "sample_id", b"sample_id", "teacher_logprobs", b"teacher_logprobs", "token_ids", b"token_ids", "values", b"values", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "logprobs", b"logprobs", "mask", b"mask", "reference_logprobs", b"reference_logprobs", "reward", b"reward", "reward_terms", b"reward_terms", "sample_id", b"sample_id", "teacher_logprobs", b"teacher_logprobs", "token_ids", b"token_ids", "values", b"values", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

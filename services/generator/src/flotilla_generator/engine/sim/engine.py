@@ -99,9 +99,9 @@ class SimEngine(Engine):
         try:
             if self._slowest(decoding) == 0 and self._unpaused.is_set():
                 for one in decoding:
-                    yield self._finish(one, request.sampling)
+                    yield self._finish(one, _rest(one.slot, request))
                 return
-            tasks = [asyncio.create_task(self._decode(one, request.sampling)) for one in decoding]
+            tasks = [asyncio.create_task(self._decode(one, _rest(one.slot, request))) for one in decoding]
             try:
                 for task in asyncio.as_completed(tasks):
                     yield await task
@@ -220,10 +220,11 @@ class SimEngine(Engine):
         )
 
     def _length(self, slot: SampleSlot, request: GenerationRequest) -> int:
-        longest = min(request.sampling.max_tokens, self.info.max_model_tokens - len(request.prompt))
+        sampling, written = _rest(slot, request), len(slot.prefix)
+        longest = min(sampling.max_tokens, self.info.max_model_tokens - len(request.prompt) - written)
         if self._latency.response_tokens is not None:
-            return min(self._latency.response_tokens, longest)
-        shortest = min(max(1, request.sampling.min_tokens), longest)
+            return max(1, min(self._latency.response_tokens - written, longest))
+        shortest = min(max(1, sampling.min_tokens), longest)
         return longest if request.sampling.ignore_eos else shortest + slot.seed % (longest - shortest + 1)
 
     def _seconds(self, length: int) -> float:
@@ -240,6 +241,10 @@ class SimEngine(Engine):
         if self._latency.seconds_per_token == 0:
             return one.length
         return min(one.length, 1 + int(elapsed / self._latency.seconds_per_token))
+
+
+def _rest(slot: SampleSlot, request: GenerationRequest) -> Sampling:
+    return request.sampling.after(len(slot.prefix))
 
 
 def _spans(starts: list[tuple[Version | None, int]], length: int) -> tuple[Span, ...]:

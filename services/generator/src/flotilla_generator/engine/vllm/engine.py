@@ -147,7 +147,12 @@ class VllmEngine(Engine):
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Sample]:
         done: asyncio.Queue[Sample | BaseException] = asyncio.Queue()
         running = {
-            Running(f"{request.request_id}:{index}", slot, request.sampling.max_tokens, [(self._live, 0)])
+            Running(
+                f"{request.request_id}:{index}",
+                slot,
+                request.sampling.after(len(slot.prefix)).max_tokens,
+                [(self._live, 0)],
+            )
             for index, slot in enumerate(request.samples)
         }
         self._requests[request.request_id] = running
@@ -271,12 +276,13 @@ class VllmEngine(Engine):
             done.put_nowait(self._explained(error))
 
     async def _decode(self, request: GenerationRequest, running: Running) -> Sample:
-        prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt)}
+        slot = running.slot
+        prompt: dict[str, Any] = {"prompt_token_ids": [*request.prompt, *slot.prefix]}
         if request.cache_salt is not None:
             prompt["cache_salt"] = request.cache_salt
         params = sampling_params(
-            request.sampling,
-            running.slot.seed,
+            request.sampling.after(len(slot.prefix)),
+            slot.seed,
             self._checkpoint.end_of_sequence,
             stream=not self._tags_versions,
         )
@@ -291,12 +297,12 @@ class VllmEngine(Engine):
             logprobs.append(sampled_logprobs(completion.token_ids, completion.logprobs))
         if completion is None or completion.finish_reason not in FINISH_REASONS:
             raise Internal(
-                f"vLLM ended sample {running.slot.sample_id} without a reason we know", why=str(completion)
+                f"vLLM ended sample {slot.sample_id} without a reason we know", why=str(completion)
             )
         spans = engine_spans(completion.weight_versions) if self._tags_versions else running.spans()
         ended = time.monotonic()
         return Sample(
-            sample_id=running.slot.sample_id,
+            sample_id=slot.sample_id,
             token_ids=np.array(running.token_ids, np.int32),
             logprobs=np.concatenate(logprobs),
             finish_reason=FINISH_REASONS[completion.finish_reason],
