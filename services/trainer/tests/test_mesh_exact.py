@@ -1,4 +1,7 @@
-"""However ranks are arranged, copies, shards and lanes, an update and its scores are those of one rank."""
+"""However ranks are arranged, copies, shards and lanes, an update and its scores are those of one rank.
+
+With compiled layers as well: they are traced and differentiated here as for any compiler.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_core.errors import FailedPrecondition
 from flotilla_trainer.frames import Frame
 from flotilla_trainer.packing import Layout, MicroBatch, Sequences, pack
+from flotilla_trainer.rank import compiled_layers
 from flotilla_trainer.rank.checkpoint import RankCheckpoints
+from flotilla_trainer.rank.compiler_watch import CompilerWatch
 from flotilla_trainer.rank.lane_probe import check_lane
 from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.objective import Objective
@@ -34,7 +39,7 @@ from flotilla_trainer.rank.value_model import ValueModel
 from flotilla_trainer.rank.value_scoring import values_of
 from flotilla_trainer.session_settings import rank_settings
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 TOLERANCE = 1e-5
 VOCABULARY = 31
 CPU = torch.device("cpu")
@@ -70,13 +75,14 @@ class Case:
     packed: bool = False
     budget: int = 40
     recompute: bool = False
+    compiled: bool = False
     lengths: tuple[int, ...] = LENGTHS
     model: str = "grouped"
 
     @property
     def on_one_rank(self) -> Case:
         """The same work without any arrangement."""
-        return replace(self, replicate=1, sequence_parallel=1, recompute=False, packed=False)
+        return replace(self, replicate=1, sequence_parallel=1, recompute=False, compiled=False, packed=False)
 
 
 FOUR = [
@@ -97,6 +103,9 @@ TWO = [
     Case(2, objective="gspo"),
     Case(1, 2, packed=True, objective="kimi"),
     Case(2, 2, objective="gmpo", recompute=True),
+    Case(compiled=True),
+    Case(2, objective="value", packed=True, compiled=True),
+    Case(1, 2, objective="kimi", packed=True, recompute=True, compiled=True),
 ]
 HEADS = {"value": ValueModel, "reward": RewardModel}
 """What the model is where it is no policy."""
@@ -171,6 +180,7 @@ def session(objective: ObjectiveSettings) -> SessionSettings:
 def loaded(folder: Path, case: Case) -> ShardedModel:
     mesh = RankMesh.form("cpu", replicate=case.replicate, sequence_parallel=case.sequence_parallel)
     kind = HEADS.get(case.objective, PolicyModel)
+    compiled_layers.BACKEND = "aot_eager"  # of this rank alone, which is a process of its own
     model = ShardedModel(folder / case.model, torch.float32, mesh, CPU, kind)
     model.load(folder / case.model)
     check_lane(model)
@@ -203,7 +213,8 @@ def outcomes(folder: Path, cases: list[Case]) -> dict[Case, dict[str, Any]]:
 def outcome(model: ShardedModel, case: Case) -> dict[str, Any]:
     """Everything that an update before its step and a scoring call say."""
     line = Line()
-    model.recomputed_layers.on = case.recompute
+    watch = CompilerWatch(line.progress)
+    model.recomputed_layers.on, model.compiled_layers.on = case.recompute, case.compiled
     lanes = torch.distributed.get_world_size() // case.sequence_parallel
     lane = torch.distributed.get_rank() // case.sequence_parallel
     per_lane = pack(work(case.lengths), Layout(case.budget, lanes, case.packed))
@@ -223,6 +234,7 @@ def outcome(model: ShardedModel, case: Case) -> dict[str, Any]:
         "scores": scores,
         "metrics": {**metrics, "squared_norm": squared_norm},
         "gradients": gradients,
+        "compilations": watch.taken().get("compilations", 0),
     }
 
 
@@ -290,6 +302,7 @@ def test_an_update_and_its_scores_are_those_of_one_rank(
     answers, alone = found[ranks, case], expected[case.on_one_rank]
     assert max(np.abs(gradient).max() for gradient in alone["gradients"].values()) > 1e-2
     for each in answers:
+        assert (each["compilations"] > 0) == case.compiled
         assert each["metrics"] == pytest.approx(alone["metrics"], rel=TOLERANCE, abs=TOLERANCE)
         for name, value in alone["gradients"].items():
             np.testing.assert_allclose(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 
+import structlog
+
 from flotilla.common.v1 import operate_pb2
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla.trainer.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
@@ -18,12 +20,15 @@ from flotilla_core.model_folder import model_folder
 from flotilla_core.roles import role_of_process
 from flotilla_core.service import Host
 from flotilla_core.tokenizer_digest import tokenizer_digest
+from flotilla_trainer.compiler_check import INSTALL_COMPILER, compiler_check
 from flotilla_trainer.gang import Gang, GangPlan
 from flotilla_trainer.model_shape import model_digest, model_shape
 from flotilla_trainer.servicer import TrainerServicer
 from flotilla_trainer.session_holder import SessionHolder
 
 SERVICE_NAME = "flotilla.trainer.v1.TrainerService"
+
+logger = structlog.get_logger()
 
 
 class TrainerService:
@@ -51,6 +56,8 @@ class TrainerService:
         model_shape(self._plan.model)
         with self._host.activities.doing(f"starting {self._plan.nproc} ranks"):
             await self._gang.start()
+        if refusal := self._gang.facts["compile_refusal"]:
+            logger.warning("layers are not compiled", why=refusal, next_step=INSTALL_COMPILER)
 
     def describe(self, registration: Registration) -> None:
         """What this trainer holds."""
@@ -64,7 +71,7 @@ class TrainerService:
         registration.capacity["max_sequence_tokens"] = facts["max_sequence_tokens"]
 
     async def check(self) -> list[operate_pb2.CheckResult]:
-        """Whether the ranks are there."""
+        """Whether the ranks are there, and their layers compiled where they should be."""
         if self._gang.ready:
             return [
                 operate_pb2.CheckResult(
@@ -72,7 +79,8 @@ class TrainerService:
                     status=operate_pb2.CHECK_STATUS_PASSED,
                     finding=f"{self._plan.nproc} on {self._gang.facts['device']} over {self._plan.backend}; "
                     + "; ".join(self._gang.phases()),
-                )
+                ),
+                *compiler_check(self._gang.facts),
             ]
         return [
             operate_pb2.CheckResult(

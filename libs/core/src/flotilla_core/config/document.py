@@ -18,14 +18,22 @@ KeyPath = tuple[str | int, ...]
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML 1.1 without its two surprises for numbers and dates."""
+    """Safe YAML 1.1 without its surprises for numbers, dates and words."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        first: [
+            (tag, pattern)
+            for tag, pattern in resolvers
+            if tag not in ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:bool")
+        ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
 
+# YAML 1.1 reads on, off, yes and no as truth values, where some keys take `on` and `off` beside `auto`.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
 # YAML 1.1 wants a dot in a float and reads 1e-6 as text.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",

@@ -115,6 +115,8 @@ class TrainerConfig(ConfigModel):
     """Copies of the weights (HSDP): each is spread over `nproc` / `replicate` ranks, gradients are summed over all."""
     sequence_parallel: int = Field(default=1, ge=1)
     """Neighbouring ranks that share each micro-batch, every one with its part of the tokens (Ulysses)."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the repeated layers, `auto` where there are GPUs; without a compiler they run as they are."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Collectives of the ranks; `auto` takes nccl where there are GPUs."""
     dtype: DType = "float32"

@@ -30,8 +30,10 @@ def mesh_line(trainer: TrainerConfig) -> Line:
     """Copies of the weights, and who works on a micro-batch."""
     shards, width = trainer.nproc // trainer.replicate, trainer.sequence_parallel
     parts = f"each micro-batch on {width} ranks" if width > 1 else "each rank with micro-batches of its own"
+    compiled = {"auto": "compiled where there are GPUs", "on": "compiled", "off": "not compiled"}
     return (
         "trainer",
         f"{trainer.nproc} rank(s)",
-        f"copies of the weights: {trainer.replicate}, each over {shards} rank(s); {parts}",
+        f"copies of the weights: {trainer.replicate}, each over {shards} rank(s); {parts}; "
+        f"layers {compiled[trainer.compile]}",
     )

@@ -262,6 +262,7 @@ class Gang:
                 dtype=plan.dtype,
                 replicate=plan.replicate,
                 sequence_parallel=plan.sequence_parallel,
+                compile=plan.compile,
                 model=str(plan.model),
                 instance_id=plan.instance_id,
                 otlp=plan.otlp,

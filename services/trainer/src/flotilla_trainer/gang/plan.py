@@ -26,6 +26,7 @@ class GangPlan:
     nproc: int
     replicate: int
     sequence_parallel: int
+    compile: str
     backend: str
     dtype: str
     model: Path
@@ -56,6 +57,7 @@ class GangPlan:
             nproc=trainer.nproc,
             replicate=trainer.replicate,
             sequence_parallel=trainer.sequence_parallel,
+            compile=trainer.compile,
             backend=_backend(trainer.backend),
             dtype=trainer.dtype,
             model=model,
@@ -82,11 +84,16 @@ class GangPlan:
         return list(self.log_dir.glob(f"{self.name}.rendezvous-*"))
 
     def environment(self) -> dict[str, str]:
-        """Variables of every rank: threads shared fairly, loopback for ranks of one host."""
+        """Variables of every rank: threads shared fairly, what they compile kept, loopback for ranks of one host."""
         threads = max(1, len(os.sched_getaffinity(0)) // self.nproc)
         return {
             **os.environ,
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+            # A gang that replaces another one finds what that compiled.
+            "TORCHINDUCTOR_CACHE_DIR": os.environ.get(
+                "TORCHINDUCTOR_CACHE_DIR", str(self.log_dir.parent / "compiled")
+            ),
+            "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", str(threads)),
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
             "TRANSFORMERS_VERBOSITY": "error",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",

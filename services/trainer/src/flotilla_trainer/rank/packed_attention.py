@@ -25,6 +25,7 @@ Heads = torch.Tensor
 """[1, heads, tokens, size]."""
 
 
+@torch.compiler.disable
 def packed_attention(
     module: nn.Module,
     query: Heads,

@@ -122,6 +122,7 @@ def _exchanged(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return received
 
 
+@torch.compiler.disable
 def lane_attention(
     module: nn.Module,
     query: Heads,

@@ -23,6 +23,7 @@ class RankSetup:
     dtype: str
     replicate: int
     sequence_parallel: int
+    compile: str
     model: str
     instance_id: str
     otlp: tuple[str, ...]

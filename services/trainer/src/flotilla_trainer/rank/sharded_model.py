@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from flotilla_core.errors import FailedPrecondition, FlotillaError, Mismatch
+from flotilla_trainer.rank.compiled_layers import CompiledLayers
 from flotilla_trainer.rank.frozen_base import fingerprint
 from flotilla_trainer.rank.lora import Adapters
 from flotilla_trainer.rank.lora_settings import LoraSettings
@@ -70,6 +71,7 @@ class ShardedModel:
                 parameter.data = parameter.data.to(dtype)
         lane = SequenceLane(mesh.lane, mesh.place, mesh.width) if mesh.width > 1 else None
         self.policy = kind(causal_lm, lane)
+        self.compiled_layers = CompiledLayers(self._layers(causal_lm))
         self.recomputed_layers = RecomputedLayers(self._layers(causal_lm))
         self._shard(causal_lm)
         self.policy.to_empty(device=device)

@@ -23,6 +23,7 @@ from flotilla_core.telemetry import names
 from flotilla_trainer.frames import Array, Frame
 from flotilla_trainer.model_heads import REWARD, VALUES, VOCABULARY
 from flotilla_trainer.rank.checkpoint import RankCheckpoints
+from flotilla_trainer.rank.compilation import Compilation
 from flotilla_trainer.rank.export import export
 from flotilla_trainer.rank.frozen_copy import FrozenCopy
 from flotilla_trainer.rank.lane_probe import check_lane
@@ -65,6 +66,7 @@ class RankWorker:
         store = dist.FileStore(setup.rendezvous, setup.ranks)
         dist.init_process_group(setup.backend, store=store, rank=setup.rank, world_size=setup.ranks)
         link.progress("building the model")
+        self._compilation = Compilation(setup.compile, self._device, link.progress)
         self._mesh = RankMesh.form(
             self._device.type, replicate=setup.replicate, sequence_parallel=setup.sequence_parallel
         )
@@ -121,6 +123,8 @@ class RankWorker:
         self._link.progress("checking the head")
         self._model.check_head()
         check_lane(self._model)
+        facts = self._model.packing_facts()
+        facts |= self._compile(folder, packed=not facts["packing_refusal"])
         config = self._model.causal_lm.config
         return {
             "parameters": sum(parameter.numel() for parameter in self._model.parameters()),
@@ -128,7 +132,7 @@ class RankWorker:
             "max_sequence_tokens": getattr(config, "max_position_embeddings", 0) or 0,
             "torch": torch.__version__,
             "device": str(self._model.device),
-            **self._model.packing_facts(),
+            **facts,
         }, {}
 
     def _open_session(self, command: Frame) -> Answer:
@@ -156,7 +160,9 @@ class RankWorker:
         def aborted() -> bool:
             return self._aborted == command.fields["attempt"]
 
-        return UpdateSteps(optimizer, self._model.device, accumulated, aborted).take(command), {}
+        taken = UpdateSteps(optimizer, self._model.device, accumulated, aborted).take(command)
+        taken["metrics"] |= self._compilation.metrics()
+        return taken, {}
 
     def _forward_backward(self, command: Frame) -> Answer:
         """Add sums of gradients to those that wait; what they are sums of is divided out when the step is made."""
@@ -172,6 +178,7 @@ class RankWorker:
         update.scale_loss(1 / max(units, 1.0))
         metrics, _ = update.reduced()
         metrics["time/forward_backward_s"] = time.monotonic() - started
+        metrics |= self._compilation.metrics()
         return {"metrics": metrics}, {}
 
     def _optim_step(self, command: Frame) -> Answer:
@@ -238,6 +245,16 @@ class RankWorker:
         self._checkpoints.load(Path(command.fields["folder"]), optimizer)
         self._drop_gradients()
         return {}, {}
+
+    def _compile(self, folder: Path, *, packed: bool) -> dict[str, Any]:
+        """Compile the layers where that is wanted: what became of it."""
+        # As `batching.packing: auto` lays rows out; a session that asks for the other way compiles in its first update.
+        packed = packed and self._device.type != "cpu"
+        if not self._compilation.begin(self._model, packed=packed):
+            self._rebuild(self._head, self._model.frozen)
+            self._model.load(folder)
+        took = self._compilation.metrics().get("time/compile_s", 0.0)
+        return {"compile_refusal": self._compilation.refusal, "compile_s": took}
 
     def _build(self, head: str, *, frozen: bool) -> None:
         """The model and what works on it; the numbers come with a load."""

@@ -1,0 +1,81 @@
+"""Switching compiled layers on when the model is there, so that few updates wait for a compiler.
+
+Invariants: all ranks compile or none does; where nothing can be compiled, for want of a compiler or because of the
+model, layers run as they are and the reason is told once; a pass that broke off leaves shards gathered, so that whoever
+asked for it builds the model anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.exc import TorchDynamoException
+
+from flotilla_trainer.rank.compiled_layers import compiler_refusal, reason_of
+from flotilla_trainer.rank.compiler_watch import CompilerWatch
+from flotilla_trainer.rank.packed_row import PackedRow
+from flotilla_trainer.rank.sharded_model import ShardedModel
+from flotilla_trainer.rank.value_model import ValueModel
+
+LENGTHS = (37, 29)
+"""Of the sequences that are compiled with; no number in them means anything."""
+
+
+class Compilation:
+    """Whether this rank's layers run compiled, why not, and what it cost."""
+
+    def __init__(self, wanted: str, device: torch.device, progress: Callable[[str], None]) -> None:
+        self._wanted = wanted == "on" or (wanted == "auto" and device.type != "cpu")
+        self._device = device
+        self._watch = CompilerWatch(progress)
+        self.refusal = ""
+        """Why layers that should be compiled are not."""
+
+    def begin(self, model: ShardedModel, *, packed: bool) -> bool:
+        """Compile where it is wanted and was not refused; False where the model has to be built anew. A collective."""
+        if not self._wanted or self.refusal or model.compiled_layers.on:
+            return True
+        if not self._agreed(compiler_refusal(self._device)):
+            return True
+        model.compiled_layers.on = True
+        try:
+            _one_pass(model, packed)
+        except TorchDynamoException as error:
+            self.refusal = reason_of(error)
+            return False
+        # A shape that only an update has, and that the compiler fails on, runs as it is.
+        torch._dynamo.config.suppress_errors = True
+        return True
+
+    def metrics(self) -> dict[str, float]:
+        """What the compiler took since this was asked last; empty where it did nothing."""
+        return self._watch.taken()
+
+    def _agreed(self, refusal: str) -> bool:
+        """Whether no rank refuses."""
+        refused = torch.tensor(int(bool(refusal)), device=self._device)
+        dist.all_reduce(refused)
+        if refused.item():
+            self.refusal = refusal or "the compiler of another rank does not work"
+        return not self.refusal
+
+
+def _one_pass(model: ShardedModel, packed: bool) -> None:
+    """Forward without and with gradient, and backward where something learns."""
+    row = PackedRow.of(LENGTHS, model.device) if packed else None
+    rows = 1 if packed else 2
+    tokens = torch.zeros(rows, sum(LENGTHS), dtype=torch.long, device=model.device)
+    positions = torch.arange(sum(LENGTHS), device=model.device)
+    for with_gradient in (False, True):
+        with torch.set_grad_enabled(with_gradient):
+            if isinstance(model.policy, ValueModel):
+                numbers = model.policy(tokens, positions, packed_row=row)
+            else:
+                numbers = model.policy(
+                    tokens, positions, tokens[0], temperature=1.0, chunk_tokens=len(positions), packed_row=row
+                ).logprobs
+    if numbers.requires_grad:
+        numbers.sum().backward()
+        model.policy.zero_grad(set_to_none=True)

@@ -1,0 +1,84 @@
+"""The repeated layers of the model, compiled: one graph serves all layers of a kind, whatever the shape of a row.
+
+Invariants: results are those of the plain layers up to rounding; rows and their lengths are dynamic, so that no length
+compiles anew, and a layer that has been compiled for `RECOMPILE_LIMIT` situations (with and without gradient, one row
+or several, each kind of attention) runs as it is in further ones. Only what is inside the hooks that gather a layer's
+shards is compiled; attention over packed rows stays a call of its own between two graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+RECOMPILE_LIMIT = 16
+BACKEND: str | Callable[..., Any] = "inductor"
+
+
+class CompiledLayers:
+    """Layers that run compiled once `on` is set."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self.on = False
+        torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+        # What hooks onto a layer later, as adapters do, would be left out of what was compiled before.
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
+        for layer in layers:
+            layer.forward = partial(
+                self._forward, layer.forward, torch.compile(layer.forward, backend=BACKEND)
+            )
+
+    def _forward(
+        self, plain: Callable[..., Any], compiled: Callable[..., Any], *inputs: Any, **options: Any
+    ) -> Any:
+        if not self.on:
+            return plain(*inputs, **options)
+        for tensor in _tensors((inputs, options)):
+            _mark_row(tensor)
+        return compiled(*inputs, **options)
+
+
+def compiler_refusal(device: torch.device) -> str:
+    """Why nothing can be compiled here, empty where it can; tried on a sum, because compilers fail in many ways."""
+    numbers = torch.ones(64, device=device, requires_grad=True)
+    try:
+        torch.compile(_sum_of_exponentials)(numbers).backward()
+    except (RuntimeError, OSError, ImportError) as error:
+        return reason_of(error)
+    return ""
+
+
+def reason_of(error: Exception) -> str:
+    """What went wrong, in a line; the rest is for the compiler's makers."""
+    cause = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
+    first_line, *_ = str(cause).strip().splitlines() or [""]
+    return f"{type(cause).__name__}: {first_line}"
+
+
+def _sum_of_exponentials(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.exp().sum()
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    # A packed row is a tuple by no means: its tensors never enter a graph.
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _mark_row(tensor: torch.Tensor) -> None:
+    """Hidden states, positions and their embeddings are [rows, tokens, ...]; masks [rows, 1, tokens, tokens]."""
+    places = (2, 3) if tensor.ndim == 4 else (1,)
+    for place in (0, *places):
+        # Compilers treat the length 1 by itself whatever is marked.
+        if place < tensor.ndim and tensor.shape[place] > 1:
+            torch._dynamo.maybe_mark_dynamic(tensor, place)

@@ -1,0 +1,28 @@
+"""A gang that should compile its layers and cannot says why and trains like any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from flotilla.common.v1 import operate_pb2
+from flotilla_trainer.compiler_check import compiler_check
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+
+
+async def test_a_host_without_a_compiler_trains_and_the_reason_is_shown(
+    start_trainer: Callable[..., Any], groups_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    groups = groups_of([2, 1])
+    async with start_trainer(nproc=1, compile="on") as trainer:
+        (check,) = compiler_check(trainer.gang.facts)
+        assert check.status == operate_pb2.CHECK_STATUS_WARNING
+        assert "no-such-compiler" in check.finding
+        await trainer.open()
+        result = await trainer.train(0, groups)
+    assert not result.skipped
+    assert "compilations" not in result.metrics
