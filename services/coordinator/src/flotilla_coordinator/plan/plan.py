@@ -22,13 +22,15 @@ from flotilla_coordinator.plan.asynchrony import asynchrony_warnings, groups_lin
 from flotilla_coordinator.plan.critic import critic_lines, critic_parameters
 from flotilla_coordinator.plan.data_lines import data_lines, draw_lines, draw_warnings
 from flotilla_coordinator.plan.disk_use import DiskUse
+from flotilla_coordinator.plan.evaluations import evaluation_errors, evaluation_line
 from flotilla_coordinator.plan.mesh import mesh_errors, mesh_line
 from flotilla_coordinator.plan.micro_batches import MicroBatches
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.remarks import STARTING_WEIGHTS
 from flotilla_coordinator.plan.roles import role_errors
 from flotilla_coordinator.plan.sizes import shown_bytes
-from flotilla_coordinator.plan.trainer_memory import BYTES, MASTER, TrainerMemory
+from flotilla_coordinator.plan.trainer_memory import TrainerMemory
+from flotilla_coordinator.plan.weight_sync import sync_lines
 from flotilla_coordinator.runs.session_spec import critic_warmup_steps
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.errors import FlotillaError
@@ -109,7 +111,9 @@ class _Planner:
         self._line(*mesh_line(self._stack.trainer))
         self._update_lines()
         if self._held_out is not None:
-            self._evaluation_line(self._held_out)
+            self._line(*evaluation_line(self._config, self._held_out))
+            self._plan.warnings.extend(checks.overlap_warnings(self._data, self._held_out))
+            self._plan.errors.extend(evaluation_errors(self._config, self._held_out, self._limit))
         self._memory_lines()
         self._disk_lines()
 
@@ -231,30 +235,6 @@ class _Planner:
             f"at update {updates}",
         )
 
-    def _evaluation_line(self, held_out: PromptFile) -> None:
-        evaluation = self._config.evaluation
-        assert evaluation is not None, "there is held-out data only where there is an evaluation"
-        every, steps = evaluation.every_steps, self._config.steps
-        during = steps // every if every else 0
-        after = 0 if every and steps % every == 0 else 1
-        prompts = min(len(held_out.prompts), evaluation.max_prompts)
-        pairs, drawn = self._config.evaluates_pairs, evaluation.samples_per_prompt
-        how = f"at temperature {evaluation.temperature:g}" if evaluation.temperature else "greedy"
-        self._line(
-            "evaluations",
-            f"{1 + during + after} x {prompts} {'pairs' if pairs else 'prompts'}"
-            + (f" x {drawn} samples" if drawn > 1 else ""),
-            f"{'ranked' if pairs else how}: before, {f'every {every} steps, ' if every else ''}after",
-        )
-        self._plan.warnings.extend(checks.overlap_warnings(self._data, held_out))
-        if pairs:
-            self._plan.errors.extend(checks.answer_errors(self._limit, checks.longest_pair(held_out)))
-            return
-        tokens = evaluation.max_response_tokens or self._response_tokens
-        key = "evaluation.max_response_tokens"
-        longest = checks.longest_prompt(held_out)
-        self._plan.errors.extend(checks.length_errors(self._limit, longest, tokens, key))
-
     def _memory_lines(self) -> None:
         trainer = self._stack.trainer
         need = TrainerMemory.of(self._model, self._config, trainer, self._longest)
@@ -273,30 +253,8 @@ class _Planner:
             + (f", frozen reference {shown_bytes(need.reference)}" if need.reference else ""),
         )
         if not self._config.trains_reward_model:
-            self._sync_lines()
-
-    def _sync_lines(self) -> None:
-        m, generator, adapters = self._model, self._stack.generator, self._adapters
-        weights = m.parameters * BYTES[generator.dtype] // generator.tensor_parallel_size
-        token = m.layers * m.key_value_size * BYTES[generator.dtype] // generator.tensor_parallel_size
-        sent = m.parameters * BYTES[self._stack.trainer.dtype]
-        staged = f"live and staged {generator.dtype} weights {shown_bytes(weights)} each"
-        if adapters is not None:
-            staged = f"live {generator.dtype} weights, and {shown_bytes(sent)} of the host for those under the adapters"
-        self._line(
-            "memory of a generator worker",
-            f"about {shown_bytes(weights if adapters else 2 * weights)} + KV cache",
-            f"{staged}; the KV cache takes {shown_bytes(token)} a token",
-        )
-        bucket = self._config.weights.bucket_mib
-        moved = sent if adapters is None else adapters.parameters * MASTER
-        once = "" if adapters is None else f"; {shown_bytes(sent)} before the first ones of each weight group"
-        self._line(
-            "weight sync",
-            shown_bytes(moved),
-            f"in about {math.ceil(moved / (bucket << 20))} broadcast(s) of at most {bucket} MiB "
-            f"to each generator{once}",
-        )
+            for line in sync_lines(self._config, self._stack, self._model, self._adapters):
+                self._line(*line)
 
     def _disk_lines(self) -> None:
         generated = 0 if self._given else self._config.steps * self._samples * self._response_tokens
