@@ -66,7 +66,7 @@ class RolloutConfig(ConfigModel):
     """Share of a step's samples that may end as reward error or timeout; above it the run fails."""
     dynamic_sampling: DynamicSamplingConfig | None = None
     """Train only groups that teach; absent: every group is trained."""
-    over_issue: float = Field(default=0.0, ge=0, le=4)
+    over_issue: float = Field(default=0.0, ge=0, le=1)
     """So many more groups are under way than a batch needs, as a share of it; it is made of the first that end, and the
     others count for the next step where `max_staleness` lets them, or are given up."""
 

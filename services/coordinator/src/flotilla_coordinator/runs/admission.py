@@ -82,7 +82,8 @@ class Admission:
         while self._next_step <= last:
             new, self._next_step = self._next_step, self._next_step + 1
             groups = self._steps.setdefault(new, [])
-            wanted = max(self._config.prompts_per_step, issued_per_step(self._config) - self._spare)
+            spare = self._spare_beside(new)
+            wanted = max(self._config.prompts_per_step, issued_per_step(self._config) - spare)
             recorded = self._recorded.pop(new, [])
             if recorded:
                 # Its batch may have been full: a group too many could take the place of one that was in it.
@@ -127,10 +128,10 @@ class Admission:
         self._steps.clear()
         return groups
 
-    @property
-    def _spare(self) -> int:
-        """Groups under way beyond what their steps need."""
-        return sum(max(0, len(groups) - self._config.prompts_per_step) for groups in self._steps.values())
+    def _spare_beside(self, step: int) -> int:
+        """Groups under way beyond what the other steps need."""
+        needed = self._config.prompts_per_step
+        return sum(max(0, len(groups) - needed) for other, groups in self._steps.items() if other != step)
 
     def _admitted(
         self, prompt: Prompt, step: int, version: Version, ahead: int, *, recorded: bool = False
