@@ -14,7 +14,7 @@ from flotilla_testing.stack import Stack, light_stack, wait_until
 pytestmark = pytest.mark.timeout(400)
 
 WAIT_S = 120.0
-UPDATE_S = 2.0
+UPDATE_S = 1.0
 LONG, SHORT = 20, 1
 """Tokens of a response: generation takes three times as long as an update, or next to nothing."""
 
@@ -41,22 +41,21 @@ def test_generators_come_where_the_trainer_waits_and_go_where_they_do(
         file.write_text(yaml.safe_dump(run))
         return fleet.ok("run", "start", str(file))
 
-    def stopped(run: dict[str, Any]) -> dict[str, float]:
+    def stopped(run: dict[str, Any]) -> None:
         fleet.ok("run", "stop", run["run_id"])
         wait_until("the end", lambda: fleet.ok("run", "show", run["run_id"])["state"] == "stopped", WAIT_S)
-        return fleet.metrics(run)[-1]
 
     long = started("long", LONG)
     wait_until("one generator more", lambda: generators(fleet) == ["generator-0", "generator-1"], WAIT_S)
     assert "autoscale: 1 -> 2 generators" in notices(long)
     stopped(long)
-    assert fleet.metrics(long)[1]["idle/trainer"] > 0.4
+    assert max(step["idle/trainer"] for step in fleet.metrics(long)) > 0.4
 
     short = started("short", SHORT)
     wait_until("one generator fewer", lambda: generators(fleet) == ["generator-0"], WAIT_S)
     assert "autoscale: 2 -> 1 generators" in notices(short)
     stopped(short)
-    assert fleet.metrics(short)[1]["idle/generators"] > 0.5
+    assert max(step["idle/generators"] for step in fleet.metrics(short)) > 0.5
 
 
 def generators(fleet: Stack) -> list[str]:

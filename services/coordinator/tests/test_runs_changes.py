@@ -157,6 +157,18 @@ async def test_a_run_that_does_not_go_on_cannot_be_paused(bench: Bench) -> None:
         await bench.runs.configure(run.run_id, ["steps=8"])
 
 
+async def test_a_run_after_its_last_step_takes_no_changes(bench: Bench) -> None:
+    run = await bench.runs.start(CONFIG, "r1")
+    active = bench.runs.active(run.run_id)
+    assert active is not None
+    active.control.over = True
+    with pytest.raises(FailedPrecondition, match="has made its last step"):
+        await bench.runs.configure(run.run_id, ["steps=9"])
+    with pytest.raises(FailedPrecondition, match="has made its last step"):
+        await bench.runs.pause(run.run_id)
+    assert (await bench.stored(run)).steps == 3
+
+
 async def test_who_makes_the_steps_himself_pauses_himself(bench: Bench) -> None:
     run = await bench.runs.start(f"{CONFIG}loop: client\n", "r1")
     with pytest.raises(FailedPrecondition, match="a client makes the steps"):

@@ -90,6 +90,7 @@ class Bench:
             checkpoints=self.checkpoints,
             steps_done=steps_done,
             goes_on=nothing,  # which says no
+            take_no_changes=lambda: None,
             phase=phase,
             update_unrecorded=False,
             progress=lambda steps_done: Progress(RUN, steps_done, version, None),

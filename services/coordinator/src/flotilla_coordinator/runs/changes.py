@@ -58,6 +58,12 @@ def changeable(record: RunRecord, active: ActiveRun | None) -> ActiveRun:
         raise FailedPrecondition(
             f"run {record.run_id} does not go on", next_step=f"see `flotilla run show {record.run_id}`"
         )
+    if active.control.over:
+        raise FailedPrecondition(
+            f"run {record.run_id} has made its last step",
+            why="what is left is its end: weights, evaluation, checkpoint, export",
+            next_step="a new run goes on from its weights: set initial_weights to its folder `model`",
+        )
     if active.config.loop == "client":
         raise FailedPrecondition(
             f"a client makes the steps of run {record.run_id}",

@@ -84,6 +84,7 @@ class RunContext:
 
     async def goes_on(self) -> bool:
         """Between two steps: take in what the user wants, wait while that is a pause; whether a step follows."""
+        self.control.over = False
         self._take_configuration()
         if self.control.waits:
             self.status.set_state(run_pb2.RUN_STATE_PAUSED)
@@ -186,6 +187,10 @@ class RunContext:
     def evaluates_generated(self) -> bool:
         """Whether evaluations ask the generators."""
         return self.evaluator is not None and self.evaluator.needs_generators
+
+    def take_no_changes(self) -> None:
+        """The last step is made, whatever made it the last."""
+        self.control.over = True
 
     async def _pause(self) -> None:
         while self.control.waits:

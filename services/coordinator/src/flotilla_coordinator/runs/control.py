@@ -20,6 +20,8 @@ class RunControl:
         """With every change that was accepted; the loop has taken it in from its next step on."""
         self.paused = paused
         self.stop_requested = False
+        self.over = False
+        """No step follows, so there is nothing left to pause or to change."""
 
     def stop(self) -> None:
         """End after the current step."""

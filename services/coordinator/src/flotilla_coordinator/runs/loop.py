@@ -28,6 +28,7 @@ async def run_loop(run: RunContext, beginning: Beginning) -> None:
                 await _train_one_step(run, run.steps_done)
             if _stop_rule_met(run):
                 break
+        run.take_no_changes()
 
         if run.sync.version != run.policy.version:
             await _sync(run)
