@@ -72,7 +72,7 @@ def _case(place: Path, kind: str, ranks: int, deadline: float) -> dict[str, Any]
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         **os.environ,
-        "PYTHONPATH": str(BENCH),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(BENCH), os.environ.get("PYTHONPATH")))),
         # Compiled from nothing, whatever this host has compiled before.
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled"),
     }
