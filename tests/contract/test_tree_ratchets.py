@@ -21,19 +21,13 @@ LONGER_THAN_SOFT_LIMIT: dict[str, str] = {}  # path: why it may be longer than S
 BROAD_EXCEPT = re.compile(r"except\s*(:|\(?\s*(Base)?Exception\b)")
 BROAD_EXCEPTS: dict[str, int] = {  # path: how many process or task boundaries it holds
     # Undo what was begun, then raise again.
-    "libs/client/src/flotilla_client/synchronous.py": 1,
-    "libs/core/src/flotilla_core/bus/server.py": 1,
     "libs/core/src/flotilla_core/rpc/calls.py": 1,
     "libs/core/src/flotilla_core/service/process.py": 1,
-    "libs/core/src/flotilla_core/telemetry/grpc_client.py": 1,
-    "libs/core/src/flotilla_core/telemetry/grpc_server.py": 2,
-    "libs/launch/src/flotilla_launch/supervisor.py": 2,
     "services/coordinator/src/flotilla_coordinator/runs/rollouts.py": 1,
     # The outermost edge of a process, a call or a run: what nobody expected becomes one clear message.
     "libs/core/src/flotilla_core/rpc/boundary.py": 2,
     "libs/core/src/flotilla_core/service/run.py": 1,
     "services/coordinator/src/flotilla_coordinator/cli/main.py": 1,
-    "services/coordinator/src/flotilla_coordinator/cli/stack_checks.py": 1,
     "services/coordinator/src/flotilla_coordinator/fleet.py": 1,
     "services/coordinator/src/flotilla_coordinator/runs/execution.py": 3,
     # A thread or a peer must outlive an operation that fails; its caller gets the error.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -44,12 +45,11 @@ class SyncClient:
         async def find() -> Client:
             return Client.find(stack, state_dir, coordinator)
 
-        try:
-            self._client = self._wait(find())
-        except BaseException:
+        with ExitStack() as unless_connected:
             # Whatever stopped the connection, the thread must not outlive it.
-            self._end_thread()
-            raise
+            unless_connected.callback(self._end_thread)
+            self._client = self._wait(find())
+            unless_connected.pop_all()
 
     def __enter__(self) -> Self:
         return self

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import structlog
@@ -58,20 +59,11 @@ class Supervisor:
         async with self._changing:
             self._bring_up = asyncio.current_task()
             try:
-                self._gpus.require(self.stack, self.stack.generator.replicas)
-                await self._start_bus()
-                slots = slots_of(self.stack)
-                for slot in slots:
-                    if slot.attached is not None:
-                        self._attached[slot.name] = AttachedService(slot, self._token)
-                await self._start_all([slot for slot in slots if slot.attached is None])
-                for service in self._attached.values():
-                    await service.wait_serving(self.stack.ready_timeout_s)
-            except BaseException:
-                # Also when `stop_all` interrupts it: nothing half-started stays.
-                self._stopping = True
-                await self._take_down()
-                raise
+                async with AsyncExitStack() as unless_up:
+                    # Also when `stop_all` interrupts it: nothing half-started stays.
+                    unless_up.push_async_callback(self._abandon)
+                    await self._start_everything()
+                    unless_up.pop_all()
             finally:
                 self._bring_up = None
         self._shared_memory_watch = asyncio.create_task(
@@ -179,6 +171,23 @@ class Supervisor:
             identity.pid, socket, self.nats_url, self._otlp, identity.start_ticks, identity.boot_id
         ).write(self.paths.launcher_file)
 
+    async def _start_everything(self) -> None:
+        """The bus, then all slots of the stack, then those that somebody else started."""
+        self._gpus.require(self.stack, self.stack.generator.replicas)
+        await self._start_bus()
+        slots = slots_of(self.stack)
+        for slot in slots:
+            if slot.attached is not None:
+                self._attached[slot.name] = AttachedService(slot, self._token)
+        await self._start_all([slot for slot in slots if slot.attached is None])
+        for service in self._attached.values():
+            await service.wait_serving(self.stack.ready_timeout_s)
+
+    async def _abandon(self) -> None:
+        """Take down what a start that failed has left; nothing starts any more."""
+        self._stopping = True
+        await self._take_down()
+
     async def _start_all(self, slots: list[Slot]) -> None:
         """Side by side; the first failure stops those of `slots` that were started, and is raised."""
         started = []
@@ -189,15 +198,11 @@ class Supervisor:
             service.start()
             started.append(service)
         waits = [asyncio.create_task(service.ready()) for service in started]
-        try:
-            await asyncio.gather(*waits)
-        except BaseException:
+        async with AsyncExitStack() as unless_ready:
             # One slot failed, or the caller went: no other wait goes on.
-            for wait in waits:
-                wait.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
-            await asyncio.gather(*(service.stop() for service in started))
-            raise
+            unless_ready.push_async_callback(_call_off, waits, started)
+            await asyncio.gather(*waits)
+            unless_ready.pop_all()
 
     async def _scale(self, kind: ServiceKind.ValueType, replicas: int) -> bool:
         running = {name: service for name, service in self._services.items() if service.slot.kind == kind}
@@ -287,6 +292,14 @@ class Supervisor:
 def _replicas(stack: StackConfig, kind: ServiceKind.ValueType) -> int:
     is_generator = kind == ServiceKind.SERVICE_KIND_GENERATOR
     return stack.generator.replicas if is_generator else stack.reward.replicas
+
+
+async def _call_off(waits: Sequence[asyncio.Task[None]], started: Sequence[ServiceProcess]) -> None:
+    """Wait for nothing any more, and stop what was started."""
+    for wait in waits:
+        wait.cancel()
+    await asyncio.gather(*waits, return_exceptions=True)
+    await asyncio.gather(*(service.stop() for service in started))
 
 
 def _failed(service: ServiceProcess) -> bool:

@@ -11,6 +11,7 @@ import asyncio
 import json
 import shutil
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, PortInUse
@@ -43,20 +44,19 @@ class NatsServer:
             process = await ProcessGroup.start(
                 [binary, "--config", str(config)], stdout=output, stderr=output
             )
-        try:
-            url = await asyncio.wait_for(_listening(process, directory, log, port), _START_TIMEOUT_S)
-        except TimeoutError:
-            await process.stop(_STOP_TIMEOUT_S)
-            raise DeadlineExceeded(
-                "nats-server did not open its port",
-                where=str(directory),
-                why=f"no ports file after {_START_TIMEOUT_S:g} s",
-                next_step=f"see {log}",
-            ) from None
-        except BaseException:
+        async with AsyncExitStack() as unless_owned:
             # Also when cancelled: no server is left without an owner.
-            await process.stop(_STOP_TIMEOUT_S)
-            raise
+            unless_owned.push_async_callback(process.stop, _STOP_TIMEOUT_S)
+            try:
+                url = await asyncio.wait_for(_listening(process, directory, log, port), _START_TIMEOUT_S)
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    "nats-server did not open its port",
+                    where=str(directory),
+                    why=f"no ports file after {_START_TIMEOUT_S:g} s",
+                    next_step=f"see {log}",
+                ) from None
+            unless_owned.pop_all()
         return cls(process, url, log)
 
     @property

@@ -9,6 +9,7 @@ cost every call a task and every message of a stream another layer.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -89,12 +90,11 @@ class _TracedMethod:
         )
         note_attempt(span, attempt_of(sent))
         traceparent = (TRACEPARENT, format_traceparent(span.get_span_context()))
-        try:
-            call = self._start(request, metadata=(*sent, traceparent), **options)
-        except BaseException:
+        with ExitStack() as unless_begun:
             # A call that never began has no one else to end its span.
-            span.end()
-            raise
+            unless_begun.callback(span.end)
+            call = self._start(request, metadata=(*sent, traceparent), **options)
+            unless_begun.pop_all()
         call.add_done_callback(partial(_end, span))
         return call
 

@@ -1,7 +1,7 @@
 """The server interceptor: one span a call, with the caller's context current inside the handler.
 
 Invariants: every call runs in a task of its own (grpc.aio), so the context is set once and never reset, which
-keeps streams free of detach errors; a span ends in a `finally` even when the peer cancels or vanishes.
+keeps streams free of detach errors; a span ends even when the peer cancels or vanishes.
 Handlers are coroutines or asynchronous generators.
 """
 
@@ -11,6 +11,7 @@ import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from types import TracebackType
 from typing import Any
 
 import grpc
@@ -74,30 +75,14 @@ def _traced(handler: Any, name: str, metadata: Any) -> grpc.RpcMethodHandler[Any
         )
 
     async def respond(request: Any, context: Any) -> Any:
-        span = _open(name, metadata)
-        failure: BaseException | None = None
-        try:
+        with _CallSpan(name, metadata, context):
             return await behavior(request, context)
-        except BaseException as error:
-            # The span records how the call ended, cancellation included; it is raised again.
-            failure = error
-            raise
-        finally:
-            _end(span, context, failure)
 
     async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-        span = _open(name, metadata)
-        failure: BaseException | None = None
-        try:
+        with _CallSpan(name, metadata, context):
             async with aclosing(behavior(request, context)) as responses:
                 async for response in responses:
                     yield response
-        except BaseException as error:
-            # The span records how the stream ended, cancellation included; it is raised again.
-            failure = error
-            raise
-        finally:
-            _end(span, context, failure)
 
     wrapped = stream if inspect.isasyncgenfunction(behavior) else respond
     return make(
@@ -105,6 +90,22 @@ def _traced(handler: Any, name: str, metadata: Any) -> grpc.RpcMethodHandler[Any
         request_deserializer=handler.request_deserializer,
         response_serializer=handler.response_serializer,
     )
+
+
+class _CallSpan:
+    """The span around one call; it records how the call ended, cancellation included."""
+
+    def __init__(self, name: str, metadata: Any, context: Any) -> None:
+        self._span = _open(name, metadata)
+        self._context = context
+
+    def __enter__(self) -> None:
+        """Nothing: the span is open already."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _end(self._span, self._context, failure)
 
 
 def _open(name: str, metadata: Any) -> Span:

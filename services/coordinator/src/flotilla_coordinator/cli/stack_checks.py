@@ -68,14 +68,14 @@ def _tokenizer(folder: Path) -> Finding:
     if not file.exists():
         remedy = "save a fast tokenizer there: AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
         return failed("tokenizer", f"{file} is not there", remedy)
-    from tokenizers import Tokenizer
+    from flotilla_coordinator.data.tokenizer import Tokenizer
+    from flotilla_core.errors import FlotillaError
 
     try:
-        tokenizer = Tokenizer.from_file(str(file))
-    # The library raises plain Exception for every defect of the file.
-    except Exception as error:  # noqa: BLE001
-        return failed("tokenizer", f"{file}: {error}", "save the tokenizer again")
-    return passed("tokenizer", f"{tokenizer.get_vocab_size()} entries")
+        tokenizer = Tokenizer.load(folder)
+    except FlotillaError as error:
+        return failed("tokenizer", str(error), error.next_step or "save the tokenizer again")
+    return passed("tokenizer", f"{tokenizer.vocabulary_size} entries")
 
 
 def _bind(config: StackConfig) -> Finding:
