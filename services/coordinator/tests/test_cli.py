@@ -194,6 +194,14 @@ def test_a_log_of_quick_steps_is_short_and_says_nothing_twice(capsys: pytest.Cap
     assert len(lines) < 10
 
 
+def test_a_pause_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_pb2.Run(run_id="trial-1", state=run_pb2.RUN_STATE_RUNNING, total_steps=100)
+    with progress(run) as show:
+        for state in (run_pb2.RUN_STATE_PAUSED, run_pb2.RUN_STATE_PAUSED, run_pb2.RUN_STATE_RUNNING):
+            show(run_pb2.RunEvent(run=run_pb2.Run(state=state, phase="paused", total_steps=100)))
+    assert capsys.readouterr().err.splitlines() == ["paused"]
+
+
 def test_failed_run_ends_with_1_and_its_reason(flotilla: Command, serve: Any) -> None:
     serve(RecordedCoordinator(run_pb2.RUN_STATE_FAILED))
     code, out, err = flotilla("run", "watch", "--json")

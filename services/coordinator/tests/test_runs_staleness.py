@@ -20,6 +20,7 @@ from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
+from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs.generation import Generated, GenerationRequest
 from flotilla_coordinator.runs.rollouts import RolloutSource
 from flotilla_coordinator.runs.scoring import Outcome
@@ -127,6 +128,48 @@ def test_no_token_is_trained_later_than_the_bound_allows(
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(train(Path(folder), staleness, steps, turns))
+
+
+async def train_by_changing_bounds(folder: Path, bounds: list[int], turns: list[int]) -> None:
+    """A run whose user sets another bound before each step."""
+    ledger, directory = Ledger.open(folder / "ledger.sqlite"), RunDirectory(folder)
+    await ledger.save_run(RunRecord(RUN, "run", RunState.RUNNING, "", str(folder), time.time()))
+    fleet = Fleet(turns)
+    parts: Any = (Prompts(), SimpleNamespace(decode=str), fleet, Scorer())
+    config = RolloutConfig(prompts_per_step=PROMPTS, samples_per_prompt=SAMPLES, max_staleness=0)
+    rollouts = RolloutSource(RUN, config, len(bounds), *parts, ledger, min_group_samples=1)
+    for step, bound in enumerate(bounds):
+        written = f"rollout: {{max_staleness: {bound}}}\n"
+        change = {"rollout.max_staleness": (config.max_staleness, bound)}
+        directory.write_change(step, written, change)
+        await ledger.update_run(RUN, config_yaml=written)
+        config = config.model_copy(update={"max_staleness": bound})
+        changed: Any = SimpleNamespace(rollout=config, steps=len(bounds))
+        rollouts.reconfigure(changed)
+        before, after = Version(0, step), Version(0, step + 1)
+        rollouts.admit(step, before)
+        batch = await asyncio.wait_for(rollouts.batch(step, before), TIMEOUT_S)
+        assert batch.metrics["staleness/max"] <= max(bounds[: step + 1])
+        ids = [sample.sample_id for sample in batch.samples]
+        await ledger.consumed(RUN, str(after), ids, before, result=after, step=step + 1, cursor=batch.cursor)
+        fleet.live = after
+    await rollouts.close()
+    await ledger.update_run(RUN, state=RunState.SUCCEEDED)
+    ledger.close()
+    verdict = check(folder / "ledger.sqlite", RUN)
+    assert verdict.passed and verdict.trained == len(bounds) * PROMPTS * SAMPLES, str(verdict)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    bounds=st.lists(st.integers(0, 4), min_size=1, max_size=6),
+    turns=st.lists(st.integers(0, 40), min_size=1, max_size=3),
+)
+def test_a_bound_that_changes_costs_no_sample_that_was_admitted_before(
+    bounds: list[int], turns: list[int]
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(train_by_changing_bounds(Path(folder), bounds, turns))
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])

@@ -122,7 +122,7 @@ class _Lines:
         # That it runs shows in its steps, and the end is told by the command, with its reason.
         name = state_name(run)
         if name not in (self._state, "running") and not run.HasField("ended_at"):
-            say(f"{name}: {run.phase}" if run.phase else name)
+            say(name if run.phase in ("", name) else f"{name}: {run.phase}")
         self._state = name
 
 

@@ -87,8 +87,8 @@ class RunContext:
         self.control.over = False
         self._take_configuration()
         if self.control.waits:
-            self.status.set_state(run_pb2.RUN_STATE_PAUSED)
             with self.phase("paused"):
+                self.status.set_state(run_pb2.RUN_STATE_PAUSED)
                 await self.sync.keep_serving(self._pause())
             if not self.stop_requested:
                 self.status.set_state(run_pb2.RUN_STATE_RUNNING)
