@@ -16,6 +16,7 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.runs import loop as loop_module
 from flotilla_coordinator.runs.beginning import Beginning, begin
 from flotilla_coordinator.runs.learners import Learners
 from flotilla_coordinator.runs.progress import Progress
@@ -26,6 +27,7 @@ from flotilla_core.version import Version
 RUN = "run-20260314-0915-7f3a"
 STEPS_DONE = 3
 HERE, ANEW = Version(1, 3), Version(2, 2)
+AFTER_COORDINATOR = Beginning(2, after_coordinator=True)
 LAST, FOLLOWING, LATER = (f"{RUN}/1.{step}" for step in (3, 4, 5))
 
 
@@ -101,7 +103,7 @@ class Run:
 
     async def begin(self) -> None:
         itself: Any = self
-        await begin(itself, Beginning(2, after_coordinator=True))
+        await begin(itself, AFTER_COORDINATOR)
 
     @property
     def attached(self) -> bool:
@@ -205,3 +207,39 @@ async def test_a_policy_is_taken_over_only_with_a_critic_that_stands_beside_it(
     both.session.results[FOLLOWING] = result(FOLLOWING, Version(1, 4))
     await both.begin()
     assert both.attached is attached
+
+
+@pytest.mark.parametrize(("unrecorded", "first"), [(True, "step 3"), (False, "sync")])
+async def test_an_update_that_nobody_recorded_comes_before_everything_also_before_a_stop(
+    monkeypatch: pytest.MonkeyPatch, unrecorded: bool, first: str
+) -> None:
+    done: list[str] = []
+
+    def noting(what: str) -> Any:
+        async def note(_run: Any, step: Any = None) -> None:
+            done.append(f"{what} {step}" if what == "step" else what)
+
+        return note
+
+    for name, what in (("begin", "begin"), ("_train_one_step", "step"), ("_sync", "sync")):
+        monkeypatch.setattr(loop_module, name, noting(what))
+    monkeypatch.setattr(loop_module, "_checkpoint_end", noting("end"))
+
+    async def stopped() -> bool:
+        return False
+
+    run: Any = SimpleNamespace(
+        run_id=RUN,
+        update_unrecorded=unrecorded,
+        owes_evaluation=False,
+        steps_done=STEPS_DONE,
+        step=lambda _: nullcontext(),
+        goes_on=stopped,
+        policy=SimpleNamespace(version=HERE),
+        sync=SimpleNamespace(version=HERE),
+        evaluated=lambda _: True,
+        checkpoints=SimpleNamespace(due=lambda _: False),
+        config=SimpleNamespace(export_final=False),
+    )
+    await loop_module.run_loop(run, AFTER_COORDINATOR)
+    assert done == ["begin", first, "end"]

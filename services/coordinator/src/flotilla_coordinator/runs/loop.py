@@ -19,13 +19,14 @@ async def run_loop(run: RunContext, beginning: Beginning) -> None:
     """Train `run` from where it begins to its last step, or to its stop rule."""
     with telemetry.span(names.RL_LOOP, attributes={names.RUN_ID: run.run_id}):
         await begin(run, beginning)
-        if not run.update_unrecorded:
+        if run.update_unrecorded:
+            await _step(run)
+        else:
             await _sync(run)
             await _make_up(run)
 
         while await run.goes_on():
-            with run.step(run.steps_done):
-                await _train_one_step(run, run.steps_done)
+            await _step(run)
             if _stop_rule_met(run):
                 break
         run.take_no_changes()
@@ -38,6 +39,12 @@ async def run_loop(run: RunContext, beginning: Beginning) -> None:
         if run.config.export_final:
             with run.phase("export"):
                 await run.policy.export(run.directory.model_path)
+
+
+async def _step(run: RunContext) -> None:
+    """The step that comes next, with its span and its metrics."""
+    with run.step(run.steps_done):
+        await _train_one_step(run, run.steps_done)
 
 
 async def _train_one_step(run: RunContext, step: int) -> None:
