@@ -7,7 +7,16 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-NOT_FIGURES = {"run", "table", "processes", "one_rank", "qwen3_shape", "held_back"}
+NOT_FIGURES = {
+    "run",
+    "table",
+    "processes",
+    "one_rank",
+    "qwen3_shape",
+    "held_back",
+    "apply_alone",
+    "weight_sender",
+}
 
 
 def main() -> int:

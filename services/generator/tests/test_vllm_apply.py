@@ -42,8 +42,14 @@ class Workers:
             raise self.answers
         return self.answers
 
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+    @property
+    def engine_core(self) -> Workers:
+        return self
+
+    async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
         self.calls.append(f"pause {mode}")
+
+    pause_generation = pause_scheduler_async
 
     async def resume_generation(self) -> None:
         self.calls.append("resume")
