@@ -235,6 +235,7 @@ async def test_an_update_that_nobody_recorded_comes_before_everything_also_befor
         steps_done=STEPS_DONE,
         step=lambda _: nullcontext(),
         goes_on=stopped,
+        take_no_changes=lambda: None,
         policy=SimpleNamespace(version=HERE),
         sync=SimpleNamespace(version=HERE),
         evaluated=lambda _: True,
