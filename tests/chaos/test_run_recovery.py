@@ -180,6 +180,23 @@ def test_a_run_whose_trainer_is_killed_recovers_by_itself(
         assert after == pytest.approx(before, rel=1e-5)
 
 
+def test_a_run_whose_coordinator_is_killed_goes_on_with_the_trainer_as_it_is(
+    fleet: Stack, run_file: Path, undisturbed: dict[str, Any]
+) -> None:
+    run = fleet.ok("run", "start", str(run_file))
+    for steps in (2, 7):
+        wait_until(f"{steps} steps", lambda steps=steps: steps_of(fleet, run) >= steps, 120)
+        fleet.process("coordinator").kill()
+    wait_until("the coordinator's return", lambda: fleet.flotilla("run", "list").code == 0, 60)
+    finished = ended(fleet, run)
+    assert finished["state"] == "succeeded", finished["reason"]
+    assert finished["policy_version"] == f"0.{STEPS}", "no checkpoint was loaded"
+    judged(fleet, run)
+    assert places_of(run) == places_of(undisturbed)
+    losses, first = ([line["loss"] for line in fleet.metrics(one)] for one in (run, undisturbed))
+    assert losses == pytest.approx(first, rel=1e-5)
+
+
 def test_a_run_goes_on_with_other_ranks_after_everything_was_killed_and_its_newest_checkpoint_damaged(
     fleet: Stack, run_file: Path, undisturbed: dict[str, Any]
 ) -> None:

@@ -1,4 +1,4 @@
-"""A coordinator that is killed in any phase of a step is back in the loop by itself, and its watchers with it."""
+"""A coordinator that is killed in the middle of a step is back in the loop by itself, and its watchers with it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ import yaml
 
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.rundir import RunDirectory
-from flotilla_testing.coordinator_faults import PHASES, signal_inside
+from flotilla_testing.coordinator_faults import signal_inside
 from flotilla_testing.stack import FLOTILLA, Stack, light_stack, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
 WAIT_S = 120.0
+PHASES_HERE = ("train", "evaluate")
+"""All of them, again and again, are met in tests/chaos."""
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +72,7 @@ async def test_a_killed_coordinator_is_back_in_the_loop_and_nothing_is_lost_or_t
             [FLOTILLA, "run", "watch", run["run_id"], "--stack", str(fleet.file)], stdout=log, stderr=log
         )
     wait_until("the first step", lambda: len(fleet.metrics(run)) >= 1, WAIT_S)
-    for phase in PHASES:
+    for phase in PHASES_HERE:
         pid = fleet.process("coordinator").pid
         done = len(fleet.metrics(run))
         await signal_inside(fleet, run["run_id"], phase, signal.SIGKILL)
