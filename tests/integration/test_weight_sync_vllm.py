@@ -47,6 +47,8 @@ TOLERANCE = 1e-4
 BUCKET_BYTES = 1 << 19
 LONG = 1900
 """Tokens of a sample that still decodes, on any machine, when a version that is already staged is committed."""
+CACHED_TOKENS = 400
+"""Of a prompt that fills blocks of vLLM's prefix cache on any device."""
 Tensors = dict[str, torch.Tensor]
 
 SENDER = """
@@ -157,9 +159,11 @@ class Bench:
             tensor_digests=tensor_digests(tensors[spec.name] for spec in manifest.tensors),
         )
 
-    async def commit(self, staged: weights_pb2.WeightDigests) -> Applied:
+    async def commit(
+        self, staged: weights_pb2.WeightDigests, kv_policy: KvPolicy = KvPolicy.RECOMPUTE
+    ) -> Applied:
         version = Version.from_proto(staged.version)
-        return await self.weights.commit(self.run_id, self.epoch, version, KvPolicy.RECOMPUTE, staged)
+        return await self.weights.commit(self.run_id, self.epoch, version, kv_policy, staged)
 
     async def publish(self, tensors: Tensors, sent: Tensors | None = None) -> Applied:
         """A whole sync."""
@@ -175,12 +179,12 @@ class Bench:
         return [random.integers(2, 256, 8 + index % 20).tolist() for index in range(count)]
 
     async def sample(
-        self, prompts: Iterable[list[int]], sampling: Sampling
+        self, prompts: Iterable[list[int]], sampling: Sampling, salt: str | None = None
     ) -> list[tuple[list[int], Sample]]:
         async def one(prompt: list[int]) -> tuple[list[int], Sample]:
             self._names += 1
             name = f"request-{self._names}"
-            request = GenerationRequest(name, prompt, (SampleSlot(name, self._names),), sampling)
+            request = GenerationRequest(name, prompt, (SampleSlot(name, self._names),), sampling, salt)
             (sample,) = [sample async for sample in self.engine.generate(request)]
             return prompt, sample
 
@@ -196,6 +200,11 @@ class Bench:
 
     def in_engine(self) -> int:
         return int(self.engine._llm.output_processor.get_num_unfinished_requests())
+
+    async def wait_paused(self) -> None:
+        async with asyncio.timeout(60):
+            while not await self.engine._llm.is_paused():
+                await asyncio.sleep(0.002)
 
     async def wait_in_engine(self, count: int) -> None:
         async with asyncio.timeout(10):
@@ -271,6 +280,11 @@ def difference(
     return float((ours - torch.tensor(sample.logprobs)).abs()[start:].max())
 
 
+def up_to(end: int, sample: Sample) -> Sample:
+    """Its first tokens."""
+    return replace(sample, token_ids=sample.token_ids[:end], logprobs=sample.logprobs[:end])
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
     folder = tmp_path_factory.mktemp("model")
@@ -304,15 +318,82 @@ async def test_requests_in_flight_survive_a_commit_and_their_spans_are_right(ben
         assert (first.version, second.version) == (before, Version(0, bench.step))
         assert first.start == 0 and first.end == second.start and second.end == LONG
         assert difference(bench.model, prompt, sample, 1.0, start=second.start) < TOLERANCE
-        upto = Sample(**{**vars(sample), "token_ids": sample.token_ids[: first.end]})
-        upto = Sample(**{**vars(upto), "logprobs": sample.logprobs[: first.end]})
-        assert difference(old, prompt, upto, 1.0) < TOLERANCE
+        assert difference(old, prompt, up_to(first.end, sample), 1.0) < TOLERANCE
+
+
+async def test_samples_that_begin_after_a_commit_reuse_no_cache_of_older_weights(bench: Bench) -> None:
+    """Running ones keep theirs, and every token says who wrote it."""
+    await bench.sync(make_model(22))
+    before, old = Version(0, bench.step), bench.model
+    random = np.random.default_rng(0)
+    long_prompts = [random.integers(2, 256, CACHED_TOKENS).tolist() for _ in range(4)]
+    few = Sampling(1.0, 8, ignore_eos=True)
+    for prompt, sample in await bench.sample(long_prompts, few, salt=f"run/{before}"):
+        assert difference(old, prompt, sample, 1.0) < TOLERANCE
+
+    bench.model = make_model(23)
+    staged = await bench.stage(tensors_of(bench.model))
+    decoding = await bench.decoding(2)
+    await bench.commit(staged, KvPolicy.REUSE)
+    after = Version(0, bench.step)
+    for prompt, sample in await bench.sample(long_prompts, few, salt=f"run/{after}"):
+        assert difference(bench.model, prompt, sample, 1.0) < TOLERANCE
+    stale = await bench.sample(long_prompts, few, salt=f"run/{before}")
+    assert max(difference(bench.model, prompt, sample, 1.0) for prompt, sample in stale) > 0.1
+    for prompt, sample in await decoding:
+        first, second = sample.spans
+        assert (first.version, second.version) == (before, after)
+        assert first.start == 0 and first.end == second.start and second.end == LONG
+        assert difference(old, prompt, up_to(first.end, sample), 1.0) < TOLERANCE
+
+
+async def test_between_samples_each_one_ends_as_it_began_and_new_ones_wait_for_the_commit(
+    bench: Bench,
+) -> None:
+    await bench.sync(make_model(24))
+    before, old = Version(0, bench.step), bench.model
+    bench.model = make_model(25)
+    staged = await bench.stage(tensors_of(bench.model))
+    decoding = await bench.decoding(2)
+    committing = asyncio.create_task(bench.commit(staged, KvPolicy.DRAIN))
+    await bench.wait_paused()
+    late = asyncio.create_task(bench.sample(bench.prompts(3), Sampling(1.0, 8, ignore_eos=True)))
+    await committing
+    after = Version(0, bench.step)
+    assert decoding.done()
+    for prompt, sample in await decoding:
+        assert [(span.version, span.start, span.end) for span in sample.spans] == [(before, 0, LONG)]
+        assert difference(old, prompt, sample, 1.0) < TOLERANCE
+    for prompt, sample in await late:
+        assert {span.version for span in sample.spans} == {after}
+        assert difference(bench.model, prompt, sample, 1.0) < TOLERANCE
 
 
 async def test_more_seeded_tokens_than_one_step_can_prefill_are_all_sampled(bench: Bench) -> None:
     drawn = await bench.sample(bench.prompts(700), Sampling(1.0, 4, ignore_eos=True))
     assert sum(len(prompt) for prompt, _ in drawn) > CPU_BATCHED_TOKENS
     assert all(len(sample.token_ids) == 4 for _, sample in drawn)
+
+
+async def test_what_a_step_waits_for_overtakes_the_rollouts_that_wait(bench: Bench) -> None:
+    ended: list[int] = []
+
+    async def one(number: int, prompt: list[int], priority: int) -> None:
+        slot = SampleSlot("s", number)
+        request = GenerationRequest(f"queued-{number}", prompt, (slot,), Sampling(1.0, 1), None, priority)
+        async for _ in bench.engine.generate(request):
+            ended.append(priority)
+
+    await bench.engine.pause(PauseMode.KEEP)
+    prompts = bench.prompts(700)
+    asked = [asyncio.create_task(one(number, prompt, 3)) for number, prompt in enumerate(prompts)]
+    await bench.wait_in_engine(len(prompts))
+    asked.append(asyncio.create_task(one(len(prompts), prompts[0], -1)))
+    await bench.wait_in_engine(len(prompts) + 1)
+    await bench.engine.resume()
+    await asyncio.gather(*asked)
+    assert sum(map(len, prompts)) > CPU_BATCHED_TOKENS
+    assert ended.index(-1) < len(prompts) // 2
 
 
 async def test_a_wrong_tensor_is_named_and_the_old_weights_go_on_serving(bench: Bench) -> None:

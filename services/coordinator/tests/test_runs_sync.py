@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla_coordinator.runs import sync as sync_module
 from flotilla_coordinator.runs.sync import WeightSync
 from flotilla_coordinator.runs.sync_report import SyncReport
+from flotilla_coordinator.runs.weight_epochs import CALL_SLACK_S
 from flotilla_core import rpc
 from flotilla_core.config import WeightSyncConfig
 from flotilla_core.errors import (
@@ -29,6 +31,7 @@ from flotilla_testing.scripted import scripted_trainer
 
 V1, V2 = Version(0, 1), Version(0, 2)
 Failure = FlotillaError | None
+LONGEST_SAMPLE_S = 100.0
 
 
 class Bench:
@@ -36,14 +39,15 @@ class Bench:
 
     version = Version(0, 0)
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self, *names: str, config: WeightSyncConfig | None = None) -> None:
         self.replicas = {name: replica(name) for name in names}
         self.evicted: list[tuple[str, FlotillaError]] = []
         self.verdicts: list[dict[str, FlotillaError]] = []
         self.verified: list[SyncReport] = []
         self.stub = scripted_trainer()
+        callbacks = (self._candidates, self._ready, self._evict, self._verify)
         self.sync = WeightSync(
-            "run", WeightSyncConfig(), "gloo", self, self._candidates, self._ready, self._evict, self._verify
+            "run", config or WeightSyncConfig(), "gloo", self, *callbacks, longest_sample_s=LONGEST_SAMPLE_S
         )
 
     async def _candidates(self) -> list[Any]:
@@ -90,6 +94,34 @@ async def test_a_group_is_kept_over_versions() -> None:
         report = await bench.sync.publish(version)
         assert report.epochs == 1 and {m.name for m in report.members} == {"a", "b"}
     assert bench.epochs == [1] and bench.serving(V2) == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("config", "policy", "drains"),
+    [
+        (WeightSyncConfig(), gen.KV_POLICY_RECOMPUTE, False),
+        (WeightSyncConfig(kv_policy="reuse"), gen.KV_POLICY_REUSE, False),
+        (WeightSyncConfig(kv_policy="drain"), gen.KV_POLICY_DRAIN, True),
+        (WeightSyncConfig(update="between_samples"), gen.KV_POLICY_DRAIN, True),
+        (WeightSyncConfig(update="between_samples", kv_policy="reuse"), gen.KV_POLICY_DRAIN, True),
+    ],
+)
+async def test_a_commit_that_waits_for_running_samples_has_their_time(
+    config: WeightSyncConfig, policy: int, drains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, limits = Bench("a", config=config), []
+    call = rpc.unary
+
+    async def unary(method: Callable[..., Any], request: Any, **options: Any) -> Any:
+        if isinstance(request, gen.CommitWeightsRequest):
+            limits.append(options["timeout_s"])
+        return await call(method, request, **options)
+
+    monkeypatch.setattr(rpc, "unary", unary)
+    await bench.sync.publish(V1)
+    (asked,) = bench.replicas["a"].stub.asked("CommitWeights")
+    assert asked.kv_policy == policy
+    assert limits == [config.timeout_s + CALL_SLACK_S + LONGEST_SAMPLE_S * drains]
 
 
 async def test_the_same_version_again_is_no_new_group() -> None:

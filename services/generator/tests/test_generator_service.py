@@ -36,6 +36,7 @@ from flotilla_core.version import Version
 from flotilla_generator.checkpoint import Checkpoint
 from flotilla_generator.engine.base import Applied, EngineInfo, KvPolicy, WeightsNotLive
 from flotilla_generator.engine.sim.engine import SimEngine
+from flotilla_generator.request import read_request, write_sample
 from flotilla_generator.service import SERVICE_NAME
 from flotilla_generator.servicer import GeneratorServicer
 from flotilla_weights.group import Sender
@@ -237,6 +238,11 @@ async def test_bad_requests_are_refused_by_name(replica, change, message):
         request.MergeFrom(pb.GenerateRequest(**{field: value}))
     with pytest.raises(InvalidRequest, match=message):
         await replica.samples(request)
+
+
+async def test_the_priority_of_a_request_reaches_the_engine(replica):
+    request = read_request(ask(priority=-2), replica.engine.info, None)
+    assert request.priority == -2 and read_request(ask(), replica.engine.info, None).priority == 0
 
 
 async def test_without_a_commit_boot_weights_are_served_but_never_as_a_version(replica):
@@ -469,8 +475,6 @@ async def test_what_is_not_supported_says_so(replica):
 async def test_the_sim_engine_gives_ten_thousand_samples_a_second(replica):
     request_size, requests = 8, 250
     wanted = ask(samples=request_size)
-    from flotilla_generator.request import read_request, write_sample
-
     info = replica.engine.info
     started = time.process_time()
     count = 0

@@ -53,6 +53,7 @@ def read_request(request: pb.GenerateRequest, info: EngineInfo, cache_salt: str 
         ),
         sampling=_sampling(request.sampling, info),
         cache_salt=cache_salt,
+        priority=request.priority,
     )
 
 

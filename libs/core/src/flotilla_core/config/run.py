@@ -87,6 +87,11 @@ class RolloutConfig(ConfigModel):
             )
         return self
 
+    @property
+    def longest_sample_s(self) -> float:
+        """The limit of a group that is admitted as early as it may be."""
+        return self.sample_timeout_s * (1 + self.max_staleness)
+
 
 class RewardTermConfig(ConfigModel):
     """One term of the weighted sum."""
@@ -184,12 +189,21 @@ class WeightSyncConfig(ConfigModel):
     """`auto` takes nccl where trainer and generators have GPUs."""
     bucket_mib: int = Field(default=32, ge=1)
     """Size of one broadcast."""
+    update: Literal["in_flight", "between_samples"] = "in_flight"
+    """Running samples go on under new weights, and say from which token on; or each replica lets them end first, while
+    it begins none."""
     kv_policy: Literal["recompute", "reuse", "drain"] = "recompute"
-    """KV cache of running requests at a commit; `recompute` is exact."""
+    """KV cache of running samples at a commit: computed again (exact), or kept as older weights made it; `drain` is
+    what `update: between_samples` does."""
     timeout_s: float = Field(default=60.0, gt=0)
     """Longest wait for one member in one sync; then it is evicted and the others go on."""
     canary: CanaryConfig = CanaryConfig()
     """The live check."""
+
+    @property
+    def drains(self) -> bool:
+        """Whether running samples end before a commit."""
+        return self.update == "between_samples" or self.kv_policy == "drain"
 
 
 class CheckpointConfig(ConfigModel):

@@ -151,6 +151,7 @@ class Assembly:
             self._evict,
             verify,
             fence,
+            self._config.rollout.longest_sample_s,
         )
 
     @staticmethod

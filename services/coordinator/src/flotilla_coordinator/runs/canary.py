@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flotilla.generator.v1 import generator_pb2 as pb
+from flotilla_coordinator.runs.generation import CANARY
 from flotilla_coordinator.runs.members import Member
 from flotilla_coordinator.runs.policy import PolicyTrainer
 from flotilla_coordinator.runs.together import all_of
@@ -144,6 +145,7 @@ class Canary:
                 temperature=temperature, max_tokens=self._config.tokens, ignore_eos=True
             ),
             min_version=version.to_proto(),
+            priority=CANARY,
         )
         stream = rpc.server_stream(
             member.replica.stub.Generate, request, idle_timeout_s=self._timeout_s, timeout_s=self._timeout_s

@@ -15,7 +15,7 @@ from flotilla.reward.v1 import reward_pb2
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.runs.evaluation import Evaluation
-from flotilla_coordinator.runs.generation import Generation, GenerationRequest
+from flotilla_coordinator.runs.generation import EVALUATION, Generation, GenerationRequest
 from flotilla_coordinator.runs.score_item import score_item
 from flotilla_coordinator.runs.scoring import Outcome, Scorer
 from flotilla_coordinator.runs.together import all_of
@@ -96,7 +96,13 @@ class Evaluator:
         name = f"{self._run_id}/eval/{version}/{prompt.index}"
         sample_ids = tuple(f"{name}/{number}" for number in range(self._samples_per_prompt))
         request = GenerationRequest(
-            prompt.token_ids, sample_ids, self._sampling, version, self._timeout_s, max_attempts=5
+            prompt.token_ids,
+            sample_ids,
+            self._sampling,
+            version,
+            self._timeout_s,
+            max_attempts=5,
+            priority=EVALUATION,
         )
         items: list[reward_pb2.ScoreItem] = []
         async with gate, aclosing(self._generation.samples(request)) as samples:

@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceAsyncStub
 
 
+CANARY = -2
+EVALUATION = -1
+"""Priorities of what a whole step waits for; rollouts have the number of their step, so that older steps come first."""
+
+
 @dataclass(frozen=True)
 class GenerationRequest:
     """A prompt and the slots to fill."""
@@ -40,6 +45,7 @@ class GenerationRequest:
     max_attempts: int
     resume_partial: bool = False
     """Go on after the tokens that a generator wrote before it gave a sample up."""
+    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -146,6 +152,7 @@ class Generation:
                 min_tokens=sampling.min_response_tokens,
             ),
             min_version=request.min_version.to_proto(),
+            priority=request.priority,
         )
         return rpc.server_stream(
             replica.stub.Generate, message, idle_timeout_s=request.timeout_s, timeout_s=request.timeout_s

@@ -113,6 +113,7 @@ class GroupRollout:
                 timeout_s=ticket.limit_s,
                 max_attempts=self._config.max_attempts,
                 resume_partial=self._config.resume_partial,
+                priority=ticket.step,
             )
             scored = await self._generate_and_score(request, ticket.prompt) if request.sample_ids else []
             group = await self._record(ticket, recorded_samples(records), scored)

@@ -49,13 +49,14 @@ class WeightSync:
         evict: Callable[[GeneratorReplica, FlotillaError], None],
         verify: Callable[[SyncReport], Awaitable[dict[str, FlotillaError]]],
         fence: int = 0,
+        longest_sample_s: float = 0.0,
     ) -> None:
         self._run_id = run_id
         self._candidates = candidates
         self._ready = ready
         self._evict = evict
         self._verify = verify
-        self._epochs = WeightEpochs(run_id, config, backend, policy, fence)
+        self._epochs = WeightEpochs(run_id, config, backend, policy, fence, longest_sample_s)
         self._serving = Serving()
         self._joiners = LateJoiners(run_id, self._epochs, self._serving, self._expel, verify)
         self._group: Group | None = None

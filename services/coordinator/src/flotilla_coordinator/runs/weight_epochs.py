@@ -60,12 +60,22 @@ class WeightEpochs:
     """The trainer's groups, one after the other."""
 
     def __init__(
-        self, run_id: str, config: WeightSyncConfig, backend: str, policy: PolicyTrainer, fence: int
+        self,
+        run_id: str,
+        config: WeightSyncConfig,
+        backend: str,
+        policy: PolicyTrainer,
+        fence: int,
+        longest_sample_s: float,
     ) -> None:
         self._run_id = run_id
         self._config = config
         self._backend = BACKENDS[backend]
         self._policy = policy
+        kv_policy = "drain" if config.update == "between_samples" else config.kv_policy
+        self._kv_policy = KV_POLICIES[kv_policy]
+        # A replica that drains commits when its last sample has ended, and those end in time or are given up.
+        self._commit_limit_s = config.timeout_s + (longest_sample_s if kv_policy == "drain" else 0.0)
         # Gangs and generators outlive a beginning of the run, and refuse an epoch that is not newer than their last.
         self._epoch = fence * EPOCHS_PER_BEGINNING
 
@@ -194,10 +204,11 @@ class WeightEpochs:
             request_id=ids.new_request_id(),
             epoch=group.epoch,
             policy_version=staged.version.to_proto(),
-            kv_policy=KV_POLICIES[self._config.kv_policy],
+            kv_policy=self._kv_policy,
             expected=digests,
         )
-        reply = await self._once(member.replica.stub.CommitWeights, request)
+        limit_s = self._commit_limit_s + CALL_SLACK_S
+        reply = await rpc.unary(member.replica.stub.CommitWeights, request, timeout_s=limit_s, attempts=1)
         stall_s = reply.stall.ToNanoseconds() / 1e9
         return HeldWeights(member, staged.version, digests, staged.by_member[member.name], stall_s)
 

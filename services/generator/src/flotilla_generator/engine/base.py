@@ -84,6 +84,8 @@ class GenerationRequest:
     samples: tuple[SampleSlot, ...]
     sampling: Sampling
     cache_salt: str | None = None
+    priority: int = 0
+    """Lower ones come first where samples wait."""
 
 
 @dataclass(frozen=True)

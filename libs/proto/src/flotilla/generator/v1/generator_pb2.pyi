@@ -209,10 +209,13 @@ class GenerateRequest(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     MIN_VERSION_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     request_id: _builtins.str
     """Unique over attempts; Abort names it."""
     attempt: _builtins.int
+    priority: _builtins.int
+    """Where samples wait for their turn, lower ones come first; the order of arrival decides between equal ones."""
     @_builtins.property
     def prompt_token_ids(self) -> _tensor_pb2.Tensor: ...
     @_builtins.property
@@ -233,10 +236,11 @@ class GenerateRequest(_message.Message):
         samples: _abc.Iterable[Global___SampleSlot] | None = ...,
         sampling: Global___SamplingParams | None = ...,
         min_version: _version_pb2.PolicyVersion | None = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["min_version", b"min_version", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "min_version", b"min_version", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "run_id", b"run_id", "samples", b"samples", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "min_version", b"min_version", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "run_id", b"run_id", "samples", b"samples", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -44,14 +44,19 @@ MASK = (1 << 64) - 1
 
 
 class Decoding:
-    """A sample in progress: how long it will be, and who writes from which token on."""
+    """A sample: how long it will be, and who writes from which token on once it has begun."""
 
-    def __init__(self, slot: SampleSlot, length: int, version: Version | None) -> None:
+    def __init__(self, slot: SampleSlot, length: int) -> None:
         self.slot = slot
         self.length = length
-        self.starts: list[tuple[Version | None, int]] = [(version, 0)]
-        self.started = time.monotonic()
+        self.starts: list[tuple[Version | None, int]] = []
+        self.asked = self.started = time.monotonic()
         self.cut = asyncio.Event()
+
+    def begin(self, version: Version | None) -> None:
+        """It decodes from now on."""
+        self.starts.append((version, 0))
+        self.started = time.monotonic()
 
 
 class SimEngine(Engine):
@@ -67,6 +72,10 @@ class SimEngine(Engine):
         self._live: Version | None = None
         self._unpaused = asyncio.Event()
         self._unpaused.set()
+        self._beginning = asyncio.Event()
+        self._beginning.set()
+        """Cleared while running samples end before a pause: the others wait."""
+        self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._receiver: Receiver | None = None
@@ -93,12 +102,12 @@ class SimEngine(Engine):
         return ""
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Sample]:
-        decoding = [Decoding(slot, self._length(slot, request), self._live) for slot in request.samples]
+        decoding = [Decoding(slot, self._length(slot, request)) for slot in request.samples]
         self._requests[request.request_id] = decoding
-        self._idle.clear()
         try:
-            if self._slowest(decoding) == 0 and self._unpaused.is_set():
+            if self._slowest(decoding) == 0 and self._unpaused.is_set() and self._beginning.is_set():
                 for one in decoding:
+                    one.begin(self._live)
                     yield self._finish(one, _rest(one.slot, request))
                 return
             tasks = [asyncio.create_task(self._decode(one, _rest(one.slot, request))) for one in decoding]
@@ -110,8 +119,6 @@ class SimEngine(Engine):
                     task.cancel()
         finally:
             self._requests.pop(request.request_id, None)
-            if not self._requests:
-                self._idle.set()
 
     async def abort(self, request_ids: Sequence[str]) -> int:
         cut = [one for name in request_ids for one in self._requests.get(name, ()) if not one.cut.is_set()]
@@ -124,11 +131,13 @@ class SimEngine(Engine):
         if mode is PauseMode.ABORT:
             await self.abort(list(self._requests))
         elif mode is PauseMode.WAIT:
+            self._beginning.clear()
             self._unpaused.set()
             await self._idle.wait()
             self._unpaused.clear()
 
     async def resume(self) -> None:
+        self._beginning.set()
         self._unpaused.set()
 
     async def worker_stacks(self) -> list[tuple[str, int, str]]:
@@ -153,19 +162,17 @@ class SimEngine(Engine):
 
     async def apply(self, version: Version, kv_policy: KvPolicy) -> Applied:
         started = time.perf_counter()
-        if kv_policy is KvPolicy.DRAIN:
-            await self.pause(PauseMode.WAIT)
-            await self.resume()
+        await self.pause(PauseMode.WAIT if kv_policy is KvPolicy.DRAIN else PauseMode.KEEP)
         if self._latency.commit_s:
-            await self.pause(PauseMode.KEEP)
             await asyncio.sleep(self._latency.commit_s)
-            await self.resume()
         staged = self._inbox.take() if self._inbox is not None else None
         self._weights = dict(staged.tensors(torch.device("cpu"))) if staged is not None else {}
         self._live = version
         for group in self._requests.values():
             for one in group:
-                one.starts.append((version, self._written(one)))
+                if one.starts:
+                    one.starts.append((version, self._written(one)))
+        await self.resume()
         elapsed = time.perf_counter() - started
         return Applied(stall_s=elapsed, apply_s=elapsed, verify_s=0.0)
 
@@ -185,11 +192,20 @@ class SimEngine(Engine):
             raise
 
     async def _decode(self, one: Decoding, sampling: Sampling) -> Sample:
+        if not self._beginning.is_set():
+            await _first_of(self._beginning, one.cut)
+        one.begin(self._live)
+        self._running += 1
+        self._idle.clear()
         try:
             async with asyncio.timeout(self._seconds(one.length)):
                 await one.cut.wait()
         except TimeoutError:
             await self._unpaused.wait()
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
         return self._finish(one, sampling)
 
     def _finish(self, one: Decoding, sampling: Sampling) -> Sample:
@@ -207,14 +223,14 @@ class SimEngine(Engine):
         if reason is FinishReason.STOP and stops:
             token_ids = token_ids.copy()
             token_ids[-1] = stops[0]
-        total = time.monotonic() - one.started
+        total = time.monotonic() - one.asked
         return Sample(
             sample_id=one.slot.sample_id,
             token_ids=token_ids,
             logprobs=self._logprobs[start : start + length],
             finish_reason=reason,
             spans=_spans(one.starts, length),
-            queued_s=0.0,
+            queued_s=one.started - one.asked,
             first_token_s=min(total, self._latency.time_to_first_token_s),
             total_s=total,
         )
@@ -235,12 +251,23 @@ class SimEngine(Engine):
 
     def _written(self, one: Decoding) -> int:
         """Tokens that exist by now."""
+        if not one.starts:
+            return 0
         elapsed = time.monotonic() - one.started - self._latency.time_to_first_token_s
         if elapsed < 0:
             return 0
         if self._latency.seconds_per_token == 0:
             return one.length
         return min(one.length, 1 + int(elapsed / self._latency.seconds_per_token))
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 def _rest(slot: SampleSlot, request: GenerationRequest) -> Sampling:

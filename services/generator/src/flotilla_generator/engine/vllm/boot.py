@@ -66,6 +66,7 @@ def engine_arguments(
         "worker_extension_cls": worker_extension,
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
+        "scheduling_policy": "priority",
         "disable_log_stats": True,
     }
     if torch.cuda.is_available():

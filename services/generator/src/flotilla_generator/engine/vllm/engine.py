@@ -297,7 +297,7 @@ class VllmEngine(Engine):
         first: float | None = None
         logprobs = []
         completion = None
-        async for output in self._llm.generate(prompt, params, running.engine_id):
+        async for output in self._llm.generate(prompt, params, running.engine_id, priority=request.priority):
             first = first or time.monotonic()
             completion = output.outputs[0]
             running.token_ids.extend(completion.token_ids)

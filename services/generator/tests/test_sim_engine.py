@@ -1,0 +1,78 @@
+"""The simulated engine keeps the rules of a commit that a real one keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from flotilla_core.config.stack import GeneratorConfig, SimConfig
+from flotilla_core.version import Version
+from flotilla_generator.checkpoint import Checkpoint
+from flotilla_generator.engine.base import GenerationRequest, KvPolicy, Sample, SampleSlot, Sampling
+from flotilla_generator.engine.sim.engine import SimEngine
+
+V1, V2 = Version(0, 1), Version(0, 2)
+WAIT_S = 10.0
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> SimEngine:
+    """The first token of a sample is there at once, the second never."""
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 64, "max_position_embeddings": 128}))
+    sim = SimConfig(seconds_per_token=1e6)
+    engine = SimEngine(GeneratorConfig(engine="sim", sim=sim), Checkpoint.read(tmp_path))
+    await engine.start()
+    await engine.apply(V1, KvPolicy.RECOMPUTE)
+    return engine
+
+
+def generating(engine: SimEngine, name: str) -> asyncio.Task[list[Sample]]:
+    slots = tuple(SampleSlot(f"{name}/{index}", index) for index in range(3))
+    request = GenerationRequest(name, [1, 2], slots, Sampling(1.0, 40, ignore_eos=True))
+
+    async def samples() -> list[Sample]:
+        async with asyncio.timeout(WAIT_S), aclosing(engine.generate(request)) as stream:
+            return [sample async for sample in stream]
+
+    return asyncio.create_task(samples())
+
+
+async def begun(engine: SimEngine, name: str) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not all(one.starts for one in engine._requests.get(name, ())) or name not in engine._requests:
+            await asyncio.sleep(0)
+
+
+async def test_between_samples_each_one_ends_as_it_began_and_new_ones_wait_for_the_commit(
+    engine: SimEngine,
+) -> None:
+    old = generating(engine, "old")
+    await begun(engine, "old")
+    committing = asyncio.create_task(engine.apply(V2, KvPolicy.DRAIN))
+    await asyncio.sleep(0)
+    new, given_up = generating(engine, "new"), generating(engine, "given up")
+    done, _ = await asyncio.wait({committing, new}, timeout=0.05)
+    assert not done and engine.load().running_samples == 9
+    await engine.abort(["given up"])
+    assert len(await given_up) == 3
+
+    await engine.abort(["old"])
+    assert [[span.version for span in sample.spans] for sample in await old] == [[V1]] * 3
+    await asyncio.wait_for(committing, WAIT_S)
+    await begun(engine, "new")
+    await engine.abort(["new"])
+    assert [[span.version for span in sample.spans] for sample in await new] == [[V2]] * 3
+
+
+async def test_in_flight_a_sample_goes_on_under_the_new_version(engine: SimEngine) -> None:
+    old = generating(engine, "old")
+    await begun(engine, "old")
+    await asyncio.wait_for(engine.apply(V2, KvPolicy.RECOMPUTE), WAIT_S)
+    (one, *_) = engine._requests["old"]
+    assert one.starts == [(V1, 0), (V2, 1)]
+    await engine.abort(["old"])
+    assert [[span.version for span in sample.spans] for sample in await old] == [[V1]] * 3
