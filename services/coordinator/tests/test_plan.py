@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.plan import asynchrony, plan_run, remarks
+from flotilla_coordinator.plan import plan_run, remarks
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.trainer_memory import TrainerMemory
 from flotilla_core.config import RunConfig, StackConfig
@@ -432,32 +432,6 @@ def test_a_clip_narrower_than_the_noise_of_an_engine_is_a_warning(
     assert warned(type="gspo", correction={"proximal": "rollout"})
     assert warned(type="grpo", loss={"type": "gspo"})
     assert not warned(type="grpo")
-
-
-def test_what_runs_ahead_is_counted(run: dict[str, Any], stack: StackConfig) -> None:
-    run["rollout"]["max_staleness"] = 3
-    planned = plan(run, stack)
-    lines = {line.name: line for line in planned.lines}
-    assert "by at most 3 steps" in lines["policy"].explanation and not planned.warnings
-    assert lines["groups under way"].value == "at most 64"  # 4 steps x 16 prompts
-    assert "256 samples" in lines["groups under way"].explanation
-
-
-def test_running_further_ahead_than_the_run_is_long_is_a_warning(
-    run: dict[str, Any], stack: StackConfig
-) -> None:
-    run["rollout"]["max_staleness"] = 64
-    (warning,) = plan(run, stack, steps=10, optimizer={"warmup_updates": 0}).warnings
-    assert "max_staleness = 64 admits all 10 steps at once" in warning
-
-
-def test_more_samples_than_the_host_holds_are_a_warning(
-    run: dict[str, Any], stack: StackConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(asynchrony, "_host_memory", lambda: 1 << 20)
-    run["rollout"]["max_staleness"] = 8
-    (warning,) = plan(run, stack).warnings
-    assert "lower rollout.max_staleness" in warning
 
 
 def test_a_mixture_says_how_often_each_set_is_repeated(

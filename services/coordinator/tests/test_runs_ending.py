@@ -72,6 +72,7 @@ class Context:
     begun: bool = False
     autoscaler: None = None
     steps_done: int = 0
+    pinned: Closing | None = field(default_factory=Closing)
     source: Closing = field(default_factory=Closing)
     sync: Closing = field(default_factory=Closing)
     checkpoints: Closing = field(default_factory=Closing)

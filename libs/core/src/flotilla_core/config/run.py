@@ -147,6 +147,8 @@ class EvaluationConfig(ConfigModel):
     """Answers drawn for each prompt; above 1 `eval/mean@n` and `eval/pass@k` are measured as well."""
     temperature: float = Field(default=0.0, ge=0)
     """0 is greedy, of which more than one answer would all be equal."""
+    pinned: bool = False
+    """Evaluate beside the training that follows: of two generators or more one keeps the version until it is done."""
 
     @model_validator(mode="after")
     def _answers_differ(self) -> EvaluationConfig:

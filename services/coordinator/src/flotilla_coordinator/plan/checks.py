@@ -37,6 +37,13 @@ def config_errors(config: RunConfig) -> list[str]:
             f"stop.accuracy_at_most = {stop.accuracy_at_most} is below "
             f"stop.accuracy_at_least = {stop.accuracy_at_least}: no evaluation can satisfy both"
         )
+    if config.evaluation is not None and config.evaluation.pinned:
+        if config.evaluates_pairs:
+            errors.append(
+                "evaluation.pinned keeps a generator, but held-out pairs are asked of the trainer: leave it out"
+            )
+        if config.loop == "client":
+            errors.append("evaluation.pinned is for the coordinator's loop: with loop: client leave it out")
     functions = [("rewards", term.reward) for term in config.rewards]
     if isinstance(config.algorithm, PolicyConfig):
         functions.append(("algorithm.advantage.type", config.algorithm.advantage.type))
@@ -192,6 +199,12 @@ def fleet_warnings(config: RunConfig, stack: StackConfig) -> list[str]:
     ):
         if stack.generator.replicas == 0 and not stack.generator.attach:
             warnings.append("generator.replicas is 0: the run waits until `flotilla scale generator 1`")
+        generators = stack.generator.replicas + len(stack.generator.attach)
+        if config.evaluation is not None and config.evaluation.pinned and generators < 2:
+            warnings.append(
+                "evaluation.pinned needs a second generator (`flotilla scale generator 2`): until there is one, "
+                "training waits for evaluations"
+            )
         if config.rewards and stack.reward.replicas == 0 and not stack.reward.attach:
             warnings.append("reward.replicas is 0: the run waits until `flotilla scale reward 1`")
     return warnings

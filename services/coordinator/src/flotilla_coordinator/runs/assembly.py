@@ -36,6 +36,7 @@ from flotilla_coordinator.runs.gangs import Gangs
 from flotilla_coordinator.runs.generation import Generation
 from flotilla_coordinator.runs.members import GeneratorReplica
 from flotilla_coordinator.runs.pair_evaluator import PairEvaluator
+from flotilla_coordinator.runs.pinned_evaluation import PinnedEvaluation
 from flotilla_coordinator.runs.policy import PolicyTrainer
 from flotilla_coordinator.runs.rollouts import RolloutSource
 from flotilla_coordinator.runs.same_tokenizer import of_same_tokenizer
@@ -68,6 +69,7 @@ class Assembly:
         self._wait_limit_s = host.stack.ready_timeout_s
         self.client: ClientLoop | None = None
         """Where a client makes the steps of the run."""
+        self._pinned: PinnedEvaluation | None = None
 
     async def build(self, directory: RunDirectory, lineage: int, fence: int) -> RunContext:
         """Wait for the services that the run needs, then wire them."""
@@ -83,6 +85,9 @@ class Assembly:
         sync = self._sync(policy, prompts, tokenizer, fence)
         generation = self._generation(sync)
         scorer = Scorer(self._run_id, config.rewards, self._fleet.rewards, self._wait_limit_s)
+        evaluator = self._evaluator(held_out, tokenizer, policy, generation, scorer)
+        if isinstance(evaluator, Evaluator) and config.evaluation is not None and config.evaluation.pinned:
+            self._pinned = PinnedEvaluation(evaluator, self._fleet.generators.replicas, sync.serves)
         context = RunContext(
             run_id=self._run_id,
             config=config,
@@ -90,7 +95,8 @@ class Assembly:
             learners=learners,
             source=self._source(prompts, tokenizer, generation, scorer),
             sync=sync,
-            evaluator=self._evaluator(held_out, tokenizer, policy, generation, scorer),
+            evaluator=evaluator,
+            pinned=self._pinned,
             checkpoints=RunCheckpoints(
                 self._run_id,
                 config.checkpoint,
@@ -202,7 +208,8 @@ class Assembly:
         async def candidates() -> list[GeneratorReplica]:
             await pool.wait_for(1, self._wait_limit_s, "a generator")
             replicas = sorted(pool.replicas(), key=lambda replica: replica.name)
-            return of_same_tokenizer(replicas, tokenizer, self._host.stack.model, self._evict)
+            fitting = of_same_tokenizer(replicas, tokenizer, self._host.stack.model, self._evict)
+            return fitting if self._pinned is None else self._pinned.spared(fitting)
 
         return candidates
 

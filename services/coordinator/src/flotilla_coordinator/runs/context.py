@@ -28,6 +28,7 @@ from flotilla_coordinator.runs.learned import Learned
 from flotilla_coordinator.runs.learners import Learners
 from flotilla_coordinator.runs.live_settings import described, differences
 from flotilla_coordinator.runs.pair_evaluator import PairEvaluator
+from flotilla_coordinator.runs.pinned_evaluation import PinnedEvaluation
 from flotilla_coordinator.runs.policy import PolicyTrainer
 from flotilla_coordinator.runs.progress import Progress
 from flotilla_coordinator.runs.sample_door import SampleDoor
@@ -60,6 +61,8 @@ class RunContext:
     idle: IdleShares
     door: SampleDoor = field(default_factory=SampleDoor)
     autoscaler: Autoscaler | None = None
+    pinned: PinnedEvaluation | None = None
+    """Where evaluations go on beside the training."""
     begun: bool = False
     """Whether it stands where it was to begin."""
     owes_evaluation: bool = False

@@ -66,11 +66,11 @@ class Evaluator:
         self._samples_per_prompt = samples_per_prompt
         self._timeout_s = timeout_s
 
-    async def evaluate(self, version: Version, step: int) -> Evaluation:
-        """How often `version` answers the held-out prompts right."""
+    async def evaluate(self, version: Version, step: int, on: str = "") -> Evaluation:
+        """How often `version` answers the held-out prompts right, by the instance `on` where one is named."""
         with evaluation_span(self._run_id, version, step):
             gate = asyncio.Semaphore(max(1, CONCURRENT_ANSWERS // self._samples_per_prompt))
-            answered = await all_of(self._answer(prompt, version, gate) for prompt in self._prompts)
+            answered = await all_of(self._answer(prompt, version, gate, on) for prompt in self._prompts)
             items = [item for answers in answered for item in answers]
             outcomes: dict[str, Outcome] = {}
             for start in range(0, len(items), ANSWERS_PER_SCORE_CALL):
@@ -91,7 +91,7 @@ class Evaluator:
             )
 
     async def _answer(
-        self, prompt: Prompt, version: Version, gate: asyncio.Semaphore
+        self, prompt: Prompt, version: Version, gate: asyncio.Semaphore, on: str
     ) -> list[reward_pb2.ScoreItem]:
         name = f"{self._run_id}/eval/{version}/{prompt.index}"
         sample_ids = tuple(f"{name}/{number}" for number in range(self._samples_per_prompt))
@@ -103,6 +103,7 @@ class Evaluator:
             self._timeout_s,
             max_attempts=5,
             priority=EVALUATION,
+            instance_id=on,
         )
         items: list[reward_pb2.ScoreItem] = []
         async with gate, aclosing(self._generation.samples(request)) as samples:

@@ -46,6 +46,8 @@ class GenerationRequest:
     resume_partial: bool = False
     """Go on after the tokens that a generator wrote before it gave a sample up."""
     priority: int = 0
+    instance_id: str = ""
+    """The one replica that may answer; empty takes any."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +121,18 @@ class Generation:
         )
 
     async def _acquire(self, request: GenerationRequest, count: int) -> Replica[GeneratorServiceAsyncStub]:
+        def allowed(replica: Replica[GeneratorServiceAsyncStub]) -> bool:
+            # One that is named keeps its version outside of the weight group, and refuses another one itself.
+            named = request.instance_id
+            return (
+                replica.instance_id == named
+                if named
+                else self._serves(replica.instance_id, request.min_version)
+            )
+
         return await self._pool.acquire(
             self._cost(request, count),
-            allowed=lambda replica: self._serves(replica.instance_id, request.min_version),
+            allowed=allowed,
             timeout_s=self._wait_limit_s,
             what=f"a generator that serves version {request.min_version}",
         )

@@ -33,8 +33,7 @@ async def run_loop(run: RunContext, beginning: Beginning) -> None:
 
         if run.sync.version != run.policy.version:
             await _sync(run)
-        if not run.evaluated(run.policy.version):
-            await _evaluate(run, step=run.steps_done)
+        await _evaluate_end(run)
         await _checkpoint_end(run)
         if run.config.export_final:
             with run.phase("export"):
@@ -65,6 +64,8 @@ async def _train_one_step(run: RunContext, step: int) -> None:
         await _sync(run)
     if evaluation_due:
         await _evaluate(run, step=step + 1)
+    elif run.pinned is not None and run.pinned.ended and not await _take_pinned(run):
+        await _evaluate_now(run, step=step + 1)
     if run.checkpoints.due(step + 1):
         await _checkpoint(run, step + 1)
 
@@ -109,6 +110,32 @@ async def _checkpoint_written(run: RunContext) -> None:
 
 
 async def _evaluate(run: RunContext, step: int) -> None:
+    """Beside the training that follows where a generator can be spared for it; one such evaluation at a time."""
+    await _take_pinned(run)
+    if run.pinned is None or not run.pinned.begin(run.policy.version, step):
+        await _evaluate_now(run, step)
+
+
+async def _evaluate_end(run: RunContext) -> None:
+    """The last version is evaluated, and nothing of an earlier evaluation is left."""
+    await _take_pinned(run)
+    if not run.evaluated(run.policy.version):
+        await _evaluate_now(run, run.steps_done)
+
+
+async def _take_pinned(run: RunContext) -> bool:
+    """Record the evaluation that was begun beside the training, if any; False where its generator was lost."""
+    if run.pinned is None or not run.pinned.begun:
+        return True
+    with run.phase("wait for the last evaluation"):
+        result = await run.pinned.result()
+    if result.evaluation is None:
+        return False
+    run.record_evaluation(result.step, result.version, result.evaluation)
+    return True
+
+
+async def _evaluate_now(run: RunContext, step: int) -> None:
     """Accuracy on held-out prompts or pairs, where the run has any."""
     if run.evaluator is None:
         return

@@ -1,0 +1,59 @@
+"""What a plan says of generation that runs ahead, and of evaluations beside the training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flotilla_coordinator.plan import asynchrony, checks
+from flotilla_core.config import RunConfig, StackConfig
+
+TOKENS_OF_A_STEP = 1000
+
+
+def run(steps: int = 100, **changes: Any) -> RunConfig:
+    description = {
+        "name": "ahead",
+        "steps": steps,
+        "data": {"train": "train.jsonl"},
+        "rewards": [{"reward": "exact"}],
+        "rollout": {"prompts_per_step": 16, "samples_per_prompt": 4, "max_staleness": 3},
+        "optimizer": {"warmup_updates": 0},
+    }
+    return RunConfig.model_validate(description | changes)
+
+
+def warnings(config: RunConfig) -> list[str]:
+    return list(asynchrony.asynchrony_warnings(config, TOKENS_OF_A_STEP))
+
+
+def test_what_runs_ahead_is_counted() -> None:
+    _, value, explanation = asynchrony.policy_line(run())
+    assert value == "max_staleness 3" and "by at most 3 steps" in explanation
+    _, value, explanation = asynchrony.groups_line(run(), TOKENS_OF_A_STEP)
+    assert value == "at most 64" and "256 samples" in explanation  # 4 steps x 16 prompts x 4 samples
+    assert not warnings(run())
+
+
+def test_running_further_ahead_than_the_run_is_long_is_a_warning() -> None:
+    (warning,) = warnings(run(steps=3))
+    assert "max_staleness = 3 admits all 3 steps at once" in warning
+    _, value, _ = asynchrony.groups_line(run(steps=3), TOKENS_OF_A_STEP)
+    assert value == "at most 48"
+
+
+def test_more_samples_than_the_host_holds_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asynchrony, "_host_memory", lambda: 1 << 20)
+    (warning,) = warnings(run())
+    assert "lower rollout.max_staleness" in warning
+
+
+def test_an_evaluation_beside_the_training_needs_a_second_generator() -> None:
+    pinned = {"evaluation": {"data": "heldout.jsonl", "pinned": True}}
+    (warning,) = checks.fleet_warnings(run(**pinned), StackConfig())
+    assert "flotilla scale generator 2" in warning
+    two = StackConfig.model_validate({"generator": {"replicas": 2}})
+    assert not checks.fleet_warnings(run(**pinned), two) and not checks.config_errors(run(**pinned))
+    (error,) = checks.config_errors(run(**pinned, loop="client"))
+    assert "with loop: client leave it out" in error
