@@ -35,6 +35,7 @@ from flotilla_generator.engine.base import (
 from flotilla_generator.engine.vllm.boot import CPU_BATCHED_TOKENS
 from flotilla_generator.engine.vllm.engine import VllmEngine
 from flotilla_generator.weights import Phase, WeightSession
+from flotilla_testing.unrelated_models import difference, make_model
 from flotilla_trainer.rank.lora import Adapters
 from flotilla_trainer.rank.lora_settings import LoraSettings
 from flotilla_weights.digest import tensor_digests
@@ -43,6 +44,7 @@ from flotilla_weights.manifest import Manifest
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
+SENDER = Path(__file__).with_name("dying_sender.py")
 TOLERANCE = 1e-4
 BUCKET_BYTES = 1 << 19
 LONG = 1900
@@ -50,52 +52,6 @@ LONG = 1900
 CACHED_TOKENS = 400
 """Of a prompt that fills blocks of vLLM's prefix cache on any device."""
 Tensors = dict[str, torch.Tensor]
-
-SENDER = """
-import sys, threading
-from flotilla_weights.group import Sender
-from flotilla_weights.manifest import Manifest
-from safetensors.torch import load_file
-
-weights = load_file(sys.argv[1])
-manifest = Manifest.from_named(((n, t.dtype, t.shape) for n, t in weights.items()), int(sys.argv[2]))
-sender = Sender.listen("127.0.0.1", int(sys.argv[3]), 2, "gloo", 60.0)
-print(sender.port, flush=True)
-sender.connect(manifest)
-
-def tensors():
-    for index, spec in enumerate(manifest.tensors):
-        if index == len(manifest.tensors) // 2:
-            print("halfway", flush=True)
-            threading.Event().wait()
-        yield spec.name, weights[spec.name]
-
-sender.publish(manifest, tensors())
-"""
-
-
-def make_model(seed: int) -> torch.nn.Module:
-    """A tied Qwen3 in which any stale tensor shows at once: every seed is unrelated to the others."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        eos_token_id=1,
-    )
-    model = Qwen3ForCausalLM(config).eval()
-    random = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.08 + ("norm" in name))
-    return model
 
 
 def tensors_of(model: torch.nn.Module) -> Tensors:
@@ -269,17 +225,6 @@ class AdaptedPolicy:
         return self._base_digests + tensor_digests(ours[spec.name] for spec in small.tensors)
 
 
-@torch.no_grad()
-def difference(
-    model: torch.nn.Module, prompt: list[int], sample: Sample, temperature: float, start: int = 0
-) -> float:
-    """Largest difference of logprobs from token `start` on."""
-    ids = torch.tensor([prompt + sample.token_ids.tolist()])
-    logprobs = torch.log_softmax(model(ids).logits[0].double() / (temperature or 1.0), -1)
-    ours = logprobs[len(prompt) - 1 : -1].gather(1, torch.tensor(sample.token_ids).long()[:, None])[:, 0]
-    return float((ours - torch.tensor(sample.logprobs)).abs()[start:].max())
-
-
 def up_to(end: int, sample: Sample) -> Sample:
     """Its first tokens."""
     return replace(sample, token_ids=sample.token_ids[:end], logprobs=sample.logprobs[:end])
@@ -435,7 +380,7 @@ async def test_a_stale_tied_head_is_named_and_serves_nobody_until_the_next_sync(
 async def test_a_sender_killed_mid_broadcast_leaves_vllm_serving_and_a_retry_works(bench: Bench) -> None:
     bench.epoch += 1
     checkpoint = str(bench.folder / "model.safetensors")
-    command = [sys.executable, "-c", SENDER, checkpoint, str(BUCKET_BYTES), str(bench.epoch)]
+    command = [sys.executable, SENDER, checkpoint, str(BUCKET_BYTES), str(bench.epoch)]
     sender = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )

@@ -202,11 +202,6 @@ class WeightSyncConfig(ConfigModel):
     canary: CanaryConfig = CanaryConfig()
     """The live check."""
 
-    @property
-    def drains(self) -> bool:
-        """Whether running samples end before a commit."""
-        return self.update == "between_samples" or self.kv_policy == "drain"
-
 
 class CheckpointConfig(ConfigModel):
     """Sealed states of the run that it, or a later one, goes on from."""
