@@ -230,3 +230,10 @@ class RunContext:
         self.metrics.update(evaluation.metrics)
         self.directory.write_evaluation(step, str(version), evaluation.accuracy, evaluation.metrics)
         self.status.evaluated(step, evaluation)
+
+    def evaluation_lost(self, step: int) -> None:
+        """One that was begun beside the training has no result; whoever noticed evaluates the version of now."""
+        text = (
+            f"the evaluation after {step} steps lost its generator; a newer version is evaluated in its place"
+        )
+        self.status.notice(run_pb2.NOTICE_LEVEL_WARNING, text)

@@ -130,6 +130,7 @@ async def _take_pinned(run: RunContext) -> bool:
     with run.phase("wait for the last evaluation"):
         result = await run.pinned.result()
     if result.evaluation is None:
+        run.evaluation_lost(result.step)
         return False
     run.record_evaluation(result.step, result.version, result.evaluation)
     return True
