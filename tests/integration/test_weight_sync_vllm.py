@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import load_file
+from weight_bench import LONG, Bench
 
 from flotilla.common.v1 import weights_pb2
 from flotilla_core.config.stack import GeneratorConfig
@@ -23,7 +24,6 @@ from flotilla_core.errors import WeightGroupFailed, WeightsMismatch
 from flotilla_core.version import Version
 from flotilla_generator.checkpoint import Checkpoint
 from flotilla_generator.engine.base import (
-    Applied,
     FinishReason,
     GenerationRequest,
     KvPolicy,
@@ -34,8 +34,16 @@ from flotilla_generator.engine.base import (
 )
 from flotilla_generator.engine.vllm.boot import CPU_BATCHED_TOKENS
 from flotilla_generator.engine.vllm.engine import VllmEngine
-from flotilla_generator.weights import Phase, WeightSession
-from flotilla_testing.unrelated_models import difference, make_model
+from flotilla_generator.weights import Phase
+from flotilla_testing.unrelated_models import (
+    BUCKET_BYTES,
+    Tensors,
+    difference,
+    first_tokens,
+    make_model,
+    manifest_of,
+    tensors_of,
+)
 from flotilla_trainer.rank.lora import Adapters
 from flotilla_trainer.rank.lora_settings import LoraSettings
 from flotilla_weights.digest import tensor_digests
@@ -46,132 +54,8 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)
 
 SENDER = Path(__file__).with_name("dying_sender.py")
 TOLERANCE = 1e-4
-BUCKET_BYTES = 1 << 19
-LONG = 1900
-"""Tokens of a sample that still decodes, on any machine, when a version that is already staged is committed."""
 CACHED_TOKENS = 400
 """Of a prompt that fills blocks of vLLM's prefix cache on any device."""
-Tensors = dict[str, torch.Tensor]
-
-
-def tensors_of(model: torch.nn.Module) -> Tensors:
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-def manifest_of(tensors: Tensors) -> Manifest:
-    return Manifest.from_named(((n, t.dtype, t.shape) for n, t in tensors.items()), BUCKET_BYTES)
-
-
-class Bench:
-    """One vLLM for all tests of this module, and the trainer's end of each sync."""
-
-    def __init__(self, engine: VllmEngine, folder: Path) -> None:
-        self.engine = engine
-        self.folder = folder
-        self.weights = WeightSession(engine)
-        self.run_id = "run"
-        self.epoch = 0
-        self.step = 0
-        self.model = make_model(0)
-        self._names = 0
-
-    async def join(self, manifest: Manifest) -> Sender:
-        self.epoch += 1
-        sender = Sender.listen("127.0.0.1", self.epoch, 2, "gloo", 20.0)
-        connecting = asyncio.create_task(asyncio.to_thread(sender.connect, manifest))
-        try:
-            await self.weights.join(self.run_id, self.group(sender.port), 1, manifest)
-        except WeightsMismatch:
-            sender.abort()
-            await asyncio.wait([connecting])
-            connecting.exception()
-            raise
-        await connecting
-        return sender
-
-    def group(self, port: int) -> weights_pb2.WeightGroup:
-        group = weights_pb2.WeightGroup(
-            epoch=self.epoch, backend=1, host="127.0.0.1", port=port, world_size=2, sender_ranks=[0]
-        )
-        group.timeout.FromSeconds(20)
-        return group
-
-    async def stage(self, tensors: Tensors, sent: Tensors | None = None) -> weights_pb2.WeightDigests:
-        """Send the next version; `sent` are the bytes on the wire where they differ from what the digests are of."""
-        sender = await self.join(manifest := manifest_of(tensors))
-        self.step += 1
-        version = Version(0, self.step)
-        wire = [(spec.name, (sent or tensors)[spec.name]) for spec in manifest.tensors]
-        try:
-            await asyncio.gather(
-                asyncio.to_thread(sender.publish, manifest, wire),
-                self.weights.stage(self.run_id, self.epoch, version),
-            )
-        finally:
-            sender.close()
-        return weights_pb2.WeightDigests(
-            version=version.to_proto(),
-            manifest_digest=manifest.digest,
-            tensor_digests=tensor_digests(tensors[spec.name] for spec in manifest.tensors),
-        )
-
-    async def commit(
-        self, staged: weights_pb2.WeightDigests, kv_policy: KvPolicy = KvPolicy.RECOMPUTE
-    ) -> Applied:
-        version = Version.from_proto(staged.version)
-        return await self.weights.commit(self.run_id, self.epoch, version, kv_policy, staged)
-
-    async def publish(self, tensors: Tensors, sent: Tensors | None = None) -> Applied:
-        """A whole sync."""
-        return await self.commit(await self.stage(tensors, sent))
-
-    async def sync(self, model: torch.nn.Module) -> Applied:
-        applied = await self.publish(tensors_of(model))
-        self.model = model
-        return applied
-
-    def prompts(self, count: int) -> list[list[int]]:
-        random = np.random.default_rng(count)
-        return [random.integers(2, 256, 8 + index % 20).tolist() for index in range(count)]
-
-    async def sample(
-        self, prompts: Iterable[list[int]], sampling: Sampling, salt: str | None = None
-    ) -> list[tuple[list[int], Sample]]:
-        async def one(prompt: list[int]) -> tuple[list[int], Sample]:
-            self._names += 1
-            name = f"request-{self._names}"
-            request = GenerationRequest(name, prompt, (SampleSlot(name, self._names),), sampling, salt)
-            (sample,) = [sample async for sample in self.engine.generate(request)]
-            return prompt, sample
-
-        return list(await asyncio.gather(*map(one, prompts)))
-
-    async def decoding(self, count: int) -> asyncio.Task[list[tuple[list[int], Sample]]]:
-        """Start long samples and wait until each has tokens: a request that came after them has ended."""
-        task = asyncio.create_task(self.sample(self.prompts(count), Sampling(1.0, LONG, ignore_eos=True)))
-        await asyncio.sleep(0)
-        await self.sample(self.prompts(1), Sampling(1.0, 1, ignore_eos=True))
-        assert not task.done()
-        return task
-
-    def in_engine(self) -> int:
-        return int(self.engine._llm.output_processor.get_num_unfinished_requests())
-
-    async def wait_paused(self) -> None:
-        async with asyncio.timeout(60):
-            while not await self.engine._llm.is_paused():
-                await asyncio.sleep(0.002)
-
-    async def wait_in_engine(self, count: int) -> None:
-        async with asyncio.timeout(10):
-            while self.in_engine() != count:
-                await asyncio.sleep(0.002)
-
-    async def worst_difference(self, temperature: float) -> float:
-        """Between vLLM's logprobs and the current model's, over 64 prompts of 16 sampled tokens."""
-        sampling = Sampling(temperature, 16, ignore_eos=True)
-        drawn = await self.sample(self.prompts(64), sampling)
-        return max(difference(self.model, prompt, sample, temperature) for prompt, sample in drawn)
 
 
 class AdaptedPolicy:
@@ -225,23 +109,16 @@ class AdaptedPolicy:
         return self._base_digests + tensor_digests(ours[spec.name] for spec in small.tensors)
 
 
-def up_to(end: int, sample: Sample) -> Sample:
-    """Its first tokens."""
-    return replace(sample, token_ids=sample.token_ids[:end], logprobs=sample.logprobs[:end])
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
     folder = tmp_path_factory.mktemp("model")
     make_model(0).save_pretrained(folder)
-    sys.path.insert(0, str(Path(__file__).parent))
     config = GeneratorConfig(kv_cache_gib=0.25, max_model_tokens=2048)
     engine = VllmEngine(config, Checkpoint.read(folder), "faulty_worker.FaultyWorker")
     await engine.start()
     try:
         yield Bench(engine, folder)
     finally:
-        sys.path.remove(str(Path(__file__).parent))
         await engine.stop()
 
 
@@ -263,7 +140,7 @@ async def test_requests_in_flight_survive_a_commit_and_their_spans_are_right(ben
         assert (first.version, second.version) == (before, Version(0, bench.step))
         assert first.start == 0 and first.end == second.start and second.end == LONG
         assert difference(bench.model, prompt, sample, 1.0, start=second.start) < TOLERANCE
-        assert difference(old, prompt, up_to(first.end, sample), 1.0) < TOLERANCE
+        assert difference(old, prompt, first_tokens(first.end, sample), 1.0) < TOLERANCE
 
 
 async def test_samples_that_begin_after_a_commit_reuse_no_cache_of_older_weights(bench: Bench) -> None:
@@ -289,7 +166,7 @@ async def test_samples_that_begin_after_a_commit_reuse_no_cache_of_older_weights
         first, second = sample.spans
         assert (first.version, second.version) == (before, after)
         assert first.start == 0 and first.end == second.start and second.end == LONG
-        assert difference(old, prompt, up_to(first.end, sample), 1.0) < TOLERANCE
+        assert difference(old, prompt, first_tokens(first.end, sample), 1.0) < TOLERANCE
 
 
 async def test_between_samples_each_one_ends_as_it_began_and_new_ones_wait_for_the_commit(

@@ -5,11 +5,17 @@ Invariant: the same seed makes the same weights, and any tensor that another see
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from flotilla_weights.manifest import Manifest
+
+BUCKET_BYTES = 1 << 19
+Tensors = dict[str, torch.Tensor]
 
 
 class Sampled(Protocol):
@@ -47,6 +53,21 @@ def make_model(seed: int) -> Any:
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.08 + ("norm" in name))
     return model
+
+
+def tensors_of(model: torch.nn.Module) -> Tensors:
+    """Its weights by name, without gradients."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def manifest_of(tensors: Tensors) -> Manifest:
+    """What a sender of these announces."""
+    return Manifest.from_named(((n, t.dtype, t.shape) for n, t in tensors.items()), BUCKET_BYTES)
+
+
+def first_tokens(end: int, sample: Any) -> Any:
+    """The sample up to a token."""
+    return replace(sample, token_ids=sample.token_ids[:end], logprobs=sample.logprobs[:end])
 
 
 @torch.no_grad()
