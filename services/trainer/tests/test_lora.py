@@ -130,6 +130,20 @@ def test_a_base_in_bfloat16_is_kept_in_it_and_its_adapters_in_float32(folder: Pa
         assert bool(parameter.grad.isfinite().all()) and float(parameter.grad.abs().max()) > 0
 
 
+def test_bases_that_differ_in_one_number_anywhere_are_told_apart(folder: Path, tmp_path: Path) -> None:
+    model = ShardedModel(folder, torch.bfloat16, RankMesh.form("cpu"), CPU, frozen=True)
+    model.load(folder)
+    first = model.base
+    other = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        other.model.layers[1].mlp.down_proj.weight[-1, -1] += 1e-6
+    other.save_pretrained(tmp_path)
+    model.load(tmp_path)
+    assert model.base not in (0, first)
+    model.load(folder)
+    assert model.base == first
+
+
 def test_the_first_a_is_the_seed_s_and_its_layer_s_alone(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
 

@@ -23,6 +23,7 @@ from flotilla_trainer.packing import Layout, MicroBatch, Sequences, pack
 from flotilla_trainer.rank import compiled_layers
 from flotilla_trainer.rank.checkpoint import RankCheckpoints
 from flotilla_trainer.rank.compiler_watch import CompilerWatch
+from flotilla_trainer.rank.frozen_copy import FrozenCopy
 from flotilla_trainer.rank.lane_probe import check_lane
 from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.objective import Objective
@@ -30,6 +31,7 @@ from flotilla_trainer.rank.objective_settings import ObjectiveSettings
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
 from flotilla_trainer.rank.policy_model import PolicyModel
 from flotilla_trainer.rank.rank_objective import rank_objective
+from flotilla_trainer.rank.reference_distribution import ReferenceDistribution
 from flotilla_trainer.rank.reward_model import RewardModel
 from flotilla_trainer.rank.scoring import score
 from flotilla_trainer.rank.settings import SessionSettings
@@ -62,6 +64,7 @@ OBJECTIVES = {
     "kimi": ObjectiveSettings("kimi", {"tau": 0.1}, kl_estimator="abs"),
     "value": ObjectiveSettings("value", {"clip": 0.5}),
     "reward": ObjectiveSettings("reward"),
+    "full": ObjectiveSettings("ppo", CLIP | {"dual_clip": None}, kl_estimator="full", keeps_reference=True),
 }
 
 
@@ -97,6 +100,7 @@ FOUR = [
     Case(1, 4, model="gpt2", objective="sft"),
     Case(2, 4, packed=True, objective="value"),
     Case(2, 2, packed=True, objective="reward"),
+    Case(2, 2, packed=True, recompute=True, objective="full"),
 ]
 TWO = [
     Case(),
@@ -202,12 +206,23 @@ def outcomes(folder: Path, cases: list[Case]) -> dict[Case, dict[str, Any]]:
     models: dict[Any, ShardedModel] = {}
     found = {}
     for case in cases:
-        head = HEADS.get(case.objective, PolicyModel)
-        arrangement = case.model, head, case.replicate, case.sequence_parallel
+        head, moves = HEADS.get(case.objective, PolicyModel), case.objective == "full"
+        arrangement = case.model, head, moves, case.replicate, case.sequence_parallel
         if arrangement not in models:
             models[arrangement] = loaded(folder, case)
         found[case] = outcome(models[arrangement], case)
     return found
+
+
+def moved_reference(model: ShardedModel, objective: ObjectiveSettings) -> ReferenceDistribution | None:
+    """The model as it is becomes the reference, where one is asked for, and the policy goes a step away from it."""
+    if not objective.keeps_reference:
+        return None
+    reference = ReferenceDistribution(model, FrozenCopy(model))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local(parameter).mul_(1.1)
+    return reference
 
 
 def outcome(model: ShardedModel, case: Case) -> dict[str, Any]:
@@ -223,7 +238,8 @@ def outcome(model: ShardedModel, case: Case) -> dict[str, Any]:
     scores = ask(asked, model, line)
     settings = session(OBJECTIVES[case.objective])
     optimizer = PolicyOptimizer(model, settings)
-    update = Update(model, settings, rank_objective(settings.objective), line)
+    objective = rank_objective(settings.objective, moved_reference(model, settings.objective))
+    update = Update(model, settings, objective, line)
     update.accumulate(command(per_lane[lane]), backward=True)
     gradients = {name: gathered(p.grad).numpy().copy() for name, p in model.causal_lm.named_parameters()}
     metrics, (squared_norm,) = update.reduced(optimizer.squared_norm())

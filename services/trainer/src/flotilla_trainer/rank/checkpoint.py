@@ -86,7 +86,7 @@ class RankCheckpoints:
         for name, parameter in self._model.trainable().items():
             self._link.progress(f"copying {name}")
             steps[name] = optimizer.steps(parameter)
-            if self._model.frozen and self._rank != 0:
+            if not self._writes_pieces:
                 continue
             first, _ = self._rows(parameter)
             for kind, tensor in {PARAMETER: parameter, **optimizer.moments(parameter)}.items():
@@ -95,6 +95,11 @@ class RankCheckpoints:
         adapters = self._model.adapters
         whole = AdapterFolder(adapters, source) if adapters else WholeModel(source, self._model, self._link)
         return _Snapshot(pieces, steps, whole)
+
+    @property
+    def _writes_pieces(self) -> bool:
+        """Whether no other rank holds the same numbers for the same file: adapters are whole on all of them."""
+        return self._rank == 0 if self._model.frozen else self._mesh.counts_shard
 
     def _write(self, folder: Path, taken: _Snapshot, report: Frame) -> None:
         try:

@@ -26,7 +26,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from flotilla_core.errors import FailedPrecondition, FlotillaError, Mismatch
 from flotilla_trainer.rank.compiled_layers import CompiledLayers
-from flotilla_trainer.rank.frozen_base import fingerprint
+from flotilla_trainer.rank.frozen_base import BaseDigest
 from flotilla_trainer.rank.lora import Adapters
 from flotilla_trainer.rank.lora_settings import LoraSettings
 from flotilla_trainer.rank.mesh import RankMesh
@@ -59,7 +59,7 @@ class ShardedModel:
         self.dtype = dtype
         self.frozen = frozen
         self.base = 0
-        """Fingerprint of the weights, where they are frozen."""
+        """Digest of the weights, where they are frozen."""
         self.adapters: Adapters | None = None
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
@@ -117,10 +117,7 @@ class ShardedModel:
             except FlotillaError as error:
                 failure = error
         self.agree(failure)
-        if self.frozen:
-            number = torch.tensor(fingerprint(source) if source else 0, device=self.device)
-            dist.broadcast(number, 0)
-            self.base = int(number)
+        base = BaseDigest()
         with torch.no_grad():
             for name, parameter in self.causal_lm.named_parameters():
                 # Rank 0 has the numbers; the others give a place of the same shape for theirs.
@@ -129,11 +126,17 @@ class ShardedModel:
                     if source
                     else torch.empty(parameter.shape, device=self.device)
                 )
+                if self.frozen and source:
+                    base.add(whole)
                 parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
             for name, buffer in self.causal_lm.named_buffers():
                 if source:
                     buffer.copy_(source[name])
                 dist.broadcast(buffer, 0)
+        if self.frozen:
+            number = torch.tensor(base.number, device=self.device)
+            dist.broadcast(number, 0)
+            self.base = int(number)
 
     def agree(self, failure: FlotillaError | None) -> None:
         """All ranks go on, or none does."""
