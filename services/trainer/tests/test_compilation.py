@@ -1,4 +1,4 @@
-"""A rank whose layers cannot be compiled says why and trains as it is."""
+"""Layers are compiled when the model is loaded; a rank whose layers cannot be says why and trains as it is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch._inductor.config as inductor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from flotilla_trainer.rank import compiled_layers
-from flotilla_trainer.rank.compilation import Compilation
+from flotilla_trainer.rank.compilation import Compilation, _one_pass
 from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.sharded_model import ShardedModel
 
@@ -39,6 +39,30 @@ def loaded(folder: Path) -> ShardedModel:
 
 def nothing(phase: str) -> None:
     """Nobody asks how far this rank is."""
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_an_update_finds_all_compiled_that_it_needs(
+    folder: Path, on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    # Traced and differentiated as for any compiler, without the minutes that one takes.
+    monkeypatch.setattr(compiled_layers, "BACKEND", "aot_eager")
+    monkeypatch.setattr("flotilla_trainer.rank.compilation.compiler_refusal", lambda device: "")
+
+    def costs() -> tuple[bool, str, dict[str, float], dict[str, float]]:
+        model = loaded(folder)
+        compilation = Compilation("on", CPU, nothing)
+        fit = compilation.begin(model, packed=packed)
+        at_load = compilation.metrics()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        for lengths in ((11, 7, 30, 2), (3, 5)):
+            _one_pass(model, lengths, packed)
+        return fit, compilation.refusal, at_load, compilation.metrics()
+
+    ((fit, refusal, at_load, later),) = on_ranks(1, costs)
+    assert fit and not refusal
+    assert at_load["compilations"] > 0
+    assert later == {}
 
 
 def test_without_a_compiler_the_reason_is_told_and_layers_run_as_they_are(

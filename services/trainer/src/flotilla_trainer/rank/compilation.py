@@ -19,8 +19,8 @@ from flotilla_trainer.rank.packed_row import PackedRow
 from flotilla_trainer.rank.sharded_model import ShardedModel
 from flotilla_trainer.rank.value_model import ValueModel
 
-LENGTHS = (37, 29)
-"""Of the sequences that are compiled with; no number in them means anything."""
+ROWS = ((37, 29), (41, 23, 5))
+"""Lengths of the sequences to compile with; only a second row tells the compiler which sizes are no constants."""
 
 
 class Compilation:
@@ -41,7 +41,8 @@ class Compilation:
             return True
         model.compiled_layers.on = True
         try:
-            _one_pass(model, packed)
+            for lengths in ROWS:
+                _one_pass(model, lengths, packed)
         except TorchDynamoException as error:
             self.refusal = reason_of(error)
             return False
@@ -62,12 +63,12 @@ class Compilation:
         return not self.refusal
 
 
-def _one_pass(model: ShardedModel, packed: bool) -> None:
+def _one_pass(model: ShardedModel, lengths: tuple[int, ...], packed: bool) -> None:
     """Forward without and with gradient, and backward where something learns."""
-    row = PackedRow.of(LENGTHS, model.device) if packed else None
-    rows = 1 if packed else 2
-    tokens = torch.zeros(rows, sum(LENGTHS), dtype=torch.long, device=model.device)
-    positions = torch.arange(sum(LENGTHS), device=model.device)
+    row = PackedRow.of(lengths, model.device) if packed else None
+    rows = 1 if packed else len(lengths)
+    tokens = torch.zeros(rows, sum(lengths), dtype=torch.long, device=model.device)
+    positions = torch.arange(sum(lengths), device=model.device)
     for with_gradient in (False, True):
         with torch.set_grad_enabled(with_gradient):
             if isinstance(model.policy, ValueModel):
