@@ -51,7 +51,10 @@ def one_in_ten(syncs: int, seed: int) -> dict[int, str]:
 async def watch_syncs(
     stack: Stack, syncs: int, limit_s: float, kills: Mapping[int, str] | None = None
 ) -> Seen:
-    """Follow the run that goes on until its policy is `syncs` versions old; kill a receiver in the syncs named."""
+    """Follow the run that goes on until its policy is `syncs` versions old and every kill was done.
+
+    A receiver dies in each of the syncs named, or in the first one after it that has another receiver left.
+    """
     due, draw, seen = dict(kills or {}), random.Random(syncs), Seen()
     async with asyncio.timeout(limit_s), connect(address(stack, "coordinator")) as channel:
         stub = CoordinatorServiceStub(channel)
@@ -59,13 +62,13 @@ async def watch_syncs(
             shown = await unary(stub.ShowWeights, pb.ShowWeightsRequest(), timeout_s=10)
             seen.look(list(shown.generators))
             step = shown.policy_version.step
-            if step >= syncs:
+            if step >= syncs and not due:
                 return seen
-            phases = [due.pop(sync) for sync in sorted(due) if sync <= step + 1]
-            if phases and shown.generators:
-                victim = draw.choice([one.name for one in shown.generators])
-                await kill_inside(stack, victim, phases[0])
-                seen.kills.append(f"{victim} in {phases[0]}")
+            overdue = [sync for sync in sorted(due) if sync <= step + 1]
+            if overdue and len(shown.generators) > 1:
+                victim, phase = draw.choice([one.name for one in shown.generators]), due.pop(overdue[0])
+                await kill_inside(stack, victim, phase)
+                seen.kills.append(f"{victim} in {phase}")
             await asyncio.sleep(LOOK_EVERY_S)
 
 
