@@ -232,6 +232,7 @@ async def test_an_update_that_nobody_recorded_comes_before_everything_also_befor
         run_id=RUN,
         update_unrecorded=unrecorded,
         owes_evaluation=False,
+        pinned=None,
         steps_done=STEPS_DONE,
         step=lambda _: nullcontext(),
         goes_on=stopped,

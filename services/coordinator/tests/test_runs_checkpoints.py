@@ -87,6 +87,7 @@ class Bench:
             source=SimpleNamespace(samples_from_policy=True),
             sync=SimpleNamespace(publish=nothing, version=version),
             evaluator=None,
+            pinned=None,
             checkpoints=self.checkpoints,
             steps_done=steps_done,
             goes_on=nothing,  # which says no

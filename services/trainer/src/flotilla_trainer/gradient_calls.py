@@ -93,7 +93,8 @@ class GradientCalls:
             asked = call_objective(self._asked, request.loss) if request.HasField("loss") else self._asked
             check_takes_parts(asked)
             objective = session_objective(asked)
-            objective.restore(self._progress.objective.state())
+            if isinstance(objective, type(self._progress.objective)):
+                objective.restore(self._progress.objective.state())
             self._pending.check_kind(objective.unit)
             version = self._progress.version
             prepared = await self._preparation.of(self._call_name(), request.groups, version, objective)
