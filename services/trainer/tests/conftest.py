@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -19,6 +20,8 @@ LIMIT_S = 240.0
 def _meet_and_act(
     rank: int, ranks: int, rendezvous: Path, act: Callable[[], Any], answers: Connection
 ) -> None:
+    # What the parent left to collect is not collected here: gRPC's engine would wait for a thread that no fork has.
+    gc.freeze()
     # A fork has none of its parent's threads, and torch would wait for those of its pool.
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
