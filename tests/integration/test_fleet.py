@@ -105,7 +105,7 @@ def test_staleness_one_overlaps_and_stays_within_the_bound(stack: Stack, run_fil
 def test_killed_coordinator_leaves_a_timeline_and_a_fleet_that_goes_on(
     stack: Stack, run_file: Path, tmp_path: Path
 ) -> None:
-    run = stack.ok("run", "start", str(run_file), "steps=100000")
+    run = stack.ok("run", "start", str(run_file), "steps=100000", "resume=by_user")
     wait_until("the first steps", lambda: len(stack.metrics(run)) >= 3, 60)
     stack.process("coordinator").kill()
 
