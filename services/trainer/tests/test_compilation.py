@@ -119,3 +119,8 @@ def test_a_model_that_the_compiler_fails_on_is_built_anew_and_not_tried_again(
     ((first, refusal, second, on),) = on_ranks(1, began)
     assert not first and second and not on
     assert "this graph is too much" in refusal
+
+
+def test_a_compiler_that_is_switched_off_is_a_reason_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    assert "TORCHDYNAMO_DISABLE" in compiled_layers.compiler_refusal(CPU)

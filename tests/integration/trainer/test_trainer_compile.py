@@ -17,6 +17,7 @@ async def test_a_host_without_a_compiler_trains_and_the_reason_is_shown(
     start_trainer: Callable[..., Any], groups_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     groups = groups_of([2, 1])
     async with start_trainer(nproc=1, compile="on") as trainer:
         (check,) = compiler_check(trainer.gang.facts)

@@ -8,6 +8,7 @@ shards is compiled; attention over packed rows stays a call of its own between t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 RECOMPILE_LIMIT = 16
+OFF_SWITCHES = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
 BACKEND: str | Callable[..., Any] = "inductor"
 
 
@@ -45,6 +47,8 @@ class CompiledLayers:
 
 def compiler_refusal(device: torch.device) -> str:
     """Why nothing can be compiled here, empty where it can; tried on a sum, because compilers fail in many ways."""
+    if switched_off := [name for name in OFF_SWITCHES if os.environ.get(name) == "1"]:
+        return f"{switched_off[0]} is set in the environment of this rank"
     numbers = torch.ones(64, device=device, requires_grad=True)
     try:
         torch.compile(_sum_of_exponentials)(numbers).backward()
