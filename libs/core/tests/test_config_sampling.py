@@ -75,3 +75,12 @@ def test_nothing_is_uniform_to_a_run_without_rewards() -> None:
     text = "name: run\nsteps: 3\ndata: {train: /x}\nalgorithm: {type: distillation}\n"
     with pytest.raises(InvalidConfig, match="distillation learns without rewards"):
         load_text(RunConfig, text + "rollout: {dynamic_sampling: {}}\n", source="run.yaml")
+
+
+def test_partial_samples_are_not_resumed_where_a_sample_has_one_version() -> None:
+    written = {"name": "both", "steps": 1, "data": {"train": "t.jsonl"}, "rewards": [{"reward": "exact"}]}
+    both = {"rollout": {"resume_partial": True}, "weights": {"update": "between_samples"}}
+    for name, section in both.items():
+        RunConfig.model_validate(written | {name: section})
+    with pytest.raises(ValueError, match="between_samples rules out"):
+        RunConfig.model_validate(written | both)

@@ -87,7 +87,10 @@ async def test_one_whose_process_is_gone_is_replaced_at_once(
     changes = {"start_ticks": another.process.start_ticks + 1} if gone == "ended" else {"boot_id": "earlier"}
     dead = replace(another, process=replace(another.process, **changes))
     Ledger.open(tmp_path / "ledger.sqlite", dead).close()
-    Ledger.open(tmp_path / "ledger.sqlite").close()
+    ours = Ledger.open(tmp_path / "ledger.sqlite")
+    await ours.save_run(RECORD)
+    assert (await ours.get_run(RUN)).run_id == RUN, "the new owner writes"
+    ours.close()
 
 
 async def test_one_on_another_host_is_judged_by_its_silence_alone(tmp_path: Path, another: Owner) -> None:

@@ -8,7 +8,6 @@ the loss, however the update is cut and wherever the two sequences of a pair go.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_algorithms import PAIR_LOSSES, PairLosses
 from flotilla_core.errors import InvalidRequest
+from flotilla_trainer.objective.unchanging import Unchanging
 from flotilla_trainer.packing import Sequences
 from flotilla_trainer.update_batch import UpdateBatch, sample_place
 
@@ -28,7 +28,7 @@ LOSSES = {
 }
 
 
-class PairObjective:
+class PairObjective(Unchanging):
     """What the ranks need of an update of pairs, and what it says about itself."""
 
     unit = "pairs"
@@ -88,16 +88,6 @@ class PairObjective:
     def facts_share(self, batch: UpdateBatch) -> float:
         """What the metrics of a batch are means over: its pairs."""
         return self.units(batch)
-
-    def state(self) -> dict[str, Any]:
-        """Updates change nothing here."""
-        return {}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Nothing has changed."""
-
-    def adapt(self, metrics: dict[str, float], samples: int) -> None:
-        """Nothing adapts from step to step."""
 
     def _losses(self, margins: Floats) -> PairLosses:
         name = LOSSES[self._preference.loss]

@@ -8,7 +8,6 @@ of the loss, however the update is cut and wherever the two answers of a pair go
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +16,7 @@ from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_algorithms import PAIR_LOSSES
 from flotilla_core.errors import InvalidRequest
 from flotilla_trainer.objective.pair_objective import check_pairs, preferred_share
+from flotilla_trainer.objective.unchanging import Unchanging
 from flotilla_trainer.packing import Sequences
 from flotilla_trainer.update_batch import UpdateBatch, sample_place
 
@@ -24,7 +24,7 @@ NOTHING_FOLLOWS = 0
 """Stands after each sequence as the place that its reward belongs to; it is no token and is fed to no model."""
 
 
-class RewardUpdate:
+class RewardUpdate(Unchanging):
     """What the ranks of a reward model need of an update of pairs, and what it says about itself."""
 
     unit = "pairs"
@@ -79,16 +79,6 @@ class RewardUpdate:
     def facts_share(self, batch: UpdateBatch) -> float:
         """What the metrics of a batch are means over: its pairs."""
         return self.units(batch)
-
-    def state(self) -> dict[str, Any]:
-        """Updates change nothing here."""
-        return {}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Nothing has changed."""
-
-    def adapt(self, metrics: dict[str, float], samples: int) -> None:
-        """Nothing adapts from step to step."""
 
 
 def after_answers(batch: UpdateBatch, columns: dict[str, NDArray[np.float64]] | None = None) -> Sequences:

@@ -17,13 +17,14 @@ from flotilla_algorithms import counted_units, gae
 from flotilla_trainer.objective import policy_columns as columns
 from flotilla_trainer.objective.needed_columns import check_logprobs, check_reference, check_values
 from flotilla_trainer.objective.sections import ADVANTAGE, checked_section
+from flotilla_trainer.objective.unchanging import Unchanging
 from flotilla_trainer.packing import Sequences
 from flotilla_trainer.update_batch import UpdateBatch
 
 TOKEN_MEAN = "token_mean"
 
 
-class ValueUpdate:
+class ValueUpdate(Unchanging):
     """What the ranks of a critic need of an update, and what it says about itself."""
 
     unit = "tokens"
@@ -73,16 +74,6 @@ class ValueUpdate:
     def facts_share(self, batch: UpdateBatch) -> float:
         """What the metrics of a batch are means over: its trained tokens."""
         return float(batch.trained.sum())
-
-    def state(self) -> dict[str, Any]:
-        """Updates change nothing here."""
-        return {}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Nothing has changed."""
-
-    def adapt(self, metrics: dict[str, float], samples: int) -> None:
-        """Nothing adapts: a coefficient that does is refused beside a critic."""
 
     def _penalties(self, batch: UpdateBatch) -> NDArray[np.float64] | None:
         """What the distance from the reference takes from the reward of each token."""
