@@ -14,13 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-import yaml
 
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.rundir import RunDirectory
-from flotilla_testing.coordinator_faults import PHASES, signal_inside
+from flotilla_testing.coordinator_faults import PHASES, endless_run, is_new, signal_inside
 from flotilla_testing.stack import Stack, light_stack, wait_until
 
 pytestmark = pytest.mark.timeout(900)
@@ -43,14 +41,14 @@ def fleet(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 async def test_kill_after_kill_in_every_phase_loses_no_sample(
     fleet: Stack, arithmetic: Path, tmp_path: Path, max_staleness: int
 ) -> None:
-    run = fleet.ok("run", "start", str(_endless_run(arithmetic, tmp_path, max_staleness)))
+    run = fleet.ok("run", "start", str(endless_run(arithmetic, tmp_path, max_staleness)))
     for phase in PHASES * KILLS:
         done = len(fleet.metrics(run))
         wait_until("two steps", lambda done=done: len(fleet.metrics(run)) >= done + 2)
         pid = fleet.process("coordinator").pid
         await signal_inside(fleet, run["run_id"], phase, signal.SIGKILL)
         killed, done = time.monotonic(), len(fleet.metrics(run))
-        wait_until(f"a new coordinator after {phase}", lambda pid=pid: _is_new(fleet, pid))
+        wait_until(f"a new coordinator after {phase}", lambda pid=pid: is_new(fleet, pid))
         wait_until(f"a step after {phase}", lambda done=done: len(fleet.metrics(run)) > done)
         assert time.monotonic() - killed < BACK_WITHIN_S
     fleet.ok("run", "stop", run["run_id"])
@@ -61,7 +59,7 @@ async def test_kill_after_kill_in_every_phase_loses_no_sample(
 async def test_a_coordinator_that_slept_while_another_took_its_place_does_no_harm(
     fleet: Stack, arithmetic: Path, tmp_path: Path
 ) -> None:
-    run = fleet.ok("run", "start", str(_endless_run(arithmetic, tmp_path, 1)))
+    run = fleet.ok("run", "start", str(endless_run(arithmetic, tmp_path, 1)))
     wait_until("two steps", lambda: len(fleet.metrics(run)) >= 2)
     sleeper = fleet.process("coordinator")
     await signal_inside(fleet, run["run_id"], "train", signal.SIGSTOP)
@@ -104,36 +102,3 @@ def _judged(fleet: Stack, run: dict[str, Any]) -> None:
     directory = RunDirectory(Path(run["directory"]))
     steps = [step for step, _ in directory.read_metrics()]
     assert steps == list(range(len(steps)))
-
-
-def _is_new(fleet: Stack, pid: int) -> bool:
-    try:
-        return fleet.process("coordinator").pid != pid
-    except (FileNotFoundError, json.JSONDecodeError, psutil.NoSuchProcess):
-        return False
-
-
-def _endless_run(arithmetic: Path, tmp_path: Path, max_staleness: int) -> Path:
-    run: dict[str, Any] = {
-        "name": "coordinators",
-        "steps": 100_000,
-        "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
-        "rollout": {
-            "prompts_per_step": 4,
-            "samples_per_prompt": 4,
-            "max_staleness": max_staleness,
-            "sampling": {"max_response_tokens": 6},
-        },
-        "rewards": [{"reward": "exact"}],
-        "evaluation": {
-            "data": str(arithmetic / "data" / "heldout.jsonl"),
-            "max_prompts": 4,
-            "every_steps": 1,
-        },
-        "weights": {"canary": {"prompts": 0}},
-        "checkpoint": {"every_steps": 1},
-        "export_final": False,
-    }
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(run))
-    return path

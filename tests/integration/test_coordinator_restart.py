@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
-import yaml
 
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.rundir import RunDirectory
-from flotilla_testing.coordinator_faults import signal_inside
+from flotilla_testing.coordinator_faults import endless_run, is_new, signal_inside
 from flotilla_testing.stack import FLOTILLA, Stack, light_stack, wait_until
 
 pytestmark = pytest.mark.timeout(300)
@@ -34,38 +30,10 @@ def fleet(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield running
 
 
-@pytest.fixture
-def run_file(arithmetic: Path, tmp_path: Path) -> Path:
-    """A run that evaluates and saves after every step."""
-    run: dict[str, Any] = {
-        "name": "restarted",
-        "steps": 100_000,
-        "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
-        "rollout": {
-            "prompts_per_step": 4,
-            "samples_per_prompt": 4,
-            "max_staleness": 1,
-            "sampling": {"max_response_tokens": 6},
-        },
-        "rewards": [{"reward": "exact"}],
-        "evaluation": {
-            "data": str(arithmetic / "data" / "heldout.jsonl"),
-            "max_prompts": 4,
-            "every_steps": 1,
-        },
-        "weights": {"canary": {"prompts": 0}},
-        "checkpoint": {"every_steps": 1},
-        "export_final": False,
-    }
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(run))
-    return path
-
-
 async def test_a_killed_coordinator_is_back_in_the_loop_and_nothing_is_lost_or_trained_twice(
-    fleet: Stack, run_file: Path, tmp_path: Path
+    fleet: Stack, arithmetic: Path, tmp_path: Path
 ) -> None:
-    run = fleet.ok("run", "start", str(run_file))
+    run = fleet.ok("run", "start", str(endless_run(arithmetic, tmp_path, 1)))
     followed = tmp_path / "watch.log"
     with followed.open("wb") as log:
         watching = subprocess.Popen(
@@ -76,7 +44,7 @@ async def test_a_killed_coordinator_is_back_in_the_loop_and_nothing_is_lost_or_t
         pid = fleet.process("coordinator").pid
         done = len(fleet.metrics(run))
         await signal_inside(fleet, run["run_id"], phase, signal.SIGKILL)
-        wait_until(f"a new coordinator after {phase}", lambda pid=pid: _is_new(fleet, pid), WAIT_S)
+        wait_until(f"a new coordinator after {phase}", lambda pid=pid: is_new(fleet, pid), WAIT_S)
         wait_until(f"two steps after {phase}", lambda done=done: len(fleet.metrics(run)) >= done + 2, WAIT_S)
     fleet.ok("run", "stop", run["run_id"])
     assert watching.wait(WAIT_S) == 0
@@ -92,10 +60,3 @@ async def test_a_killed_coordinator_is_back_in_the_loop_and_nothing_is_lost_or_t
     assert {line["lineage"] for line in lines} == {0}, "the trainer lived: nothing goes back to a checkpoint"
     said = followed.read_text()
     assert "does not answer" in said and "is back" in said
-
-
-def _is_new(fleet: Stack, pid: int) -> bool:
-    try:
-        return fleet.process("coordinator").pid != pid
-    except (FileNotFoundError, json.JSONDecodeError, psutil.NoSuchProcess):
-        return False

@@ -1,4 +1,4 @@
-"""Signals to a coordinator at a named phase of its run.
+"""Signals to a coordinator at a named phase of its run, and a run that meets every phase.
 
 Invariants: the phase is seen from outside, by the call that watchers have, so the product holds no hook for tests;
 every wait is bounded.
@@ -9,6 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
 
 from flotilla.coordinator.v1 import coordinator_pb2
 from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceStub
@@ -30,3 +35,38 @@ async def signal_inside(stack: Stack, run_id: str, phase: str, number: signal.Si
         while (await unary(stub.GetRun, request, timeout_s=10)).run.phase != phase:  # noqa: ASYNC110 - of another process
             await asyncio.sleep(LOOK_EVERY_S)
     process.send_signal(number)
+
+
+def is_new(stack: Stack, pid: int) -> bool:
+    """Whether another coordinator than that of `pid` has announced itself."""
+    try:
+        return stack.process("coordinator").pid != pid
+    except (FileNotFoundError, json.JSONDecodeError, psutil.NoSuchProcess):
+        return False
+
+
+def endless_run(arithmetic: Path, folder: Path, max_staleness: int) -> Path:
+    """The file of a run that evaluates and saves after every step."""
+    run: dict[str, Any] = {
+        "name": "restarted",
+        "steps": 100_000,
+        "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
+        "rollout": {
+            "prompts_per_step": 4,
+            "samples_per_prompt": 4,
+            "max_staleness": max_staleness,
+            "sampling": {"max_response_tokens": 6},
+        },
+        "rewards": [{"reward": "exact"}],
+        "evaluation": {
+            "data": str(arithmetic / "data" / "heldout.jsonl"),
+            "max_prompts": 4,
+            "every_steps": 1,
+        },
+        "weights": {"canary": {"prompts": 0}},
+        "checkpoint": {"every_steps": 1},
+        "export_final": False,
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(run))
+    return path
