@@ -9,8 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -18,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from processes import StackProcesses
 from table import Row
 
+from flotilla_testing.example_model import example_model
+from flotilla_testing.processes import StackProcesses
 from flotilla_testing.stack import Stack, light_stack, wait_until
-
-MAKE_MODEL = Path(__file__).resolve().parents[1] / "examples" / "arithmetic" / "make_model.py"
 
 SECONDS = float(os.environ.get("FLOTILLA_BENCH_SECONDS", "60"))
 WARM_UP_STEPS = 3
@@ -79,19 +76,9 @@ def _cpu_rows(figures: Figures) -> list[Row]:
 def _figures(prompts: int, samples: int) -> Figures:
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as folder:
         directory = Path(folder)
-        model = _long_model(directory)
+        model = example_model(directory, positions=2 * RESPONSE_TOKENS)
         with light_stack(model, directory, sim={"response_tokens": RESPONSE_TOKENS}) as stack:
             return _measured(stack, prompts, samples)
-
-
-def _long_model(folder: Path) -> Path:
-    """The example's model with room for long responses; nothing loads its weights here."""
-    model = folder / "model"
-    subprocess.run([sys.executable, MAKE_MODEL, "--out", model], check=True)
-    config = json.loads((model / "config.json").read_text())
-    config["max_position_embeddings"] = 2 * RESPONSE_TOKENS
-    (model / "config.json").write_text(json.dumps(config))
-    return model
 
 
 def _measured(stack: Stack, prompts: int, samples: int) -> Figures:

@@ -10,7 +10,6 @@ HERE = Path(__file__).parent
 NOT_FIGURES = {
     "run",
     "table",
-    "processes",
     "one_rank",
     "qwen3_shape",
     "held_back",

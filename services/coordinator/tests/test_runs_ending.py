@@ -76,6 +76,7 @@ class Context:
     source: Closing = field(default_factory=Closing)
     sync: Closing = field(default_factory=Closing)
     checkpoints: Closing = field(default_factory=Closing)
+    lag: Closing = field(default_factory=Closing)
     policy: Session = field(default_factory=Session)
     critic: Session = field(default_factory=lambda: Session(role=CRITIC))
 

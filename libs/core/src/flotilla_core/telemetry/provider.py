@@ -27,10 +27,10 @@ class _State:
 
 def start(service: str, instance_id: str, otlp: Sequence[str]) -> None:
     """Record spans and send them to every `host:port` of `otlp`; where there is none, record nothing."""
-    if _State.provider is not None:
-        raise FailedPrecondition("telemetry is already started in this process", where=f"start({service!r})")
     if not otlp:
         return
+    if _State.provider is not None:
+        raise FailedPrecondition("telemetry is already started in this process", where=f"start({service!r})")
     # A command line calls without ever recording: the SDK is for those that do.
     from flotilla_core.telemetry.export import OtlpProcessor
     from flotilla_core.telemetry.sdk import tracer_provider

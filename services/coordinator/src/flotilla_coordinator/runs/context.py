@@ -27,6 +27,7 @@ from flotilla_coordinator.runs.evaluation import Evaluation
 from flotilla_coordinator.runs.learned import Learned
 from flotilla_coordinator.runs.learners import Learners
 from flotilla_coordinator.runs.live_settings import described, differences
+from flotilla_coordinator.runs.loop_lag import LoopLag
 from flotilla_coordinator.runs.pair_evaluator import PairEvaluator
 from flotilla_coordinator.runs.pinned_evaluation import PinnedEvaluation
 from flotilla_coordinator.runs.policy import PolicyTrainer
@@ -73,6 +74,7 @@ class RunContext:
     last_accuracy: float | None = None
     cursor: dict[str, Any] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    lag: LoopLag = field(default_factory=LoopLag)
     _evaluated_version: Version | None = None
 
     @property
@@ -129,6 +131,7 @@ class RunContext:
         self.metrics["ledger/backlog"] = float(self.ledger.backlog)
         tokens = self.metrics.get("tokens/response_total", self.metrics.get("tokens/trained", 0.0))
         self.metrics["tokens_per_s"] = tokens / self.metrics["time/step_s"]
+        self.metrics.update(self.lag.take_metrics())
         self.metrics.update(self.checkpoints.take_metrics())
         self.metrics.update(self.door.take_metrics())
         self.steps_done = step + 1

@@ -115,7 +115,7 @@ async def _close(context: RunContext, *, ours: bool = True) -> None:
     """Give everything back that is ours; a service that is gone has nothing to give back."""
     autoscaling = () if context.autoscaler is None else (context.autoscaler.close,)
     pinned = () if context.pinned is None else (context.pinned.close,)
-    here = (*autoscaling, *pinned, context.source.close, context.checkpoints.close)
+    here = (*autoscaling, *pinned, context.source.close, context.checkpoints.close, context.lag.close)
     elsewhere = (context.sync.close, *(session.close for session in context.learners.sessions))
     for close in (*here, *elsewhere) if ours else here:
         try:

@@ -1,0 +1,62 @@
+"""Several services of one kind in one process, for fleets larger than a machine has memory for processes.
+
+Each has a slot, a port, a registration and a connection to NATS of its own; they share the event loop and the exporter
+of spans. Invariant: when one of them ends, all of them do.
+
+    python -m flotilla_testing.crowd generator flotilla_generator.main:build --first 8 --count 8 --stack stack.yaml
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from importlib import import_module
+
+from flotilla.common.v1.registration_pb2 import ServiceKind
+from flotilla_core.logs import configure_logs
+from flotilla_core.service import Host, Service
+from flotilla_core.service.arguments import Arguments, parse_arguments
+from flotilla_core.service.process import ServiceProcess
+
+THREADS_EACH = 4
+
+
+def main() -> int:
+    """Run the slots `first` to `first + count - 1` until the process is asked to stop."""
+    parser = argparse.ArgumentParser(prog="crowd")
+    parser.add_argument("kind")
+    parser.add_argument("build", help="module:function that builds one service")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=1)
+    given, rest = parser.parse_known_args()
+    module, _, function = given.build.partition(":")
+    build = getattr(import_module(module), function)
+    names = [f"{given.kind}-{slot}" for slot in range(given.first, given.first + given.count)]
+    configure_logs(names[0])
+    shared = parse_arguments(given.kind, rest)
+    arguments = [replace(shared, name=name, otlp=shared.otlp if name == names[0] else ()) for name in names]
+    return asyncio.run(_run(given.kind, arguments, build))
+
+
+async def _run(kind: str, arguments: list[Arguments], build: Callable[[Host], Service]) -> int:
+    # Each member of a weight group waits for all others on a thread: fewer threads than that would wait for ever.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS_EACH * len(arguments)))
+    number = ServiceKind.Value(f"SERVICE_KIND_{kind.upper()}")
+    services = [
+        asyncio.create_task(ServiceProcess(number, kind, one, build).run(), name=one.name)
+        for one in arguments
+    ]
+    # Signals reach one of them alone.
+    ended, others = await asyncio.wait(services, return_when=asyncio.FIRST_COMPLETED)
+    for other in others:
+        other.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    return max(one.result() for one in ended)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""A fleet of any size under load, as in production but for the two models: nothing decodes and nothing trains.
+
+Generators simulate the time that decoding takes, so that many calls are open at once; several share a process. The
+trainer accepts. Everything else is real and on: interceptors, spans, reward calls, weight syncs, the durable ledger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flotilla_testing.example_model import example_model
+from flotilla_testing.processes import StackProcesses
+from flotilla_testing.stack import Stack, light_stack, wait_until
+
+START_LIMIT_S = 600.0
+WARM_UP_LIMIT_S = 1200.0
+LOOK_EVERY_S = 1.0
+
+
+@dataclass(frozen=True)
+class FleetLoad:
+    """What is to be carried."""
+
+    replicas: int = 64
+    """Generators."""
+    processes: int = 8
+    """Processes that they share."""
+    calls: int = 2304
+    """Group calls that the run admits at once; some of them are always being scored or trained."""
+    calls_per_step: int = 256
+    samples: int = 8
+    """Samples of a group."""
+    longest_response: int = 512
+    """Tokens; lengths are drawn evenly up to it."""
+    shortest_s: float = 12.0
+    longest_s: float = 16.0
+    """What decoding takes, by length: no fleet can end more than `calls * samples` in this time."""
+    warm_up_steps: int = 12
+    """Until nothing is left of what was admitted together at the start."""
+    seconds: float = 60.0
+    """How long is measured."""
+
+    @property
+    def sim(self) -> dict[str, float]:
+        """Of the stack, for the simulated engine."""
+        return {
+            "time_to_first_token_s": self.shortest_s,
+            "seconds_per_token": (self.longest_s - self.shortest_s) / self.longest_response,
+        }
+
+
+@dataclass(frozen=True)
+class LoadFigures:
+    """What it took, from the end of the warm-up on."""
+
+    rate: float
+    """Samples a second."""
+    open_calls: float
+    """Group calls that generators worked on, on average."""
+    coordinator_mib: float
+    """The most memory that the coordinator held."""
+    lag_p99_s: float
+    """How late the coordinator's event loop gave a turn: the median over the steps of their 99th percentiles."""
+    longest_lag_s: float
+    cpu_seconds: dict[str, float]
+    """CPU seconds per 1,000 samples, by kind of process."""
+
+    @property
+    def all_cpu_seconds(self) -> float:
+        """Of all processes together."""
+        return sum(self.cpu_seconds.values())
+
+
+def measure(load: FleetLoad, directory: Path) -> LoadFigures:
+    """Boot such a fleet in `directory`, let a run use it, and take it down."""
+    model = example_model(directory, positions=2 * load.longest_response)
+    with light_stack(model, directory, replicas=0, sim=load.sim) as stack, _crowds(stack, load):
+        run = stack.ok("run", "start", str(_run_file(stack, load)))
+        wait_until("the warm-up steps", lambda: len(stack.metrics(run)) > load.warm_up_steps, WARM_UP_LIMIT_S)
+        figures = _measured(stack, run, load)
+        stack.ok("run", "stop", run["run_id"])
+    return figures
+
+
+@contextlib.contextmanager
+def _crowds(stack: Stack, load: FleetLoad) -> Iterator[None]:
+    """The generators, ready for work."""
+    each = -(-load.replicas // load.processes)
+    crowds = []
+    with contextlib.ExitStack() as files:
+        for first in range(0, load.replicas, each):
+            slots = ["--first", str(first), "--count", str(min(each, load.replicas - first))]
+            log = files.enter_context((stack.file.parent / f"generators-{first}.log").open("wb"))
+            command = [
+                *(sys.executable, "-m", "flotilla_testing.crowd", "generator"),
+                *("flotilla_generator.main:build", *slots, "--stack", str(stack.file)),
+            ]
+            crowds.append(subprocess.Popen(command, stdout=log, stderr=log))
+        try:
+            wait_until(
+                "the generators", lambda: _ready_generators(stack) == load.replicas, START_LIMIT_S, 2.0
+            )
+            yield
+        finally:
+            for crowd in crowds:
+                crowd.terminate()
+            for crowd in crowds:
+                crowd.wait(60)
+
+
+def _ready_generators(stack: Stack) -> int:
+    return sum(one["kind"] == "generator" and one["work"] == "ready" for one in _replicas(stack))
+
+
+def _replicas(stack: Stack) -> list[dict[str, Any]]:
+    replicas: list[dict[str, Any]] = stack.ok("replicas", "list")["replicas"]
+    return replicas
+
+
+def _run_file(stack: Stack, load: FleetLoad) -> Path:
+    data = stack.directory / "prompts.jsonl"
+    with data.open("w") as file:
+        for a, b in itertools.product(range(100), range(100)):
+            file.write(json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) + "\n")
+    run: dict[str, Any] = {
+        "name": "fleet-load",
+        "steps": 1_000_000,
+        "data": {"train": str(data)},
+        "rollout": {
+            "prompts_per_step": load.calls_per_step,
+            "samples_per_prompt": load.samples,
+            "max_staleness": load.calls // load.calls_per_step - 1,
+            "sampling": {"max_response_tokens": load.longest_response},
+        },
+        "rewards": [{"reward": "exact"}],
+        "weights": {"canary": {"prompts": 0}},
+        "export_final": False,
+    }
+    path = stack.directory / "run.yaml"
+    path.write_text(yaml.safe_dump(run))
+    return path
+
+
+def _measured(stack: Stack, run: dict[str, Any], load: FleetLoad) -> LoadFigures:
+    processes = StackProcesses(stack.directory)
+    first = len(stack.metrics(run))
+    before = processes.cpu_seconds()
+    ends = time.monotonic() + load.seconds
+    resident: list[float] = []
+    while time.monotonic() < ends:
+        resident.append(processes.resident_mib("coordinator"))
+        time.sleep(LOOK_EVERY_S)
+    after = processes.cpu_seconds()
+    steps = stack.metrics(run)[first - 1 :]
+    samples = load.calls_per_step * load.samples * (len(steps) - 1)
+    assert samples, f"no step ended within {load.seconds:g} s: measure for longer"
+    rate = samples / (steps[-1]["time"] - steps[0]["time"])
+    return LoadFigures(
+        rate=rate,
+        open_calls=rate / load.samples * load.longest_s,
+        coordinator_mib=max(resident),
+        lag_p99_s=statistics.median(step["coordinator/loop_lag_p99_s"] for step in steps[1:]),
+        longest_lag_s=max(step["coordinator/loop_lag_max_s"] for step in steps[1:]),
+        cpu_seconds={kind: 1000 * (after[kind] - before[kind]) / samples for kind in after},
+    )

@@ -1,0 +1,43 @@
+"""Sixty-four generators on one machine: minutes each, and a machine with nothing else to do; their own target."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flotilla_testing.fleet_load import FleetLoad, measure
+
+pytestmark = pytest.mark.timeout(3600)
+
+LARGE = FleetLoad()
+
+
+def test_64_generators_are_kept_busy_by_one_coordinator(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = measure(LARGE, tmp_path)
+    show(capsys, f"64 generators: {figures}")
+    assert figures.rate >= 1000
+    assert figures.coordinator_mib <= 400
+    assert figures.lag_p99_s <= 0.05
+
+
+def test_a_sample_costs_the_same_whatever_the_number_of_generators(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cpu: dict[int, float] = {}
+    for replicas, processes in ((1, 1), (8, 4), (64, 8)):
+        folder = tmp_path / str(replicas)
+        folder.mkdir()
+        figures = measure(replace(LARGE, replicas=replicas, processes=processes), folder)
+        show(capsys, f"{replicas} generators: {figures.all_cpu_seconds:.3f} s for 1,000 samples: {figures}")
+        cpu[replicas] = figures.all_cpu_seconds
+    assert max(cpu.values()) <= 1.5 * min(cpu.values()), cpu
+
+
+def show(capsys: pytest.CaptureFixture[str], figures: str) -> None:
+    with capsys.disabled():
+        sys.stdout.write(f"\n{figures}\n")
