@@ -145,11 +145,38 @@ async def test_allowed_chooses_among_the_ready(pool: Pool) -> None:
 
 async def test_acquire_gets_the_replica_that_arrives_while_it_waits(pool: Pool) -> None:
     waiting = asyncio.create_task(pool.acquire(1, timeout_s=10, what="a generator"))
-    changed = asyncio.create_task(pool.wait_changed())
     await asyncio.sleep(0)
     await pool.update(snapshot(registration("generator-0")))
     assert (await asyncio.wait_for(waiting, 1)).name == "generator-0"
-    await asyncio.wait_for(changed, 1)
+
+
+async def test_a_caller_who_is_cancelled_with_a_replica_in_hand_gives_it_back(pool: Pool) -> None:
+    waiting = asyncio.create_task(pool.acquire(1, timeout_s=10, what="a generator"))
+    await asyncio.sleep(0)
+    await pool.update(snapshot(registration("generator-0")))
+    assert [replica.outstanding for replica in pool.replicas()] == [1]
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert [(replica.outstanding, replica.leases) for replica in pool.replicas()] == [(0, 0)]
+
+
+async def test_who_cannot_be_served_holds_up_nobody_who_can(pool: Pool) -> None:
+    def never(replica: Replica[Any]) -> bool:
+        return False
+
+    first = asyncio.create_task(pool.acquire(1, allowed=never, timeout_s=10, what="a miracle"))
+    second = asyncio.create_task(pool.acquire(1, timeout_s=10, what="a generator"))
+    await asyncio.sleep(0)
+    await pool.update(snapshot(registration("generator-0")))
+    assert (await asyncio.wait_for(second, 1)).name == "generator-0"
+    first.cancel()
+
+
+async def test_what_allows_a_replica_is_asked_again_without_any_change(pool: Pool) -> None:
+    await pool.update(snapshot(registration("generator-0")))
+    answers = iter([False, True])
+    replica = await pool.acquire(1, allowed=lambda _: next(answers), timeout_s=10, what="a generator")
+    assert replica.name == "generator-0"
 
 
 async def test_a_wait_that_fails_says_what_for_and_who_is_there(pool: Pool) -> None:

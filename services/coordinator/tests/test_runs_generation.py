@@ -208,7 +208,8 @@ def rewarder(name: str, then: FlotillaError | None = None) -> Replica:
         if then is not None:
             raise then
         for item in request.items:
-            yield reward.ScoreResponse(sample_id=item.sample_id, value=reward.RewardValue(total=1.0))
+            outcome = reward.ScoreOutcome(sample_id=item.sample_id, value=reward.RewardValue(total=1.0))
+            yield reward.ScoreResponse(outcomes=[outcome])
 
     return Replica(name, answer)
 

@@ -57,11 +57,12 @@ def items(*responses: str, answer: str = "4", **info: Any) -> list[pb.ScoreItem]
 
 async def score(
     pool: WorkerPool, specs: list[pb.RewardSpec], samples: list[pb.ScoreItem]
-) -> dict[str, pb.ScoreResponse]:
+) -> dict[str, pb.ScoreOutcome]:
     terms = await scoring.resolve(specs, pool)
     responses = [response async for response in scoring.score_items(samples, terms, pool)]
-    assert len(responses) == len(samples)
-    return {response.sample_id: response for response in responses}
+    outcomes = [outcome for response in responses for outcome in response.outcomes]
+    assert len(outcomes) == len(samples)
+    return {outcome.sample_id: outcome for outcome in outcomes}
 
 
 async def every_place_filled(pool: WorkerPool) -> None:
@@ -158,7 +159,7 @@ async def test_a_caller_that_goes_away_stops_the_work(pool: WorkerPool) -> None:
     before = set(pool.pids.values())
     stream = scoring.score_items(items("hang", "fine", "hang", "hang", "hang"), terms, pool)
     first = await anext(stream)
-    assert first.sample_id == "s1"
+    assert [outcome.sample_id for outcome in first.outcomes] == ["s1"]
     await stream.aclose()
     assert not before & set(pool.pids.values())
     assert not [pid for pid in before if Path(f"/proc/{pid}").exists()]

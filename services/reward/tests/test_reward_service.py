@@ -29,8 +29,9 @@ async def test_a_group_is_scored_over_grpc_and_errors_keep_their_class() -> None
             ]
             request = pb.ScoreRequest(items=items, rewards=[pb.RewardSpec(reward="exact", weight=1)])
             totals = {
-                response.sample_id: response.value.total
+                outcome.sample_id: outcome.value.total
                 async for response in rpc.server_stream(stub.Score, request, idle_timeout_s=10)
+                for outcome in response.outcomes
             }
             assert totals == {f"run/0/0/{index}": float(index == 3) for index in range(8)}
 

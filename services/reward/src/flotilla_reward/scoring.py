@@ -22,6 +22,9 @@ from flotilla_reward.outcome import Failure, Outcome, Timeout, Value
 from flotilla_reward.pool import WorkerPool
 from flotilla_reward.sample import CannotScore, Sample
 
+MOST_TOGETHER = 64
+"""Built-in rewards hold the loop: nobody else waits for more of them than this."""
+
 
 async def resolve(specs: Sequence[pb.RewardSpec], pool: WorkerPool) -> list[Term]:
     """The terms of a call, each one loaded by a worker once where it needs one."""
@@ -37,16 +40,25 @@ async def resolve(specs: Sequence[pb.RewardSpec], pool: WorkerPool) -> list[Term
 async def score_items(
     items: Sequence[pb.ScoreItem], terms: Sequence[Term], pool: WorkerPool
 ) -> AsyncIterator[pb.ScoreResponse]:
-    """One response an item, in the order in which they end."""
+    """One outcome an item, in the order in which they end."""
     _check_ids(items)
     if all(term.builtin is not None for term in terms):
-        for item in items:
-            yield await _score(item, terms, pool)
+        for first in range(0, len(items), MOST_TOGETHER):
+            outcomes = [await _score(item, terms, pool) for item in items[first : first + MOST_TOGETHER]]
+            yield pb.ScoreResponse(outcomes=outcomes)
         return
     tasks = [asyncio.create_task(_score(item, terms, pool)) for item in items]
+    ended: asyncio.Queue[asyncio.Task[pb.ScoreOutcome]] = asyncio.Queue()
+    for task in tasks:
+        task.add_done_callback(ended.put_nowait)
+    left = len(tasks)
     try:
-        for ended in asyncio.as_completed(tasks):
-            yield await ended
+        while left:
+            together = [await ended.get()]
+            while not ended.empty():
+                together.append(ended.get_nowait())
+            left -= len(together)
+            yield pb.ScoreResponse(outcomes=[task.result() for task in together])
     finally:
         for task in tasks:
             task.cancel()
@@ -63,7 +75,7 @@ def _check_ids(items: Sequence[pb.ScoreItem]) -> None:
         seen.add(item.sample_id)
 
 
-async def _score(item: pb.ScoreItem, terms: Sequence[Term], pool: WorkerPool) -> pb.ScoreResponse:
+async def _score(item: pb.ScoreItem, terms: Sequence[Term], pool: WorkerPool) -> pb.ScoreOutcome:
     sample = Sample(item.prompt, item.response, item.answer, to_json(item.info))
     value = pb.RewardValue()
     spent_s = 0.0
@@ -78,7 +90,7 @@ async def _score(item: pb.ScoreItem, terms: Sequence[Term], pool: WorkerPool) ->
         parts = ", ".join(f"{c.weight:g} x {c.value:g} ({c.reward})" for c in value.components)
         overflow = Failure(f"the weighted sum is {value.total}: {parts}")
         return _unscored(item.sample_id, terms[-1], overflow, spent_s)
-    return pb.ScoreResponse(sample_id=item.sample_id, value=value, elapsed=_duration(spent_s))
+    return pb.ScoreOutcome(sample_id=item.sample_id, value=value, elapsed=_duration(spent_s))
 
 
 async def _run(term: Term, sample: Sample, pool: WorkerPool) -> tuple[Outcome, float]:
@@ -93,15 +105,15 @@ async def _run(term: Term, sample: Sample, pool: WorkerPool) -> tuple[Outcome, f
     return outcome, asyncio.get_running_loop().time() - started
 
 
-def _unscored(sample_id: str, term: Term, outcome: Failure | Timeout, spent_s: float) -> pb.ScoreResponse:
-    response = pb.ScoreResponse(sample_id=sample_id, elapsed=_duration(spent_s))
+def _unscored(sample_id: str, term: Term, outcome: Failure | Timeout, spent_s: float) -> pb.ScoreOutcome:
+    unscored = pb.ScoreOutcome(sample_id=sample_id, elapsed=_duration(spent_s))
     if isinstance(outcome, Timeout):
-        response.timeout.CopyFrom(pb.RewardTimeout(reward=term.name, limit=_duration(outcome.limit_s)))
+        unscored.timeout.CopyFrom(pb.RewardTimeout(reward=term.name, limit=_duration(outcome.limit_s)))
     else:
         message = f"reward {term.name}: {outcome.message}"
         error = pb.RewardError(reward=term.name, message=message, traceback=outcome.traceback)
-        response.error.CopyFrom(error)
-    return response
+        unscored.error.CopyFrom(error)
+    return unscored
 
 
 def _duration(seconds: float) -> Duration:

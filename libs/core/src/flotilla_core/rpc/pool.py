@@ -22,6 +22,7 @@ from flotilla_core.protocol import check_protocol
 from flotilla_core.roles import POLICY, process_name
 from flotilla_core.rpc.calls import unary
 from flotilla_core.rpc.replica import Replica
+from flotilla_core.rpc.waiters import Waiters
 
 StubT = TypeVar("StubT")
 
@@ -30,9 +31,6 @@ _PROBE_TIMEOUT_S = 2.0
 # A replica that fails again soon after it came back stays out longer each time.
 _LONGEST_PROBE_INTERVAL_S = 10.0
 _STABLE_AFTER_S = 30.0
-_NAME_THE_WAIT_AFTER_S = 10.0
-# `allowed` may depend on what the pool does not see, so a waiting caller looks again.
-_LOOK_AGAIN_S = 0.25
 
 logger = structlog.get_logger()
 
@@ -56,7 +54,7 @@ class ReplicaPool(Generic[StubT]):
         self._refused: set[str] = set()
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._changed = asyncio.Event()
+        self._waiters = Waiters(self._standing)
         self._turn = 0
 
     async def update(self, snapshot: dict[str, reg.Registration]) -> None:
@@ -77,7 +75,7 @@ class ReplicaPool(Generic[StubT]):
                 self._replicas[instance_id] = known
             if known is not None:
                 self._follow_registration(known, self._superseded(registration, ours))
-        self._notify()
+        self._waiters.look()
 
     def replicas(self) -> list[Replica[StubT]]:
         """Those that may get work now."""
@@ -109,22 +107,15 @@ class ReplicaPool(Generic[StubT]):
         what: str,
     ) -> Replica[StubT]:
         """The same without a block: waits for a replica. Every `acquire` is paired with one `release`."""
-        taken: list[Replica[StubT]] = []
-
-        def done() -> bool:
-            replica = self._take(cost, allowed)
-            taken.extend([replica] if replica is not None else [])
-            return bool(taken)
-
-        await self._until(done, timeout_s, what)
-        return taken[0]
+        return await self._waiters.wait(
+            lambda: self._take(cost, allowed), timeout_s, what, lambda replica: self.release(replica, cost)
+        )
 
     def release(self, replica: Replica[StubT], cost: int) -> None:
         """Give back what `acquire` took."""
         replica.give_back(cost)
         if replica.leases == 0 and self._replicas.get(replica.instance_id) is not replica:
             self._close(replica)
-        self._notify()
 
     def eject(self, instance_id: str, why: str) -> None:
         """No more work until its health says SERVING again; for callers whose call failed."""
@@ -136,7 +127,7 @@ class ReplicaPool(Generic[StubT]):
         replica.state, replica.why = "ejected", why
         logger.warning("replica ejected", replica=replica.name, instance_id=instance_id, why=why)
         self._probes[instance_id] = asyncio.create_task(self._probe(replica), name=f"probe {replica.name}")
-        self._notify()
+        self._waiters.look()
 
     def drain(self, instance_id: str, why: str) -> None:
         """No more work for as long as its process lives; what it was leased for goes on."""
@@ -145,15 +136,11 @@ class ReplicaPool(Generic[StubT]):
             self._stop_probe(replica)
             replica.state, replica.why = "draining", why
             logger.info("replica drained", replica=replica.name, instance_id=instance_id, why=why)
-            self._notify()
+            self._waiters.look()
 
     async def wait_for(self, count: int, timeout_s: float, what: str) -> None:
         """Wait until `count` replicas may get work."""
-        await self._until(lambda: len(self.replicas()) >= count, timeout_s, what)
-
-    async def wait_changed(self) -> None:
-        """Wait for the next change of any kind: membership, state, or a release."""
-        await self._changed.wait()
+        await self._waiters.wait(lambda: len(self.replicas()) >= count or None, timeout_s, what)
 
     async def close(self) -> None:
         """Close every channel; calls that still run are cancelled."""
@@ -174,24 +161,6 @@ class ReplicaPool(Generic[StubT]):
         replica.turn = self._turn
         replica.take(cost)
         return replica
-
-    async def _until(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        named = False
-        while not done():
-            waited_s = loop.time() - started
-            if waited_s >= timeout_s:
-                raise Unavailable(
-                    f"waited {timeout_s:g} s for {what}", why=self._standing(), next_step="See flotilla ps."
-                )
-            if waited_s >= _NAME_THE_WAIT_AFTER_S and not named:
-                named = True
-                logger.info("waiting", what=what, limit_s=timeout_s, standing=self._standing())
-            try:
-                await asyncio.wait_for(self._changed.wait(), min(_LOOK_AGAIN_S, timeout_s - waited_s))
-            except TimeoutError:
-                pass  # Look again.
 
     def _is_ours(self, registration: reg.Registration) -> bool:
         return registration.kind == self._kind and (
@@ -260,12 +229,7 @@ class ReplicaPool(Generic[StubT]):
         replica.state, replica.why = "ready", ""
         replica.returned_at = asyncio.get_running_loop().time()
         logger.info("replica is back", replica=replica.name, instance_id=replica.instance_id)
-        self._notify()
-
-    def _notify(self) -> None:
-        # Each waiter holds the event of its time: a new one for the next change.
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._waiters.look()
 
     def _kind_name(self) -> str:
         """What to call one in messages."""

@@ -23,6 +23,7 @@ from flotilla_core.errors import Exhausted, FailedPrecondition, FlotillaError, I
 T = TypeVar("T")
 
 MOST_IN_ONE_COMMIT = 1024
+MOST_IN_ONE_TURN = 16
 
 
 @dataclass
@@ -142,13 +143,16 @@ class WriterThread:
             by_loop.setdefault(submitted.loop, []).append(submitted)
         for loop, items in by_loop.items():
             try:
-                loop.call_soon_threadsafe(_resolve, items)
+                loop.call_soon_threadsafe(_resolve, loop, items)
             except RuntimeError:  # that loop has ended: nobody waits, and the work is durable
                 continue
 
 
-def _resolve(items: list[_Submitted]) -> None:
-    for submitted in items:
+def _resolve(loop: asyncio.AbstractEventLoop, items: list[_Submitted]) -> None:
+    """Let those go on who waited; a few a turn, so that others get theirs in between."""
+    if len(items) > MOST_IN_ONE_TURN:
+        loop.call_soon(_resolve, loop, items[MOST_IN_ONE_TURN:])
+    for submitted in items[:MOST_IN_ONE_TURN]:
         if submitted.future.done():
             continue
         if submitted.error is not None:

@@ -17,6 +17,8 @@ from flotilla.reward.v1 import reward_pb2 as pb
 
 GATHER_S = 0.005
 """A call costs both sides about a millisecond, so that many small ones cost more than this wait."""
+GATHER_BUSY_S = 0.025
+"""While other calls are under way: the more samples end, the more of them share a call."""
 
 T = TypeVar("T")
 Take = Callable[[str, T], None]
@@ -54,7 +56,8 @@ class ScoreGathering(Generic[T]):
             return {}
         asked: _Asked[T] = _Asked(items)
         if not self._waiting:
-            asyncio.get_running_loop().call_later(GATHER_S, self._send)
+            wait_s = GATHER_BUSY_S if self._calls else GATHER_S
+            asyncio.get_running_loop().call_later(wait_s, self._send)
         self._waiting.append(asked)
         return await asked.done
 

@@ -104,11 +104,12 @@ class Scorer:
         stream = rpc.server_stream(stub.Score, request, idle_timeout_s=limit_s, timeout_s=limit_s)
         async with aclosing(stream) as replies:
             async for reply in replies:
-                if missing.pop(reply.sample_id, None) is not None:
-                    take(reply.sample_id, _outcome(reply))
+                for outcome in reply.outcomes:
+                    if missing.pop(outcome.sample_id, None) is not None:
+                        take(outcome.sample_id, _outcome(outcome))
 
 
-def _outcome(reply: pb.ScoreResponse) -> Outcome:
+def _outcome(reply: pb.ScoreOutcome) -> Outcome:
     kind = reply.WhichOneof("outcome")
     if kind == "value" and math.isfinite(reply.value.total):
         return Outcome(reply.value.total, terms=tuple(one.value for one in reply.value.components))

@@ -190,6 +190,26 @@ Global___ScoreItem: _TypeAlias = ScoreItem  # noqa: Y015
 class ScoreResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    OUTCOMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreOutcome]: ...
+    def __init__(
+        self,
+        *,
+        outcomes: _abc.Iterable[Global___ScoreOutcome] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcomes", b"outcomes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015
+
+@_typing.final
+class ScoreOutcome(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
     SAMPLE_ID_FIELD_NUMBER: _builtins.int
     VALUE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
@@ -221,7 +241,7 @@ class ScoreResponse(_message.Message):
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
 
-Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015
+Global___ScoreOutcome: _TypeAlias = ScoreOutcome  # noqa: Y015
 
 @_typing.final
 class RewardValue(_message.Message):

@@ -58,7 +58,8 @@ class RewardServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """A list of items in, one outcome out for each, in the order in which they end.
+        """A list of items in, one outcome out for each, in the order in which they end: those that end together travel
+        together, for a message costs more than most scores.
         An item that fails or times out never fails the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

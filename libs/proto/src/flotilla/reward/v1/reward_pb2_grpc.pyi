@@ -35,7 +35,8 @@ class RewardServiceStub:
     def __new__(cls, channel: _aio.Channel) -> RewardServiceAsyncStub: ...
     ListRewards: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ListRewardsRequest, _reward_pb2.ListRewardsResponse]
     Score: _grpc.UnaryStreamMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreResponse]
-    """A list of items in, one outcome out for each, in the order in which they end.
+    """A list of items in, one outcome out for each, in the order in which they end: those that end together travel
+    together, for a message costs more than most scores.
     An item that fails or times out never fails the call.
     """
 
@@ -46,7 +47,8 @@ class RewardServiceAsyncStub(RewardServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListRewards: _aio.UnaryUnaryMultiCallable[_reward_pb2.ListRewardsRequest, _reward_pb2.ListRewardsResponse]  # type: ignore[assignment]
     Score: _aio.UnaryStreamMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreResponse]  # type: ignore[assignment]
-    """A list of items in, one outcome out for each, in the order in which they end.
+    """A list of items in, one outcome out for each, in the order in which they end: those that end together travel
+    together, for a message costs more than most scores.
     An item that fails or times out never fails the call.
     """
 
@@ -66,7 +68,8 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.ScoreRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_reward_pb2.ScoreResponse], _abc.AsyncIterator[_reward_pb2.ScoreResponse]]:
-        """A list of items in, one outcome out for each, in the order in which they end.
+        """A list of items in, one outcome out for each, in the order in which they end: those that end together travel
+        together, for a message costs more than most scores.
         An item that fails or times out never fails the call.
         """
 
