@@ -103,6 +103,18 @@ async def test_work_goes_to_the_least_loaded_and_equals_take_turns(pool: Pool) -
     assert sorted(taken[:2]) == sorted(taken[2:]) == ["generator-0", "generator-1"]
 
 
+async def test_work_follows_what_each_replica_carries() -> None:
+    pool: Pool = ReplicaPool(
+        reg.SERVICE_KIND_GENERATOR, health_pb2_grpc.HealthStub, rpc.connect, size="running_samples"
+    )
+    large = registration("large", capacity={"running_samples": 300})
+    small = registration("small", capacity={"running_samples": 100})
+    await pool.update(snapshot(large, small))
+    taken = [(await pool.acquire(10, timeout_s=1, what="a generator")).name for _ in range(40)]
+    assert (taken.count("large"), taken.count("small")) == (30, 10)
+    await pool.close()
+
+
 async def test_a_draining_replica_gets_nothing_new_and_keeps_what_it_has(
     pool: Pool, server: tuple[rpc.RpcServer, str]
 ) -> None:

@@ -38,7 +38,7 @@ class Fleet:
         self.fence: Fence | None = None
         """Of the beginning that works now; it goes with every call."""
         self.generators: ReplicaPool[GeneratorServiceAsyncStub] = ReplicaPool(
-            reg.SERVICE_KIND_GENERATOR, GeneratorServiceStub, self._connect
+            reg.SERVICE_KIND_GENERATOR, GeneratorServiceStub, self._connect, size="running_samples"
         )
         self.gangs: dict[str, ReplicaPool[TrainerServiceAsyncStub]] = {
             role: ReplicaPool(reg.SERVICE_KIND_TRAINER, TrainerServiceStub, self._connect, role=role)
@@ -46,7 +46,7 @@ class Fleet:
         }
         self.trainers = self.gangs[POLICY]
         self.rewards: ReplicaPool[RewardServiceAsyncStub] = ReplicaPool(
-            reg.SERVICE_KIND_REWARD, RewardServiceStub, self._connect
+            reg.SERVICE_KIND_REWARD, RewardServiceStub, self._connect, size="workers"
         )
 
     async def start(self) -> None:

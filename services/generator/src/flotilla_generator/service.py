@@ -54,6 +54,7 @@ class GeneratorHostService:
             registration.model_digest = self._checkpoint.shape_digest
         registration.capacity["weight_workers"] = info.weight_workers
         registration.capacity["gpus"] = info.gpus
+        registration.capacity["running_samples"] = self._host.stack.generator.max_running_samples
         registration.capacity["max_model_tokens"] = info.max_model_tokens
         registration.capacity["vocabulary_size"] = info.vocabulary_size
         for name, version in info.versions.items():

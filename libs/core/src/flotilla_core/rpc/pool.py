@@ -45,8 +45,11 @@ class ReplicaPool(Generic[StubT]):
         connect: Callable[[str], grpc.aio.Channel],
         *,
         role: str = "",
+        size: str = "",
     ) -> None:
+        """`size` names what of `Registration.capacity` says how much work an instance carries beside the others."""
         self._kind = kind
+        self._size = size
         self._role = role
         self._stub = stub
         self._connect = connect
@@ -69,9 +72,10 @@ class ReplicaPool(Generic[StubT]):
                 known = None
             if known is not None:
                 known.registration = registration
+                known.size = self._size_of(registration)
             elif registration.state == reg.INSTANCE_STATE_READY and not self._superseded(registration, ours):
                 channel = self._connect(registration.address)
-                known = Replica(registration, channel, self._stub(channel))
+                known = Replica(registration, channel, self._stub(channel), self._size_of(registration))
                 self._replicas[instance_id] = known
             if known is not None:
                 self._follow_registration(known, self._superseded(registration, ours))
@@ -89,7 +93,7 @@ class ReplicaPool(Generic[StubT]):
     def lease(
         self, cost: int, *, allowed: Callable[[Replica[StubT]], bool] | None = None
     ) -> Iterator[Replica[StubT]]:
-        """The allowed replica with the least outstanding cost, charged with `cost` inside the block."""
+        """The allowed replica with the least outstanding cost for its size, charged with `cost` inside the block."""
         replica = self._take(cost, allowed)
         if replica is None:
             raise Unavailable(f"no {self._kind_name()} can take work", why=self._standing())
@@ -156,11 +160,15 @@ class ReplicaPool(Generic[StubT]):
         candidates = [replica for replica in self.replicas() if allowed is None or allowed(replica)]
         if not candidates:
             return None
-        replica = min(candidates, key=lambda one: (one.outstanding, one.turn))
+        replica = min(candidates, key=lambda one: (one.outstanding / one.size, one.turn))
         self._turn += 1
         replica.turn = self._turn
         replica.take(cost)
         return replica
+
+    def _size_of(self, registration: reg.Registration) -> int:
+        """1 for all where nothing is said: then they count alike."""
+        return registration.capacity.get(self._size, 0) or 1
 
     def _is_ours(self, registration: reg.Registration) -> bool:
         return registration.kind == self._kind and (

@@ -23,6 +23,8 @@ class Replica(Generic[StubT]):
     registration: Registration
     channel: grpc.aio.Channel
     stub: StubT
+    size: int = 1
+    """How much it carries beside the others."""
     state: ReplicaState = "ready"
     outstanding: int = 0
     """Cost of the work that is leased out to it."""
