@@ -16,8 +16,8 @@ import zstandard
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.ledger.records import TokenSpan
 from flotilla_coordinator.report import conclude, export_parquet, write_plots
+from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
 from flotilla_coordinator.rundir import RunDirectory
-from flotilla_coordinator.runs.batch import Batch, RolloutGroup, RolloutSample
 from flotilla_core.errors import AlreadyExists
 from flotilla_core.version import Version
 

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.gangs.gang_session import Gang
+from flotilla_coordinator.gangs.learners import Learners
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.rundir import RunDirectory
@@ -20,8 +22,6 @@ from flotilla_coordinator.runs.active import ActiveRun
 from flotilla_coordinator.runs.beginning import Beginning
 from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.feed import RunFeed
-from flotilla_coordinator.runs.gang_session import Gang
-from flotilla_coordinator.runs.learners import Learners
 from flotilla_coordinator.runs.recovery import MOST_IN_A_ROW
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_core.config import RunConfig

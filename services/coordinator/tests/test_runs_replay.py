@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from flotilla.generator.v1 import generator_pb2 as gen
+from flotilla_coordinator.clients.client_source import ClientSource
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
-from flotilla_coordinator.runs.batch import Batch
-from flotilla_coordinator.runs.client_source import ClientSource
-from flotilla_coordinator.runs.generation import Generated, GenerationRequest
-from flotilla_coordinator.runs.rollouts import RolloutSource
-from flotilla_coordinator.runs.scoring import Outcome
+from flotilla_coordinator.rollouts.batch import Batch
+from flotilla_coordinator.rollouts.generation import Generated, GenerationRequest
+from flotilla_coordinator.rollouts.rollouts import RolloutSource
+from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_core.config import RolloutConfig
 from flotilla_core.errors import UserCodeError
 from flotilla_core.tensors import to_tensor

@@ -1,6 +1,6 @@
 """How far generation runs ahead of training, and what that holds in memory.
 
-Invariant: the bounds are those that `runs/rollouts.py` admits by; "at most" is before any group of them has ended.
+Invariant: the bounds are those that `rollouts/rollouts.py` admits by; "at most" is before any group of them has ended.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from flotilla_coordinator.plan.algorithm import Line
 from flotilla_coordinator.plan.sizes import shown_bytes
-from flotilla_coordinator.runs.draws import issued_per_step, steps_ahead
+from flotilla_coordinator.rollouts.draws import issued_per_step, steps_ahead
 from flotilla_core.config import RunConfig
 
 HELD_BYTES_PER_TOKEN = 4 + 4 + 6

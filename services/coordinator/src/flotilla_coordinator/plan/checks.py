@@ -11,8 +11,8 @@ from pathlib import Path
 
 from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.tokenizer import Tokenizer
+from flotilla_coordinator.gangs.session_spec import critic_of, critic_warmup_steps
 from flotilla_coordinator.plan.model_facts import ModelFacts
-from flotilla_coordinator.runs.session_spec import critic_of, critic_warmup_steps
 from flotilla_core.config import OptimizerConfig, PolicyConfig, RunConfig, StackConfig
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from flotilla_coordinator.gangs.session_spec import critic_of
 from flotilla_coordinator.plan.algorithm import Line
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.sizes import shown_bytes
 from flotilla_coordinator.plan.trainer_memory import TrainerMemory
-from flotilla_coordinator.runs.session_spec import critic_of
 from flotilla_core.config import CriticConfig, RunConfig, StackConfig
 from flotilla_core.gangs import model_of
 from flotilla_core.model_folder import model_folder

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from flotilla_coordinator.data.training_sets import LoadedSet
 from flotilla_coordinator.plan.algorithm import Line
-from flotilla_coordinator.runs.draws import issued_per_step, most_prompts_per_step
+from flotilla_coordinator.rollouts.draws import issued_per_step, most_prompts_per_step
 from flotilla_core.config import PolicyConfig, RolloutConfig, RunConfig
 
 ORDERS = {"shuffled": "shuffled", "as_written": "in file order", "by_field": "ascending by {field}"}

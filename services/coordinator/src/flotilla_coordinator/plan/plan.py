@@ -15,6 +15,7 @@ from flotilla_coordinator.data.loaders import held_out_data, training_data
 from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import LoadedSet, joined, read_sets
+from flotilla_coordinator.gangs.session_spec import critic_warmup_steps
 from flotilla_coordinator.plan import checks
 from flotilla_coordinator.plan.adapters import AdapterFacts, adapter_errors
 from flotilla_coordinator.plan.algorithm import algorithm_lines, algorithm_warnings
@@ -31,7 +32,6 @@ from flotilla_coordinator.plan.roles import role_errors
 from flotilla_coordinator.plan.sizes import shown_bytes
 from flotilla_coordinator.plan.trainer_memory import TrainerMemory
 from flotilla_coordinator.plan.weight_sync import sync_lines
-from flotilla_coordinator.runs.session_spec import critic_warmup_steps
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.errors import FlotillaError
 from flotilla_core.model_folder import model_folder

@@ -25,7 +25,7 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_core.errors import AlreadyExists
 
 if TYPE_CHECKING:
-    from flotilla_coordinator.runs.batch import Batch, RolloutGroup, RolloutSample
+    from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
 
 SAMPLE_FILES = "step-*.jsonl.zst"
 OUTCOME = "outcome.json"

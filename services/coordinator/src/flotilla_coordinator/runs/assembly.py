@@ -14,36 +14,36 @@ import numpy as np
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.autoscale import Autoscaler, IdleShares
+from flotilla_coordinator.clients.client_loop import ClientLoop
+from flotilla_coordinator.clients.client_sampling import ClientSampling
+from flotilla_coordinator.clients.client_source import ClientSource
 from flotilla_coordinator.data.loaders import held_out_data, training_data
 from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.data.tokenizer import Tokenizer
+from flotilla_coordinator.evaluation.evaluate import Evaluator
+from flotilla_coordinator.evaluation.pair_evaluator import PairEvaluator
+from flotilla_coordinator.evaluation.pinned_evaluation import PinnedEvaluation
 from flotilla_coordinator.fleet import Fleet
+from flotilla_coordinator.gangs.gangs import Gangs
+from flotilla_coordinator.gangs.policy import PolicyTrainer
 from flotilla_coordinator.launcher_link import LauncherLink
 from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.rollouts.answers import AnswerSource
+from flotilla_coordinator.rollouts.batch import BatchSource
+from flotilla_coordinator.rollouts.generation import Generation
+from flotilla_coordinator.rollouts.rollouts import RolloutSource
+from flotilla_coordinator.rollouts.scoring import Scorer
 from flotilla_coordinator.rundir import RunDirectory
-from flotilla_coordinator.runs.answers import AnswerSource
-from flotilla_coordinator.runs.batch import BatchSource
-from flotilla_coordinator.runs.canary import Canary
 from flotilla_coordinator.runs.checkpoints import RunCheckpoints
-from flotilla_coordinator.runs.client_loop import ClientLoop
-from flotilla_coordinator.runs.client_sampling import ClientSampling
-from flotilla_coordinator.runs.client_source import ClientSource
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.control import RunControl
-from flotilla_coordinator.runs.evaluate import Evaluator
-from flotilla_coordinator.runs.gangs import Gangs
-from flotilla_coordinator.runs.generation import Generation
-from flotilla_coordinator.runs.members import GeneratorReplica
-from flotilla_coordinator.runs.pair_evaluator import PairEvaluator
-from flotilla_coordinator.runs.pinned_evaluation import PinnedEvaluation
-from flotilla_coordinator.runs.policy import PolicyTrainer
-from flotilla_coordinator.runs.rollouts import RolloutSource
-from flotilla_coordinator.runs.same_tokenizer import of_same_tokenizer
-from flotilla_coordinator.runs.scoring import Scorer
 from flotilla_coordinator.runs.status import RunStatus
-from flotilla_coordinator.runs.sync import WeightSync
-from flotilla_coordinator.runs.sync_report import SyncReport
+from flotilla_coordinator.weights.canary import Canary
+from flotilla_coordinator.weights.members import GeneratorReplica
+from flotilla_coordinator.weights.same_tokenizer import of_same_tokenizer
+from flotilla_coordinator.weights.sync import WeightSync
+from flotilla_coordinator.weights.sync_report import SyncReport
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.config import PolicyConfig, SamplingConfig
 from flotilla_core.errors import FlotillaError, Mismatch

@@ -15,26 +15,26 @@ from typing import Any
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.autoscale import Autoscaler, IdleShares
+from flotilla_coordinator.evaluation.evaluate import Evaluator
+from flotilla_coordinator.evaluation.evaluation import Evaluation
+from flotilla_coordinator.evaluation.pair_evaluator import PairEvaluator
+from flotilla_coordinator.evaluation.pinned_evaluation import PinnedEvaluation
+from flotilla_coordinator.gangs.learners import Learners
+from flotilla_coordinator.gangs.policy import PolicyTrainer
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.rewind import CRITIC_ONLY, UPDATE_SKIPPED
+from flotilla_coordinator.rollouts.batch import Batch, BatchSource
+from flotilla_coordinator.rollouts.sample_door import SampleDoor
 from flotilla_coordinator.rundir import RunDirectory
-from flotilla_coordinator.runs.batch import Batch, BatchSource
 from flotilla_coordinator.runs.checkpoints import RunCheckpoints
 from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.distance import distance_warning, narrow_clip_warning
-from flotilla_coordinator.runs.evaluate import Evaluator
-from flotilla_coordinator.runs.evaluation import Evaluation
 from flotilla_coordinator.runs.learned import Learned
-from flotilla_coordinator.runs.learners import Learners
 from flotilla_coordinator.runs.live_settings import described, differences
 from flotilla_coordinator.runs.loop_lag import LoopLag
-from flotilla_coordinator.runs.pair_evaluator import PairEvaluator
-from flotilla_coordinator.runs.pinned_evaluation import PinnedEvaluation
-from flotilla_coordinator.runs.policy import PolicyTrainer
 from flotilla_coordinator.runs.progress import Progress
-from flotilla_coordinator.runs.sample_door import SampleDoor
 from flotilla_coordinator.runs.status import RunStatus
-from flotilla_coordinator.runs.sync import WeightSync
+from flotilla_coordinator.weights.sync import WeightSync
 from flotilla_core import telemetry
 from flotilla_core.config import RunConfig
 from flotilla_core.service import Activities

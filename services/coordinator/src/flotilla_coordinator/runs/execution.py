@@ -13,6 +13,7 @@ import time
 import structlog
 
 from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.clients.serve_client import serve_client
 from flotilla_coordinator.fleet import Fleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunState
@@ -25,7 +26,6 @@ from flotilla_coordinator.runs.beginning import Beginning
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.loop import run_loop
 from flotilla_coordinator.runs.recovery import Recovery
-from flotilla_coordinator.runs.serve_client import serve_client
 from flotilla_core.errors import FlotillaError, StaleVersion
 from flotilla_core.service import Host
 from flotilla_core.version import Version

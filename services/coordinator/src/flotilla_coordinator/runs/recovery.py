@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet import Fleet
+from flotilla_coordinator.gangs.gang_session import Gang
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.runs.beginning import Beginning
 from flotilla_coordinator.runs.context import RunContext
-from flotilla_coordinator.runs.gang_session import Gang
 from flotilla_core.errors import DeadlineExceeded, Exhausted, FlotillaError, RankFailed, Unavailable
 
 MOST_IN_A_ROW = 3

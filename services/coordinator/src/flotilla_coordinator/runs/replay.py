@@ -11,8 +11,8 @@ import asyncio
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import SampleRecord, SampleState
 from flotilla_coordinator.ledger.rewind import REWARD_ERROR, REWARD_TIMEOUT
-from flotilla_coordinator.runs.batch import RolloutSample
-from flotilla_coordinator.runs.scoring import Outcome
+from flotilla_coordinator.rollouts.batch import RolloutSample
+from flotilla_coordinator.rollouts.scoring import Outcome
 
 MOST_SAMPLES = 1 << 30
 FINAL = (SampleState.SCORED, SampleState.DROPPED)

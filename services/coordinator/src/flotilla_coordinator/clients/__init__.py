@@ -1,0 +1,1 @@
+"""Runs whose steps a client makes."""

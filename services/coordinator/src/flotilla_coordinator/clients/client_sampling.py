@@ -1,0 +1,155 @@
+"""Groups that a client asks for: prompts out to the generators, recorded samples back.
+
+Invariants: every sample is in the ledger before a generator hears of it, and with its tokens before the client does;
+ids never repeat within a run, so seeds do not either; a sample is handed to the record of an update at most once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flotilla_coordinator.data.tokenizer import Tokenizer
+from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.ledger.records import GroupIssue
+from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample
+from flotilla_coordinator.rollouts.generation import Generation, GenerationRequest
+from flotilla_coordinator.rollouts.samples import ledger_sample, rollout_sample
+from flotilla_core import ids, telemetry
+from flotilla_core.config import RolloutConfig, SamplingConfig
+from flotilla_core.telemetry import names
+from flotilla_core.version import Version
+
+CALLS_PER_LINEAGE = 1_000_000
+MOST_UNUSED = 100_000
+"""Samples beyond are not part of an update's record any more; the ledger counts them as dropped when the run ends."""
+
+
+@dataclass(frozen=True)
+class ClientPrompt:
+    """What a client wants continued."""
+
+    text: str
+    token_ids: np.ndarray
+
+
+class ClientSampling:
+    """Draws samples for one run, and remembers those that no update has used."""
+
+    def __init__(
+        self,
+        run_id: str,
+        config: RolloutConfig,
+        lineage: int,
+        tokenizer: Tokenizer,
+        generation: Generation,
+        ledger: Ledger,
+    ) -> None:
+        self._run_id = run_id
+        self._config = config
+        self._tokenizer = tokenizer
+        self._generation = generation
+        self._ledger = ledger
+        # What an earlier life of the run drew keeps its ids.
+        self._call = lineage * CALLS_PER_LINEAGE
+        self._unused: dict[str, tuple[RolloutGroup, RolloutSample]] = {}
+        self._works: set[asyncio.Task[tuple[int, RolloutGroup]]] = set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether groups are still being drawn."""
+        return any(not work.done() for work in self._works)
+
+    def prompt(self, text: str, token_ids: np.ndarray | None) -> ClientPrompt:
+        """A prompt with its tokens."""
+        if token_ids is None:
+            token_ids = np.array(self._tokenizer.encode(text, special=True), np.int32)
+        return ClientPrompt(text or self._tokenizer.decode(token_ids.tolist()), token_ids.astype(np.int32))
+
+    async def groups(
+        self,
+        prompts: Sequence[ClientPrompt],
+        count: int,
+        sampling: SamplingConfig,
+        version: Version,
+        step: int,
+    ) -> AsyncGenerator[tuple[int, RolloutGroup]]:
+        """Each group with the place of its prompt, as soon as it is complete."""
+        call, self._call = self._call, self._call + 1
+
+        async def one(index: int, prompt: ClientPrompt) -> tuple[int, RolloutGroup]:
+            group_id = ids.group_id(self._run_id, call, index)
+            sample_ids = tuple(ids.sample_id(group_id, number) for number in range(count))
+            attributes: dict[str, Any] = {
+                names.RUN_ID: self._run_id,
+                names.STEP: step,
+                names.GROUP_ID: group_id,
+            }
+            with telemetry.span(names.RL_SAMPLE, attributes=attributes):
+                issue = GroupIssue(self._run_id, group_id, sample_ids, step, 0, prompt.text, prompt.token_ids)
+                await self._ledger.group_issued(issue)
+                request = GenerationRequest(
+                    prompt_token_ids=prompt.token_ids,
+                    sample_ids=sample_ids,
+                    sampling=sampling,
+                    min_version=version,
+                    timeout_s=self._config.sample_timeout_s,
+                    max_attempts=self._config.max_attempts,
+                    resume_partial=self._config.resume_partial,
+                )
+                return index, await self._sampled(request, prompt, group_id)
+
+        tasks = [asyncio.create_task(one(index, prompt)) for index, prompt in enumerate(prompts)]
+        self._works.update(tasks)
+        try:
+            for ended in asyncio.as_completed(tasks):
+                yield await ended
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._works.difference_update(tasks)
+
+    async def close(self) -> None:
+        """Give up what is still under way, also where its caller does not listen at the moment."""
+        for work in self._works:
+            work.cancel()
+        await asyncio.gather(*self._works, return_exceptions=True)
+
+    def unused(self, rewards: dict[str, float]) -> list[RolloutGroup]:
+        """The samples of an update with the rewards that the client gave them, by group; only those not used before."""
+        groups: dict[str, RolloutGroup] = {}
+        for sample_id, reward in rewards.items():
+            if (known := self._unused.get(sample_id)) is None:
+                continue
+            origin, sample = known
+            sample.reward = reward
+            group = groups.setdefault(
+                origin.group_id,
+                RolloutGroup(origin.group_id, origin.prompt_text, origin.prompt_token_ids, []),
+            )
+            group.samples.append(sample)
+        return list(groups.values())
+
+    def use(self, sample_ids: Iterable[str]) -> None:
+        """These are in the record of an update now."""
+        for sample_id in sample_ids:
+            self._unused.pop(sample_id, None)
+
+    async def _sampled(self, request: GenerationRequest, prompt: ClientPrompt, group_id: str) -> RolloutGroup:
+        group = RolloutGroup(group_id, prompt.text, prompt.token_ids, [])
+        async with aclosing(self._generation.samples(request)) as samples:
+            async for generated in samples:
+                group.samples.append(rollout_sample(generated, self._tokenizer))
+        group.samples.sort(key=lambda sample: request.sample_ids.index(sample.sample_id))
+        await self._ledger.group_generated([ledger_sample(sample) for sample in group.samples])
+        for sample in group.samples:
+            self._unused[sample.sample_id] = (group, sample)
+        while len(self._unused) > MOST_UNUSED:
+            del self._unused[next(iter(self._unused))]
+        return group

@@ -1,0 +1,1 @@
+"""Evaluations on held-out data, in the loop or beside it."""

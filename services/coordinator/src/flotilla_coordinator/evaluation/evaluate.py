@@ -1,0 +1,118 @@
+"""Evaluation on held-out prompts.
+
+Invariants: evaluation samples never enter the ledger or an update; an answer is right when its reward total is at
+least 1, and each prompt gets equally many; a reward error or timeout is counted as a failure of the evaluation,
+never as a wrong answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AbstractContextManager, aclosing
+from typing import Any
+
+from flotilla.reward.v1 import reward_pb2
+from flotilla_coordinator.data.prompts import Prompt
+from flotilla_coordinator.data.tokenizer import Tokenizer
+from flotilla_coordinator.evaluation.evaluation import Evaluation
+from flotilla_coordinator.rollouts.generation import EVALUATION, Generation, GenerationRequest
+from flotilla_coordinator.rollouts.score_item import score_item
+from flotilla_coordinator.rollouts.scoring import Outcome, Scorer
+from flotilla_coordinator.runs.together import all_of
+from flotilla_core import telemetry
+from flotilla_core.config import SamplingConfig
+from flotilla_core.errors import UserCodeError
+from flotilla_core.telemetry import names
+from flotilla_core.tensors import from_tensor
+from flotilla_core.version import Version
+
+ANSWERS_PER_SCORE_CALL = 64
+CONCURRENT_ANSWERS = 256
+RIGHT_AT = 1.0
+
+
+def evaluation_span(run_id: str, version: Version, step: int) -> AbstractContextManager[Any]:
+    """One evaluation on the timeline, whatever it asks."""
+    attributes: dict[str, str | int] = {
+        names.RUN_ID: run_id,
+        names.STEP: step,
+        names.POLICY_VERSION: str(version),
+    }
+    return telemetry.span(names.RL_EVALUATE, attributes=attributes)
+
+
+class Evaluator:
+    """Answers every held-out prompt equally often on one version."""
+
+    needs_generators = True
+
+    def __init__(
+        self,
+        run_id: str,
+        prompts: list[Prompt],
+        tokenizer: Tokenizer,
+        generation: Generation,
+        scorer: Scorer,
+        sampling: SamplingConfig,
+        samples_per_prompt: int,
+        timeout_s: float,
+    ) -> None:
+        self._run_id = run_id
+        self._prompts = prompts
+        self._tokenizer = tokenizer
+        self._generation = generation
+        self._scorer = scorer
+        self._sampling = sampling
+        self._samples_per_prompt = samples_per_prompt
+        self._timeout_s = timeout_s
+
+    async def evaluate(self, version: Version, step: int, on: str = "") -> Evaluation:
+        """How often `version` answers the held-out prompts right, by the instance `on` where one is named."""
+        with evaluation_span(self._run_id, version, step):
+            gate = asyncio.Semaphore(max(1, CONCURRENT_ANSWERS // self._samples_per_prompt))
+            answered = await all_of(self._answer(prompt, version, gate, on) for prompt in self._prompts)
+            items = [item for answers in answered for item in answers]
+            outcomes: dict[str, Outcome] = {}
+            for start in range(0, len(items), ANSWERS_PER_SCORE_CALL):
+                outcomes |= await self._scorer.score(items[start : start + ANSWERS_PER_SCORE_CALL])
+        self._refuse_failures(list(outcomes.values()), step)
+        right = [sum(_right(outcomes[item.sample_id]) for item in answers) for answers in answered]
+        return Evaluation.of_answers(right, self._samples_per_prompt)
+
+    @staticmethod
+    def _refuse_failures(outcomes: list[Outcome], step: int) -> None:
+        failed = [outcome for outcome in outcomes if outcome.total is None]
+        if failed:
+            raise UserCodeError(
+                f"{len(failed)} of {len(outcomes)} held-out answers could not be scored",
+                where=f"evaluation at step {step}",
+                why=failed[0].failure,
+                next_step="fix the reward function or raise its timeout_s",
+            )
+
+    async def _answer(
+        self, prompt: Prompt, version: Version, gate: asyncio.Semaphore, on: str
+    ) -> list[reward_pb2.ScoreItem]:
+        name = f"{self._run_id}/eval/{version}/{prompt.index}"
+        sample_ids = tuple(f"{name}/{number}" for number in range(self._samples_per_prompt))
+        request = GenerationRequest(
+            prompt.token_ids,
+            sample_ids,
+            self._sampling,
+            version,
+            self._timeout_s,
+            max_attempts=5,
+            priority=EVALUATION,
+            instance_id=on,
+        )
+        items: list[reward_pb2.ScoreItem] = []
+        async with gate, aclosing(self._generation.samples(request)) as samples:
+            async for generated in samples:
+                token_ids = from_tensor(generated.response.token_ids)
+                text = self._tokenizer.decode(token_ids.tolist())
+                items.append(score_item(generated.response.sample_id, prompt, text, token_ids))
+        return items
+
+
+def _right(outcome: Outcome) -> bool:
+    return outcome.total is not None and outcome.total >= RIGHT_AT

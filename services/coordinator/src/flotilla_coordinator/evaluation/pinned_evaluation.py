@@ -1,0 +1,103 @@
+"""An evaluation beside the training that follows: one generator keeps the version, the others go on.
+
+Invariants: at most one at a time; the pinned replica takes no new weights until the evaluation has ended, then it joins
+the next weight group like one that came late; where fewer than two generators serve the version none is pinned; an
+evaluation whose replica was lost, or became the last one that training has, gives no result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flotilla_coordinator.evaluation.evaluate import Evaluator
+from flotilla_coordinator.evaluation.evaluation import Evaluation
+from flotilla_coordinator.weights.members import GeneratorReplica
+from flotilla_core.errors import DeadlineExceeded, Exhausted, Unavailable
+from flotilla_core.version import Version
+
+LOST = (Unavailable, DeadlineExceeded, Exhausted)
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """What is evaluated, and where."""
+
+    step: int
+    version: Version
+    instance_id: str
+    task: asyncio.Task[Evaluation]
+
+
+@dataclass(frozen=True)
+class PinnedResult:
+    """An evaluation that was begun after so many steps; empty where its replica was lost."""
+
+    step: int
+    version: Version
+    evaluation: Evaluation | None
+
+
+class PinnedEvaluation:
+    """Holds one replica back while it is asked."""
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        ready: Callable[[], list[GeneratorReplica]],
+        serves: Callable[[str, Version], bool],
+    ) -> None:
+        self._evaluator = evaluator
+        self._ready = ready
+        self._serves = serves
+        self._under_way: _UnderWay | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether a result is there, or will be."""
+        return self._under_way is not None
+
+    @property
+    def ended(self) -> bool:
+        """Whether a result is there."""
+        return self._under_way is not None and self._under_way.task.done()
+
+    def begin(self, version: Version, step: int) -> bool:
+        """Pin the idlest replica that serves `version`; False where none can be spared."""
+        serving = [replica for replica in self._ready() if self._serves(replica.instance_id, version)]
+        if len(serving) < 2:
+            return False
+        chosen = min(serving, key=lambda replica: replica.outstanding).instance_id
+        task = asyncio.create_task(self._evaluator.evaluate(version, step, on=chosen))
+        self._under_way = _UnderWay(step, version, chosen, task)
+        return True
+
+    def spared(self, replicas: list[GeneratorReplica]) -> list[GeneratorReplica]:
+        """Those that take new weights: all but the pinned one, unless it is the last."""
+        pinned = self._under_way
+        if pinned is None or pinned.task.done():
+            return replicas
+        others = [replica for replica in replicas if replica.instance_id != pinned.instance_id]
+        if not others:
+            pinned.task.cancel()
+        return others or replicas
+
+    async def result(self) -> PinnedResult:
+        """Wait for the end of what was begun."""
+        pinned, self._under_way = self._under_way, None
+        assert pinned is not None, "only asked for what was begun"
+        try:
+            await asyncio.wait({pinned.task})
+        finally:
+            pinned.task.cancel()
+        if pinned.task.cancelled() or isinstance(pinned.task.exception(), LOST):
+            return PinnedResult(pinned.step, pinned.version, None)
+        return PinnedResult(pinned.step, pinned.version, pinned.task.result())
+
+    async def close(self) -> None:
+        """Give up what is under way."""
+        if self._under_way is not None:
+            self._under_way.task.cancel()
+            await asyncio.gather(self._under_way.task, return_exceptions=True)
+            self._under_way = None

@@ -1,0 +1,1 @@
+"""A run's sessions on trainer gangs: who learns, who only judges, and what they are told."""

@@ -1,0 +1,40 @@
+"""The session of a gang that learns nothing: a reference or a teacher.
+
+Invariant: it says how likely its model finds each token of a batch under the weights of its start, which never change;
+so nothing of it is saved, and a session that is opened again says the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from flotilla.trainer.v1 import session_pb2
+from flotilla_coordinator.gangs.batch_scores import batch_logprobs
+from flotilla_coordinator.gangs.gang_session import Gang, GangSession
+from flotilla_coordinator.rollouts.batch import Batch
+from flotilla_core.roles import TEACHER
+
+
+class FrozenRole(GangSession):
+    """Scores batches at the temperature of the rollouts."""
+
+    def __init__(
+        self,
+        run_id: str,
+        spec: session_pb2.SessionSpec,
+        gang: Gang,
+        ended_runs: Callable[[], Awaitable[list[str]]],
+        lineage: int,
+        temperature: float,
+    ) -> None:
+        super().__init__(run_id, spec, gang, ended_runs, lineage)
+        self._temperature = temperature
+
+    async def score(self, batch: Batch) -> None:
+        """Give every sample of the batch what this model says of each of its tokens."""
+        found = await batch_logprobs(self.stub, self._run_id, batch, self._temperature)
+        for sample in batch.samples:
+            if self.gang.role == TEACHER:
+                sample.teacher_logprobs = found[sample.sample_id]
+            else:
+                sample.reference_logprobs = found[sample.sample_id]

@@ -1,0 +1,158 @@
+"""Which prompts a step gets: those that the ledger holds for it, then the next ones of the data.
+
+Invariants: groups are recorded in the order in which they are drawn, so all that was drawn since a cursor was taken is
+in the ledger, and no prompt of an epoch is drawn twice; a step that was begun before has the groups that it had,
+however their prompts were drawn between those of other steps; a group counts for one step at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from flotilla_coordinator.data.prompt_source import PromptSource
+from flotilla_coordinator.data.prompts import Prompt
+from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.rollouts.draws import issued_per_step, most_prompts_per_step, steps_ahead
+from flotilla_coordinator.rollouts.group_rollout import FinishedGroup, Ticket
+from flotilla_core import ids
+from flotilla_core.config import RolloutConfig
+from flotilla_core.version import Version
+
+
+@dataclass(eq=False)
+class Admitted:
+    """A group under way."""
+
+    ticket: Ticket
+    place: int
+    """In the order of admission."""
+    task: asyncio.Task[FinishedGroup]
+
+    @property
+    def usable(self) -> bool:
+        """Whether it has ended with samples that may train; raises what it failed with."""
+        return self.task.done() and bool(self.task.result().group.samples)
+
+
+class Admission:
+    """Draws prompts for steps and knows what is under way for each."""
+
+    def __init__(
+        self,
+        run_id: str,
+        config: RolloutConfig,
+        total_steps: int,
+        prompts: PromptSource,
+        ledger: Ledger,
+        start: Callable[[Ticket], asyncio.Task[FinishedGroup]],
+    ) -> None:
+        self._run_id = run_id
+        self._config = config
+        self._total_steps = total_steps
+        self._prompts = prompts
+        self._ledger = ledger
+        self._start = start
+        self._places = count()
+        self._steps: dict[int, list[Admitted]] = {}
+        self._recorded: dict[int, list[str]] = {}
+        self._drawn_before: set[tuple[int, int]] = set()
+        self._next_step = 0
+
+    async def go_on(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
+        """Begin after so many steps; what the ledger holds of later ones comes before any new prompt."""
+        if cursor is not None:
+            self._prompts.restore(cursor)
+        self._next_step = steps_done
+        for step, group_id in await self._ledger.admitted_groups(self._run_id, steps_done):
+            self._recorded.setdefault(step, []).append(group_id)
+            self._drawn_before.add(ids.prompt_of_group(group_id))
+        self._pass_by_what_was_drawn()
+
+    def reconfigure(self, config: RolloutConfig, total_steps: int) -> None:
+        """From the next admission on."""
+        self._config, self._total_steps = config, total_steps
+
+    def admit(self, step: int, version: Version) -> None:
+        """Issue every step that may begin while `step` is made and has not been issued yet."""
+        last = min(step + steps_ahead(self._config), self._total_steps - 1)
+        while self._next_step <= last:
+            new, self._next_step = self._next_step, self._next_step + 1
+            groups = self._steps.setdefault(new, [])
+            spare = self._spare_beside(new)
+            wanted = max(self._config.prompts_per_step, issued_per_step(self._config) - spare)
+            recorded = self._recorded.pop(new, [])
+            if recorded:
+                # Its batch may have been full: a group too many could take the place of one that was in it.
+                wanted = self._config.prompts_per_step
+            for group_id in recorded:
+                prompt = self._prompts.known(*ids.prompt_of_group(group_id))
+                groups.append(self._admitted(prompt, new, version, new - step, recorded=True))
+            self.draw(new, wanted - len(groups), version, new - step)
+
+    def draw(self, step: int, number: int, version: Version, ahead: int = 0) -> list[Admitted]:
+        """Issue so many more groups for a step, as far as its limit goes."""
+        groups = self._steps[step]
+        room = most_prompts_per_step(self._config) - len(groups)
+        drawn = [self._admitted(self._draw(), step, version, ahead) for _ in range(min(number, room))]
+        groups += drawn
+        return drawn
+
+    def groups(self, step: int) -> list[Admitted]:
+        """All that were admitted for a step or carried into it."""
+        return list(self._steps[step])
+
+    def carry_over(self, groups: list[Admitted], step: int) -> None:
+        """Let groups of the step before count for `step`."""
+        self._steps.setdefault(step, []).extend(groups)
+
+    def end(self, step: int) -> None:
+        """The step has its batch."""
+        del self._steps[step]
+
+    def is_last(self, step: int) -> bool:
+        """Whether nothing comes after it."""
+        return step == self._total_steps - 1
+
+    @property
+    def cursor(self) -> dict[str, Any]:
+        """Where the next prompt will come from."""
+        return self._prompts.cursor
+
+    def close(self) -> list[Admitted]:
+        """Forget everything; what was under way."""
+        groups = [group for step in self._steps.values() for group in step]
+        self._steps.clear()
+        return groups
+
+    def _spare_beside(self, step: int) -> int:
+        """Groups under way beyond what the other steps need."""
+        needed = self._config.prompts_per_step
+        return sum(max(0, len(groups) - needed) for other, groups in self._steps.items() if other != step)
+
+    def _admitted(
+        self, prompt: Prompt, step: int, version: Version, ahead: int, *, recorded: bool = False
+    ) -> Admitted:
+        group_id = ids.group_id(self._run_id, prompt.epoch, prompt.index)
+        # What runs ahead also waits in the generators behind the steps before it.
+        limit_s = self._config.sample_timeout_s * (1 + ahead)
+        ticket = Ticket(prompt, group_id, step, version, limit_s, self._config.max_staleness, recorded)
+        return Admitted(ticket, next(self._places), self._start(ticket))
+
+    def _draw(self) -> Prompt:
+        while True:
+            prompt = self._prompts.next()
+            if (prompt.epoch, prompt.index) not in self._drawn_before:
+                return prompt
+
+    def _pass_by_what_was_drawn(self) -> None:
+        """A cursor that is saved from now on lies behind the prompts that the ledger holds for steps to come."""
+        while True:
+            place = self._prompts.cursor
+            prompt = self._prompts.next()
+            if (prompt.epoch, prompt.index) not in self._drawn_before:
+                self._prompts.restore(place)
+                return

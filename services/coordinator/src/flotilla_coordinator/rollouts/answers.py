@@ -1,0 +1,83 @@
+"""Batches of given answers: the data set's own ones, one to a prompt or a pair of which one is preferred.
+
+Invariants: a batch is `prompts_per_step` prompts in the source's order; each response ends with the end-of-
+sequence token; nothing is generated, so nothing enters the ledger.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from flotilla_coordinator.data.answer_pair import Answer
+from flotilla_coordinator.data.prompt_source import PromptSource
+from flotilla_coordinator.data.prompts import Prompt
+from flotilla_coordinator.data.tokenizer import Tokenizer
+from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
+from flotilla_core import ids
+from flotilla_core.config import RunConfig
+from flotilla_core.errors import InvalidConfig
+from flotilla_core.version import Version
+
+
+class AnswerSource:
+    """Batches of prompts with what was answered to them."""
+
+    samples_from_policy = False
+
+    def __init__(
+        self, run_id: str, prompts: PromptSource, tokenizer: Tokenizer, prompts_per_step: int
+    ) -> None:
+        self._run_id = run_id
+        self._prompts = prompts
+        self._tokenizer = tokenizer
+        self._prompts_per_step = prompts_per_step
+
+    async def go_on(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
+        """Take the answers from there on."""
+        if cursor is not None:
+            self._prompts.restore(cursor)
+
+    def reconfigure(self, config: RunConfig) -> None:
+        """Nothing that may change concerns given answers."""
+
+    def admit(self, step: int, version: Version) -> None:
+        """Nothing to prepare: answers are at hand."""
+
+    async def batch(self, step: int, version: Version) -> Batch:
+        """The next prompts and their answers."""
+        prompts = [self._prompts.next() for _ in range(self._prompts_per_step)]
+        groups = [given_group(self._run_id, prompt, self._answers(prompt)) for prompt in prompts]
+        return Batch(step=step, groups=groups, cursor=self._prompts.cursor)
+
+    async def close(self) -> None:
+        """Nothing is ever under way."""
+
+    def _answers(self, prompt: Prompt) -> list[Answer]:
+        if prompt.pair is not None:
+            return [prompt.pair.chosen, prompt.pair.rejected]
+        if not prompt.answer:
+            raise InvalidConfig(
+                f"prompt {prompt.index} has no answer to imitate",
+                where="data.train",
+                why="algorithm.type is sft",
+                next_step="add the column named by data.answer_field",
+            )
+        tokens = [*self._tokenizer.encode(prompt.answer), self._tokenizer.eos_id]
+        return [Answer(prompt.answer, np.asarray(tokens, dtype=np.int32))]
+
+
+def given_group(run_id: str, prompt: Prompt, answers: list[Answer]) -> RolloutGroup:
+    """A prompt with its answers as the samples that the trainer gets, in their order."""
+    group_id = ids.group_id(run_id, prompt.epoch, prompt.index)
+    samples = [
+        RolloutSample(
+            sample_id=ids.sample_id(group_id, place),
+            token_ids=answer.token_ids,
+            logprobs=None,
+            text=answer.text,
+        )
+        for place, answer in enumerate(answers)
+    ]
+    return RolloutGroup(group_id, prompt.prompt_text, prompt.token_ids, samples)

@@ -1,0 +1,170 @@
+"""One group's generation: every slot delivered exactly once, over any number of replica losses.
+
+Invariants: a sample is yielded at most once per call, whatever a replica repeats; only what is missing is
+issued again, with a higher attempt; seeds depend on the sample's id and on where a piece of it begins, so an attempt
+from the start changes nothing but the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from flotilla.generator.v1 import generator_pb2 as pb
+from flotilla_coordinator.rollouts.partial_sample import PartialSample
+from flotilla_coordinator.rollouts.sample_door import SampleDoor
+from flotilla_core import ids, rpc
+from flotilla_core.config import SamplingConfig
+from flotilla_core.errors import Exhausted, FlotillaError, InvalidRequest, StaleVersion, Unavailable
+from flotilla_core.rpc import Replica, ReplicaPool
+from flotilla_core.tensors import to_tensor
+from flotilla_core.version import Version
+
+if TYPE_CHECKING:
+    from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceAsyncStub
+
+
+CANARY = -2
+EVALUATION = -1
+"""Priorities of what a whole step waits for; rollouts have the number of their step, so that older steps come first."""
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """A prompt and the slots to fill."""
+
+    prompt_token_ids: np.ndarray
+    sample_ids: tuple[str, ...]
+    sampling: SamplingConfig
+    min_version: Version
+    timeout_s: float
+    max_attempts: int
+    resume_partial: bool = False
+    """Go on after the tokens that a generator wrote before it gave a sample up."""
+    priority: int = 0
+    instance_id: str = ""
+    """The one replica that may answer; empty takes any."""
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One sample as a generator delivered it."""
+
+    response: pb.GenerateResponse
+    generator: str
+    attempt: int
+
+
+class Generation:
+    """Issues groups to the replicas that may serve them."""
+
+    def __init__(
+        self,
+        run_id: str,
+        seed: int,
+        pool: ReplicaPool[GeneratorServiceAsyncStub],
+        serves: Callable[[str, Version], bool],
+        wait_limit_s: float,
+        lost: Callable[[tuple[str, ...], FlotillaError], None],
+    ) -> None:
+        self._run_id = run_id
+        self._seed = seed
+        self._pool = pool
+        self._serves = serves
+        self._wait_limit_s = wait_limit_s
+        self._lost = lost
+        self.door = SampleDoor()
+        """What every delivered sample passes."""
+
+    async def samples(self, request: GenerationRequest) -> AsyncGenerator[Generated]:
+        """Each slot's sample as it ends; Exhausted when a slot ran out of attempts."""
+        missing = {sample_id: PartialSample(sample_id) for sample_id in request.sample_ids}
+        cause: FlotillaError | None = None
+        for attempt in range(request.max_attempts):
+            replica = await self._acquire(request, len(missing))
+            cost = self._cost(request, len(missing))
+            try:
+                async with aclosing(self._call(replica, request, missing.values(), attempt)) as responses:
+                    async for response in responses:
+                        ended = response.finish_reason != pb.FINISH_REASON_ABORT
+                        if not ended and not request.resume_partial:
+                            continue
+                        refusal = self.door.refusal(response, missing, request.min_version, replica.name)
+                        if refusal is not None:
+                            cause = refusal
+                        elif ended:
+                            whole = missing.pop(response.sample_id).whole(response)
+                            yield Generated(whole, replica.name, attempt)
+                        else:
+                            missing[response.sample_id].add(response, request.sampling.max_response_tokens)
+            except StaleVersion as error:
+                cause = error
+            except InvalidRequest:
+                raise  # it is wrong everywhere
+            except FlotillaError as error:  # whatever one replica fails with, another may do
+                cause = error
+                self._pool.eject(replica.instance_id, str(error))
+            finally:
+                self._pool.release(replica, cost)
+            if not missing:
+                return
+            self._lost(tuple(missing), cause or Unavailable(f"{replica.name} ended the stream early"))
+        raise Exhausted(
+            f"{len(missing)} samples were issued {request.max_attempts} times and never came back",
+            where=next(iter(missing)),
+            why=str(cause),
+            next_step="see the generators' logs; raise rollout.sample_timeout_s if they are only slow",
+        )
+
+    async def _acquire(self, request: GenerationRequest, count: int) -> Replica[GeneratorServiceAsyncStub]:
+        def allowed(replica: Replica[GeneratorServiceAsyncStub]) -> bool:
+            # One that is named keeps its version outside of the weight group, and refuses another one itself.
+            named = request.instance_id
+            return (
+                replica.instance_id == named
+                if named
+                else self._serves(replica.instance_id, request.min_version)
+            )
+
+        return await self._pool.acquire(
+            self._cost(request, count),
+            allowed=allowed,
+            timeout_s=self._wait_limit_s,
+            what=f"a generator that serves version {request.min_version}",
+        )
+
+    @staticmethod
+    def _cost(request: GenerationRequest, count: int) -> int:
+        return count * request.sampling.max_response_tokens + len(request.prompt_token_ids)
+
+    def _call(
+        self,
+        replica: Replica[GeneratorServiceAsyncStub],
+        request: GenerationRequest,
+        samples: Iterable[PartialSample],
+        attempt: int,
+    ) -> AsyncGenerator[pb.GenerateResponse]:
+        sampling = request.sampling
+        message = pb.GenerateRequest(
+            run_id=self._run_id,
+            request_id=ids.new_request_id(),
+            attempt=attempt,
+            prompt_token_ids=to_tensor(request.prompt_token_ids),
+            samples=[sample.slot(self._seed) for sample in samples],
+            sampling=pb.SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                max_tokens=sampling.max_response_tokens,
+                min_tokens=sampling.min_response_tokens,
+            ),
+            min_version=request.min_version.to_proto(),
+            priority=request.priority,
+        )
+        return rpc.server_stream(
+            replica.stub.Generate, message, idle_timeout_s=request.timeout_s, timeout_s=request.timeout_s
+        )

@@ -1,0 +1,214 @@
+"""One group's life: a prompt out to the generators, its samples scored and recorded.
+
+Invariants: a sample is scored as soon as it ends, together with those that end right after it; a group is handed on the
+moment it is complete, and the ledger knows by then what became of each of its samples; what the ledger holds of a group
+from before is neither asked for nor scored again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from flotilla_coordinator.data.prompts import Prompt
+from flotilla_coordinator.data.tokenizer import Tokenizer
+from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.ledger.records import GroupIssue, SampleRecord
+from flotilla_coordinator.ledger.rewind import GROUP_TOO_SMALL, REWARD_ERROR, REWARD_TIMEOUT, UNIFORM
+from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample
+from flotilla_coordinator.rollouts.generation import Generation, GenerationRequest
+from flotilla_coordinator.rollouts.samples import ledger_sample, rollout_sample
+from flotilla_coordinator.rollouts.score_item import score_item
+from flotilla_coordinator.rollouts.scoring import Outcome, Scorer
+from flotilla_coordinator.runs.replay import decided, recorded_failures, recorded_samples
+from flotilla_core import ids, telemetry
+from flotilla_core.config import RolloutConfig
+from flotilla_core.telemetry import names
+from flotilla_core.version import Version
+
+# Samples that end at about the same time share one call, which costs more than most scores; the last ones never wait.
+SCORE_TOGETHER_S = 0.25
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A prompt that was admitted for a step."""
+
+    prompt: Prompt
+    group_id: str
+    step: int
+    version: Version
+    """The oldest one that may write its samples."""
+    limit_s: float
+    """For all of its samples, by one generator."""
+    max_staleness: int
+    """The bound by which it was admitted."""
+    recorded: bool = False
+    """Whether the ledger has it from before."""
+
+
+@dataclass(frozen=True)
+class FinishedGroup:
+    """One group's end: the samples that may train and what happened to the others."""
+
+    group: RolloutGroup
+    failures: list[Outcome]
+    dropped: int
+    retried: int
+    uniform: bool = False
+    """Left out because all its rewards were equal."""
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """A sample and what the reward service made of it."""
+
+    sample: RolloutSample
+    outcome: Outcome
+
+
+class GroupRollout:
+    """Lets groups of one run live."""
+
+    def __init__(
+        self,
+        run_id: str,
+        config: RolloutConfig,
+        tokenizer: Tokenizer,
+        generation: Generation,
+        scorer: Scorer,
+        ledger: Ledger,
+        min_group_samples: int,
+    ) -> None:
+        self._run_id = run_id
+        self._config = config
+        self._tokenizer = tokenizer
+        self._generation = generation
+        self._scorer = scorer
+        self._ledger = ledger
+        self._min_group_samples = min_group_samples
+
+    def sample_ids(self, group_id: str) -> tuple[str, ...]:
+        """Of a whole group, in the order of its slots."""
+        return tuple(ids.sample_id(group_id, i) for i in range(self._config.samples_per_prompt))
+
+    async def run(self, ticket: Ticket, records: list[SampleRecord]) -> FinishedGroup:
+        """Generate, score and record one group, or what `records` do not hold of it."""
+        sample_ids = self.sample_ids(ticket.group_id)
+        attributes: dict[str, str | int] = {
+            names.RUN_ID: self._run_id,
+            names.STEP: ticket.step,
+            names.GROUP_ID: ticket.group_id,
+        }
+        with telemetry.span(names.RL_SAMPLE, attributes=attributes) as span:
+            if not records:
+                await self._ledger.group_issued(self._issue(ticket, sample_ids))
+            have = decided(records)
+            request = GenerationRequest(
+                prompt_token_ids=ticket.prompt.token_ids,
+                sample_ids=tuple(sample_id for sample_id in sample_ids if sample_id not in have),
+                sampling=self._config.sampling,
+                min_version=ticket.version,
+                timeout_s=ticket.limit_s,
+                max_attempts=self._config.max_attempts,
+                resume_partial=self._config.resume_partial,
+                priority=ticket.step,
+            )
+            scored = await self._generate_and_score(request, ticket.prompt) if request.sample_ids else []
+            group = await self._record(ticket, recorded_samples(records), scored)
+            group.span = span.get_span_context() if span.is_recording() else None
+        uniform = self._config.dynamic_sampling is not None and group.uniform
+        if uniform:
+            await self._ledger.dropped(self._run_id, [s.sample_id for s in group.samples], UNIFORM)
+            group.samples = []
+        return FinishedGroup(
+            group,
+            failures=[
+                *(item.outcome for item in scored if item.outcome.total is None),
+                *recorded_failures(records),
+            ],
+            dropped=len(sample_ids) - len(group.samples),
+            retried=sum(item.sample.attempt > 0 for item in scored),
+            uniform=uniform or any(record.drop_reason == UNIFORM for record in records),
+        )
+
+    def _issue(self, ticket: Ticket, sample_ids: tuple[str, ...]) -> GroupIssue:
+        prompt = ticket.prompt
+        return GroupIssue(
+            self._run_id, ticket.group_id, sample_ids, ticket.step, 0, prompt.prompt_text, prompt.token_ids
+        )
+
+    async def _generate_and_score(self, request: GenerationRequest, prompt: Prompt) -> list[_Scored]:
+        """Score whatever has ended while the rest still decodes."""
+        arrived: asyncio.Queue[RolloutSample | None] = asyncio.Queue()
+
+        async def generate() -> None:
+            try:
+                async with aclosing(self._generation.samples(request)) as samples:
+                    async for generated in samples:
+                        arrived.put_nowait(rollout_sample(generated, self._tokenizer))
+            finally:
+                arrived.put_nowait(None)
+
+        producer = asyncio.create_task(generate())
+        scored: list[_Scored] = []
+        try:
+            ended = False
+            while not ended:
+                ready = [await arrived.get()]
+                await asyncio.wait([producer], timeout=SCORE_TOGETHER_S)
+                while not arrived.empty():
+                    ready.append(arrived.get_nowait())
+                ended = ready[-1] is None
+                samples = [sample for sample in ready if sample is not None]
+                if samples:
+                    scored += await self._score(samples, prompt)
+            await producer
+        finally:
+            producer.cancel()
+            await asyncio.gather(producer, return_exceptions=True)
+        return scored
+
+    async def _score(self, samples: list[RolloutSample], prompt: Prompt) -> list[_Scored]:
+        items = [score_item(s.sample_id, prompt, s.text, s.token_ids) for s in samples]
+        outcomes = await self._scorer.score(items)
+        return [_Scored(sample, outcomes[sample.sample_id]) for sample in samples]
+
+    async def _record(
+        self, ticket: Ticket, recorded: list[RolloutSample], scored: list[_Scored]
+    ) -> RolloutGroup:
+        """Write what is new of a group to the ledger, then hand on what may train, in the order of the slots."""
+        prompt = ticket.prompt
+        group = RolloutGroup(
+            ticket.group_id, prompt.prompt_text, prompt.token_ids, [], data_set=prompt.data_set
+        )
+        trainable = [item for item in scored if item.outcome.total is not None]
+        too_few = len(recorded) + len(trainable) < self._min_group_samples
+        dropped: dict[str, list[str]] = {}
+        if too_few and recorded:
+            dropped[GROUP_TOO_SMALL] = [sample.sample_id for sample in recorded]
+        for item in scored:
+            reason = _drop_reason(item.outcome) or (GROUP_TOO_SMALL if too_few else "")
+            if reason:
+                dropped.setdefault(reason, []).append(item.sample.sample_id)
+        for reason, lost in dropped.items():
+            await self._ledger.dropped(self._run_id, lost, reason)
+        if too_few:
+            return group
+        for item in trainable:
+            item.sample.reward = item.outcome.total or 0.0
+            item.sample.reward_terms = item.outcome.terms
+        await self._ledger.group_scored([ledger_sample(item.sample) for item in trainable])
+        order = self.sample_ids(ticket.group_id).index
+        group.samples = sorted(
+            [*recorded, *(item.sample for item in trainable)], key=lambda sample: order(sample.sample_id)
+        )
+        return group
+
+
+def _drop_reason(outcome: Outcome) -> str:
+    """Why a sample cannot train; empty where it has a value."""
+    if outcome.total is not None:
+        return ""
+    return REWARD_TIMEOUT if outcome.timed_out else REWARD_ERROR

@@ -1,0 +1,197 @@
+"""Rollout batches: the groups of each step, as they end, until its batch is full.
+
+Invariants: every admitted sample ends in exactly one of trained, dropped(reason) or in flight, and the ledger knows
+which before the loop goes on; a batch has its groups in the order of admission, and the ledger holds for its step
+those groups alone that were in it or left out for good, so a step that is made again has the same batch; no sample
+older than the staleness bound leaves here.
+
+The bound, for every `max_staleness` k: while step t is made the batches of the steps up to t + k are admitted, each
+with the version of t as the oldest that may write it. So a batch of step s is written by the versions from s - k on,
+and the update of step s, which begins from the version of s, trains no token that is more than k updates old. With
+`over_issue` they are admitted up to t + k - 1: the last step of the bound is for groups that a full batch left over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from flotilla_coordinator.data.prompt_source import PromptSource
+from flotilla_coordinator.data.tokenizer import Tokenizer
+from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.ledger.rewind import TAIL
+from flotilla_coordinator.rollouts.admission import Admission, Admitted
+from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup
+from flotilla_coordinator.rollouts.batch_metrics import batch_metrics
+from flotilla_coordinator.rollouts.generation import Generation
+from flotilla_coordinator.rollouts.group_rollout import FinishedGroup, GroupRollout, Ticket
+from flotilla_coordinator.rollouts.reward_failures import failure_rate, refuse_failing_rewards
+from flotilla_coordinator.rollouts.scoring import Scorer
+from flotilla_coordinator.runs.replay import Replay
+from flotilla_core.config import RolloutConfig, RunConfig
+from flotilla_core.errors import FailedPrecondition
+from flotilla_core.version import Version
+
+
+class RolloutSource:
+    """Samples groups from the policy, bounded by staleness."""
+
+    samples_from_policy = True
+
+    def __init__(
+        self,
+        run_id: str,
+        config: RolloutConfig,
+        total_steps: int,
+        prompts: PromptSource,
+        tokenizer: Tokenizer,
+        generation: Generation,
+        scorer: Scorer,
+        ledger: Ledger,
+        min_group_samples: int,
+    ) -> None:
+        self._run_id = run_id
+        self._config = config
+        self._ledger = ledger
+        self._replay = Replay(run_id, ledger)
+        self._rollout = GroupRollout(run_id, config, tokenizer, generation, scorer, ledger, min_group_samples)
+        self._admission = Admission(run_id, config, total_steps, prompts, ledger, self._start)
+
+    async def go_on(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
+        """Begin after so many steps; the ledger's samples of later ones come before any new sample."""
+        await self._admission.go_on(steps_done, cursor)
+
+    def reconfigure(self, config: RunConfig) -> None:
+        """Admit by another bound, up to another last step; what is admitted keeps the bound that it was admitted by."""
+        self._config = config.rollout
+        self._admission.reconfigure(config.rollout, config.steps)
+
+    def admit(self, step: int, version: Version) -> None:
+        """Issue every step that may begin while `step` is made and has not been issued yet."""
+        self._admission.admit(step, version)
+
+    async def batch(self, step: int, version: Version) -> Batch:
+        """The groups of `step` that end first, as many as it needs; fails as soon as one of them cannot be had."""
+        try:
+            ended = await self._enough(step, version)
+            chosen = [item for item in ended if item.usable][: self._config.prompts_per_step]
+        except BaseException:
+            # Also when cancelled: no group of a step that failed goes on.
+            await _cancel(self._admission.groups(step))
+            self._admission.end(step)
+            raise
+        # A group that is left over is told of in the step that it counts for.
+        in_batch = set(chosen)
+        finished = [item.task.result() for item in ended if item in in_batch or not item.usable]
+        refuse_failing_rewards(self._run_id, step, finished, self._config)
+        self._refuse_a_step_without_lessons(step, finished)
+        left_over = await self._pass_on(step, in_batch, version)
+        groups = [await self._within_staleness(item, version) for item in chosen]
+        batch = Batch(step, [group for group in groups if group.samples], self._admission.cursor)
+        batch.metrics.update(batch_metrics(batch, version))
+        batch.metrics.update(self._metrics(finished) | left_over)
+        return batch
+
+    async def close(self) -> None:
+        """Cancel what is under way."""
+        await _cancel(self._admission.close())
+
+    def _start(self, ticket: Ticket) -> asyncio.Task[FinishedGroup]:
+        return asyncio.create_task(self._run(ticket))
+
+    async def _run(self, ticket: Ticket) -> FinishedGroup:
+        # A new group waits for nothing before it is recorded: that keeps the order of the draws.
+        records = await self._replay.group(ticket.step, ticket.group_id) if ticket.recorded else []
+        return await self._rollout.run(ticket, records)
+
+    async def _enough(self, step: int, version: Version) -> list[Admitted]:
+        """Groups of the step that have ended, in the order of admission; with `dynamic_sampling` others are drawn."""
+        news: asyncio.Queue[asyncio.Task[FinishedGroup]] = asyncio.Queue()
+
+        def watch(items: list[Admitted]) -> int:
+            for item in items:
+                item.task.add_done_callback(news.put_nowait)
+            return len(items)
+
+        wanted, usable, running = self._config.prompts_per_step, 0, watch(self._admission.groups(step))
+        while usable < wanted:
+            if self._config.dynamic_sampling is not None:
+                running += watch(self._admission.draw(step, wanted - usable - running, version))
+            if not running:
+                break
+            usable += bool((await news.get()).result().group.samples)
+            running -= 1
+        ended = [item for item in self._admission.groups(step) if item.task.done()]
+        return sorted(ended, key=lambda item: item.place)
+
+    async def _pass_on(self, step: int, in_batch: set[Admitted], version: Version) -> dict[str, float]:
+        """Groups that the batch has no place for count for the next step, or end here where they would be too old."""
+        groups = self._admission.groups(step)
+        spare = [item for item in groups if item not in in_batch and (item.usable or not item.task.done())]
+        self._admission.end(step)
+        last = self._admission.is_last(step)
+        kept = [item for item in spare if not last and self._may_wait(item, version)]
+        waiting = set(kept)
+        tails = [item for item in spare if item not in waiting]
+        if kept:
+            self._admission.carry_over(kept, step + 1)
+            await self._ledger.carry_over(self._run_id, [item.ticket.group_id for item in kept], step + 1)
+        if tails:
+            await self._give_up(tails)
+        if not self._config.over_issue:
+            return {}
+        return {"rollout/carried": float(len(kept)), "rollout/tails": float(len(tails))}
+
+    def _may_wait(self, item: Admitted, version: Version) -> bool:
+        """Whether the group is still young enough for the update after the one of `version`."""
+        samples = item.task.result().group.samples if item.task.done() else []
+        steps = [oldest.step for sample in samples if (oldest := sample.oldest_version()) is not None]
+        return version.step + 1 - min(steps, default=item.ticket.version.step) <= item.ticket.max_staleness
+
+    async def _give_up(self, tails: list[Admitted]) -> None:
+        """Stop groups, and drop of their samples what has not been dropped for a reason of its own."""
+        await _cancel(tails)
+        for item in tails:
+            lost = self._rollout.sample_ids(item.ticket.group_id)
+            if not item.task.cancelled() and item.task.exception() is None:
+                lost = tuple(sample.sample_id for sample in item.task.result().group.samples)
+            await self._ledger.dropped(self._run_id, lost, TAIL)
+
+    def _refuse_a_step_without_lessons(self, step: int, finished: list[FinishedGroup]) -> None:
+        if any(item.group.samples for item in finished):
+            return
+        raise FailedPrecondition(
+            f"no group of step {step} teaches anything",
+            where=f"run {self._run_id}",
+            why=f"all rewards are equal within each of the {len(finished)} groups that were drawn",
+            next_step="take prompts that are neither too hard nor too easy for the policy, end the run earlier (stop), "
+            "or raise rollout.dynamic_sampling.max_prompts_per_step",
+        )
+
+    def _metrics(self, finished: list[FinishedGroup]) -> dict[str, float]:
+        size = self._config.samples_per_prompt
+        metrics = {
+            "reward/error_rate": failure_rate(finished, size, timed_out=False),
+            "reward/timeout_rate": failure_rate(finished, size, timed_out=True),
+            "samples/dropped": float(sum(item.dropped for item in finished)),
+            "samples/retried": float(sum(item.retried for item in finished)),
+        }
+        if self._config.dynamic_sampling is not None:
+            metrics["rollout/ended_groups"] = float(len(finished))
+            metrics["rollout/uniform_groups"] = float(sum(item.uniform for item in finished))
+        return metrics
+
+    async def _within_staleness(self, item: Admitted, version: Version) -> RolloutGroup:
+        """Drop samples that any version older than the bound wrote; by construction there are none."""
+        group, bound = item.task.result().group, item.ticket.max_staleness
+        stale = [sample.sample_id for sample in group.samples if sample.steps_old(version) > bound]
+        if stale:
+            await self._ledger.dropped(self._run_id, stale, "stale")
+            group.samples = [sample for sample in group.samples if sample.sample_id not in stale]
+        return group
+
+
+async def _cancel(groups: list[Admitted]) -> None:
+    for item in groups:
+        item.task.cancel()
+    await asyncio.gather(*(item.task for item in groups), return_exceptions=True)

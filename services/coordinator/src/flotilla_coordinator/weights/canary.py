@@ -1,0 +1,159 @@
+"""The live check of a sync: trainer and generator must agree on the same tokens.
+
+Invariants: canary samples never reach the ledger or the trainer's updates; every member that serves the
+version answers every prompt, or is reported as failed; a mean probability difference above `fail_at` ends the
+run, because nothing sampled from then on could be attributed to the weights it claims.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flotilla.generator.v1 import generator_pb2 as pb
+from flotilla_coordinator.gangs.policy import PolicyTrainer
+from flotilla_coordinator.rollouts.generation import CANARY
+from flotilla_coordinator.runs.together import all_of
+from flotilla_coordinator.weights.members import Member
+from flotilla_core import ids, rpc
+from flotilla_core.config import CanaryConfig
+from flotilla_core.errors import FlotillaError, Mismatch, Unavailable
+from flotilla_core.tensors import from_tensor, to_tensor
+from flotilla_core.version import Version
+
+
+@dataclass(frozen=True)
+class CanaryReport:
+    """Differences over all canary tokens of all members."""
+
+    probs_mean: float
+    logprob_mean: float
+    logprob_max: float
+    tokens: int
+
+
+@dataclass
+class CanaryOutcome:
+    """Who answered how; `report` is None when the canary is off or nobody could answer."""
+
+    report: CanaryReport | None = None
+    failures: dict[str, FlotillaError] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Response:
+    member: str
+    prompt: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+
+
+class Canary:
+    """A fixed set of prompts that every version answers first."""
+
+    def __init__(
+        self,
+        run_id: str,
+        config: CanaryConfig,
+        policy: PolicyTrainer,
+        prompts: list[np.ndarray],
+        timeout_s: float,
+    ) -> None:
+        self._run_id = run_id
+        self._config = config
+        self._policy = policy
+        self._prompts = prompts
+        self._timeout_s = timeout_s
+
+    async def check(self, version: Version, members: Sequence[Member]) -> CanaryOutcome:
+        """Compare; raise Mismatch above the limit. A member that cannot answer is named in the outcome."""
+        outcome = CanaryOutcome()
+        probs, differences = [], []
+        for temperature in self._config.temperatures if self._prompts else ():
+            answering = [member for member in members if member.name not in outcome.failures]
+            responses = await self._responses(version, answering, temperature, outcome.failures)
+            if not responses:
+                continue
+            _, expected = await self._policy.logprobs(
+                [(r.prompt, r.token_ids) for r in responses], temperature
+            )
+            for response, reference in zip(responses, expected, strict=True):
+                difference = np.abs(np.exp(response.logprobs) - np.exp(reference))
+                # Written so that a difference which is not a number fails as well.
+                if not difference.mean() <= self._config.fail_at:
+                    raise self._mismatch(version, response, float(difference.mean()))
+                probs.append(difference)
+                differences.append(np.abs(response.logprobs - reference))
+        if differences:
+            flat = np.concatenate(differences)
+            outcome.report = CanaryReport(
+                float(np.concatenate(probs).mean()), float(flat.mean()), float(flat.max()), int(flat.size)
+            )
+        return outcome
+
+    def _mismatch(self, version: Version, response: _Response, difference: float) -> Mismatch:
+        return Mismatch(
+            f"{response.member} does not decode with the trainer's weights",
+            where=f"run {self._run_id}, version {version}",
+            why=f"mean probability difference {difference:.4f}, limit weights.canary.fail_at = "
+            f"{self._config.fail_at}",
+            next_step="compare dtypes of trainer and generator, then run `flotilla doctor`",
+        )
+
+    async def _responses(
+        self,
+        version: Version,
+        members: Sequence[Member],
+        temperature: float,
+        failures: dict[str, FlotillaError],
+    ) -> list[_Response]:
+        """The answers of all members that gave every one; the others go into `failures`."""
+        answers = await asyncio.gather(*(self._answers_of(m, version, temperature) for m in members))
+        responses: list[_Response] = []
+        for member, answer in zip(members, answers, strict=True):
+            if isinstance(answer, FlotillaError):
+                failures[member.name] = answer
+            else:
+                responses += answer
+        return responses
+
+    async def _answers_of(
+        self, member: Member, version: Version, temperature: float
+    ) -> list[_Response] | FlotillaError:
+        try:
+            return await all_of(
+                self._generate(member, prompt, index, version, temperature)
+                for index, prompt in enumerate(self._prompts)
+            )
+        except FlotillaError as error:
+            return error
+
+    async def _generate(
+        self, member: Member, prompt: np.ndarray, index: int, version: Version, temperature: float
+    ) -> _Response:
+        sample_id = f"{self._run_id}/canary/{version}/{index}"
+        request = pb.GenerateRequest(
+            run_id=self._run_id,
+            request_id=ids.new_request_id(),
+            prompt_token_ids=to_tensor(prompt),
+            samples=[pb.SampleSlot(sample_id=sample_id, seed=ids.derive_seed(sample_id))],
+            sampling=pb.SamplingParams(
+                temperature=temperature, max_tokens=self._config.tokens, ignore_eos=True
+            ),
+            min_version=version.to_proto(),
+            priority=CANARY,
+        )
+        stream = rpc.server_stream(
+            member.replica.stub.Generate, request, idle_timeout_s=self._timeout_s, timeout_s=self._timeout_s
+        )
+        async with aclosing(stream) as replies:
+            async for reply in replies:
+                if reply.finish_reason == pb.FINISH_REASON_ABORT:
+                    raise Unavailable(f"{member.name} gave a canary up")
+                logprobs = from_tensor(reply.logprobs).astype(np.float64)
+                return _Response(member.name, prompt, from_tensor(reply.token_ids), logprobs)
+        raise Unavailable(f"{member.name} ended a canary without a sample")

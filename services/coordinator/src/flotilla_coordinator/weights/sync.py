@@ -1,0 +1,177 @@
+"""Weight synchronisation: every leased generator serves exactly what the trainer holds.
+
+Invariants: a replica counts as serving a version only after its digests agreed with the sender's, its live
+weights were verified and it confirmed the commit; a failed member costs its own eviction and one new epoch,
+never the run, as long as one other remains or comes back within the limit; the group is re-formed only when
+its membership changes or it broke. No weights pass through here: bytes go from trainer ranks to generator
+workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from flotilla_coordinator.gangs.policy import PolicyTrainer
+from flotilla_coordinator.runs.together import as_long_as
+from flotilla_coordinator.weights.blame import GroupBrokenError
+from flotilla_coordinator.weights.held_weights import HeldWeights
+from flotilla_coordinator.weights.late_joiners import LateJoiners
+from flotilla_coordinator.weights.members import GeneratorReplica, Group, Member
+from flotilla_coordinator.weights.serving import Serving
+from flotilla_coordinator.weights.sync_report import SyncReport
+from flotilla_coordinator.weights.weight_epochs import WeightEpochs
+from flotilla_core import telemetry
+from flotilla_core.config import WeightSyncConfig
+from flotilla_core.errors import FlotillaError, WeightGroupFailed
+from flotilla_core.telemetry import names
+from flotilla_core.version import Version
+
+T = TypeVar("T")
+
+MAX_EPOCHS_PER_SYNC = 8
+LOOK_AGAIN_S = 0.5
+
+
+class WeightSync:
+    """Brings versions from one trainer to a changing set of generators."""
+
+    def __init__(
+        self,
+        run_id: str,
+        config: WeightSyncConfig,
+        backend: str,
+        policy: PolicyTrainer,
+        candidates: Callable[[], Awaitable[list[GeneratorReplica]]],
+        ready: Callable[[], list[GeneratorReplica]],
+        evict: Callable[[GeneratorReplica, FlotillaError], None],
+        verify: Callable[[SyncReport], Awaitable[dict[str, FlotillaError]]],
+        fence: int = 0,
+        longest_sample_s: float = 0.0,
+    ) -> None:
+        self._run_id = run_id
+        self._candidates = candidates
+        self._ready = ready
+        self._evict = evict
+        self._verify = verify
+        self._epochs = WeightEpochs(run_id, config, backend, policy, fence, longest_sample_s)
+        self._serving = Serving()
+        self._joiners = LateJoiners(run_id, self._epochs, self._serving, self._expel, verify)
+        self._group: Group | None = None
+        self.version: Version | None = None
+
+    def serves(self, instance_id: str, version: Version) -> bool:
+        """Whether a replica may be given work that needs `version` or newer."""
+        return self._serving.serves(instance_id, version)
+
+    def live_version(self, instance_id: str) -> Version | None:
+        """What a replica serves for this run."""
+        return self._serving.live_version(instance_id)
+
+    def held(self) -> list[HeldWeights]:
+        """What each replica that serves this run took last, by the names of their slots."""
+        return self._serving.held()
+
+    async def publish(self, version: Version) -> SyncReport:
+        """Make every reachable generator serve `version`; return when the survivors do, verified."""
+        attributes = {names.RUN_ID: self._run_id, names.POLICY_VERSION: str(version)}
+        with telemetry.span(names.RL_SYNC, attributes=attributes) as span:
+            broken = GroupBrokenError({})
+            for attempt in range(1, MAX_EPOCHS_PER_SYNC + 1):
+                try:
+                    report = await self._publish_once(version, attempt)
+                    await self._verified(report)
+                except GroupBrokenError as error:
+                    broken = error
+                    if (mismatch := broken.common_mismatch) is not None:
+                        raise mismatch from broken
+                    span.add_event("weight group broken", {"failures": str(broken)})
+                    self._group = None
+                    for member, why in await self._epochs.abandon(broken):
+                        self._expel(member, why)
+                    continue
+                self.version = version
+                return report
+        raise WeightGroupFailed(
+            f"no generator took version {version}",
+            where=f"run {self._run_id}",
+            why=f"the weight group broke {MAX_EPOCHS_PER_SYNC} times in a row, last by {broken}",
+            next_step="see `flotilla logs` of the generators named here",
+        )
+
+    async def keep_serving(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work`, which needs generators: those that come meanwhile are brought to the version that is served.
+
+        When none serves it any more the work waits for them; else they catch up beside it, in a group of their own.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=LOOK_AGAIN_S)
+                if not task.done() and self.version is not None:
+                    await self._look_after_newcomers(self.version, task)
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Give the group up on every side."""
+        group, self._group = self._group, None
+        if group is not None:
+            await self._epochs.release(group, group.members)
+
+    async def _publish_once(self, version: Version, attempt: int) -> SyncReport:
+        replicas = await self._candidates()
+        group = self._group
+        if group is None or not group.matches(replicas):
+            group = await self._form(replicas)
+        started = time.monotonic()
+        staged = await self._epochs.stage(group, version)
+        stage_s = time.monotonic() - started
+        taken, failures = await self._epochs.commit(group, staged)
+        for held in taken:
+            self._serving.took(held)
+        for member in group.members:
+            if member.name in failures:
+                self._expel(member, failures[member.name])
+        members = tuple(held.member for held in taken)
+        stall_s = max(held.stall_s for held in taken)
+        return SyncReport(version, staged.published.bytes, stage_s, stall_s, members, attempt)
+
+    async def _verified(self, report: SyncReport) -> None:
+        """The live check; members that cannot answer it are out, and somebody has to be left."""
+        failures = await self._verify(report)
+        if failures and len(failures) == len(report.members):
+            raise GroupBrokenError(failures, self._group)
+        for member in report.members:
+            if member.name in failures:
+                self._expel(member, failures[member.name])
+
+    async def _form(self, replicas: list[GeneratorReplica]) -> Group:
+        """The group that follows the policy from now on."""
+        await self.close()
+        self._serving.keep_only({replica.instance_id for replica in replicas})
+        self._group = await self._epochs.form(replicas)
+        return self._group
+
+    async def _look_after_newcomers(self, version: Version, work: asyncio.Task[Any]) -> None:
+        ready = self._ready()
+        if ready and not any(self.serves(replica.instance_id, version) for replica in ready):
+            await self.publish(version)
+        elif self._joiners.among(ready, version):
+            await as_long_as(work, self._take_in_newcomers(version))
+
+    async def _take_in_newcomers(self, version: Version) -> None:
+        """The trainer leaves the big group for theirs; the next sync forms one of all."""
+        newcomers = self._joiners.among(await self._candidates(), version)
+        if newcomers:
+            await self.close()
+            await self._joiners.catch_up(newcomers, version)
+
+    def _expel(self, member: Member, why: FlotillaError) -> None:
+        """It serves nothing of ours any more; its health decides when it may join again."""
+        self._serving.lost(member.instance_id)
+        self._evict(member.replica, why)

@@ -1,0 +1,310 @@
+"""A client's calls: each acts once and is recorded once, and none outlives the loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flotilla.coordinator.v1 import loop_pb2, run_pb2
+from flotilla.generator.v1 import generator_pb2 as gen
+from flotilla.trainer.v1 import trainer_pb2 as train
+from flotilla_coordinator.autoscale import IdleShares
+from flotilla_coordinator.clients import client_loop
+from flotilla_coordinator.clients import serve_client as serve_client_module
+from flotilla_coordinator.clients.client_loop import ClientLoop
+from flotilla_coordinator.clients.client_sampling import ClientPrompt, ClientSampling
+from flotilla_coordinator.gangs.learners import Learners
+from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.ledger.records import RunRecord, RunState
+from flotilla_coordinator.rollouts.batch import RolloutGroup
+from flotilla_coordinator.rollouts.generation import Generated, GenerationRequest
+from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.runs.active import ActiveRun
+from flotilla_coordinator.runs.context import RunContext
+from flotilla_coordinator.runs.control import RunControl
+from flotilla_coordinator.runs.feed import RunFeed
+from flotilla_coordinator.runs.progress import Progress
+from flotilla_coordinator.runs.status import RunStatus
+from flotilla_core import rpc
+from flotilla_core.config import RunConfig
+from flotilla_core.errors import Cancelled, FlotillaError, InvalidRequest, Unavailable
+from flotilla_core.service import Activities
+from flotilla_core.tensors import to_tensor
+from flotilla_core.version import Version
+
+RUN = "run-1"
+CONFIG = {
+    "name": "run",
+    "steps": 3,
+    "loop": "client",
+    "data": {"train": "x.jsonl"},
+    "rewards": [{"reward": "exact"}],
+}
+PROMPT = ClientPrompt("1+1=", np.array([1, 2, 3], np.int32))
+
+
+class Trainer:
+    """Makes steps of what was added, each request once; an answer may get lost on its way."""
+
+    def __init__(self) -> None:
+        self.version = Version(0, 0)
+        self.waiting: list[str] = []
+        self.seen: list[str] = []
+        self.skips = ""
+        self.lose_answer: FlotillaError | None = None
+        self._replies: dict[str, train.OptimStepResponse] = {}
+
+    @property
+    def stub(self) -> Trainer:
+        return self
+
+    async def lost(self) -> bool:
+        return False
+
+    async def ForwardBackward(self, request: train.ForwardBackwardRequest) -> train.ForwardBackwardResponse:
+        self.seen.append(request.request_id)
+        self.waiting += [sample.sample_id for group in request.groups for sample in group.samples]
+        return train.ForwardBackwardResponse()
+
+    async def OptimStep(self, request: train.OptimStepRequest) -> train.OptimStepResponse:
+        if request.request_id not in self._replies:
+            moved = self.version if self.skips else Version(self.version.lineage, self.version.step + 1)
+            self._replies[request.request_id] = train.OptimStepResponse(
+                policy_version=moved.to_proto(), sample_ids=self.waiting, skipped=self.skips
+            )
+            self.waiting = []
+        if self.lose_answer is not None:
+            error, self.lose_answer = self.lose_answer, None
+            raise error
+        return self._replies[request.request_id]
+
+
+class Generators:
+    """Answer every slot with two tokens, when they may."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.ended = asyncio.Event()
+
+    async def samples(self, request: GenerationRequest) -> AsyncGenerator[Generated]:
+        self.asked.set()
+        try:
+            await self.may_answer.wait()
+            for sample_id in request.sample_ids:
+                response = gen.GenerateResponse(
+                    sample_id=sample_id,
+                    token_ids=to_tensor(np.array([4, 5], np.int32)),
+                    logprobs=to_tensor(np.array([-1.0, -1.0], np.float32)),
+                )
+                yield Generated(response, "generator-0", 0)
+        finally:
+            self.ended.set()
+
+
+class Bench:
+    def __init__(self, ledger: Ledger, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ledger, self.trainer, self.generators = ledger, Trainer(), Generators()
+        self.config = RunConfig.model_validate(CONFIG)
+        self.checkpoints: Any = SimpleNamespace(take_metrics=dict, wanted=False)
+        self.directory = RunDirectory(folder)
+        self.scorer: Any = SimpleNamespace()
+        self.monkeypatch = monkeypatch
+
+    def loop(self) -> ClientLoop:
+        trainer: Any = self.trainer
+        generators: Any = self.generators
+        tokenizer: Any = SimpleNamespace(decode=lambda token_ids: "2")
+        prompts: Any = SimpleNamespace(cursor={"position": 0})
+        context: Any = RunContext(
+            run_id=RUN,
+            config=self.config,
+            control=RunControl(self.config),
+            learners=Learners(trainer),
+            source=SimpleNamespace(samples_from_policy=True),  # type: ignore[arg-type]
+            sync=SimpleNamespace(version=Version(0, 0)),  # type: ignore[arg-type]
+            evaluator=None,
+            checkpoints=self.checkpoints,
+            ledger=self.ledger,
+            directory=self.directory,
+            status=RunStatus(run_pb2.Run(run_id=RUN), RunFeed(lambda event: None)),
+            activities=Activities(),
+            idle=IdleShares(list),
+        )
+        sampling = ClientSampling(RUN, self.config.rollout, 0, tokenizer, generators, self.ledger)
+        return ClientLoop(context, prompts, sampling, self.scorer, lambda error: None)
+
+
+@pytest.fixture
+async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+    async def direct(method: Any, request: Any, **_: Any) -> Any:
+        return await method(request)
+
+    monkeypatch.setattr(rpc, "unary", direct)
+    ledger = Ledger.open(tmp_path / "ledger.sqlite")
+    await ledger.save_run(RunRecord(RUN, "run", RunState.RUNNING, "", str(tmp_path), 0.0))
+    yield Bench(ledger, tmp_path, monkeypatch)
+    ledger.close()
+
+
+async def sample(loop: ClientLoop) -> RolloutGroup:
+    [(_, group)] = [item async for item in loop.groups([PROMPT], 2, {})]
+    return group
+
+
+def gradients(group: RolloutGroup) -> loop_pb2.AddGradientsRequest:
+    samples = [train.TrainSample(sample_id=s.sample_id, reward=1.0) for s in group.samples]
+    return loop_pb2.AddGradientsRequest(run_id=RUN, groups=[train.TrainGroup(samples=samples)])
+
+
+async def test_a_step_whose_answer_was_lost_is_recorded_with_its_samples_when_it_is_asked_again(
+    bench: Bench,
+) -> None:
+    loop = bench.loop()
+    await loop.add_gradients(gradients(await sample(loop)))
+    bench.trainer.lose_answer = Unavailable("the connection broke")
+    with pytest.raises(Unavailable):
+        await loop.step_optimizer("step", 0.0)
+    await loop.step_optimizer("step", 0.0)
+    await loop.step_optimizer("step", 0.0)
+    assert (await bench.ledger.counts(RUN)).trained == 2
+    assert loop.run.steps_done == 1 and loop.run.policy.version == Version(0, 1)
+
+
+async def test_a_step_that_could_not_be_recorded_is_recorded_before_the_next_one(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = bench.loop()
+    await loop.add_gradients(gradients(await sample(loop)))
+    with monkeypatch.context() as broken:
+        broken.setattr(RunDirectory, "write_samples", lambda *_: (_ for _ in ()).throw(OSError("full")))
+        with pytest.raises(OSError, match="full"):
+            await loop.step_optimizer("first", 0.0)
+    assert loop.run.steps_done == 0 and loop.run.policy.version == Version(0, 1)
+    await loop.add_gradients(gradients(await sample(loop)))
+    await loop.step_optimizer("second", 0.0)
+    assert (await bench.ledger.counts(RUN)).trained == 4
+    assert loop.run.steps_done == 2 and len(list(bench.directory.read_samples())) == 4
+
+
+async def test_gradients_without_an_id_reach_the_trainer_under_one_of_their_own(bench: Bench) -> None:
+    loop = bench.loop()
+    group = await sample(loop)
+    for _ in range(2):
+        await loop.add_gradients(gradients(group))
+    assert all(bench.trainer.seen) and len(set(bench.trainer.seen)) == 2
+
+
+async def test_sampling_ends_with_the_loop_and_says_so(bench: Bench) -> None:
+    loop = bench.loop()
+    bench.generators.may_answer.clear()
+    sampling = asyncio.create_task(sample(loop))
+    await asyncio.wait_for(bench.generators.asked.wait(), 5)
+    await asyncio.wait_for(loop.close(), 5)
+    assert bench.generators.ended.is_set()
+    with pytest.raises(Cancelled, match="no further calls"):
+        await asyncio.wait_for(sampling, 5)
+
+
+async def test_sampling_ends_with_its_caller(bench: Bench) -> None:
+    loop = bench.loop()
+    bench.generators.may_answer.clear()
+    sampling = asyncio.create_task(sample(loop))
+    await asyncio.wait_for(bench.generators.asked.wait(), 5)
+    sampling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(sampling, 5)
+    assert bench.generators.ended.is_set()
+
+
+@pytest.mark.parametrize("call", ["scores", "logprobs"])
+async def test_scores_and_logprobs_end_with_the_loop(bench: Bench, call: str) -> None:
+    asked = asyncio.Event()
+
+    async def never(*_: Any) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    bench.scorer.score = never
+    bench.trainer.ComputeLogprobs = never  # type: ignore[attr-defined]
+    loop = bench.loop()
+    calling = asyncio.create_task(loop.scores([]) if call == "scores" else loop.logprobs([], 1.0))  # type: ignore[arg-type]
+    await asyncio.wait_for(asked.wait(), 5)
+    await asyncio.wait_for(loop.close(), 5)
+    with pytest.raises(Cancelled, match="no further calls"):
+        await asyncio.wait_for(calling, 5)
+
+
+async def test_sampling_that_cannot_be_is_refused_by_name_before_anything_is_drawn(bench: Bench) -> None:
+    loop = bench.loop()
+    with pytest.raises(InvalidRequest, match="temperature"):
+        _ = [group async for group in loop.groups([PROMPT], 2, {"temperature": -1.0})]
+    assert (await bench.ledger.counts(RUN)).admitted == 0
+
+
+async def test_samples_of_a_skipped_step_are_recorded_with_the_step_that_trains_them(bench: Bench) -> None:
+    loop = bench.loop()
+    group = await sample(loop)
+    bench.trainer.skips = "the gradients are not finite"
+    await loop.add_gradients(gradients(group))
+    await loop.step_optimizer("skipped", 0.0)
+    assert (await bench.ledger.counts(RUN)).in_flight == 2
+    bench.trainer.skips = ""
+    await loop.add_gradients(gradients(group))
+    await loop.step_optimizer("made", 0.0)
+    assert (await bench.ledger.counts(RUN)).trained == 2
+
+
+async def test_a_loop_that_nobody_calls_saves_and_ends_as_stopped_with_the_reason(bench: Bench) -> None:
+    saved = []
+
+    async def save(progress: Progress) -> None:
+        saved.append(progress.steps_done)
+
+    async def nothing(*_: Any) -> None:
+        await asyncio.sleep(0)
+
+    bench.config = bench.config.model_copy(update={"loop_idle_timeout_s": 0.01, "export_final": False})
+    bench.checkpoints.wanted, bench.checkpoints.save, bench.checkpoints.settle = True, save, nothing
+    bench.checkpoints.shelf = SimpleNamespace(names=list)
+    loop = bench.loop()
+    loop.run.sync.publish = nothing  # type: ignore[method-assign,assignment]
+    feed = RunFeed(lambda event: None)
+    active = ActiveRun(RUN, RunControl(bench.config), loop.run.status, feed, context=loop.run, client=loop)
+    beginning: Any = SimpleNamespace()
+    bench.monkeypatch.setattr(serve_client_module, "begin", nothing)
+    await asyncio.wait_for(serve_client_module.serve_client(loop, beginning, active), 5)
+    assert saved == [0] and active.control.stop_requested and "loop_idle_timeout_s" in active.stop_reason
+    with pytest.raises(Cancelled):
+        loop.draw(1)
+
+
+async def test_a_loop_whose_call_takes_long_is_not_idle(bench: Bench) -> None:
+    waited, waits = asyncio.Event(), []
+
+    async def wait_for(work: Any, limit_s: float) -> None:
+        work.close()
+        waits.append(limit_s)
+        if len(waits) == 3:
+            loop.end()
+        raise TimeoutError
+
+    async def score(*_: Any) -> None:
+        await waited.wait()
+
+    bench.config = bench.config.model_copy(update={"loop_idle_timeout_s": 1e-9})
+    bench.scorer.score = score
+    loop = bench.loop()
+    scoring = asyncio.create_task(loop.scores([]))
+    await asyncio.sleep(0)
+    bench.monkeypatch.setattr(client_loop.asyncio, "wait_for", wait_for)
+    assert await loop.serve() == "" and waits == [1e-9] * 3
+    waited.set()
+    await scoring

@@ -1,0 +1,42 @@
+"""What a run asks of the trainer is its configuration, with what the sections leave open taken from the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flotilla_coordinator.gangs.objective import objective
+from flotilla_core.config import RunConfig
+
+REWARDS = [{"reward": "exact"}, {"reward": "format", "weight": 0.25, "parameters": {"pattern": ".*"}}]
+
+
+def config(**algorithm: Any) -> RunConfig:
+    data = {"train": "train.jsonl"}
+    return RunConfig.model_validate(
+        {"name": "asked", "steps": 3, "data": data, "rewards": REWARDS, "algorithm": algorithm}
+    )
+
+
+def test_gdpo_weighs_the_rewards_as_they_are_weighed_unless_it_is_told_otherwise() -> None:
+    def weights(**advantage: Any) -> list[float]:
+        asked = objective(config(type="gdpo", advantage=advantage)).policy.advantage.function
+        return list(asked.parameters.fields["weights"].list_value)
+
+    assert weights() == [1.0, 0.25]
+    assert weights(weights=[2, 3]) == [2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "says"),
+    [
+        ({"advantage": {"weights": [1.0]}}, "has 1 numbers, rewards has 2 terms"),
+        ({"advantage": {"overlong": {"buffer_tokens": 4}}}, "reward_clip and overlong change their sum"),
+        ({"shuffle_rewards": True}, "shuffle_rewards and kl.placement reward"),
+        ({"kl": {"placement": "reward", "coefficient": 0.1}}, "shuffle_rewards and kl.placement reward"),
+    ],
+)
+def test_gdpo_refuses_what_acts_on_the_sum_of_rewards(algorithm: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        config(type="gdpo", **algorithm)

@@ -1,0 +1,183 @@
+"""The trainer as the loop sees it: nothing is trained twice, and a dead run does not keep the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_coordinator.gangs import gang_session
+from flotilla_coordinator.gangs.gang_session import Gang
+from flotilla_coordinator.gangs.policy import PolicyTrainer
+from flotilla_coordinator.gangs.session_spec import session_spec
+from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
+from flotilla_core import rpc
+from flotilla_core.config import RunConfig
+from flotilla_core.errors import FailedPrecondition, FlotillaError, NotFound, Unavailable
+from flotilla_core.version import Version
+
+CONFIG = RunConfig.model_validate(
+    {"name": "run", "steps": 3, "data": {"train": "x.jsonl"}, "rewards": [{"reward": "exact"}]}
+)
+
+LONGEST_S = 700.0
+
+
+class Trainer:
+    """One session, by the rules of the contract; streams break as often as a test says."""
+
+    def __init__(self) -> None:
+        self.holder = ""
+        self.lineage = 0
+        self.version = Version(0, 0)
+        self.updates: dict[str, pb.UpdateResult] = {}
+        self.breaks_before: int = 0
+        self.breaks_after: int = 0
+        self.lost = False
+
+    async def OpenSession(self, request: pb.OpenSessionRequest) -> pb.OpenSessionResponse:
+        if self.holder:
+            raise FailedPrecondition(f"run {self.holder} holds the trainer")
+        self.holder, self.lineage = request.run_id, request.lineage
+        return pb.OpenSessionResponse(policy_version=self.version.to_proto())
+
+    async def CloseSession(self, request: pb.CloseSessionRequest) -> pb.CloseSessionResponse:
+        if request.run_id == self.holder:
+            self.holder = ""
+        return pb.CloseSessionResponse()
+
+    async def Train(self, requests: AsyncIterable[pb.TrainRequest]) -> pb.TrainResponse:
+        header, *chunks = [request async for request in requests]
+        if self.breaks_before:
+            self.breaks_before -= 1
+            raise Unavailable("the stream broke before the batch was there")
+        assert len(chunks) == 1 and header.header.groups == 1
+        assert header.header.update_id not in self.updates, "trained twice"
+        self.version = Version(0, self.version.step + 1)
+        result = pb.UpdateResult(update_id=header.header.update_id, policy_version=self.version.to_proto())
+        self.updates[result.update_id] = result
+        if self.breaks_after:
+            self.breaks_after -= 1
+            raise Unavailable("the stream broke after the step")
+        return pb.TrainResponse(result=result)
+
+    async def GetSession(self, request: pb.GetSessionRequest) -> pb.GetSessionResponse:
+        if self.lost or request.run_id != self.holder:
+            raise FailedPrecondition("run has no session")
+        return pb.GetSessionResponse(policy_version=self.version.to_proto())
+
+    async def LoadCheckpoint(self, request: pb.LoadCheckpointRequest) -> pb.LoadCheckpointResponse:
+        self.version = Version(self.lineage, 3)
+        return pb.LoadCheckpointResponse(policy_version=self.version.to_proto(), coordinator_state=b"{}")
+
+    async def GetUpdate(self, request: pb.GetUpdateRequest) -> pb.GetUpdateResponse:
+        if self.lost:
+            raise FailedPrecondition("run has no session")
+        if request.update_id not in self.updates:
+            raise NotFound("never happened here")
+        return pb.GetUpdateResponse(result=self.updates[request.update_id])
+
+
+@pytest.fixture(autouse=True)
+def direct_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer is called as it is, without a wire."""
+
+    async def call(method: Any, request: Any, **_options: Any) -> Any:
+        return await method(request)
+
+    monkeypatch.setattr(rpc, "unary", call)
+    monkeypatch.setattr(rpc, "client_stream", call)
+
+
+def policy(trainer: Trainer, *ended: str, lineage: int = 0) -> PolicyTrainer:
+    async def ended_runs() -> list[str]:
+        return list(ended)
+
+    stub: Any = trainer
+    gang = Gang("policy", stub, "trainer-0-1", LONGEST_S)
+    return PolicyTrainer("run", session_spec(CONFIG, Path("dumps")), gang, ended_runs, lineage)
+
+
+def batch() -> Batch:
+    tokens = np.arange(3, dtype=np.int32)
+    sample = RolloutSample("run/0/0/0", tokens, np.zeros(3, dtype=np.float32), "text")
+    return Batch(0, [RolloutGroup("run/0/0", "prompt", tokens, [sample])], {})
+
+
+async def test_a_trainer_held_by_a_run_that_has_ended_is_taken_back() -> None:
+    trainer = Trainer()
+    trainer.holder = "killed"
+    await policy(trainer, "older", "killed").open()
+    assert trainer.holder == "run"
+
+
+async def test_waiting_for_a_close_outlasts_the_longest_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: dict[str, float] = {}
+
+    async def call(method: Any, request: Any, *, timeout_s: float, **_options: Any) -> Any:
+        limits[method.__name__] = timeout_s
+        return await method(request)
+
+    monkeypatch.setattr(rpc, "unary", call)
+    client = policy(Trainer())
+    await client.open()
+    await client.close()
+    # The session that opens waits for the one that closes.
+    assert LONGEST_S < limits["CloseSession"] < limits["OpenSession"]
+
+
+async def test_a_run_that_goes_on_takes_its_own_old_session_back() -> None:
+    trainer = Trainer()
+    trainer.holder = "run"
+    client = policy(trainer, lineage=2)
+    await client.open()
+    assert trainer.holder == "run" and trainer.lineage == 2
+    assert await client.load(Path("/run/checkpoints/step-000003")) == b"{}"
+    assert client.version == Version(2, 3)
+
+
+async def test_a_session_is_lost_when_the_trainer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gang_session, "PROBE_EVERY_S", 0.0)
+    trainer = Trainer()
+    client = policy(trainer)
+    assert not client.opened
+    await client.open()
+    assert client.opened and not await client.lost()
+    trainer.lost = True
+    assert await client.lost()
+
+
+async def test_a_trainer_held_by_anybody_else_is_refused() -> None:
+    trainer = Trainer()
+    trainer.holder = "somebody"
+    with pytest.raises(FailedPrecondition, match="run somebody holds the trainer"):
+        await policy(trainer, "older").open()
+    assert trainer.holder == "somebody"
+
+
+@pytest.mark.parametrize("phase", ["breaks_before", "breaks_after"])
+async def test_a_broken_stream_trains_once(phase: str) -> None:
+    trainer = Trainer()
+    setattr(trainer, phase, 1)
+    client = policy(trainer)
+    await client.train(batch())
+    assert client.version == trainer.version == Version(0, 1) and len(trainer.updates) == 1
+
+
+async def test_a_stream_that_breaks_again_and_again_ends_named() -> None:
+    trainer = Trainer()
+    trainer.breaks_before = 100
+    with pytest.raises(Unavailable, match="the stream broke before"):
+        await policy(trainer).train(batch())
+    assert trainer.version == Version(0, 0)
+
+
+async def test_a_lost_session_is_called_by_its_name() -> None:
+    trainer = Trainer()
+    trainer.breaks_before, trainer.lost = 1, True
+    with pytest.raises(FlotillaError, match="its session is gone"):
+        await policy(trainer).train(batch())

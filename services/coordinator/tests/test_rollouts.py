@@ -1,0 +1,300 @@
+"""Which groups a batch is made of: those that teach, those that end first; the same when a step is made again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flotilla.generator.v1 import generator_pb2 as gen
+from flotilla_coordinator.ledger.checker import check
+from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.ledger.records import RunRecord, RunState, SampleState
+from flotilla_coordinator.rollouts.batch import Batch
+from flotilla_coordinator.rollouts.generation import Generated, GenerationRequest
+from flotilla_coordinator.rollouts.rollouts import RolloutSource
+from flotilla_coordinator.rollouts.scoring import Outcome
+from flotilla_core.config import DynamicSamplingConfig, RolloutConfig
+from flotilla_core.errors import FailedPrecondition
+from flotilla_core.tensors import to_tensor
+from flotilla_core.version import Version
+
+RUN = "run-1"
+SAMPLES = 2
+TIMEOUT_S = 30.0
+
+
+class Prompts:
+    """Prompt n is the nth that was drawn."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def next(self) -> Any:
+        self.position += 1
+        return self.known(0, self.position - 1)
+
+    def known(self, epoch: int, index: int) -> Any:
+        tokens = np.array([index], dtype=np.int32)
+        return SimpleNamespace(
+            epoch=epoch, index=index, prompt_text="", token_ids=tokens, answer="", info={}, data_set=""
+        )
+
+    @property
+    def cursor(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def restore(self, cursor: dict[str, int]) -> None:
+        self.position = cursor["position"]
+
+
+class Task:
+    """Generators and a reward: some prompts are slow, and some teach nothing."""
+
+    def __init__(self, uniform: set[int] | None = None, slow: set[int] | None = None, turns: int = 0) -> None:
+        self.uniform = uniform or set()
+        self.slow = slow or set()
+        self.turns = random.Random(turns) if turns else None
+        self.asked: list[int] = []
+        self.cut: list[int] = []
+        self.free = asyncio.Event()
+
+    async def samples(self, request: GenerationRequest) -> AsyncGenerator[Generated]:
+        prompt = int(request.prompt_token_ids[0])
+        self.asked.append(prompt)
+        try:
+            if prompt in self.slow:
+                await self.free.wait()
+            for _ in range(self.turns.randrange(40) if self.turns else 0):
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self.cut.append(prompt)
+            raise
+        for sample_id in request.sample_ids:
+            response = gen.GenerateResponse(
+                sample_id=sample_id,
+                token_ids=to_tensor(np.array([prompt, request.min_version.lineage], dtype=np.int32)),
+                logprobs=to_tensor(np.array([-0.5, -0.25], dtype=np.float32)),
+            )
+            response.version_spans.add(version=request.min_version.to_proto(), start=0, end=2)
+            yield Generated(response, "generator-0", 0)
+
+    async def score(self, items: list[Any]) -> dict[str, Outcome]:
+        outcomes = {}
+        for item in items:
+            prompt, number = map(int, item.sample_id.split("/")[-2:])
+            outcomes[item.sample_id] = Outcome(0.0 if prompt in self.uniform else float(number))
+        return outcomes
+
+
+class Run:
+    """A run on a real ledger, which can be cut off and go on."""
+
+    def __init__(self, ledger: Ledger, steps: int, **rollout: Any) -> None:
+        self.ledger = ledger
+        self.steps = steps
+        self.config = RolloutConfig(samples_per_prompt=SAMPLES, **rollout)
+        self.batches: dict[int, Batch] = {}
+        self.lineage = 0
+
+    async def begin(self, task: Task, at: int | None = None) -> None:
+        """From the start, or once more from after so many steps."""
+        parts: Any = (Prompts(), SimpleNamespace(decode=str), task, task)
+        self.source = RolloutSource(RUN, self.config, self.steps, *parts, self.ledger, min_group_samples=2)
+        if at is not None:
+            self.lineage += 1
+            cursor = self.batches[at - 1].cursor if at else None
+            await self.ledger.fall_back(RUN, Version(self.lineage, at), step=at, cursor=cursor)
+            await self.source.go_on(at, cursor)
+
+    async def train(self, step: int) -> Batch:
+        before, after = Version(self.lineage, step), Version(self.lineage, step + 1)
+        self.source.admit(step, before)
+        batch = await asyncio.wait_for(self.source.batch(step, before), TIMEOUT_S)
+        await self.ledger.consumed(
+            RUN,
+            f"{RUN}/{after}",
+            [sample.sample_id for sample in batch.samples],
+            before,
+            result=after,
+            step=step + 1,
+            cursor=batch.cursor,
+        )
+        self.batches[step] = batch
+        return batch
+
+    async def cut_off(self) -> None:
+        await self.source.close()
+        await self.ledger.drop_in_flight(RUN, "run_interrupted")
+
+    async def end(self) -> None:
+        await self.source.close()
+        await self.ledger.drop_in_flight(RUN, "run_ended")
+        await self.ledger.update_run(RUN, state=RunState.SUCCEEDED)
+        verdict = check(self.ledger.path, RUN)
+        assert verdict.passed, str(verdict)
+
+    async def ended(self, prompt: int) -> None:
+        """Wait until the ledger has the samples of a prompt."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while True:
+                records = await self.ledger.samples(RUN, state=SampleState.SCORED, limit=1000)
+                if sum(prompt_of(record.sample_id) == prompt for record in records) == SAMPLES:
+                    return
+                await asyncio.sleep(0.001)
+
+    async def dropped(self, reason: str) -> list[int]:
+        records = await self.ledger.samples(RUN, state=SampleState.DROPPED, limit=1000)
+        return sorted({prompt_of(r.sample_id) for r in records if r.drop_reason == reason})
+
+
+def prompt_of(sample_id: str) -> int:
+    return int(sample_id.split("/")[-2])
+
+
+def prompts(batch: Batch) -> list[int]:
+    return [prompt_of(group.samples[0].sample_id) for group in batch.groups]
+
+
+def content(batch: Batch) -> list[tuple[Any, ...]]:
+    return [
+        (sample.sample_id, sample.token_ids.tolist(), sample.reward, sample.spans) for sample in batch.samples
+    ]
+
+
+@pytest.fixture
+async def ledger(tmp_path: Path) -> AsyncIterator[Ledger]:
+    ledger = Ledger.open(tmp_path / "ledger.sqlite")
+    yield ledger
+    ledger.close()
+
+
+async def started(ledger: Ledger, task: Task, steps: int = 6, **rollout: Any) -> Run:
+    written = f"rollout: {{max_staleness: {rollout.get('max_staleness', 0)}}}\n"
+    await ledger.save_run(RunRecord(RUN, "run", RunState.RUNNING, written, "", time.time()))
+    run = Run(ledger, steps, **rollout)
+    await run.begin(task)
+    return run
+
+
+async def test_groups_of_equal_rewards_are_replaced_by_the_next_prompts(ledger: Ledger) -> None:
+    task = Task(uniform={0, 2, 4})
+    run = await started(ledger, task, prompts_per_step=3, dynamic_sampling=DynamicSamplingConfig())
+    batch = await run.train(0)
+    assert prompts(batch) == [1, 3, 5]
+    assert batch.metrics["rollout/ended_groups"] == 6 and batch.metrics["rollout/uniform_groups"] == 3
+    assert batch.metrics["reward/uniform_groups"] == 0
+    assert prompts(await run.train(1)) == [6, 7, 8]
+    assert await run.dropped("uniform") == [0, 2, 4]
+    await run.end()
+
+
+async def test_a_step_that_drew_its_limit_trains_what_teaches(ledger: Ledger) -> None:
+    task = Task(uniform={0, 1, 2, 4})
+    dynamic = DynamicSamplingConfig(max_prompts_per_step=5)
+    run = await started(ledger, task, prompts_per_step=3, dynamic_sampling=dynamic)
+    assert prompts(await run.train(0)) == [3]
+    assert task.asked == [0, 1, 2, 3, 4]
+    await run.end()
+
+
+async def test_a_step_that_teaches_nothing_ends_the_run_with_the_reason(ledger: Ledger) -> None:
+    dynamic = DynamicSamplingConfig(max_prompts_per_step=4)
+    run = await started(ledger, Task(uniform=set(range(9))), prompts_per_step=2, dynamic_sampling=dynamic)
+    with pytest.raises(
+        FailedPrecondition, match=r"no group of step 0 teaches anything.*each of the 4 groups"
+    ):
+        await run.train(0)
+    await run.end()
+
+
+async def test_a_batch_is_made_of_the_groups_that_end_first_and_slow_ones_wait_for_the_next(
+    ledger: Ledger,
+) -> None:
+    task = Task(slow={1})
+    run = await started(ledger, task, prompts_per_step=4, over_issue=0.25, max_staleness=1)
+    assert prompts(await run.train(0)) == [0, 2, 3, 4]
+    task.free.set()
+    await run.ended(1)
+    batch = await run.train(1)
+    assert prompts(batch) == [1, 5, 6, 7], "the one that waited comes first"
+    assert task.cut == []
+    assert batch.metrics["rollout/tails"] == 0
+    await run.end()
+
+
+@pytest.mark.parametrize(("over_issue", "staleness", "spare"), [(0.5, 2, 2), (1.0, 1, 4), (0.75, 4, 3)])
+async def test_so_many_groups_are_left_over_in_every_step_and_never_more(
+    ledger: Ledger, over_issue: float, staleness: int, spare: int
+) -> None:
+    task = Task()
+    run = await started(
+        ledger, task, steps=9, prompts_per_step=4, over_issue=over_issue, max_staleness=staleness
+    )
+    for step in range(4):
+        await run.train(step)
+        assert len(task.asked) == 4 * (step + staleness) + spare
+    await run.end()
+
+
+async def test_on_policy_what_does_not_end_in_time_is_given_up(ledger: Ledger) -> None:
+    task = Task(slow={0, 3})
+    run = await started(ledger, task, prompts_per_step=2, over_issue=1.0)
+    assert prompts(await run.train(0)) == [1, 2]
+    assert sorted(task.cut) == [0, 3] == await run.dropped("tail")
+    assert prompts(await run.train(1)) == [4, 5]
+    assert await run.dropped("tail") == [0, 3, 6, 7]
+    await run.end()
+
+
+async def test_a_group_waits_no_longer_than_its_samples_may_be_old(ledger: Ledger) -> None:
+    task = Task(slow={0})
+    run = await started(ledger, task, prompts_per_step=2, over_issue=0.5, max_staleness=1)
+    await run.train(0)
+    assert task.cut == []
+    await run.train(1)
+    assert task.cut == [0] == await run.dropped("tail"), (
+        "it was admitted by the version before the first step"
+    )
+    await run.end()
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_steps_that_are_made_again_have_the_batches_that_they_had(ledger: Ledger, seed: int) -> None:
+    chance = random.Random(seed)
+    rollout: dict[str, Any] = {
+        "prompts_per_step": 3,
+        "max_staleness": seed % 3,
+        "over_issue": chance.choice([0.0, 0.4, 1.0]),
+        "dynamic_sampling": chance.choice([None, DynamicSamplingConfig()]),
+    }
+    uniform = {prompt for prompt in range(200) if chance.random() < 0.4}
+    run = await started(ledger, Task(uniform, turns=seed + 1), steps=8, **rollout)
+    done = 0
+    for _ in range(3):  # twice cut off and gone on from an earlier step, then to the end
+        for step in range(done, min(8, done + chance.randrange(2, 5))):
+            await run.train(step)
+            done = step + 1
+        run.source.admit(done, Version(run.lineage, done)) if done < 8 else None
+        await asyncio.sleep(0)
+        await run.cut_off()
+        trained = {step: content(batch) for step, batch in run.batches.items()}
+        fresh = Task(uniform, turns=chance.randrange(1, 1000))
+        again = chance.randrange(done + 1)
+        await run.begin(fresh, at=again)
+        for step in range(again, done):
+            assert content(await run.train(step)) == trained[step], f"step {step} with {rollout}"
+        recorded = {prompt_of(sample_id) for batch in trained.values() for sample_id, *_ in batch}
+        assert not recorded & set(fresh.asked), "what was trained is never asked for again"
+    for step in range(done, 8):
+        await run.train(step)
+    drawn = [prompt for batch in run.batches.values() for prompt in prompts(batch)]
+    assert len(set(drawn)) == len(drawn), "no prompt trains twice"
+    await run.end()

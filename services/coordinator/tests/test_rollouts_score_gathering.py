@@ -1,0 +1,99 @@
+"""Groups that ask for scores together share a call, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from opentelemetry.trace import SpanContext
+
+from flotilla.reward.v1.reward_pb2 import ScoreItem
+from flotilla_coordinator.rollouts.score_gathering import ScoreGathering
+from flotilla_core.errors import Unavailable
+
+LIMIT_S = 10.0
+
+
+class Rewards:
+    """Answers with the length of the response; what is `slow` only when it is let go."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []
+        self.begun = asyncio.Event()
+        self.let_go = asyncio.Event()
+        self.cancelled = asyncio.Event()
+        self.gathering: ScoreGathering[int] = ScoreGathering(self.score)
+
+    async def score(
+        self, items: list[ScoreItem], askers: list[SpanContext], take: Callable[[str, int], None]
+    ) -> None:
+        self.calls.append([item.sample_id for item in items])
+        assert askers
+        self.begun.set()
+        try:
+            for item in sorted(items, key=lambda item: item.response == "slow"):
+                if item.response == "fails":
+                    raise Unavailable("no reward replica")
+                if item.response == "slow":
+                    await self.let_go.wait()
+                take(item.sample_id, len(item.response))
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+
+    def ask(self, **responses: str) -> asyncio.Task[dict[str, int]]:
+        items = [ScoreItem(sample_id=name, response=text) for name, text in responses.items()]
+        return asyncio.create_task(self.gathering.outcomes(items))
+
+
+async def test_groups_that_ask_together_share_one_call_and_get_their_own_outcomes() -> None:
+    rewards = Rewards()
+    async with asyncio.timeout(LIMIT_S):
+        assert await asyncio.gather(rewards.ask(a="x", b="xx"), rewards.ask(c="xxx")) == [
+            {"a": 1, "b": 2},
+            {"c": 3},
+        ]
+    assert rewards.calls == [["a", "b", "c"]]
+
+
+async def test_a_group_does_not_wait_for_the_slow_sample_of_another() -> None:
+    rewards = Rewards()
+    async with asyncio.timeout(LIMIT_S):
+        slow, quick = rewards.ask(a="slow"), rewards.ask(b="x")
+        assert await quick == {"b": 1} and not slow.done()
+        rewards.let_go.set()
+        assert await slow == {"a": 4}
+    assert len(rewards.calls) == 1 and not rewards.cancelled.is_set()
+
+
+async def test_two_groups_with_the_same_sample_id_are_scored_apart() -> None:
+    rewards = Rewards()
+    async with asyncio.timeout(LIMIT_S):
+        assert await asyncio.gather(rewards.ask(a="x"), rewards.ask(a="xx"), rewards.ask(b="x")) == [
+            {"a": 1},
+            {"a": 2},
+            {"b": 1},
+        ]
+    assert sorted(map(sorted, rewards.calls)) == [["a"], ["a", "b"]]
+
+
+async def test_a_call_that_fails_fails_for_everybody_who_still_waits() -> None:
+    rewards = Rewards()
+    async with asyncio.timeout(LIMIT_S):
+        served, failed = rewards.ask(a="x"), rewards.ask(b="fails")
+        assert await served == {"a": 1}
+        with pytest.raises(Unavailable, match="no reward replica"):
+            await failed
+
+
+async def test_a_call_ends_when_nobody_waits_for_it_any_more_and_not_before() -> None:
+    rewards = Rewards()
+    async with asyncio.timeout(LIMIT_S):
+        first, second = rewards.ask(a="slow"), rewards.ask(b="slow")
+        await rewards.begun.wait()
+        first.cancel()
+        await asyncio.wait({first})
+        assert not rewards.cancelled.is_set() and not second.done()
+        second.cancel()
+        await rewards.cancelled.wait()

@@ -1,0 +1,371 @@
+"""Weight synchronisation against scripted members: who is evicted, who goes on, what a failure is called."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from flotilla.generator.v1 import generator_pb2 as gen
+from flotilla_coordinator.weights import sync as sync_module
+from flotilla_coordinator.weights.sync import WeightSync
+from flotilla_coordinator.weights.sync_report import SyncReport
+from flotilla_coordinator.weights.weight_epochs import CALL_SLACK_S
+from flotilla_core import rpc
+from flotilla_core.config import WeightSyncConfig
+from flotilla_core.errors import (
+    DeadlineExceeded,
+    FlotillaError,
+    Internal,
+    Mismatch,
+    RankFailed,
+    Unavailable,
+    WeightGroupFailed,
+    WeightsMismatch,
+)
+from flotilla_core.version import Version
+from flotilla_testing.scripted import scripted_generator as replica
+from flotilla_testing.scripted import scripted_trainer
+
+V1, V2 = Version(0, 1), Version(0, 2)
+Failure = FlotillaError | None
+LONGEST_SAMPLE_S = 100.0
+
+
+class Bench:
+    """A sync with its trainer and a set of replicas that a test may change; the evicted ones stay out."""
+
+    version = Version(0, 0)
+
+    def __init__(self, *names: str, config: WeightSyncConfig | None = None) -> None:
+        self.replicas = {name: replica(name) for name in names}
+        self.evicted: list[tuple[str, FlotillaError]] = []
+        self.verdicts: list[dict[str, FlotillaError]] = []
+        self.verified: list[SyncReport] = []
+        self.stub = scripted_trainer()
+        callbacks = (self._candidates, self._ready, self._evict, self._verify)
+        self.sync = WeightSync(
+            "run", config or WeightSyncConfig(), "gloo", self, *callbacks, longest_sample_s=LONGEST_SAMPLE_S
+        )
+
+    async def _candidates(self) -> list[Any]:
+        if not self.replicas:
+            raise Unavailable("waited 1 s for a generator")
+        return list(self.replicas.values())
+
+    def _ready(self) -> list[Any]:
+        return list(self.replicas.values())
+
+    def _evict(self, gone: Any, error: FlotillaError) -> None:
+        self.evicted.append((gone.instance_id, error))
+        self.replicas.pop(gone.name, None)
+
+    async def _verify(self, report: SyncReport) -> dict[str, FlotillaError]:
+        self.verified.append(report)
+        return self.verdicts.pop(0) if self.verdicts else {}
+
+    def fail(self, name: str, method: str, *failures: Failure) -> None:
+        self.replicas[name].stub.failures[method] = list(failures)
+
+    def serving(self, version: Version) -> set[str]:
+        return {n for n, r in self.replicas.items() if self.sync.serves(r.instance_id, version)}
+
+    @property
+    def epochs(self) -> list[int]:
+        return [request.epoch for request in self.stub.asked("OpenWeightGroup")]
+
+
+@pytest.fixture(autouse=True)
+def direct_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Scripted services are called as they are, without a wire."""
+
+    async def unary(method: Callable[..., Any], request: Any, **_options: Any) -> Any:
+        return await method(request)
+
+    monkeypatch.setattr(rpc, "unary", unary)
+    yield
+
+
+async def test_a_group_is_kept_over_versions() -> None:
+    bench = Bench("a", "b")
+    for version in (V1, V2):
+        report = await bench.sync.publish(version)
+        assert report.epochs == 1 and {m.name for m in report.members} == {"a", "b"}
+    assert bench.epochs == [1] and bench.serving(V2) == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("config", "policy", "drains"),
+    [
+        (WeightSyncConfig(), gen.KV_POLICY_RECOMPUTE, False),
+        (WeightSyncConfig(kv_policy="reuse"), gen.KV_POLICY_REUSE, False),
+        (WeightSyncConfig(kv_policy="drain"), gen.KV_POLICY_DRAIN, True),
+        (WeightSyncConfig(update="between_samples"), gen.KV_POLICY_DRAIN, True),
+        (WeightSyncConfig(update="between_samples", kv_policy="reuse"), gen.KV_POLICY_DRAIN, True),
+    ],
+)
+async def test_a_commit_that_waits_for_running_samples_has_their_time(
+    config: WeightSyncConfig, policy: int, drains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, limits = Bench("a", config=config), []
+    call = rpc.unary
+
+    async def unary(method: Callable[..., Any], request: Any, **options: Any) -> Any:
+        if isinstance(request, gen.CommitWeightsRequest):
+            limits.append(options["timeout_s"])
+        return await call(method, request, **options)
+
+    monkeypatch.setattr(rpc, "unary", unary)
+    await bench.sync.publish(V1)
+    (asked,) = bench.replicas["a"].stub.asked("CommitWeights")
+    assert asked.kv_policy == policy
+    assert limits == [config.timeout_s + CALL_SLACK_S + LONGEST_SAMPLE_S * drains]
+
+
+async def test_the_same_version_again_is_no_new_group() -> None:
+    bench = Bench("a")
+    await bench.sync.publish(V1)
+    await bench.sync.publish(V1)
+    assert bench.epochs == [1] and bench.serving(V1) == {"a"}
+
+
+async def test_a_joiner_serves_only_after_its_first_commit_and_makes_a_new_epoch() -> None:
+    bench = Bench("a")
+    await bench.sync.publish(V1)
+    bench.replicas["b"] = replica("b")
+    assert bench.serving(V1) == {"a"}
+    await bench.sync.publish(V2)
+    assert bench.serving(V2) == {"a", "b"} and bench.epochs == [1, 2]
+    assert [r.rank_offset for n in "ab" for r in bench.replicas[n].stub.asked("JoinWeightGroup")] == [1, 1, 2]
+
+
+async def test_a_restart_under_the_same_name_serves_nothing_until_it_committed() -> None:
+    bench = Bench("a", "b")
+    await bench.sync.publish(V1)
+    bench.replicas["b"] = replica("b", life=2)
+    assert bench.serving(V1) == {"a"}
+    await bench.sync.publish(V1)
+    assert bench.serving(V1) == {"a", "b"} and bench.epochs == [1, 2]
+
+
+@pytest.mark.parametrize("phase", ["JoinWeightGroup", "StageWeights"])
+async def test_a_member_that_fails_by_itself_is_evicted_and_the_others_go_on(phase: str) -> None:
+    bench = Bench("a", "b")
+    bench.fail("a", phase, WeightGroupFailed("another member failed"))
+    bench.fail("b", phase, Internal("out of memory"))
+    report = await bench.sync.publish(V1)
+    assert report.epochs == 2 and bench.epochs == [1, 2]
+    assert [(who, error.what) for who, error in bench.evicted] == [("b-1", "out of memory")]
+    assert bench.serving(V1) == {"a"}
+
+
+@pytest.mark.parametrize("phase", ["JoinWeightGroup", "StageWeights"])
+async def test_a_member_that_is_gone_is_evicted(phase: str) -> None:
+    bench = Bench("a", "b")
+    bench.fail("b", phase, WeightGroupFailed("the sender saw a connection break"))
+    bench.fail("b", "GetWeightStatus", Unavailable("connection refused"))
+    await bench.sync.publish(V1)
+    assert [who for who, _ in bench.evicted] == ["b-1"] and bench.serving(V1) == {"a"}
+
+
+async def test_a_broken_wire_costs_an_epoch_and_nobody() -> None:
+    bench = Bench("a", "b")
+    bench.stub.failures["PublishWeights"] = [WeightGroupFailed("sending bucket 1 of 3")]
+    bench.fail("a", "StageWeights", WeightGroupFailed("receiving bucket 1 of 3"))
+    report = await bench.sync.publish(V1)
+    assert report.epochs == 2 and not bench.evicted and bench.serving(V1) == {"a", "b"}
+    assert bench.stub.asked("CloseWeightGroup") and bench.replicas["a"].stub.asked("AbortWeights")
+
+
+async def test_a_limit_that_all_missed_blames_nobody_who_answers() -> None:
+    bench = Bench("a", "b")
+    bench.stub.failures["PublishWeights"] = [DeadlineExceeded("no answer within 65 s")]
+    for name in "ab":
+        bench.fail(name, "StageWeights", DeadlineExceeded("no answer within 65 s"))
+    bench.fail("b", "GetWeightStatus", DeadlineExceeded("no answer within 3 s"))
+    await bench.sync.publish(V1)
+    assert [who for who, _ in bench.evicted] == ["b-1"] and bench.serving(V1) == {"a"}
+
+
+async def test_a_member_that_stages_but_does_not_commit_costs_itself_alone() -> None:
+    bench = Bench("a", "b")
+    await bench.sync.publish(V1)
+    bench.fail("b", "CommitWeights", Unavailable("it died"))
+    report = await bench.sync.publish(V2)
+    assert report.epochs == 1 and [m.name for m in report.members] == ["a"]
+    assert [who for who, _ in bench.evicted] == ["b-1"] and bench.sync.live_version("b-1") is None
+
+
+async def test_no_survivor_means_a_new_epoch_for_those_that_come() -> None:
+    bench = Bench("a")
+    bench.fail("a", "CommitWeights", Unavailable("it died"))
+    original = bench._evict
+
+    def evict(gone: Any, error: FlotillaError) -> None:
+        original(gone, error)
+        bench.replicas["a"] = replica("a", life=2)
+
+    bench.sync._evict = evict
+    report = await bench.sync.publish(V1)
+    assert report.epochs == 2 and [who for who, _ in bench.evicted] == ["a-1"]
+    assert bench.sync.serves("a-2", V1)
+
+
+async def test_a_mismatch_of_one_member_evicts_it() -> None:
+    bench = Bench("a", "b")
+    bench.fail("b", "CommitWeights", WeightsMismatch("version 0.1 was not applied", why="lm_head.weight"))
+    await bench.sync.publish(V1)
+    assert bench.serving(V1) == {"a"} and "lm_head.weight" in str(bench.evicted[0][1])
+
+
+@pytest.mark.parametrize("phase", ["StageWeights", "CommitWeights"])
+async def test_a_mismatch_of_all_members_ends_the_sync_and_names_the_tensor(phase: str) -> None:
+    bench = Bench("a", "b")
+    for name in "ab":
+        bench.fail(name, phase, WeightsMismatch("version 0.1 was not applied", why="lm_head.weight"))
+    with pytest.raises(WeightsMismatch, match=r"lm_head\.weight"):
+        await bench.sync.publish(V1)
+
+
+@pytest.mark.parametrize("call", ["OpenWeightGroup", "PublishWeights"])
+async def test_the_trainers_own_trouble_ends_the_sync_as_what_it_is(call: str) -> None:
+    bench = Bench("a")
+    bench.stub.failures[call] = [RankFailed("rank 1 was killed")]
+    with pytest.raises(RankFailed, match="rank 1 was killed"):
+        await bench.sync.publish(V1)
+    assert not bench.evicted
+
+
+async def test_a_group_that_breaks_again_and_again_ends_named() -> None:
+    bench = Bench("a")
+    limit = sync_module.MAX_EPOCHS_PER_SYNC
+    bench.fail("a", "JoinWeightGroup", *[WeightGroupFailed("port 7 is closed")] * limit)
+    with pytest.raises(WeightGroupFailed, match=r"a: port 7 is closed"):
+        await bench.sync.publish(V1)
+    assert bench.epochs == list(range(1, limit + 1))
+
+
+async def test_a_member_that_cannot_answer_the_live_check_is_evicted_and_not_the_run() -> None:
+    bench = Bench("a", "b")
+    bench.verdicts = [{"b": Unavailable("it died")}]
+    await bench.sync.publish(V1)
+    assert [who for who, _ in bench.evicted] == ["b-1"] and bench.serving(V1) == {"a"}
+
+
+async def test_a_live_check_that_nobody_answers_is_repeated_with_those_that_come() -> None:
+    bench = Bench("a")
+    bench.verdicts = [{"a": Unavailable("it died")}]
+    original = bench._evict
+
+    def evict(gone: Any, error: FlotillaError) -> None:
+        original(gone, error)
+        bench.replicas["a"] = replica("a", life=2)
+
+    bench.sync._evict = evict
+    await bench.sync.publish(V1)
+    assert len(bench.verified) == 2 and bench.sync.serves("a-2", V1)
+    assert bench.sync.live_version("a-1") is None
+
+
+async def test_close_gives_the_group_up_even_where_a_member_is_gone() -> None:
+    bench = Bench("a", "b")
+    await bench.sync.publish(V1)
+    bench.fail("b", "AbortWeights", Unavailable("the channel to the peer is closed"))
+    await bench.sync.close()
+    await bench.sync.close()
+    assert len(bench.stub.asked("CloseWeightGroup")) == 1
+    assert len(bench.replicas["a"].stub.asked("AbortWeights")) == 1
+
+
+async def test_work_goes_on_with_the_replica_that_replaced_the_last_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sync_module, "LOOK_AGAIN_S", 0.01)
+    bench = Bench("a")
+    await bench.sync.publish(V1)
+    served = asyncio.Event()
+
+    async def work() -> str:
+        bench.replicas["a"] = replica("a", life=2)
+        await asyncio.wait_for(served.wait(), 5)
+        return "done"
+
+    async def verify(report: SyncReport) -> dict[str, FlotillaError]:
+        served.set()
+        return {}
+
+    bench.sync._verify = verify
+    assert await bench.sync.keep_serving(work()) == "done"
+    assert bench.sync.serves("a-2", V1) and bench.epochs == [1, 2]
+
+
+async def test_work_that_fails_is_raised_and_work_of_a_failed_sync_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sync_module, "LOOK_AGAIN_S", 0.001)
+    bench = Bench("a")
+    await bench.sync.publish(V1)
+
+    async def fails() -> None:
+        raise Internal("no")
+
+    with pytest.raises(Internal, match="no"):
+        await bench.sync.keep_serving(fails())
+    bench.replicas["a"] = replica("a", life=2)
+    bench.stub.failures["OpenWeightGroup"] = [RankFailed("rank 0 was killed")]
+    cancelled = asyncio.Event()
+
+    async def waits() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    with pytest.raises(RankFailed):
+        await bench.sync.keep_serving(waits())
+    assert cancelled.is_set()
+
+
+async def test_who_is_left_out_of_a_group_holds_and_serves_nothing_of_the_run() -> None:
+    bench = Bench("a", "b")
+    await bench.sync.publish(V1)
+    left_out = bench.replicas.pop("b")
+    await bench.sync.publish(V2)
+    assert [(held.member.name, held.version) for held in bench.sync.held()] == [("a", V2)]
+    assert bench.sync.live_version(left_out.instance_id) is None
+    assert left_out.stub.asked("AbortWeights")
+
+
+async def test_equal_weights_have_one_digest_and_others_another() -> None:
+    bench = Bench("a", "b")
+    await bench.sync.publish(V1)
+    first, second = bench.sync.held()
+    digest = first.digest
+    assert digest == second.digest == first.to_proto().digest
+    bench.stub.answers["PublishWeights"].digests.tensor_digests.append(7)
+    await bench.sync.publish(V2)
+    assert digest != bench.sync.held()[0].digest
+
+
+async def test_a_generator_with_another_model_is_refused_at_the_door_and_the_others_go_on() -> None:
+    bench = Bench("a", "b")
+    bench.fail(
+        "b", "JoinWeightGroup", WeightsMismatch("the manifest does not fit", why="missing: lm_head.weight")
+    )
+    await bench.sync.publish(V1)
+    [(instance_id, error)] = bench.evicted
+    assert instance_id == "b-1" and isinstance(error, Mismatch)
+    assert "b holds another model" in str(error) and "lm_head.weight" in str(error)
+    assert bench.serving(V1) == {"a"}
+
+
+async def test_where_no_generator_holds_the_trainers_model_the_run_ends() -> None:
+    bench = Bench("a")
+    bench.fail(
+        "a", "JoinWeightGroup", WeightsMismatch("the manifest does not fit", why="missing: lm_head.weight")
+    )
+    with pytest.raises(Mismatch, match="lm_head"):
+        await bench.sync.publish(V1)
+    assert bench.evicted == []
