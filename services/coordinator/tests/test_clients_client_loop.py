@@ -99,7 +99,7 @@ class Generators:
         try:
             await self.may_answer.wait()
             for sample_id in request.sample_ids:
-                response = gen.GenerateResponse(
+                response = gen.GeneratedSample(
                     sample_id=sample_id,
                     token_ids=to_tensor(np.array([4, 5], np.int32)),
                     logprobs=to_tensor(np.array([-1.0, -1.0], np.float32)),

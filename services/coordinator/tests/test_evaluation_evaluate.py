@@ -34,7 +34,7 @@ class Generation:
         for sample_id in reversed(request.sample_ids):
             number = int(sample_id.rpartition("/")[2])
             tokens = to_tensor(np.array([number], np.int32))
-            yield Generated(gen.GenerateResponse(sample_id=sample_id, token_ids=tokens), "generator-0", 0)
+            yield Generated(gen.GeneratedSample(sample_id=sample_id, token_ids=tokens), "generator-0", 0)
 
 
 class Scorer:

@@ -78,7 +78,7 @@ class Task:
             self.cut.append(prompt)
             raise
         for sample_id in request.sample_ids:
-            response = gen.GenerateResponse(
+            response = gen.GeneratedSample(
                 sample_id=sample_id,
                 token_ids=to_tensor(np.array([prompt, request.min_version.lineage], dtype=np.int32)),
                 logprobs=to_tensor(np.array([-0.5, -0.25], dtype=np.float32)),

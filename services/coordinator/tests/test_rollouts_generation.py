@@ -80,9 +80,9 @@ def direct_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def delivered(
     sample_id: str, step: int = 4, logprobs: tuple[float, ...] = (-1.0, -2.0)
-) -> gen.GenerateResponse:
+) -> gen.GeneratedSample:
     """Two tokens of version 0.`step`."""
-    response = gen.GenerateResponse(
+    response = gen.GeneratedSample(
         sample_id=sample_id,
         finish_reason=gen.FINISH_REASON_STOP,
         token_ids=to_tensor(np.array([5, 6], np.int32)),
@@ -95,7 +95,7 @@ def delivered(
 def generator(name: str, gives: int = len(SLOTS), then: FlotillaError | None = None) -> Replica:
     async def answer(request: gen.GenerateRequest) -> AsyncIterator[gen.GenerateResponse]:
         for slot in list(request.samples)[:gives]:
-            yield delivered(slot.sample_id)
+            yield gen.GenerateResponse(samples=[delivered(slot.sample_id)])
         if then is not None:
             raise then
 
@@ -108,7 +108,7 @@ async def generate(*replicas: Replica) -> tuple[list[tuple[str, str, int]], Pool
     prompt = np.arange(3, dtype=np.int32)
     request = GenerationRequest(prompt, SLOTS, SamplingConfig(), Version(0, 0), 5.0, max_attempts=3)
     async with aclosing(generation.samples(request)) as samples:
-        got = [(s.response.sample_id, s.generator, s.attempt) async for s in samples]
+        got = [(s.sample.sample_id, s.generator, s.attempt) async for s in samples]
     assert all(replica.leases == 0 for replica in replicas)
     return got, pool
 
@@ -138,21 +138,21 @@ def piecewise(name: str, version: int, tokens: list[int], whole: bool, asked: li
     async def answer(request: gen.GenerateRequest) -> AsyncIterator[gen.GenerateResponse]:
         asked.append(request)
         for slot in request.samples:
-            response = gen.GenerateResponse(
+            response = gen.GeneratedSample(
                 sample_id=slot.sample_id,
                 token_ids=to_tensor(np.array(tokens, np.int32)),
                 logprobs=to_tensor(-np.array(tokens, np.float32)),
                 finish_reason=gen.FINISH_REASON_STOP if whole else gen.FINISH_REASON_ABORT,
             )
             response.version_spans.add(version=Version(0, version).to_proto(), start=0, end=len(tokens))
-            yield response
+            yield gen.GenerateResponse(samples=[response])
         if not whole:
             raise Unavailable(f"{name} goes")
 
     return Replica(name, answer)
 
 
-async def pieces(*replicas: Replica, resume: bool, most: int = 256) -> list[gen.GenerateResponse]:
+async def pieces(*replicas: Replica, resume: bool, most: int = 256) -> list[gen.GeneratedSample]:
     pool: Any = Pool(list(replicas))
     generation = Generation("run", 0, pool, lambda *_: True, 1.0, lambda *_: None)
     request = GenerationRequest(
@@ -165,7 +165,7 @@ async def pieces(*replicas: Replica, resume: bool, most: int = 256) -> list[gen.
         resume_partial=resume,
     )
     async with aclosing(generation.samples(request)) as samples:
-        return [sample.response async for sample in samples]
+        return [sample.sample async for sample in samples]
 
 
 async def test_a_sample_goes_on_elsewhere_with_the_logprobs_and_versions_of_each_piece() -> None:
@@ -230,10 +230,10 @@ async def test_without_any_reward_replica_that_answers_the_error_is_raised() -> 
     assert pool.replicas[0].leases == 0
 
 
-def delivering(name: str, *responses: gen.GenerateResponse) -> Replica:
+def delivering(name: str, *responses: gen.GeneratedSample) -> Replica:
     async def answer(request: gen.GenerateRequest) -> AsyncIterator[gen.GenerateResponse]:
         for response in responses:
-            yield response
+            yield gen.GenerateResponse(samples=[response])
 
     return Replica(name, answer)
 
@@ -246,12 +246,12 @@ def delivering(name: str, *responses: gen.GenerateResponse) -> Replica:
         (delivered(SLOTS[0], step=3), "stale"),
         (delivered(SLOTS[0], logprobs=(-1.0,)), "unreadable"),
         (delivered(SLOTS[0], logprobs=(-1.0, float("nan"))), "unreadable"),
-        (gen.GenerateResponse(sample_id=SLOTS[0]), "unreadable"),
+        (gen.GeneratedSample(sample_id=SLOTS[0]), "unreadable"),
     ],
     ids=["unknown", "twice", "stale", "length", "nan", "empty"],
 )
 async def test_a_sample_that_is_refused_is_counted_and_drawn_again(
-    refused: gen.GenerateResponse, kind: str
+    refused: gen.GeneratedSample, kind: str
 ) -> None:
     whole = [delivered(slot) for slot in SLOTS[1:]]
     pool: Any = Pool([delivering("a", *whole, refused), delivering("a", delivered(SLOTS[0]))])
@@ -265,7 +265,7 @@ async def test_a_sample_that_is_refused_is_counted_and_drawn_again(
     prompt = np.arange(3, dtype=np.int32)
     request = GenerationRequest(prompt, SLOTS, SamplingConfig(), Version(0, 4), 5.0, max_attempts=2)
     async with aclosing(generation.samples(request)) as samples:
-        got = [(s.response.sample_id, s.attempt) async for s in samples]
+        got = [(s.sample.sample_id, s.attempt) async for s in samples]
     assert got == [(SLOTS[1], 0), (SLOTS[2], 0), (SLOTS[0], 1)]
     assert "a sample of a was refused" in lost[0]
     assert generation.door.take_metrics() == {"samples/rejected": 1.0, f"samples/rejected_{kind}": 1.0}

@@ -65,7 +65,7 @@ class Fleet:
         for sample_id in request.sample_ids:
             for _ in range(self._turns[len(self.asked) % len(self._turns)]):
                 await asyncio.sleep(0)
-            response = gen.GenerateResponse(
+            response = gen.GeneratedSample(
                 sample_id=sample_id,
                 token_ids=to_tensor(np.array([1, 2], dtype=np.int32)),
                 logprobs=to_tensor(np.array([-0.5, -0.5], dtype=np.float32)),

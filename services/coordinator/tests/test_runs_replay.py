@@ -69,7 +69,7 @@ class Generation:
             if prompt >= self.silent_from and not sample_id.endswith("/0"):
                 await asyncio.Event().wait()
             version = request.min_version
-            response = gen.GenerateResponse(
+            response = gen.GeneratedSample(
                 sample_id=sample_id,
                 token_ids=to_tensor(np.array([prompt, 7 + version.lineage], dtype=np.int32)),
                 logprobs=to_tensor(np.array([-0.5, -0.25], dtype=np.float32)),

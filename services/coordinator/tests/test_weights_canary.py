@@ -35,9 +35,10 @@ def member(
     async def generate(request: gen.GenerateRequest) -> AsyncIterator[gen.GenerateResponse]:
         if error is not None:
             raise error
-        yield gen.GenerateResponse(
+        sample = gen.GeneratedSample(
             token_ids=to_tensor(TOKENS), logprobs=to_tensor(logprobs), finish_reason=finish
         )
+        yield gen.GenerateResponse(samples=[sample])
 
     return SimpleNamespace(name=name, replica=SimpleNamespace(stub=SimpleNamespace(Generate=generate)))
 

@@ -36,7 +36,7 @@ from flotilla_core.version import Version
 from flotilla_generator.checkpoint import Checkpoint
 from flotilla_generator.engine.base import Applied, EngineInfo, KvPolicy, WeightsNotLive
 from flotilla_generator.engine.sim.engine import SimEngine
-from flotilla_generator.request import read_request, write_sample
+from flotilla_generator.request import read_request, write_samples
 from flotilla_generator.service import SERVICE_NAME
 from flotilla_generator.servicer import GeneratorServicer
 from flotilla_weights.group import Sender
@@ -87,9 +87,9 @@ class Replica:
     async def call(self, method: str, request: object, timeout_s: float = 20.0):
         return await rpc.unary(getattr(self.stub, method), request, timeout_s=timeout_s, attempts=1)
 
-    async def samples(self, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+    async def samples(self, request: pb.GenerateRequest) -> list[pb.GeneratedSample]:
         stream = rpc.server_stream(self.stub.Generate, request, idle_timeout_s=20)
-        return [sample async for sample in stream]
+        return [sample async for response in stream for sample in response.samples]
 
     async def join(
         self, epoch: int, manifest: Manifest, run_id: str = "run", timeout_s: float = 10.0
@@ -479,9 +479,8 @@ async def test_the_sim_engine_gives_ten_thousand_samples_a_second(replica):
     started = time.process_time()
     count = 0
     for _ in range(requests):
-        async for sample in replica.engine.generate(read_request(wanted, info, None)):
-            write_sample(sample)
-            count += 1
+        async for samples in replica.engine.generate(read_request(wanted, info, None)):
+            count += sum(len(message.samples) for message in write_samples(samples))
     assert count / (time.process_time() - started) > 10_000
     assert threading.active_count() < 100
 

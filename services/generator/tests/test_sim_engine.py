@@ -36,7 +36,7 @@ def generating(engine: SimEngine, name: str) -> asyncio.Task[list[Sample]]:
 
     async def samples() -> list[Sample]:
         async with asyncio.timeout(WAIT_S), aclosing(engine.generate(request)) as stream:
-            return [sample async for sample in stream]
+            return [sample async for ended in stream for sample in ended]
 
     return asyncio.create_task(samples())
 

@@ -34,7 +34,7 @@ def ask(*seeds: int, max_tokens: int = 40) -> GenerationRequest:
 
 async def samples(engine: SimEngine | SlowedEngine, request: GenerationRequest) -> list[Sample]:
     async with asyncio.timeout(WAIT_S), aclosing(engine.generate(request)) as stream:
-        return [sample async for sample in stream]
+        return [sample async for ended in stream for sample in ended]
 
 
 async def held(engine: SlowedEngine, count: int) -> None:

@@ -42,9 +42,10 @@ def from_tensor(tensor: pb.Tensor) -> NDArray[Any]:
         raise InvalidRequest(f"tensor dtype {tensor.dtype} is not known")
     data = tensor.data
     shape = tuple(tensor.shape) or (len(data) // dtype.itemsize,)
-    if math.prod(shape) * dtype.itemsize != len(data) or min(shape, default=0) < 0:
+    if math.prod(shape) * dtype.itemsize != len(data) or min(shape) < 0:
         raise InvalidRequest(f"tensor of {len(data)} bytes does not hold {dtype.name}{list(shape)}")
-    return np.frombuffer(data, dtype=dtype).reshape(shape)
+    array = np.frombuffer(data, dtype=dtype)
+    return array if len(shape) == 1 else array.reshape(shape)
 
 
 def _little_endian(array: NDArray[Any]) -> NDArray[Any]:

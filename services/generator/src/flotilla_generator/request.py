@@ -5,6 +5,8 @@ Invariant: whatever `read_request` accepts, an engine can decode; every refusal 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
@@ -27,6 +29,7 @@ FINISH_REASONS = {
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.ABORT: pb.FINISH_REASON_ABORT,
 }
+PART_BYTES = 2 << 20
 HIGHEST_TEMPERATURE = 100.0
 LOWEST_TEMPERATURE = 0.01
 """Engines raise lower ones to this, and logprobs would not be those of the temperature asked for."""
@@ -57,27 +60,35 @@ def read_request(request: pb.GenerateRequest, info: EngineInfo, cache_salt: str 
     )
 
 
-def write_sample(sample: Sample) -> pb.GenerateResponse:
-    """One sample as it travels."""
-    return pb.GenerateResponse(
-        sample_id=sample.sample_id,
-        token_ids=to_tensor(sample.token_ids),
-        logprobs=to_tensor(sample.logprobs),
-        finish_reason=FINISH_REASONS[sample.finish_reason],
-        version_spans=[
-            version_pb2.VersionSpan(
-                version=None if span.version is None else span.version.to_proto(),
-                start=span.start,
-                end=span.end,
-            )
-            for span in sample.spans
-        ],
-        timing=pb.SampleTiming(
-            queued=duration(sample.queued_s),
-            first_token=duration(sample.first_token_s),
-            total=duration(sample.total_s),
-        ),
-    )
+def write_samples(samples: Iterable[Sample]) -> Iterator[pb.GenerateResponse]:
+    """Samples as they travel, about two mebibytes in one message."""
+    message, size = pb.GenerateResponse(), 0
+    for sample in samples:
+        message.samples.add(
+            sample_id=sample.sample_id,
+            token_ids=to_tensor(sample.token_ids),
+            logprobs=to_tensor(sample.logprobs),
+            finish_reason=FINISH_REASONS[sample.finish_reason],
+            version_spans=[
+                version_pb2.VersionSpan(
+                    version=None if span.version is None else span.version.to_proto(),
+                    start=span.start,
+                    end=span.end,
+                )
+                for span in sample.spans
+            ],
+            timing=pb.SampleTiming(
+                queued=duration(sample.queued_s),
+                first_token=duration(sample.first_token_s),
+                total=duration(sample.total_s),
+            ),
+        )
+        size += sample.token_ids.nbytes + sample.logprobs.nbytes
+        if size >= PART_BYTES:
+            yield message
+            message, size = pb.GenerateResponse(), 0
+    if message.samples:
+        yield message
 
 
 def minimum_version(request: pb.GenerateRequest) -> Version | None:

@@ -108,9 +108,9 @@ class Evaluator:
         items: list[reward_pb2.ScoreItem] = []
         async with gate, aclosing(self._generation.samples(request)) as samples:
             async for generated in samples:
-                token_ids = from_tensor(generated.response.token_ids)
+                token_ids = from_tensor(generated.sample.token_ids)
                 text = self._tokenizer.decode(token_ids.tolist())
-                items.append(score_item(generated.response.sample_id, prompt, text, token_ids))
+                items.append(score_item(generated.sample.sample_id, prompt, text, token_ids))
         return items
 
 

@@ -54,7 +54,7 @@ class GenerationRequest:
 class Generated:
     """One sample as a generator delivered it."""
 
-    response: pb.GenerateResponse
+    sample: pb.GeneratedSample
     generator: str
     attempt: int
 
@@ -88,19 +88,19 @@ class Generation:
             replica = await self._acquire(request, len(missing))
             cost = self._cost(request, len(missing))
             try:
-                async with aclosing(self._call(replica, request, missing.values(), attempt)) as responses:
-                    async for response in responses:
-                        ended = response.finish_reason != pb.FINISH_REASON_ABORT
+                async with aclosing(self._call(replica, request, missing.values(), attempt)) as samples:
+                    async for sample in samples:
+                        ended = sample.finish_reason != pb.FINISH_REASON_ABORT
                         if not ended and not request.resume_partial:
                             continue
-                        refusal = self.door.refusal(response, missing, request.min_version, replica.name)
+                        refusal = self.door.refusal(sample, missing, request.min_version, replica.name)
                         if refusal is not None:
                             cause = refusal
                         elif ended:
-                            whole = missing.pop(response.sample_id).whole(response)
+                            whole = missing.pop(sample.sample_id).whole(sample)
                             yield Generated(whole, replica.name, attempt)
                         else:
-                            missing[response.sample_id].add(response, request.sampling.max_response_tokens)
+                            missing[sample.sample_id].add(sample, request.sampling.max_response_tokens)
             except StaleVersion as error:
                 cause = error
             except InvalidRequest:
@@ -141,13 +141,13 @@ class Generation:
     def _cost(request: GenerationRequest, count: int) -> int:
         return count * request.sampling.max_response_tokens + len(request.prompt_token_ids)
 
-    def _call(
+    async def _call(
         self,
         replica: Replica[GeneratorServiceAsyncStub],
         request: GenerationRequest,
         samples: Iterable[PartialSample],
         attempt: int,
-    ) -> AsyncGenerator[pb.GenerateResponse]:
+    ) -> AsyncGenerator[pb.GeneratedSample]:
         sampling = request.sampling
         message = pb.GenerateRequest(
             run_id=self._run_id,
@@ -165,6 +165,10 @@ class Generation:
             min_version=request.min_version.to_proto(),
             priority=request.priority,
         )
-        return rpc.server_stream(
+        stream = rpc.server_stream(
             replica.stub.Generate, message, idle_timeout_s=request.timeout_s, timeout_s=request.timeout_s
         )
+        async with aclosing(stream) as responses:
+            async for response in responses:
+                for sample in response.samples:
+                    yield sample

@@ -25,7 +25,7 @@ class PartialSample:
     logprobs: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
     spans: list[version_pb2.VersionSpan] = field(default_factory=list)
 
-    def add(self, piece: pb.GenerateResponse, most_tokens: int) -> None:
+    def add(self, piece: pb.GeneratedSample, most_tokens: int) -> None:
         """The next piece; one that leaves no room for a last one is drawn again."""
         if len(self.token_ids) + len(from_tensor(piece.token_ids)) < most_tokens:
             self._append(piece)
@@ -41,12 +41,12 @@ class PartialSample:
             prefix_token_ids=to_tensor(self.token_ids),
         )
 
-    def whole(self, last: pb.GenerateResponse) -> pb.GenerateResponse:
+    def whole(self, last: pb.GeneratedSample) -> pb.GeneratedSample:
         """The response with its last piece."""
         if not len(self.token_ids):
             return last
         self._append(last)
-        return pb.GenerateResponse(
+        return pb.GeneratedSample(
             sample_id=self.sample_id,
             token_ids=to_tensor(self.token_ids),
             logprobs=to_tensor(self.logprobs),
@@ -55,7 +55,7 @@ class PartialSample:
             timing=last.timing,
         )
 
-    def _append(self, piece: pb.GenerateResponse) -> None:
+    def _append(self, piece: pb.GeneratedSample) -> None:
         written = len(self.token_ids)
         for span in piece.version_spans:
             shifted = version_pb2.VersionSpan(start=written + span.start, end=written + span.end)

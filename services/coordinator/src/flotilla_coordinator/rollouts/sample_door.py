@@ -29,17 +29,17 @@ class SampleDoor:
         self._refused: Counter[str] = Counter()
 
     def refusal(
-        self, response: gen.GenerateResponse, awaited: Container[str], oldest: Version, generator: str
+        self, sample: gen.GeneratedSample, awaited: Container[str], oldest: Version, generator: str
     ) -> Mismatch | None:
         """Why a sample is refused; None where it may come in."""
-        kind, why = _fault(response, awaited, oldest)
+        kind, why = _fault(sample, awaited, oldest)
         if not kind:
             return None
         self._refused[kind] += 1
-        log.warning("sample refused", sample_id=response.sample_id, generator=generator, why=why)
+        log.warning("sample refused", sample_id=sample.sample_id, generator=generator, why=why)
         return Mismatch(
             f"a sample of {generator} was refused",
-            where=response.sample_id,
+            where=sample.sample_id,
             why=why,
             next_step=f"see `flotilla logs {generator}`",
         )
@@ -51,15 +51,15 @@ class SampleDoor:
         return {"samples/rejected": float(refused.total()), **by_kind}
 
 
-def _fault(response: gen.GenerateResponse, awaited: Container[str], oldest: Version) -> tuple[str, str]:
+def _fault(sample: gen.GeneratedSample, awaited: Container[str], oldest: Version) -> tuple[str, str]:
     """What kind of fault, and what it is; two empty texts where there is none."""
-    if response.sample_id not in awaited:
+    if sample.sample_id not in awaited:
         return UNASKED, "nobody waits for it: it was never asked for, or it came before"
-    versions = [Version.from_proto(span.version) for span in response.version_spans]
+    versions = [Version.from_proto(span.version) for span in sample.version_spans]
     if versions and min(versions) < oldest:
         return STALE, f"version {min(versions)} wrote some of it, and {oldest} was asked for"
     try:
-        tokens, logprobs = from_tensor(response.token_ids), from_tensor(response.logprobs)
+        tokens, logprobs = from_tensor(sample.token_ids), from_tensor(sample.logprobs)
     except FlotillaError as error:
         return UNREADABLE, str(error)
     if len(tokens) != len(logprobs):

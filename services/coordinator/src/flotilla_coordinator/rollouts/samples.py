@@ -12,19 +12,18 @@ from flotilla_core.version import Version
 
 
 def rollout_sample(generated: Generated, tokenizer: Tokenizer) -> RolloutSample:
-    """The sample of one Generate response, still without a reward."""
-    response = generated.response
-    token_ids = from_tensor(response.token_ids)
+    """The sample that a generator delivered, still without a reward."""
+    sample = generated.sample
+    token_ids = from_tensor(sample.token_ids)
     return RolloutSample(
-        sample_id=response.sample_id,
+        sample_id=sample.sample_id,
         token_ids=token_ids,
-        logprobs=from_tensor(response.logprobs),
+        logprobs=from_tensor(sample.logprobs),
         text=tokenizer.decode(token_ids.tolist()),
         spans=tuple(
-            TokenSpan(Version.from_proto(span.version), span.start, span.end)
-            for span in response.version_spans
+            TokenSpan(Version.from_proto(span.version), span.start, span.end) for span in sample.version_spans
         ),
-        truncated=response.finish_reason == gen.FINISH_REASON_LENGTH,
+        truncated=sample.finish_reason == gen.FINISH_REASON_LENGTH,
         generator=generated.generator,
         attempt=generated.attempt,
     )

@@ -152,8 +152,9 @@ class Canary:
         )
         async with aclosing(stream) as replies:
             async for reply in replies:
-                if reply.finish_reason == pb.FINISH_REASON_ABORT:
+                (sample,) = reply.samples
+                if sample.finish_reason == pb.FINISH_REASON_ABORT:
                     raise Unavailable(f"{member.name} gave a canary up")
-                logprobs = from_tensor(reply.logprobs).astype(np.float64)
-                return _Response(member.name, prompt, from_tensor(reply.token_ids), logprobs)
+                logprobs = from_tensor(sample.logprobs).astype(np.float64)
+                return _Response(member.name, prompt, from_tensor(sample.token_ids), logprobs)
         raise Unavailable(f"{member.name} ended a canary without a sample")

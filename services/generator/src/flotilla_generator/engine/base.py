@@ -175,8 +175,8 @@ class Engine(ABC):
         """Wait until the engine can serve no more, and say why."""
 
     @abstractmethod
-    def generate(self, request: GenerationRequest) -> AsyncIterator[Sample]:
-        """Samples in the order in which they end."""
+    def generate(self, request: GenerationRequest) -> AsyncIterator[list[Sample]]:
+        """Samples in the order in which they end; those that end together come together."""
 
     @abstractmethod
     async def abort(self, request_ids: Sequence[str]) -> int:

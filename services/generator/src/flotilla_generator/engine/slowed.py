@@ -39,25 +39,28 @@ class SlowedEngine(Engine):
         self._aborted: dict[str, asyncio.Event] = {}
         self._held = 0
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Sample]:
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[list[Sample]]:
         started = time.monotonic()
         aborted = self._aborted[request.request_id] = asyncio.Event()
         held: set[asyncio.Future[Sample]] = set()
         async with aclosing(self._engine.generate(request)) as samples:
-            arriving: asyncio.Future[Sample | None] | None = asyncio.ensure_future(anext(samples, None))
+            arriving: asyncio.Future[list[Sample]] | None = asyncio.ensure_future(anext(samples, []))
             try:
                 while arriving is not None or held:
                     awaited = held if arriving is None else {arriving, *held}
                     done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
                     if arriving in done:
-                        sample = arriving.result()
+                        arrived = arriving.result()
                         arriving = None
-                        if sample is not None:
-                            held.add(asyncio.ensure_future(self._hold(sample, started, aborted)))
-                            arriving = asyncio.ensure_future(anext(samples, None))
-                    for ended in done & held:
-                        held.remove(ended)
-                        yield ended.result()
+                        if arrived:
+                            held |= {
+                                asyncio.ensure_future(self._hold(one, started, aborted)) for one in arrived
+                            }
+                            arriving = asyncio.ensure_future(anext(samples, []))
+                    ended = done & held
+                    held -= ended
+                    if ended:
+                        yield [one.result() for one in ended]
             finally:
                 del self._aborted[request.request_id]
                 left = held if arriving is None else {arriving, *held}

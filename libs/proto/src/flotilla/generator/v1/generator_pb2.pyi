@@ -250,6 +250,26 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 class GenerateResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___GeneratedSample]: ...
+    def __init__(
+        self,
+        *,
+        samples: _abc.Iterable[Global___GeneratedSample] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class GeneratedSample(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
     SAMPLE_ID_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
@@ -284,7 +304,7 @@ class GenerateResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+Global___GeneratedSample: _TypeAlias = GeneratedSample  # noqa: Y015
 
 @_typing.final
 class SampleTiming(_message.Message):

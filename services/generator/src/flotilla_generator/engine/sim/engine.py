@@ -101,19 +101,20 @@ class SimEngine(Engine):
         await asyncio.Event().wait()
         return ""
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Sample]:
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[list[Sample]]:
         decoding = [Decoding(slot, self._length(slot, request)) for slot in request.samples]
         self._requests[request.request_id] = decoding
         try:
             if self._slowest(decoding) == 0 and self._unpaused.is_set() and self._beginning.is_set():
                 for one in decoding:
                     one.begin(self._live)
-                    yield self._finish(one, _rest(one.slot, request))
+                yield [self._finish(one, _rest(one.slot, request)) for one in decoding]
                 return
-            tasks = [asyncio.create_task(self._decode(one, _rest(one.slot, request))) for one in decoding]
+            tasks = {asyncio.create_task(self._decode(one, _rest(one.slot, request))) for one in decoding}
             try:
-                for task in asyncio.as_completed(tasks):
-                    yield await task
+                while tasks:
+                    ended, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                    yield [task.result() for task in ended]
             finally:
                 for task in tasks:
                     task.cancel()

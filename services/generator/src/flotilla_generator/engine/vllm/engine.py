@@ -144,7 +144,7 @@ class VllmEngine(Engine):
             await asyncio.sleep(HEALTH_POLL_S)
         return "vLLM's engine process died"
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Sample]:
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[list[Sample]]:
         done: asyncio.Queue[Sample | BaseException] = asyncio.Queue()
         running = {
             Running(
@@ -158,11 +158,18 @@ class VllmEngine(Engine):
         self._requests[request.request_id] = running
         tasks = [asyncio.create_task(self._deliver(request, one, done)) for one in running]
         try:
-            for _ in tasks:
-                outcome = await done.get()
-                if isinstance(outcome, BaseException):
-                    raise outcome
-                yield outcome
+            left = len(tasks)
+            while left:
+                outcomes = [await done.get()]
+                while not done.empty():
+                    outcomes.append(done.get_nowait())
+                left -= len(outcomes)
+                ended = [outcome for outcome in outcomes if isinstance(outcome, Sample)]
+                if ended:
+                    yield ended
+                for outcome in outcomes:
+                    if isinstance(outcome, BaseException):
+                        raise outcome
         finally:
             self._requests.pop(request.request_id, None)
             for task in tasks:
