@@ -26,7 +26,9 @@ from flotilla_testing.stack import Stack, running_stack, sim_stack
 HERE = Path(__file__).resolve().parent
 EXAMPLE = HERE.parent / "examples" / "arithmetic"
 FULL = os.environ.get("FLOTILLA_BENCH_FULL") == "1"
-PACE_S = float(os.environ.get("FLOTILLA_BENCH_PACE_S", "2.0" if FULL else "0.5"))
+SHORT_PACE_S = 0.5
+FULL_PACE_S = float(os.environ.get("FLOTILLA_BENCH_PACE_S", "2.0"))
+"""Seconds for the generation of a step, and for its update."""
 TRAINER_WAITS = 0.8
 """Share of the pace that an update waits; the rest is the work that it really does."""
 LEARNED = 0.90
@@ -36,6 +38,8 @@ FIRST_STEPS = 5
 SHORT_STEPS = 20
 RUN_LIMIT_S = 3 * 3600.0
 TOKENS = 6
+ALL = (0, 1, 2, 4)
+SLOWED_VLLM: dict[str, Any] = {"max_model_tokens": 64, "slowed_by": {"time_to_first_token_s": FULL_PACE_S}}
 
 
 @dataclass(frozen=True)
@@ -74,14 +78,20 @@ def measure() -> list[Row]:
     """One block of rows for each staleness; the bar is the speed against none."""
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as folder:
         directory = Path(folder)
-        for script in ("make_model.py", "make_data.py"):
-            out = directory / script.removeprefix("make_").removesuffix(".py")
-            subprocess.run([sys.executable, EXAMPLE / script, "--out", out], check=True)
+        make_example(directory)
         figures = dict(_full(directory) if FULL else _short(directory))
-    return [row for staleness, one in figures.items() for row in _rows(staleness, one, figures[0].rate)]
+    return [row for staleness, one in figures.items() for row in rows(staleness, one, figures[0].rate)]
 
 
-def _rows(staleness: int, figures: Figures, synchronous_rate: float) -> Iterator[Row]:
+def make_example(directory: Path) -> None:
+    """Its model and its data."""
+    for script in ("make_model.py", "make_data.py"):
+        out = directory / script.removeprefix("make_").removesuffix(".py")
+        subprocess.run([sys.executable, EXAMPLE / script, "--out", out], check=True)
+
+
+def rows(staleness: int, figures: Figures, synchronous_rate: float) -> Iterator[Row]:
+    """One block of the table."""
     gain = figures.rate / synchronous_rate
     yield Row(
         f"max_staleness {staleness}: steps a second",
@@ -123,28 +133,37 @@ def _short(directory: Path) -> Iterator[tuple[int, Figures]]:
             "optimizer": {"schedule": "constant", "warmup_updates": 0},
             "rewards": [{"reward": "exact"}],
         },
+        SHORT_PACE_S,
         correction={"warn_at": None, "fail_at": None},
     )
-    sim = {"sim": {"time_to_first_token_s": PACE_S}}
+    sim = {"sim": {"time_to_first_token_s": SHORT_PACE_S}}
     with sim_stack(directory / "model", directory, generator=sim) as stack:
         for staleness in (0, 1):
             yield staleness, _trained(stack, run, f"rollout.max_staleness={staleness}")
 
 
 def _full(directory: Path) -> Iterator[tuple[int, Figures]]:
-    """The example as it is, but for the pace and evaluations that are close enough to tell times apart."""
-    slow = {"max_model_tokens": 64, "slowed_by": {"time_to_first_token_s": PACE_S}}
-    description = {"name": "bench", "model": str(directory / "model"), "generator": slow}
-    example = _example("grpo.yaml", directory)
-    evaluation = {**example["evaluation"], "every_steps": 10}
-    run = _run_file(directory, {**example, "evaluation": evaluation})
+    description = {"name": "bench", "model": str(directory / "model"), "generator": SLOWED_VLLM}
+    with running_stack(description, directory) as stack:
+        start = warmed_up(stack, directory)
+        for staleness in ALL:
+            yield staleness, learned(stack, directory, staleness, start)
+
+
+def warmed_up(stack: Stack, directory: Path) -> Path:
+    """The example's warm-up: the weights that every staleness starts from."""
     warm_up = directory / "warm-up.yaml"
     warm_up.write_text(yaml.safe_dump(_example("sft.yaml", directory)))
-    with running_stack(description, directory) as stack:
-        warm = stack.run(warm_up, timeout_s=RUN_LIMIT_S)
-        start = f"initial_weights={warm['directory']}/model"
-        for staleness in (0, 1, 2, 4):
-            yield staleness, _trained(stack, run, f"rollout.max_staleness={staleness}", start)
+    return Path(stack.run(warm_up, timeout_s=RUN_LIMIT_S)["directory"]) / "model"
+
+
+def learned(stack: Stack, directory: Path, staleness: int, weights: Path) -> Figures:
+    """The example as it is, but for the pace and evaluations that are close enough to tell times apart."""
+    example = _example("grpo.yaml", directory)
+    run = _run_file(
+        directory, {**example, "evaluation": {**example["evaluation"], "every_steps": 10}}, FULL_PACE_S
+    )
+    return _trained(stack, run, f"rollout.max_staleness={staleness}", f"initial_weights={weights}")
 
 
 def _example(name: str, directory: Path) -> dict[str, Any]:
@@ -155,10 +174,10 @@ def _example(name: str, directory: Path) -> dict[str, Any]:
     return run
 
 
-def _run_file(directory: Path, run: dict[str, Any], **algorithm: Any) -> Path:
+def _run_file(directory: Path, run: dict[str, Any], pace_s: float, **algorithm: Any) -> Path:
     held_back = {
         "type": f"{HERE / 'held_back.py'}:group_relative",
-        "parameters": {"seconds": TRAINER_WAITS * PACE_S},
+        "parameters": {"seconds": TRAINER_WAITS * pace_s},
     }
     whole = {
         **run,

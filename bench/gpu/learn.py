@@ -53,7 +53,7 @@ def _learn(name: str, dtype: str, out: Path) -> int:
     """Warm up, learn, print one JSON object."""
     work = out / name
     work.mkdir()
-    with _fleet(name, dtype, out) as stack:
+    with fleet(name, _description(name, dtype, out), out) as stack:
         started = time.monotonic()
         warm = _finished(stack, ["sft.yaml"], out)
         files = {"ppo": ["ppo.yaml"], "lora": ["grpo.yaml", "lora.yaml"]}.get(name, ["grpo.yaml"])
@@ -89,11 +89,9 @@ def _finished(stack: Stack, files: list[str], out: Path, *overrides: str) -> dic
     return finished
 
 
-@contextmanager
-def _fleet(name: str, dtype: str, out: Path) -> Iterator[Stack]:
-    """One rank of the trainer, one generator with a small share of its GPU; its logs stay."""
+def _description(name: str, dtype: str, out: Path) -> dict[str, Any]:
+    """One rank of the trainer, one generator with a small share of its GPU."""
     description: dict[str, Any] = {
-        "name": name,
         "model": str(out / "example" / "model"),
         "generator": {"dtype": dtype, "memory_fraction": 0.08, "max_model_tokens": 64},
         "trainer": {"dtype": dtype, "nproc": 1},
@@ -101,10 +99,16 @@ def _fleet(name: str, dtype: str, out: Path) -> Iterator[Stack]:
     }
     if name == "ppo":
         description["critic"] = {"replicas": 1, "dtype": dtype, "nproc": 1}
+    return description
+
+
+@contextmanager
+def fleet(name: str, description: dict[str, Any], out: Path) -> Iterator[Stack]:
+    """Boots while no other one of `out` does, works in a folder of its own there; its logs stay."""
     try:
-        with ExitStack() as fleet:
+        with ExitStack() as booted:
             with _alone(out):
-                stack = fleet.enter_context(running_stack(description, out / name))
+                stack = booted.enter_context(running_stack({"name": name, **description}, out / name))
             yield stack
     finally:
         for log in (out / name / "state" / name / "logs").glob("*.log"):
