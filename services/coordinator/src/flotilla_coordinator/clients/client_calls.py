@@ -1,0 +1,141 @@
+"""The calls of a client to one run: their turns, and how long they are taken.
+
+Invariants: calls that change the run take turns; the loss of the trainer ends the loop, because what the client knows
+of the policy would not be true any more; no call outlives the loop, and one that its end cuts off is told so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any, TypeVar
+
+from flotilla_coordinator.runs.context import RunContext
+from flotilla_core.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    FailedPrecondition,
+    FlotillaError,
+    RankFailed,
+    Unavailable,
+)
+
+T = TypeVar("T")
+
+IDLE = "waiting for the client"
+# With these a call may fail because the trainer's session is gone.
+MAYBE_LOST = (Unavailable, RankFailed, DeadlineExceeded, FailedPrecondition)
+
+
+class ClientCalls:
+    """Those that are under way, and whether further ones are taken."""
+
+    def __init__(self, run: RunContext, trainer_lost: Callable[[FlotillaError], None]) -> None:
+        self._run = run
+        self._trainer_lost = trainer_lost
+        self._turn = asyncio.Lock()
+        self._over = asyncio.Event()
+        self._works: set[asyncio.Task[Any]] = set()
+        self._heard_at = time.monotonic()
+        self.failure: FlotillaError | None = None
+        """What made further calls useless."""
+
+    def begin(self) -> None:
+        """From now on the client is waited for."""
+        self.heard()
+        self._run.status.enter(IDLE)
+
+    def heard(self) -> None:
+        """The client is there."""
+        self._heard_at = time.monotonic()
+
+    def end(self) -> None:
+        """Take no further calls."""
+        self._over.set()
+
+    async def close(self) -> None:
+        """Give up what is still under way."""
+        self.end()
+        for work in self._works:
+            work.cancel()
+        await asyncio.gather(*self._works, return_exceptions=True)
+
+    def check_open(self) -> None:
+        """Refuse a call that comes too late."""
+        if self._over.is_set():
+            raise Cancelled(
+                f"the loop of run {self._run.run_id} takes no further calls",
+                why=str(self.failure or "it was closed or stopped"),
+                next_step=f"see `flotilla run show {self._run.run_id}`",
+            )
+
+    async def silence(self, busy: Callable[[], bool]) -> str:
+        """Wait for the end of the loop, or until the client has been silent for too long: that, in words.
+
+        `busy` says whether work of the client's goes on elsewhere than in these calls.
+        """
+        limit_s = self._run.config.loop_idle_timeout_s
+        while not self._over.is_set():
+            working = bool(self._works) or busy()
+            left_s = limit_s if working else self._heard_at + limit_s - time.monotonic()
+            if left_s <= 0:
+                return f"no call of its client came for {limit_s:g} s (loop_idle_timeout_s)"
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._over.wait(), left_s)
+        return ""
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """No call has its turn inside."""
+        async with self._turn:
+            yield
+
+    @asynccontextmanager
+    async def turn(self, phase: str) -> AsyncIterator[None]:
+        """The turn of one call, named to whoever watches the run."""
+        async with self._turn:
+            self.check_open()
+            try:
+                with self._run.phase(phase):
+                    yield
+            except MAYBE_LOST as error:
+                if await self._run.policy.lost():
+                    self._trainer_lost(error)
+                    self.failure = error
+                    self.end()
+                raise
+            finally:
+                self._run.status.enter(IDLE)
+
+    async def whole(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of work that goes on when its caller goes away."""
+        with self.told_when_over():
+            return await asyncio.shield(self._begun(work))
+
+    async def while_open(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of work that ends with its caller, or with the loop."""
+        with self.told_when_over():
+            return await self._begun(work)
+
+    @contextmanager
+    def told_when_over(self) -> Iterator[None]:
+        """Where the end of the loop cancels work under a caller who is still there, the caller hears why."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if caller is not None and not caller.cancelling():
+                self.check_open()
+            raise
+
+    def _begun(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._works.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, work: asyncio.Task[Any]) -> None:
+        self._works.discard(work)
+        self.heard()
