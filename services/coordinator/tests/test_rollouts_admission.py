@@ -13,7 +13,7 @@ import pytest
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
-from flotilla_coordinator.runs import runs as runs_module
+from flotilla_coordinator.runs import run_starts
 from flotilla_coordinator.runs.runs import Runs
 from flotilla_core.errors import FailedPrecondition
 
@@ -38,8 +38,8 @@ async def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         finally:
             active.status.set_state(run_pb2.RUN_STATE_STOPPED)
 
-    monkeypatch.setattr(runs_module, "plan_run", lambda *_: run_pb2.Plan())
-    monkeypatch.setattr(runs_module, "execute", execute)
+    monkeypatch.setattr(run_starts, "plan_run", lambda *_: run_pb2.Plan())
+    monkeypatch.setattr(run_starts, "execute", execute)
     ledger = Ledger.open(tmp_path / "ledger.sqlite")
     host: Any = SimpleNamespace(stack=None, state_dir=tmp_path)
     fleet: Any = SimpleNamespace(registrations={})

@@ -14,7 +14,7 @@ import pytest
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunState
-from flotilla_coordinator.runs import runs as runs_module
+from flotilla_coordinator.runs import run_starts
 from flotilla_coordinator.runs.runs import Runs
 from flotilla_core.config import RunConfig, load_text
 from flotilla_core.errors import FailedPrecondition, InvalidConfig, InvalidRequest
@@ -60,8 +60,8 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     def plan(config: RunConfig, _stack: Any) -> run_pb2.Plan:
         return run_pb2.Plan(errors=["checkpoints fill the disk"] if config.checkpoint.keep > 100 else [])
 
-    monkeypatch.setattr(runs_module, "plan_run", plan)
-    monkeypatch.setattr(runs_module, "execute", execute)
+    monkeypatch.setattr(run_starts, "plan_run", plan)
+    monkeypatch.setattr(run_starts, "execute", execute)
     ledger = Ledger.open(tmp_path / "ledger.sqlite")
     made = Bench(tmp_path, ledger)
     await made.runs.recover()

@@ -16,7 +16,7 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.rundir import RunDirectory
-from flotilla_coordinator.runs import runs as runs_module
+from flotilla_coordinator.runs import run_starts
 from flotilla_coordinator.runs.beginning import Beginning
 from flotilla_coordinator.runs.runs import Runs
 from flotilla_core.errors import FailedPrecondition, NotFound
@@ -77,8 +77,8 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         finally:
             active.status.set_state(run_pb2.RUN_STATE_STOPPED)
 
-    monkeypatch.setattr(runs_module, "plan_run", lambda *_: run_pb2.Plan())
-    monkeypatch.setattr(runs_module, "execute", execute)
+    monkeypatch.setattr(run_starts, "plan_run", lambda *_: run_pb2.Plan())
+    monkeypatch.setattr(run_starts, "execute", execute)
     ledger = Ledger.open(tmp_path / "ledger.sqlite")
     made = Bench(tmp_path, ledger, launched)
     await made.runs.recover()
@@ -150,7 +150,7 @@ async def test_a_run_that_waits_for_somebody_does_not_go_on_by_itself(bench: Ben
 
 async def test_a_run_that_is_refused_now_says_why(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = run_pb2.Plan(errors=["there is no {critic} any more"])
-    monkeypatch.setattr(runs_module, "plan_run", lambda *_: plan)
+    monkeypatch.setattr(run_starts, "plan_run", lambda *_: plan)
     await bench.left(RunState.RUNNING)
     await bench.runs.recover()
     assert "no {critic} any more" in (await bench.runs.find(RUN)).reason
@@ -172,7 +172,7 @@ async def test_a_run_under_which_coordinators_die_again_and_again_ends(
 
 async def test_nothing_is_answered_before_it_is_known_which_runs_go_on(bench: Bench) -> None:
     await bench.left(RunState.RUNNING)
-    runs = Runs(bench.runs._host, bench.runs._fleet, bench.ledger, bench.runs._events)
+    runs = Runs(bench.runs._host, bench.runs._starts._fleet, bench.ledger, bench.runs._events)
     asked = asyncio.create_task(runs.find(RUN))
     await asyncio.wait({asked}, timeout=0.05)
     assert not asked.done()

@@ -1,40 +1,28 @@
-"""All runs of this coordinator: admission, lookup, changes, stop.
+"""All runs of this coordinator: start, lookup, changes, stop.
 
-Invariants: a run is in the ledger before StartRun returns; one trainer serves one run at a time, so a second
-one is refused with the name of the first; before any call is answered, a run that an earlier coordinator left
-unfinished goes on, or is closed as failed with its samples accounted for.
+Invariants: starts and changes take turns, and a repeated request acts once; before any call is answered, a run that an
+earlier coordinator left unfinished goes on, or is closed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import structlog
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet import Fleet
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.ledger.records import RunRecord, RunState
-from flotilla_coordinator.ledger.rewind import RUN_INTERRUPTED
-from flotilla_coordinator.plan import plan_run, remarks
-from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.ledger.records import RunRecord
+from flotilla_coordinator.plan import plan_run
 from flotilla_coordinator.runs.active import ActiveRun
-from flotilla_coordinator.runs.beginning import Beginning
 from flotilla_coordinator.runs.changes import RunChanges, changeable
-from flotilla_coordinator.runs.control import RunControl
-from flotilla_coordinator.runs.execution import execute
-from flotilla_coordinator.runs.feed import RunFeed
-from flotilla_coordinator.runs.status import RunStatus
-from flotilla_coordinator.runs.stored_run import continued_run, interrupted_run, record_end, stored_run
-from flotilla_coordinator.runs.takeover import REFUSED, why_it_ends
-from flotilla_core import ids
+from flotilla_coordinator.runs.run_starts import RunStarts
+from flotilla_coordinator.runs.stored_run import stored_run
 from flotilla_core.bus import EventStream
-from flotilla_core.checkpoint import CheckpointShelf
-from flotilla_core.config import RunConfig, dump_yaml, load_text
-from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidConfig
+from flotilla_core.config import RunConfig, load_text
+from flotilla_core.errors import FailedPrecondition
 from flotilla_core.service import Host
 from flotilla_core.version import Version
 
@@ -49,12 +37,11 @@ class Runs:
 
     def __init__(self, host: Host, fleet: Fleet, ledger: Ledger, events: EventStream) -> None:
         self._host = host
-        self._fleet = fleet
         self._ledger = ledger
         self._events = events
-        self._active: dict[str, ActiveRun] = {}
+        self._starts = RunStarts(host, fleet, ledger, events)
         self._started: dict[str, str] = {}
-        self._changes = RunChanges(ledger, self._planned)
+        self._changes = RunChanges(ledger, self._starts.planned)
         self._admission = asyncio.Lock()
         self._recovered = asyncio.Event()
 
@@ -63,7 +50,7 @@ class Runs:
         async with self._admission:
             for record in await self._ledger.list_runs():
                 if not record.state.ended:
-                    await self._take_over(record)
+                    await self._starts.take_over(record)
         self._recovered.set()
 
     def plan(self, config_yaml: str) -> run_pb2.Plan:
@@ -76,7 +63,9 @@ class Runs:
         async with self._admission:
             if request_id and request_id in self._started:
                 return await self.find(self._started[request_id])
-            return await self._admit(config_yaml, request_id)
+            run = await self._starts.new(config_yaml)
+            self._started[request_id] = run.run_id
+            return run
 
     async def resume(self, run_id: str, checkpoint: str, request_id: str) -> run_pb2.Run:
         """Continue a run that ended before its last step, or say why not; a repeated request does it once."""
@@ -85,18 +74,20 @@ class Runs:
             if request_id and request_id in self._started:
                 return await self.find(self._started[request_id])
             record = await self._ledger.get_run(run_id)
-            active = self._active.get(record.run_id)
+            active = self._starts.active.get(record.run_id)
             if active is not None and active.control.paused and not checkpoint:
                 await self._changes.go_on(active)
                 self._started[request_id] = active.run_id
                 return active.status.run
-            return await self._readmit(record, checkpoint, request_id)
+            run = await self._starts.again(record, checkpoint)
+            self._started[request_id] = run.run_id
+            return run
 
     async def pause(self, run_id: str) -> run_pb2.Run:
         """Begin no further step of a run that goes on."""
         async with self._admission:
             record = await self._ledger.get_run(run_id)
-            active = self._active.get(record.run_id)
+            active = self._starts.active.get(record.run_id)
             await self._changes.pause(changeable(record, active))
             return await self.find(record.run_id)
 
@@ -104,7 +95,7 @@ class Runs:
         """Go on by other settings; a run that ended early takes them when it is resumed."""
         async with self._admission:
             record = await self._ledger.get_run(run_id)
-            active = self._active.get(record.run_id)
+            active = self._starts.active.get(record.run_id)
             if record.state.resumable and active is None:
                 await self._changes.configure(record, stored_run(record).step, assignments)
             else:
@@ -113,120 +104,10 @@ class Runs:
                 active.control.configure(config)
             return await self.find(record.run_id)
 
-    async def _admit(self, config_yaml: str, request_id: str) -> run_pb2.Run:
-        config, plan = await self._checked(config_yaml)
-        run_id = ids.new_run_id(config.name)
-        directory = RunDirectory.create(self._host.state_dir / "runs" / run_id)
-        directory.write_configuration(dump_yaml(config), self._versions())
-        run = run_pb2.Run(
-            run_id=run_id,
-            name=config.name,
-            state=run_pb2.RUN_STATE_PENDING,
-            total_steps=config.steps,
-            directory=str(directory.path),
-        )
-        run.created_at.GetCurrentTime()
-        feed = RunFeed(lambda event: self._publish(run_id, directory, event))
-        status = RunStatus(run, feed, learns_by_rewards=config.learns_by_rewards)
-        active = ActiveRun(run_id, RunControl(config), status, feed)
-        await self._ledger.save_run(
-            RunRecord(run_id, config.name, RunState.RUNNING, config_yaml, str(directory.path), time.time())
-        )
-        for level, text in remarks(plan):
-            active.status.notice(level, text)
-        return self._launch(active, directory, Beginning(), request_id)
-
-    async def _take_over(self, record: RunRecord) -> None:
-        why = await why_it_ends(record, self._ledger)
-        if not why:
-            beginning = Beginning(record.version.lineage + 1, after_coordinator=True)
-            try:
-                config, _ = await self._checked(record.config_yaml)
-                await self._go_on(record, config, beginning, "")
-                return
-            except FlotillaError as error:
-                why = REFUSED.replace("{error}", str(error).rstrip("."))
-        await self._ledger.drop_in_flight(record.run_id, RUN_INTERRUPTED)
-        run = await asyncio.to_thread(interrupted_run, record, why)
-        await self._ledger.update_run(
-            record.run_id,
-            state=RunState(run.state),
-            reason=run.reason,
-            ended_at=run.ended_at.ToNanoseconds() / 1e9,
-            step=run.step,
-        )
-        await asyncio.to_thread(record_end, run)
-
-    async def _readmit(self, record: RunRecord, checkpoint: str, request_id: str) -> run_pb2.Run:
-        run_id, directory = record.run_id, RunDirectory(Path(record.directory))
-        if run_id in self._active or record.state is RunState.SUCCEEDED:
-            raise FailedPrecondition(
-                f"run {run_id} has {'succeeded' if record.state is RunState.SUCCEEDED else 'not ended'}",
-                why="there is nothing to continue",
-                next_step="a new run goes on from its weights: set initial_weights to the folder `model` of a "
-                "checkpoint",
-            )
-        config, _ = await self._checked(record.config_yaml)
-        if checkpoint:
-            CheckpointShelf(directory.checkpoints_path).folder(checkpoint)
-        beginning = Beginning(record.version.lineage + 1, checkpoint, by_user=True)
-        return await self._go_on(record, config, beginning, request_id)
-
-    async def _go_on(
-        self, record: RunRecord, config: RunConfig, beginning: Beginning, request_id: str
-    ) -> run_pb2.Run:
-        """A run of the ledger works again, with the events and metrics that it has."""
-        run_id, directory = record.run_id, RunDirectory(Path(record.directory))
-        run = await asyncio.to_thread(continued_run, record)
-        run.total_steps = config.steps
-        await asyncio.to_thread(directory.reopen, self._versions())
-        # A pause outlives its coordinator; a user who resumes a run takes it back.
-        paused = beginning.after_coordinator and record.state is RunState.PAUSED
-        state = RunState.PAUSED if paused else RunState.RUNNING
-        await self._ledger.update_run(run_id, state=state, reason="")
-        newest = await asyncio.to_thread(directory.last_sequence)
-        feed = RunFeed(lambda event: self._publish(run_id, directory, event), after=newest)
-        status = RunStatus(run, feed, learns_by_rewards=config.learns_by_rewards)
-        active = ActiveRun(run_id, RunControl(config, paused=paused), status, feed)
-        if beginning.after_coordinator:
-            status.notice(
-                run_pb2.NOTICE_LEVEL_WARNING, "the coordinator had died and is back; the run goes on"
-            )
-        return self._launch(active, directory, beginning, request_id)
-
-    async def _checked(self, config_yaml: str) -> tuple[RunConfig, run_pb2.Plan]:
-        """The configuration of a run that may start now, and its plan."""
-        config = load_text(RunConfig, config_yaml, source="run")
-        plan = await self._planned(config)
-        self._refuse_second()
-        return config, plan
-
-    async def _planned(self, config: RunConfig) -> run_pb2.Plan:
-        """What the stack would make of it, where it would work."""
-        plan = await asyncio.to_thread(plan_run, config, self._host.stack)
-        if plan.errors:
-            raise InvalidConfig(
-                "the run would not work", where=f"run {config.name}", why="; ".join(plan.errors)
-            )
-        return plan
-
-    def _launch(
-        self, active: ActiveRun, directory: RunDirectory, beginning: Beginning, request_id: str
-    ) -> run_pb2.Run:
-        run_id = active.run_id
-        self._active[run_id] = active
-        self._started[request_id] = run_id
-        active.task = asyncio.create_task(
-            execute(self._host, self._fleet, self._ledger, active, directory, beginning), name=f"run {run_id}"
-        )
-        # What has ended is told from its records: memory is for runs that go on.
-        active.task.add_done_callback(lambda _: self._active.pop(run_id, None))
-        return active.status.run
-
     async def stop(self, run_id: str, reason: str) -> run_pb2.Run:
         """End a run after its current step; after a grace period, at once."""
         run = await self.find(run_id)
-        active = self._active.get(run.run_id)
+        active = self._starts.active.get(run.run_id)
         if active is None or active.status.ended:
             raise FailedPrecondition(
                 f"run {run.run_id} has ended already", next_step=f"see `flotilla run show {run.run_id}`"
@@ -254,7 +135,7 @@ class Runs:
 
     def lease(self, instance_id: str) -> tuple[str, Version | None]:
         """The run that a service works for, and the version that it serves there; empty where it is free."""
-        for active in self._active.values():
+        for active in self._starts.active.values():
             if active.context is None or active.status.ended:
                 continue
             for session in active.context.learners.sessions:
@@ -267,16 +148,16 @@ class Runs:
 
     def active(self, run_id: str) -> ActiveRun | None:
         """Handles of a run that goes on."""
-        return self._active.get(run_id)
+        return self._starts.active.get(run_id)
 
     def going_on(self) -> ActiveRun | None:
         """The run that uses the trainer now."""
-        return next((active for active in self._active.values() if not active.status.ended), None)
+        return self._starts.going_on()
 
     async def close(self) -> None:
         """The coordinator goes: every run ends now, recorded."""
         tasks = []
-        for active in self._active.values():
+        for active in self._starts.active.values():
             if active.task is not None and not active.task.done():
                 active.control.stop_requested, active.stop_reason = True, "the coordinator was stopped"
                 active.cancel()
@@ -285,27 +166,6 @@ class Runs:
             await asyncio.wait(tasks)  # unlike gather, a limit that ends this wait does not cut the records
         await self._events.close()
 
-    def _refuse_second(self) -> None:
-        if (active := self.going_on()) is not None:
-            raise FailedPrecondition(
-                f"run {active.run_id} is using the trainer",
-                next_step=f"wait for it (`flotilla run watch {active.run_id}`) or stop it "
-                f"(`flotilla run stop {active.run_id}`)",
-            )
-
-    def _versions(self) -> dict[str, dict[str, str]]:
-        return {r.name: dict(r.versions) for r in self._fleet.registrations.values()}
-
-    def _publish(self, run_id: str, directory: RunDirectory, event: run_pb2.RunEvent) -> None:
-        """To the run directory now, to the bus without waiting; nowhere once another coordinator has the run."""
-        if self._ledger.lost:
-            return
-        try:
-            directory.write_event(event)
-        except OSError as error:  # a full disk: what must not be lost is in the ledger
-            log.warning("an event was not written", run_id=run_id, error=str(error))
-        self._events.publish(run_id, f"{run_id}/{event.sequence}", event.SerializeToString())
-
     def _message(self, record: RunRecord) -> run_pb2.Run:
-        active = self._active.get(record.run_id)
+        active = self._starts.active.get(record.run_id)
         return active.status.run if active is not None else stored_run(record)
