@@ -15,7 +15,7 @@ from flotilla.common.v1 import registration_pb2 as reg
 from flotilla_core import rpc
 from flotilla_core.config import BindConfig
 from flotilla_core.errors import Unavailable
-from flotilla_core.rpc import Replica, ReplicaPool
+from flotilla_core.rpc import Load, Replica, ReplicaPool
 from flotilla_core.subprocess_group import ProcessGroup
 
 Pool = ReplicaPool[Any]
@@ -90,15 +90,15 @@ async def test_only_ready_instances_of_the_kind_get_work(pool: Pool) -> None:
 
 async def test_work_goes_to_the_least_loaded_and_equals_take_turns(pool: Pool) -> None:
     await pool.update(snapshot(registration("generator-0"), registration("generator-1")))
-    with pool.lease(100) as loaded, pool.lease(10) as other:
+    with pool.lease(Load(100)) as loaded, pool.lease(Load(10)) as other:
         assert loaded is not other
         for _ in range(3):
-            with pool.lease(1) as third:
+            with pool.lease(Load(1)) as third:
                 assert third is other
     assert [replica.outstanding for replica in pool.replicas()] == [0, 0]
     taken: list[str] = []
     for _ in range(4):
-        with pool.lease(1) as replica:
+        with pool.lease(Load(1)) as replica:
             taken.append(replica.name)
     assert sorted(taken[:2]) == sorted(taken[2:]) == ["generator-0", "generator-1"]
 
@@ -110,9 +110,71 @@ async def test_work_follows_what_each_replica_carries() -> None:
     large = registration("large", capacity={"running_samples": 300})
     small = registration("small", capacity={"running_samples": 100})
     await pool.update(snapshot(large, small))
-    taken = [(await pool.acquire(10, timeout_s=1, what="a generator")).name for _ in range(40)]
+    taken = [(await pool.acquire(Load(10), timeout_s=1, what="a generator")).name for _ in range(40)]
     assert (taken.count("large"), taken.count("small")) == (30, 10)
     await pool.close()
+
+
+@pytest.fixture
+async def bounded() -> AsyncIterator[Pool]:
+    """Replicas take one and a quarter of what they run side by side."""
+    one: Pool = ReplicaPool(
+        reg.SERVICE_KIND_GENERATOR, health_pb2_grpc.HealthStub, rpc.connect, size="running_samples", most=1.25
+    )
+    yield one
+    await one.close()
+
+
+async def begun(waiting: asyncio.Task[Any]) -> None:
+    """Until it waits."""
+    await asyncio.sleep(0)
+    assert not waiting.done()
+
+
+async def test_what_would_only_wait_at_a_full_replica_goes_to_the_one_that_comes(bounded: Pool) -> None:
+    first = registration("generator-0", capacity={"running_samples": 8})
+    await bounded.update(snapshot(first))
+    group = Load(100, places=5)
+    taken = [await bounded.acquire(group, timeout_s=1, what="a generator") for _ in range(2)]
+    waiting = asyncio.create_task(bounded.acquire(group, timeout_s=1, what="a generator"))
+    await begun(waiting)
+    await bounded.update(snapshot(first, registration("generator-1", capacity={"running_samples": 8})))
+    assert [one.name for one in taken] == ["generator-0"] * 2
+    assert (await asyncio.wait_for(waiting, 1)).name == "generator-1"
+
+
+async def test_room_goes_to_the_lowest_priority_and_then_to_who_came_first(bounded: Pool) -> None:
+    await bounded.update(snapshot(registration("generator-0", capacity={"running_samples": 4})))
+    group = Load(1, places=5)
+    replica = await bounded.acquire(group, timeout_s=1, what="a generator")
+    served: list[str] = []
+
+    async def ask(name: str, priority: int) -> None:
+        taken = await bounded.acquire(group, timeout_s=1, what="a generator", priority=priority)
+        served.append(name)
+        bounded.release(taken, group)
+
+    asking = [
+        asyncio.create_task(ask(name, priority))
+        for name, priority in (("step 3", 3), ("step 2", 2), ("step 2 again", 2), ("evaluation", -1))
+    ]
+    await asyncio.sleep(0)
+    bounded.release(replica, group)
+    await asyncio.wait_for(asyncio.gather(*asking), 5)
+    assert served == ["evaluation", "step 2", "step 2 again", "step 3"]
+
+
+async def test_patience_is_for_replicas_not_for_room(bounded: Pool) -> None:
+    await bounded.update(snapshot(registration("generator-0", capacity={"running_samples": 4})))
+    group = Load(1, places=5)
+    replica = await bounded.acquire(group, timeout_s=1, what="a generator")
+    patient = asyncio.create_task(bounded.acquire(group, timeout_s=0.01, what="a generator"))
+    hopeless = bounded.acquire(group, allowed=lambda _: False, timeout_s=0.01, what="a miracle")
+    with pytest.raises(Unavailable, match=r"waited 0.01 s for a miracle"):
+        await hopeless
+    assert not patient.done()
+    bounded.release(replica, group)
+    assert await asyncio.wait_for(patient, 1) is replica
 
 
 async def test_a_draining_replica_gets_nothing_new_and_keeps_what_it_has(
@@ -120,13 +182,13 @@ async def test_a_draining_replica_gets_nothing_new_and_keeps_what_it_has(
 ) -> None:
     ready = registration("generator-0", server[1])
     await pool.update(snapshot(ready))
-    replica = await pool.acquire(1, timeout_s=1, what="a generator")
+    replica = await pool.acquire(Load(1), timeout_s=1, what="a generator")
     await pool.update(snapshot(registration("generator-0", server[1], state=reg.INSTANCE_STATE_DRAINING)))
-    with pytest.raises(Unavailable, match="generator-0 is draining"), pool.lease(1):
+    with pytest.raises(Unavailable, match="generator-0 is draining"), pool.lease(Load(1)):
         pass
     await pool.update({})
     await check(replica)
-    pool.release(replica, 1)
+    pool.release(replica, Load(1))
 
 
 async def test_a_drained_replica_gets_nothing_new_until_its_process_is_another_one(
@@ -134,13 +196,16 @@ async def test_a_drained_replica_gets_nothing_new_until_its_process_is_another_o
 ) -> None:
     ready = registration("generator-0", server[1])
     await pool.update(snapshot(ready))
-    replica = await pool.acquire(1, timeout_s=1, what="a generator")
+    replica = await pool.acquire(Load(1), timeout_s=1, what="a generator")
     pool.drain(replica.instance_id, "drained by a user")
     await pool.update(snapshot(ready))
-    with pytest.raises(Unavailable, match=r"generator-0 is draining \(drained by a user\)"), pool.lease(1):
+    with (
+        pytest.raises(Unavailable, match=r"generator-0 is draining \(drained by a user\)"),
+        pool.lease(Load(1)),
+    ):
         pass
     await check(replica)
-    pool.release(replica, 1)
+    pool.release(replica, Load(1))
     later = registration("generator-0", server[1], instance_id="generator-0-b")
     later.started_at.FromSeconds(9)
     await pool.update(snapshot(later))
@@ -149,21 +214,21 @@ async def test_a_drained_replica_gets_nothing_new_until_its_process_is_another_o
 
 async def test_allowed_chooses_among_the_ready(pool: Pool) -> None:
     await pool.update(snapshot(registration("generator-0"), registration("generator-1")))
-    with pool.lease(1, allowed=lambda replica: replica.name == "generator-1") as replica:
+    with pool.lease(Load(1), allowed=lambda replica: replica.name == "generator-1") as replica:
         assert replica.name == "generator-1"
-    with pytest.raises(Unavailable), pool.lease(1, allowed=lambda replica: False):
+    with pytest.raises(Unavailable), pool.lease(Load(1), allowed=lambda replica: False):
         pass
 
 
 async def test_acquire_gets_the_replica_that_arrives_while_it_waits(pool: Pool) -> None:
-    waiting = asyncio.create_task(pool.acquire(1, timeout_s=10, what="a generator"))
+    waiting = asyncio.create_task(pool.acquire(Load(1), timeout_s=10, what="a generator"))
     await asyncio.sleep(0)
     await pool.update(snapshot(registration("generator-0")))
     assert (await asyncio.wait_for(waiting, 1)).name == "generator-0"
 
 
 async def test_a_caller_who_is_cancelled_with_a_replica_in_hand_gives_it_back(pool: Pool) -> None:
-    waiting = asyncio.create_task(pool.acquire(1, timeout_s=10, what="a generator"))
+    waiting = asyncio.create_task(pool.acquire(Load(1), timeout_s=10, what="a generator"))
     await asyncio.sleep(0)
     await pool.update(snapshot(registration("generator-0")))
     assert [replica.outstanding for replica in pool.replicas()] == [1]
@@ -176,8 +241,8 @@ async def test_who_cannot_be_served_holds_up_nobody_who_can(pool: Pool) -> None:
     def never(replica: Replica[Any]) -> bool:
         return False
 
-    first = asyncio.create_task(pool.acquire(1, allowed=never, timeout_s=10, what="a miracle"))
-    second = asyncio.create_task(pool.acquire(1, timeout_s=10, what="a generator"))
+    first = asyncio.create_task(pool.acquire(Load(1), allowed=never, timeout_s=10, what="a miracle"))
+    second = asyncio.create_task(pool.acquire(Load(1), timeout_s=10, what="a generator"))
     await asyncio.sleep(0)
     await pool.update(snapshot(registration("generator-0")))
     assert (await asyncio.wait_for(second, 1)).name == "generator-0"
@@ -187,7 +252,7 @@ async def test_who_cannot_be_served_holds_up_nobody_who_can(pool: Pool) -> None:
 async def test_what_allows_a_replica_is_asked_again_without_any_change(pool: Pool) -> None:
     await pool.update(snapshot(registration("generator-0")))
     answers = iter([False, True])
-    replica = await pool.acquire(1, allowed=lambda _: next(answers), timeout_s=10, what="a generator")
+    replica = await pool.acquire(Load(1), allowed=lambda _: next(answers), timeout_s=10, what="a generator")
     assert replica.name == "generator-0"
 
 
@@ -197,7 +262,7 @@ async def test_a_wait_that_fails_says_what_for_and_who_is_there(pool: Pool) -> N
         await pool.wait_for(2, 0.1, "two generators")
     pool.eject("generator-0-a", "it hung up")
     with pytest.raises(Unavailable, match=r"generator-0 is ejected \(it hung up\)"):
-        await pool.acquire(1, timeout_s=0.1, what="a generator")
+        await pool.acquire(Load(1), timeout_s=0.1, what="a generator")
 
 
 async def test_an_ejected_replica_comes_back_once_its_health_serves(
@@ -240,7 +305,7 @@ async def test_a_killed_replica_is_noticed_by_the_failing_call(
     answered: list[str] = []
     async with asyncio.timeout(5):
         while len(answered) < 10:
-            with pool.lease(1) as replica:
+            with pool.lease(Load(1)) as replica:
                 try:
                     await check(replica)
                     answered.append(replica.name)
@@ -259,14 +324,14 @@ async def test_a_replica_is_busy_as_long_as_it_has_any_lease(
     monkeypatch.setattr("flotilla_core.rpc.replica.time", SimpleNamespace(monotonic=lambda: now[0]))
     await pool.update(snapshot(registration("generator-0")))
     (replica,) = pool.replicas()
-    with pool.lease(1):
+    with pool.lease(Load(1)):
         now[0] = 103.0
-        with pool.lease(1):
+        with pool.lease(Load(1)):
             now[0] = 104.0
         assert replica.busy_s == 4.0
         now[0] = 105.0
     now[0] = 200.0
     assert replica.busy_s == 5.0
-    with pool.lease(1):
+    with pool.lease(Load(1)):
         now[0] = 201.0
         assert replica.busy_s == 6.0

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from flotilla_core.rpc.channel import connect
     from flotilla_core.rpc.fence import Fence
     from flotilla_core.rpc.pool import ReplicaPool
-    from flotilla_core.rpc.replica import Replica
+    from flotilla_core.rpc.replica import Load, Replica
     from flotilla_core.rpc.server import RpcServer
 
 __all__ = [
     "Fence",
+    "Load",
     "Replica",
     "ReplicaPool",
     "RpcServer",
@@ -32,6 +33,7 @@ __all__ = [
 
 _MODULES = {
     "Fence": "fence",
+    "Load": "replica",
     "Replica": "replica",
     "ReplicaPool": "pool",
     "RpcServer": "server",

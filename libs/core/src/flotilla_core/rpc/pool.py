@@ -8,6 +8,7 @@ comes back through its health alone; a channel stays open until the last lease o
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
@@ -21,8 +22,8 @@ from flotilla_core.errors import FlotillaError, Mismatch, Unavailable
 from flotilla_core.protocol import check_protocol
 from flotilla_core.roles import POLICY, process_name
 from flotilla_core.rpc.calls import unary
-from flotilla_core.rpc.replica import Replica
-from flotilla_core.rpc.waiters import Waiters
+from flotilla_core.rpc.replica import Load, Replica
+from flotilla_core.rpc.waiters import Waiters, Wish
 
 StubT = TypeVar("StubT")
 
@@ -46,10 +47,15 @@ class ReplicaPool(Generic[StubT]):
         *,
         role: str = "",
         size: str = "",
+        most: float = math.inf,
     ) -> None:
-        """`size` names what of `Registration.capacity` says how much work an instance carries beside the others."""
+        """`size` names what of `Registration.capacity` says how much work an instance carries beside the others.
+
+        An instance takes work until `most` times its size is full; the rest waits here, for whoever is free first.
+        """
         self._kind = kind
         self._size = size
+        self._most = most
         self._role = role
         self._stub = stub
         self._connect = connect
@@ -57,7 +63,7 @@ class ReplicaPool(Generic[StubT]):
         self._refused: set[str] = set()
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._waiters = Waiters(self._standing)
+        self._waiters = Waiters(self._standing, self._room)
         self._turn = 0
 
     async def update(self, snapshot: dict[str, reg.Registration]) -> None:
@@ -72,10 +78,11 @@ class ReplicaPool(Generic[StubT]):
                 known = None
             if known is not None:
                 known.registration = registration
-                known.size = self._size_of(registration)
+                self._measure(known)
             elif registration.state == reg.INSTANCE_STATE_READY and not self._superseded(registration, ours):
                 channel = self._connect(registration.address)
-                known = Replica(registration, channel, self._stub(channel), self._size_of(registration))
+                known = Replica(registration, channel, self._stub(channel))
+                self._measure(known)
                 self._replicas[instance_id] = known
             if known is not None:
                 self._follow_registration(known, self._superseded(registration, ours))
@@ -91,33 +98,46 @@ class ReplicaPool(Generic[StubT]):
 
     @contextmanager
     def lease(
-        self, cost: int, *, allowed: Callable[[Replica[StubT]], bool] | None = None
+        self, load: Load, *, allowed: Callable[[Replica[StubT]], bool] | None = None
     ) -> Iterator[Replica[StubT]]:
-        """The allowed replica with the least outstanding cost for its size, charged with `cost` inside the block."""
-        replica = self._take(cost, allowed)
+        """The allowed replica with the least outstanding cost for its size, charged with `load` inside the block."""
+        replica = self._take(load, allowed)
         if replica is None:
             raise Unavailable(f"no {self._kind_name()} can take work", why=self._standing())
         try:
             yield replica
         finally:
-            self.release(replica, cost)
+            self.release(replica, load)
 
     async def acquire(
         self,
-        cost: int,
+        load: Load,
         *,
         allowed: Callable[[Replica[StubT]], bool] | None = None,
         timeout_s: float,
         what: str,
+        priority: int = 0,
     ) -> Replica[StubT]:
-        """The same without a block: waits for a replica. Every `acquire` is paired with one `release`."""
-        return await self._waiters.wait(
-            lambda: self._take(cost, allowed), timeout_s, what, lambda replica: self.release(replica, cost)
-        )
+        """The same without a block: waits `timeout_s` for an allowed replica, and then for room on one.
 
-    def release(self, replica: Replica[StubT], cost: int) -> None:
+        Every `acquire` is paired with one `release`.
+        """
+        wish = Wish(
+            take=lambda: self._take(load, allowed),
+            what=what,
+            patience_s=timeout_s,
+            within_reach=lambda: any(allowed is None or allowed(one) for one in self.replicas()),
+            give_back=lambda replica: self.release(replica, load),
+            priority=priority,
+        )
+        return await self._waiters.wait(wish)
+
+    def release(self, replica: Replica[StubT], load: Load) -> None:
         """Give back what `acquire` took."""
-        replica.give_back(cost)
+        was_full = replica.full
+        replica.give_back(load)
+        if was_full:
+            self._waiters.look()
         if replica.leases == 0 and self._replicas.get(replica.instance_id) is not replica:
             self._close(replica)
 
@@ -144,7 +164,7 @@ class ReplicaPool(Generic[StubT]):
 
     async def wait_for(self, count: int, timeout_s: float, what: str) -> None:
         """Wait until `count` replicas may get work."""
-        await self._waiters.wait(lambda: len(self.replicas()) >= count or None, timeout_s, what)
+        await self._waiters.wait(Wish(lambda: len(self.replicas()) >= count or None, what, timeout_s))
 
     async def close(self) -> None:
         """Close every channel; calls that still run are cancelled."""
@@ -156,19 +176,27 @@ class ReplicaPool(Generic[StubT]):
         await asyncio.gather(*tasks, *self._closing, return_exceptions=True)
         await asyncio.gather(*(replica.channel.close() for replica in replicas.values()))
 
-    def _take(self, cost: int, allowed: Callable[[Replica[StubT]], bool] | None) -> Replica[StubT] | None:
-        candidates = [replica for replica in self.replicas() if allowed is None or allowed(replica)]
+    def _take(self, load: Load, allowed: Callable[[Replica[StubT]], bool] | None) -> Replica[StubT] | None:
+        candidates = [
+            replica
+            for replica in self._replicas.values()
+            if replica.state == "ready" and not replica.full and (allowed is None or allowed(replica))
+        ]
         if not candidates:
             return None
         replica = min(candidates, key=lambda one: (one.outstanding / one.size, one.turn))
         self._turn += 1
         replica.turn = self._turn
-        replica.take(cost)
+        replica.take(load)
         return replica
 
-    def _size_of(self, registration: reg.Registration) -> int:
-        """1 for all where nothing is said: then they count alike."""
-        return registration.capacity.get(self._size, 0) or 1
+    def _room(self) -> bool:
+        return any(replica.state == "ready" and not replica.full for replica in self._replicas.values())
+
+    def _measure(self, replica: Replica[StubT]) -> None:
+        """By what it says of itself; where it says nothing, all count alike and take whatever comes."""
+        size = replica.registration.capacity.get(self._size, 0)
+        replica.size, replica.most = size or 1, size * self._most if size else math.inf
 
     def _is_ours(self, registration: reg.Registration) -> bool:
         return registration.kind == self._kind and (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
@@ -16,6 +17,16 @@ StubT = TypeVar("StubT")
 ReplicaState = Literal["ready", "ejected", "draining"]
 
 
+@dataclass(frozen=True)
+class Load:
+    """What a lease puts on a replica."""
+
+    cost: int
+    """By which replicas are compared: tokens, items."""
+    places: int = 1
+    """Of those that run side by side."""
+
+
 @dataclass(eq=False)
 class Replica(Generic[StubT]):
     """A channel to one instance, and what it works on for us."""
@@ -25,9 +36,13 @@ class Replica(Generic[StubT]):
     stub: StubT
     size: int = 1
     """How much it carries beside the others."""
+    most: float = math.inf
+    """Places of which it takes no more, so that what would only wait there can go elsewhere."""
     state: ReplicaState = "ready"
     outstanding: int = 0
     """Cost of the work that is leased out to it."""
+    places: int = 0
+    """And how many places that takes."""
     leases: int = 0
     """How many leases that is; the channel stays open until none is left."""
     why: str = ""
@@ -39,16 +54,23 @@ class Replica(Generic[StubT]):
     _busy_before_s: float = field(default=0.0, repr=False)
     _busy_since: float = field(default=0.0, repr=False)
 
-    def take(self, cost: int) -> None:
+    @property
+    def full(self) -> bool:
+        """Whether further work would wait there."""
+        return self.places >= self.most
+
+    def take(self, load: Load) -> None:
         """One more lease."""
         if self.leases == 0:
             self._busy_since = time.monotonic()
-        self.outstanding += cost
+        self.outstanding += load.cost
+        self.places += load.places
         self.leases += 1
 
-    def give_back(self, cost: int) -> None:
+    def give_back(self, load: Load) -> None:
         """One lease fewer."""
-        self.outstanding -= cost
+        self.outstanding -= load.cost
+        self.places -= load.places
         self.leases -= 1
         if self.leases == 0:
             self._busy_before_s += time.monotonic() - self._busy_since

@@ -1,15 +1,18 @@
 """Callers that wait for a replica, served together: one timer and one look for all of them.
 
-Invariants: who came first is asked first, and one who cannot be served yet holds up nobody; what was taken for a caller
-who is cancelled in the same moment is given back; every wait ends.
+Invariants: the lowest priority is asked first, and who came first among equals; one who cannot be served yet holds up
+nobody; what was taken for a caller who is cancelled in the same moment is given back; a wait ends, at the latest, when
+nobody could have served it for as long as it has patience.
 """
 
 from __future__ import annotations
 
 import asyncio
+import bisect
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import structlog
 
@@ -24,68 +27,89 @@ LOOK_AGAIN_S = 0.25
 logger = structlog.get_logger()
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
+class Wish(Generic[T]):
+    """What a caller waits for."""
+
+    take: Callable[[], T | None]
+    """It, as soon as it is there."""
+    what: str
+    """In words."""
+    patience_s: float
+    within_reach: Callable[[], bool] = lambda: False
+    """Whether it only has to wait for its turn: then patience is not used up."""
+    give_back: Callable[[T], None] = lambda taken: None
+    priority: int = 0
+    """Lower ones come first."""
+
+
+@dataclass(order=True)
 class _Waiter:
     """One caller, and what it gets in the end."""
 
-    take: Callable[[], Any]
-    what: str
-    since: float
-    taken: asyncio.Future[Any]
-    named: bool = False
+    priority: int
+    number: int
+    wish: Wish[Any] = field(compare=False)
+    since: float = field(compare=False)
+    gives_up_at: float = field(compare=False)
+    taken: asyncio.Future[Any] = field(compare=False)
+    named: bool = field(default=False, compare=False)
 
 
 class Waiters:
-    """Those of one pool; `standing` says how its replicas stand."""
+    """Those of one pool; `standing` says how its replicas stand, `room` whether any of them could take anything."""
 
-    def __init__(self, standing: Callable[[], str]) -> None:
+    def __init__(self, standing: Callable[[], str], room: Callable[[], bool]) -> None:
         self._standing = standing
-        self._waiting: dict[_Waiter, None] = {}
+        self._room = room
+        self._waiting: list[_Waiter] = []
+        self._numbers = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
 
-    async def wait(
-        self,
-        take: Callable[[], T | None],
-        timeout_s: float,
-        what: str,
-        give_back: Callable[[T], None] = lambda taken: None,
-    ) -> T:
-        """What `take` gives, as soon as it gives anything."""
-        taken = take()
+    async def wait(self, wish: Wish[T]) -> T:
+        """What `wish.take` gives, as soon as it gives anything."""
+        # Whoever waits already was asked at the last change: what is left now is nobody else's.
+        taken = wish.take()
         if taken is not None:
             return taken
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(take, what, loop.time(), loop.create_future())
-        self._waiting[waiter] = None
+        now = loop.time()
+        waiter = _Waiter(
+            wish.priority, next(self._numbers), wish, now, now + wish.patience_s, loop.create_future()
+        )
+        bisect.insort(self._waiting, waiter)
         self._look_again_later()
         try:
-            async with asyncio.timeout(timeout_s):
-                return await self._handed_over(waiter, give_back)
-        except TimeoutError:
-            raise Unavailable(
-                f"waited {timeout_s:g} s for {what}", why=self._standing(), next_step="See flotilla ps."
-            ) from None
+            handed_over: T = await self._handed_over(waiter)
+            return handed_over
         finally:
-            del self._waiting[waiter]
+            self._remove(waiter)
 
     def look(self) -> None:
         """Something has changed: serve whoever can be served now."""
-        for waiter in list(self._waiting):
+        if not self._waiting or not self._room():
+            return
+        for waiter in self._waiting:
             if waiter.taken.done():
                 continue
-            taken = waiter.take()
+            taken = waiter.wish.take()
             if taken is not None:
                 waiter.taken.set_result(taken)
+                if not self._room():
+                    return
 
     @staticmethod
-    async def _handed_over(waiter: _Waiter, give_back: Callable[[T], None]) -> T:
+    async def _handed_over(waiter: _Waiter) -> Any:
         try:
-            taken: T = await waiter.taken
-            return taken
+            return await waiter.taken
         except asyncio.CancelledError:
-            if waiter.taken.done() and not waiter.taken.cancelled():
-                give_back(waiter.taken.result())
+            taken = waiter.taken
+            if taken.done() and not taken.cancelled() and taken.exception() is None:
+                waiter.wish.give_back(taken.result())
             raise
+
+    def _remove(self, waiter: _Waiter) -> None:
+        del self._waiting[bisect.bisect_left(self._waiting, waiter)]
 
     def _look_again_later(self) -> None:
         if self._timer is None:
@@ -94,13 +118,31 @@ class Waiters:
     def _look_again(self) -> None:
         self._timer = None
         self.look()
+        now = asyncio.get_running_loop().time()
+        for waiter in self._waiting:
+            if now >= waiter.gives_up_at and not waiter.taken.done():
+                self._end_or_extend(waiter, now)
         if self._waiting:
-            self._name_the_longest_wait()
+            self._name_the_longest_wait(now)
             self._look_again_later()
 
-    def _name_the_longest_wait(self) -> None:
-        longest = next(iter(self._waiting))
-        waited_s = asyncio.get_running_loop().time() - longest.since
-        if waited_s >= NAME_THE_WAIT_AFTER_S and not longest.named:
+    def _end_or_extend(self, waiter: _Waiter, now: float) -> None:
+        wish = waiter.wish
+        if wish.within_reach():
+            waiter.gives_up_at = now + wish.patience_s
+            return
+        waiter.taken.set_exception(
+            Unavailable(
+                f"waited {wish.patience_s:g} s for {wish.what}",
+                why=self._standing(),
+                next_step="See flotilla ps.",
+            )
+        )
+
+    def _name_the_longest_wait(self, now: float) -> None:
+        """Of those that are not only waiting for their turn."""
+        longest = self._waiting[0]
+        if now - longest.since >= NAME_THE_WAIT_AFTER_S and not longest.named:
             longest.named = True
-            logger.info("waiting", what=longest.what, callers=len(self._waiting), standing=self._standing())
+            what, callers = longest.wish.what, len(self._waiting)
+            logger.info("waiting", what=what, callers=callers, standing=self._standing())

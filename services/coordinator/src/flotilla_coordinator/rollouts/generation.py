@@ -20,7 +20,7 @@ from flotilla_coordinator.rollouts.sample_door import SampleDoor
 from flotilla_core import ids, rpc
 from flotilla_core.config import SamplingConfig
 from flotilla_core.errors import Exhausted, FlotillaError, InvalidRequest, StaleVersion, Unavailable
-from flotilla_core.rpc import Replica, ReplicaPool
+from flotilla_core.rpc import Load, Replica, ReplicaPool
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 
@@ -86,7 +86,7 @@ class Generation:
         cause: FlotillaError | None = None
         for attempt in range(request.max_attempts):
             replica = await self._acquire(request, len(missing))
-            cost = self._cost(request, len(missing))
+            load = self._load(request, len(missing))
             try:
                 async with aclosing(self._call(replica, request, missing.values(), attempt)) as samples:
                     async for sample in samples:
@@ -109,7 +109,7 @@ class Generation:
                 cause = error
                 self._pool.eject(replica.instance_id, str(error))
             finally:
-                self._pool.release(replica, cost)
+                self._pool.release(replica, load)
             if not missing:
                 return
             self._lost(tuple(missing), cause or Unavailable(f"{replica.name} ended the stream early"))
@@ -131,15 +131,17 @@ class Generation:
             )
 
         return await self._pool.acquire(
-            self._cost(request, count),
+            self._load(request, count),
             allowed=allowed,
             timeout_s=self._wait_limit_s,
             what=f"a generator that serves version {request.min_version}",
+            priority=request.priority,
         )
 
     @staticmethod
-    def _cost(request: GenerationRequest, count: int) -> int:
-        return count * request.sampling.max_response_tokens + len(request.prompt_token_ids)
+    def _load(request: GenerationRequest, count: int) -> Load:
+        tokens = count * request.sampling.max_response_tokens + len(request.prompt_token_ids)
+        return Load(tokens, places=count)
 
     async def _call(
         self,

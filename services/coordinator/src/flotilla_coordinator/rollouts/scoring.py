@@ -19,7 +19,7 @@ from flotilla_coordinator.rollouts.score_gathering import ScoreGathering, Take
 from flotilla_core import ids, rpc, telemetry
 from flotilla_core.config import RewardTermConfig
 from flotilla_core.errors import DeadlineExceeded, Unavailable
-from flotilla_core.rpc import ReplicaPool
+from flotilla_core.rpc import Load, ReplicaPool
 from flotilla_core.telemetry import names
 
 if TYPE_CHECKING:
@@ -73,9 +73,9 @@ class Scorer:
         attributes: dict[str, str | int] = {names.RUN_ID: self._run_id, names.SAMPLES: len(items)}
         with telemetry.span(names.RL_REWARD, attributes=attributes, links=askers):
             for call in range(MAX_CALLS):
-                cost = len(missing)
+                load = Load(len(missing))
                 replica = await self._pool.acquire(
-                    cost, timeout_s=self._wait_limit_s, what="a reward replica"
+                    load, timeout_s=self._wait_limit_s, what="a reward replica"
                 )
                 try:
                     await self._call(replica.stub, missing, take)
@@ -84,7 +84,7 @@ class Scorer:
                     if call == MAX_CALLS - 1:
                         raise
                 finally:
-                    self._pool.release(replica, cost)
+                    self._pool.release(replica, load)
                 if not missing:
                     return
         for sample_id in missing:
