@@ -1,8 +1,9 @@
-"""A light fleet for the tests of this folder: it boots in seconds and trains nothing."""
+"""One light fleet for the tests of this folder: it boots in seconds and trains nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,40 @@ import pytest
 from flotilla_testing.stack import Stack, light_stack
 
 
-@pytest.fixture(scope="module")
-def fleet(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+class SharedFleet:
     """Simulated engine, accepting trainer, real coordinator, rewards, NATS and launcher."""
-    with light_stack(arithmetic / "model", tmp_path_factory.mktemp("light")) as running:
-        yield running
+
+    def __init__(self, boot: Callable[[], AbstractContextManager[Stack]]) -> None:
+        self._boot = boot
+        self._until_down = ExitStack()
+        self._stack: Stack | None = None
+
+    def running(self) -> Stack:
+        """The one that runs; another one after a test has taken it down."""
+        if self._stack is None or not self._stack.answers():
+            self.close()
+            self._stack = self._until_down.enter_context(self._boot())
+        return self._stack
+
+    def close(self) -> None:
+        self._until_down.close()
+
+
+@pytest.fixture(scope="session")
+def shared_fleet(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedFleet]:
+    def boot() -> AbstractContextManager[Stack]:
+        # A run that goes on leaves time to the commands that look at it.
+        sim = {"seconds_per_token": 0.01}
+        return light_stack(arithmetic / "model", tmp_path_factory.mktemp("light"), sim=sim)
+
+    with closing(SharedFleet(boot)) as shared:
+        yield shared
+
+
+@pytest.fixture(scope="module")
+def fleet(shared_fleet: SharedFleet) -> Stack:
+    """Its runs are those of all modules; the last test of a module may take it down."""
+    return shared_fleet.running()
 
 
 @pytest.fixture(scope="session")

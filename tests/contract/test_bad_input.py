@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +63,13 @@ def test_good_input_passes(fleet: Stack, run_file: RunFile) -> None:
 def test_wrong_run_is_refused_before_anything_starts(
     fleet: Stack, run_file: RunFile, changes: dict[str, Any], told: list[str]
 ) -> None:
-    before = len(fleet.ok("run", "list")["runs"])
+    before = run_folders(fleet)
     outcome = fleet.flotilla("run", "start", str(run_file(**changes)), "--wait")
     assert outcome.code == USAGE, outcome.err
     for words in told:
         assert words in outcome.err
     assert "Traceback" not in outcome.err
-    assert len(fleet.ok("run", "list")["runs"]) == before
+    assert run_folders(fleet) == before
 
 
 def test_empty_data_set_is_refused(fleet: Stack, run_file: RunFile, tmp_path: Path) -> None:
@@ -145,17 +146,23 @@ def test_trainer_with_another_tokenizer_is_refused(
     assert "tokenizer" in run["reason"]
 
 
+def run_folders(fleet: Stack) -> set[Path]:
+    return set((fleet.directory / "runs").glob("*"))
+
+
 def up(directory: Path, **stack: Any) -> Any:
-    """`flotilla up` with a stack of its own; always taken down again."""
+    """`flotilla up` with a stack of its own; taken down again unless it was refused."""
     file = directory / "stack.yaml"
     file.write_text(
         yaml.safe_dump({"name": "bad", "state_dir": str(directory), "trainer": {"replicas": 0}, **stack})
     )
     running = Stack(file, directory / "bad")
-    try:
-        return running.flotilla("up", timeout_s=100)
-    finally:
-        running.flotilla("down")
+    with ExitStack() as unless_refused:
+        unless_refused.callback(running.flotilla, "down")
+        outcome = running.flotilla("up", timeout_s=100)
+        if outcome.code != 0:
+            unless_refused.pop_all()
+    return outcome
 
 
 def nothing_runs_below(directory: Path) -> bool:

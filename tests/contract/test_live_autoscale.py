@@ -14,7 +14,8 @@ from flotilla_testing.stack import Stack, light_stack, wait_until
 pytestmark = pytest.mark.timeout(400)
 
 WAIT_S = 120.0
-UPDATE_S = 1.0
+UPDATE_S = 0.7
+WAITS = 0.6
 LONG, SHORT = 20, 1
 """Tokens of a response: generation takes three times as long as an update, or next to nothing."""
 
@@ -22,7 +23,13 @@ LONG, SHORT = 20, 1
 @pytest.fixture(scope="module")
 def fleet(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Every sample takes its time, and so does every update."""
-    scaling = {"mode": "act", "max_generators": 2, "window_steps": 2, "cooldown_steps": 0}
+    scaling = {
+        "mode": "act",
+        "max_generators": 2,
+        "window_steps": 1,
+        "cooldown_steps": 0,
+        "trainer_waits_above": WAITS,
+    }
     sim = {"seconds_per_token": 3 * UPDATE_S / LONG}
     directory = tmp_path_factory.mktemp("scaled")
     with light_stack(
@@ -43,13 +50,13 @@ def test_generators_come_where_the_trainer_waits_and_go_where_they_do(
 
     def stopped(run: dict[str, Any]) -> None:
         fleet.ok("run", "stop", run["run_id"])
-        wait_until("the end", lambda: fleet.ok("run", "show", run["run_id"])["state"] == "stopped", WAIT_S)
+        wait_until("the end", lambda: fleet.state(run) == "stopped", WAIT_S)
 
     long = started("long", LONG)
     wait_until("one generator more", lambda: generators(fleet) == ["generator-0", "generator-1"], WAIT_S)
     assert "autoscale: 1 -> 2 generators" in notices(long)
     stopped(long)
-    assert max(step["idle/trainer"] for step in fleet.metrics(long)) > 0.4
+    assert max(step["idle/trainer"] for step in fleet.metrics(long)) > WAITS
 
     short = started("short", SHORT)
     wait_until("one generator fewer", lambda: generators(fleet) == ["generator-0"], WAIT_S)

@@ -30,14 +30,9 @@ def endless(
     wait_until("the first step", lambda: len(fleet.metrics(run)) >= 1, WAIT_S)
     yield run
     fleet.flotilla("run", "stop", run["run_id"])
-    wait_until("the end of the run", lambda: state(fleet, run) in ("stopped", "succeeded"), WAIT_S)
+    wait_until("the end of the run", lambda: fleet.state(run) in ("stopped", "succeeded"), WAIT_S)
     verdict = check(fleet.directory / "ledger.sqlite", run["run_id"])
     assert verdict.passed, str(verdict)
-
-
-def state(fleet: Stack, run: dict[str, Any]) -> str:
-    shown: str = fleet.ok("run", "show", run["run_id"])["state"]
-    return shown
 
 
 def more_steps(fleet: Stack, run: dict[str, Any], count: int) -> None:
@@ -84,7 +79,7 @@ def test_the_last_generator_is_not_taken_from_a_run_by_mistake(fleet: Stack, end
 def test_a_paused_run_keeps_the_fleet_and_goes_on_where_it_was(fleet: Stack, endless: dict[str, Any]) -> None:
     run_id = endless["run_id"]
     fleet.ok("run", "pause", run_id)
-    wait_until("the pause", lambda: state(fleet, endless) == "paused", WAIT_S)
+    wait_until("the pause", lambda: fleet.state(endless) == "paused", WAIT_S)
     done = len(fleet.metrics(endless))
     assert fleet.ok("weights", "show")["run_id"] == run_id
     fleet.ok("run", "set", run_id, "checkpoint.keep=1")
@@ -92,7 +87,7 @@ def test_a_paused_run_keeps_the_fleet_and_goes_on_where_it_was(fleet: Stack, end
     assert len(fleet.metrics(endless)) == done
     fleet.ok("run", "resume", run_id)
     more_steps(fleet, endless, 2)
-    assert state(fleet, endless) == "running"
+    assert fleet.state(endless) == "running"
 
 
 def test_settings_change_between_two_steps_and_are_told(fleet: Stack, endless: dict[str, Any]) -> None:
@@ -104,9 +99,9 @@ def test_settings_change_between_two_steps_and_are_told(fleet: Stack, endless: d
     wait_until("older samples", lambda: fleet.metrics(endless)[-1]["staleness/max"] == 1, WAIT_S)
     fleet.ok("run", "set", run_id, "rollout.max_staleness=0")
     wait_until("fresh samples", lambda: fleet.metrics(endless)[-1]["staleness/max"] == 0, WAIT_S)
-    last = len(fleet.metrics(endless)) + 50
+    last = len(fleet.metrics(endless)) + 30
     fleet.ok("run", "set", run_id, f"steps={last}")
-    wait_until("the end of the run", lambda: state(fleet, endless) == "succeeded", WAIT_S)
+    wait_until("the end of the run", lambda: fleet.state(endless) == "succeeded", WAIT_S)
     assert len(fleet.metrics(endless)) == last
     assert yaml.safe_load(Path(endless["directory"], "run-4.yaml").read_text())["steps"] == last
     assert "rollout.max_staleness 1 -> 0" in notices(endless)
@@ -116,10 +111,10 @@ def test_a_pause_and_settings_outlive_the_coordinator(fleet: Stack, endless: dic
     run_id = endless["run_id"]
     fleet.ok("run", "set", run_id, "steps=90000")
     fleet.ok("run", "pause", run_id)
-    wait_until("the pause", lambda: state(fleet, endless) == "paused", WAIT_S)
+    wait_until("the pause", lambda: fleet.state(endless) == "paused", WAIT_S)
     done = len(fleet.metrics(endless))
     fleet.process("coordinator").kill()
-    wait_until("the next coordinator", lambda: fleet.flotilla("run", "list").code == 0, WAIT_S)
+    wait_until("the next coordinator", fleet.answers, WAIT_S)
     wait_until("the pause under it", lambda: fleet.ok("run", "show", run_id)["phase"] == "paused", WAIT_S)
     shown = fleet.ok("run", "show", run_id)
     assert (shown["state"], shown["total_steps"], len(fleet.metrics(endless))) == ("paused", 90_000, done)

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from flotilla_testing.stack import Stack, light_stack, wait_until
+from flotilla_testing.stack import Stack, wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
 STEPS = 3
 SmallRun = Callable[[str, int], dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def own_fleet(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """A light fleet that a test may take down."""
-    with light_stack(arithmetic / "model", tmp_path_factory.mktemp("own")) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -34,37 +26,36 @@ def run_file(small_run: SmallRun, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture(scope="module")
-def ended(own_fleet: Stack, run_file: Path) -> dict[str, Any]:
-    run = own_fleet.run(run_file)
+def ended(fleet: Stack, run_file: Path) -> dict[str, Any]:
+    run = fleet.run(run_file)
     assert run["state"] == "succeeded", run["reason"]
     return run
 
 
-def test_an_ended_run_is_watched_from_its_file(own_fleet: Stack, ended: dict[str, Any]) -> None:
-    watched = own_fleet.flotilla("run", "watch", ended["run_id"])
+def test_an_ended_run_is_watched_from_its_file(fleet: Stack, ended: dict[str, Any]) -> None:
+    watched = fleet.flotilla("run", "watch", ended["run_id"])
     assert watched.code == 0, watched.err
     for told in ("starting weights: ", f"step 1/{STEPS}", f"step {STEPS}/{STEPS}"):
         assert watched.err.count(told) == 1, watched.err
-    assert own_fleet.ok("run", "show", ended["run_id"])["metrics"] == ended["metrics"]
+    assert fleet.ok("run", "show", ended["run_id"])["metrics"] == ended["metrics"]
 
 
-def test_stopping_an_ended_run_is_no_error(own_fleet: Stack, ended: dict[str, Any]) -> None:
-    stopped = own_fleet.flotilla("run", "stop", "latest")
+def test_stopping_an_ended_run_is_no_error(fleet: Stack, ended: dict[str, Any]) -> None:
+    stopped = fleet.flotilla("run", "stop", "latest")
     assert stopped.code == 0
     assert f"{ended['run_id']} has ended already (succeeded)" in stopped.err
 
 
-def test_a_killed_coordinator_leaves_an_outcome_and_plots(own_fleet: Stack, run_file: Path) -> None:
-    run = own_fleet.ok("run", "start", str(run_file), "steps=1000000", "resume=by_user")
-    wait_until("the first steps", lambda: len(own_fleet.metrics(run)) >= STEPS, 60)
-    own_fleet.process("coordinator").kill()
-    wait_until("the coordinator's return", lambda: own_fleet.flotilla("run", "list").code == 0, 60)
+def test_a_killed_coordinator_leaves_an_outcome_and_plots(fleet: Stack, run_file: Path) -> None:
+    run = fleet.ok("run", "start", str(run_file), "steps=1000000", "resume=by_user")
+    wait_until("the first steps", lambda: len(fleet.metrics(run)) >= STEPS, 60)
+    fleet.process("coordinator").kill()
+    wait_until("the coordinator's return", fleet.answers, 60)
 
-    show = partial(own_fleet.ok, "run", "show", run["run_id"])
-    wait_until("the end of the run", lambda: show()["state"] == "failed", 30)
-    shown = show()
+    wait_until("the end of the run", lambda: fleet.state(run) == "failed", 30)
+    shown = fleet.ok("run", "show", run["run_id"])
     # The ledger knows an update before the step's line is written.
-    assert shown["step"] - len(own_fleet.metrics(run)) in (0, 1)
+    assert shown["step"] - len(fleet.metrics(run)) in (0, 1)
     assert "the coordinator stopped" in shown["reason"]
     directory = Path(run["directory"])
     # Calls are answered while the report is still being drawn.
@@ -76,17 +67,17 @@ def test_a_killed_coordinator_leaves_an_outcome_and_plots(own_fleet: Stack, run_
 
 
 def test_without_a_fleet_runs_are_listed_shown_and_planned(
-    own_fleet: Stack, ended: dict[str, Any], run_file: Path
+    fleet: Stack, ended: dict[str, Any], run_file: Path
 ) -> None:
-    asked = own_fleet.ok("run", "list")
-    planned = own_fleet.ok("run", "plan", str(run_file))
-    own_fleet.ok("down")
+    asked = fleet.ok("run", "list")
+    planned = fleet.ok("run", "plan", str(run_file))
+    fleet.ok("down")
 
-    listed = own_fleet.flotilla("run", "list", "--json")
+    listed = fleet.flotilla("run", "list", "--json")
     assert listed.json == asked
     assert "no fleet runs: read from" in listed.err
-    shown = own_fleet.ok("run", "show", ended["run_id"])
+    shown = fleet.ok("run", "show", ended["run_id"])
     assert (shown["state"], shown["metrics"]) == ("succeeded", ended["metrics"])
-    assert own_fleet.ok("run", "plan", str(run_file)) == planned
-    assert own_fleet.flotilla("run", "show", "no-such-run").code == 2
-    assert own_fleet.flotilla("run", "stop", "latest").code == 3
+    assert fleet.ok("run", "plan", str(run_file)) == planned
+    assert fleet.flotilla("run", "show", "no-such-run").code == 2
+    assert fleet.flotilla("run", "stop", "latest").code == 3

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -139,17 +140,27 @@ async def test_a_full_queue_refuses_and_counts_and_recovers(
     assert found(store, "run-1") == ["c"]
 
 
-async def test_ten_thousand_spans_a_second_are_stored(store: SpanStore) -> None:
-    requests = []
-    for number in range(80):
-        batch = Batch("generator-0")
-        for index in range(250):
-            batch.span("generate", int.from_bytes(os.urandom(16)), 1 + index, run="run-1", step=number)
-        requests.append(batch.request)
-    before = time.monotonic()
-    await asyncio.gather(*(store.add(request) for request in requests))
-    assert 20_000 / (time.monotonic() - before) > 10_000
-    assert store.stored == 20_000
+async def test_what_waits_for_the_writer_is_committed_together(store: SpanStore) -> None:
+    statements: list[str] = []
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold(connection: sqlite3.Connection) -> int:
+        connection.set_trace_callback(statements.append)
+        held.set()
+        assert go_on.wait(30)
+        return 0
+
+    holding = store._submit(hold, 0)
+    assert await asyncio.to_thread(held.wait, 30)
+    batches = [Batch("generator-0").span("generate", number, 1, run="run-1") for number in range(80)]
+    adding = [asyncio.create_task(store.add(batch.request)) for batch in batches]
+    async with asyncio.timeout(30):
+        while store._queue.qsize() < len(batches):
+            await asyncio.sleep(0)
+    go_on.set()
+    await asyncio.gather(asyncio.wrap_future(holding), *adding)
+    assert store.stored == len(batches)
+    assert [statement for statement in statements if statement.startswith("BEGIN")] == ["BEGIN IMMEDIATE"]
 
 
 async def test_a_failed_commit_reaches_the_sender_and_the_store_goes_on(store: SpanStore) -> None:

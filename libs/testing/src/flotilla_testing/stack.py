@@ -20,6 +20,10 @@ from typing import Any
 import psutil
 import yaml
 
+from flotilla.coordinator.v1 import run_pb2
+from flotilla_client import SyncClient, connect
+from flotilla_core.errors import Unavailable
+
 FLOTILLA = str(Path(sys.executable).parent / "flotilla")
 COMMAND_TIMEOUT_S = 300.0
 
@@ -71,6 +75,25 @@ class Stack:
         assert outcome.out.strip(), f"run start printed nothing (exit {outcome.code}):\n{outcome.err}"
         finished: dict[str, Any] = outcome.json
         return finished
+
+    def client(self) -> SyncClient:
+        """Of the coordinator that lives now. What a test asks again and again costs milliseconds by it."""
+        return connect(self.directory.name, self.directory.parent)
+
+    def state(self, run: dict[str, Any]) -> str:
+        """Of a run, as `flotilla run show` spells it."""
+        with self.client() as client:
+            state = client.get_run(run["run_id"]).state
+        return run_pb2.RunState.Name(state).removeprefix("RUN_STATE_").lower()
+
+    def answers(self) -> bool:
+        """Whether there is a coordinator that takes calls."""
+        try:
+            with self.client() as client:
+                client.list_runs(1)
+        except Unavailable:
+            return False
+        return True
 
     def process(self, name: str) -> psutil.Process:
         """The main process of a service, by its slot's name."""
