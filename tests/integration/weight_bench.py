@@ -103,7 +103,7 @@ class Bench:
             self._names += 1
             name = f"request-{self._names}"
             request = GenerationRequest(name, prompt, (SampleSlot(name, self._names),), sampling, salt)
-            (sample,) = [sample async for sample in self.engine.generate(request)]
+            ((sample,),) = [ended async for ended in self.engine.generate(request)]
             return prompt, sample
 
         return list(await asyncio.gather(*map(one, prompts)))

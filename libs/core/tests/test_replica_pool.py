@@ -119,7 +119,11 @@ async def test_work_follows_what_each_replica_carries() -> None:
 async def bounded() -> AsyncIterator[Pool]:
     """Replicas take one and a quarter of what they run side by side."""
     one: Pool = ReplicaPool(
-        reg.SERVICE_KIND_GENERATOR, health_pb2_grpc.HealthStub, rpc.connect, size="running_samples", most=1.25
+        reg.SERVICE_KIND_GENERATOR,
+        health_pb2_grpc.HealthStub,
+        rpc.connect,
+        size="running_samples",
+        overcommit=1.25,
     )
     yield one
     await one.close()
@@ -162,6 +166,44 @@ async def test_room_goes_to_the_lowest_priority_and_then_to_who_came_first(bound
     bounded.release(replica, group)
     await asyncio.wait_for(asyncio.gather(*asking), 5)
     assert served == ["evaluation", "step 2", "step 2 again", "step 3"]
+
+
+async def test_a_replica_where_work_waits_gets_no_more_of_it(bounded: Pool) -> None:
+    await bounded.update(snapshot(registration("generator-0", capacity={"running_samples": 100})))
+    group = Load(1, places=10)
+    taken = [await bounded.acquire(group, timeout_s=1, what="a generator") for _ in range(4)]
+    replica = taken[0]
+    bounded.heard(replica, 20)  # of 40: its cache holds no more
+    waiting = asyncio.create_task(bounded.acquire(group, timeout_s=1, what="a generator"))
+    await begun(waiting)
+    bounded.release(replica, group)
+    await begun(waiting)
+    bounded.release(replica, group)
+    assert await asyncio.wait_for(waiting, 1) is replica
+    waiting = asyncio.create_task(bounded.acquire(group, timeout_s=1, what="a generator"))
+    await begun(waiting)
+    bounded.heard(replica, 0)
+    assert await asyncio.wait_for(waiting, 1) is replica
+
+
+async def test_work_of_one_affinity_goes_where_it_went_last_while_there_is_room(bounded: Pool) -> None:
+    capacity = {"running_samples": 4}
+    both = [registration(name, capacity=capacity) for name in ("generator-0", "generator-1")]
+    await bounded.update(snapshot(*both))
+
+    async def turn(affinity: str) -> Replica[Any]:
+        return await bounded.acquire(Load(1, places=3), timeout_s=1, what="a generator", affinity=affinity)
+
+    first, other = await turn("a"), await turn("b")
+    assert first is not other
+    group = Load(1, places=3)
+    bounded.release(other, group)
+    assert await turn("a") is first  # though the other one is free
+    assert first.full
+    assert await turn("a") is other
+    for _ in range(2):
+        bounded.release(first, group)
+    assert await turn("a") is other
 
 
 async def test_patience_is_for_replicas_not_for_room(bounded: Pool) -> None:

@@ -68,6 +68,9 @@ class Pool:
     def release(self, replica: Replica, cost: int) -> None:
         replica.leases -= 1
 
+    def heard(self, replica: Replica, waiting: int) -> None:
+        pass
+
     def eject(self, instance_id: str, why: str) -> None:
         self.ejected.append(instance_id)
 

@@ -480,7 +480,7 @@ async def test_the_sim_engine_gives_ten_thousand_samples_a_second(replica):
     count = 0
     for _ in range(requests):
         async for samples in replica.engine.generate(read_request(wanted, info, None)):
-            count += sum(len(message.samples) for message in write_samples(samples))
+            count += sum(len(message.samples) for message in write_samples(samples, 0))
     assert count / (time.process_time() - started) > 10_000
     assert threading.active_count() < 100
 

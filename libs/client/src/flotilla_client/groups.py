@@ -33,19 +33,25 @@ class Prompt:
     """For rewards."""
     info: dict[str, Any] = field(default_factory=dict)
     """Other columns of the data set, for rewards."""
+    conversation: str = ""
+    """Any name; prompts of one go to the same generator while it has room, whose cache knows their beginning."""
 
     @classmethod
     def from_proto(cls, message: pb.LoopPrompt) -> Prompt:
         """Read it from the wire."""
         ids = from_tensor(message.token_ids) if message.HasField("token_ids") else None
-        return cls(message.text, ids, message.answer, json_format.MessageToDict(message.info))
+        return cls(
+            message.text, ids, message.answer, json_format.MessageToDict(message.info), message.conversation
+        )
 
     def to_proto(self) -> pb.LoopPrompt:
         """As it goes on the wire."""
         info = Struct()
         info.update(self.info)
         ids = None if self.token_ids is None else to_tensor(_int32(self.token_ids))
-        return pb.LoopPrompt(text=self.text, token_ids=ids, answer=self.answer, info=info)
+        return pb.LoopPrompt(
+            text=self.text, token_ids=ids, answer=self.answer, info=info, conversation=self.conversation
+        )
 
 
 @dataclass

@@ -38,7 +38,11 @@ class Fleet:
         self.fence: Fence | None = None
         """Of the beginning that works now; it goes with every call."""
         self.generators: ReplicaPool[GeneratorServiceAsyncStub] = ReplicaPool(
-            reg.SERVICE_KIND_GENERATOR, GeneratorServiceStub, self._connect, size="running_samples", most=1.25
+            reg.SERVICE_KIND_GENERATOR,
+            GeneratorServiceStub,
+            self._connect,
+            size="running_samples",
+            overcommit=1.25,
         )
         self.gangs: dict[str, ReplicaPool[TrainerServiceAsyncStub]] = {
             role: ReplicaPool(reg.SERVICE_KIND_TRAINER, TrainerServiceStub, self._connect, role=role)

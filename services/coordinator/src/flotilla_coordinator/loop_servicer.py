@@ -71,7 +71,7 @@ class LoopServicer(LoopServiceServicer):
             if not prompt.text and not prompt.HasField("token_ids"):
                 raise InvalidRequest("the prompt is empty", where=f"prompt {index}")
             given = from_tensor(prompt.token_ids) if prompt.HasField("token_ids") else None
-            prompts.append(loop.sampling.prompt(prompt.text, given))
+            prompts.append(loop.sampling.prompt(prompt.text, given, prompt.conversation))
         changes: dict[str, Any] = {
             name: getattr(request, name)
             for name in ("temperature", "max_response_tokens")

@@ -60,9 +60,9 @@ def read_request(request: pb.GenerateRequest, info: EngineInfo, cache_salt: str 
     )
 
 
-def write_samples(samples: Iterable[Sample]) -> Iterator[pb.GenerateResponse]:
-    """Samples as they travel, about two mebibytes in one message."""
-    message, size = pb.GenerateResponse(), 0
+def write_samples(samples: Iterable[Sample], waiting: int) -> Iterator[pb.GenerateResponse]:
+    """Samples as they travel, about two mebibytes in one message, each with how many others wait."""
+    message, size = pb.GenerateResponse(waiting_samples=waiting), 0
     for sample in samples:
         message.samples.add(
             sample_id=sample.sample_id,
@@ -86,7 +86,7 @@ def write_samples(samples: Iterable[Sample]) -> Iterator[pb.GenerateResponse]:
         size += sample.token_ids.nbytes + sample.logprobs.nbytes
         if size >= PART_BYTES:
             yield message
-            message, size = pb.GenerateResponse(), 0
+            message, size = pb.GenerateResponse(waiting_samples=waiting), 0
     if message.samples:
         yield message
 

@@ -98,7 +98,7 @@ class GeneratorServicer(GeneratorServiceServicer):
                 async for samples in endings:
                     now = time.monotonic()
                     self._delivered.extend((now, len(sample.token_ids)) for sample in samples)
-                    for message in write_samples(samples):
+                    for message in write_samples(samples, self._engine.waiting_samples):
                         yield message
         finally:
             del self._running[request.request_id]

@@ -23,6 +23,7 @@ from flotilla_core.protocol import check_protocol
 from flotilla_core.roles import POLICY, process_name
 from flotilla_core.rpc.calls import unary
 from flotilla_core.rpc.replica import Load, Replica
+from flotilla_core.rpc.routing import Routing
 from flotilla_core.rpc.waiters import Waiters, Wish
 
 StubT = TypeVar("StubT")
@@ -47,15 +48,15 @@ class ReplicaPool(Generic[StubT]):
         *,
         role: str = "",
         size: str = "",
-        most: float = math.inf,
+        overcommit: float = math.inf,
     ) -> None:
         """`size` names what of `Registration.capacity` says how much work an instance carries beside the others.
 
-        An instance takes work until `most` times its size is full; the rest waits here, for whoever is free first.
+        An instance takes `overcommit` times what it runs at once; the rest waits here, for whoever is free first.
         """
         self._kind = kind
         self._size = size
-        self._most = most
+        self._overcommit = overcommit
         self._role = role
         self._stub = stub
         self._connect = connect
@@ -64,7 +65,7 @@ class ReplicaPool(Generic[StubT]):
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._waiters = Waiters(self._standing, self._room)
-        self._turn = 0
+        self._routing = Routing()
 
     async def update(self, snapshot: dict[str, reg.Registration]) -> None:
         """Take in who exists now."""
@@ -117,13 +118,14 @@ class ReplicaPool(Generic[StubT]):
         timeout_s: float,
         what: str,
         priority: int = 0,
+        affinity: str = "",
     ) -> Replica[StubT]:
         """The same without a block: waits `timeout_s` for an allowed replica, and then for room on one.
 
-        Every `acquire` is paired with one `release`.
+        Work of one `affinity` goes where it went last, while there is room. Every `acquire` has one `release`.
         """
         wish = Wish(
-            take=lambda: self._take(load, allowed),
+            take=lambda: self._take(load, allowed, affinity),
             what=what,
             patience_s=timeout_s,
             within_reach=lambda: any(allowed is None or allowed(one) for one in self.replicas()),
@@ -140,6 +142,13 @@ class ReplicaPool(Generic[StubT]):
             self._waiters.look()
         if replica.leases == 0 and self._replicas.get(replica.instance_id) is not replica:
             self._close(replica)
+
+    def heard(self, replica: Replica[StubT], waiting: int) -> None:
+        """A replica says how many of the places that it has wait for want of something else, its memory say."""
+        was_full = replica.full
+        replica.heard(waiting)
+        if was_full and not replica.full:
+            self._waiters.look()
 
     def eject(self, instance_id: str, why: str) -> None:
         """No more work until its health says SERVING again; for callers whose call failed."""
@@ -176,7 +185,9 @@ class ReplicaPool(Generic[StubT]):
         await asyncio.gather(*tasks, *self._closing, return_exceptions=True)
         await asyncio.gather(*(replica.channel.close() for replica in replicas.values()))
 
-    def _take(self, load: Load, allowed: Callable[[Replica[StubT]], bool] | None) -> Replica[StubT] | None:
+    def _take(
+        self, load: Load, allowed: Callable[[Replica[StubT]], bool] | None, affinity: str = ""
+    ) -> Replica[StubT] | None:
         candidates = [
             replica
             for replica in self._replicas.values()
@@ -184,9 +195,7 @@ class ReplicaPool(Generic[StubT]):
         ]
         if not candidates:
             return None
-        replica = min(candidates, key=lambda one: (one.outstanding / one.size, one.turn))
-        self._turn += 1
-        replica.turn = self._turn
+        replica = self._routing.choose(candidates, affinity)
         replica.take(load)
         return replica
 
@@ -195,8 +204,10 @@ class ReplicaPool(Generic[StubT]):
 
     def _measure(self, replica: Replica[StubT]) -> None:
         """By what it says of itself; where it says nothing, all count alike and take whatever comes."""
-        size = replica.registration.capacity.get(self._size, 0)
-        replica.size, replica.most = size or 1, size * self._most if size else math.inf
+        size = int(replica.registration.capacity.get(self._size, 0))
+        if size != replica.size:
+            replica.size = replica.runs = size or 1
+        replica.overcommit = self._overcommit if size else math.inf
 
     def _is_ours(self, registration: reg.Registration) -> bool:
         return registration.kind == self._kind and (

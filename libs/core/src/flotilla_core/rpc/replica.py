@@ -36,8 +36,10 @@ class Replica(Generic[StubT]):
     stub: StubT
     size: int = 1
     """How much it carries beside the others."""
-    most: float = math.inf
-    """Places of which it takes no more, so that what would only wait there can go elsewhere."""
+    overcommit: float = math.inf
+    """How many times what it runs it takes, so that what would only wait there can go elsewhere."""
+    runs: int = 1
+    """Places that it runs side by side, as far as is known."""
     state: ReplicaState = "ready"
     outstanding: int = 0
     """Cost of the work that is leased out to it."""
@@ -57,7 +59,11 @@ class Replica(Generic[StubT]):
     @property
     def full(self) -> bool:
         """Whether further work would wait there."""
-        return self.places >= self.most
+        return self.places >= self.overcommit * self.runs
+
+    def heard(self, waiting: int) -> None:
+        """Of the places that it has, so many wait: it runs the others, whatever its registration says."""
+        self.runs = min(self.size, max(1, self.places - waiting)) if waiting else self.size
 
     def take(self, load: Load) -> None:
         """One more lease."""

@@ -36,6 +36,8 @@ class ClientPrompt:
 
     text: str
     token_ids: np.ndarray
+    conversation: str = ""
+    """Whose next part it is."""
 
 
 class ClientSampling:
@@ -65,11 +67,12 @@ class ClientSampling:
         """Whether groups are still being drawn."""
         return any(not work.done() for work in self._works)
 
-    def prompt(self, text: str, token_ids: np.ndarray | None) -> ClientPrompt:
+    def prompt(self, text: str, token_ids: np.ndarray | None, conversation: str = "") -> ClientPrompt:
         """A prompt with its tokens."""
         if token_ids is None:
             token_ids = np.array(self._tokenizer.encode(text, special=True), np.int32)
-        return ClientPrompt(text or self._tokenizer.decode(token_ids.tolist()), token_ids.astype(np.int32))
+        text = text or self._tokenizer.decode(token_ids.tolist())
+        return ClientPrompt(text, token_ids.astype(np.int32), conversation)
 
     async def groups(
         self,
@@ -101,6 +104,7 @@ class ClientSampling:
                     timeout_s=self._config.sample_timeout_s,
                     max_attempts=self._config.max_attempts,
                     resume_partial=self._config.resume_partial,
+                    conversation=prompt.conversation,
                 )
                 return index, await self._sampled(request, prompt, group_id)
 

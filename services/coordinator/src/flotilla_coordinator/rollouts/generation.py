@@ -46,6 +46,8 @@ class GenerationRequest:
     resume_partial: bool = False
     """Go on after the tokens that a generator wrote before it gave a sample up."""
     priority: int = 0
+    conversation: str = ""
+    """Prompts of the same one go to the same replica while it has room."""
     instance_id: str = ""
     """The one replica that may answer; empty takes any."""
 
@@ -136,6 +138,7 @@ class Generation:
             timeout_s=self._wait_limit_s,
             what=f"a generator that serves version {request.min_version}",
             priority=request.priority,
+            affinity=request.conversation,
         )
 
     @staticmethod
@@ -172,5 +175,6 @@ class Generation:
         )
         async with aclosing(stream) as responses:
             async for response in responses:
+                self._pool.heard(replica, response.waiting_samples)
                 for sample in response.samples:
                     yield sample

@@ -129,7 +129,7 @@ class Load:
     """How busy an engine is."""
 
     running_samples: int
-    waiting_samples: int | None
+    waiting_samples: int
     outstanding_tokens: int
     kv_cache_usage: float | None
 
@@ -193,6 +193,11 @@ class Engine(ABC):
     @abstractmethod
     async def worker_stacks(self) -> list[tuple[str, int, str]]:
         """Name, process id and stacks of each worker process that answers in time."""
+
+    @property
+    @abstractmethod
+    def waiting_samples(self) -> int:
+        """How many have no place yet; asked with every answer."""
 
     @abstractmethod
     def load(self) -> Load:

@@ -90,6 +90,10 @@ class SlowedEngine(Engine):
                 self._aborted[name].set()
         return cut
 
+    @property
+    def waiting_samples(self) -> int:
+        return self._engine.waiting_samples
+
     def load(self) -> Load:
         load = self._engine.load()
         return replace(load, running_samples=load.running_samples + self._held)

@@ -31,8 +31,13 @@ class LoopPrompt(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     ANSWER_FIELD_NUMBER: _builtins.int
     INFO_FIELD_NUMBER: _builtins.int
+    CONVERSATION_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     answer: _builtins.str
+    conversation: _builtins.str
+    """Prompts of one conversation go to the generator that had the last one, while it has room: its cache knows the
+    beginning. Empty: to any.
+    """
     @_builtins.property
     def token_ids(self) -> _tensor_pb2.Tensor:
         """Absent: those of the text."""
@@ -48,10 +53,11 @@ class LoopPrompt(_message.Message):
         token_ids: _tensor_pb2.Tensor | None = ...,
         answer: _builtins.str = ...,
         info: _struct_pb2.Struct | None = ...,
+        conversation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "info", b"info", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "conversation", b"conversation", "info", b"info", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -251,16 +251,20 @@ class GenerateResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SAMPLES_FIELD_NUMBER: _builtins.int
+    WAITING_SAMPLES_FIELD_NUMBER: _builtins.int
+    waiting_samples: _builtins.int
+    """Samples of any request that have no place in the engine yet, for want of KV cache for instance."""
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___GeneratedSample]: ...
     def __init__(
         self,
         *,
         samples: _abc.Iterable[Global___GeneratedSample] | None = ...,
+        waiting_samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples", "waiting_samples", b"waiting_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -144,10 +144,14 @@ class SimEngine(Engine):
     async def worker_stacks(self) -> list[tuple[str, int, str]]:
         return []
 
+    @property
+    def waiting_samples(self) -> int:
+        return 0
+
     def load(self) -> Load:
         running = [one for group in self._requests.values() for one in group]
         left = sum(one.length - self._written(one) for one in running)
-        return Load(len(running), 0, left, 0.0)
+        return Load(len(running), self.waiting_samples, left, 0.0)
 
     async def join(self, group: weights_pb2.WeightGroup, rank_offset: int, manifest: Manifest) -> None:
         self._receiver = receiver = Receiver(group, rank_offset, manifest)

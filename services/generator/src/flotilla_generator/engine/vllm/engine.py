@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -49,6 +49,9 @@ from flotilla_generator.engine.vllm.sampling import (
     sampling_params,
 )
 from flotilla_weights.manifest import Manifest
+
+if TYPE_CHECKING:
+    from flotilla_generator.engine.vllm.occupancy import Occupancy
 
 FIRST_POLL_S = 0.002
 LONGEST_POLL_S = 0.05
@@ -107,6 +110,7 @@ class VllmEngine(Engine):
         self._rpc_lock = asyncio.Lock()
         self._applying = asyncio.Lock()
         self._gpus = 0
+        self._occupancy: Occupancy | None = None
 
     @property
     def info(self) -> EngineInfo:
@@ -201,13 +205,17 @@ class VllmEngine(Engine):
             (f"vLLM worker {answer['rank']}", answer["pid"], answer["text"]) for answer in asking.result()
         ]
 
+    @property
+    def waiting_samples(self) -> int:
+        return 0 if self._occupancy is None else self._occupancy.waiting_samples
+
     def load(self) -> Load:
         running = [one for group in self._requests.values() for one in group]
         return Load(
             running_samples=len(running),
-            waiting_samples=None,
+            waiting_samples=self.waiting_samples,
             outstanding_tokens=sum(one.tokens_left - len(one.token_ids) for one in running),
-            kv_cache_usage=None,
+            kv_cache_usage=None if self._occupancy is None else self._occupancy.kv_cache_usage,
         )
 
     async def join(self, group: weights_pb2.WeightGroup, rank_offset: int, manifest: Manifest) -> None:
@@ -333,8 +341,13 @@ class VllmEngine(Engine):
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        from flotilla_generator.engine.vllm.occupancy import Occupancy
+
+        self._occupancy = occupancy = Occupancy()
         arguments = engine_arguments(self._config, self._checkpoint, self._worker_extension)
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**arguments), stat_loggers=[lambda _config, _index: occupancy]
+        )
         self._gpus = self._config.tensor_parallel_size if torch.cuda.is_available() else 0
         return llm, {"vllm": vllm.__version__, "torch": torch.__version__}
 
