@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-
-import numpy as np
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.autoscale import Autoscaler, IdleShares
@@ -40,13 +37,12 @@ from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_coordinator.weights.canary import Canary
-from flotilla_coordinator.weights.members import GeneratorReplica
-from flotilla_coordinator.weights.same_tokenizer import of_same_tokenizer
+from flotilla_coordinator.weights.candidates import Candidates
+from flotilla_coordinator.weights.live_check import LiveCheck
 from flotilla_coordinator.weights.sync import WeightSync
-from flotilla_coordinator.weights.sync_report import SyncReport
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.config import PolicyConfig, SamplingConfig
-from flotilla_core.errors import FlotillaError, Mismatch
+from flotilla_core.errors import FlotillaError
 from flotilla_core.model_folder import model_folder
 from flotilla_core.service import Host
 
@@ -70,6 +66,7 @@ class Assembly:
         self.client: ClientLoop | None = None
         """Where a client makes the steps of the run."""
         self._pinned: PinnedEvaluation | None = None
+        self._metrics: dict[str, float] = {}
 
     async def build(self, directory: RunDirectory, lineage: int, fence: int) -> RunContext:
         """Wait for the services that the run needs, then wire them."""
@@ -103,7 +100,7 @@ class Assembly:
                 learners,
                 self._ledger,
                 CheckpointShelf(directory.checkpoints_path),
-                lambda text: self._status.notice(run_pb2.NOTICE_LEVEL_WARNING, text),
+                self._warn,
             ),
             ledger=self._ledger,
             directory=directory,
@@ -111,9 +108,9 @@ class Assembly:
             activities=self._host.activities,
             idle=IdleShares(self._fleet.generators.replicas),
             door=generation.door,
+            metrics=self._metrics,
             autoscaler=self._autoscaler(),
         )
-        self._context = context
         if config.loop == "client":
             sampling = ClientSampling(
                 self._run_id, config.rollout, lineage, tokenizer, generation, self._ledger
@@ -140,55 +137,30 @@ class Assembly:
             self._run_id,
             weights.canary,
             policy,
-            self._canary_prompts(prompts, weights.canary.prompts),
+            [prompt.token_ids for prompt in prompts.file.prompts[: weights.canary.prompts]],
             timeout_s=self._config.rollout.sample_timeout_s,
         )
-
-        async def verify(report: SyncReport) -> dict[str, FlotillaError]:
-            return await self._verify(canary, report)
-
+        candidates = Candidates(
+            self._fleet.generators,
+            tokenizer,
+            self._host.stack.model,
+            self._wait_limit_s,
+            self._status,
+            lambda replicas: replicas if self._pinned is None else self._pinned.spared(replicas),
+        )
+        check = LiveCheck(canary, self._metrics, weights.canary.warn_at, self._warn)
         return WeightSync(
             self._run_id,
             weights,
             backend,
             policy,
-            self._candidates(tokenizer),
+            candidates.fitting,
             self._fleet.generators.replicas,
-            self._evict,
-            verify,
+            candidates.evict,
+            check.verify,
             fence,
             self._config.rollout.longest_sample_s,
         )
-
-    @staticmethod
-    def _canary_prompts(prompts: PromptSource, count: int) -> list[np.ndarray]:
-        return [prompt.token_ids for prompt in prompts.file.prompts[:count]]
-
-    async def _verify(self, canary: Canary, report: SyncReport) -> dict[str, FlotillaError]:
-        """The live check and the sync's metrics; the members that could not answer."""
-        metrics = self._context.metrics
-        if report.caught_up:
-            metrics["sync/caught_up"] = metrics.get("sync/caught_up", 0.0) + len(report.members)
-        else:
-            metrics["sync/bytes"] = float(report.bytes)
-            metrics["sync/stage_s"] = report.stage_s
-            metrics["sync/stall_s"] = report.stall_s
-            metrics["sync/members"] = float(len(report.members))
-            metrics["sync/epochs"] = float(report.epochs)
-        outcome = await canary.check(report.version, report.members)
-        result = outcome.report
-        if result is None:
-            return outcome.failures
-        metrics["canary/mean"] = result.probs_mean
-        metrics["canary/logprob_mean"] = result.logprob_mean
-        metrics["canary/max"] = result.logprob_max
-        if result.probs_mean > self._config.weights.canary.warn_at:
-            self._status.notice(
-                run_pb2.NOTICE_LEVEL_WARNING,
-                f"trainer and generator differ: mean probability difference {result.probs_mean:.4f} "
-                f"at version {report.version} (weights.canary.warn_at)",
-            )
-        return outcome.failures
 
     def _autoscaler(self) -> Autoscaler | None:
         config, launcher = self._host.stack.autoscale, LauncherLink(self._host.state_dir)
@@ -202,25 +174,6 @@ class Assembly:
 
         return Autoscaler(config, self._status, lambda: len(self._fleet.generators.replicas()), change)
 
-    def _candidates(self, tokenizer: Tokenizer) -> Callable[[], Awaitable[list[GeneratorReplica]]]:
-        pool = self._fleet.generators
-
-        async def candidates() -> list[GeneratorReplica]:
-            await pool.wait_for(1, self._wait_limit_s, "a generator")
-            replicas = sorted(pool.replicas(), key=lambda replica: replica.name)
-            fitting = of_same_tokenizer(replicas, tokenizer, self._host.stack.model, self._evict)
-            return fitting if self._pinned is None else self._pinned.spared(fitting)
-
-        return candidates
-
-    def _evict(self, replica: GeneratorReplica, error: FlotillaError) -> None:
-        if isinstance(error, Mismatch):  # it will not fit later either, however healthy it is
-            self._fleet.generators.drain(replica.instance_id, str(error))
-            self._status.notice(run_pb2.NOTICE_LEVEL_ERROR, f"{replica.name} is refused: {error}")
-            return
-        self._fleet.generators.eject(replica.instance_id, str(error))
-        self._status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"{replica.name} left the weight group: {error}")
-
     def _generation(self, sync: WeightSync) -> Generation:
         told: dict[str, float] = {}
 
@@ -229,11 +182,14 @@ class Assembly:
             now = time.monotonic()
             if now - told.get(str(error), -NOTICE_EVERY_S) >= NOTICE_EVERY_S:
                 told[str(error)] = now
-                self._status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"samples are issued again: {error}")
+                self._warn(f"samples are issued again: {error}")
 
         return Generation(
             self._run_id, self._config.seed, self._fleet.generators, sync.serves, self._wait_limit_s, lost
         )
+
+    def _warn(self, text: str) -> None:
+        self._status.notice(run_pb2.NOTICE_LEVEL_WARNING, text)
 
     def _source(
         self, prompts: PromptSource, tokenizer: Tokenizer, generation: Generation, scorer: Scorer
