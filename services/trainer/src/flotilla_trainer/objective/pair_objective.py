@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_algorithms import PAIR_LOSSES, PairLosses
 from flotilla_core.errors import InvalidRequest
+from flotilla_trainer.objective.pair_metrics import pair_metrics
 from flotilla_trainer.objective.unchanging import Unchanging
 from flotilla_trainer.packing import Sequences
 from flotilla_trainer.update_batch import UpdateBatch, sample_place
@@ -68,18 +69,11 @@ class PairObjective(Unchanging):
         pairs = self._losses(margins)
         # What a summed log-probability of a chosen answer does to the mean loss; a rejected one does the opposite.
         pulls: Floats = np.stack([-pairs.slopes, pairs.slopes], axis=1).ravel() / len(margins)
-        beta = self._preference.beta
-        metrics = {
-            "loss": pairs.losses.mean(),
-            "preference/accuracy": preferred_share(margins),
-            "preference/margin": beta * margins.mean(),
-            "preference/chosen_reward": beta * ahead[0::2].mean(),
-            "preference/rejected_reward": beta * ahead[1::2].mean(),
-            "preference/chosen_logprob": logprobs[0::2].mean(),
-            "preference/rejected_logprob": logprobs[1::2].mean(),
+        metrics = pair_metrics(pairs.losses, self._preference.beta * ahead) | {
+            "preference/chosen_logprob": float(logprobs[0::2].mean()),
+            "preference/rejected_logprob": float(logprobs[1::2].mean()),
         }
-        weights = np.repeat(pulls, batch.response_lengths)
-        return batch.sequences({"weights": weights}), {name: float(value) for name, value in metrics.items()}
+        return batch.sequences({"weights": np.repeat(pulls, batch.response_lengths)}), metrics
 
     def units(self, batch: UpdateBatch) -> float:
         """How many pairs a batch has."""
@@ -118,11 +112,6 @@ def check_pairs(batch: UpdateBatch) -> None:
             raise InvalidRequest(
                 "both answers of a pair are the same", where=where, next_step="leave the pair out"
             )
-
-
-def preferred_share(margins: Floats) -> float:
-    """Share of pairs whose preferred answer is ahead; one without a difference counts half."""
-    return float(np.mean((margins > 0) + 0.5 * (margins == 0)))
 
 
 def _sums(batch: UpdateBatch, logprobs: Scores) -> Floats:

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_algorithms import PAIR_LOSSES
 from flotilla_core.errors import InvalidRequest
-from flotilla_trainer.objective.pair_objective import check_pairs, preferred_share
+from flotilla_trainer.objective.pair_metrics import pair_metrics
+from flotilla_trainer.objective.pair_objective import check_pairs
 from flotilla_trainer.objective.unchanging import Unchanging
 from flotilla_trainer.packing import Sequences
 from flotilla_trainer.update_batch import UpdateBatch, sample_place
@@ -62,15 +63,8 @@ class RewardUpdate(Unchanging):
         # What a reward does to the loss: one way by its lead, and for both of a pair alike by their distance from zero.
         centring = 2.0 * self._center * sums
         pulls = np.stack([centring + pairs.slopes, centring - pairs.slopes], axis=1).ravel() / len(margins)
-        metrics = {
-            "loss": (pairs.losses + self._center * sums**2).mean(),
-            "preference/accuracy": preferred_share(margins),
-            "preference/margin": margins.mean(),
-            "preference/chosen_reward": chosen.mean(),
-            "preference/rejected_reward": rejected.mean(),
-        }
-        columns = {"weights": pulls, "answer_tokens": batch.response_lengths}
-        return after_answers(batch, columns), {name: float(value) for name, value in metrics.items()}
+        metrics = pair_metrics(pairs.losses + self._center * sums**2, rewards)
+        return after_answers(batch, {"weights": pulls, "answer_tokens": batch.response_lengths}), metrics
 
     def units(self, batch: UpdateBatch) -> float:
         """How many pairs a batch has."""
