@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "arithmetic"
 RUN_LIMIT_S = 1500.0
 LOWEST_END = 0.90
-ALGORITHMS = ("grpo", "rloo", "gspo", "dapo", "ppo", "lora")
+ALGORITHMS = ("grpo", "rloo", "remax", "gspo", "dapo", "ppo", "lora")
 
 
 def main() -> int:

@@ -33,6 +33,7 @@ AWKWARD = [
     ("grpo", 2, 29, 2, 3, 61, 1, 1, 0),  # more prompts a step than rows
     ("grpo", 3, 1, 7, 12, 18, 2, 7, 1),  # just one fits
     ("rloo", 3, 11, 3, 7, 144, 3, 1, 0),
+    ("remax", 3, 5, 1, 7, 61, 0, 2, 1),
     ("lora", 2, 5, 3, 9, 50, 0, 2, 0),
     ("reinforce", 7, 3, 1, 17, 1009, 5, 4, 3),
     ("sft", 7, 3, 1, 4, 31, 3, 2, 0),
@@ -105,6 +106,8 @@ def test_a_run_is_what_its_plan_says(
     fed = {f"at most {int(step['microbatches'])} a rank" for step in rows}
     assert fed == {planned["micro-batches of an update"]}
     assert {step["learning_rate"] for step in rows} == {float(planned["learning rate"])}
+    greedy = {"reward/greedy_mean" in step for step in rows}
+    assert greedy == {"greedy responses" in planned} == {row[0] == "remax"}
     evaluations = (directory / "evaluations.jsonl").read_text().splitlines()
     assert planned["evaluations"] == f"{len(evaluations)} x {HELD_OUT} prompts"
     made = [folder for folder in (directory / "checkpoints").glob("step-*") if folder.is_dir()]

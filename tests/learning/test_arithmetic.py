@@ -19,7 +19,7 @@ def test_accuracy_rises_from_the_warm_up_to_ninety_percent(seed: int) -> None:
     assert done.returncode == 0, done.stdout[-2000:]
 
 
-@pytest.mark.parametrize("algorithm", ["dapo", "gspo", "ppo", "rloo"])
+@pytest.mark.parametrize("algorithm", ["dapo", "gspo", "ppo", "remax", "rloo"])
 def test_other_algorithms_reach_ninety_percent_too(algorithm: str) -> None:
     done = _demo("--algorithm", algorithm)
     assert done.returncode == 0, done.stdout[-2000:]

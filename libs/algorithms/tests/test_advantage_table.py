@@ -36,6 +36,7 @@ PENALTIES = [list(RNG.normal(0, 0.1, n)) for n in LENGTHS]
 TRAINED = [[bool(RNG.integers(0, 4)) or t == 0 for t in range(n)] for n in LENGTHS]
 VALUES = [list(RNG.normal(0, 1, n)) for n in LENGTHS]
 TERMS = [[float(x) for x in RNG.normal(place, scale, len(REWARDS))] for place, scale in ((0, 1), (5, 100))]
+GREEDY = [0.0, 1.0, 0.5, 1.0, 0.25]
 LEADS = [list(RNG.normal(0, 1, n)) for n in LENGTHS]
 Rows = list[list[float]]
 
@@ -52,6 +53,7 @@ def outcomes(penalties: bool = True) -> Outcomes:
         values=[x for row in VALUES for x in row],
         teacher_lead=[x for row in LEADS for x in row],
         terms=np.array(TERMS),
+        greedy_rewards=np.array(GREEDY),
     )
 
 
@@ -177,6 +179,10 @@ def terms_by_themselves(weights: list[float]) -> Rows:
     return white(on_tokens(sums))
 
 
+def beyond_greedy() -> Rows:
+    return on_tokens([r - g for rewards, g in zip(grouped(TOTALS), GREEDY, strict=True) for r in rewards])
+
+
 TABLE: dict[str, tuple[str, dict[str, Any], Rows]] = {
     "grpo": ("grpo", {"baseline": "group", "normalize_std": True}, by_group(standardised)),
     "dr_grpo": ("grpo", {"baseline": "group", "normalize_std": False}, by_group(centred)),
@@ -199,6 +205,7 @@ TABLE: dict[str, tuple[str, dict[str, Any], Rows]] = {
         plus(scaled(LEADS, 0.5), scaled(by_group(standardised), 3.0)),
     ),
     "gdpo": ("gdpo", {"weights": [1.0, 0.5]}, terms_by_themselves([1.0, 0.5])),
+    "remax": ("remax", {}, beyond_greedy()),
     "pass_at_3": ("pass_at_k", {"k": 3, "right_at": 0.9}, by_group(teams(3, 0.9))),
 }
 
@@ -230,14 +237,16 @@ def test_the_order_of_groups_changes_no_advantage(row: str) -> None:
         values=[x for i in samples for x in VALUES[i]],
         teacher_lead=[x for i in samples for x in LEADS[i]],
         terms=np.array(TERMS)[:, samples],
+        greedy_rewards=np.array(GREEDY)[order],
     )
     got = token_advantages(ADVANTAGES[name], moved, parameters)
     np.testing.assert_allclose(got, [x for i in samples for x in expected[i]], rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    "row", [row for row in TABLE if TABLE[row][0] not in ("reinforce", "gae", "distill", "gdpo")]
-)
+NOT_BY_REWARDS_ALONE = ("reinforce", "gae", "distill", "gdpo", "remax")
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if TABLE[row][0] not in NOT_BY_REWARDS_ALONE])
 def test_an_update_of_equal_rewards_teaches_exactly_nothing(row: str) -> None:
     name, parameters, _ = TABLE[row]
     parameters = parameters | ({"gamma": 1.0} if "gamma" in parameters else {})
@@ -263,7 +272,12 @@ def test_gae_passes_over_samples_that_are_context_alone() -> None:
     np.testing.assert_allclose(targets, [1.0, 1.0, 0.125])
 
 
-NEEDS = [("gae", "values of a critic"), ("distill", "of a teacher"), ("gdpo", "every term")]
+NEEDS = [
+    ("gae", "values of a critic"),
+    ("distill", "of a teacher"),
+    ("gdpo", "every term"),
+    ("remax", "greedy response"),
+]
 
 
 @pytest.mark.parametrize(("name", "needs"), NEEDS)
@@ -272,15 +286,17 @@ def test_an_advantage_says_what_it_lacks(name: str, needs: str) -> None:
         "gae": {"gamma": 1.0, "lam": 1.0},
         "distill": {"coefficient": 1.0, "reward_weight": 0.0},
         "gdpo": {"weights": [1.0]},
+        "remax": {},
     }
     with pytest.raises(ValueError, match=needs):
         ADVANTAGES[name](Outcomes.of([1.0], [1]), **parameters[name])
 
 
-def test_remax_compares_with_the_greedy_reward_of_the_prompt() -> None:
-    greedy = [0.0, 1.0, 0.5, 1.0, 0.25]
-    expected = [r - g for rewards, g in zip(grouped(TOTALS), greedy, strict=True) for r in rewards]
-    np.testing.assert_allclose(remax(outcomes(), greedy), expected, rtol=TOLERANCE)
+def test_remax_takes_one_greedy_reward_a_group() -> None:
+    expected = [r - g for rewards, g in zip(grouped(TOTALS), GREEDY, strict=True) for r in rewards]
+    np.testing.assert_allclose(remax(outcomes(), GREEDY), expected, rtol=TOLERANCE)
+    with pytest.raises(ValueError, match="4 greedy rewards do not belong to 5 groups"):
+        remax(outcomes(), GREEDY[1:])
 
 
 @pytest.mark.parametrize("normalize_std", [True, False])

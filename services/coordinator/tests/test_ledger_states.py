@@ -89,10 +89,12 @@ async def test_a_sample_is_stored_byte_for_byte(ledger: Ledger) -> None:
         truncated=True,
         reward=0.1 + 0.2,
         reward_terms=(0.1, -1e300),
+        greedy_reward=0.1 + 0.7,
     )
     await ledger.group_scored([sample])
     record, other = await ledger.samples(RUN, step=0)
     assert (record.reward_terms, other.reward_terms) == (sample.reward_terms, ())
+    assert (record.greedy_reward, other.greedy_reward) == (0.1 + 0.7, None)
     assert (record.sample_id, record.state, record.generator) == (
         sample.sample_id,
         SampleState.SCORED,

@@ -97,6 +97,16 @@ def test_the_arithmetic_of_a_run(run: dict[str, Any], stack: StackConfig) -> Non
     assert "40.00 epochs" in next(line.explanation for line in planned.lines if line.name == "data")
 
 
+def test_a_greedy_response_beside_each_prompt_is_told_of_and_counts_for_no_update(
+    run: dict[str, Any], stack: StackConfig
+) -> None:
+    lines = {line.name: line for line in plan(run, stack, algorithm={"type": "remax"}).lines}
+    assert lines["greedy responses"].value == "1 a prompt"
+    assert "beside its 4 samples" in lines["greedy responses"].explanation
+    assert (lines["step"].value, lines["tokens of a step"].value) == ("64 samples", "at most 1,088")
+    assert "greedy responses" not in {line.name for line in plan(run, stack).lines}
+
+
 def test_an_evaluation_at_the_last_step_is_the_one_after(run: dict[str, Any], stack: StackConfig) -> None:
     run["evaluation"]["every_steps"] = 50
     assert {line.name: line.value for line in plan(run, stack).lines}["evaluations"] == "3 x 10 prompts"

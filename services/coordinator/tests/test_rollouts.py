@@ -22,6 +22,7 @@ from flotilla_coordinator.rollouts.generation import Generated, GenerationReques
 from flotilla_coordinator.rollouts.rollouts import RolloutSource
 from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_core.config import DynamicSamplingConfig, RolloutConfig
+from flotilla_core.config.advantages import GrpoAdvantage
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
@@ -107,7 +108,9 @@ class Run:
     async def begin(self, task: Task, at: int | None = None) -> None:
         """From the start, or once more from after so many steps."""
         parts: Any = (Prompts(), SimpleNamespace(decode=str), task, task)
-        self.source = RolloutSource(RUN, self.config, self.steps, *parts, self.ledger, min_group_samples=2)
+        self.source = RolloutSource(
+            RUN, self.config, self.steps, *parts, self.ledger, advantage=GrpoAdvantage()
+        )
         if at is not None:
             self.lineage += 1
             cursor = self.batches[at - 1].cursor if at else None

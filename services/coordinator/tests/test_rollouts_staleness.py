@@ -25,6 +25,7 @@ from flotilla_coordinator.rollouts.rollouts import RolloutSource
 from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_core.config import RolloutConfig
+from flotilla_core.config.advantages import ReinforceAdvantage
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 
@@ -93,7 +94,7 @@ async def train(folder: Path, staleness: int, steps: int, turns: list[int]) -> N
     )
     prompts, fleet = Prompts(), Fleet(turns)
     parts: Any = (prompts, SimpleNamespace(decode=str), fleet, Scorer())
-    rollouts = RolloutSource(RUN, config, steps, *parts, ledger, min_group_samples=1)
+    rollouts = RolloutSource(RUN, config, steps, *parts, ledger, advantage=ReinforceAdvantage())
     for step in range(steps):
         before, after = Version(0, step), Version(0, step + 1)
         rollouts.admit(step, before)
@@ -137,7 +138,7 @@ async def train_by_changing_bounds(folder: Path, bounds: list[int], turns: list[
     fleet = Fleet(turns)
     parts: Any = (Prompts(), SimpleNamespace(decode=str), fleet, Scorer())
     config = RolloutConfig(prompts_per_step=PROMPTS, samples_per_prompt=SAMPLES, max_staleness=0)
-    rollouts = RolloutSource(RUN, config, len(bounds), *parts, ledger, min_group_samples=1)
+    rollouts = RolloutSource(RUN, config, len(bounds), *parts, ledger, advantage=ReinforceAdvantage())
     for step, bound in enumerate(bounds):
         written = f"rollout: {{max_staleness: {bound}}}\n"
         change = {"rollout.max_staleness": (config.max_staleness, bound)}

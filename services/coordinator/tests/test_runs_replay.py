@@ -22,6 +22,7 @@ from flotilla_coordinator.rollouts.generation import Generated, GenerationReques
 from flotilla_coordinator.rollouts.rollouts import RolloutSource
 from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_core.config import RolloutConfig
+from flotilla_core.config.advantages import GrpoAdvantage
 from flotilla_core.errors import UserCodeError
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
@@ -106,7 +107,7 @@ def source(ledger: Ledger, generation: Generation, scorer: Scorer | None = None)
     config = RolloutConfig(prompts_per_step=2, samples_per_prompt=3, max_staleness=1)
     tokenizer: Any = SimpleNamespace(decode=str)
     parts: Any = (Prompts(), tokenizer, generation, scorer or Scorer())
-    return RolloutSource(RUN, config, STEPS, *parts, ledger, min_group_samples=2)
+    return RolloutSource(RUN, config, STEPS, *parts, ledger, advantage=GrpoAdvantage())
 
 
 async def train(rollouts: RolloutSource, ledger: Ledger, step: int, lineage: int) -> Batch:

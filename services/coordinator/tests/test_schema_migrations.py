@@ -26,6 +26,7 @@ RELEASED = {
         "01cb05a776aaa858",
         "096b6d4611d97470",
         "00cf8dcdc18e4ba7",
+        "378cb8d16f20c2da",
     ],
     "spans": ["7552e8ae33ec47e1"],
 }

@@ -9,6 +9,7 @@ import pytest
 
 from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_algorithms import Outcomes, remax
 from flotilla_core.errors import InvalidRequest
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
@@ -25,13 +26,15 @@ REFERENCE = session_pb2.Kl(
 )
 
 
-def front_of(advantage: str, parameters: dict[str, Any], **changes: Any) -> UpdateObjective:
+def front_of(
+    advantage: str, parameters: dict[str, Any], reward_clip: float | None = None, **changes: Any
+) -> UpdateObjective:
     function, loss = session_pb2.Function(name=advantage), session_pb2.Function(name="ppo")
     function.parameters.update(parameters)
     loss.parameters.update({"clip_low": 0.2, "clip_high": 0.2})
     policy = session_pb2.PolicyObjective(
         temperature=1.0,
-        advantage=session_pb2.Advantage(function=function),
+        advantage=session_pb2.Advantage(function=function, reward_clip=reward_clip),
         loss=loss,
         aggregation=session_pb2.Aggregation(type=session_pb2.AGGREGATION_TYPE_TOKEN_MEAN),
         correction=session_pb2.Correction(staleness_decay=1.0),
@@ -40,7 +43,7 @@ def front_of(advantage: str, parameters: dict[str, Any], **changes: Any) -> Upda
     return UpdateObjective(session_pb2.Objective(policy=policy))
 
 
-def batch_with(*columns: str) -> UpdateBatch:
+def group_with(*columns: str) -> pb.TrainGroup:
     """Two samples of one prompt; the columns start at -0.1 and fall by a tenth a token."""
     numbers = to_tensor(-0.1 * np.arange(1, COUNT + 1, dtype=np.float32))
     group = pb.TrainGroup(group_id="g", prompt_token_ids=to_tensor(np.array([1, 2], np.int32)))
@@ -49,7 +52,11 @@ def batch_with(*columns: str) -> UpdateBatch:
         sample.token_ids.CopyFrom(to_tensor(np.arange(COUNT, dtype=np.int32)))
         for column in columns:
             getattr(sample, column).CopyFrom(numbers)
-    return UpdateBatch.read([group], ModelLimits(9, 0), Version(0, 0))
+    return group
+
+
+def batch_with(*columns: str) -> UpdateBatch:
+    return UpdateBatch.read([group_with(*columns)], ModelLimits(9, 0), Version(0, 0))
 
 
 @pytest.mark.parametrize(
@@ -58,6 +65,7 @@ def batch_with(*columns: str) -> UpdateBatch:
         ("gae", {"gamma": 1.0, "lam": 1.0}, ("logprobs",), "values"),
         ("distill", TEACHER, ("logprobs",), "teacher_logprobs"),
         ("gdpo", {"weights": [1.0, 0.5]}, ("logprobs",), "reward_terms"),
+        ("remax", {}, ("logprobs",), "greedy_reward"),
         ("distill", TEACHER, ("teacher_logprobs",), "logprobs"),
     ],
 )
@@ -66,6 +74,21 @@ def test_an_advantage_without_what_it_is_made_of_is_refused(
 ) -> None:
     with pytest.raises(InvalidRequest, match=f"sample 'g/0'.*`{lacks}` is empty"):
         front_of(advantage, parameters).sequences(batch_with(*columns), 0)
+
+
+@pytest.mark.parametrize(("limit", "greedy"), [(None, 0.75), (0.5, 0.5)])
+def test_remax_is_what_a_sample_earns_beyond_the_greedy_reward_on_the_wire(
+    limit: float | None, greedy: float
+) -> None:
+    group = group_with("logprobs")
+    for sample in group.samples:
+        sample.greedy_reward = 0.75
+    front = front_of("remax", {}, reward_clip=limit)
+    batch = UpdateBatch.read([group], ModelLimits(9, 0), Version(0, 0))
+    sequences, _ = front.sequences(batch, 0)
+    rewards = np.minimum([0.0, 1.0], limit or 1.0)
+    expected = np.repeat(remax(Outcomes.of(rewards, [2]), [greedy]), COUNT)
+    np.testing.assert_allclose(sequences.columns["advantages"], expected)
 
 
 def test_a_reference_that_is_sent_is_not_scored_again_and_one_that_is_missing_is_refused() -> None:

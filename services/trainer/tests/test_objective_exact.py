@@ -108,6 +108,7 @@ def make_groups(sizes: list[int], seed: int = 0) -> list[pb.TrainGroup]:
                 teacher_logprobs=to_tensor(extra.normal(-2.0, 0.4, len(response)).astype(np.float32)),
             )
             sample.reward_terms.extend([sample.reward, float(len(response) % 3)])
+            sample.greedy_reward = 0.25 * (index % 3)
             if number == 1:
                 sample.mask.CopyFrom(to_tensor(np.arange(len(response)) % 3 > 0))
             span = sample.version_spans.add(start=0, end=len(response) // 2)

@@ -147,3 +147,26 @@ def test_a_sample_with_other_terms_than_the_first_is_named(terms: tuple[float, .
     with pytest.raises(InvalidRequest, match="the first sample of the update has 2 terms") as error:
         read(group("g", [1], with_terms("a", 0.5, 2.0), with_terms("b", *terms)))
     assert error.value.where == "sample 'b'"
+
+
+def beside(greedy: float | None, *names: str) -> list[pb.TrainSample]:
+    """Samples of one prompt whose greedy response earned this."""
+    samples = [sample(name, [2, 3]) for name in names]
+    for one in samples:
+        if greedy is not None:
+            one.greedy_reward = greedy
+    return samples
+
+
+def test_greedy_rewards_are_one_a_group() -> None:
+    batch = read(group("g", [1], *beside(0.0, "a", "b")), group("h", [1], *beside(-0.5, "c")))
+    assert batch.greedy_reward is not None
+    assert batch.greedy_reward.tolist() == [0.0, -0.5]
+    assert read(group("g", [1], sample("a", [2]))).greedy_reward is None
+
+
+@pytest.mark.parametrize("greedy", [None, 0.25, float("nan")])
+def test_a_sample_without_the_greedy_reward_of_its_group_is_named(greedy: float | None) -> None:
+    with pytest.raises(InvalidRequest, match=r"`greedy_reward` is .*one greedy response") as error:
+        read(group("g", [1], *beside(0.5, "a"), *beside(greedy, "b")), group("h", [1], *beside(0.5, "c")))
+    assert error.value.where == "sample 'b'"

@@ -40,6 +40,8 @@ class Outcomes:
     """The rewards of the updates before."""
     terms: Floats | None = None
     """One row a term of the reward, one column a sample: what each gave by itself."""
+    greedy_rewards: Floats | None = None
+    """One a group: what the greedy response to its prompt earned."""
 
     @classmethod
     def of(
@@ -54,6 +56,7 @@ class Outcomes:
         teacher_lead: ArrayLike | None = None,
         history: RewardHistory = NO_HISTORY,
         terms: Floats | None = None,
+        greedy_rewards: Floats | None = None,
     ) -> Self:
         """Checked arrays; by default responses of one trained token without penalty."""
         totals = finite_rewards(rewards)
@@ -78,6 +81,7 @@ class Outcomes:
             teacher_lead=_a_token(teacher_lead, tokens),
             history=history,
             terms=terms,
+            greedy_rewards=greedy_rewards,
         )
 
     @property

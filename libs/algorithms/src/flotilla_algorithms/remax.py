@@ -1,4 +1,4 @@
-"""ReMax, for those who have a greedy response to every prompt."""
+"""ReMax: what a response earns beyond the greedy response to its prompt."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from numpy.typing import ArrayLike
 
 from flotilla_algorithms.outcomes import Floats, Outcomes
 from flotilla_algorithms.rewards import finite_rewards
+
+
+def remax_of_greedy_rewards(outcomes: Outcomes) -> Floats:
+    """ReMax over the greedy rewards that the outcomes bring along."""
+    if outcomes.greedy_rewards is None:
+        raise ValueError("remax needs the reward of a greedy response to each prompt")
+    return remax(outcomes, outcomes.greedy_rewards)
 
 
 def remax(outcomes: Outcomes, greedy_rewards: ArrayLike) -> Floats:

@@ -17,6 +17,7 @@ from flotilla_algorithms.outcomes import Floats
 from flotilla_algorithms.pass_at_k import pass_at_k
 from flotilla_algorithms.reinforce import reinforce
 from flotilla_algorithms.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
+from flotilla_algorithms.remax import remax_of_greedy_rewards
 from flotilla_algorithms.rloo import rloo
 
 AdvantageFunction = Callable[..., Floats]
@@ -33,4 +34,5 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "gae": gae_of_values,
     "distill": distill,
     "gdpo": gdpo_of_terms,
+    "remax": remax_of_greedy_rewards,
 }

@@ -43,6 +43,8 @@ class UpdateBatch:
     rewards: NDArray[np.float64]
     reward_terms: NDArray[np.float64] | None
     """One row a term of the reward, one column a sample, where they were sent."""
+    greedy_reward: NDArray[np.float64] | None
+    """One a group: what the greedy response to its prompt earned, where it was sent."""
     trained: NDArray[np.bool_]
     logprobs: NDArray[np.float32] | None
     advantages: NDArray[np.float32] | None
@@ -86,6 +88,7 @@ class UpdateBatch:
             tokens=tokens,
             rewards=np.array([sample.reward for sample in samples]),
             reward_terms=_reward_terms(samples),
+            greedy_reward=_greedy_reward(groups),
             trained=_mask(samples, lengths),
             logprobs=_optional("logprobs", samples, lengths),
             advantages=_optional("advantages", samples, lengths),
@@ -221,6 +224,23 @@ def _reward_terms(samples: list[pb.TrainSample]) -> NDArray[np.float64] | None:
                 why=f"the first sample of the update has {count} terms, and all of them are finite",
             )
     return np.array([sample.reward_terms for sample in samples]).T if count else None
+
+
+def _greedy_reward(groups: Sequence[pb.TrainGroup]) -> NDArray[np.float64] | None:
+    """One finite number a group, which all of its samples carry, or none in the whole update."""
+    samples = [sample for group in groups for sample in group.samples]
+    if not any(sample.HasField("greedy_reward") for sample in samples):
+        return None
+    for group in groups:
+        for sample in group.samples:
+            has, first = sample.HasField("greedy_reward"), group.samples[0].greedy_reward
+            if not has or sample.greedy_reward != first or not np.isfinite(first):
+                raise InvalidRequest(
+                    f"`greedy_reward` is {sample.greedy_reward if has else 'empty'}",
+                    where=sample_place(sample.sample_id),
+                    why="samples of one prompt have one greedy response, whose reward is a finite number",
+                )
+    return np.array([group.samples[0].greedy_reward for group in groups])
 
 
 def _mask(samples: list[pb.TrainSample], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -53,6 +53,11 @@ class AdvantageConfig(ConfigModel):
         """Samples without which a group says nothing."""
         return 2
 
+    @property
+    def needs_greedy_reward(self) -> bool:
+        """Whether the greedy response to each prompt is generated and scored beside its samples."""
+        return False
+
 
 class GrpoAdvantage(AdvantageConfig):
     """Reward minus a mean, over a deviation."""
@@ -177,6 +182,29 @@ class GdpoAdvantage(AdvantageConfig):
         return self
 
 
+class RemaxAdvantage(AdvantageConfig):
+    """Reward minus the reward of the greedy response to the same prompt."""
+
+    type: Literal["remax"] = "remax"
+
+    @property
+    def min_group_samples(self) -> int:
+        return 1
+
+    @property
+    def needs_greedy_reward(self) -> bool:
+        return True
+
+    @model_validator(mode="after")
+    def _compares_rewards_of_one_kind(self) -> RemaxAdvantage:
+        if self.overlong is not None:
+            raise ValueError(
+                "remax compares with the reward of a greedy response, which overlong does not punish: leave it out, or "
+                "make the punishment one of the rewards"
+            )
+        return self
+
+
 class UserAdvantage(UserFunction, AdvantageConfig):
     """A function of the user's: function(outcomes, **parameters), one number a sample or a token."""
 
@@ -201,6 +229,7 @@ AdvantageSection = Annotated[
     | Annotated[GaeAdvantage, Tag("gae")]
     | Annotated[DistillAdvantage, Tag("distill")]
     | Annotated[GdpoAdvantage, Tag("gdpo")]
+    | Annotated[RemaxAdvantage, Tag("remax")]
     | Annotated[UserAdvantage, Tag("user")],
     Discriminator(kind_of),
 ]

@@ -97,6 +97,7 @@ class PolicyConfig(ConfigModel):
         "gpg",
         "pass_at_k",
         "gdpo",
+        "remax",
         "gspo",
         "gmpo",
         "sapo",

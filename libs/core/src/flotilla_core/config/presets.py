@@ -40,6 +40,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gpg": {"advantage": {"type": "gpg"}, "loss": {"type": "reinforce"}},
     "pass_at_k": {"advantage": {"type": "pass_at_k"}, "loss": PPO},
     "gdpo": {"advantage": {"type": "gdpo"}, "loss": PPO},
+    "remax": {
+        "advantage": {"type": "remax"},
+        "loss": {"type": "reinforce"},
+        "aggregation": {"type": "sequence_mean_of_token_sum"},
+    },
     "gspo": {
         "advantage": GRPO,
         "loss": {"type": "gspo"},

@@ -307,6 +307,20 @@ class RunConfig(ConfigModel):
         return self
 
     @model_validator(mode="after")
+    def _learns_without_what_a_client_does_not_ask(self) -> RunConfig:
+        if self.loop != "client" or not isinstance(self.algorithm, PolicyConfig):
+            return self
+        asked = list(self.algorithm.gangs_beside_the_policy)
+        if self.algorithm.advantage.needs_greedy_reward:
+            asked.append("greedy responses")
+        if asked:
+            raise ValueError(
+                f"loop is client, which asks no {' and no '.join(asked)}: "
+                "send advantages of your own, or leave the steps to the coordinator"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         if isinstance(self.algorithm, PolicyConfig):
             name, least = self.algorithm.type, self.algorithm.advantage.min_group_samples
@@ -325,11 +339,6 @@ class RunConfig(ConfigModel):
                 )
             if not self.rewards and self.algorithm.needs_rewards:
                 raise ValueError(f"rewards is empty: {name} needs at least one reward term")
-            if self.loop == "client" and (asked := self.algorithm.gangs_beside_the_policy):
-                raise ValueError(
-                    f"loop is client, which asks no {' and no '.join(asked)}: "
-                    "send advantages of your own, or leave the steps to the coordinator"
-                )
             if self.rollout.dynamic_sampling is not None and not self.algorithm.needs_rewards:
                 raise ValueError(
                     f"rollout.dynamic_sampling leaves out groups of equal rewards, and {name} learns without rewards: "

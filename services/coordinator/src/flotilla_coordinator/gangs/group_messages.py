@@ -45,6 +45,7 @@ def fill(message: pb.TrainGroup, group: RolloutGroup) -> None:
             teacher_logprobs=_column(sample.teacher_logprobs),
             reward=sample.reward,
             reward_terms=sample.reward_terms,
+            greedy_reward=sample.greedy_reward,
             version_spans=[
                 version_pb2.VersionSpan(version=span.version.to_proto(), start=span.start, end=span.end)
                 for span in sample.spans

@@ -103,6 +103,8 @@ class ScoredSample(GeneratedSample):
     reward: float = 0.0
     reward_terms: tuple[float, ...] = ()
     """What each term gave by itself."""
+    greedy_reward: float | None = None
+    """What the greedy response to its prompt earned, where the run compares with it."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,7 @@ class SampleRecord:
     logprobs: Float32Array | None = None
     spans: tuple[TokenSpan, ...] = ()
     reward_terms: tuple[float, ...] = ()
+    greedy_reward: float | None = None
 
 
 @dataclass(frozen=True)

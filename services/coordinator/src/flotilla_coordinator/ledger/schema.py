@@ -142,7 +142,12 @@ _REWARD_TERMS = """
 ALTER TABLE samples ADD COLUMN reward_terms BLOB NOT NULL DEFAULT x'';
 """
 
-MIGRATIONS: tuple[str, ...] = (_FIRST, _BEGINNINGS, _OWNER, _FORGETTING, _REWARD_TERMS)
+# Others compare with what the greedy response to the same prompt earned, which is itself no sample.
+_GREEDY_REWARD = """
+ALTER TABLE samples ADD COLUMN greedy_reward REAL;
+"""
+
+MIGRATIONS: tuple[str, ...] = (_FIRST, _BEGINNINGS, _OWNER, _FORGETTING, _REWARD_TERMS, _GREEDY_REWARD)
 
 
 def connect(path: Path) -> sqlite3.Connection:

@@ -43,6 +43,7 @@ from flotilla_core.version import Version
 S = TypeVar("S", bound=GeneratedSample)
 State = SampleState
 IN_FLIGHT = (State.ISSUED, State.GENERATED, State.SCORED)
+_REWARDED = "state = ?, reward = ?, reward_terms = ?, greedy_reward = ?"
 
 
 def issue(db: sqlite3.Connection, group: GroupIssue) -> Recorded:
@@ -106,19 +107,12 @@ def scored(db: sqlite3.Connection, delivered: Sequence[ScoredSample]) -> Recorde
     arrived = [(known, sample) for known, sample in fresh if known.state is State.ISSUED]
     _store_responses(db, arrived)
     db.executemany(
-        "UPDATE samples SET state = ?, reward = ?, reward_terms = ?, generator = ?, truncated = ? WHERE key = ?",
-        [
-            (State.SCORED, s.reward, terms_to_bytes(s.reward_terms), s.generator, s.truncated, known.key)
-            for known, s in arrived
-        ],
+        f"UPDATE samples SET {_REWARDED}, generator = ?, truncated = ? WHERE key = ?",
+        [(*_rewarded(s), s.generator, s.truncated, known.key) for known, s in arrived],
     )
     db.executemany(
-        "UPDATE samples SET state = ?, reward = ?, reward_terms = ? WHERE key = ?",
-        [
-            (State.SCORED, s.reward, terms_to_bytes(s.reward_terms), known.key)
-            for known, s in fresh
-            if known.state is not State.ISSUED
-        ],
+        f"UPDATE samples SET {_REWARDED} WHERE key = ?",
+        [(*_rewarded(s), known.key) for known, s in fresh if known.state is not State.ISSUED],
     )
     log(
         db,
@@ -330,6 +324,11 @@ def _store_responses(db: sqlite3.Connection, fresh: Sequence[tuple[Known, Genera
             for known, s in fresh
         ],
     )
+
+
+def _rewarded(sample: ScoredSample) -> tuple[State, float, bytes, float | None]:
+    """Values of these columns."""
+    return State.SCORED, sample.reward, terms_to_bytes(sample.reward_terms), sample.greedy_reward
 
 
 def spans_to_bytes(spans: Sequence[TokenSpan]) -> bytes:

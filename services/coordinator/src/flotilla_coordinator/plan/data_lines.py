@@ -28,6 +28,18 @@ def draw_lines(rollout: RolloutConfig) -> Iterator[Line]:
     )
 
 
+def greedy_lines(config: RunConfig) -> Iterator[Line]:
+    """What is generated beside the samples, where the run compares with it."""
+    algorithm = config.algorithm
+    if isinstance(algorithm, PolicyConfig) and algorithm.advantage.needs_greedy_reward:
+        yield (
+            "greedy responses",
+            "1 a prompt",
+            f"generated beside its {config.rollout.samples_per_prompt} samples and scored by the same rewards, "
+            f"never trained: {algorithm.advantage.type} compares with it",
+        )
+
+
 def draw_warnings(config: RunConfig) -> Iterator[str]:
     """Draws that do not fit what the run learns by."""
     rollout, algorithm = config.rollout, config.algorithm

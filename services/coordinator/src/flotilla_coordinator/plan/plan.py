@@ -21,7 +21,7 @@ from flotilla_coordinator.plan.adapters import AdapterFacts, adapter_errors
 from flotilla_coordinator.plan.algorithm import algorithm_lines, algorithm_warnings
 from flotilla_coordinator.plan.asynchrony import asynchrony_warnings, groups_line, policy_line
 from flotilla_coordinator.plan.critic import critic_lines, critic_parameters
-from flotilla_coordinator.plan.data_lines import data_lines, draw_lines, draw_warnings
+from flotilla_coordinator.plan.data_lines import data_lines, draw_lines, draw_warnings, greedy_lines
 from flotilla_coordinator.plan.disk_use import DiskUse
 from flotilla_coordinator.plan.evaluations import evaluation_errors, evaluation_line
 from flotilla_coordinator.plan.mesh import mesh_errors, mesh_line
@@ -176,7 +176,7 @@ class _Planner:
             f"{self._prompts} prompts x {rollout.samples_per_prompt} samples; "
             f"about {math.ceil(self._samples / replicas)} for each of {replicas} generator(s)",
         )
-        for line in draw_lines(rollout):
+        for line in (*draw_lines(rollout), *greedy_lines(config)):
             self._line(*line)
         self._plan.warnings.extend(draw_warnings(config))
         tokens = self._samples * (self._prompt_tokens + self._response_tokens)

@@ -29,6 +29,8 @@ class RolloutSample:
     reward: float = 0.0
     reward_terms: tuple[float, ...] = ()
     """What each term of the reward gave by itself."""
+    greedy_reward: float | None = None
+    """What the greedy response to its prompt earned, where the run compares with it."""
     truncated: bool = False
     generator: str = ""
     attempt: int = 0

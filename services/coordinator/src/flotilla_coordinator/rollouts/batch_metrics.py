@@ -29,6 +29,9 @@ def batch_metrics(batch: Batch, version: Version) -> dict[str, float]:
         "staleness/mean": float(staleness.mean()),
         "staleness/max": float(staleness.max()),
     }
+    greedy = [group.samples[0].greedy_reward for group in batch.groups]
+    if known := [reward for reward in greedy if reward is not None]:
+        metrics["reward/greedy_mean"] = float(np.mean(known))
     for name in sorted({group.data_set for group in batch.groups} - {""}):
         own = [group for group in batch.groups if group.data_set == name]
         metrics[f"reward/mean/{name}"] = float(np.mean([s.reward for group in own for s in group.samples]))

@@ -15,15 +15,19 @@ from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import GroupIssue, SampleRecord
-from flotilla_coordinator.ledger.rewind import GROUP_TOO_SMALL, REWARD_ERROR, REWARD_TIMEOUT, UNIFORM
+from flotilla_coordinator.ledger.rewind import GROUP_TOO_SMALL, UNIFORM
 from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample
 from flotilla_coordinator.rollouts.generation import Generation, GenerationRequest
+from flotilla_coordinator.rollouts.greedy_baseline import GreedyBaseline
+from flotilla_coordinator.rollouts.judged_sample import JudgedSample
 from flotilla_coordinator.rollouts.samples import ledger_sample, rollout_sample
 from flotilla_coordinator.rollouts.score_item import score_item
 from flotilla_coordinator.rollouts.scoring import Outcome, Scorer
 from flotilla_coordinator.runs.replay import decided, recorded_failures, recorded_samples
+from flotilla_coordinator.runs.together import both
 from flotilla_core import ids, telemetry
 from flotilla_core.config import RolloutConfig
+from flotilla_core.config.advantages import AdvantageConfig
 from flotilla_core.telemetry import names
 from flotilla_core.version import Version
 
@@ -60,14 +64,6 @@ class FinishedGroup:
     """Left out because all its rewards were equal."""
 
 
-@dataclass(frozen=True)
-class _Scored:
-    """A sample and what the reward service made of it."""
-
-    sample: RolloutSample
-    outcome: Outcome
-
-
 class GroupRollout:
     """Lets groups of one run live."""
 
@@ -79,7 +75,7 @@ class GroupRollout:
         generation: Generation,
         scorer: Scorer,
         ledger: Ledger,
-        min_group_samples: int,
+        advantage: AdvantageConfig,
     ) -> None:
         self._run_id = run_id
         self._config = config
@@ -87,7 +83,10 @@ class GroupRollout:
         self._generation = generation
         self._scorer = scorer
         self._ledger = ledger
-        self._min_group_samples = min_group_samples
+        self._min_group_samples = advantage.min_group_samples
+        self._baseline = (
+            GreedyBaseline(tokenizer, generation, scorer) if advantage.needs_greedy_reward else None
+        )
 
     def sample_ids(self, group_id: str) -> tuple[str, ...]:
         """Of a whole group, in the order of its slots."""
@@ -115,8 +114,9 @@ class GroupRollout:
                 resume_partial=self._config.resume_partial,
                 priority=ticket.step,
             )
-            scored = await self._generate_and_score(request, ticket.prompt) if request.sample_ids else []
-            group = await self._record(ticket, recorded_samples(records), scored)
+            recorded = recorded_samples(records)
+            scored = await self._judged(request, ticket, recorded) if request.sample_ids else []
+            group = await self._record(ticket, recorded, scored)
             group.span = span.get_span_context() if span.is_recording() else None
         uniform = self._config.dynamic_sampling is not None and group.uniform
         if uniform:
@@ -139,7 +139,18 @@ class GroupRollout:
             self._run_id, ticket.group_id, sample_ids, ticket.step, 0, prompt.prompt_text, prompt.token_ids
         )
 
-    async def _generate_and_score(self, request: GenerationRequest, prompt: Prompt) -> list[_Scored]:
+    async def _judged(
+        self, request: GenerationRequest, ticket: Ticket, recorded: list[RolloutSample]
+    ) -> list[JudgedSample]:
+        """The samples that are asked for, beside the greedy response where the run compares with it."""
+        samples = self._generate_and_score(request, ticket.prompt)
+        if self._baseline is None:
+            return await samples
+        greedy = self._baseline.outcome(ticket.group_id, ticket.prompt, request, recorded)
+        judged, outcome = await both(samples, greedy)
+        return [item.against(outcome) for item in judged]
+
+    async def _generate_and_score(self, request: GenerationRequest, prompt: Prompt) -> list[JudgedSample]:
         """Score whatever has ended while the rest still decodes."""
         arrived: asyncio.Queue[RolloutSample | None] = asyncio.Queue()
 
@@ -152,7 +163,7 @@ class GroupRollout:
                 arrived.put_nowait(None)
 
         producer = asyncio.create_task(generate())
-        scored: list[_Scored] = []
+        scored: list[JudgedSample] = []
         try:
             ended = False
             while not ended:
@@ -170,13 +181,13 @@ class GroupRollout:
             await asyncio.gather(producer, return_exceptions=True)
         return scored
 
-    async def _score(self, samples: list[RolloutSample], prompt: Prompt) -> list[_Scored]:
+    async def _score(self, samples: list[RolloutSample], prompt: Prompt) -> list[JudgedSample]:
         items = [score_item(s.sample_id, prompt, s.text, s.token_ids) for s in samples]
         outcomes = await self._scorer.score(items)
-        return [_Scored(sample, outcomes[sample.sample_id]) for sample in samples]
+        return [JudgedSample(sample, outcomes[sample.sample_id]) for sample in samples]
 
     async def _record(
-        self, ticket: Ticket, recorded: list[RolloutSample], scored: list[_Scored]
+        self, ticket: Ticket, recorded: list[RolloutSample], scored: list[JudgedSample]
     ) -> RolloutGroup:
         """Write what is new of a group to the ledger, then hand on what may train, in the order of the slots."""
         prompt = ticket.prompt
@@ -189,7 +200,7 @@ class GroupRollout:
         if too_few and recorded:
             dropped[GROUP_TOO_SMALL] = [sample.sample_id for sample in recorded]
         for item in scored:
-            reason = _drop_reason(item.outcome) or (GROUP_TOO_SMALL if too_few else "")
+            reason = item.drop_reason or (GROUP_TOO_SMALL if too_few else "")
             if reason:
                 dropped.setdefault(reason, []).append(item.sample.sample_id)
         for reason, lost in dropped.items():
@@ -205,10 +216,3 @@ class GroupRollout:
             [*recorded, *(item.sample for item in trainable)], key=lambda sample: order(sample.sample_id)
         )
         return group
-
-
-def _drop_reason(outcome: Outcome) -> str:
-    """Why a sample cannot train; empty where it has a value."""
-    if outcome.total is not None:
-        return ""
-    return REWARD_TIMEOUT if outcome.timed_out else REWARD_ERROR

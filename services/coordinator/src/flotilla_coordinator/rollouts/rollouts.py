@@ -29,6 +29,7 @@ from flotilla_coordinator.rollouts.reward_failures import failure_rate, refuse_f
 from flotilla_coordinator.rollouts.scoring import Scorer
 from flotilla_coordinator.runs.replay import Replay
 from flotilla_core.config import RolloutConfig, RunConfig
+from flotilla_core.config.advantages import AdvantageConfig
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.version import Version
 
@@ -48,13 +49,13 @@ class RolloutSource:
         generation: Generation,
         scorer: Scorer,
         ledger: Ledger,
-        min_group_samples: int,
+        advantage: AdvantageConfig,
     ) -> None:
         self._run_id = run_id
         self._config = config
         self._ledger = ledger
         self._replay = Replay(run_id, ledger)
-        self._rollout = GroupRollout(run_id, config, tokenizer, generation, scorer, ledger, min_group_samples)
+        self._rollout = GroupRollout(run_id, config, tokenizer, generation, scorer, ledger, advantage)
         self._admission = Admission(run_id, config, total_steps, prompts, ledger, self._start)
 
     async def go_on(self, steps_done: int, cursor: dict[str, Any] | None) -> None:

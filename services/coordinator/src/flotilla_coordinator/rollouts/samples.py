@@ -43,4 +43,5 @@ def ledger_sample(sample: RolloutSample) -> ScoredSample:
         truncated=sample.truncated,
         reward=sample.reward,
         reward_terms=sample.reward_terms,
+        greedy_reward=sample.greedy_reward,
     )

@@ -208,7 +208,7 @@ class Assembly:
             generation,
             scorer,
             self._ledger,
-            min_group_samples=config.algorithm.advantage.min_group_samples,
+            config.algorithm.advantage,
         )
 
     def _held_out(self, tokenizer: Tokenizer) -> list[Prompt]:

@@ -56,6 +56,7 @@ def recorded_samples(records: list[SampleRecord]) -> list[RolloutSample]:
             spans=record.spans,
             reward=record.reward or 0.0,
             reward_terms=record.reward_terms,
+            greedy_reward=record.greedy_reward,
             truncated=record.truncated,
             generator=record.generator,
             attempt=record.attempt,

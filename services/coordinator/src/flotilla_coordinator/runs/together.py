@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from flotilla_core.errors import FlotillaError
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 SETTLE_S = 1.0
 
@@ -22,6 +23,17 @@ async def all_of(calls: Iterable[Awaitable[T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def both(first: Awaitable[T], second: Awaitable[U]) -> tuple[T, U]:
+    """Both results; a failure of either cancels the other and is raised as it is."""
+    one, other = asyncio.ensure_future(first), asyncio.ensure_future(second)
+    try:
+        return await asyncio.gather(one, other)
+    finally:
+        one.cancel()
+        other.cancel()
+        await asyncio.gather(one, other, return_exceptions=True)
 
 
 async def all_settled(calls: Iterable[Awaitable[T]]) -> list[T]:

@@ -12,6 +12,10 @@ ADVANTAGE_NEEDS = {
         "ask the critic for them with ComputeValues, or set `critic: {}` in the run's algorithm",
     ),
     "gdpo": ("reward_terms", "send what each term of the reward gave, in the order of advantage.weights"),
+    "remax": (
+        "greedy_reward",
+        "send what the greedy response to the prompt earned, with each of its samples",
+    ),
     "distill": ("teacher_logprobs", "ask the teacher for them with ComputeLogprobs"),
 }
 

@@ -71,7 +71,7 @@ def outcomes_of(
             where=sample_place(batch.sample_ids[wrong[0]]),
             next_step="let the reward function report an error instead of a number",
         )
-    rewards, advantage = batch.rewards, policy.advantage
+    rewards, greedy, advantage = batch.rewards, batch.greedy_reward, policy.advantage
     if advantage.HasField("overlong"):
         rewards = rewards + overlong_penalties(
             batch.response_lengths,
@@ -81,6 +81,7 @@ def outcomes_of(
         )
     if advantage.HasField("reward_clip"):
         rewards = np.clip(rewards, -advantage.reward_clip, advantage.reward_clip)
+        greedy = None if greedy is None else np.clip(greedy, -advantage.reward_clip, advantage.reward_clip)
     if policy.shuffle_rewards:
         rewards = shuffled_rewards(rewards, seed)
     lead = None
@@ -96,6 +97,7 @@ def outcomes_of(
         teacher_lead=lead,
         history=history,
         terms=batch.reward_terms,
+        greedy_rewards=greedy,
     )
 
 

@@ -270,8 +270,11 @@ class TrainSample(_message.Message):
     REFERENCE_LOGPROBS_FIELD_NUMBER: _builtins.int
     TEACHER_LOGPROBS_FIELD_NUMBER: _builtins.int
     REWARD_TERMS_FIELD_NUMBER: _builtins.int
+    GREEDY_REWARD_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     reward: _builtins.float
+    greedy_reward: _builtins.float
+    """What the greedy response to the same prompt earned, one number a group; for advantages that compare with it."""
     @_builtins.property
     def token_ids(self) -> _tensor_pb2.Tensor: ...
     @_builtins.property
@@ -318,12 +321,15 @@ class TrainSample(_message.Message):
         reference_logprobs: _tensor_pb2.Tensor | None = ...,
         teacher_logprobs: _tensor_pb2.Tensor | None = ...,
         reward_terms: _abc.Iterable[_builtins.float] | None = ...,
+        greedy_reward: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "logprobs", b"logprobs", "mask", b"mask", "reference_logprobs", b"reference_logprobs", "teacher_logprobs", b"teacher_logprobs", "token_ids", b"token_ids", "values", b"values"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_greedy_reward", b"_greedy_reward", "advantages", b"advantages", "greedy_reward", b"greedy_reward", "logprobs", b"logprobs", "mask", b"mask", "reference_logprobs", b"reference_logprobs", "teacher_logprobs", b"teacher_logprobs", "token_ids", b"token_ids", "values", b"values"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "logprobs", b"logprobs", "mask", b"mask", "reference_logprobs", b"reference_logprobs", "reward", b"reward", "reward_terms", b"reward_terms", "sample_id", b"sample_id", "teacher_logprobs", b"teacher_logprobs", "token_ids", b"token_ids", "values", b"values", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_greedy_reward", b"_greedy_reward", "advantages", b"advantages", "greedy_reward", b"greedy_reward", "logprobs", b"logprobs", "mask", b"mask", "reference_logprobs", b"reference_logprobs", "reward", b"reward", "reward_terms", b"reward_terms", "sample_id", b"sample_id", "teacher_logprobs", b"teacher_logprobs", "token_ids", b"token_ids", "values", b"values", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__greedy_reward: _TypeAlias = _typing.Literal["greedy_reward"]  # noqa: Y015
+    _WhichOneofArgType__greedy_reward: _TypeAlias = _typing.Literal["_greedy_reward", b"_greedy_reward"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__greedy_reward) -> _WhichOneofReturnType__greedy_reward | None: ...
 
 Global___TrainSample: _TypeAlias = TrainSample  # noqa: Y015
 
