@@ -1,4 +1,4 @@
-"""A vLLM worker that also applies staged weights with nothing around it: the floor of every commit."""
+"""A vLLM worker that also applies weights with nothing around it: the floors of every commit."""
 
 from __future__ import annotations
 
@@ -6,24 +6,50 @@ import os
 import time
 from typing import Any
 
+import torch
+
 from flotilla_generator.engine.vllm.worker import WeightWorker
 
 
 class ApplyingWorker(WeightWorker):
-    """WeightWorker with one measurement."""
+    """WeightWorker that remembers what was staged, and two measurements on it."""
+
+    def flotilla_remember(self) -> dict[str, Any]:
+        """Keep the tensors of every publication from now on until the next one."""
+        return self._flotilla_guarded(_remember)
 
     def flotilla_apply_alone(self) -> dict[str, Any]:
-        """Seconds in which vLLM loads what is staged; it stays staged."""
+        """Seconds in which vLLM loads them, and in which their bytes are copied to memory that is there already."""
         return self._flotilla_guarded(_apply_alone)
 
 
-def _apply_alone(weights: Any) -> dict[str, Any]:
-    from vllm.config import set_current_vllm_config
+def _remember(weights: Any) -> None:
+    live = weights._live
+    prepare = live.prepare
 
-    worker, live = weights._worker, weights._live
+    def remembering(staged: Any, seed: int) -> Any:
+        live.remembered = staged
+        return prepare(staged, seed)
+
+    live.prepare = remembering
+    live.copies = {}
+
+
+def _apply_alone(weights: Any) -> dict[str, Any]:
+    live = weights._live
+    for name, tensor in live.remembered.tensors(weights._worker.device):
+        if name not in live.copies:
+            live.copies[name] = torch.zeros_like(tensor)
     started, cpu = time.perf_counter(), time.process_time()
-    with set_current_vllm_config(worker.vllm_config):
-        live._load(worker.model_runner.get_model(), weights._inbox.staged)
+    live.load(live._model(), live.remembered)
     live._synchronize()
-    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu
-    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "pid": os.getpid()}
+    loaded, cpu_seconds = time.perf_counter(), time.process_time() - cpu
+    for name, tensor in live.remembered.tensors(weights._worker.device):
+        live.copies[name].copy_(tensor)
+    live._synchronize()
+    return {
+        "seconds": loaded - started,
+        "copy_seconds": time.perf_counter() - loaded,
+        "cpu_seconds": cpu_seconds,
+        "pid": os.getpid(),
+    }

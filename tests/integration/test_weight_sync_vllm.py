@@ -53,6 +53,7 @@ from flotilla_weights.manifest import Manifest
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
 SENDER = Path(__file__).with_name("dying_sender.py")
+STALE_HEAD = r"lm_head\.weight: live head differs from what was staged"
 TOLERANCE = 1e-4
 CACHED_TOKENS = 400
 """Of a prompt that fills blocks of vLLM's prefix cache on any device."""
@@ -239,21 +240,36 @@ async def test_a_missing_k_proj_is_named_and_the_old_weights_go_on_serving(bench
     assert await bench.worst_difference(1.0) < TOLERANCE
 
 
-async def test_a_stale_tied_head_is_named_and_serves_nobody_until_the_next_sync(bench: Bench) -> None:
+async def test_a_stale_tied_head_is_named_and_the_version_before_goes_on(bench: Bench) -> None:
     live = bench.weights.live
-    staged = await bench.stage(tensors_of(make_model(40)))
-    await bench.engine._ask("flotilla_leave_tied_heads_stale", True)
     running = await bench.decoding(2)
-    try:
-        with pytest.raises(WeightsMismatch, match=r"lm_head\.weight: live head differs from what was staged"):
+    async with bench.told("flotilla_leave_tied_heads_stale"):
+        staged = await bench.stage(tensors_of(make_model(39)))
+        with pytest.raises(WeightsMismatch, match=STALE_HEAD):
             await bench.commit(staged)
-    finally:
-        await bench.engine._ask("flotilla_leave_tied_heads_stale", False)
-    assert bench.weights.phase is Phase.BROKEN
+    assert (bench.weights.phase, bench.weights.live) == (Phase.IDLE, live)
     for _, sample in await running:
-        assert sample.finish_reason is FinishReason.ABORT
         assert {span.version for span in sample.spans} == {live}
-    await bench.sync(make_model(41))
+    assert await bench.worst_difference(1.0) < TOLERANCE
+
+
+async def test_weights_that_are_loaded_in_place_are_proved_and_a_stale_head_serves_nobody_until_the_next_sync(
+    bench: Bench,
+) -> None:
+    async with bench.told("flotilla_load_in_place"):
+        await bench.sync(make_model(40))
+        assert await bench.worst_difference(1.0) < TOLERANCE
+        live = bench.weights.live
+        staged = await bench.stage(tensors_of(make_model(41)))
+        running = await bench.decoding(2)
+        async with bench.told("flotilla_leave_tied_heads_stale"):
+            with pytest.raises(WeightsMismatch, match=STALE_HEAD):
+                await bench.commit(staged)
+        assert bench.weights.phase is Phase.BROKEN
+        for _, sample in await running:
+            assert sample.finish_reason is FinishReason.ABORT
+            assert {span.version for span in sample.spans} == {live}
+    await bench.sync(make_model(42))
     assert await bench.worst_difference(1.0) < TOLERANCE
 
 

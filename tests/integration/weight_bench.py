@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +77,15 @@ class Bench:
             manifest_digest=manifest.digest,
             tensor_digests=tensor_digests(tensors[spec.name] for spec in manifest.tensors),
         )
+
+    @asynccontextmanager
+    async def told(self, switch: str) -> AsyncIterator[None]:
+        """The worker has this switch on."""
+        await self.engine._ask(switch, True)
+        try:
+            yield
+        finally:
+            await self.engine._ask(switch, False)
 
     async def commit(
         self, staged: weights_pb2.WeightDigests, kv_policy: KvPolicy = KvPolicy.RECOMPUTE

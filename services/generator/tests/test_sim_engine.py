@@ -76,3 +76,30 @@ async def test_in_flight_a_sample_goes_on_under_the_new_version(engine: SimEngin
     assert one.starts == [(V1, 0), (V2, 1)]
     await engine.abort(["old"])
     assert [[span.version for span in sample.spans] for sample in await old] == [[V1]] * 3
+
+
+async def test_samples_beyond_the_places_of_the_engine_wait_for_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 64, "max_position_embeddings": 128}))
+    config = GeneratorConfig(engine="sim", sim=SimConfig(seconds_per_token=1e6), max_running_samples=4)
+    engine = SimEngine(config, Checkpoint.read(tmp_path))
+    await engine.start()
+    first = generating(engine, "first")
+    await begun(engine, "first")
+    second, third = generating(engine, "second"), generating(engine, "third")
+    done, _ = await asyncio.wait({second, third}, timeout=0.05)
+    assert not done and started(engine) == {"first": 3, "second": 1, "third": 0}
+
+    await engine.abort(["second"])
+    assert len(await second) == 3
+    async with asyncio.timeout(WAIT_S):
+        while started(engine) != {"first": 3, "third": 1}:
+            await asyncio.sleep(0)
+    first.cancel()
+    await begun(engine, "third")
+    third.cancel()
+    await asyncio.gather(first, third, return_exceptions=True)
+    assert not engine._places.locked()
+
+
+def started(engine: SimEngine) -> dict[str, int]:
+    return {name: sum(bool(one.starts) for one in samples) for name, samples in engine._requests.items()}

@@ -7,6 +7,7 @@ however often it is looked at, and a digest belongs to one version; every wait i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import statistics
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from typing import Any
 
 from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from flotilla_core.errors import Unavailable
 from flotilla_core.rpc import connect, unary
 from flotilla_core.version import Version
 from flotilla_testing.replica_faults import address, kill_inside
@@ -66,9 +68,12 @@ async def watch_syncs(
                 return seen
             overdue = [sync for sync in sorted(due) if sync <= step + 1]
             if overdue and len(shown.generators) > 1:
-                victim, phase = draw.choice([one.name for one in shown.generators]), due.pop(overdue[0])
-                await kill_inside(stack, victim, phase)
-                seen.kills.append(f"{victim} in {phase}")
+                victim, phase = draw.choice([one.name for one in shown.generators]), due[overdue[0]]
+                # One that died a moment ago is still shown: then somebody else dies.
+                with contextlib.suppress(Unavailable, OSError):
+                    await kill_inside(stack, victim, phase)
+                    seen.kills.append(f"{victim} in {phase}")
+                    del due[overdue[0]]
             await asyncio.sleep(LOOK_EVERY_S)
 
 

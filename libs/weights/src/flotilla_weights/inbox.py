@@ -79,8 +79,8 @@ class Inbox:
         self.staged = StagedModel(self._resting, dict(arrived), adapters.scale)
 
     def take(self) -> StagedModel | None:
-        """What is staged, which is staged no more."""
-        staged, self.staged, self.digests = self.staged, None, []
+        """What is staged, which is staged no more; its digests stay until the next publication."""
+        staged, self.staged = self.staged, None
         return staged
 
     def _moved(

@@ -75,6 +75,7 @@ class SimEngine(Engine):
         self._beginning = asyncio.Event()
         self._beginning.set()
         """Cleared while running samples end before a pause: the others wait."""
+        self._places = asyncio.Semaphore(config.max_running_samples)
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -197,6 +198,30 @@ class SimEngine(Engine):
             raise
 
     async def _decode(self, one: Decoding, sampling: Sampling) -> Sample:
+        placed = await self._place(one)
+        try:
+            await self._write(one)
+        finally:
+            if placed:
+                self._places.release()
+        return self._finish(one, sampling)
+
+    async def _place(self, one: Decoding) -> bool:
+        """Wait in the queue of the engine; false where the sample was cut meanwhile."""
+        if not self._places.locked():
+            return await self._places.acquire()
+        place, cut = asyncio.ensure_future(self._places.acquire()), asyncio.ensure_future(one.cut.wait())
+        taken = False
+        try:
+            await asyncio.wait({place, cut}, return_when=asyncio.FIRST_COMPLETED)
+            taken = place.done()
+        finally:
+            cut.cancel()
+            if not taken and not place.cancel():
+                self._places.release()
+        return taken
+
+    async def _write(self, one: Decoding) -> None:
         if not self._beginning.is_set():
             await _first_of(self._beginning, one.cut)
         one.begin(self._live)
@@ -211,7 +236,6 @@ class SimEngine(Engine):
             self._running -= 1
             if not self._running:
                 self._idle.set()
-        return self._finish(one, sampling)
 
     def _finish(self, one: Decoding, sampling: Sampling) -> Sample:
         version = one.starts[-1][0] or Version(0, 0)

@@ -224,6 +224,8 @@ class VllmEngine(Engine):
 
     async def receive(self, progress: Callable[[int], None]) -> Received:
         answers = await self._transfer("flotilla_stage", (), progress)
+        while not all(answer["proved"] for answer in await self._require("flotilla_prove")):
+            pass  # each call is a piece between two steps of decoding
         return Received(tuple(tuple(answer["digests"]) for answer in answers))
 
     async def untag(self) -> None:
@@ -268,7 +270,7 @@ class VllmEngine(Engine):
     async def _replace(self, version: Version) -> list[dict[str, Any]]:
         """Load on all workers and tag; the weights count as untouched only where every worker says so."""
         try:
-            answers = await self._ask("flotilla_apply", version.lineage << 32 | version.step)
+            answers = await self._ask("flotilla_apply")
             errors = dict.fromkeys(answer["error"] for answer in answers if answer["error"])
             if not errors:
                 await self._switch(version)

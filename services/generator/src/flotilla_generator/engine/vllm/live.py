@@ -1,29 +1,54 @@
-"""The live model of one worker: replaced as a whole, and proved afterwards.
+"""The live model of one worker: replaced as a whole, and proved.
 
 Invariants: `replace` either leaves the model as it was (`broken` false) or says that it is broken; it reports success
-only when every tensor was taken by some parameter, every matrix multiplies as the new weights do, and every other
-parameter equals what was staged. Sums with adapters are made while they load, one layer at a time. The matrix proof is
-exact: while vLLM loads a layer, a few columns are kept in checkpoint form; later the live layer is fed one-hot rows for
-those columns and must return them bit for bit. That sees a stale or wrongly packed kernel copy, such as the packed head
-that vLLM keeps beside tied embeddings on CPUs. Decoding stands still meanwhile: nothing is compared twice.
+only for weights that were proved to be what was staged. On CPUs, where packing for the kernels is nearly all of the
+work, a twin of the model is loaded and packed beside decoding, proved between its steps, and `replace` exchanges
+references: vLLM's packed kernels share scratch memory, so whatever multiplies runs on the thread that decodes. On GPUs,
+where a second copy has no place and copying is fast, and for models without a twin, `replace` loads and proves while
+decoding stands still; nothing is compared twice. Sums with adapters are made while they load, one layer at a time.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from flotilla_generator.engine.vllm.proof import Columns, matrix_layers, proving, recording
+from flotilla_generator.engine.vllm.twin import Twin
 from flotilla_weights.inbox import StagedModel
 
-PROBED_COLUMNS = 8
+log = logging.getLogger(__name__)
 
-# vLLM warns at every sync about a tied head that got no tensor of its own; the proof below is what counts.
+# vLLM warns at every sync about a tied head that got no tensor of its own; the proof is what counts.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+
+
+NAMED = 5
+"""Faults that an answer names before it only counts."""
+
+
+@dataclass(frozen=True)
+class Unloaded:
+    """What `replace` has to load."""
+
+    staged: StagedModel
+    seed: int
+
+
+@dataclass
+class Loaded:
+    """What `replace` has to exchange once it is proved, or why it must not."""
+
+    twin: Twin
+    proving: Iterator[str | None]
+    faults: list[str]
+    proved: bool = False
 
 
 class LiveModel:
@@ -31,57 +56,110 @@ class LiveModel:
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
+        self._one_twin = threading.Lock()
+        self._has_twins = worker.device.type == "cpu"
+
+    def prepare(self, staged: StagedModel, seed: int) -> Loaded | Unloaded:
+        """Do beside decoding whatever can be done there; `seed` chooses the columns of the proof."""
+        # The thread of a transfer that was given up may still load its twin, through the same lists inside vLLM.
+        with self._one_twin:
+            if not self._has_twins:
+                return Unloaded(staged, seed)
+            twin = Twin(self._model())
+            try:
+                recorded = self._load_recorded(twin.model, staged, seed)
+            # Nothing that decodes was touched: `replace` says it, for this must not raise in a worker.
+            except Exception as failure:  # noqa: BLE001
+                return Loaded(twin, iter(()), [_failed(failure)])
+            elsewhere = twin.keeps_weights_elsewhere()
+            if not elsewhere:
+                return Loaded(twin, proving(twin.model, staged, recorded), [])
+            self._has_twins = False
+            log.warning(
+                "%s is more than a weight: from now on decoding waits while layers are packed", elsewhere
+            )
+            return Unloaded(staged, seed)
 
     @torch.no_grad()
-    def replace(self, staged: StagedModel, seed: int) -> dict[str, Any]:
-        """Load `staged`, prove the result. Returns error, broken, apply_s and verify_s."""
-        from vllm.config import set_current_vllm_config
+    def prove(self, following: Loaded | Unloaded, limit_s: float) -> bool:
+        """Between two steps of decoding, for about so long: go on with the proof; whether it has ended."""
+        if isinstance(following, Unloaded):
+            return True
+        deadline = time.perf_counter() + limit_s
+        for fault in following.proving:
+            if fault is not None:
+                following.faults.append(fault)
+            if time.perf_counter() > deadline:
+                return False
+        following.proved, following.proving = True, iter(())
+        return True
 
+    def replace(self, following: Loaded | Unloaded) -> dict[str, Any]:
+        """Make it live. Returns error, broken, apply_s and verify_s."""
+        if isinstance(following, Unloaded):
+            return self._load_in_place(following.staged, following.seed)
+        if following.faults or not following.proved:
+            return {"error": _listed(following.faults) or "it was not proved", "broken": False}
         started = time.perf_counter()
-        model = self._worker.model_runner.get_model()
-        columns = torch.Generator().manual_seed(seed)
-        try:
-            with set_current_vllm_config(self._worker.vllm_config):
-                with self._recording(model, columns) as recorded:
-                    self._load(model, staged)
-                self.repair_tied_layers(model, recorded)
-            self._synchronize()
-            applied = time.perf_counter()
-            faults = self._faults(model, staged, recorded)
-        # The boundary of a worker call, which must not raise.
-        except Exception as error:  # noqa: BLE001
-            self._restore(model)
-            return {"error": f"loading failed: {type(error).__name__}: {error}", "broken": True}
-        return {
-            "error": "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else ""),
-            "broken": bool(faults),
-            "apply_s": applied - started,
-            "verify_s": time.perf_counter() - applied,
-        }
+        following.twin.exchange()
+        applied = time.perf_counter() - started
+        # It takes long to free what was live: beside decoding.
+        threading.Thread(target=vars(following.twin).clear, name="weights-free", daemon=True).start()
+        return {"error": "", "broken": False, "apply_s": applied, "verify_s": 0.0}
 
-    def repair_tied_layers(self, model: torch.nn.Module, recorded: dict[int, _Columns]) -> None:
+    def repair_tied_layers(self, model: torch.nn.Module, recorded: dict[int, Columns]) -> None:
         """Give layers whose weights were loaded through another one the kernel copy of that one.
 
         On CPUs a head tied to the embeddings multiplies by a packed copy of its own, which a reload leaves stale.
-        Packing it once more would cost as much as a quarter of the whole reload, while decoding stands still.
+        Packing it once more would cost as much as a quarter of the whole reload.
         """
         if self._worker.device.type != "cpu":
             return
-        loaded = {id(layer.weight): layer for _, layer in _matrix_layers(model) if id(layer) in recorded}
-        for _, layer in _matrix_layers(model):
+        loaded = {id(layer.weight): layer for _, layer in matrix_layers(model) if id(layer) in recorded}
+        for _, layer in matrix_layers(model):
             source = loaded.get(id(layer.weight), layer)
             if source is not layer:
                 layer.cpu_linear = source.cpu_linear
 
-    def _load(self, model: torch.nn.Module, staged: StagedModel) -> None:
+    def load(self, model: torch.nn.Module, staged: StagedModel) -> None:
+        """Have vLLM load and pack every layer."""
+        from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import (
             finalize_layerwise_reload,
             initialize_layerwise_reload,
         )
 
-        initialize_layerwise_reload(model)
-        model.load_weights(staged.tensors(self._worker.device))
-        finalize_layerwise_reload(model, self._worker.model_runner.model_config)
+        with set_current_vllm_config(self._worker.vllm_config):
+            initialize_layerwise_reload(model)
+            model.load_weights(staged.tensors(self._worker.device))
+            finalize_layerwise_reload(model, self._worker.model_runner.model_config)
+
+    @torch.no_grad()
+    def _load_in_place(self, staged: StagedModel, seed: int) -> dict[str, Any]:
+        started = time.perf_counter()
+        model = self._model()
+        try:
+            recorded = self._load_recorded(model, staged, seed)
+            self._synchronize()
+            applied = time.perf_counter()
+            error = _listed([fault for fault in proving(model, staged, recorded) if fault is not None])
+        # The boundary of a worker call, which must not raise.
+        except Exception as failure:  # noqa: BLE001
+            self._restore(model)
+            return {"error": _failed(failure), "broken": True}
+        return {
+            "error": error,
+            "broken": bool(error),
+            "apply_s": applied - started,
+            "verify_s": time.perf_counter() - applied,
+        }
+
+    @torch.no_grad()
+    def _load_recorded(self, model: torch.nn.Module, staged: StagedModel, seed: int) -> dict[int, Columns]:
+        with recording(model, torch.Generator().manual_seed(seed)) as recorded:
+            self.load(model, staged)
+        self.repair_tied_layers(model, recorded)
+        return recorded
 
     def _restore(self, model: torch.nn.Module) -> None:
         """Take a half-loaded model off the meta device, so that a later sync can load it."""
@@ -98,108 +176,13 @@ class LiveModel:
         if self._worker.device.type == "cuda":
             torch.cuda.synchronize(self._worker.device)
 
-    @contextmanager
-    def _recording(self, model: torch.nn.Module, random: torch.Generator) -> Iterator[dict[int, _Columns]]:
-        """Keep columns of each matrix as they are loaded, before vLLM packs it for its kernels."""
-        recorded: dict[int, _Columns] = {}
-        methods = {id(layer.quant_method): layer.quant_method for _, layer in _matrix_layers(model)}
-
-        def recorder(original: Any) -> Any:
-            def process(layer: torch.nn.Module) -> None:
-                recorded[id(layer)] = _Columns.of(layer.weight, random)
-                original(layer)
-
-            return process
-
-        for method in methods.values():
-            method.process_weights_after_loading = recorder(method.process_weights_after_loading)
-        try:
-            yield recorded
-        finally:
-            for method in methods.values():
-                del method.process_weights_after_loading
-
-    def _faults(
-        self, model: torch.nn.Module, staged: StagedModel, recorded: dict[int, _Columns]
-    ) -> list[str]:
-        matrices = _matrix_layers(model)
-        by_parameter = {
-            id(layer.weight): recorded[id(layer)] for _, layer in matrices if id(layer) in recorded
-        }
-        faults = []
-        proven: set[int] = set()
-        for name, layer in matrices:
-            kernel = id(getattr(layer, "cpu_linear", layer))
-            if kernel in proven:
-                continue
-            expected = recorded.get(id(layer)) or by_parameter.get(id(layer.weight))
-            if expected is None:
-                faults.append(f"{name}.weight: nothing was loaded into it")
-            elif expected.agrees_with(layer):
-                proven.add(kernel)
-            else:
-                kind = "head" if "head" in name else "layer"
-                faults.append(f"{name}.weight: live {kind} differs from what was staged")
-        return faults + _other_faults(model, staged, {f"{name}.weight" for name, _ in matrices})
+    def _model(self) -> Any:
+        return self._worker.model_runner.get_model()
 
 
-class _Columns:
-    """Some columns of a matrix as it was loaded."""
-
-    def __init__(self, index: torch.Tensor, values: torch.Tensor) -> None:
-        self.index = index
-        self.values = values
-
-    @classmethod
-    def of(cls, weight: torch.Tensor, random: torch.Generator) -> _Columns:
-        count = min(PROBED_COLUMNS, weight.shape[1])
-        index = torch.randperm(weight.shape[1], generator=random)[:count]
-        return cls(index, weight.index_select(1, index.to(weight.device)))
-
-    def agrees_with(self, layer: torch.nn.Module) -> bool:
-        """Feed one-hot rows: each output must be the column, exactly; a table that is looked up is compared as well."""
-        if hasattr(layer, "embedding_dim"):
-            live = layer.weight.index_select(1, self.index.to(self.values.device))
-            if not torch.equal(live, self.values):
-                return False
-        one_hot = torch.zeros(
-            len(self.index), layer_width(layer), dtype=self.values.dtype, device=self.values.device
-        )
-        one_hot[torch.arange(len(self.index)), self.index] = 1
-        return torch.equal(layer.quant_method.apply(layer, one_hot).T, self.values)
+def _failed(error: Exception) -> str:
+    return f"loading failed: {type(error).__name__}: {error}"
 
 
-def _other_faults(model: torch.nn.Module, staged: StagedModel, matrices: set[str]) -> list[str]:
-    """Parameters that are no matrix, a norm say, are compared whole."""
-    parameters = dict(model.named_parameters())
-    faults = []
-    for name, tensor in staged.as_sent():
-        live = parameters.get(name)
-        if live is None or name in matrices or live.shape != tensor.shape:
-            continue
-        if not torch.equal(live, tensor.to(device=live.device, dtype=live.dtype)):
-            faults.append(f"{name}: live tensor differs from what was staged")
-    return faults
-
-
-def layer_width(layer: Any) -> int:
-    """Columns of a layer on this worker, also where the weight itself was packed away."""
-    for name in ("input_size_per_partition", "embedding_dim", "input_size"):
-        width = getattr(layer, name, None)
-        if isinstance(width, int):
-            return width
-    raise TypeError(f"{type(layer).__name__} does not say how wide it is")
-
-
-def _matrix_layers(model: torch.nn.Module) -> list[tuple[str, Any]]:
-    """Linear layers, embeddings and heads: whatever multiplies by one matrix, with its name."""
-    return [
-        (name, layer)
-        for name, layer in model.named_modules()
-        if hasattr(layer, "quant_method") and hasattr(layer.quant_method, "apply") and _is_matrix(layer)
-    ]
-
-
-def _is_matrix(layer: Any) -> bool:
-    weight = getattr(layer, "weight", None)
-    return isinstance(weight, torch.Tensor) and (weight.ndim == 2 or weight.numel() == 0)
+def _listed(found: list[str]) -> str:
+    return "; ".join(found[:NAMED]) + (f"; and {len(found) - NAMED} more" if len(found) > NAMED else "")

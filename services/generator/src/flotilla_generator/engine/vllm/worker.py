@@ -18,13 +18,16 @@ from typing import Any
 
 from flotilla.common.v1 import weights_pb2
 from flotilla_core.errors import FlotillaError
-from flotilla_generator.engine.vllm.live import LiveModel
+from flotilla_generator.engine.vllm.live import LiveModel, Loaded, Unloaded
 from flotilla_generator.engine.vllm.orphan import end_with_the_service
 from flotilla_weights.group import Receiver
 from flotilla_weights.inbox import Inbox
 from flotilla_weights.manifest import Manifest
 
 Answer = dict[str, Any]
+SEEDS = 1 << 63
+PROOF_SLICE_S = 0.005
+"""How long decoding waits for a piece of the proof."""
 
 # vLLM imports this module in every worker before it opens its message queues and loads the model.
 end_with_the_service()
@@ -40,6 +43,7 @@ class WorkerWeights:
         self._thread: threading.Thread | None = None
         self._error = ""
         self._inbox: Inbox | None = None
+        self._next: Loaded | Unloaded | None = None
 
     def join(self, group: bytes, rank_offset: int, manifest: bytes) -> None:
         """Start to enter a group, in place of any other one."""
@@ -55,10 +59,19 @@ class WorkerWeights:
         self._run(receiver.connect)
 
     def stage(self) -> None:
-        """Start to receive one publication."""
-        if self._inbox is None:
+        """Start to receive one publication, and to prepare what can be done before decoding stands still."""
+        inbox = self._inbox
+        if inbox is None:
             raise RuntimeError("no weight group was joined")
-        self._run(self._inbox.receive)
+
+        def receive() -> None:
+            inbox.receive()
+            prepared = self._live.prepare(inbox.take(), seed=sum(inbox.digests) % SEEDS)
+            if self._inbox is inbox:
+                self._next = prepared
+
+        self._next = None
+        self._run(receive)
 
     def status(self) -> Answer:
         """Whether a transfer runs, how far it is, how it ended."""
@@ -70,12 +83,16 @@ class WorkerWeights:
             "digests": [] if inbox is None else inbox.digests,
         }
 
-    def apply(self, seed: int) -> Answer:
-        """Make the staged tensors live."""
-        staged = None if self._inbox is None else self._inbox.take()
-        if staged is None:
+    def prove(self) -> Answer:
+        """Go on with the proof of what was staged, for a little while."""
+        return {"proved": self._next is None or self._live.prove(self._next, PROOF_SLICE_S)}
+
+    def apply(self) -> Answer:
+        """Make what was staged live."""
+        following, self._next = self._next, None
+        if following is None:
             return {"error": "nothing is staged", "broken": False}
-        return self._live.replace(staged, seed)
+        return self._live.replace(following)
 
     def stacks(self) -> Answer:
         """Where every thread of this process is."""
@@ -89,7 +106,7 @@ class WorkerWeights:
         """Leave the group; the thread of a transfer in progress ends by itself."""
         busy = self._thread is not None and self._thread.is_alive()
         receiver, self._receiver, self._thread = self._receiver, None, None
-        self._inbox, self._error = None, ""
+        self._inbox, self._next, self._error = None, None, ""
         if receiver is not None:
             # On a thread: telling the others asks the sender's store, which may hang with its process.
             leave = partial(receiver.abort, why) if busy else receiver.close
@@ -127,9 +144,13 @@ class WeightWorker:
         """How the transfer stands."""
         return self._flotilla_guarded(lambda weights: weights.status())
 
-    def flotilla_apply(self, seed: int) -> Answer:
+    def flotilla_prove(self) -> Answer:
+        """Go on with the proof of staged tensors."""
+        return self._flotilla_guarded(lambda weights: weights.prove())
+
+    def flotilla_apply(self) -> Answer:
         """Make staged tensors live; the engine is paused."""
-        return self._flotilla_guarded(lambda weights: weights.apply(seed))
+        return self._flotilla_guarded(lambda weights: weights.apply())
 
     def flotilla_drop(self, why: str) -> Answer:
         """Forget staged tensors and leave the group."""
