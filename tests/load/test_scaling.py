@@ -32,7 +32,7 @@ SAMPLE_S = 1.0
 PROMPTS, SAMPLES, MAX_STALENESS = 4, 4, 3
 """Sixty-four samples are admitted at a time: work for four generators, and a queue in front of one or two."""
 SHARE = 0.75
-"""Of what so many can decode, at least; and no more than what is that much above it."""
+"""Of what so many can decode, at least; those that leave still end what they have, so it may be more."""
 WINDOW_S = 8.0
 LOOK_EVERY_S = 0.1
 LIMIT_S = 180.0
@@ -98,7 +98,8 @@ async def _change(stack: Stack, run: dict[str, Any], size: int) -> Change:
             await asyncio.sleep(LOOK_EVERY_S)
     ends = [step["time"] for step in stack.metrics(run)]
     followed = next(
-        (since for since in ends if since >= ready and _is_that_of(size, _rate(ends, since))), float("inf")
+        (since for since in ends if since >= ready and _rate(ends, since) >= SHARE * capacity(size)),
+        float("inf"),
     )
     return Change(size, ready - began, followed - ready, _rate(ends, ready + FOLLOWS_WITHIN_S))
 
@@ -109,10 +110,6 @@ async def _ready(stub: CoordinatorServiceStub) -> int:
         one.registration.kind == SERVICE_KIND_GENERATOR and one.work_state == pb.WORK_STATE_READY
         for one in listed.services
     )
-
-
-def _is_that_of(generators: int, rate: float) -> bool:
-    return SHARE * capacity(generators) <= rate <= capacity(generators) / SHARE
 
 
 def _rate(ends: list[float], since: float) -> float:

@@ -66,11 +66,9 @@ class LiveModel:
             if not self._has_twins:
                 return Unloaded(staged, seed)
             twin = Twin(self._model())
-            try:
-                recorded = self._load_recorded(twin.model, staged, seed)
-            # Nothing that decodes was touched: `replace` says it, for this must not raise in a worker.
-            except Exception as failure:  # noqa: BLE001
-                return Loaded(twin, iter(()), [_failed(failure)])
+            recorded, error = self._load_recorded(twin.model, staged, seed)
+            if error:
+                return Loaded(twin, iter(()), [error])
             elsewhere = twin.keeps_weights_elsewhere()
             if not elsewhere:
                 return Loaded(twin, proving(twin.model, staged, recorded), [])
@@ -138,15 +136,12 @@ class LiveModel:
     def _load_in_place(self, staged: StagedModel, seed: int) -> dict[str, Any]:
         started = time.perf_counter()
         model = self._model()
-        try:
-            recorded = self._load_recorded(model, staged, seed)
-            self._synchronize()
-            applied = time.perf_counter()
-            error = _listed([fault for fault in proving(model, staged, recorded) if fault is not None])
-        # The boundary of a worker call, which must not raise.
-        except Exception as failure:  # noqa: BLE001
-            self._restore(model)
-            return {"error": _failed(failure), "broken": True}
+        recorded, error = self._load_recorded(model, staged, seed)
+        if error:
+            return {"error": error, "broken": True}
+        self._synchronize()
+        applied = time.perf_counter()
+        error = _listed([fault for fault in proving(model, staged, recorded) if fault is not None])
         return {
             "error": error,
             "broken": bool(error),
@@ -155,11 +150,19 @@ class LiveModel:
         }
 
     @torch.no_grad()
-    def _load_recorded(self, model: torch.nn.Module, staged: StagedModel, seed: int) -> dict[int, Columns]:
-        with recording(model, torch.Generator().manual_seed(seed)) as recorded:
-            self.load(model, staged)
-        self.repair_tied_layers(model, recorded)
-        return recorded
+    def _load_recorded(
+        self, model: torch.nn.Module, staged: StagedModel, seed: int
+    ) -> tuple[dict[int, Columns], str]:
+        """Columns of what was loaded, or what went wrong."""
+        try:
+            with recording(model, torch.Generator().manual_seed(seed)) as recorded:
+                self.load(model, staged)
+            self.repair_tied_layers(model, recorded)
+        # The boundary of a worker call, which must not raise.
+        except Exception as failure:  # noqa: BLE001
+            self._restore(model)
+            return {}, f"loading failed: {type(failure).__name__}: {failure}"
+        return recorded, ""
 
     def _restore(self, model: torch.nn.Module) -> None:
         """Take a half-loaded model off the meta device, so that a later sync can load it."""
@@ -178,10 +181,6 @@ class LiveModel:
 
     def _model(self) -> Any:
         return self._worker.model_runner.get_model()
-
-
-def _failed(error: Exception) -> str:
-    return f"loading failed: {type(error).__name__}: {error}"
 
 
 def _listed(found: list[str]) -> str:
