@@ -88,6 +88,7 @@ async def test_samples_beyond_the_places_of_the_engine_wait_for_one(tmp_path: Pa
     second, third = generating(engine, "second"), generating(engine, "third")
     done, _ = await asyncio.wait({second, third}, timeout=0.05)
     assert not done and started(engine) == {"first": 3, "second": 1, "third": 0}
+    assert engine.waiting_samples == 5
 
     await engine.abort(["second"])
     assert len(await second) == 3
@@ -98,7 +99,7 @@ async def test_samples_beyond_the_places_of_the_engine_wait_for_one(tmp_path: Pa
     await begun(engine, "third")
     third.cancel()
     await asyncio.gather(first, third, return_exceptions=True)
-    assert not engine._places.locked()
+    assert not engine._places.locked() and not engine.waiting_samples
 
 
 def started(engine: SimEngine) -> dict[str, int]:

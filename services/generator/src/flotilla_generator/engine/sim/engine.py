@@ -76,6 +76,7 @@ class SimEngine(Engine):
         self._beginning.set()
         """Cleared while running samples end before a pause: the others wait."""
         self._places = asyncio.Semaphore(config.max_running_samples)
+        self._waiting = 0
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -147,7 +148,7 @@ class SimEngine(Engine):
 
     @property
     def waiting_samples(self) -> int:
-        return 0
+        return self._waiting
 
     def load(self) -> Load:
         running = [one for group in self._requests.values() for one in group]
@@ -212,10 +213,12 @@ class SimEngine(Engine):
             return await self._places.acquire()
         place, cut = asyncio.ensure_future(self._places.acquire()), asyncio.ensure_future(one.cut.wait())
         taken = False
+        self._waiting += 1
         try:
             await asyncio.wait({place, cut}, return_when=asyncio.FIRST_COMPLETED)
             taken = place.done()
         finally:
+            self._waiting -= 1
             cut.cancel()
             if not taken and not place.cancel():
                 self._places.release()
