@@ -86,7 +86,7 @@ class LoadFigures:
 def measure(load: FleetLoad, directory: Path) -> LoadFigures:
     """Boot such a fleet in `directory`, let a run use it, and take it down."""
     model = example_model(directory, positions=2 * load.longest_response)
-    room = {"max_running_samples": load.calls * load.samples}
+    room: dict[str, Any] = {"max_running_samples": load.calls * load.samples}
     with light_stack(model, directory, replicas=0, sim=load.sim, **room) as stack, _crowds(stack, load):
         run = stack.ok("run", "start", str(_run_file(stack, load)))
         wait_until("the warm-up steps", lambda: len(stack.metrics(run)) > load.warm_up_steps, WARM_UP_LIMIT_S)

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
+
 from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from flotilla_core.errors import Unavailable
@@ -70,7 +72,7 @@ async def watch_syncs(
             if overdue and len(shown.generators) > 1:
                 victim, phase = draw.choice([one.name for one in shown.generators]), due[overdue[0]]
                 # One that died a moment ago is still shown: then somebody else dies.
-                with contextlib.suppress(Unavailable, OSError):
+                with contextlib.suppress(Unavailable, OSError, psutil.NoSuchProcess):
                     await kill_inside(stack, victim, phase)
                     seen.kills.append(f"{victim} in {phase}")
                     del due[overdue[0]]
