@@ -25,6 +25,7 @@ from flotilla_coordinator.ledger import (
     rows,
     schema,
     transitions,
+    updates,
 )
 from flotilla_coordinator.ledger.ownership import Owner
 from flotilla_coordinator.ledger.records import (
@@ -120,7 +121,7 @@ class Ledger:
         """
 
         def record(db: sqlite3.Connection) -> None:
-            if transitions.consumed(db, run_id, update_id, sample_ids, version):
+            if updates.consumed(db, run_id, update_id, sample_ids, version):
                 db.execute(
                     "UPDATE runs SET step = ?, version_lineage = ?, version_step = ?, cursor = ? "
                     "WHERE run_id = ?",
@@ -143,15 +144,15 @@ class Ledger:
 
     async def durable(self, run_id: str, update_ids: Sequence[str]) -> None:
         """Mark updates that every kept checkpoint covers."""
-        await self._writer.submit(lambda db: transitions.durable(db, run_id, update_ids))
+        await self._writer.submit(lambda db: updates.durable(db, run_id, update_ids))
 
     async def void_updates(self, run_id: str, after_version: Version) -> list[VoidedUpdate]:
         """Undo the updates after `after_version`; their samples are scored again, in recorded order."""
-        return await self._writer.submit(lambda db: transitions.void_updates(db, run_id, after_version))
+        return await self._writer.submit(lambda db: updates.void_updates(db, run_id, after_version))
 
     async def prune_payloads(self, run_id: str, before_step: int) -> int:
         """Forget the tokens of durable and dropped samples of earlier steps; the number of samples."""
-        return await self._writer.submit(lambda db: transitions.prune_payloads(db, run_id, before_step))
+        return await self._writer.submit(lambda db: updates.prune_payloads(db, run_id, before_step))
 
     async def covered(self, run_id: str, version: Version, step: int) -> int:
         """The oldest kept checkpoint holds `version` after `step` steps: what led there is durable, its payloads go."""
@@ -159,7 +160,7 @@ class Ledger:
 
     async def check_fall_back(self, run_id: str, version: Version) -> None:
         """Raise where `fall_back` to `version` would be refused; changes nothing."""
-        await self._read(lambda db: transitions.refuse_to_void_durable(db, run_id, version))
+        await self._read(lambda db: updates.refuse_to_void_durable(db, run_id, version))
 
     async def fall_back(
         self,

@@ -12,7 +12,7 @@ import sqlite3
 
 from flotilla_coordinator.ledger.records import RunState, SampleState, VoidedUpdate
 from flotilla_coordinator.ledger.rows import Event, Known, log, lookup, run_key, tally_moves
-from flotilla_coordinator.ledger.transitions import durable, prune_payloads, void_updates
+from flotilla_coordinator.ledger.updates import durable, prune_payloads, void_updates
 from flotilla_core.version import Version
 
 RUN_ENDED = "run_ended"

@@ -1,4 +1,4 @@
-"""Every step that a sample can take, as operations on the writer's connection.
+"""Every step that a sample takes before an update trains it, as operations on the writer's connection.
 
 Invariants: a step is checked against the stored state before anything is written; an illegal one raises an
 error that names the sample and both states, and changes nothing; every step leaves one row in the
@@ -22,7 +22,6 @@ from flotilla_coordinator.ledger.records import (
     SampleState,
     ScoredSample,
     TokenSpan,
-    VoidedUpdate,
 )
 from flotilla_coordinator.ledger.rows import (
     Event,
@@ -31,14 +30,12 @@ from flotilla_coordinator.ledger.rows import (
     count_ignored,
     log,
     lookup,
-    of_update,
     require,
     run_key,
     tally,
     tally_moves,
 )
-from flotilla_core.errors import FailedPrecondition, InvalidRequest, NotFound
-from flotilla_core.version import Version
+from flotilla_core.errors import FailedPrecondition, InvalidRequest
 
 S = TypeVar("S", bound=GeneratedSample)
 State = SampleState
@@ -125,35 +122,6 @@ def scored(db: sqlite3.Connection, delivered: Sequence[ScoredSample]) -> Recorde
     return recorded
 
 
-def consumed(
-    db: sqlite3.Connection, run_id: str, update_id: str, sample_ids: Sequence[str], version: Version
-) -> bool:
-    """Note the samples of an update in the order in which it trained them; False for a repeat."""
-    run = run_key(db, run_id)
-    samples = all_known(db, sample_ids)
-    if _repeats_update(db, run, update_id, sample_ids):
-        count_ignored(db, run, duplicates=len(sample_ids))
-        return False
-    require(samples, (State.SCORED,), State.CONSUMED, update_id)
-    update_key = db.execute(
-        "INSERT INTO updates (update_id, run, lineage, step, status) VALUES (?, ?, ?, ?, 'applied')",
-        (update_id, run, version.lineage, version.step),
-    ).lastrowid
-    db.executemany(
-        "UPDATE samples SET state = ?, update_key = ?, update_position = ? WHERE key = ?",
-        [(State.CONSUMED, update_key, position, sample.key) for position, sample in enumerate(samples)],
-    )
-    log(
-        db,
-        [
-            Event(run, s.sample_id, s.attempt, s.state, State.CONSUMED, version, detail=update_id)
-            for s in samples
-        ],
-    )
-    tally_moves(db, samples, State.CONSUMED)
-    return True
-
-
 def dropped(db: sqlite3.Connection, run_id: str, sample_ids: Sequence[str], reason: str) -> Recorded:
     """Take samples out, for a reason that is counted."""
     if not reason:
@@ -204,81 +172,6 @@ def drop_in_flight(db: sqlite3.Connection, run_id: str, reason: str) -> int:
         (run_key(db, run_id), *IN_FLIGHT),
     ).fetchall()
     return len(dropped(db, run_id, [sample_id for (sample_id,) in rows], reason).accepted)
-
-
-def durable(db: sqlite3.Connection, run_id: str, update_ids: Sequence[str]) -> None:
-    """Mark updates that a checkpoint covers; their samples can never come back."""
-    run = run_key(db, run_id)
-    for update_id in update_ids:
-        row = db.execute("SELECT key, status FROM updates WHERE update_id = ?", (update_id,)).fetchone()
-        if row is None:
-            raise NotFound(f"the ledger has no update {update_id}", where=run_id)
-        key, status = row
-        if status == "durable":
-            continue
-        if status == "void":
-            raise FailedPrecondition(f"update {update_id} is void and cannot become durable", where=run_id)
-        samples = of_update(db, key)
-        require(samples, (State.CONSUMED,), State.DURABLE, update_id)
-        db.execute("UPDATE updates SET status = 'durable' WHERE key = ?", (key,))
-        db.execute("UPDATE samples SET state = ? WHERE update_key = ?", (State.DURABLE, key))
-        log(
-            db,
-            [Event(run, s.sample_id, s.attempt, s.state, State.DURABLE, detail=update_id) for s in samples],
-        )
-        tally_moves(db, samples, State.DURABLE)
-
-
-def refuse_to_void_durable(db: sqlite3.Connection, run_id: str, after_version: Version) -> None:
-    """Raise where an update that started from `after_version` or later can no longer be undone."""
-    row = db.execute(
-        "SELECT update_id FROM updates WHERE run = ? AND step >= ? AND status = 'durable' ORDER BY key LIMIT 1",
-        (run_key(db, run_id), after_version.step),
-    ).fetchone()
-    if row is not None:
-        raise FailedPrecondition(
-            f"update {row[0]} is durable and cannot be undone",
-            where=run_id,
-            why=f"a checkpoint after version {after_version} covers it",
-            next_step="load that checkpoint",
-        )
-
-
-def void_updates(db: sqlite3.Connection, run_id: str, after_version: Version) -> list[VoidedUpdate]:
-    """Undo the updates that started from `after_version` or later: the trainer fell back to it."""
-    refuse_to_void_durable(db, run_id, after_version)
-    run = run_key(db, run_id)
-    rows = db.execute(
-        "SELECT key, update_id, lineage, step FROM updates "
-        "WHERE run = ? AND step >= ? AND status != 'void' ORDER BY key",
-        (run, after_version.step),
-    ).fetchall()
-    voided = []
-    for key, update_id, lineage, step in rows:
-        samples = of_update(db, key)
-        db.execute("UPDATE updates SET status = 'void' WHERE key = ?", (key,))
-        db.execute(
-            "UPDATE samples SET state = ?, update_key = NULL, update_position = NULL WHERE update_key = ?",
-            (State.SCORED, key),
-        )
-        log(
-            db,
-            [Event(run, s.sample_id, s.attempt, s.state, State.SCORED, detail=update_id) for s in samples],
-        )
-        tally_moves(db, samples, State.SCORED)
-        order = tuple(sample.sample_id for sample in samples)
-        voided.append(VoidedUpdate(update_id, Version(lineage, step), order))
-    return voided
-
-
-def prune_payloads(db: sqlite3.Connection, run_id: str, before_step: int) -> int:
-    """Forget the tokens of samples that can never be trained again; the number of samples."""
-    run = run_key(db, run_id)
-    return db.execute(
-        "DELETE FROM payloads WHERE sample IN "
-        "(SELECT key FROM samples WHERE run = ? AND step < ? AND state IN (?, ?))",
-        (run, before_step, State.DURABLE, State.DROPPED),
-    ).rowcount
 
 
 def _sort_out(
@@ -340,19 +233,6 @@ def spans_to_bytes(spans: Sequence[TokenSpan]) -> bytes:
 def terms_to_bytes(terms: Sequence[float]) -> bytes:
     """Little-endian float64."""
     return np.array(terms, dtype="<f8").tobytes()
-
-
-def _repeats_update(db: sqlite3.Connection, run: int, update_id: str, sample_ids: Sequence[str]) -> bool:
-    """True when this very update is there already; another one under its name is an error."""
-    row = db.execute("SELECT key, run, status FROM updates WHERE update_id = ?", (update_id,)).fetchone()
-    if row is None:
-        return False
-    key, owner, status = row
-    if owner != run or status == "void":
-        raise FailedPrecondition(f"update {update_id} is {status} and cannot be applied again")
-    if {sample.sample_id for sample in of_update(db, key)} != set(sample_ids):
-        raise FailedPrecondition(f"update {update_id} has been applied with other samples")
-    return True
 
 
 def _group_key(db: sqlite3.Connection, group: GroupIssue) -> int:
