@@ -25,6 +25,7 @@ from flotilla_trainer.rank.checkpoint import RankCheckpoints
 from flotilla_trainer.rank.compiler_watch import CompilerWatch
 from flotilla_trainer.rank.frozen_copy import FrozenCopy
 from flotilla_trainer.rank.lane_probe import check_lane
+from flotilla_trainer.rank.lora_settings import LoraSettings
 from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.objective import Objective
 from flotilla_trainer.rank.objective_settings import ObjectiveSettings
@@ -81,6 +82,7 @@ class Case:
     compiled: bool = False
     lengths: tuple[int, ...] = LENGTHS
     model: str = "grouped"
+    lora: bool = False
 
     @property
     def on_one_rank(self) -> Case:
@@ -101,12 +103,15 @@ FOUR = [
     Case(2, 4, packed=True, objective="value"),
     Case(2, 2, packed=True, objective="reward"),
     Case(2, 2, packed=True, recompute=True, objective="full"),
+    Case(2, 2, lora=True),
 ]
 TWO = [
     Case(),
     Case(2, objective="gspo"),
     Case(1, 2, packed=True, objective="kimi"),
     Case(2, 2, objective="gmpo", recompute=True),
+    Case(2, lora=True),
+    Case(1, 2, lora=True, packed=True, objective="sft"),
     Case(compiled=True),
     Case(2, objective="value", packed=True, compiled=True),
     Case(1, 2, objective="kimi", packed=True, recompute=True, compiled=True),
@@ -185,13 +190,17 @@ def loaded(folder: Path, case: Case) -> ShardedModel:
     mesh = RankMesh.form("cpu", replicate=case.replicate, sequence_parallel=case.sequence_parallel)
     kind = HEADS.get(case.objective, PolicyModel)
     compiled_layers.BACKEND = "aot_eager"  # of this rank alone, which is a process of its own
-    model = ShardedModel(folder / case.model, torch.float32, mesh, CPU, kind)
+    model = ShardedModel(folder / case.model, torch.float32, mesh, CPU, kind, frozen=case.lora)
     model.load(folder / case.model)
     check_lane(model)
     if kind is not PolicyModel:
         # A head of zeros would leave the body without a gradient.
         with torch.no_grad():
             local(model.causal_lm.score.weight).fill_(0.1)
+    if case.lora:
+        model.adapt(LoraSettings(4, 8.0, (), ""), seed=7)
+        # With B at zero A would have no gradient.
+        model.adapters.set({name: tensor + 0.05 for name, tensor in model.adapters.tensors().items()})
     return model
 
 
@@ -207,7 +216,7 @@ def outcomes(folder: Path, cases: list[Case]) -> dict[Case, dict[str, Any]]:
     found = {}
     for case in cases:
         head, moves = HEADS.get(case.objective, PolicyModel), case.objective == "full"
-        arrangement = case.model, head, moves, case.replicate, case.sequence_parallel
+        arrangement = case.model, case.lora, head, moves, case.replicate, case.sequence_parallel
         if arrangement not in models:
             models[arrangement] = loaded(folder, case)
         found[case] = outcome(models[arrangement], case)
@@ -241,7 +250,8 @@ def outcome(model: ShardedModel, case: Case) -> dict[str, Any]:
     objective = rank_objective(settings.objective, moved_reference(model, settings.objective))
     update = Update(model, settings, objective, line)
     update.accumulate(command(per_lane[lane]), backward=True)
-    gradients = {name: gathered(p.grad).numpy().copy() for name, p in model.causal_lm.named_parameters()}
+    optimizer.complete_gradients()
+    gradients = {name: gathered(p.grad).numpy().copy() for name, p in model.trainable().items()}
     metrics, (squared_norm,) = update.reduced(optimizer.squared_norm())
     optimizer.discard_gradients()
     model.check_head()  # as the load of the next session does, whatever attention this work left behind

@@ -1,9 +1,13 @@
-"""A trainer with real ranks behind real gRPC, without a fleet around it; gangs are shared by the tests of a module."""
+"""Trainers with real ranks behind real gRPC, without a fleet around them.
+
+The gangs of one, two and three ranks boot once and are shared by all tests of this folder, each of which opens sessions
+of its own; what needs another configuration starts a gang for itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +16,10 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from google.protobuf.duration_pb2 import Duration
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from flotilla.common.v1 import weights_pb2
 from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla.trainer.v1.trainer_pb2_grpc import (
@@ -123,6 +129,67 @@ class Trainer:
         answers = await session._ranks.work("gradients", prepared.packed, {})
         metrics = answers[0].fields["metrics"] | prepared.facts
         return metrics, {name: array.copy() for name, array in answers[0].arrays.items()}
+
+    @staticmethod
+    def scored(groups: list[pb.TrainGroup]) -> list[pb.ScoredSequence]:
+        """The samples as sequences that the trainer is asked about."""
+        return [
+            pb.ScoredSequence(
+                sequence_id=sample.sample_id,
+                prompt_token_ids=group.prompt_token_ids,
+                token_ids=sample.token_ids,
+            )
+            for group in groups
+            for sample in group.samples
+        ]
+
+    async def logprobs(self, groups: list[pb.TrainGroup], **asked: Any) -> pb.ComputeLogprobsResponse:
+        sequences = self.scored(groups)
+        request = pb.ComputeLogprobsRequest(run_id=self.run_id, sequences=sequences, **asked)
+        return await self.call("ComputeLogprobs", request)
+
+    async def judged(self, groups: list[pb.TrainGroup]) -> dict[str, float]:
+        """The metrics of a batch that is not trained on."""
+        request = pb.EvaluateLossRequest(run_id=self.run_id, groups=groups)
+        return dict((await self.call("EvaluateLoss", request)).metrics)
+
+    def saving(self, folder: Path, version: Version, **fields: Any) -> Any:
+        """The stages of a save, as they come."""
+        request = pb.SaveCheckpointRequest(
+            run_id=self.run_id, path=str(folder), policy_version=version.to_proto(), **fields
+        )
+        return aclosing(rpc.server_stream(self.stub.SaveCheckpoint, request, idle_timeout_s=CALL_TIMEOUT_S))
+
+    async def save(self, folder: Path, version: Version, **fields: Any) -> pb.CheckpointDurable:
+        """Both stages, one after the other."""
+        async with self.saving(folder, version, **fields) as stages:
+            found = [stage.WhichOneof("stage") async for stage in stages if (last := stage)]
+        assert found == ["snapshot", "durable"]
+        return last.durable
+
+    async def load(self, folder: Path) -> pb.LoadCheckpointResponse:
+        return await self.call(
+            "LoadCheckpoint", pb.LoadCheckpointRequest(run_id=self.run_id, path=str(folder))
+        )
+
+    async def open_group(
+        self, epoch: int, timeout_s: int = int(CALL_TIMEOUT_S)
+    ) -> pb.OpenWeightGroupResponse:
+        """A weight group of the trainer and one receiver."""
+        request = pb.OpenWeightGroupRequest(
+            run_id=self.run_id,
+            epoch=epoch,
+            backend=weights_pb2.WEIGHT_BACKEND_GLOO,
+            world_size=2,
+            bucket_bytes=4096,
+            timeout=Duration(seconds=timeout_s),
+        )
+        return await self.call("OpenWeightGroup", request)
+
+    async def publish(self, epoch: int, step: int) -> pb.PublishWeightsResponse:
+        version = Version(0, step).to_proto()
+        request = pb.PublishWeightsRequest(run_id=self.run_id, epoch=epoch, policy_version=version)
+        return await self.call("PublishWeights", request)
 
     async def export(self, path: Path, step: int) -> Path:
         version = Version(0, step).to_proto()
@@ -243,7 +310,7 @@ async def running_trainer(
         yield Trainer(gang, holder, activities, TrainerServiceStub(channel), model, lost)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def start_trainer(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """Starts trainers with chosen configuration."""
 
@@ -254,12 +321,28 @@ def start_trainer(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any
     return start
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[1, 2], ids=["1-rank", "2-ranks"])
-async def trainer(
-    request: pytest.FixtureRequest, start_trainer: Callable[..., Any]
-) -> AsyncIterator[Trainer]:
-    async with start_trainer(nproc=request.param) as started:
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def one_rank(start_trainer: Callable[..., Any]) -> AsyncIterator[Trainer]:
+    async with start_trainer(nproc=1) as started:
         yield started
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def two_ranks(start_trainer: Callable[..., Any]) -> AsyncIterator[Trainer]:
+    async with start_trainer(nproc=2) as started:
+        yield started
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def three_ranks(start_trainer: Callable[..., Any]) -> AsyncIterator[Trainer]:
+    async with start_trainer(nproc=3) as started:
+        yield started
+
+
+@pytest.fixture(params=["one_rank", "two_ranks"], ids=["1-rank", "2-ranks"])
+def trainer(request: pytest.FixtureRequest) -> Trainer:
+    shared: Trainer = request.getfixturevalue(request.param)
+    return shared
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ import shutil
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ import pytest_asyncio
 from transformers import AutoModelForCausalLM
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
-from flotilla_core import rpc
 from flotilla_core.checkpoint import CheckpointShelf, Manifest
 from flotilla_core.errors import (
     AlreadyExists,
@@ -43,39 +41,13 @@ LIMIT_S = 60.0
 # AdamW divides by the root of the second moment: this epsilon keeps the rounding of tiny gradients out of it.
 SPEC = {"epsilon": 1e-3, "schedule": 2, "total_updates": 8}
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 MakeGroups = Callable[..., list[pb.TrainGroup]]
 Stages = AsyncIterator[pb.SaveCheckpointResponse]
 
 
-def saving(trainer: Any, folder: Path, version: Version, **fields: Any) -> Any:
-    request = pb.SaveCheckpointRequest(
-        run_id=trainer.run_id,
-        path=str(folder),
-        policy_version=version.to_proto(),
-        coordinator_state=STATE,
-        **fields,
-    )
-    return aclosing(rpc.server_stream(trainer.stub.SaveCheckpoint, request, idle_timeout_s=LIMIT_S))
-
-
-async def save(trainer: Any, folder: Path, version: Version) -> pb.CheckpointDurable:
-    """Both stages of a save, one after the other."""
-    async with saving(trainer, folder, version) as stages:
-        found = [stage.WhichOneof("stage") async for stage in stages if (last := stage)]
-    assert found == ["snapshot", "durable"]
-    return last.durable
-
-
-async def load(trainer: Any, folder: Path) -> pb.LoadCheckpointResponse:
-    return await trainer.call(
-        "LoadCheckpoint", pb.LoadCheckpointRequest(run_id=trainer.run_id, path=str(folder))
-    )
-
-
 async def loss_of(trainer: Any, groups: list[pb.TrainGroup]) -> float:
-    request = pb.EvaluateLossRequest(run_id=trainer.run_id, groups=groups)
-    return (await trainer.call("EvaluateLoss", request)).metrics["loss"]
+    return (await trainer.judged(groups))["loss"]
 
 
 @dataclass(frozen=True)
@@ -87,30 +59,37 @@ class Undisturbed:
     model: Path
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pair(start_trainer: Callable[..., Any]) -> AsyncIterator[Any]:
-    async with start_trainer(nproc=2) as started:
-        yield started
+@pytest.fixture
+def pair(two_ranks: Any) -> Any:
+    two_ranks.lost.clear()
+    return two_ranks
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest.fixture(params=["one_rank", "three_ranks"], ids=["1-rank", "3-ranks"])
+def other_gang(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def undisturbed(
-    pair: Any, groups_of: MakeGroups, tmp_path_factory: pytest.TempPathFactory
+    two_ranks: Any, groups_of: MakeGroups, tmp_path_factory: pytest.TempPathFactory
 ) -> Undisturbed:
     """Nothing waits for the writing: the updates after the snapshot go on beside it."""
     folder = tmp_path_factory.mktemp("run") / "checkpoints" / CheckpointShelf.name_of(SAVED_AT)
-    await pair.open(**SPEC)
+    await two_ranks.open(**SPEC)
     losses = []
     async with contextlib.AsyncExitStack() as stack:
         for step in range(STEPS):
             if step == SAVED_AT:
-                stages = await stack.enter_async_context(saving(pair, folder, Version(0, step)))
+                stages = await stack.enter_async_context(
+                    two_ranks.saving(folder, Version(0, step), coordinator_state=STATE)
+                )
                 assert (await anext(stages)).WhichOneof("stage") == "snapshot"
-            losses.append((await pair.train(step, groups_of(SIZES, seed=step))).metrics["loss"])
+            losses.append((await two_ranks.train(step, groups_of(SIZES, seed=step))).metrics["loss"])
         durable = (await anext(stages)).durable
     assert durable.path == str(folder)
     assert durable.bytes == Manifest.verified(folder).nbytes
-    return Undisturbed(folder, losses, pair.model)
+    return Undisturbed(folder, losses, two_ranks.model)
 
 
 async def test_a_checkpoint_is_one_sealed_folder(undisturbed: Undisturbed) -> None:
@@ -130,13 +109,13 @@ async def test_its_model_loads_as_it_is(undisturbed: Undisturbed, pair: Any, gro
     await pair.open("sft", initial_weights=str(undisturbed.folder / "model"))
     forked = await loss_of(pair, groups_of(SIZES))
     await pair.open("sft", lineage=1)
-    await load(pair, undisturbed.folder)
+    await pair.load(undisturbed.folder)
     assert await loss_of(pair, groups_of(SIZES)) == pytest.approx(forked, rel=1e-6)
 
 
 async def losses_after_the_load(undisturbed: Undisturbed, trainer: Any, groups_of: MakeGroups) -> list[float]:
     await trainer.open(lineage=1, **SPEC)
-    reply = await load(trainer, undisturbed.folder)
+    reply = await trainer.load(undisturbed.folder)
     assert Version.from_proto(reply.policy_version) == Version(1, SAVED_AT)
     assert reply.coordinator_state == STATE
     return [
@@ -145,12 +124,10 @@ async def losses_after_the_load(undisturbed: Undisturbed, trainer: Any, groups_o
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
 async def test_losses_are_the_same_on_another_number_of_ranks(
-    undisturbed: Undisturbed, start_trainer: Callable[..., Any], groups_of: MakeGroups, ranks: int
+    undisturbed: Undisturbed, other_gang: Any, groups_of: MakeGroups
 ) -> None:
-    async with start_trainer(nproc=ranks) as trainer:
-        losses = await losses_after_the_load(undisturbed, trainer, groups_of)
+    losses = await losses_after_the_load(undisturbed, other_gang, groups_of)
     assert losses == pytest.approx(undisturbed.losses[SAVED_AT:], rel=1e-5)
 
 
@@ -206,7 +183,7 @@ async def test_a_damaged_checkpoint_is_refused_by_its_file_and_changes_nothing(
     await pair.open("sft", lineage=1)
     before = await loss_of(pair, groups_of(SIZES))
     with pytest.raises(Damaged, match=named):
-        await load(pair, copy)
+        await pair.load(copy)
     assert await loss_of(pair, groups_of(SIZES)) == before
     assert not (await pair.train(0, groups_of(SIZES), lineage=1)).skipped
 
@@ -223,7 +200,7 @@ async def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(
     (wide / "trainer.json").write_text(json.dumps(facts))
     Manifest.seal(wide)
     with pytest.raises(Mismatch, match="hidden_size"):
-        await load(pair, wide)
+        await pair.load(wide)
 
     foreign = tmp_path / "foreign" / "step-000002"
     shutil.copytree(undisturbed.folder, foreign)
@@ -231,7 +208,7 @@ async def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(
         path.write_bytes(path.read_bytes().replace(b"embed_tokens", b"embed_tokenz"))
     Manifest.seal(foreign)
     with pytest.raises(Mismatch, match=r"embed_tokens\.weight is absent"):
-        await load(pair, foreign)
+        await pair.load(foreign)
     assert await loss_of(pair, groups_of(SIZES)) == before
 
 
@@ -241,20 +218,20 @@ async def test_a_full_disk_costs_that_checkpoint_alone(
     await pair.open()
     shelf = CheckpointShelf(tmp_path / "checkpoints")
     await pair.train(0, groups_of(SIZES))
-    await save(pair, shelf.path / "step-000001", Version(0, 1))
+    await pair.save(shelf.path / "step-000001", Version(0, 1))
     ranks = [psutil.Process(pid) for pid in pair.gang.pids()]
     with contextlib.ExitStack() as limits:
         for rank in ranks:
             limits.callback(rank.rlimit, resource.RLIMIT_FSIZE, rank.rlimit(resource.RLIMIT_FSIZE))
             rank.rlimit(resource.RLIMIT_FSIZE, (16384, resource.RLIM_INFINITY))
-        async with saving(pair, shelf.path / "step-000002", Version(0, 1)) as stages:
+        async with pair.saving(shelf.path / "step-000002", Version(0, 1)) as stages:
             assert (await anext(stages)).WhichOneof("stage") == "snapshot"
             assert not (await pair.train(1, groups_of(SIZES))).skipped
             with pytest.raises(FailedPrecondition, match=r"cannot be written.*too large"):
                 await anext(stages)
     assert shelf.names() == ["step-000001"]
     assert not list(shelf.path.glob(".*"))
-    await save(pair, shelf.path / "step-000002", Version(0, 2))
+    await pair.save(shelf.path / "step-000002", Version(0, 2))
     assert shelf.names() == ["step-000001", "step-000002"]
     assert pair.lost == []
 
@@ -272,7 +249,7 @@ async def test_updates_are_made_while_a_checkpoint_is_written_and_it_holds_the_s
     monkeypatch.setattr(Manifest, "seal", late)
     await pair.open("sft")
     before = await loss_of(pair, groups_of(SIZES))
-    async with saving(pair, tmp_path / "step-000000", Version(0, 0)) as stages:
+    async with pair.saving(tmp_path / "step-000000", Version(0, 0)) as stages:
         await anext(stages)
         for step in range(3):
             assert not (await pair.train(step, groups_of(SIZES))).skipped
@@ -281,7 +258,7 @@ async def test_updates_are_made_while_a_checkpoint_is_written_and_it_holds_the_s
         assert (await anext(stages)).durable.bytes
     assert await loss_of(pair, groups_of(SIZES)) < before
     await pair.open("sft", lineage=1)
-    await load(pair, tmp_path / "step-000000")
+    await pair.load(tmp_path / "step-000000")
     assert await loss_of(pair, groups_of(SIZES)) == pytest.approx(before, rel=1e-6)
 
 
@@ -295,9 +272,9 @@ async def test_a_disk_that_fills_up_at_the_seal_leaves_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(Manifest, "seal", full)
         with pytest.raises(FailedPrecondition, match=r"manifest\.json.*No space left"):
-            await save(pair, tmp_path / "step-000000", Version(0, 0))
+            await pair.save(tmp_path / "step-000000", Version(0, 0))
     assert list(tmp_path.iterdir()) == []
-    await save(pair, tmp_path / "step-000000", Version(0, 0))
+    await pair.save(tmp_path / "step-000000", Version(0, 0))
 
 
 async def test_one_at_a_time_and_only_of_the_version_that_is_held(
@@ -305,26 +282,26 @@ async def test_one_at_a_time_and_only_of_the_version_that_is_held(
 ) -> None:
     await pair.open()
     with pytest.raises(StaleVersion):
-        await save(pair, tmp_path / "step-000001", Version(0, 1))
+        await pair.save(tmp_path / "step-000001", Version(0, 1))
     with pytest.raises(InvalidRequest, match="not absolute"):
-        await save(pair, Path("step-000001"), Version(0, 0))
+        await pair.save(Path("step-000001"), Version(0, 0))
     with pytest.raises(InvalidRequest, match="not the name of a checkpoint"):
-        await save(pair, tmp_path / "mine", Version(0, 0))
-    async with saving(pair, tmp_path / "step-000000", Version(0, 0), request_id="once") as stages:
+        await pair.save(tmp_path / "mine", Version(0, 0))
+    async with pair.saving(tmp_path / "step-000000", Version(0, 0), request_id="once") as stages:
         await anext(stages)
         with pytest.raises(FailedPrecondition, match="step-000000 is still being written"):
-            await save(pair, tmp_path / "step-000001", Version(0, 0))
+            await pair.save(tmp_path / "step-000001", Version(0, 0))
         # The same request joins the save that runs.
-        async with saving(pair, tmp_path / "step-000000", Version(0, 0), request_id="once") as again:
+        async with pair.saving(tmp_path / "step-000000", Version(0, 0), request_id="once") as again:
             repeated = [stage async for stage in again]
         assert (await anext(stages)) == repeated[-1]
     with pytest.raises(AlreadyExists):
-        await save(pair, tmp_path / "step-000000", Version(0, 0))
+        await pair.save(tmp_path / "step-000000", Version(0, 0))
 
 
 async def test_a_closed_session_gives_up_what_it_was_writing(pair: Any, tmp_path: Path) -> None:
     await pair.open()
-    async with saving(pair, tmp_path / "step-000000", Version(0, 0)) as stages:
+    async with pair.saving(tmp_path / "step-000000", Version(0, 0)) as stages:
         await anext(stages)
         await pair.call("CloseSession", pb.CloseSessionRequest(run_id=pair.run_id))
         # Whichever came first, the folder is whole or not there.
@@ -336,7 +313,7 @@ async def test_a_closed_session_gives_up_what_it_was_writing(pair: Any, tmp_path
         else:
             Manifest.verified(tmp_path / "step-000000")
     await pair.open()
-    await save(pair, tmp_path / "step-000001", Version(0, 0))
+    await pair.save(tmp_path / "step-000001", Version(0, 0))
 
 
 async def test_a_rank_that_dies_while_it_writes_leaves_no_folder(
@@ -346,7 +323,7 @@ async def test_a_rank_that_dies_while_it_writes_leaves_no_folder(
     victim = pair.gang.pids()[1]
     os.kill(victim, signal.SIGSTOP)
     with contextlib.suppress(FlotillaError):
-        async with saving(pair, tmp_path / "step-000000", Version(0, 0)) as stages:
+        async with pair.saving(tmp_path / "step-000000", Version(0, 0)) as stages:
             asyncio.get_running_loop().call_soon(os.kill, victim, signal.SIGKILL)
             await anext(stages)
             await anext(stages)

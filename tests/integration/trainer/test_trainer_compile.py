@@ -10,7 +10,7 @@ import pytest
 from flotilla.common.v1 import operate_pb2
 from flotilla_trainer.compiler_check import compiler_check
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 
 
 async def test_a_host_without_a_compiler_trains_and_the_reason_is_shown(

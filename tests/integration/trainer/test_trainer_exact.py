@@ -16,6 +16,7 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import InvalidRequest, Mismatch, NotFinite, NotFound, StaleVersion
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
+from flotilla_testing.plain_torch import logprobs, plain_model, trained_tokens
 
 TOLERANCE = 1e-5
 TEMPERATURE = 0.7
@@ -35,21 +36,14 @@ BATCHINGS = [
     )
 ]
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 Groups = list[pb.TrainGroup]
 MakeGroups = Callable[..., Groups]
 
 
-def plain_logprobs(model: Any, prompt: np.ndarray, response: np.ndarray, temperature: float) -> torch.Tensor:
-    """Log-probabilities of one response, one sequence at a time, over the whole vocabulary."""
-    tokens = torch.from_numpy(np.concatenate([prompt, response])).long()
-    logits = model(input_ids=tokens[None]).logits[0, len(prompt) - 1 : -1] / temperature
-    return torch.log_softmax(logits, -1).gather(-1, tokens[len(prompt) :, None])[:, 0]
-
-
 def plain_grpo(folder: Path, groups: Groups) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradient as the formula says it, sample by sample, in one process without sharding or padding."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    model = plain_model(folder)
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     for group in groups:
         prompt = from_tensor(group.prompt_token_ids)
@@ -58,11 +52,11 @@ def plain_grpo(folder: Path, groups: Groups) -> tuple[float, dict[str, torch.Ten
             spread = rewards.std(ddof=1) if len(rewards) > 1 else 0.0
             advantage = (sample.reward - rewards.mean()) / (spread + 1e-6)
             response = from_tensor(sample.token_ids)
-            new = plain_logprobs(model, prompt, response, TEMPERATURE)
+            new = logprobs(model, prompt, response, TEMPERATURE)
             ratio = (new - torch.from_numpy(from_tensor(sample.logprobs).astype(np.float64))).exp()
             objective = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
-            mask = from_tensor(sample.mask) if sample.mask.data else np.ones(len(response), bool)
-            total = total - objective[torch.from_numpy(mask.copy())].sum()
+            mask = trained_tokens(sample)
+            total = total - objective[mask].sum()
             tokens += int(mask.sum())
     (total / tokens).backward()
     return total.item() / tokens, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -143,10 +137,7 @@ async def test_sft_learns_the_answers_it_is_shown(trainer: Any, groups_of: MakeG
     await trainer.open("sft", total_updates=20)
     losses = [(await trainer.train(step, groups)).metrics["loss"] for step in range(15)]
     assert losses[-1] < 0.5 * losses[0]
-    evaluated = await trainer.call(
-        "EvaluateLoss", pb.EvaluateLossRequest(run_id=trainer.run_id, groups=groups)
-    )
-    assert evaluated.metrics["loss"] < losses[-1]
+    assert (await trainer.judged(groups))["loss"] < losses[-1]
 
 
 @pytest.mark.parametrize(
@@ -157,21 +148,14 @@ async def test_logprobs_equal_plain_torch_in_the_order_of_the_request(
 ) -> None:
     groups = groups_of(SIZES, seed=5)
     await trainer.open(packing=packing, tokens_per_microbatch=64)
-    request = pb.ComputeLogprobsRequest(run_id=trainer.run_id, temperature=temperature, top_k=3)
-    for group in groups:
-        for sample in group.samples:
-            request.sequences.add(
-                sequence_id=sample.sample_id,
-                prompt_token_ids=group.prompt_token_ids,
-                token_ids=sample.token_ids,
-            )
-    reply = await trainer.call("ComputeLogprobs", request)
+    asked_for = trainer.scored(groups)
+    reply = await trainer.logprobs(groups, temperature=temperature, top_k=3)
     model = AutoModelForCausalLM.from_pretrained(trainer.model, dtype=torch.float32)
-    assert [item.sequence_id for item in reply.sequences] == [item.sequence_id for item in request.sequences]
-    for item, asked in zip(reply.sequences, request.sequences, strict=True):
+    assert [item.sequence_id for item in reply.sequences] == [item.sequence_id for item in asked_for]
+    for item, asked in zip(reply.sequences, asked_for, strict=True):
         prompt, response = from_tensor(asked.prompt_token_ids), from_tensor(asked.token_ids)
         with torch.no_grad():
-            expected = plain_logprobs(model, prompt, response, temperature).numpy()
+            expected = logprobs(model, prompt, response, temperature).numpy()
         np.testing.assert_allclose(from_tensor(item.logprobs), expected, atol=TOLERANCE)
         best = from_tensor(item.top_logprobs)
         assert best.shape == from_tensor(item.top_token_ids).shape == (len(response), 3)
@@ -208,7 +192,7 @@ async def test_an_exported_folder_gives_the_logits_that_the_trainer_has(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     with torch.no_grad():
-        expected = plain_logprobs(model, from_tensor(prompt), from_tensor(sample.token_ids), 1.0).numpy()
+        expected = logprobs(model, from_tensor(prompt), from_tensor(sample.token_ids), 1.0).numpy()
     np.testing.assert_allclose(from_tensor(reply.sequences[0].logprobs), expected, atol=TOLERANCE)
 
 
@@ -219,8 +203,7 @@ async def test_a_session_starts_from_the_weights_that_it_names(
 
     async def loss_of_new_session(**spec: Any) -> float:
         await trainer.open("sft", **spec)
-        request = pb.EvaluateLossRequest(run_id=trainer.run_id, groups=groups)
-        return (await trainer.call("EvaluateLoss", request)).metrics["loss"]
+        return (await trainer.judged(groups))["loss"]
 
     booted = await loss_of_new_session()
     await trainer.train(0, groups)
@@ -271,7 +254,7 @@ async def test_infinite_numbers_skip_one_update_and_keep_the_weights(
 ) -> None:
     groups = groups_of(SIZES)
     await trainer.open("sft", dump_dir=str(tmp_path))
-    before = await trainer.call("EvaluateLoss", pb.EvaluateLossRequest(run_id=trainer.run_id, groups=groups))
+    before = await trainer.judged(groups)
 
     await trainer.open("grpo", dump_dir=str(tmp_path))
     wild = groups_of(SIZES)
@@ -292,5 +275,4 @@ async def test_infinite_numbers_skip_one_update_and_keep_the_weights(
         await trainer.train(1, wild)
         await trainer.train(1, wild[:2])
     await trainer.open("sft")
-    after = await trainer.call("EvaluateLoss", pb.EvaluateLossRequest(run_id=trainer.run_id, groups=groups))
-    assert after.metrics["loss"] == pytest.approx(before.metrics["loss"], abs=1e-6)
+    assert (await trainer.judged(groups))["loss"] == pytest.approx(before["loss"], abs=1e-6)

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from transformers import AutoModelForCausalLM
 
 from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import FailedPrecondition, InvalidRequest, Mismatch
 from flotilla_core.tensors import from_tensor
 from flotilla_core.version import Version
+from flotilla_testing.plain_torch import logprobs, plain_model
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 
 TOLERANCE = 1e-5
 SIZES = [3, 1, 4]
@@ -27,7 +27,7 @@ BATCHING = session_pb2.Batching(tokens_per_microbatch=48, logprob_chunk_tokens=7
 Groups = list[pb.TrainGroup]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def reference(start_trainer: Callable[..., Any]) -> AsyncIterator[Any]:
     async with start_trainer(name="reference", nproc=1) as started:
         yield started
@@ -44,32 +44,21 @@ async def opened(gang: Any, **spec: Any) -> str:
 
 
 async def logprobs_of(gang: Any, groups: Groups, **request: Any) -> dict[str, np.ndarray]:
-    asked = pb.ComputeLogprobsRequest(run_id=gang.run_id, temperature=TEMPERATURE, **request)
-    for group in groups:
-        for sample in group.samples:
-            asked.sequences.add(
-                sequence_id=sample.sample_id,
-                prompt_token_ids=group.prompt_token_ids,
-                token_ids=sample.token_ids,
-            )
-    reply = await gang.call("ComputeLogprobs", asked)
+    reply = await gang.logprobs(groups, temperature=TEMPERATURE, **request)
     assert Version.from_proto(reply.policy_version) == Version(3, 0)
     return {item.sequence_id: from_tensor(item.logprobs) for item in reply.sequences}
 
 
 def plainly(folder: Path, groups: Groups) -> dict[str, np.ndarray]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-    result = {}
-    for group in groups:
-        prompt = from_tensor(group.prompt_token_ids)
-        for sample in group.samples:
-            response = from_tensor(sample.token_ids)
-            tokens = torch.from_numpy(np.concatenate([prompt, response])).long()
-            with torch.no_grad():
-                logits = model(input_ids=tokens[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
-            chosen = tokens[len(prompt) :, None]
-            result[sample.sample_id] = torch.log_softmax(logits, -1).gather(-1, chosen)[:, 0].numpy()
-    return result
+    model = plain_model(folder)
+    with torch.no_grad():
+        return {
+            sample.sample_id: logprobs(
+                model, from_tensor(group.prompt_token_ids), from_tensor(sample.token_ids), TEMPERATURE
+            ).numpy()
+            for group in groups
+            for sample in group.samples
+        }
 
 
 def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:

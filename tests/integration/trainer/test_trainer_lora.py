@@ -7,24 +7,22 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from google.protobuf.duration_pb2 import Duration
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from flotilla.common.v1 import weights_pb2
 from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
-from flotilla_core import ids, rpc
+from flotilla_core import ids
 from flotilla_core.errors import FlotillaError, InvalidRequest, Mismatch, NotFound, Unimplemented
 from flotilla_core.tensors import from_tensor
 from flotilla_core.version import Version
+from flotilla_testing.plain_torch import logprobs, plain_model, trained_tokens
 from flotilla_trainer.update_batch import UpdateBatch
 from flotilla_weights.group import Receiver
 from flotilla_weights.inbox import Inbox
@@ -38,7 +36,7 @@ RANK, ALPHA = 4, 8.0
 LIMIT_S = 60.0
 TENSORS = "adapter_model.safetensors"
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 Groups = list[pb.TrainGroup]
 MakeGroups = Callable[..., Groups]
 Adapters = dict[str, torch.Tensor]
@@ -56,9 +54,7 @@ class AdaptedModel:
     """A model of transformers whose linear layers add scale * B A x, written as the formula says, in float64."""
 
     def __init__(self, folder: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float64, attn_implementation="eager"
-        ).requires_grad_(False)
+        self.model = plain_model(folder).requires_grad_(False)
         self.adapters: Adapters = {}
         for name, layer in self.model.named_modules():
             if isinstance(layer, torch.nn.Linear) and name != "lm_head":
@@ -75,16 +71,13 @@ class AdaptedModel:
             for name, tensor in adapters.items():
                 self.adapters[name].copy_(tensor)
 
-    def logprobs(self, prompt: np.ndarray, response: np.ndarray, temperature: float) -> torch.Tensor:
-        tokens = torch.from_numpy(np.concatenate([prompt, response])).long()
-        logits = self.model(input_ids=tokens[None]).logits[0, len(prompt) - 1 : -1] / temperature
-        return torch.log_softmax(logits, -1).gather(-1, tokens[len(prompt) :, None])[:, 0]
+    def logprobs(self, group: pb.TrainGroup, sample: pb.TrainSample, temperature: float) -> torch.Tensor:
+        prompt, response = from_tensor(group.prompt_token_ids), from_tensor(sample.token_ids)
+        return logprobs(self.model, prompt, response, temperature)
 
     def all_logprobs(self, groups: Groups) -> list[np.ndarray]:
         return [
-            self.logprobs(from_tensor(group.prompt_token_ids), from_tensor(sample.token_ids), TEMPERATURE)
-            .detach()
-            .numpy()
+            self.logprobs(group, sample, TEMPERATURE).detach().numpy()
             for group in groups
             for sample in group.samples
         ]
@@ -94,10 +87,8 @@ class AdaptedModel:
         total, tokens = torch.zeros((), dtype=torch.float64), 0
         for group in groups:
             for sample in group.samples:
-                response = from_tensor(sample.token_ids)
-                new = self.logprobs(from_tensor(group.prompt_token_ids), response, 1.0)
-                mask = from_tensor(sample.mask) if sample.mask.data else np.ones(len(response), bool)
-                total = total - new[torch.from_numpy(mask.copy())].sum()
+                mask = trained_tokens(sample)
+                total = total - self.logprobs(group, sample, 1.0)[mask].sum()
                 tokens += int(mask.sum())
         (total / tokens).backward()
         return {name: tensor.grad for name, tensor in self.adapters.items()}
@@ -114,15 +105,7 @@ async def ranks_gradients(trainer: Any, groups: Groups) -> Adapters:
 
 
 async def ranks_logprobs(trainer: Any, groups: Groups) -> list[np.ndarray]:
-    request = pb.ComputeLogprobsRequest(run_id=trainer.run_id, temperature=TEMPERATURE)
-    for group in groups:
-        for sample in group.samples:
-            request.sequences.add(
-                sequence_id=sample.sample_id,
-                prompt_token_ids=group.prompt_token_ids,
-                token_ids=sample.token_ids,
-            )
-    reply = await trainer.call("ComputeLogprobs", request)
+    reply = await trainer.logprobs(groups, temperature=TEMPERATURE)
     return [from_tensor(item.logprobs) for item in reply.sequences]
 
 
@@ -169,21 +152,6 @@ async def test_gradients_of_the_adapters_equal_the_formula_on_any_ranks(
             for tensor in plain.adapters.values():
                 tensor.grad *= min(1.0, 1.0 / norm)
             optimizer.step()
-
-
-@pytest.mark.parametrize("mesh", [{"replicate": 2}, {"sequence_parallel": 2}], ids=["copies", "lanes"])
-async def test_gradients_of_the_adapters_equal_the_formula_on_any_mesh(
-    start_trainer: Callable[..., Any], groups_of: MakeGroups, mesh: dict[str, int]
-) -> None:
-    groups = groups_of(SIZES)
-    async with start_trainer(nproc=2, **mesh) as trainer:
-        await trainer.open("sft", lora=LORA)
-        expected = AdaptedModel(trainer.model).sft_gradients(groups)
-        gradients = await ranks_gradients(trainer, groups)
-        norm = (await trainer.train(0, groups)).metrics["grad_norm"]
-    assert norm == pytest.approx(math.sqrt(sum(float(g.square().sum()) for g in expected.values())), rel=1e-4)
-    for name, gradient in expected.items():
-        torch.testing.assert_close(gradients[name].double(), gradient, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 async def test_adapters_that_begin_change_no_number_of_the_base(trainer: Any, groups_of: MakeGroups) -> None:
@@ -359,7 +327,8 @@ async def test_a_checkpoint_of_any_number_of_ranks_brings_adapters_and_moments_b
 ) -> None:
     groups, changes = groups_of(SIZES), {"lora": LORA, "learning_rate": 0.05, "epsilon": 1e-3}
     await with_moved_adapters(trainer, groups, epsilon=1e-3)
-    ours = await saved(trainer, tmp_path / "step-000002", 2)
+    ours = tmp_path / "step-000002"
+    await trainer.save(ours, Version(0, 2))
     names = {path.name for path in ours.iterdir()}
     assert "adapter" in names and "model" not in names
     # A, B and two moments of each, on rank 0 alone; no weights.
@@ -367,16 +336,16 @@ async def test_a_checkpoint_of_any_number_of_ranks_brings_adapters_and_moments_b
     shelf[ours] = [(await trainer.train(step, groups)).metrics["loss"] for step in (2, 3)]
     for folder, losses in shelf.items():
         await trainer.open("sft", lineage=1, **changes)
-        await load(trainer, folder)
+        await trainer.load(folder)
         again = [(await trainer.train(step, groups, lineage=1)).metrics["loss"] for step in (2, 3)]
         np.testing.assert_allclose(again, losses, atol=TOLERANCE)
 
     await trainer.open("sft", initial_weights=str(model_maker(tmp_path / "other", seed=9)), **changes)
     with pytest.raises(Mismatch, match="weights under the adapters are not those"):
-        await load(trainer, ours)
+        await trainer.load(ours)
     await trainer.open("sft")
     with pytest.raises(Mismatch, match=r"parameter/model.*absent there"):
-        await load(trainer, ours)
+        await trainer.load(ours)
 
 
 async def test_the_first_publication_moves_the_base_and_later_ones_the_adapters_alone(
@@ -385,7 +354,7 @@ async def test_the_first_publication_moves_the_base_and_later_ones_the_adapters_
     groups = groups_of(SIZES, seed=8)
     await with_moved_adapters(trainer, groups)
     for epoch in (1, 2):
-        opened = await open_group(trainer, epoch)
+        opened = await trainer.open_group(epoch)
         manifest = Manifest.from_proto(opened.manifest)
         assert manifest.adapters is not None
         small = manifest.adapters.manifest.nbytes
@@ -393,7 +362,7 @@ async def test_the_first_publication_moves_the_base_and_later_ones_the_adapters_
         await asyncio.to_thread(receiver.connect)
         for step in (2 * epoch, 2 * epoch + 1):
             published, _ = await asyncio.gather(
-                publish(trainer, epoch, step), asyncio.to_thread(inbox.receive)
+                trainer.publish(epoch, step), asyncio.to_thread(inbox.receive)
             )
             first = step == 2 * epoch
             assert published.bytes == small + (manifest.nbytes if first else 0)
@@ -416,38 +385,5 @@ def shelf() -> dict[Path, list[float]]:
     return {}
 
 
-async def saved(trainer: Any, folder: Path, step: int) -> Path:
-    version = Version(0, step).to_proto()
-    request = pb.SaveCheckpointRequest(run_id=trainer.run_id, path=str(folder), policy_version=version)
-    async with aclosing(
-        rpc.server_stream(trainer.stub.SaveCheckpoint, request, idle_timeout_s=LIMIT_S)
-    ) as stages:
-        assert [stage.WhichOneof("stage") async for stage in stages] == ["snapshot", "durable"]
-    return folder
-
-
 def numbers_in(file: Path) -> int:
     return sum(tensor.numel() for tensor in load_file(file).values())
-
-
-async def load(trainer: Any, folder: Path) -> None:
-    await trainer.call("LoadCheckpoint", pb.LoadCheckpointRequest(run_id=trainer.run_id, path=str(folder)))
-
-
-async def open_group(trainer: Any, epoch: int) -> pb.OpenWeightGroupResponse:
-    request = pb.OpenWeightGroupRequest(
-        run_id=trainer.run_id,
-        epoch=epoch,
-        backend=weights_pb2.WEIGHT_BACKEND_GLOO,
-        world_size=2,
-        bucket_bytes=4096,
-        timeout=Duration(seconds=int(LIMIT_S)),
-    )
-    return await trainer.call("OpenWeightGroup", request)
-
-
-async def publish(trainer: Any, epoch: int, step: int) -> pb.PublishWeightsResponse:
-    request = pb.PublishWeightsRequest(
-        run_id=trainer.run_id, epoch=epoch, policy_version=Version(0, step).to_proto()
-    )
-    return await trainer.call("PublishWeights", request)

@@ -2,46 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import pytest_asyncio
 import torch
-from transformers import AutoModelForCausalLM
 
 from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import InvalidRequest, Mismatch, UserCodeError
 from flotilla_core.tensors import from_tensor
 from flotilla_core.version import Version
+from flotilla_testing.plain_torch import distribution, of_tokens, plain_model, trained_tokens
 
 TOLERANCE = 1e-5
 TEMPERATURE, LIMIT = 0.7, 20
 SIZES = [4, 2, 5]
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 Groups = list[pb.TrainGroup]
 MakeGroups = Callable[..., Groups]
 Policy = Callable[..., session_pb2.PolicyObjective]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def trainer(start_trainer: Callable[..., Any]) -> AsyncIterator[Any]:
-    async with start_trainer(nproc=3) as started:
-        yield started
-
-
-def loaded(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
-
-
-def distribution(model: Any, prompt: np.ndarray, response: np.ndarray) -> torch.Tensor:
-    """Log-probabilities over the vocabulary at each response token."""
-    tokens = torch.from_numpy(np.concatenate([prompt, response])).long()
-    return torch.log_softmax(model(input_ids=tokens[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE, -1)
+@pytest.fixture
+def trainer(three_ranks: Any) -> Any:
+    return three_ranks
 
 
 def expected(
@@ -55,21 +43,19 @@ def expected(
         for sample in group.samples:
             advantage = (sample.reward - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
             response = from_tensor(sample.token_ids)
-            scores = distribution(policy, prompt, response)
-            tokens = torch.from_numpy(response.astype(np.int64))[:, None]
-            new = scores.gather(-1, tokens)[:, 0]
+            scores = distribution(policy, prompt, response, TEMPERATURE)
+            new = of_tokens(scores, response)
             ratio = (new - torch.from_numpy(from_tensor(sample.logprobs).astype(np.float64))).exp()
             loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
             if bonus:
                 with torch.no_grad():
-                    reference = distribution(bonus["reference"], prompt, response)
-                old = reference.gather(-1, tokens)[:, 0]
+                    reference = distribution(bonus["reference"], prompt, response, TEMPERATURE)
+                old = of_tokens(reference, response)
                 k3 = (old - new).exp() - 1 - (old - new)
                 full = (scores.exp() * (scores - reference)).sum(-1)
                 loss = loss + bonus["kl"] * (full if bonus.get("full") else k3)
                 loss = loss + bonus["entropy"] * (scores.exp() * scores).sum(-1)
-            mask = from_tensor(sample.mask) if sample.mask.data else np.ones(len(response), bool)
-            losses.append(loss[torch.from_numpy(mask.copy())])
+            losses.append(loss[trained_tokens(sample)])
     total = aggregate(losses)
     total.backward()
     return total.item(), {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
@@ -109,7 +95,7 @@ async def test_every_aggregation_equals_plain_torch_on_three_ranks(
     objective = policy_of(aggregation=session_pb2.Aggregation(type=aggregation))
     await trainer.open(objective, tokens_per_microbatch=40)
     loss, gradients, _ = await on_ranks(trainer, groups)
-    wanted_loss, wanted = expected(loaded(trainer.model), groups, AGGREGATIONS[aggregation])
+    wanted_loss, wanted = expected(plain_model(trainer.model), groups, AGGREGATIONS[aggregation])
     assert loss == pytest.approx(wanted_loss, abs=TOLERANCE)
     assert_equal(gradients, wanted)
 
@@ -130,10 +116,10 @@ async def test_the_reference_stays_where_the_session_began_and_entropy_earns_a_b
 
     loss, gradients, metrics = await on_ranks(trainer, groups)
     wanted_loss, wanted = expected(
-        loaded(now),
+        plain_model(now),
         groups,
         lambda rows: torch.cat(rows).mean(),
-        reference=loaded(trainer.model),
+        reference=plain_model(trainer.model),
         kl=0.3,
         entropy=0.2,
     )
@@ -142,21 +128,16 @@ async def test_the_reference_stays_where_the_session_began_and_entropy_earns_a_b
     # Scoring with the reference left the policy as it was.
     assert metrics["kl/mean"] == pytest.approx(first.metrics["kl/mean"], rel=1e-5)
 
-    request = pb.ComputeLogprobsRequest(run_id=trainer.run_id, temperature=0.7, reference=True)
-    samples = {sample.sample_id: (group, sample) for group in groups for sample in group.samples}
-    for sample_id, (group, sample) in samples.items():
-        request.sequences.add(
-            sequence_id=sample_id, prompt_token_ids=group.prompt_token_ids, token_ids=sample.token_ids
-        )
-    for item in (await trainer.call("ComputeLogprobs", request)).sequences:
-        samples[item.sequence_id][1].reference_logprobs.CopyFrom(item.logprobs)
+    samples = {sample.sample_id: sample for group in groups for sample in group.samples}
+    for item in (await trainer.logprobs(groups, temperature=TEMPERATURE, reference=True)).sequences:
+        samples[item.sequence_id].reference_logprobs.CopyFrom(item.logprobs)
     # What the copy says may as well come with the samples.
     sent_loss, sent, _ = await on_ranks(trainer, groups)
     assert sent_loss == pytest.approx(loss, rel=1e-6)
     for name, gradient in gradients.items():
         np.testing.assert_allclose(sent[name], gradient, rtol=1e-5, atol=1e-6)
     again = await trainer.export(tmp_path / "again", 1)
-    before, after = loaded(now), loaded(again)
+    before, after = plain_model(now), plain_model(again)
     assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
 
 
@@ -178,10 +159,10 @@ async def test_the_divergence_over_the_vocabulary_equals_plain_torch_in_any_chun
     now = await trainer.export(tmp_path / "now", 1)
     loss, gradients, metrics = await on_ranks(trainer, groups)
     wanted_loss, wanted = expected(
-        loaded(now),
+        plain_model(now),
         groups,
         lambda rows: torch.cat(rows).mean(),
-        reference=loaded(trainer.model),
+        reference=plain_model(trainer.model),
         kl=0.3,
         entropy=0.2,
         full=True,

@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import InvalidRequest
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
+from flotilla_testing.plain_torch import logprobs, plain_model, trained_tokens
 
 TOLERANCE = 1e-5
 PAIRS = [2] * 5
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 Groups = list[pb.TrainGroup]
 MakeGroups = Callable[..., Groups]
 Margin = torch.Tensor
@@ -56,18 +56,9 @@ CASES: dict[str, tuple[Any, Callable[[Margin], torch.Tensor], dict[str, Any]]] =
 }
 
 
-def loaded(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
-
-
 def sequence_logprob(model: Any, prompt: np.ndarray, sample: pb.TrainSample) -> torch.Tensor:
     """Of the tokens of one answer that count, one sequence at a time."""
-    answer = from_tensor(sample.token_ids)
-    tokens = torch.from_numpy(np.concatenate([prompt, answer])).long()
-    logits = model(input_ids=tokens[None]).logits[0, len(prompt) - 1 : -1]
-    logprobs = torch.log_softmax(logits, -1).gather(-1, tokens[len(prompt) :, None])[:, 0]
-    mask = from_tensor(sample.mask) if sample.mask.data else np.ones(len(answer), bool)
-    return logprobs[torch.from_numpy(mask.copy())].sum()
+    return logprobs(model, prompt, from_tensor(sample.token_ids))[trained_tokens(sample)].sum()
 
 
 def plainly(
@@ -100,8 +91,8 @@ async def test_loss_and_gradient_equal_plain_torch_for_any_ranks_and_layout(
     now = await trainer.export(tmp_path / "now", 1)
 
     metrics, gradients = await trainer.gradient(groups)
-    reference = None if objective.reference_free else loaded(trainer.model)
-    wanted_loss, wanted_accuracy, wanted = plainly(loaded(now), reference, groups, loss)
+    reference = None if objective.reference_free else plain_model(trainer.model)
+    wanted_loss, wanted_accuracy, wanted = plainly(plain_model(now), reference, groups, loss)
     assert metrics["loss"] == pytest.approx(wanted_loss, abs=TOLERANCE, rel=TOLERANCE)
     assert metrics["preference/accuracy"] == wanted_accuracy
     assert gradients.keys() == wanted.keys()
@@ -118,16 +109,15 @@ async def test_pairs_are_learned_and_others_are_judged_without_a_change(
 ) -> None:
     groups = groups_of(PAIRS)
     await trainer.open(preference(beta=0.5), total_updates=20)
-    request = pb.EvaluateLossRequest(run_id=trainer.run_id, groups=groups)
-    before = (await trainer.call("EvaluateLoss", request)).metrics
+    before = await trainer.judged(groups)
     assert (before["preference/accuracy"], before["loss"]) == (0.5, pytest.approx(np.log(2)))
     for step in range(8):
         result = await trainer.train(step, groups)
     assert result.metrics["loss"] < 0.2
-    after = (await trainer.call("EvaluateLoss", request)).metrics
+    after = await trainer.judged(groups)
     assert after["preference/accuracy"] == 1.0
     assert after["preference/chosen_logprob"] > before["preference/chosen_logprob"]
-    assert (await trainer.call("EvaluateLoss", request)).metrics["loss"] == after["loss"]
+    assert (await trainer.judged(groups))["loss"] == after["loss"]
 
 
 async def test_pairs_of_several_calls_are_one_update(
@@ -137,14 +127,14 @@ async def test_pairs_of_several_calls_are_one_update(
     spec = {"epsilon": 1e-2}
     await trainer.open(preference(), **spec)
     whole = await trainer.train(0, groups)
-    expected = loaded(await trainer.export(tmp_path / "whole", 1))
+    expected = plain_model(await trainer.export(tmp_path / "whole", 1))
     await trainer.open(preference(), **spec)
     for part in (groups[:2], groups[2:]):
         await trainer.call("ForwardBackward", pb.ForwardBackwardRequest(run_id=trainer.run_id, groups=part))
     step = await trainer.call("OptimStep", pb.OptimStepRequest(run_id=trainer.run_id))
     for name in ("loss", "grad_norm", "preference/chosen_logprob", "preference/accuracy"):
         assert step.metrics[name] == pytest.approx(whole.metrics[name], rel=1e-5), name
-    got = loaded(await trainer.export(tmp_path / "parts", 1))
+    got = plain_model(await trainer.export(tmp_path / "parts", 1))
     for one, other in zip(got.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
 

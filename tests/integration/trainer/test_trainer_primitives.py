@@ -31,7 +31,7 @@ EXACT = (
     "rollout_correlation",
 )
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 Groups = list[pb.TrainGroup]
 MakeGroups = Callable[..., Groups]
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import pytest_asyncio
 import torch
 from transformers import AutoModelForSequenceClassification
 
@@ -18,7 +17,7 @@ from flotilla_core.errors import FailedPrecondition, InvalidRequest
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 
 TOLERANCE = 1e-5
 PAIRS = [2] * 5
@@ -36,19 +35,18 @@ LAYOUTS = {
 Groups = list[pb.TrainGroup]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def trainer(start_trainer: Callable[..., Any]) -> AsyncIterator[Any]:
-    async with start_trainer(nproc=2) as started:
-        yield started
+@pytest.fixture
+def trainer(two_ranks: Any) -> Any:
+    return two_ranks
 
 
 @pytest.fixture(scope="module")
-def start_folder(trainer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def start_folder(two_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of the gang's shape with a head that says something, as transformers writes it."""
     torch.manual_seed(3)
     folder = tmp_path_factory.mktemp("start") / "model"
     model = AutoModelForSequenceClassification.from_pretrained(
-        trainer.model, num_labels=1, dtype=torch.float32
+        two_ranks.model, num_labels=1, dtype=torch.float32
     )
     torch.nn.init.normal_(model.score.weight, std=0.2)
     model.save_pretrained(folder)
@@ -95,8 +93,7 @@ async def judged(trainer: Any, groups: Groups) -> np.ndarray:
     """Pairs by answers; each pair asked for by itself."""
     found = []
     for group in groups:
-        request = pb.EvaluateLossRequest(run_id=trainer.run_id, groups=[group])
-        metrics = (await trainer.call("EvaluateLoss", request)).metrics
+        metrics = await trainer.judged([group])
         found.append([metrics["preference/chosen_reward"], metrics["preference/rejected_reward"]])
     return np.array(found)
 
@@ -129,13 +126,12 @@ async def test_pairs_are_learned_and_the_export_scores_as_the_trainer_does(
     trainer: Any, pairs: Groups, tmp_path: Path
 ) -> None:
     await trainer.open(objective(), total_updates=20)
-    request = pb.EvaluateLossRequest(run_id=trainer.run_id, groups=pairs)
-    before = (await trainer.call("EvaluateLoss", request)).metrics
+    before = await trainer.judged(pairs)
     assert (before["preference/accuracy"], before["loss"]) == (0.5, pytest.approx(np.log(2)))
     for step in range(8):
         result = await trainer.train(step, pairs)
     assert result.metrics["loss"] < 0.2
-    assert (await trainer.call("EvaluateLoss", request)).metrics["preference/accuracy"] == 1.0
+    assert (await trainer.judged(pairs))["preference/accuracy"] == 1.0
     rewards = await judged(trainer, pairs)
 
     folder = await trainer.export(tmp_path / "reward", 8)
@@ -178,22 +174,17 @@ async def test_a_reward_model_goes_on_from_its_checkpoint_bit_by_bit(
 ) -> None:
     await trainer.open(objective())
     await trainer.train(0, pairs)
-    request = pb.SaveCheckpointRequest(
-        run_id=trainer.run_id,
-        path=str(tmp_path / "checkpoints" / "step-000001"),
-        policy_version=Version(0, 1).to_proto(),
-    )
-    stages = [stage async for stage in trainer.stub.SaveCheckpoint(request, timeout=60)]
-    assert stages[-1].HasField("durable")
+    checkpoint = tmp_path / "checkpoints" / "step-000001"
+    await trainer.save(checkpoint, Version(0, 1))
     second = await trainer.train(1, pairs)
     rewards = await judged(trainer, pairs)
 
     await trainer.open(objective(), lineage=1)
-    await trainer.call("LoadCheckpoint", pb.LoadCheckpointRequest(run_id=trainer.run_id, path=request.path))
+    await trainer.load(checkpoint)
     again = await trainer.train(1, pairs, lineage=1)
     assert again.metrics["grad_norm"] == second.metrics["grad_norm"]
     np.testing.assert_array_equal(await judged(trainer, pairs), rewards)
-    assert loaded(Path(request.path) / "model").num_labels == 1
+    assert loaded(checkpoint / "model").num_labels == 1
 
 
 async def test_a_policy_after_a_reward_model_is_what_it_would_be_without(

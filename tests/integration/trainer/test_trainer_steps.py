@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -19,15 +18,14 @@ from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 
 SIZES = [3, 2, 4]
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 Policy = Callable[..., session_pb2.PolicyObjective]
 MakeGroups = Callable[..., list[pb.TrainGroup]]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def trainer(start_trainer: Callable[..., Any]) -> AsyncIterator[Any]:
-    async with start_trainer(nproc=2) as started:
-        yield started
+@pytest.fixture
+def trainer(two_ranks: Any) -> Any:
+    return two_ranks
 
 
 async def weights(trainer: Any, folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -63,22 +61,7 @@ async def test_the_proximal_policy_is_the_one_before_the_first_step(
     groups, steps = groups_of(SIZES), {"learning_rate": 1e-2, "steps_per_update": 3}
     proximal = session_pb2.Correction(staleness_decay=1.0, proximal=session_pb2.PROXIMAL_TRAINER)
     await trainer.open(policy_of(correction=proximal), **steps)
-    scored = await trainer.call(
-        "ComputeLogprobs",
-        pb.ComputeLogprobsRequest(
-            run_id=trainer.run_id,
-            temperature=0.7,
-            sequences=[
-                pb.ScoredSequence(
-                    sequence_id=sample.sample_id,
-                    prompt_token_ids=group.prompt_token_ids,
-                    token_ids=sample.token_ids,
-                )
-                for group in groups
-                for sample in group.samples
-            ],
-        ),
-    )
+    scored = await trainer.logprobs(groups, temperature=0.7)
     made = await trainer.train(0, groups)
     assert abs(made.metrics["ratio_mean"] - 1) > 1e-4
     got = await weights(trainer, tmp_path / "recomputed", 1)

@@ -17,8 +17,9 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import FailedPrecondition, InvalidRequest, NotFinite
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
+from flotilla_testing.plain_torch import trained_tokens
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 
 EXACT = 1e-6
 VALUE_OFF = 5e-6
@@ -37,7 +38,7 @@ LAYOUTS = [
 Groups = list[pb.TrainGroup]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def critic(start_trainer: Callable[..., Any]) -> AsyncIterator[Any]:
     async with start_trainer(name="critic", nproc=2) as started:
         yield started
@@ -91,7 +92,7 @@ def plain_values(model: Any, prompt: np.ndarray, response: np.ndarray) -> torch.
 def plain_returns(sample: pb.TrainSample) -> list[float]:
     """Returns as the formulas say it, over the trained tokens one by one."""
     count = len(from_tensor(sample.token_ids))
-    mask = from_tensor(sample.mask).tolist() if sample.mask.data else [True] * count
+    mask = trained_tokens(sample)
     values = from_tensor(sample.values).astype(np.float64).tolist()
     distance = from_tensor(sample.logprobs).astype(np.float64) - from_tensor(sample.reference_logprobs)
     # At a limit of 20 tokens the last 8 cost up to a half.
@@ -121,8 +122,7 @@ def plain_loss(folder: Path, groups: Groups) -> tuple[float, dict[str, torch.Ten
             returns = torch.tensor(plain_returns(sample), dtype=torch.float64)
             plain = (values - returns) ** 2
             bounded = (old + (values - old).clamp(-CLIP, CLIP) - returns) ** 2
-            mask = from_tensor(sample.mask) if sample.mask.data else np.ones(len(response), bool)
-            own = torch.from_numpy(mask.copy())
+            own = trained_tokens(sample)
             total = total + 0.5 * torch.maximum(plain, bounded)[own].sum()
             clipped += int((bounded > plain)[own].sum())
             tokens += int(own.sum())
@@ -135,14 +135,7 @@ def plain_loss(folder: Path, groups: Groups) -> tuple[float, dict[str, torch.Ten
 
 
 async def values_of(critic: Any, groups: Groups) -> dict[str, np.ndarray]:
-    request = pb.ComputeValuesRequest(run_id=critic.run_id)
-    for group in groups:
-        for sample in group.samples:
-            request.sequences.add(
-                sequence_id=sample.sample_id,
-                prompt_token_ids=group.prompt_token_ids,
-                token_ids=sample.token_ids,
-            )
+    request = pb.ComputeValuesRequest(run_id=critic.run_id, sequences=critic.scored(groups))
     reply = await critic.call("ComputeValues", request)
     return {item.sequence_id: from_tensor(item.values) for item in reply.sequences}
 
@@ -209,8 +202,7 @@ async def test_a_critic_of_a_language_model_expects_nothing_until_it_has_learned
 
 
 def own(sample: pb.TrainSample, numbers: Any) -> list[float]:
-    mask = from_tensor(sample.mask) if sample.mask.data else np.ones(len(numbers), bool)
-    return [float(value) for value, is_own in zip(numbers, mask, strict=True) if is_own]
+    return [float(value) for value, is_own in zip(numbers, trained_tokens(sample), strict=True) if is_own]
 
 
 def own_returns(sample: pb.TrainSample) -> list[float]:
@@ -222,20 +214,13 @@ async def test_a_critic_goes_on_from_its_checkpoint_bit_by_bit(
 ) -> None:
     await critic.open(objective)
     await critic.train(0, groups)
-    request = pb.SaveCheckpointRequest(
-        run_id=critic.run_id,
-        path=str(tmp_path / "checkpoints" / "step-000001"),
-        policy_version=Version(0, 1).to_proto(),
-        coordinator_state=b"here",
-    )
-    stages = [stage async for stage in critic.stub.SaveCheckpoint(request, timeout=60)]
-    assert stages[-1].HasField("durable")
+    checkpoint = tmp_path / "checkpoints" / "step-000001"
+    await critic.save(checkpoint, Version(0, 1), coordinator_state=b"here")
     second = await critic.train(1, groups)
     values = await values_of(critic, groups)
 
     await critic.open(objective, lineage=1)
-    load = pb.LoadCheckpointRequest(run_id=critic.run_id, path=request.path)
-    assert (await critic.call("LoadCheckpoint", load)).coordinator_state == b"here"
+    assert (await critic.load(checkpoint)).coordinator_state == b"here"
     again = await critic.train(1, groups, lineage=1)
     assert again.metrics["loss"] == second.metrics["loss"]
     for sequence_id, expected in values.items():
