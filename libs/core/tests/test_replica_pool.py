@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
@@ -357,6 +358,48 @@ async def test_a_killed_replica_is_noticed_by_the_failing_call(
     # The registry still lists it: that alone brings nothing back.
     await pool.update(both)
     assert names(pool) == {"generator-1"}
+
+
+async def test_who_serves_keeps_its_work_when_its_heartbeats_are_lost(
+    pool: Pool, server: tuple[rpc.RpcServer, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flotilla_core.rpc.pool._ASK_MISSING_EVERY_S", 0.01)
+    ready = registration("generator-0", server[1])
+    await pool.update(snapshot(ready))
+    (replica,) = pool.replicas()
+    await pool.update({})
+    for _ in range(3):
+        await check(replica)
+        assert pool.replicas() == [replica]
+    server[0].set_serving(False)
+    async with asyncio.timeout(5):
+        while pool.everyone():
+            await asyncio.sleep(0.01)
+
+
+async def test_who_left_the_registry_and_does_not_answer_ends_the_calls_that_wait_for_it(
+    pool: Pool, server: tuple[rpc.RpcServer, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flotilla_core.rpc.pool._MISSING_TIMEOUT_S", 0.5)
+    group = await ProcessGroup.start([sys.executable, "-c", SERVER], stdout=asyncio.subprocess.PIPE)
+    try:
+        assert group.process.stdout is not None
+        address = (await asyncio.wait_for(group.process.stdout.readline(), 20)).decode().strip()
+        other = registration("generator-1", server[1])
+        await pool.update(snapshot(registration("generator-0", address), other))
+        first = "generator-0"
+        stopped = await pool.acquire(Load(1), allowed=lambda one: one.name == first, timeout_s=1, what="it")
+        await check(stopped)
+        group.signal(signal.SIGSTOP)
+        request = health_pb2.HealthCheckRequest()
+        waiting = asyncio.create_task(rpc.unary(stopped.stub.Check, request, timeout_s=60, attempts=1))
+        await pool.update(snapshot(other))
+        with pytest.raises(Unavailable):
+            await asyncio.wait_for(waiting, 5)
+        pool.release(stopped, Load(1))
+        assert names(pool) == {"generator-1"}
+    finally:
+        await group.kill()
 
 
 async def test_a_replica_is_busy_as_long_as_it_has_any_lease(

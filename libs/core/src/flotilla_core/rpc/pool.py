@@ -2,7 +2,9 @@
 
 Invariants: only a replica that is READY in the registry and that has not failed since its last SERVING gets
 work; a caller whose call failed ejects the replica at once, long before the registry notices; an ejected one
-comes back through its health alone; a channel stays open until the last lease on it is given back.
+comes back through its health alone; one that the registry lost is asked itself: it stays while it serves, and when it
+does not answer the calls that wait for it fail at once; else a channel stays open until the last lease on it is given
+back.
 """
 
 from __future__ import annotations
@@ -33,6 +35,11 @@ _PROBE_TIMEOUT_S = 2.0
 # A replica that fails again soon after it came back stays out longer each time.
 _LONGEST_PROBE_INTERVAL_S = 10.0
 _STABLE_AFTER_S = 30.0
+# Who is missing from the registry was silent for long: only an answer keeps it.
+_MISSING_TIMEOUT_S = 5.0
+_ASK_MISSING_EVERY_S = 5.0
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
 
 logger = structlog.get_logger()
 
@@ -63,6 +70,7 @@ class ReplicaPool(Generic[StubT]):
         self._replicas: dict[str, Replica[StubT]] = {}
         self._refused: set[str] = set()
         self._probes: dict[str, asyncio.Task[None]] = {}
+        self._missing: dict[str, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._waiters = Waiters(self._standing, self._room)
         self._routing = Routing()
@@ -70,14 +78,15 @@ class ReplicaPool(Generic[StubT]):
     async def update(self, snapshot: dict[str, reg.Registration]) -> None:
         """Take in who exists now."""
         ours = {key: one for key, one in snapshot.items() if self._is_ours(one) and self._acceptable(one)}
-        for instance_id in [key for key in self._replicas if key not in ours]:
-            self._retire(self._replicas.pop(instance_id), "it left the registry")
+        for replica in [one for key, one in self._replicas.items() if key not in ours]:
+            self._miss(replica, ours)
         for instance_id, registration in ours.items():
             known = self._replicas.get(instance_id)
             if known is not None and known.address != registration.address:
                 self._retire(self._replicas.pop(instance_id), "its address changed")
                 known = None
             if known is not None:
+                self._stop(self._missing, known)
                 known.registration = registration
                 self._measure(known)
             elif registration.state == reg.INSTANCE_STATE_READY and not self._superseded(registration, ours):
@@ -166,7 +175,7 @@ class ReplicaPool(Generic[StubT]):
         """No more work for as long as its process lives; what it was leased for goes on."""
         replica = self._replicas.get(instance_id)
         if replica is not None and replica.state != "draining":
-            self._stop_probe(replica)
+            self._stop(self._probes, replica)
             replica.state, replica.why = "draining", why
             logger.info("replica drained", replica=replica.name, instance_id=instance_id, why=why)
             self._waiters.look()
@@ -178,8 +187,9 @@ class ReplicaPool(Generic[StubT]):
     async def close(self) -> None:
         """Close every channel; calls that still run are cancelled."""
         replicas, self._replicas = self._replicas, {}
-        tasks = [*self._probes.values()]
+        tasks = [*self._probes.values(), *self._missing.values()]
         self._probes.clear()
+        self._missing.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, *self._closing, return_exceptions=True)
@@ -238,40 +248,69 @@ class ReplicaPool(Generic[StubT]):
         if superseded:
             self._retire(self._replicas.pop(replica.instance_id), "its slot was started again")
         elif replica.registration.state != reg.INSTANCE_STATE_READY and replica.state != "draining":
-            self._stop_probe(replica)
+            self._stop(self._probes, replica)
             replica.state = "draining"
             state = reg.InstanceState.Name(replica.registration.state)
             replica.why = state.removeprefix("INSTANCE_STATE_").lower()
 
-    def _retire(self, replica: Replica[StubT], why: str) -> None:
-        self._stop_probe(replica)
+    def _retire(self, replica: Replica[StubT], why: str, *, calls_end: bool = False) -> None:
+        self._stop(self._probes, replica)
+        self._stop(self._missing, replica)
         replica.state, replica.why = "draining", why
         logger.info("replica gone", replica=replica.name, instance_id=replica.instance_id, why=why)
-        if replica.leases == 0:
+        if calls_end or replica.leases == 0:
             self._close(replica)
+
+    def _miss(self, replica: Replica[StubT], ours: dict[str, reg.Registration]) -> None:
+        """The registry has it no more: it went, it hangs, or its heartbeats alone were lost."""
+        if self._superseded(replica.registration, ours):
+            self._retire(self._replicas.pop(replica.instance_id), "its slot was started again")
+        elif replica.state == "draining":
+            self._retire(self._replicas.pop(replica.instance_id), "it left the registry")
+        elif replica.instance_id not in self._missing:
+            asking = asyncio.create_task(self._ask_missing(replica), name=f"missing {replica.name}")
+            self._missing[replica.instance_id] = asking
+
+    async def _ask_missing(self, replica: Replica[StubT]) -> None:
+        while (status := await self._health(replica, _MISSING_TIMEOUT_S)) == _SERVING:  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(_ASK_MISSING_EVERY_S)
+        self._missing.pop(replica.instance_id, None)
+        if self._replicas.get(replica.instance_id) is replica:
+            del self._replicas[replica.instance_id]
+            silent = status is None
+            why = "it left the registry" + (" and does not answer" if silent else "")
+            self._retire(replica, why, calls_end=silent)
+            self._waiters.look()
 
     def _close(self, replica: Replica[StubT]) -> None:
         task = asyncio.create_task(replica.channel.close(), name=f"close {replica.name}")
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    def _stop_probe(self, replica: Replica[StubT]) -> None:
-        probe = self._probes.pop(replica.instance_id, None)
-        if probe is not None:
-            probe.cancel()
+    @staticmethod
+    def _stop(tasks: dict[str, asyncio.Task[None]], replica: Replica[StubT]) -> None:
+        """End what looks after this replica, if anything does."""
+        task = tasks.pop(replica.instance_id, None)
+        if task is not None:
+            task.cancel()
+
+    @staticmethod
+    async def _health(replica: Replica[StubT], timeout_s: float, attempts: int = 4) -> int | None:
+        """What it says of itself; None where it says nothing."""
+        health: Any = health_pb2_grpc.HealthStub(replica.channel)
+        request = health_pb2.HealthCheckRequest()
+        try:
+            answer = await unary(health.Check, request, timeout_s=timeout_s, attempts=attempts)
+        except FlotillaError:
+            return None
+        status: int = answer.status
+        return status
 
     async def _probe(self, replica: Replica[StubT]) -> None:
-        health: Any = health_pb2_grpc.HealthStub(replica.channel)
         interval_s = min(PROBE_INTERVAL_S * 2 ** (replica.ejections - 1), _LONGEST_PROBE_INTERVAL_S)
-        while True:
+        await asyncio.sleep(interval_s)
+        while await self._health(replica, _PROBE_TIMEOUT_S, attempts=1) != _SERVING:  # noqa: ASYNC110 - of another process
             await asyncio.sleep(interval_s)
-            try:
-                request = health_pb2.HealthCheckRequest()
-                answer = await unary(health.Check, request, timeout_s=_PROBE_TIMEOUT_S, attempts=1)
-            except FlotillaError:
-                continue
-            if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                break
         self._probes.pop(replica.instance_id, None)
         replica.state, replica.why = "ready", ""
         replica.returned_at = asyncio.get_running_loop().time()
