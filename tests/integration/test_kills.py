@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(300)
 
 WAIT_S = 120.0
 PHASES_HERE = ("train", "evaluate")
-"""All of them, again and again, are met in tests/chaos."""
+"""The others are met in tests/chaos."""
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,6 @@ from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from flotilla_core.rpc import connect, unary
 from flotilla_testing.stack import Stack
 
-PHASES = ("rollout", "train", "sync", "checkpoint", "evaluate")
 LOOK_EVERY_S = 0.005
 LIMIT_S = 120.0
 

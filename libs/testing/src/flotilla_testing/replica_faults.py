@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Collection
 from functools import partial
 
 import grpc
@@ -21,8 +22,8 @@ from flotilla_testing.stack import Stack
 
 PHASES = ("decoding", "broadcast", "commit")
 WEIGHT_PHASES = {
-    "broadcast": generator_pb2.WEIGHT_PHASE_RECEIVING,
-    "commit": generator_pb2.WEIGHT_PHASE_COMMITTING,
+    "broadcast": {generator_pb2.WEIGHT_PHASE_RECEIVING},
+    "commit": {generator_pb2.WEIGHT_PHASE_COMMITTING},
 }
 LOOK_EVERY_S = 0.001
 LIMIT_S = 120.0
@@ -31,20 +32,25 @@ LIMIT_S = 120.0
 async def kill_inside(stack: Stack, name: str, phase: str) -> None:
     """kill -9 of the replica the moment it is seen inside `phase`."""
     process = stack.process(name)
-    look = _owes_work if phase == "decoding" else partial(_in_weight_phase, WEIGHT_PHASES[phase])
-    where = "coordinator" if phase == "decoding" else name
+    decoding = phase == "decoding"
+    look = (
+        partial(owes_work, name=name) if decoding else partial(in_weight_phase, phases=WEIGHT_PHASES[phase])
+    )
+    where = "coordinator" if decoding else name
     async with asyncio.timeout(LIMIT_S), connect(address(stack, where)) as channel:
-        while not await look(channel, name):  # noqa: ASYNC110 - the phase of another process
+        while not await look(channel):  # noqa: ASYNC110 - the phase of another process
             await asyncio.sleep(LOOK_EVERY_S)
     process.kill()
 
 
-async def _in_weight_phase(phase: int, channel: grpc.aio.Channel, name: str) -> bool:
+async def in_weight_phase(channel: grpc.aio.Channel, phases: Collection[int]) -> bool:
+    """Whether the generator behind `channel` is in one of these."""
     request = generator_pb2.GetWeightStatusRequest()
-    return (await unary(GeneratorServiceStub(channel).GetWeightStatus, request, timeout_s=10)).phase == phase
+    return (await unary(GeneratorServiceStub(channel).GetWeightStatus, request, timeout_s=10)).phase in phases
 
 
-async def _owes_work(channel: grpc.aio.Channel, name: str) -> bool:
+async def owes_work(channel: grpc.aio.Channel, name: str) -> bool:
+    """Whether the coordinator behind `channel` waits for samples of this replica."""
     request = coordinator_pb2.ListServicesRequest()
     reply = await unary(CoordinatorServiceStub(channel).ListServices, request, timeout_s=10)
     return any(s.registration.name == name and s.outstanding_tokens for s in reply.services)

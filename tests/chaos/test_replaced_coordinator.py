@@ -1,6 +1,7 @@
-"""Coordinators die in every phase, and one sleeps while another takes its place: the run goes on, the ledger balances.
+"""A coordinator sleeps while another takes its place: the run goes on, the ledger balances.
 
-Simulated engines and a trainer that accepts, behind the real coordinator, ledger, weight group and launcher.
+Those that die, or sleep alone, are in the matrix (`test_fault_matrix.py`). Simulated engines and a trainer that
+accepts, behind the real coordinator, ledger, weight group and launcher.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,11 @@ import pytest
 
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.rundir import RunDirectory
-from flotilla_testing.coordinator_faults import PHASES, endless_run, is_new, signal_inside
+from flotilla_testing.coordinator_faults import endless_run, signal_inside
 from flotilla_testing.stack import Stack, light_stack, wait_until
 
 pytestmark = pytest.mark.timeout(900)
 
-KILLS = 5
-BACK_WITHIN_S = 30.0
 COORDINATOR = str(Path(sys.executable).parent / "flotilla-coordinator")
 
 
@@ -35,25 +33,6 @@ def fleet(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     sim = {"seconds_per_token": 0.02, "commit_s": 0.1}
     with light_stack(arithmetic / "model", directory, sim=sim, trainer_s=0.1) as running:
         yield running
-
-
-@pytest.mark.parametrize("max_staleness", [0, 2])
-async def test_kill_after_kill_in_every_phase_loses_no_sample(
-    fleet: Stack, arithmetic: Path, tmp_path: Path, max_staleness: int
-) -> None:
-    run = fleet.ok("run", "start", str(endless_run(arithmetic, tmp_path, max_staleness)))
-    for phase in PHASES * KILLS:
-        done = len(fleet.metrics(run))
-        wait_until("two steps", lambda done=done: len(fleet.metrics(run)) >= done + 2)
-        pid = fleet.process("coordinator").pid
-        await signal_inside(fleet, run["run_id"], phase, signal.SIGKILL)
-        killed, done = time.monotonic(), len(fleet.metrics(run))
-        wait_until(f"a new coordinator after {phase}", lambda pid=pid: is_new(fleet, pid))
-        wait_until(f"a step after {phase}", lambda done=done: len(fleet.metrics(run)) > done)
-        assert time.monotonic() - killed < BACK_WITHIN_S
-    fleet.ok("run", "stop", run["run_id"])
-    wait_until("the end of the run", lambda: fleet.ok("run", "show", run["run_id"])["state"] == "stopped")
-    _judged(fleet, run)
 
 
 async def test_a_coordinator_that_slept_while_another_took_its_place_does_no_harm(

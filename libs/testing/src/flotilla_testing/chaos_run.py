@@ -1,0 +1,147 @@
+"""A fleet in which anything may die, and a run on it that goes on until it is told its last step.
+
+Simulated engines; trainer ranks, weight group, digests, rewards, ledger, launcher and NATS are the real ones.
+Invariants: what is seen of a run comes from its own files and from the calls that operators have; every wait is bounded
+and named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flotilla.coordinator.v1 import coordinator_pb2 as pb
+from flotilla.coordinator.v1 import run_pb2
+from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from flotilla_core.errors import FlotillaError
+from flotilla_core.rpc import connect, unary
+from flotilla_core.version import Version
+from flotilla_testing.ppo_run import REWARD
+from flotilla_testing.replica_faults import address
+from flotilla_testing.stack import Stack, sim_stack, wait_until
+
+GENERATORS = 3
+RANK_TIMEOUT_S = 4.0
+SAMPLE_TIMEOUT_S = 3.0
+SYNC_TIMEOUT_S = 4.0
+LAST_STEPS = 3
+LIMIT_S = 180.0
+LOOK_EVERY_S = 0.05
+
+
+@contextlib.contextmanager
+def chaos_fleet(model: Path, directory: Path) -> Iterator[Stack]:
+    """Everything takes a moment, so that each moment can be met; limits are short, so that silence is noticed soon."""
+    sections: dict[str, dict[str, Any]] = {
+        "generator": {"replicas": GENERATORS, "sim": {"seconds_per_token": 0.02, "commit_s": 0.1}},
+        "trainer": {"nproc": 2, "rank_timeout_s": RANK_TIMEOUT_S},
+        "reward": {"replicas": 2, "workers": 1},
+    }
+    with sim_stack(model, directory, **sections) as stack:
+        yield stack
+
+
+class ChaosRun:
+    """One run under observation."""
+
+    def __init__(self, stack: Stack, arithmetic: Path, folder: Path) -> None:
+        self.stack = stack
+        self.started: dict[str, Any] = stack.ok("run", "start", str(_run_file(arithmetic, folder)))
+        self.run_id: str = self.started["run_id"]
+
+    @property
+    def lines(self) -> int:
+        """Steps that have ended so far, also those that were undone."""
+        return len(self.stack.metrics(self.started))
+
+    @property
+    def lineage(self) -> int:
+        """How often it went back to a checkpoint."""
+        return int(self.stack.metrics(self.started)[-1]["lineage"])
+
+    def wait_for_steps(self, count: int, since: int, what: str) -> None:
+        """Until `count` more steps have ended than `since`."""
+        wait_until(f"{count} more steps {what}", lambda: self.lines >= since + count, LIMIT_S)
+
+    async def ends_by_itself(self) -> run_pb2.Run:
+        """Tell it which step is its last one, and wait for its end."""
+        steps = (await self.now()).step + LAST_STEPS
+        self.stack.ok("run", "set", self.run_id, f"steps={steps}")
+        await until("the end of the run", self._has_ended)
+        return await self.now()
+
+    async def now(self) -> run_pb2.Run:
+        """The run as its coordinator sees it."""
+        async with connect(address(self.stack, "coordinator")) as channel:
+            request = pb.GetRunRequest(run_id=self.run_id)
+            return (await unary(CoordinatorServiceStub(channel).GetRun, request, timeout_s=10)).run
+
+    async def _has_ended(self) -> bool:
+        return (await self.now()).state != run_pb2.RUN_STATE_RUNNING
+
+    async def serving(self) -> list[str]:
+        """Generators that serve the run, by name; those with the same version hold the same weights."""
+        try:
+            async with connect(address(self.stack, "coordinator")) as channel:
+                stub = CoordinatorServiceStub(channel)
+                held = (await unary(stub.ShowWeights, pb.ShowWeightsRequest(), timeout_s=10)).generators
+        except (FlotillaError, FileNotFoundError):
+            return []  # the coordinator is on its way back
+        digests: dict[Version, str] = {}
+        for one in held:
+            version = Version.from_proto(one.version)
+            known = digests.setdefault(version, one.digest)
+            assert known == one.digest, f"{one.name} holds {one.digest} as {version}, others hold {known}"
+        return [one.name for one in held]
+
+    async def working(self, kind: str) -> list[str]:
+        """Replicas of a kind that may get work, by name."""
+        try:
+            async with connect(address(self.stack, "coordinator")) as channel:
+                stub = CoordinatorServiceStub(channel)
+                services = (await unary(stub.ListServices, pb.ListServicesRequest(), timeout_s=10)).services
+        except (FlotillaError, FileNotFoundError):
+            return []
+        ready = [one for one in services if one.work_state == pb.WORK_STATE_READY]
+        return [one.registration.name for one in ready if one.registration.name.startswith(f"{kind}-")]
+
+
+async def until(what: str, condition: Callable[[], Awaitable[bool]]) -> None:
+    """Ask again until it is so; fail with the name of the wait."""
+    deadline = time.monotonic() + LIMIT_S
+    while not await condition():
+        assert time.monotonic() < deadline, f"waited {LIMIT_S:g} s for {what}"
+        await asyncio.sleep(LOOK_EVERY_S)
+
+
+def _run_file(arithmetic: Path, folder: Path) -> Path:
+    reward = folder / "reward.py"
+    reward.write_text(REWARD)
+    run: dict[str, Any] = {
+        "name": "chaos",
+        "steps": 100_000,
+        "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
+        "rollout": {
+            "prompts_per_step": 4,
+            "samples_per_prompt": 4,
+            "max_staleness": 1,
+            "sample_timeout_s": SAMPLE_TIMEOUT_S,
+            "sampling": {"max_response_tokens": 8},
+        },
+        "rewards": [{"reward": f"{reward}:reward"}],
+        "optimizer": {"learning_rate": 1.0e-3, "schedule": "constant", "epsilon": 1.0e-3},
+        # The simulated engine's log-probabilities are not those of any policy.
+        "algorithm": {"correction": {"warn_at": None, "fail_at": None}},
+        "weights": {"canary": {"prompts": 0}, "timeout_s": SYNC_TIMEOUT_S},
+        "checkpoint": {"every_steps": 1},
+        "export_final": False,
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(run))
+    return path

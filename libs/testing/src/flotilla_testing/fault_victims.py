@@ -1,0 +1,46 @@
+"""The processes of a fleet that something may happen to, by what they are.
+
+Invariant: a process is looked up when it is asked for, so one that was started again is found under its name.
+"""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+
+import psutil
+
+from flotilla_testing.stack import Stack
+
+
+class Victim(StrEnum):
+    """What a process is to the run."""
+
+    GENERATOR = "generator"
+    REWARD = "reward replica"
+    RANK_0 = "trainer rank 0"
+    RANK_1 = "trainer rank 1"
+    FRONT = "trainer front"
+    COORDINATOR = "coordinator"
+    NATS = "NATS"
+
+
+RANKS = {Victim.RANK_0: 0, Victim.RANK_1: 1}
+SLOTS = {Victim.FRONT: "trainer", Victim.COORDINATOR: "coordinator"}
+
+
+def process_of(stack: Stack, victim: Victim, slot: str) -> psutil.Process:
+    """The process that fills the part now; `slot` names which of several replicas."""
+    if victim in RANKS:
+        return _rank(stack, RANKS[victim])
+    if victim is Victim.NATS:
+        launcher = psutil.Process(json.loads((stack.directory / "launcher.json").read_text())["pid"])
+        return next(p for p in launcher.children(recursive=True) if "nats-server" in p.name())
+    return stack.process(SLOTS.get(victim, slot))
+
+
+def _rank(stack: Stack, rank: int) -> psutil.Process:
+    for child in stack.process("trainer").children():
+        if f"rank-{rank}.stacks" in " ".join(child.cmdline()):
+            return child
+    raise AssertionError(f"the trainer has no rank {rank}")

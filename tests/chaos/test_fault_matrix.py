@@ -1,0 +1,211 @@
+"""Every process of a fleet is killed, and stopped, at every moment of a step: nothing is lost or trained twice.
+
+A row of the matrix is a fault and a victim, and one run. Its cells are the moments of a step (`Moment`), in an order
+that the seed draws (`FLOTILLA_CHAOS_SEED`). After each cell the run makes steps again, the ledger balances and
+generators with one version hold equal weights; after the last one the run is told its last step and ends by itself.
+
+| victim         | kill -9                                         | SIGSTOP                                     |
+|----------------|-------------------------------------------------|---------------------------------------------|
+| generator      | its samples go to the others                    | so, too; resumed, it serves again           |
+| reward replica | its samples go to the other one                 | a pause is waited for; for long: so, too    |
+| trainer rank   | a new gang goes on from the newest checkpoint   | so, too, after `rank_timeout_s`             |
+| trainer front  | so, too                                         | a pause is waited for; for long: so, too    |
+| coordinator    | the next one goes on with the sessions there are| it goes on, after a long pause as well      |
+| NATS           | nobody waits for it                             | nobody waits for it                         |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import sqlite3
+import sys
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flotilla.coordinator.v1.run_pb2 import RUN_STATE_SUCCEEDED
+from flotilla_coordinator.ledger.checker import Verdict, check
+from flotilla_testing.chaos_run import GENERATORS, LIMIT_S, ChaosRun, until
+from flotilla_testing.coordinator_faults import is_new
+from flotilla_testing.fault_moments import Moment, reached
+from flotilla_testing.fault_victims import Victim, process_of
+from flotilla_testing.stack import Stack, wait_until
+
+pytestmark = pytest.mark.timeout(900)
+
+SEED = int(os.environ.get("FLOTILLA_CHAOS_SEED", "1"))
+PAUSE_S = 2.0
+LONG_S = 20.0
+"""Longer than any heartbeat is waited for."""
+COORDINATOR_BACK_WITHIN_S = 30.0
+ISSUED_AGAIN_WITHIN_S = 2.0
+
+
+class Fault(StrEnum):
+    """What happens to a process."""
+
+    KILL = "kill -9"
+    STOP = "SIGSTOP"
+    LONG_STOP = "SIGSTOP, for long"
+
+
+RANKS = (Victim.RANK_0, Victim.RANK_1)
+MOMENTS = tuple(Moment)
+ROWS: dict[tuple[Fault, Victim], tuple[Moment, ...]] = {
+    **{(Fault.KILL, victim): MOMENTS for victim in Victim},
+    **{(Fault.STOP, victim): MOMENTS for victim in Victim},
+    # Where a pause is waited for, one that is not.
+    (Fault.LONG_STOP, Victim.REWARD): (Moment.ROLLOUT,),
+    (Fault.LONG_STOP, Victim.FRONT): (Moment.BEFORE_PUBLISH,),
+    (Fault.LONG_STOP, Victim.COORDINATOR): (Moment.ROLLOUT,),
+    (Fault.LONG_STOP, Victim.NATS): (Moment.ROLLOUT,),
+}
+
+
+@dataclass
+class Strike:
+    """A fault that has happened."""
+
+    fault: Fault
+    victim: Victim
+    slot: str
+    process: psutil.Process
+    steps: int
+    lineage: int
+    at: float
+
+
+@pytest.mark.parametrize(("fault", "victim"), ROWS, ids=lambda part: part.replace(" ", "-"))
+async def test_nothing_is_lost_or_trained_twice(
+    fleet_of_faults: Stack,
+    arithmetic: Path,
+    tmp_path: Path,
+    fault: Fault,
+    victim: Victim,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    draw = random.Random(f"{SEED} {fault} {victim}")
+    run = ChaosRun(fleet_of_faults, arithmetic, tmp_path)
+    run.wait_for_steps(2, 0, "at the start")
+    moments = ROWS[fault, victim]
+    for moment in draw.sample(moments, len(moments)):
+        await until("a fleet that can lose one", lambda: _can_lose_one(run))
+        strike = await _struck(run, fault, victim, moment, draw)
+        recovered_s = await _recovered(run, strike)
+        verdict = _judged(run)
+        line = f"{fault:18}{victim:16}{moment:26}{recovered_s:6.1f} s"
+        if victim is Victim.GENERATOR:
+            line += _issued_again(run, strike)
+        _print(capsys, f"{line}  lost {verdict.lost}, trained twice {verdict.trained_twice}")
+    ended = await run.ends_by_itself()
+    assert ended.state == RUN_STATE_SUCCEEDED, ended.reason
+    _print(capsys, f"{fault:18}{victim:16}the run ended by itself: {_judged(run)}")
+
+
+async def _struck(run: ChaosRun, fault: Fault, victim: Victim, moment: Moment, draw: random.Random) -> Strike:
+    """Let it happen at that moment; a stopped process is let go on when that is due."""
+    generator = draw.choice(await run.serving())
+    slot = f"reward-{draw.randrange(2)}" if victim is Victim.REWARD else generator
+    process = process_of(run.stack, victim, slot)
+    await reached(run.stack, run.started, moment, generator)
+    strike = Strike(fault, victim, slot, process, run.lines, run.lineage, time.time())
+    process.send_signal(signal.SIGKILL if fault is Fault.KILL else signal.SIGSTOP)
+    if fault is not Fault.KILL:
+        try:
+            await _held(run, strike)
+        finally:
+            if process.is_running():
+                process.resume()
+    return strike
+
+
+async def _held(run: ChaosRun, strike: Strike) -> None:
+    """Until the fleet has gone on without the process, or for a while where it waits."""
+    long = strike.fault is Fault.LONG_STOP
+    if strike.victim in RANKS:
+        wait_until("the end of the rank that is stopped", lambda: not strike.process.is_running(), LIMIT_S)
+    elif strike.victim is Victim.FRONT and long:
+        await until("the run to miss its trainer", lambda: _misses_trainer(run))
+    elif strike.victim in (Victim.GENERATOR, Victim.NATS) or (strike.victim is Victim.REWARD and long):
+        run.wait_for_steps(2, strike.steps, f"without {strike.slot}")
+        if long and strike.victim is Victim.NATS:
+            await asyncio.sleep(LONG_S)
+    else:
+        await asyncio.sleep(LONG_S if long else PAUSE_S)
+
+
+async def _recovered(run: ChaosRun, strike: Strike) -> float:
+    """Seconds from the fault to a whole step that began after it."""
+    if strike.victim is Victim.COORDINATOR and strike.fault is Fault.KILL:
+        wait_until("a new coordinator", lambda: is_new(run.stack, strike.process.pid), LIMIT_S)
+    run.wait_for_steps(2, strike.steps, f"after {strike.fault} of {strike.victim}")
+    if strike.victim in RANKS or (strike.victim is Victim.FRONT and strike.fault is not Fault.STOP):
+        wait_until("a step after the checkpoint", lambda: run.lineage > strike.lineage, LIMIT_S)
+    else:
+        assert run.lineage == strike.lineage, "the trainer lives: nothing goes back to a checkpoint"
+    seconds = time.time() - strike.at
+    if strike.victim is Victim.COORDINATOR and strike.fault is Fault.KILL:
+        assert seconds < COORDINATOR_BACK_WITHIN_S
+    if strike.fault is not Fault.KILL and strike.victim is Victim.GENERATOR:
+        await until(f"{strike.slot} to serve again", lambda: _serves(run, strike.slot))
+    return seconds
+
+
+async def _can_lose_one(run: ChaosRun) -> bool:
+    return len(await run.serving()) >= GENERATORS - 1 and len(await run.working("reward")) == 2
+
+
+async def _misses_trainer(run: ChaosRun) -> bool:
+    return (await run.now()).phase == "waiting for services"
+
+
+async def _serves(run: ChaosRun, slot: str) -> bool:
+    return slot in await run.serving()
+
+
+def _judged(run: ChaosRun) -> Verdict:
+    verdict = check(run.stack.directory / "ledger.sqlite", run.run_id)
+    assert verdict.passed and verdict.lost == verdict.trained_twice == verdict.stale == 0, str(verdict)
+    return verdict
+
+
+def _issued_again(run: ChaosRun, strike: Strike) -> str:
+    """How long after the loss was known the first sample came that was issued again, where any was."""
+    known = _ejected_at(run.stack, strike)
+    if known is None:
+        return ""
+    ledger = sqlite3.connect(f"file:{run.stack.directory / 'ledger.sqlite'}?mode=ro", uri=True)
+    (came,) = ledger.execute(
+        "SELECT min(t.time) FROM transitions t JOIN runs r ON r.key = t.run "
+        "WHERE r.run_id = ? AND t.attempt > 0 AND t.to_state = 2 AND t.time >= ?",
+        (run.run_id, known),
+    ).fetchone()
+    ledger.close()
+    if came is None:
+        return "  nothing to issue again"
+    assert came - known < ISSUED_AGAIN_WITHIN_S
+    return f"  issued again, decoded and scored {came - known:.2f} s after the loss was known"
+
+
+def _ejected_at(stack: Stack, strike: Strike) -> float | None:
+    for text in (stack.directory / "logs" / "coordinator.log").read_text().splitlines():
+        if '"replica ejected"' not in text or strike.slot not in text:
+            continue
+        at = datetime.fromisoformat(json.loads(text)["time"]).timestamp()
+        if at >= strike.at:
+            return at
+    return None
+
+
+def _print(capsys: pytest.CaptureFixture[str], line: str) -> None:
+    with capsys.disabled():
+        sys.stdout.write(f"\n  {line}")
