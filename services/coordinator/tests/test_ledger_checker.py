@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,6 +78,36 @@ def test_a_sound_run_passes_while_it_goes_on(path: Path) -> None:
     assert str(verdict).startswith(
         "passed: lost 0, trained twice 0, unexpected 0, stale 0, conservation holds"
     )
+
+
+def test_what_is_admitted_while_it_judges_belongs_to_the_next_verdict(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect, admitted = sqlite3.connect, f"{RUN}/0/0/4"
+
+    class Beside(sqlite3.Connection):
+        def execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
+            cursor = super().execute(statement, *values)
+            if "FROM runs" in statement:
+                with connect(path) as db:
+                    db.execute(
+                        "INSERT INTO samples (sample_id, run, grp, step, state, attempt) VALUES (?, 1, 1, 3, 1, 0)",
+                        (admitted,),
+                    )
+                    db.execute(
+                        "INSERT INTO transitions (run, sample_id, attempt, to_state, time) VALUES (1, ?, 0, 1, 0)",
+                        (admitted,),
+                    )
+                    db.execute("UPDATE tallies SET samples = samples + 1 WHERE run = 1 AND state = 1")
+                    db.execute("UPDATE runs SET admitted = admitted + 1")
+            return cursor
+
+    monkeypatch.setattr(sqlite3, "connect", partial(connect, factory=Beside))
+    verdict = check(path, RUN)
+    monkeypatch.undo()
+    assert verdict.passed and verdict.admitted == len(SAMPLES), str(verdict)
+    verdict = check(path, RUN)
+    assert verdict.passed and verdict.admitted == len(SAMPLES) + 1, str(verdict)
 
 
 def test_a_sample_in_flight_is_lost_once_the_run_has_ended(path: Path) -> None:

@@ -100,13 +100,13 @@ def check(path: Path, run_id: str) -> Verdict:
 
 
 def _judge(db: sqlite3.Connection, run_id: str) -> Verdict:
+    db.execute("BEGIN")  # one snapshot for all that follows
     row = db.execute(
         "SELECT key, state, config_yaml, directory, admitted FROM runs WHERE run_id = ?", (run_id,)
     ).fetchone()
     if row is None:
         raise NotFound(f"the ledger has no run {run_id}")
     run, state, config_yaml, directory, counted_admitted = row
-    db.execute("BEGIN")  # one snapshot for all that follows
     db.execute(_HISTORIES, {"run": run})
     db.execute(
         "CREATE TEMP TABLE generations AS SELECT sample_id, seq, version_step FROM transitions "
