@@ -45,24 +45,24 @@ async def test_a_generator_that_cannot_be_reached(
 ) -> None:
     """It lives, its heartbeats come and so do its weights; its coordinator is not heard, or hears nothing."""
     stack = fleet_of_faults
-    run = ChaosRun(stack, arithmetic, tmp_path)
-    with extra_generator(stack, tmp_path, {"bind": {"advertise_host": BEHIND_PROXY}}):
-        port = int(address(stack, NAME).rpartition(":")[2])
-        with TcpProxy((BEHIND_PROXY, port), ("127.0.0.1", port)) as proxy:
-            for moment, there in PARTITIONS:
-                await until(f"{NAME} to serve", lambda: _serves(run))
-                await reached(stack, run.started, moment, NAME)
-                proxy.cut(there=there)
-                cut, done, lineage = time.monotonic(), run.lines, run.lineage
-                run.wait_for_steps(2, done, f"without {NAME}")
-                recovered_s = time.monotonic() - cut
-                await until(f"{NAME} to be given up", lambda: _is_given_up(run))
-                proxy.heal()
-                await until(f"{NAME} to serve again", lambda: _serves(run))
-                assert run.lineage == lineage
-                which = "both ways" if there else "answers alone"
-                _judged(run, capsys, f"partition, {which:15}{moment:26}{recovered_s:5.1f} s")
-    await _ended(run, capsys)
+    async with ChaosRun(stack, arithmetic, tmp_path) as run:
+        with extra_generator(stack, tmp_path, {"bind": {"advertise_host": BEHIND_PROXY}}):
+            port = int(address(stack, NAME).rpartition(":")[2])
+            with TcpProxy((BEHIND_PROXY, port), ("127.0.0.1", port)) as proxy:
+                for moment, there in PARTITIONS:
+                    await until(f"{NAME} to serve", lambda: _serves(run))
+                    await reached(stack, run.started, moment, NAME)
+                    proxy.cut(there=there)
+                    cut, done, lineage = time.monotonic(), run.lines, run.lineage
+                    run.wait_for_steps(2, done, f"without {NAME}")
+                    recovered_s = time.monotonic() - cut
+                    await until(f"{NAME} to be given up", lambda: _is_given_up(run))
+                    proxy.heal()
+                    await until(f"{NAME} to serve again", lambda: _serves(run))
+                    assert run.lineage == lineage
+                    which = "both ways" if there else "answers alone"
+                    _judged(run, capsys, f"partition, {which:15}{moment:26}{recovered_s:5.1f} s")
+        await _ended(run, capsys)
 
 
 async def test_a_generator_whose_heartbeats_do_not_come_through(
@@ -71,20 +71,20 @@ async def test_a_generator_whose_heartbeats_do_not_come_through(
     stack = fleet_of_faults
     nats = urlsplit(json.loads((stack.directory / "launcher.json").read_text())["nats_url"])
     assert nats.hostname and nats.port
-    run = ChaosRun(stack, arithmetic, tmp_path)
-    proxy = TcpProxy(("127.0.0.1", 0), (nats.hostname, nats.port))
-    with proxy, extra_generator(stack, tmp_path, {}, nats=f"nats://127.0.0.1:{proxy.port}"):
-        await until(f"{NAME} to serve", lambda: _serves(run))
-        proxy.cut()
-        cut, lineage = time.monotonic(), run.lineage
-        while time.monotonic() - cut < HEARTBEATS_END_S:
-            run.wait_for_steps(1, run.lines, "without heartbeats")
-            assert await _serves(run), "it was asked itself"
-        proxy.heal()
-        await until(f"{NAME} to serve", lambda: _serves(run))
-        assert run.lineage == lineage
-        _judged(run, capsys, f"no heartbeats for {HEARTBEATS_END_S:g} s, steps went on")
-    await _ended(run, capsys)
+    async with ChaosRun(stack, arithmetic, tmp_path) as run:
+        proxy = TcpProxy(("127.0.0.1", 0), (nats.hostname, nats.port))
+        with proxy, extra_generator(stack, tmp_path, {}, nats=f"nats://127.0.0.1:{proxy.port}"):
+            await until(f"{NAME} to serve", lambda: _serves(run))
+            proxy.cut()
+            cut, lineage = time.monotonic(), run.lineage
+            while time.monotonic() - cut < HEARTBEATS_END_S:
+                run.wait_for_steps(1, run.lines, "without heartbeats")
+                assert await _serves(run), "it was asked itself"
+            proxy.heal()
+            await until(f"{NAME} to serve", lambda: _serves(run))
+            assert run.lineage == lineage
+            _judged(run, capsys, f"no heartbeats for {HEARTBEATS_END_S:g} s, steps went on")
+        await _ended(run, capsys)
 
 
 @pytest.mark.parametrize(
@@ -98,27 +98,29 @@ async def test_a_generator_that_is_slow(
     what: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run = ChaosRun(fleet_of_faults, arithmetic, tmp_path)
-    slow = {"generator": {"engine": "sim", "sim": {"seconds_per_token": seconds_per_token}}}
-    with extra_generator(fleet_of_faults, tmp_path, slow):
-        await until(f"{NAME} to serve", lambda: _serves(run))
-        began, done = time.monotonic(), run.lines
-        run.wait_for_steps(STEPS, done, f"beside a generator that is {what}")
-        step_s = (time.monotonic() - began) / STEPS
-        _judged(run, capsys, f"a generator that is {what}: {step_s:.1f} s a step")
-    await _ended(run, capsys)
+    async with ChaosRun(fleet_of_faults, arithmetic, tmp_path) as run:
+        slow = {"generator": {"engine": "sim", "sim": {"seconds_per_token": seconds_per_token}}}
+        with extra_generator(fleet_of_faults, tmp_path, slow):
+            await until(f"{NAME} to serve", lambda: _serves(run))
+            began, done = time.monotonic(), run.lines
+            run.wait_for_steps(STEPS, done, f"beside a generator that is {what}")
+            step_s = (time.monotonic() - began) / STEPS
+            _judged(run, capsys, f"a generator that is {what}: {step_s:.1f} s a step")
+        await _ended(run, capsys)
 
 
 async def test_deliveries_that_come_twice_out_of_order_and_late(
     fleet_of_faults: Stack, arithmetic: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = ChaosRun(fleet_of_faults, arithmetic, tmp_path)
-    with extra_generator(fleet_of_faults, tmp_path, {}, command=UNRULY):
-        wait_until("samples that nobody waits for", lambda: _count(run, REFUSED) > 0, LIMIT_S)
-        run.wait_for_steps(STEPS, run.lines, f"with {NAME}")
-        assert _count(run, SHARE) > 0, "what it delivered the first time counts"
-        _judged(run, capsys, f"twice, out of order and late: {_count(run, REFUSED):.0f} deliveries refused")
-    await _ended(run, capsys)
+    async with ChaosRun(fleet_of_faults, arithmetic, tmp_path) as run:
+        with extra_generator(fleet_of_faults, tmp_path, {}, command=UNRULY):
+            wait_until("samples that nobody waits for", lambda: _count(run, REFUSED) > 0, LIMIT_S)
+            run.wait_for_steps(STEPS, run.lines, f"with {NAME}")
+            assert _count(run, SHARE) > 0, "what it delivered the first time counts"
+            _judged(
+                run, capsys, f"twice, out of order and late: {_count(run, REFUSED):.0f} deliveries refused"
+            )
+        await _ended(run, capsys)
 
 
 def _count(run: ChaosRun, metric: str) -> float:

@@ -44,8 +44,8 @@ pytestmark = pytest.mark.timeout(900)
 
 SEED = int(os.environ.get("FLOTILLA_CHAOS_SEED", "1"))
 PAUSE_S = 2.0
-LONG_S = 20.0
-"""Longer than any heartbeat is waited for."""
+LONG_S = 25.0
+"""Longer than a heartbeat is waited for by anybody."""
 COORDINATOR_BACK_WITHIN_S = 30.0
 ISSUED_AGAIN_WITHIN_S = 2.0
 
@@ -94,21 +94,21 @@ async def test_nothing_is_lost_or_trained_twice(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     draw = random.Random(f"{SEED} {fault} {victim}")
-    run = ChaosRun(fleet_of_faults, arithmetic, tmp_path)
-    run.wait_for_steps(2, 0, "at the start")
-    moments = ROWS[fault, victim]
-    for moment in draw.sample(moments, len(moments)):
-        await until("a fleet that can lose one", lambda: _can_lose_one(run))
-        strike = await _struck(run, fault, victim, moment, draw)
-        recovered_s = await _recovered(run, strike)
-        verdict = _judged(run)
-        line = f"{fault:18}{victim:16}{moment:26}{recovered_s:6.1f} s"
-        if victim is Victim.GENERATOR:
-            line += _issued_again(run, strike)
-        _print(capsys, f"{line}  lost {verdict.lost}, trained twice {verdict.trained_twice}")
-    ended = await run.ends_by_itself()
-    assert ended.state == RUN_STATE_SUCCEEDED, ended.reason
-    _print(capsys, f"{fault:18}{victim:16}the run ended by itself: {_judged(run)}")
+    async with ChaosRun(fleet_of_faults, arithmetic, tmp_path) as run:
+        run.wait_for_steps(2, 0, "at the start")
+        moments = ROWS[fault, victim]
+        for moment in draw.sample(moments, len(moments)):
+            await until("a fleet that can lose one", lambda: _can_lose_one(run))
+            strike = await _struck(run, fault, victim, moment, draw)
+            recovered_s = await _recovered(run, strike)
+            verdict = _judged(run)
+            line = f"{fault:18}{victim:16}{moment:26}{recovered_s:6.1f} s"
+            if victim is Victim.GENERATOR:
+                line += _issued_again(run, strike)
+            _print(capsys, f"{line}  lost {verdict.lost}, trained twice {verdict.trained_twice}")
+        ended = await run.ends_by_itself()
+        assert ended.state == RUN_STATE_SUCCEEDED, ended.reason
+        _print(capsys, f"{fault:18}{victim:16}the run ended by itself: {_judged(run)}")
 
 
 async def _struck(run: ChaosRun, fault: Fault, victim: Victim, moment: Moment, draw: random.Random) -> Strike:

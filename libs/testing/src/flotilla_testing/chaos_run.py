@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import yaml
 
@@ -27,7 +27,7 @@ from flotilla_testing.replica_faults import address
 from flotilla_testing.stack import Stack, sim_stack, wait_until
 
 GENERATORS = 3
-RANK_TIMEOUT_S = 4.0
+RANK_TIMEOUT_S = 5.0
 SAMPLE_TIMEOUT_S = 3.0
 SYNC_TIMEOUT_S = 4.0
 LAST_STEPS = 3
@@ -54,6 +54,15 @@ class ChaosRun:
         self.stack = stack
         self.started: dict[str, Any] = stack.ok("run", "start", str(_run_file(arithmetic, folder)))
         self.run_id: str = self.started["run_id"]
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        """A run whose test failed leaves the fleet to the next one."""
+        if not await self._has_ended():
+            self.stack.ok("run", "stop", self.run_id)
+            await until("the end of a run that was stopped", self._has_ended)
 
     @property
     def lines(self) -> int:
