@@ -20,6 +20,7 @@ from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1 import run_pb2
 from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from flotilla_core.errors import FlotillaError
+from flotilla_core.ids import new_request_id
 from flotilla_core.rpc import connect, unary
 from flotilla_core.version import Version
 from flotilla_testing.ppo_run import REWARD
@@ -80,8 +81,13 @@ class ChaosRun:
 
     async def ends_by_itself(self) -> run_pb2.Run:
         """Tell it which step is its last one, and wait for its end."""
-        steps = (await self.now()).step + LAST_STEPS
-        self.stack.ok("run", "set", self.run_id, f"steps={steps}")
+        async with connect(address(self.stack, "coordinator")) as channel:
+            stub = CoordinatorServiceStub(channel)
+            step = (await unary(stub.GetRun, pb.GetRunRequest(run_id=self.run_id), timeout_s=10)).run.step
+            last = pb.UpdateRunRequest(
+                request_id=new_request_id(), run_id=self.run_id, overrides=[f"steps={step + LAST_STEPS}"]
+            )
+            await unary(stub.UpdateRun, last, timeout_s=10)
         await until("the end of the run", self._has_ended)
         return await self.now()
 
