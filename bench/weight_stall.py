@@ -65,6 +65,8 @@ class Round:
     """Of the engine's process, with the decoding step that ends before the pause."""
     gap_s: float
     """Longest silence of a stream around the commit."""
+    resident: int
+    """Bytes of memory that the engine's process holds afterwards."""
 
 
 class TimedEngine(VllmEngine):
@@ -189,6 +191,7 @@ async def _round(
             parts=engine.parts,
             commit_cpu_s=used,
             gap_s=streams.longest_gap(since),
+            resident=psutil.Process(floor["pid"]).memory_info().rss,
         )
     finally:
         for task in decoding:
@@ -232,4 +235,8 @@ def _rows(rounds: list[Round], parameters: int) -> list[Row]:
             f"{median(lambda one: one.commit_cpu_s / one.floor_cpu_s):.2f}",
         ),
         Row("  longest silence of a stream", ms(lambda one: one.gap_s)),
+        Row(
+            "  memory that the engine's process holds more after each sync",
+            f"{(rounds[-1].resident - rounds[0].resident) / (len(rounds) - 1) / (1 << 20):.0f} MiB",
+        ),
     ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -20,6 +23,9 @@ class Layer(nn.Module):
         self.register_buffer("table", torch.ones(2), persistent=False)
         self.pack()
 
+    def load(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        parameter.data.copy_(value)
+
     def pack(self) -> None:
         packed = self.weight.detach().clone()
         self.cpu_linear = lambda x: x @ packed.T
@@ -31,6 +37,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = Layer(nn.Parameter(torch.zeros(2, 2), requires_grad=False))
+        self.embedding.weight.weight_loader = self.embedding.load
         self.head = Layer(self.embedding.weight)
 
 
@@ -38,6 +45,7 @@ class Model(nn.Module):
 def model(monkeypatch: pytest.MonkeyPatch) -> Model:
     # What vLLM recorded at boot is vLLM's; the tests with a real engine load twins through it.
     monkeypatch.setattr(twins, "_reload_like", lambda live, twin: None)
+    monkeypatch.setattr(twins, "_forget_reload", lambda twin: None)
     return Model()
 
 
@@ -76,6 +84,20 @@ def test_buffers_that_no_checkpoint_holds_are_shared(model: Model) -> None:
     twin = Twin(model)
     assert twin.model.head.table is model.head.table
     assert twin.model.head.scale is not model.head.scale
+
+
+def test_a_twin_is_freed_as_soon_as_it_is_let_go(model: Model) -> None:
+    gc.disable()
+    try:
+        twin = Twin(model)
+        assert twin.model.head.weight.weight_loader.__self__ is twin.model.embedding
+        body = weakref.ref(twin.model.embedding)
+        twin.forget_how_to_load()
+        del twin
+        assert body() is None
+        assert model.head.weight.weight_loader.__self__ is model.embedding
+    finally:
+        gc.enable()
 
 
 def test_a_layer_that_keeps_weights_in_another_place_is_named(model: Model) -> None:

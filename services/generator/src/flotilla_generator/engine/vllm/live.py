@@ -67,6 +67,7 @@ class LiveModel:
                 return Unloaded(staged, seed)
             twin = Twin(self._model())
             recorded, error = self._load_recorded(twin.model, staged, seed)
+            twin.forget_how_to_load()
             if error:
                 return Loaded(twin, iter(()), [error])
             elsewhere = twin.keeps_weights_elsewhere()

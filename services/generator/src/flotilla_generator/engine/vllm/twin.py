@@ -27,6 +27,13 @@ class Twin:
         self._layers: list[tuple[torch.nn.Module, torch.nn.Module]] = []
         self.model = self._of(model)
 
+    def forget_how_to_load(self) -> None:
+        """After loading: drop what ties its tensors to its layers in circles, so that it is freed once it is let go."""
+        for _, mine in self._tensors.values():
+            mine.__dict__.clear()
+        for _, twin in self._layers:
+            _forget_reload(twin)
+
     def keeps_weights_elsewhere(self) -> str:
         """After loading: the first place where a layer keeps what an exchange would not move, or nothing."""
         for live, twin in self._layers:
@@ -106,6 +113,12 @@ def _reload_like(live: torch.nn.Module, twin: torch.nn.Module) -> None:
         (copied(parameters), copied(buffers)),
         recorded.restore_device,
     )
+
+
+def _forget_reload(twin: torch.nn.Module) -> None:
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    get_layerwise_info(twin).restore_metadata = ({}, {})
 
 
 def _like(
