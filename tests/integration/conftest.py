@@ -1,4 +1,7 @@
-"""One real stack for the whole session: vLLM, a two-rank FSDP2 trainer, rewards, coordinator, NATS."""
+"""Two fleets for the whole session: one with vLLM and a two-rank FSDP2 trainer, one with gangs of every role.
+
+Both have real rewards, coordinator and NATS. A run takes a fleet for itself, so tests leave none behind.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flotilla_testing.stack import Stack, running_stack
+from flotilla_testing.stack import Stack, running_stack, sim_stack
 
 # What these tests share is found by its name, also by vLLM's workers.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -28,8 +31,26 @@ def stack(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield running
 
 
-@pytest.fixture
-def run_file(arithmetic: Path, tmp_path: Path) -> Path:
+@pytest.fixture(scope="session")
+def gangs(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Real gangs for every role, a trainer of two ranks among them, and an engine that makes its samples up.
+
+    Every response is as long as it may be, so that "at most" in a plan is "exactly".
+    """
+    with sim_stack(
+        arithmetic / "model",
+        tmp_path_factory.mktemp("gangs"),
+        trainer={"nproc": 2},
+        generator={"sim": {"response_tokens": 1000}, "max_model_tokens": 64},
+        critic={"replicas": 1},
+        teacher={"replicas": 1},
+        reference={"replicas": 1},
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def run_file(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small GRPO run on the example's data."""
     run = {
         "name": "short",
@@ -43,6 +64,6 @@ def run_file(arithmetic: Path, tmp_path: Path) -> Path:
         "rewards": [{"reward": "exact"}],
         "optimizer": {"learning_rate": 1.0e-4, "schedule": "constant"},
     }
-    path = tmp_path / "run.yaml"
+    path = tmp_path_factory.mktemp("run") / "run.yaml"
     path.write_text(yaml.safe_dump(run))
     return path

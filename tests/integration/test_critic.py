@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,41 +10,34 @@ from flotilla_coordinator.cli.exit_codes import RUN_FAILED
 from flotilla_coordinator.ledger.checker import check
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_testing.ppo_run import ppo_run
-from flotilla_testing.stack import Stack, sim_stack
+from flotilla_testing.stack import Stack
 
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture
-def fleet(arithmetic: Path, tmp_path: Path) -> Iterator[Stack]:
-    gangs = {"trainer": {"nproc": 1}, "critic": {"replicas": 1}}
-    with sim_stack(arithmetic / "model", tmp_path, **gangs) as running:
-        yield running
-
-
 def test_policy_and_critic_learn_side_by_side_and_lie_in_one_checkpoint(
-    fleet: Stack, arithmetic: Path, tmp_path: Path
+    gangs: Stack, arithmetic: Path, tmp_path: Path
 ) -> None:
-    run = fleet.run(ppo_run(arithmetic / "data" / "rl.jsonl", tmp_path))
+    run = gangs.run(ppo_run(arithmetic / "data" / "rl.jsonl", tmp_path))
     assert run["state"] == "succeeded", run["reason"]
     assert run["policy_version"] == "0.2"
-    first, second, third = fleet.metrics(run)
+    first, second, third = gangs.metrics(run)
     assert "loss" not in first and second["loss"] != third["loss"]
     for line in (first, second, third):
         assert line["critic/loss"] > 0 and line["critic/grad_norm"] > 0 and line["time/critic_s"] > 0
         assert line["critic/explained_variance"] <= 1
     # The head of a critic of a language model says nothing at first, and something after its first update.
     assert first["critic/value_mean"] == 0 != second["critic/value_mean"]
-    verdict = check(fleet.directory / "ledger.sqlite", run["run_id"])
+    verdict = check(gangs.directory / "ledger.sqlite", run["run_id"])
     assert verdict.passed, str(verdict)
     assert verdict.trained == 16 and verdict.dropped == {"critic_only": 8}
-    assert {"trainer", "critic"} <= {one["name"] for one in fleet.ok("ps")["processes"]}
-    assert fleet.flotilla("logs", "critic", "-n", "1").code == 0
+    assert {"trainer", "critic"} <= {one["name"] for one in gangs.ok("ps")["processes"]}
+    assert gangs.flotilla("logs", "critic", "-n", "1").code == 0
 
     shelf = CheckpointShelf(Path(run["directory"]) / "checkpoints")
     assert shelf.names() == ["step-000002", "step-000003"]
     (shelf.folder("step-000003") / "critic" / "trainer.json").unlink()
-    verified = fleet.flotilla("checkpoint", "verify", run["run_id"], "--json")
+    verified = gangs.flotilla("checkpoint", "verify", run["run_id"], "--json")
     assert verified.code == RUN_FAILED
     problems = [one["problem"] for one in verified.json["checkpoints"]]
     assert problems[0] == "" and "critic/trainer.json: the file is missing" in problems[1]

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import yaml
 
-from flotilla_client import SyncClient, connect
+from flotilla_client import SyncClient
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_core.errors import Cancelled, FailedPrecondition, FlotillaError, InvalidRequest, NotFinite
 from flotilla_core.version import Version
-from flotilla_testing.stack import Stack, sim_stack
+from flotilla_testing.stack import Stack
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -27,16 +27,9 @@ EXAMPLE = ROOT / "examples/custom_loop/grpo.py"
 REWARD = "def reward(prompt, response, answer, info):\n    return float(sum(map(ord, response)) % 7)\n"
 
 
-@pytest.fixture(scope="module")
-def fleet(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """A simulated engine; trainer, rewards, ledger and weight groups are real."""
-    with sim_stack(arithmetic / "model", tmp_path_factory.mktemp("fleet"), trainer={"nproc": 1}) as running:
-        yield running
-
-
 @pytest.fixture
-def client(fleet: Stack) -> Iterator[SyncClient]:
-    with connect(fleet.directory.name, fleet.directory.parent) as connected:
+def client(gangs: Stack) -> Iterator[SyncClient]:
+    with gangs.client() as connected:
         yield connected
 
 
@@ -62,15 +55,15 @@ def run_file(arithmetic: Path, tmp_path: Path) -> Path:
     return path
 
 
-def ended(fleet: Stack, run_id: str) -> dict[str, Any]:
-    outcome = fleet.flotilla("run", "watch", run_id)
+def ended(gangs: Stack, run_id: str) -> dict[str, Any]:
+    outcome = gangs.flotilla("run", "watch", run_id)
     assert outcome.out or outcome.err
-    return fleet.ok("run", "show", run_id)
+    return gangs.ok("run", "show", run_id)
 
 
-def test_the_example_trains_and_leaves_what_a_run_leaves(fleet: Stack, run_file: Path) -> None:
+def test_the_example_trains_and_leaves_what_a_run_leaves(gangs: Stack, run_file: Path) -> None:
     sizes = ["--steps", "3", "--prompts", "4", "--samples", "4", "--config", str(run_file)]
-    where = ["--stack", fleet.directory.name, "--state-dir", str(fleet.directory.parent)]
+    where = ["--stack", gangs.directory.name, "--state-dir", str(gangs.directory.parent)]
     done = subprocess.run(
         [sys.executable, str(EXAMPLE), *where, *sizes],
         capture_output=True,
@@ -80,22 +73,22 @@ def test_the_example_trains_and_leaves_what_a_run_leaves(fleet: Stack, run_file:
     )
     assert done.returncode == 0, done.stderr
     assert [line.split()[1] for line in done.stdout.splitlines()[:3]] == ["1", "2", "3"]
-    run = ended(fleet, "latest")
+    run = ended(gangs, "latest")
     assert run["state"] == "succeeded" and run["step"] == 3 and run["policy_version"] == "0.3"
     directory = Path(run["directory"])
     assert (directory / "model" / "model.safetensors").is_file()
     assert (directory / "checkpoints" / "step-000003").is_dir()
-    lines = fleet.metrics(run)
+    lines = gangs.metrics(run)
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(line["grad_norm"] > 0 and line["reward/std"] > 0 for line in lines)
-    verdict = check(fleet.directory / "ledger.sqlite", run["run_id"])
+    verdict = check(gangs.directory / "ledger.sqlite", run["run_id"])
     assert verdict.passed, verdict
     assert verdict.trained == verdict.admitted == 3 * 4 * 4
     assert len(list(RunDirectory(directory).read_samples())) == 3 * 4 * 4
 
 
 def test_the_primitives_act_once_and_say_what_is_wrong(
-    client: SyncClient, fleet: Stack, run_file: Path
+    client: SyncClient, gangs: Stack, run_file: Path
 ) -> None:
     with client.open_loop(run_file) as loop:
         run_id = loop.run_id
@@ -132,46 +125,46 @@ def test_the_primitives_act_once_and_say_what_is_wrong(
         assert client.attach_loop(run_id).version == Version(0, 2)
         with pytest.raises(FailedPrecondition, match="is using the trainer"):
             client.start_run(run_file)
-    run = ended(fleet, run_id)
+    run = ended(gangs, run_id)
     assert run["state"] == "succeeded"
-    verdict = check(fleet.directory / "ledger.sqlite", run_id)
+    verdict = check(gangs.directory / "ledger.sqlite", run_id)
     assert verdict.passed, verdict
     with pytest.raises(FailedPrecondition, match="takes no calls"):
         loop.prompts(1)
 
 
 def test_a_loop_that_fails_or_is_stopped_frees_the_trainer(
-    client: SyncClient, fleet: Stack, run_file: Path
+    client: SyncClient, gangs: Stack, run_file: Path
 ) -> None:
     with pytest.raises(ZeroDivisionError), client.open_loop(run_file) as loop:
         raise ZeroDivisionError
-    run = ended(fleet, loop.run_id)
+    run = ended(gangs, loop.run_id)
     assert run["state"] == "stopped" and "ZeroDivisionError" in run["reason"]
 
     loop = client.open_loop(run_file)
     loop.forward_backward(loop.sample(loop.prompts(2), 2))
     client.stop_run(loop.run_id)
-    assert ended(fleet, loop.run_id)["state"] == "stopped"
+    assert ended(gangs, loop.run_id)["state"] == "stopped"
     with pytest.raises((Cancelled, FailedPrecondition)):
         loop.optim_step()
 
 
 def test_the_loss_of_the_trainer_ends_the_loop_which_goes_on_from_its_checkpoint(
-    client: SyncClient, fleet: Stack, run_file: Path
+    client: SyncClient, gangs: Stack, run_file: Path
 ) -> None:
     loop = client.open_loop(run_file)
     loop.forward_backward(loop.sample(loop.prompts(2), 2))
     loop.optim_step()
     loop.save()
-    fleet.process("trainer").kill()
+    gangs.process("trainer").kill()
     with pytest.raises(FlotillaError):
         loop.forward_backward(loop.sample(loop.prompts(2), 2))
-    assert ended(fleet, loop.run_id)["state"] == "failed"
+    assert ended(gangs, loop.run_id)["state"] == "failed"
     client.resume_run(loop.run_id)
     with client.attach_loop(loop.run_id) as again:
         assert again.version == Version(1, 1) and again.steps_done == 1
         again.sync()
         again.forward_backward(again.sample(again.prompts(2), 2))
         assert again.optim_step().version == Version(1, 2)
-    assert ended(fleet, loop.run_id)["state"] == "succeeded"
-    assert check(fleet.directory / "ledger.sqlite", loop.run_id).passed
+    assert ended(gangs, loop.run_id)["state"] == "succeeded"
+    assert check(gangs.directory / "ledger.sqlite", loop.run_id).passed

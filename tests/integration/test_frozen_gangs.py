@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from flotilla_coordinator.ledger.checker import check
-from flotilla_testing.stack import sim_stack
+from flotilla_testing.stack import Stack
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -42,17 +42,15 @@ def run_file(arithmetic: Path, tmp_path: Path) -> Path:
 
 
 def test_a_student_learns_from_a_teacher_near_a_reference_without_a_reward(
-    arithmetic: Path, run_file: Path, tmp_path_factory: pytest.TempPathFactory
+    gangs: Stack, run_file: Path
 ) -> None:
-    gangs = {"trainer": {"nproc": 1}, "teacher": {"replicas": 1}, "reference": {"replicas": 1}}
-    with sim_stack(arithmetic / "model", tmp_path_factory.mktemp("fleet"), **gangs) as fleet:
-        assert {"trainer", "teacher", "reference"} <= {one["name"] for one in fleet.ok("ps")["processes"]}
-        run = fleet.run(run_file)
-        assert run["state"] == "succeeded", run["reason"]
-        assert run["policy_version"] == "0.2"
-        for line in fleet.metrics(run):
-            assert line["advantages/std"] > 0 and line["grad_norm"] > 0 and line["kl/mean"] > 0
-            assert line["time/teacher_s"] > 0 and line["time/reference_s"] > 0
-            assert line["reward/mean"] == 0
-        verdict = check(fleet.directory / "ledger.sqlite", run["run_id"])
-        assert verdict.passed and not verdict.dropped, str(verdict)
+    assert {"trainer", "teacher", "reference"} <= {one["name"] for one in gangs.ok("ps")["processes"]}
+    run = gangs.run(run_file)
+    assert run["state"] == "succeeded", run["reason"]
+    assert run["policy_version"] == "0.2"
+    for line in gangs.metrics(run):
+        assert line["advantages/std"] > 0 and line["grad_norm"] > 0 and line["kl/mean"] > 0
+        assert line["time/teacher_s"] > 0 and line["time/reference_s"] > 0
+        assert line["reward/mean"] == 0
+    verdict = check(gangs.directory / "ledger.sqlite", run["run_id"])
+    assert verdict.passed and not verdict.dropped, str(verdict)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,10 @@ import yaml
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.plan import plan_run
 from flotilla_core.config import RunConfig, StackConfig, load
-from flotilla_testing.stack import Stack, sim_stack
+from flotilla_testing.stack import Stack
 
 pytestmark = pytest.mark.timeout(180)
 
-RANKS = 2
 PROMPT_TOKENS = len("10+11=")
 ROWS = 23
 HELD_OUT = 5
@@ -39,15 +37,6 @@ AWKWARD = [
     ("sft", 7, 3, 1, 4, 31, 3, 2, 0),
     ("sft", 2, 31, 1, 4, 8192, 0, 3, 0),
 ]
-
-
-@pytest.fixture(scope="module")
-def fleet(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Every response is as long as it may be, so that "at most" is "exactly"."""
-    longest = {"sim": {"response_tokens": 1000}, "max_model_tokens": 64}
-    directory = tmp_path_factory.mktemp("planned")
-    with sim_stack(arithmetic / "model", directory, trainer={"nproc": RANKS}, generator=longest) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -90,17 +79,17 @@ def description(data: Path, row: tuple[str, int, int, int, int, int, int, int, i
 
 @pytest.mark.parametrize("row", AWKWARD, ids=lambda row: "-".join(map(str, row)))
 def test_a_run_is_what_its_plan_says(
-    fleet: Stack, data: Path, tmp_path: Path, row: tuple[str, int, int, int, int, int, int, int, int]
+    gangs: Stack, data: Path, tmp_path: Path, row: tuple[str, int, int, int, int, int, int, int, int]
 ) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(description(data, row)))
-    plan = plan_run(load(RunConfig, [file]), load(StackConfig, [fleet.file]))
+    plan = plan_run(load(RunConfig, [file]), load(StackConfig, [gangs.file]))
     assert not plan.errors
     planned = {line.name: line.value for line in plan.lines}
 
-    run = fleet.run(file)
+    run = gangs.run(file)
     assert run["state"] == "succeeded", run["reason"]
-    rows, directory = fleet.metrics(run), Path(run["directory"])
+    rows, directory = gangs.metrics(run), Path(run["directory"])
 
     assert planned["updates"] == str(len(rows)) == run["policy_version"].removeprefix("0.")
     fed = {f"at most {int(step['microbatches'])} a rank" for step in rows}
@@ -122,27 +111,27 @@ def test_a_run_is_what_its_plan_says(
         assert {f"at most {count:,}" for count in tokens} == {planned["tokens of a step"]}
 
 
-def test_a_step_draws_no_more_prompts_than_its_plan_says(fleet: Stack, data: Path, tmp_path: Path) -> None:
+def test_a_step_draws_no_more_prompts_than_its_plan_says(gangs: Stack, data: Path, tmp_path: Path) -> None:
     run = description(data, ("grpo", 5, 4, 2, 3, 64, 2, 2, 1))
     run["rollout"]["over_issue"] = 0.4
     run["data"]["train"] = [{"path": str(data / f"{name}.jsonl")} for name in ("train", "held-out")]
     run["evaluation"] |= {"samples_per_prompt": 3, "temperature": 1.0}
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(run))
-    plan = plan_run(load(RunConfig, [file]), load(StackConfig, [fleet.file]))
+    plan = plan_run(load(RunConfig, [file]), load(StackConfig, [gangs.file]))
     planned = {line.name: line.value for line in plan.lines}
     assert planned["prompts drawn for a step"] == "at most 6"
     assert planned["evaluations"] == f"4 x {HELD_OUT} prompts x 3 samples"
 
-    run = fleet.run(file)
+    run = gangs.run(file)
     assert run["state"] == "succeeded", run["reason"]
-    ledger = fleet.directory / "ledger.sqlite"
+    ledger = gangs.directory / "ledger.sqlite"
     with contextlib.closing(sqlite3.connect(ledger)) as db:
         of_steps = "FROM samples JOIN runs ON runs.key = run WHERE run_id = ? GROUP BY samples.step"
         counted = db.execute(f"SELECT count(DISTINCT grp) {of_steps}", (run["run_id"],))
         assert max(count for (count,) in counted) <= 6
     assert check(ledger, run["run_id"]).passed
-    rows, evaluated = fleet.metrics(run), Path(run["directory"]) / "evaluations.jsonl"
+    rows, evaluated = gangs.metrics(run), Path(run["directory"]) / "evaluations.jsonl"
     assert sum(row.get("data/share/train", 0) + row.get("data/share/held-out", 0) for row in rows) == 5
     (*_, last) = map(json.loads, evaluated.read_text().splitlines())
     assert {"eval/mean@3", "eval/pass@1", "eval/pass@2"} <= set(last)
