@@ -114,12 +114,8 @@ def test_killed_coordinator_leaves_a_timeline_and_a_fleet_that_goes_on(
     names = {event["name"] for event in json.loads(file.read_text())["traceEvents"]}
     assert {"rl.step", "rl.train", "rl.sample"} <= names
 
-    wait_until("the coordinator's return", lambda: _coordinator_is_back(stack), 60)
+    wait_until("the coordinator's return", stack.answers, 60)
     assert stack.ok("run", "show", run["run_id"])["state"] == "failed"
     assert check(stack.directory / "ledger.sqlite", run["run_id"]).passed
     after = stack.run(run_file)
     assert after["state"] == "succeeded", after["reason"]
-
-
-def _coordinator_is_back(stack: Stack) -> bool:
-    return stack.flotilla("run", "list", "--json").code == 0

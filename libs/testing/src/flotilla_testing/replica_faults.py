@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import Collection
 from functools import partial
+from typing import Any
 
 import grpc
 
@@ -18,7 +19,7 @@ from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from flotilla.generator.v1 import generator_pb2
 from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceStub
 from flotilla_core.rpc import connect, unary
-from flotilla_testing.stack import Stack
+from flotilla_testing.stack import Stack, wait_until
 
 PHASES = ("decoding", "broadcast", "commit")
 WEIGHT_PHASES = {
@@ -54,6 +55,16 @@ async def owes_work(channel: grpc.aio.Channel, name: str) -> bool:
     request = coordinator_pb2.ListServicesRequest()
     reply = await unary(CoordinatorServiceStub(channel).ListServices, request, timeout_s=10)
     return any(s.registration.name == name and s.outstanding_tokens for s in reply.services)
+
+
+def wait_for_work(stack: Stack, run: dict[str, Any], name: str) -> None:
+    """Until the replica that goes by this name now has taken part in a whole step."""
+    done = len(stack.metrics(run))
+    wait_until(
+        f"{name} at work",
+        lambda: any(f"generator/{name}/samples" in step for step in stack.metrics(run)[done + 1 :]),
+        LIMIT_S,
+    )
 
 
 def address(stack: Stack, name: str) -> str:
