@@ -29,12 +29,16 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 600)
 
 
 async def test_clean_syncs_under_generation_load(
-    arithmetic: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arithmetic: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Real vLLM and a real trainer: every sync in the first try, every canary exact, every sample trained."""
+    monkeypatch.setenv(
+        "OMP_NUM_THREADS", "1"
+    )  # threads of one tiny operation would wait for each other's turn
     description = {"name": "many-syncs", "model": str(arithmetic / "model")}
     with running_stack(description, tmp_path) as stack:
-        run, seen, verdict = await _run(stack, arithmetic, tmp_path, SYNCS, {})
+        one_canary = {"weights": {"canary": {"prompts": 1}}}
+        run, seen, verdict = await _run(stack, arithmetic, tmp_path, SYNCS, {}, **one_canary)
         steps = stack.metrics(run)
     _report(capsys, steps, seen, verdict)
     assert all(step["sync/epochs"] == 1 and step["sync/members"] == 1 for step in steps)
