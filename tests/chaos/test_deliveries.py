@@ -33,9 +33,9 @@ PARTITIONS = (
     # It commits, and nobody hears of it.
     (Moment.BEFORE_ACK, False),
 )
-HEARTBEATS_END_S = 25.0
+HEARTBEATS_END_S = 20.0
 UNRULY = (sys.executable, str(Path(__file__).parent / "unruly_generator.py"))
-STEPS = 5
+STEPS = 3
 REFUSED = "samples/rejected_unasked"
 SHARE = f"generator/{NAME}/samples"
 
