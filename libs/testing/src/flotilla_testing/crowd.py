@@ -3,7 +3,8 @@
 Each has a slot, a port, a registration and a connection to NATS of its own; they share the event loop and the exporter
 of spans. Invariant: when one of them ends, all of them do.
 
-    python -m flotilla_testing.crowd generator flotilla_generator.main:build --first 8 --count 8 --stack stack.yaml
+    python -m flotilla_testing.crowd generator flotilla_generator.service:GeneratorHostService \\
+        --first 8 --count 8 --stack stack.yaml
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ def main() -> int:
     """Run the slots `first` to `first + count - 1` until the process is asked to stop."""
     parser = argparse.ArgumentParser(prog="crowd")
     parser.add_argument("kind")
-    parser.add_argument("build", help="module:function that builds one service")
+    parser.add_argument(
+        "build",
+        help="module:callable that builds one service; the module is loaded before any of them connects",
+    )
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=1)
     given, rest = parser.parse_known_args()

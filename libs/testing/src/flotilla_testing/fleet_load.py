@@ -106,13 +106,11 @@ def _crowds(stack: Stack, load: FleetLoad) -> Iterator[None]:
             log = files.enter_context((stack.file.parent / f"generators-{first}.log").open("wb"))
             command = [
                 *(sys.executable, "-m", "flotilla_testing.crowd", "generator"),
-                *("flotilla_generator.main:build", *slots, "--stack", str(stack.file)),
+                *("flotilla_generator.service:GeneratorHostService", *slots, "--stack", str(stack.file)),
             ]
             crowds.append(subprocess.Popen(command, stdout=log, stderr=log))
         try:
-            wait_until(
-                "the generators", lambda: _ready_generators(stack) == load.replicas, START_LIMIT_S, 2.0
-            )
+            wait_until("the generators", lambda: _ready(stack, crowds) == load.replicas, START_LIMIT_S, 2.0)
             yield
         finally:
             for crowd in crowds:
@@ -121,7 +119,9 @@ def _crowds(stack: Stack, load: FleetLoad) -> Iterator[None]:
                 crowd.wait(60)
 
 
-def _ready_generators(stack: Stack) -> int:
+def _ready(stack: Stack, crowds: list[subprocess.Popen[bytes]]) -> int:
+    ended = [crowd.args for crowd in crowds if crowd.poll() is not None]
+    assert not ended, f"see generators-*.log beside {stack.file}: {ended}"
     return sum(one["kind"] == "generator" and one["work"] == "ready" for one in _replicas(stack))
 
 
