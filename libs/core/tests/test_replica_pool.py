@@ -363,7 +363,7 @@ async def test_a_killed_replica_is_noticed_by_the_failing_call(
 async def test_who_serves_keeps_its_work_when_its_heartbeats_are_lost(
     pool: Pool, server: tuple[rpc.RpcServer, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flotilla_core.rpc.pool._ASK_MISSING_EVERY_S", 0.01)
+    monkeypatch.setattr("flotilla_core.rpc.replica_health.ASK_MISSING_EVERY_S", 0.01)
     ready = registration("generator-0", server[1])
     await pool.update(snapshot(ready))
     (replica,) = pool.replicas()
@@ -380,7 +380,7 @@ async def test_who_serves_keeps_its_work_when_its_heartbeats_are_lost(
 async def test_who_left_the_registry_and_does_not_answer_ends_the_calls_that_wait_for_it(
     pool: Pool, server: tuple[rpc.RpcServer, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flotilla_core.rpc.pool._MISSING_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("flotilla_core.rpc.replica_health.MISSING_TIMEOUT_S", 0.5)
     group = await ProcessGroup.start([sys.executable, "-c", SERVER], stdout=asyncio.subprocess.PIPE)
     try:
         assert group.process.stdout is not None

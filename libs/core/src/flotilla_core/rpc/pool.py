@@ -13,33 +13,23 @@ import asyncio
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import grpc
 import structlog
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from flotilla.common.v1 import registration_pb2 as reg
-from flotilla_core.errors import FlotillaError, Mismatch, Unavailable
+from flotilla_core.errors import Mismatch, Unavailable
 from flotilla_core.protocol import check_protocol
 from flotilla_core.roles import POLICY, process_name
-from flotilla_core.rpc.calls import unary
 from flotilla_core.rpc.replica import Load, Replica
+from flotilla_core.rpc.replica_health import until_serving, while_serving
 from flotilla_core.rpc.routing import Routing
 from flotilla_core.rpc.waiters import Waiters, Wish
 
 StubT = TypeVar("StubT")
 
-PROBE_INTERVAL_S = 0.5
-_PROBE_TIMEOUT_S = 2.0
-# A replica that fails again soon after it came back stays out longer each time.
-_LONGEST_PROBE_INTERVAL_S = 10.0
 _STABLE_AFTER_S = 30.0
-# Who is missing from the registry was silent for long: only an answer keeps it.
-_MISSING_TIMEOUT_S = 5.0
-_ASK_MISSING_EVERY_S = 5.0
-
-_SERVING = health_pb2.HealthCheckResponse.SERVING
 
 logger = structlog.get_logger()
 
@@ -272,14 +262,12 @@ class ReplicaPool(Generic[StubT]):
             self._missing[replica.instance_id] = asking
 
     async def _ask_missing(self, replica: Replica[StubT]) -> None:
-        while (status := await self._health(replica, _MISSING_TIMEOUT_S)) == _SERVING:  # noqa: ASYNC110 - of another process
-            await asyncio.sleep(_ASK_MISSING_EVERY_S)
+        answers = await while_serving(replica)
         self._missing.pop(replica.instance_id, None)
         if self._replicas.get(replica.instance_id) is replica:
             del self._replicas[replica.instance_id]
-            silent = status is None
-            why = "it left the registry" + (" and does not answer" if silent else "")
-            self._retire(replica, why, calls_end=silent)
+            why = "it left the registry" + ("" if answers else " and does not answer")
+            self._retire(replica, why, calls_end=not answers)
             self._waiters.look()
 
     def _close(self, replica: Replica[StubT]) -> None:
@@ -294,23 +282,8 @@ class ReplicaPool(Generic[StubT]):
         if task is not None:
             task.cancel()
 
-    @staticmethod
-    async def _health(replica: Replica[StubT], timeout_s: float, attempts: int = 4) -> int | None:
-        """What it says of itself; None where it says nothing."""
-        health: Any = health_pb2_grpc.HealthStub(replica.channel)
-        request = health_pb2.HealthCheckRequest()
-        try:
-            answer = await unary(health.Check, request, timeout_s=timeout_s, attempts=attempts)
-        except FlotillaError:
-            return None
-        status: int = answer.status
-        return status
-
     async def _probe(self, replica: Replica[StubT]) -> None:
-        interval_s = min(PROBE_INTERVAL_S * 2 ** (replica.ejections - 1), _LONGEST_PROBE_INTERVAL_S)
-        await asyncio.sleep(interval_s)
-        while await self._health(replica, _PROBE_TIMEOUT_S, attempts=1) != _SERVING:  # noqa: ASYNC110 - of another process
-            await asyncio.sleep(interval_s)
+        await until_serving(replica)
         self._probes.pop(replica.instance_id, None)
         replica.state, replica.why = "ready", ""
         replica.returned_at = asyncio.get_running_loop().time()

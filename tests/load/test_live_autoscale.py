@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,22 @@ def fleet(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def test_generators_come_where_the_trainer_waits_and_go_where_they_do(
-    fleet: Stack, small_run: Callable[[str, int], dict[str, Any]], tmp_path: Path
+    fleet: Stack, arithmetic: Path, tmp_path: Path
 ) -> None:
     def started(name: str, tokens: int) -> dict[str, Any]:
-        run = small_run(name, 1000)
-        run["rollout"]["sampling"] = {"max_response_tokens": tokens, "min_response_tokens": tokens}
+        run = {
+            "name": name,
+            "steps": 1000,
+            "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
+            "rollout": {
+                "prompts_per_step": 2,
+                "samples_per_prompt": 2,
+                "sampling": {"max_response_tokens": tokens, "min_response_tokens": tokens},
+            },
+            "rewards": [{"reward": "exact"}],
+            "weights": {"canary": {"prompts": 0}},
+            "export_final": False,
+        }
         file = tmp_path / f"{name}.yaml"
         file.write_text(yaml.safe_dump(run))
         return fleet.ok("run", "start", str(file))
