@@ -47,8 +47,11 @@ bench: setup  ## Measure and print one table
 
 .PHONY: test test-unit
 test: setup  ## Run the unit, contract and integration tests
-	@$(MAKE) --no-print-directory --keep-going \
-		test-unit $(patsubst %,test-%,$(filter contract,$(SUITES)) $(filter integration,$(SUITES)))
+	@echo "==> unit and contract tests side by side, told when they end; then integration tests"
+	@failed=0; \
+	$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target test-unit test-contract || failed=1; \
+	$(MAKE) --no-print-directory test-integration || failed=1; \
+	exit $$failed
 
 test-unit: setup  ## Run the unit tests of libs and services
 	@echo "==> unit tests"
