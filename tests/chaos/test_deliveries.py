@@ -104,6 +104,7 @@ async def test_a_generator_that_is_slow(
             await until(f"{NAME} to serve", lambda: _serves(run))
             began, done = time.monotonic(), run.lines
             run.wait_for_steps(STEPS, done, f"beside a generator that is {what}")
+            assert run.lines >= done + STEPS
             step_s = (time.monotonic() - began) / STEPS
             _judged(run, capsys, f"a generator that is {what}: {step_s:.1f} s a step")
         await _ended(run, capsys)

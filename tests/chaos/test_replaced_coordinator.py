@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -56,7 +55,10 @@ async def test_a_coordinator_that_slept_while_another_took_its_place_does_no_har
     finally:
         other.terminate()
         other.wait(60)
-    _judged(fleet, run)
+    verdict = check(fleet.directory / "ledger.sqlite", run["run_id"])
+    assert verdict.passed and verdict.lost == verdict.trained_twice == verdict.stale == 0, str(verdict)
+    steps = [step for step, _ in RunDirectory(Path(run["directory"])).read_metrics()]
+    assert steps == list(range(len(steps)))
 
 
 def _other_coordinator(fleet: Stack, log: Path) -> tuple[subprocess.Popen[bytes], str]:
@@ -73,11 +75,3 @@ def _other_coordinator(fleet: Stack, log: Path) -> tuple[subprocess.Popen[bytes]
             return process, str(json.loads(announced.read_text())["address"])
         assert "belongs to another coordinator" in log.read_text()
         refusals += 1
-
-
-def _judged(fleet: Stack, run: dict[str, Any]) -> None:
-    verdict = check(fleet.directory / "ledger.sqlite", run["run_id"])
-    assert verdict.passed and verdict.lost == verdict.trained_twice == verdict.stale == 0, str(verdict)
-    directory = RunDirectory(Path(run["directory"]))
-    steps = [step for step, _ in directory.read_metrics()]
-    assert steps == list(range(len(steps)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -220,6 +221,17 @@ async def test_patience_is_for_replicas_not_for_room(bounded: Pool) -> None:
     assert await asyncio.wait_for(patient, 1) is replica
 
 
+async def test_patience_begins_when_the_last_replica_that_could_serve_is_gone(bounded: Pool) -> None:
+    await bounded.update(snapshot(registration("generator-0", capacity={"running_samples": 4})))
+    group = Load(1, places=5)
+    replica = await bounded.acquire(group, timeout_s=1, what="a generator")
+    waiting = asyncio.create_task(bounded.acquire(group, timeout_s=0.01, what="a generator"))
+    await begun(waiting)
+    bounded.drain(replica.instance_id, "drained by a user")
+    with pytest.raises(Unavailable, match=r"waited 0.01 s for a generator"):
+        await asyncio.wait_for(waiting, 5)
+
+
 async def test_a_draining_replica_gets_nothing_new_and_keeps_what_it_has(
     pool: Pool, server: tuple[rpc.RpcServer, str]
 ) -> None:
@@ -294,7 +306,7 @@ async def test_who_cannot_be_served_holds_up_nobody_who_can(pool: Pool) -> None:
 
 async def test_what_allows_a_replica_is_asked_again_without_any_change(pool: Pool) -> None:
     await pool.update(snapshot(registration("generator-0")))
-    answers = iter([False, True])
+    answers = itertools.chain([False, False], itertools.repeat(True))
     replica = await pool.acquire(Load(1), allowed=lambda _: next(answers), timeout_s=10, what="a generator")
     assert replica.name == "generator-0"
 

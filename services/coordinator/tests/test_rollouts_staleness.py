@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flotilla.generator.v1 import generator_pb2 as gen
-from flotilla_coordinator.ledger.checker import check
+from flotilla_coordinator.ledger.checker import Verdict, check
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.rollouts.generation import Generated, GenerationRequest
@@ -81,7 +81,7 @@ class Scorer:
         return {item.sample_id: Outcome(1.0) for item in items}
 
 
-async def train(folder: Path, staleness: int, steps: int, turns: list[int]) -> None:
+async def train(folder: Path, staleness: int, steps: int, turns: list[int]) -> Verdict:
     """A whole run, judged after every step and by the checker at its end."""
     ledger = Ledger.open(folder / "ledger.sqlite")
     written = f"rollout: {{max_staleness: {staleness}}}\n"
@@ -114,8 +114,7 @@ async def train(folder: Path, staleness: int, steps: int, turns: list[int]) -> N
     await rollouts.close()
     await ledger.update_run(RUN, state=RunState.SUCCEEDED)
     ledger.close()
-    verdict = check(folder / "ledger.sqlite", RUN)
-    assert verdict.passed and verdict.trained == steps * PROMPTS * SAMPLES, str(verdict)
+    return check(folder / "ledger.sqlite", RUN)
 
 
 @settings(max_examples=10, deadline=None)
@@ -128,10 +127,11 @@ def test_no_token_is_trained_later_than_the_bound_allows(
     staleness: int, steps: int, turns: list[int]
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(train(Path(folder), staleness, steps, turns))
+        verdict = asyncio.run(train(Path(folder), staleness, steps, turns))
+    assert verdict.passed and verdict.trained == steps * PROMPTS * SAMPLES, str(verdict)
 
 
-async def train_by_changing_bounds(folder: Path, bounds: list[int], turns: list[int]) -> None:
+async def train_by_changing_bounds(folder: Path, bounds: list[int], turns: list[int]) -> Verdict:
     """A run whose user sets another bound before each step."""
     ledger, directory = Ledger.open(folder / "ledger.sqlite"), RunDirectory(folder)
     await ledger.save_run(RunRecord(RUN, "run", RunState.RUNNING, "", str(folder), time.time()))
@@ -157,8 +157,7 @@ async def train_by_changing_bounds(folder: Path, bounds: list[int], turns: list[
     await rollouts.close()
     await ledger.update_run(RUN, state=RunState.SUCCEEDED)
     ledger.close()
-    verdict = check(folder / "ledger.sqlite", RUN)
-    assert verdict.passed and verdict.trained == len(bounds) * PROMPTS * SAMPLES, str(verdict)
+    return check(folder / "ledger.sqlite", RUN)
 
 
 @settings(max_examples=10, deadline=None)
@@ -170,13 +169,14 @@ def test_a_bound_that_changes_costs_no_sample_that_was_admitted_before(
     bounds: list[int], turns: list[int]
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(train_by_changing_bounds(Path(folder), bounds, turns))
+        verdict = asyncio.run(train_by_changing_bounds(Path(folder), bounds, turns))
+    assert verdict.passed and verdict.trained == len(bounds) * PROMPTS * SAMPLES, str(verdict)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_the_checker_finds_what_a_smaller_bound_forbids(staleness: int, tmp_path: Path) -> None:
     """So the bound is reached: one that nothing reaches would prove nothing."""
-    asyncio.run(train(tmp_path, staleness, 5, [0]))
+    assert asyncio.run(train(tmp_path, staleness, 5, [0])).passed
     with sqlite3.connect(tmp_path / "ledger.sqlite") as db:
         db.execute("UPDATE runs SET config_yaml = ?", (f"rollout: {{max_staleness: {staleness - 1}}}",))
     assert check(tmp_path / "ledger.sqlite", RUN).stale == (5 - staleness) * PROMPTS * SAMPLES

@@ -1,8 +1,8 @@
 """Callers that wait for a replica, served together: one timer and one look for all of them.
 
 Invariants: the lowest priority is asked first, and who came first among equals; one who cannot be served yet holds up
-nobody; what was taken for a caller who is cancelled in the same moment is given back; a wait ends, at the latest, when
-nobody could have served it for as long as it has patience.
+nobody; what was taken for a caller who is cancelled in the same moment is given back; a wait gives up when nobody can
+serve it and nobody could when its patience was looked at last.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class _Waiter:
     wish: Wish[Any] = field(compare=False)
     since: float = field(compare=False)
     gives_up_at: float = field(compare=False)
+    reachable: bool = field(compare=False)
+    """Whether somebody could have served it when that was looked at last."""
     taken: asyncio.Future[Any] = field(compare=False)
     named: bool = field(default=False, compare=False)
 
@@ -75,7 +77,13 @@ class Waiters:
         loop = asyncio.get_running_loop()
         now = loop.time()
         waiter = _Waiter(
-            wish.priority, next(self._numbers), wish, now, now + wish.patience_s, loop.create_future()
+            wish.priority,
+            next(self._numbers),
+            wish,
+            since=now,
+            gives_up_at=now + wish.patience_s,
+            reachable=wish.within_reach(),
+            taken=loop.create_future(),
         )
         bisect.insort(self._waiting, waiter)
         self._look_again_later()
@@ -127,8 +135,9 @@ class Waiters:
             self._look_again_later()
 
     def _end_or_extend(self, waiter: _Waiter, now: float) -> None:
-        wish = waiter.wish
-        if wish.within_reach():
+        wish, was_reachable = waiter.wish, waiter.reachable
+        waiter.reachable = wish.within_reach()
+        if waiter.reachable or was_reachable:
             waiter.gives_up_at = now + wish.patience_s
             return
         waiter.taken.set_exception(
@@ -140,9 +149,10 @@ class Waiters:
         )
 
     def _name_the_longest_wait(self, now: float) -> None:
-        """Of those that are not only waiting for their turn."""
-        longest = self._waiting[0]
-        if now - longest.since >= NAME_THE_WAIT_AFTER_S and not longest.named:
+        """Where it is not only waiting for its turn."""
+        longest = min(self._waiting, key=lambda waiter: waiter.since)
+        late = now - longest.since >= NAME_THE_WAIT_AFTER_S
+        if late and not longest.named and not longest.wish.within_reach():
             longest.named = True
             what, callers = longest.wish.what, len(self._waiting)
             logger.info("waiting", what=what, callers=callers, standing=self._standing())

@@ -55,6 +55,7 @@ def guarded(name: str, call: Callable[[], Any]) -> Any:
     """The result of a call into code of the user's."""
     try:
         return call()
+    # Code of the user's may raise anything.
     except Exception as error:
         raise UserCodeError(
             f"{type(error).__name__} in code of yours",
