@@ -7,6 +7,7 @@ import itertools
 import signal
 import sys
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,6 +75,16 @@ def names(pool: Pool) -> set[str]:
     return {replica.name for replica in pool.replicas()}
 
 
+@asynccontextmanager
+async def lease(pool: Pool, cost: int = 1, **wish: Any) -> AsyncIterator[Replica[Any]]:
+    """A replica that works inside the block."""
+    replica = await pool.acquire(Load(cost), **{"timeout_s": 0, "what": "a generator", **wish})
+    try:
+        yield replica
+    finally:
+        pool.release(replica, Load(cost))
+
+
 async def check(replica: Replica[Any]) -> None:
     await rpc.unary(replica.stub.Check, health_pb2.HealthCheckRequest(), timeout_s=5, attempts=1)
 
@@ -92,15 +103,15 @@ async def test_only_ready_instances_of_the_kind_get_work(pool: Pool) -> None:
 
 async def test_work_goes_to_the_least_loaded_and_equals_take_turns(pool: Pool) -> None:
     await pool.update(snapshot(registration("generator-0"), registration("generator-1")))
-    with pool.lease(Load(100)) as loaded, pool.lease(Load(10)) as other:
+    async with lease(pool, 100) as loaded, lease(pool, 10) as other:
         assert loaded is not other
         for _ in range(3):
-            with pool.lease(Load(1)) as third:
+            async with lease(pool) as third:
                 assert third is other
     assert [replica.outstanding for replica in pool.replicas()] == [0, 0]
     taken: list[str] = []
     for _ in range(4):
-        with pool.lease(Load(1)) as replica:
+        async with lease(pool) as replica:
             taken.append(replica.name)
     assert sorted(taken[:2]) == sorted(taken[2:]) == ["generator-0", "generator-1"]
 
@@ -239,8 +250,8 @@ async def test_a_draining_replica_gets_nothing_new_and_keeps_what_it_has(
     await pool.update(snapshot(ready))
     replica = await pool.acquire(Load(1), timeout_s=1, what="a generator")
     await pool.update(snapshot(registration("generator-0", server[1], state=reg.INSTANCE_STATE_DRAINING)))
-    with pytest.raises(Unavailable, match="generator-0 is draining"), pool.lease(Load(1)):
-        pass
+    with pytest.raises(Unavailable, match="generator-0 is draining"):
+        await pool.acquire(Load(1), timeout_s=0, what="a generator")
     await pool.update({})
     await check(replica)
     pool.release(replica, Load(1))
@@ -254,11 +265,8 @@ async def test_a_drained_replica_gets_nothing_new_until_its_process_is_another_o
     replica = await pool.acquire(Load(1), timeout_s=1, what="a generator")
     pool.drain(replica.instance_id, "drained by a user")
     await pool.update(snapshot(ready))
-    with (
-        pytest.raises(Unavailable, match=r"generator-0 is draining \(drained by a user\)"),
-        pool.lease(Load(1)),
-    ):
-        pass
+    with pytest.raises(Unavailable, match=r"generator-0 is draining \(drained by a user\)"):
+        await pool.acquire(Load(1), timeout_s=0, what="a generator")
     await check(replica)
     pool.release(replica, Load(1))
     later = registration("generator-0", server[1], instance_id="generator-0-b")
@@ -269,10 +277,10 @@ async def test_a_drained_replica_gets_nothing_new_until_its_process_is_another_o
 
 async def test_allowed_chooses_among_the_ready(pool: Pool) -> None:
     await pool.update(snapshot(registration("generator-0"), registration("generator-1")))
-    with pool.lease(Load(1), allowed=lambda replica: replica.name == "generator-1") as replica:
+    async with lease(pool, allowed=lambda replica: replica.name == "generator-1") as replica:
         assert replica.name == "generator-1"
-    with pytest.raises(Unavailable), pool.lease(Load(1), allowed=lambda replica: False):
-        pass
+    with pytest.raises(Unavailable, match=r"generator-0 is ready, generator-1 is ready"):
+        await pool.acquire(Load(1), allowed=lambda replica: False, timeout_s=0, what="a miracle")
 
 
 async def test_acquire_gets_the_replica_that_arrives_while_it_waits(pool: Pool) -> None:
@@ -360,7 +368,7 @@ async def test_a_killed_replica_is_noticed_by_the_failing_call(
     answered: list[str] = []
     async with asyncio.timeout(5):
         while len(answered) < 10:
-            with pool.lease(Load(1)) as replica:
+            async with lease(pool) as replica:
                 try:
                     await check(replica)
                     answered.append(replica.name)
@@ -421,14 +429,14 @@ async def test_a_replica_is_busy_as_long_as_it_has_any_lease(
     monkeypatch.setattr("flotilla_core.rpc.replica.time", SimpleNamespace(monotonic=lambda: now[0]))
     await pool.update(snapshot(registration("generator-0")))
     (replica,) = pool.replicas()
-    with pool.lease(Load(1)):
+    async with lease(pool):
         now[0] = 103.0
-        with pool.lease(Load(1)):
+        async with lease(pool):
             now[0] = 104.0
         assert replica.busy_s == 4.0
         now[0] = 105.0
     now[0] = 200.0
     assert replica.busy_s == 5.0
-    with pool.lease(Load(1)):
+    async with lease(pool):
         now[0] = 201.0
         assert replica.busy_s == 6.0
