@@ -49,7 +49,7 @@ async def address() -> AsyncIterator[str]:
 
 
 async def test_a_caller_behind_the_newest_fence_is_refused_in_every_kind_of_call(address: str) -> None:
-    old, new = Caller(address, Fence("ledger", 3)), Caller(address, Fence("ledger", 4))
+    old, new = (Caller(address, Fence("ledger", 1, "run", number)) for number in (3, 4))
     await old.check()
     await new.check()
     with pytest.raises(errors.StaleVersion, match="fence 3 is behind 4"):
@@ -57,7 +57,7 @@ async def test_a_caller_behind_the_newest_fence_is_refused_in_every_kind_of_call
     with pytest.raises(errors.StaleVersion, match="TailLog"):
         await old.lines()
     await new.check()
-    old.fence = Fence("ledger", 5)  # its next beginning
+    old.fence = Fence("ledger", 1, "run", 5)  # its next beginning
     assert await old.lines() == ["a line"]
     with pytest.raises(errors.StaleVersion):
         await new.check()
@@ -65,8 +65,26 @@ async def test_a_caller_behind_the_newest_fence_is_refused_in_every_kind_of_call
     await new.channel.close()
 
 
+async def test_runs_of_one_coordinator_call_side_by_side_until_another_one_owns_the_ledger(
+    address: str,
+) -> None:
+    callers = [Caller(address, Fence("ledger", 2, run, number)) for run, number in (("a", 7), ("b", 3))]
+    for caller in (*callers, *callers):
+        await caller.check()
+    later = Caller(address, Fence("ledger", 3, "b", 4))
+    await later.check()
+    for caller in callers:
+        with pytest.raises(errors.StaleVersion, match="epoch 2, is behind epoch 3"):
+            await caller.check()
+    callers[0].fence = Fence("ledger", 3, "a", 8)  # goes on under the new owner
+    await callers[0].check()
+    for caller in (*callers, later):
+        await caller.channel.close()
+
+
 async def test_another_ledger_and_callers_without_a_fence_are_served(address: str) -> None:
-    callers = [Caller(address, fence) for fence in (Fence("a", 9), Fence("b", 1), None)]
+    fences = (Fence("a", 2, "run", 9), Fence("b", 1, "run", 1), None)
+    callers = [Caller(address, fence) for fence in fences]
     for caller in callers:
         await caller.check()
         await caller.channel.close()

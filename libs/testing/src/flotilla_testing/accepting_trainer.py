@@ -98,7 +98,7 @@ class AcceptingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         """Forget the run."""
         if request.run_id == self._run_id:
             self._run_id = ""
-        self._leave()
+            self._leave()
         return pb.CloseSessionResponse()
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Context) -> pb.GetSessionResponse:

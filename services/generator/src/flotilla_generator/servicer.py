@@ -189,14 +189,14 @@ class GeneratorServicer(GeneratorServiceServicer):
 
     async def AbortWeights(self, request: pb.AbortWeightsRequest, context: Any) -> pb.AbortWeightsResponse:
         self._require_open()
-        await self.weights.abort()
+        await self.weights.abort(request.run_id)
         return pb.AbortWeightsResponse()
 
     async def LeaveWeightGroup(
         self, request: pb.LeaveWeightGroupRequest, context: Any
     ) -> pb.LeaveWeightGroupResponse:
         self._require_open()
-        await self.weights.leave()
+        await self.weights.leave(request.run_id)
         return pb.LeaveWeightGroupResponse()
 
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Any) -> pb.LoadAdapterResponse:

@@ -169,17 +169,24 @@ class WeightSession:
             self._rest()
             return applied
 
-    async def abort(self) -> None:
-        """Drop what is staged or on its way, and the group; the live weights stay."""
+    async def abort(self, run_id: str) -> None:
+        """Drop what a run has staged or on its way, and its group; the live weights stay.
+
+        A run that this replica was taken from has nothing here any more.
+        """
+        if run_id not in ("", self.run_id):
+            return
         await self._end_transfer()
         async with self._lock:
             self.staged, self._manifest = None, None
             self._rest()
             await self._engine.drop()
 
-    async def leave(self) -> None:
-        """Abort, and belong to no run."""
-        await self.abort()
+    async def leave(self, run_id: str) -> None:
+        """Abort, and belong to no run; another run's replica stays its own."""
+        if run_id not in ("", self.run_id):
+            return
+        await self.abort(run_id)
         if self.run_id:
             await self._engine.untag()
         self.run_id, self.epoch, self.live = "", 0, None

@@ -1,8 +1,9 @@
 """Fences: a caller that was paused must not act once somebody else has taken its place.
 
-Every beginning of a run has a fence, higher than any before it in its ledger, and sends it with each call. Invariant: a
-service refuses a call whose fence is lower than one that it has seen of the same ledger; calls without a fence (a
-person's, another stack's) pass.
+Every beginning of a run has a fence and sends it with each call: the epoch of the coordinator that owns the ledger, the
+run, and a number higher than that of any beginning before it. Invariants: a service refuses a call whose epoch is
+behind the newest that it has seen of the same ledger, or whose number is behind the newest of the same run; calls of
+two runs pass side by side, and calls without a fence (a person's, another stack's) pass.
 """
 
 from __future__ import annotations
@@ -22,31 +23,56 @@ FENCE_HEADER = "flotilla-fence"
 
 @dataclass(frozen=True)
 class Fence:
-    """A beginning among all those of one ledger."""
+    """A beginning of a run, under one owner of its ledger."""
 
     ledger: str
+    epoch: int
+    run: str
     number: int
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What goes with a call."""
-        return ((FENCE_HEADER, f"{self.number} {self.ledger}"),)
+        return ((FENCE_HEADER, f"{self.epoch} {self.number} {self.ledger} {self.run}"),)
 
     @classmethod
     def of_call(cls, details: grpc.HandlerCallDetails) -> Fence | None:
         """The fence that a call carries, if it carries one that can be read."""
         for key, value in details.invocation_metadata or ():
-            number, _, ledger = (value.decode() if isinstance(value, bytes) else value).partition(" ")
-            if key == FENCE_HEADER and number.isdecimal():
-                return cls(ledger, int(number))
+            if key != FENCE_HEADER:
+                continue
+            match (value.decode() if isinstance(value, bytes) else value).split(" "):
+                case [epoch, number, ledger, run] if epoch.isdecimal() and number.isdecimal():
+                    return cls(ledger, int(epoch), run, int(number))
         return None
 
 
-class FenceServerInterceptor(grpc.aio.ServerInterceptor):
-    """Remembers the newest fence of each ledger and refuses what is behind it."""
+class _Newest:
+    """What was seen of one ledger."""
 
     def __init__(self) -> None:
-        self._newest: dict[str, int] = {}
+        self.epoch = 0
+        self.numbers: dict[str, int] = {}
+        """By run; of this epoch alone, for a later owner begins every run anew."""
+
+    def refusal(self, fence: Fence) -> str:
+        """What is behind in a call, which else is the newest from now on; empty where nothing is."""
+        if fence.epoch < self.epoch:
+            return f"the caller's coordinator, epoch {fence.epoch}, is behind epoch {self.epoch}"
+        if fence.epoch > self.epoch:
+            self.epoch, self.numbers = fence.epoch, {}
+        newest = self.numbers.get(fence.run, 0)
+        if fence.number < newest:
+            return f"the caller's fence {fence.number} is behind {newest}"
+        self.numbers[fence.run] = fence.number
+        return ""
+
+
+class FenceServerInterceptor(grpc.aio.ServerInterceptor):
+    """Remembers the newest fences of each ledger and refuses what is behind them."""
+
+    def __init__(self) -> None:
+        self._newest: dict[str, _Newest] = {}
 
     async def intercept_service(
         self,
@@ -57,13 +83,13 @@ class FenceServerInterceptor(grpc.aio.ServerInterceptor):
         method, fence = handler_call_details.method, Fence.of_call(handler_call_details)
         if handler is None or fence is None or is_infrastructure(method):
             return handler
-        newest = self._newest[fence.ledger] = max(fence.number, self._newest.get(fence.ledger, 0))
-        if fence.number == newest:
+        refusal = self._newest.setdefault(fence.ledger, _Newest()).refusal(fence)
+        if not refusal:
             return handler
         error = StaleVersion(
-            f"the caller's fence {fence.number} is behind {newest}",
+            refusal,
             where=method,
-            why="a later beginning of the run, or another run, has taken over from it",
+            why=f"a later beginning of run {fence.run}, or another coordinator, has taken over from it",
             next_step="see `flotilla run list`",
         )
 

@@ -21,8 +21,8 @@ def begin(db: sqlite3.Connection, run_id: str, lineage: int, *, after_coordinato
         (lineage, after_coordinator, time.time(), run_key(db, run_id)),
     )
     assert cursor.lastrowid is not None, "a row was inserted"
-    (ledger,) = db.execute("SELECT name FROM identity").fetchone()
-    return Fence(ledger, cursor.lastrowid)
+    ledger, epoch = db.execute("SELECT identity.name, owner.epoch FROM identity, owner").fetchone()
+    return Fence(ledger, epoch, run_id, cursor.lastrowid)
 
 
 def coordinators_lost_in_row(db: sqlite3.Connection, run_id: str) -> int:
