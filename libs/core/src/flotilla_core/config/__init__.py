@@ -4,27 +4,20 @@ from __future__ import annotations
 
 from flotilla_core.config.algorithm import AlgorithmConfig, PolicyConfig, SftConfig
 from flotilla_core.config.autoscale import AutoscaleConfig
+from flotilla_core.config.batching import BatchingConfig
+from flotilla_core.config.checkpoint import CheckpointConfig
 from flotilla_core.config.critic import CriticConfig
 from flotilla_core.config.data import DataConfig, TrainingSet
+from flotilla_core.config.evaluation import EvaluationConfig, StopConfig
 from flotilla_core.config.loader import load, load_text
 from flotilla_core.config.lora import LoraConfig
 from flotilla_core.config.model import ConfigModel
 from flotilla_core.config.optimizer import OptimizerConfig
 from flotilla_core.config.output import dump_yaml, json_schema
 from flotilla_core.config.preferences import DpoConfig, RewardModelConfig
-from flotilla_core.config.run import (
-    BatchingConfig,
-    CanaryConfig,
-    CheckpointConfig,
-    DynamicSamplingConfig,
-    EvaluationConfig,
-    RewardTermConfig,
-    RolloutConfig,
-    RunConfig,
-    SamplingConfig,
-    StopConfig,
-    WeightSyncConfig,
-)
+from flotilla_core.config.reward import RewardTermConfig
+from flotilla_core.config.rollout import DynamicSamplingConfig, RolloutConfig, SamplingConfig
+from flotilla_core.config.run import RunConfig
 from flotilla_core.config.stack import (
     BindConfig,
     CoordinatorConfig,
@@ -37,6 +30,7 @@ from flotilla_core.config.stack import (
     TelemetryConfig,
     TrainerConfig,
 )
+from flotilla_core.config.weights import CanaryConfig, WeightSyncConfig
 
 __all__ = [
     "AlgorithmConfig",

@@ -6,210 +6,23 @@ Names carry units. Nothing has to divide anything: accumulation, packing and dat
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from flotilla_core.config.advantages import GdpoAdvantage
 from flotilla_core.config.algorithm import AlgorithmConfig, PolicyConfig
+from flotilla_core.config.batching import BatchingConfig
+from flotilla_core.config.checkpoint import CheckpointConfig
 from flotilla_core.config.data import DataConfig
+from flotilla_core.config.evaluation import EvaluationConfig, StopConfig
 from flotilla_core.config.lora import LoraConfig
 from flotilla_core.config.model import ConfigModel
 from flotilla_core.config.optimizer import OptimizerConfig
 from flotilla_core.config.preferences import DpoConfig, RewardModelConfig
-from flotilla_core.config.user_function import function_path
-
-
-class SamplingConfig(ConfigModel):
-    """How responses are drawn."""
-
-    temperature: float = Field(default=1.0, ge=0)
-    """0 is greedy."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Below 1 is refused for training rollouts: the trainer could not reproduce the logprobs."""
-    top_k: int = Field(default=0, ge=0)
-    """0 is off; above 0 is refused for training rollouts."""
-    max_response_tokens: int = Field(default=256, ge=1)
-    """Longest response."""
-    min_response_tokens: int = Field(default=0, ge=0)
-    """No end of sequence before so many tokens."""
-
-
-class DynamicSamplingConfig(ConfigModel):
-    """Groups whose rewards are all equal are left out, and other prompts are drawn in their place."""
-
-    max_prompts_per_step: int | None = Field(default=None, ge=1)
-    """Prompts drawn for one step at most; with fewer groups that teach the batch is smaller. Empty takes four times
-    rollout.prompts_per_step."""
-
-
-class RolloutConfig(ConfigModel):
-    """What one step generates."""
-
-    prompts_per_step: int = Field(default=64, ge=1)
-    """Groups of a batch; prompts drawn for a step where nothing below draws more."""
-    samples_per_prompt: int = Field(default=8, ge=1)
-    """Size of a group."""
-    max_staleness: int = Field(default=0, ge=0, le=64)
-    """Updates between the oldest token of a sample and the update that trains it. 0: samples come from the version that
-    they train; k: generation runs up to k steps ahead of training."""
-    sampling: SamplingConfig = SamplingConfig()
-    """Sampling of training rollouts."""
-    sample_timeout_s: float = Field(default=300.0, gt=0)
-    """A group that is not done after so long is issued again; one that is admitted n steps ahead has n times longer."""
-    max_attempts: int = Field(default=5, ge=1)
-    """Times that a sample is issued before the run fails, naming the generators' last error."""
-    resume_partial: bool = False
-    """A sample that a generator gives up part-way (it drains, or a sync broke it) goes on elsewhere after the tokens
-    that it has; otherwise it begins anew."""
-    max_reward_failure_rate: float = Field(default=0.5, ge=0, le=1)
-    """Share of a step's samples that may end as reward error or timeout; above it the run fails."""
-    dynamic_sampling: DynamicSamplingConfig | None = None
-    """Train only groups that teach; absent: every group is trained."""
-    over_issue: float = Field(default=0.0, ge=0, le=1)
-    """So many more groups are under way than a batch needs, as a share of it; it is made of the first that end, and the
-    others count for the next step where `max_staleness` lets them, or are given up."""
-
-    @model_validator(mode="after")
-    def _replaces_what_can_be_judged(self) -> RolloutConfig:
-        if self.dynamic_sampling is None:
-            return self
-        limit = self.dynamic_sampling.max_prompts_per_step
-        if limit is not None and limit < self.prompts_per_step:
-            raise ValueError(
-                f"dynamic_sampling.max_prompts_per_step is {limit}, less than prompts_per_step = "
-                f"{self.prompts_per_step}: no batch could be full"
-            )
-        if self.samples_per_prompt < 2:
-            raise ValueError(
-                "dynamic_sampling compares the rewards of a group, and samples_per_prompt is 1: "
-                "set it to 2 or more (8 is usual)"
-            )
-        return self
-
-    @property
-    def longest_sample_s(self) -> float:
-        """The limit of a group that is admitted as early as it may be."""
-        return self.sample_timeout_s * (1 + self.max_staleness)
-
-
-class RewardTermConfig(ConfigModel):
-    """One term of the weighted sum."""
-
-    reward: str
-    """Built-in name, entry point, or path.py:function."""
-    weight: float = 1.0
-    """Factor of this term."""
-    parameters: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the reward."""
-    timeout_s: float = Field(default=10.0, gt=0)
-    """Limit for one sample; then it counts as a timeout, never as a score."""
-
-    def with_paths_from(self, directory: Path) -> Self:
-        return self.model_copy(update={"reward": function_path(self.reward, directory)})
-
-
-class BatchingConfig(ConfigModel):
-    """How an update is cut for memory. Never changes the result."""
-
-    tokens_per_microbatch: int = Field(default=8192, ge=1)
-    """Tokens of one forward pass on one rank, padding included."""
-    packing: Literal["auto", "on", "off"] = "auto"
-    """Sequences one after the other in one row, without padding; `auto`: on GPUs, where the model allows it."""
-    activation_checkpointing: bool = False
-    """Keep only the inputs of the layers and compute the rest again backward: less memory, a third more work."""
-    activation_offload: bool = False
-    """With `activation_checkpointing`: these inputs lie in host memory until the backward pass (GPU only)."""
-    logprob_chunk_tokens: int = Field(default=2048, ge=1)
-    """Tokens whose logits exist at one time."""
-
-    @model_validator(mode="after")
-    def _offloads_what_is_kept(self) -> BatchingConfig:
-        if self.activation_offload and not self.activation_checkpointing:
-            raise ValueError(
-                "batching.activation_offload moves the inputs that activation_checkpointing keeps: set both to true"
-            )
-        return self
-
-
-class EvaluationConfig(ConfigModel):
-    """Evaluation on held-out prompts or pairs; before, during and after."""
-
-    data: Path
-    """JSONL file with the same columns as the training data."""
-    every_steps: int = Field(default=0, ge=0)
-    """0: only before and after."""
-    max_prompts: int = Field(default=500, ge=1)
-    """Prompts taken from the file."""
-    max_response_tokens: int | None = Field(default=None, ge=1)
-    """Empty takes the rollout's limit."""
-    samples_per_prompt: int = Field(default=1, ge=1)
-    """Answers drawn for each prompt; above 1 `eval/mean@n` and `eval/pass@k` are measured as well."""
-    temperature: float = Field(default=0.0, ge=0)
-    """0 is greedy, of which more than one answer would all be equal."""
-    pinned: bool = False
-    """Evaluate beside the training that follows: of two generators or more one keeps the version until it is done."""
-
-    @model_validator(mode="after")
-    def _answers_differ(self) -> EvaluationConfig:
-        if self.samples_per_prompt > 1 and self.temperature == 0:
-            raise ValueError(
-                f"samples_per_prompt is {self.samples_per_prompt}, but greedy answers to one prompt are all equal: "
-                "set temperature above 0 (1.0 is that of the rollouts), or samples_per_prompt to 1"
-            )
-        return self
-
-
-class StopConfig(ConfigModel):
-    """End early on an evaluation."""
-
-    accuracy_at_least: float
-    """Stop at the first evaluation that reaches it."""
-    accuracy_at_most: float | None = None
-    """The run fails when the evaluation that stopped it is above."""
-
-
-class CanaryConfig(ConfigModel):
-    """Trainer against generator logprobs on the same tokens after every sync."""
-
-    prompts: int = Field(default=8, ge=0)
-    """0 is off."""
-    tokens: int = Field(default=16, ge=1)
-    """Tokens generated for each prompt."""
-    temperatures: tuple[float, ...] = (1.0,)
-    """One pass for each."""
-    warn_at: float = Field(default=0.005, gt=0)
-    """Mean difference that raises a warning."""
-    fail_at: float = Field(default=0.01, gt=0)
-    """Mean difference that fails the run: the generator does not hold the trainer's weights."""
-
-
-class WeightSyncConfig(ConfigModel):
-    """How new weights reach the generators."""
-
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """`auto` takes nccl where trainer and generators have GPUs."""
-    bucket_mib: int = Field(default=32, ge=1)
-    """Size of one broadcast."""
-    update: Literal["in_flight", "between_samples"] = "in_flight"
-    """Running samples go on under new weights, and say from which token on; or each replica lets them end first, while
-    it begins none."""
-    kv_policy: Literal["recompute", "reuse", "drain"] = "recompute"
-    """KV cache of running samples at a commit: computed again (exact), or kept as older weights made it; `drain` is
-    what `update: between_samples` does."""
-    timeout_s: float = Field(default=60.0, gt=0)
-    """Longest wait for one member in one sync; then it is evicted and the others go on."""
-    canary: CanaryConfig = CanaryConfig()
-    """The live check."""
-
-
-class CheckpointConfig(ConfigModel):
-    """Sealed states of the run that it, or a later one, goes on from."""
-
-    every_steps: int = Field(default=20, ge=0)
-    """Steps between two; a lost trainer repeats at most so many updates, on recorded samples. 0: none is made."""
-    keep: int = Field(default=2, ge=1)
-    """Newest ones that stay; the one before is used where the newest is damaged."""
+from flotilla_core.config.reward import RewardTermConfig
+from flotilla_core.config.rollout import RolloutConfig
+from flotilla_core.config.weights import WeightSyncConfig
 
 
 class RunConfig(ConfigModel):
