@@ -19,6 +19,7 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState, SampleState
 from flotilla_coordinator.rollouts.batch import Batch
 from flotilla_coordinator.rollouts.generation import Generated, GenerationRequest
+from flotilla_coordinator.rollouts.group_rollout import GroupRollout
 from flotilla_coordinator.rollouts.rollouts import RolloutSource
 from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_core.config import DynamicSamplingConfig, RolloutConfig
@@ -26,34 +27,11 @@ from flotilla_core.config.advantages import GrpoAdvantage
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
+from flotilla_testing.numbered_prompts import NumberedPrompts
 
 RUN = "run-1"
 SAMPLES = 2
 TIMEOUT_S = 30.0
-
-
-class Prompts:
-    """Prompt n is the nth that was drawn."""
-
-    def __init__(self) -> None:
-        self.position = 0
-
-    def next(self) -> Any:
-        self.position += 1
-        return self.known(0, self.position - 1)
-
-    def known(self, epoch: int, index: int) -> Any:
-        tokens = np.array([index], dtype=np.int32)
-        return SimpleNamespace(
-            epoch=epoch, index=index, prompt_text="", token_ids=tokens, answer="", info={}, data_set=""
-        )
-
-    @property
-    def cursor(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def restore(self, cursor: dict[str, int]) -> None:
-        self.position = cursor["position"]
 
 
 class Task:
@@ -107,10 +85,10 @@ class Run:
 
     async def begin(self, task: Task, at: int | None = None) -> None:
         """From the start, or once more from after so many steps."""
-        parts: Any = (Prompts(), SimpleNamespace(decode=str), task, task)
-        self.source = RolloutSource(
-            RUN, self.config, self.steps, *parts, self.ledger, advantage=GrpoAdvantage()
-        )
+        prompts: Any = NumberedPrompts()
+        parts: Any = (SimpleNamespace(decode=str), task, task)
+        groups = GroupRollout(RUN, self.config, *parts, self.ledger, GrpoAdvantage())
+        self.source = RolloutSource(RUN, self.config, self.steps, prompts, groups, self.ledger)
         if at is not None:
             self.lineage += 1
             cursor = self.batches[at - 1].cursor if at else None

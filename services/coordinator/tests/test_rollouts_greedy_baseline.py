@@ -20,6 +20,7 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState, SampleState
 from flotilla_coordinator.rollouts.batch import Batch
 from flotilla_coordinator.rollouts.generation import Generated, GenerationRequest
+from flotilla_coordinator.rollouts.group_rollout import GroupRollout
 from flotilla_coordinator.rollouts.rollouts import RolloutSource
 from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_core.config import RolloutConfig, SamplingConfig
@@ -27,32 +28,12 @@ from flotilla_core.config.advantages import AdvantageConfig, GrpoAdvantage, Rema
 from flotilla_core.errors import Exhausted, UserCodeError
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
+from flotilla_testing.numbered_prompts import NumberedPrompts
 
 RUN = "run-1"
 SAMPLES = 2
 QUARTER, MOST = Outcome(0.25), Outcome(0.75)
 LIMITS = SamplingConfig(max_response_tokens=9, min_response_tokens=3)
-
-
-class Prompts:
-    """Prompt n is the nth that was drawn."""
-
-    def __init__(self) -> None:
-        self.cursor = {"position": 0}
-
-    def next(self) -> Any:
-        place = self.cursor["position"]
-        self.cursor = {"position": place + 1}
-        return self.known(0, place)
-
-    def known(self, epoch: int, index: int) -> Any:
-        tokens = np.array([index], dtype=np.int32)
-        return SimpleNamespace(
-            epoch=epoch, index=index, prompt_text="", token_ids=tokens, answer="", info={}, data_set=""
-        )
-
-    def restore(self, cursor: dict[str, int]) -> None:
-        self.cursor = cursor
 
 
 class Task:
@@ -111,8 +92,10 @@ def source(ledger: Ledger, task: Task, advantage: AdvantageConfig | None = None)
     config = RolloutConfig(
         prompts_per_step=2, samples_per_prompt=SAMPLES, sampling=LIMITS, max_reward_failure_rate=0.5
     )
-    parts: Any = (Prompts(), SimpleNamespace(decode=str), task, task)
-    return RolloutSource(RUN, config, 4, *parts, ledger, advantage=advantage or RemaxAdvantage())
+    prompts: Any = NumberedPrompts()
+    parts: Any = (SimpleNamespace(decode=str), task, task)
+    groups = GroupRollout(RUN, config, *parts, ledger, advantage or RemaxAdvantage())
+    return RolloutSource(RUN, config, 4, prompts, groups, ledger)
 
 
 async def batch_of(rollouts: RolloutSource, lineage: int = 0) -> Batch:

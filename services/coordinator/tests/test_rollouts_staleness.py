@@ -21,6 +21,7 @@ from flotilla_coordinator.ledger.checker import Verdict, check
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.rollouts.generation import Generated, GenerationRequest
+from flotilla_coordinator.rollouts.group_rollout import GroupRollout
 from flotilla_coordinator.rollouts.rollouts import RolloutSource
 from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_coordinator.rundir import RunDirectory
@@ -28,28 +29,11 @@ from flotilla_core.config import RolloutConfig
 from flotilla_core.config.advantages import ReinforceAdvantage
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
+from flotilla_testing.numbered_prompts import NumberedPrompts
 
 RUN = "run-1"
 PROMPTS, SAMPLES = 2, 2
 TIMEOUT_S = 10.0
-
-
-class Prompts:
-    """Prompt n is the nth that was drawn."""
-
-    def __init__(self) -> None:
-        self.drawn = 0
-
-    def next(self) -> Any:
-        self.drawn += 1
-        tokens = np.array([self.drawn - 1], dtype=np.int32)
-        return SimpleNamespace(
-            epoch=0, index=self.drawn - 1, prompt_text="", token_ids=tokens, answer="", info={}, data_set=""
-        )
-
-    @property
-    def cursor(self) -> dict[str, int]:
-        return {"drawn": self.drawn}
 
 
 class Fleet:
@@ -81,6 +65,12 @@ class Scorer:
         return {item.sample_id: Outcome(1.0) for item in items}
 
 
+def source(config: RolloutConfig, steps: int, prompts: Any, fleet: Fleet, ledger: Ledger) -> RolloutSource:
+    parts: Any = (SimpleNamespace(decode=str), fleet, Scorer())
+    groups = GroupRollout(RUN, config, *parts, ledger, ReinforceAdvantage())
+    return RolloutSource(RUN, config, steps, prompts, groups, ledger)
+
+
 async def train(folder: Path, staleness: int, steps: int, turns: list[int]) -> Verdict:
     """A whole run, judged after every step and by the checker at its end."""
     ledger = Ledger.open(folder / "ledger.sqlite")
@@ -92,9 +82,8 @@ async def train(folder: Path, staleness: int, steps: int, turns: list[int]) -> V
         max_staleness=staleness,
         sample_timeout_s=TIMEOUT_S,
     )
-    prompts, fleet = Prompts(), Fleet(turns)
-    parts: Any = (prompts, SimpleNamespace(decode=str), fleet, Scorer())
-    rollouts = RolloutSource(RUN, config, steps, *parts, ledger, advantage=ReinforceAdvantage())
+    prompts, fleet = NumberedPrompts(), Fleet(turns)
+    rollouts = source(config, steps, prompts, fleet, ledger)
     for step in range(steps):
         before, after = Version(0, step), Version(0, step + 1)
         rollouts.admit(step, before)
@@ -136,9 +125,8 @@ async def train_by_changing_bounds(folder: Path, bounds: list[int], turns: list[
     ledger, directory = Ledger.open(folder / "ledger.sqlite"), RunDirectory(folder)
     await ledger.save_run(RunRecord(RUN, "run", RunState.RUNNING, "", str(folder), time.time()))
     fleet = Fleet(turns)
-    parts: Any = (Prompts(), SimpleNamespace(decode=str), fleet, Scorer())
     config = RolloutConfig(prompts_per_step=PROMPTS, samples_per_prompt=SAMPLES, max_staleness=0)
-    rollouts = RolloutSource(RUN, config, len(bounds), *parts, ledger, advantage=ReinforceAdvantage())
+    rollouts = source(config, len(bounds), NumberedPrompts(), fleet, ledger)
     for step, bound in enumerate(bounds):
         written = f"rollout: {{max_staleness: {bound}}}\n"
         change = {"rollout.max_staleness": (config.max_staleness, bound)}

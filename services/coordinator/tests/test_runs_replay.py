@@ -19,6 +19,7 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.rollouts.batch import Batch
 from flotilla_coordinator.rollouts.generation import Generated, GenerationRequest
+from flotilla_coordinator.rollouts.group_rollout import GroupRollout
 from flotilla_coordinator.rollouts.rollouts import RolloutSource
 from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_core.config import RolloutConfig
@@ -26,34 +27,10 @@ from flotilla_core.config.advantages import GrpoAdvantage
 from flotilla_core.errors import UserCodeError
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
+from flotilla_testing.numbered_prompts import NumberedPrompts
 
 RUN = "run-1"
 STEPS = 6
-
-
-class Prompts:
-    """One prompt after the other, from wherever the cursor says."""
-
-    def __init__(self) -> None:
-        self.position = 0
-
-    def next(self) -> Any:
-        self.position += 1
-        return self.known(0, self.position - 1)
-
-    def known(self, epoch: int, index: int) -> Any:
-        assert epoch == 0
-        tokens = np.array([index], dtype=np.int32)
-        return SimpleNamespace(
-            epoch=0, index=index, prompt_text=str(index), token_ids=tokens, answer="", info={}, data_set=""
-        )
-
-    @property
-    def cursor(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def restore(self, cursor: dict[str, int]) -> None:
-        self.position = cursor["position"]
 
 
 class Generation:
@@ -105,9 +82,10 @@ async def ledger(tmp_path: Path) -> AsyncIterator[Ledger]:
 
 def source(ledger: Ledger, generation: Generation, scorer: Scorer | None = None) -> RolloutSource:
     config = RolloutConfig(prompts_per_step=2, samples_per_prompt=3, max_staleness=1)
-    tokenizer: Any = SimpleNamespace(decode=str)
-    parts: Any = (Prompts(), tokenizer, generation, scorer or Scorer())
-    return RolloutSource(RUN, config, STEPS, *parts, ledger, advantage=GrpoAdvantage())
+    prompts: Any = NumberedPrompts()
+    parts: Any = (SimpleNamespace(decode=str), generation, scorer or Scorer())
+    groups = GroupRollout(RUN, config, *parts, ledger, GrpoAdvantage())
+    return RolloutSource(RUN, config, STEPS, prompts, groups, ledger)
 
 
 async def train(rollouts: RolloutSource, ledger: Ledger, step: int, lineage: int) -> Batch:
@@ -228,7 +206,7 @@ async def test_a_new_run_replays_nothing(ledger: Ledger) -> None:
 
 
 async def test_a_client_that_goes_on_draws_what_comes_behind_its_checkpoint() -> None:
-    prompts: Any = Prompts()
+    prompts: Any = NumberedPrompts()
     client = ClientSource(prompts)
     await client.go_on(0, None)
     assert prompts.next().index == 0

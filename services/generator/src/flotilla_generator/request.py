@@ -13,6 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 from flotilla.common.v1 import version_pb2
 from flotilla.generator.v1 import generator_pb2 as pb
 from flotilla_core.errors import InvalidRequest
+from flotilla_core.rpc.options import PART_BYTES
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
 from flotilla_generator.engine.base import (
@@ -29,7 +30,6 @@ FINISH_REASONS = {
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.ABORT: pb.FINISH_REASON_ABORT,
 }
-PART_BYTES = 2 << 20
 HIGHEST_TEMPERATURE = 100.0
 LOWEST_TEMPERATURE = 0.01
 """Engines raise lower ones to this, and logprobs would not be those of the temperature asked for."""

@@ -17,19 +17,15 @@ import asyncio
 from typing import Any
 
 from flotilla_coordinator.data.prompt_source import PromptSource
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.rewind import TAIL
 from flotilla_coordinator.rollouts.admission import Admission, Admitted
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup
 from flotilla_coordinator.rollouts.batch_metrics import batch_metrics
-from flotilla_coordinator.rollouts.generation import Generation
 from flotilla_coordinator.rollouts.group_rollout import FinishedGroup, GroupRollout, Ticket
 from flotilla_coordinator.rollouts.reward_failures import failure_rate, refuse_failing_rewards
-from flotilla_coordinator.rollouts.scoring import Scorer
 from flotilla_coordinator.runs.replay import Replay
 from flotilla_core.config import RolloutConfig, RunConfig
-from flotilla_core.config.advantages import AdvantageConfig
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.version import Version
 
@@ -45,17 +41,14 @@ class RolloutSource:
         config: RolloutConfig,
         total_steps: int,
         prompts: PromptSource,
-        tokenizer: Tokenizer,
-        generation: Generation,
-        scorer: Scorer,
+        groups: GroupRollout,
         ledger: Ledger,
-        advantage: AdvantageConfig,
     ) -> None:
         self._run_id = run_id
         self._config = config
         self._ledger = ledger
         self._replay = Replay(run_id, ledger)
-        self._rollout = GroupRollout(run_id, config, tokenizer, generation, scorer, ledger, advantage)
+        self._groups = groups
         self._admission = Admission(run_id, config, total_steps, prompts, ledger, self._start)
 
     async def go_on(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
@@ -103,7 +96,7 @@ class RolloutSource:
     async def _run(self, ticket: Ticket) -> FinishedGroup:
         # A new group waits for nothing before it is recorded: that keeps the order of the draws.
         records = await self._replay.group(ticket.step, ticket.group_id) if ticket.recorded else []
-        return await self._rollout.run(ticket, records)
+        return await self._groups.run(ticket, records)
 
     async def _enough(self, step: int, version: Version) -> list[Admitted]:
         """Groups of the step that have ended, in the order of admission; with `dynamic_sampling` others are drawn."""
@@ -153,7 +146,7 @@ class RolloutSource:
         """Stop groups, and drop of their samples what has not been dropped for a reason of its own."""
         await _cancel(tails)
         for item in tails:
-            lost = self._rollout.sample_ids(item.ticket.group_id)
+            lost = self._groups.sample_ids(item.ticket.group_id)
             if not item.task.cancelled() and item.task.exception() is None:
                 lost = tuple(sample.sample_id for sample in item.task.result().group.samples)
             await self._ledger.dropped(self._run_id, lost, TAIL)

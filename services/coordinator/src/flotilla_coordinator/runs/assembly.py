@@ -29,6 +29,7 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.rollouts.answers import AnswerSource
 from flotilla_coordinator.rollouts.batch import BatchSource
 from flotilla_coordinator.rollouts.generation import Generation
+from flotilla_coordinator.rollouts.group_rollout import GroupRollout
 from flotilla_coordinator.rollouts.rollouts import RolloutSource
 from flotilla_coordinator.rollouts.scoring import Scorer
 from flotilla_coordinator.rundir import RunDirectory
@@ -199,17 +200,16 @@ class Assembly:
             return AnswerSource(self._run_id, prompts, tokenizer, config.rollout.prompts_per_step)
         if config.loop == "client":
             return ClientSource(prompts)
-        return RolloutSource(
+        groups = GroupRollout(
             self._run_id,
             config.rollout,
-            config.steps,
-            prompts,
             tokenizer,
             generation,
             scorer,
             self._ledger,
             config.algorithm.advantage,
         )
+        return RolloutSource(self._run_id, config.rollout, config.steps, prompts, groups, self._ledger)
 
     def _held_out(self, tokenizer: Tokenizer) -> list[Prompt]:
         evaluation = self._config.evaluation
