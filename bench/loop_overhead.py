@@ -6,18 +6,15 @@ ledger (`synchronous=FULL`) are on. One coordinator, one generator, one reward r
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import yaml
 from table import Row
 
+from flotilla_testing.endless_run import endless_run
 from flotilla_testing.example_model import example_model
 from flotilla_testing.processes import StackProcesses
 from flotilla_testing.stack import Stack, light_stack, wait_until
@@ -82,7 +79,10 @@ def _figures(prompts: int, samples: int) -> Figures:
 
 
 def _measured(stack: Stack, prompts: int, samples: int) -> Figures:
-    run = stack.ok("run", "start", str(_run_file(stack, prompts, samples)))
+    file = endless_run(
+        stack, prompts=prompts, samples=samples, max_staleness=1, longest_response=RESPONSE_TOKENS
+    )
+    run = stack.ok("run", "start", str(file))
     wait_until("the warm-up steps", lambda: len(stack.metrics(run)) >= WARM_UP_STEPS, WARM_UP_LIMIT_S)
     first = len(stack.metrics(run))
     processes = StackProcesses(stack.directory)
@@ -92,31 +92,6 @@ def _measured(stack: Stack, prompts: int, samples: int) -> Figures:
     steps = stack.metrics(run)[first - 1 :]
     stack.ok("run", "stop", run["run_id"])
     return _evaluate(steps, prompts * samples, {name: after[name] - before[name] for name in after})
-
-
-def _run_file(stack: Stack, prompts: int, samples: int) -> Path:
-    data = stack.directory / "prompts.jsonl"
-    with data.open("w") as file:
-        for a, b in itertools.product(range(100), range(100)):
-            file.write(json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) + "\n")
-    run: dict[str, Any] = {
-        "name": "loop-overhead",
-        "steps": 1_000_000,
-        "data": {"train": str(data)},
-        "algorithm": {"advantage": {"baseline": "group" if samples > 1 else "batch"}},
-        "rollout": {
-            "prompts_per_step": prompts,
-            "samples_per_prompt": samples,
-            "max_staleness": 1,
-            "sampling": {"max_response_tokens": RESPONSE_TOKENS},
-        },
-        "rewards": [{"reward": "exact"}],
-        "weights": {"canary": {"prompts": 0}},
-        "export_final": False,
-    }
-    path = stack.directory / "run.yaml"
-    path.write_text(yaml.safe_dump(run))
-    return path
 
 
 def _evaluate(steps: list[dict[str, float]], samples_per_step: int, cpu: dict[str, float]) -> Figures:

@@ -16,7 +16,6 @@ with one version hold equal weights; after the last one the run is told its last
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import random
@@ -34,7 +33,7 @@ import pytest
 
 from flotilla.coordinator.v1.run_pb2 import RUN_STATE_SUCCEEDED
 from flotilla_coordinator.ledger.checker import Verdict, check
-from flotilla_testing.chaos_run import GENERATORS, LIMIT_S, ChaosRun, until
+from flotilla_testing.chaos_run import GENERATORS, LIMIT_S, ChaosRun
 from flotilla_testing.coordinator_faults import is_new
 from flotilla_testing.fault_moments import Moment, reached
 from flotilla_testing.fault_victims import Victim, process_of
@@ -98,18 +97,18 @@ async def test_nothing_is_lost_or_trained_twice(
 ) -> None:
     draw = random.Random(f"{SEED} {victim}")
     began = time.monotonic()
-    async with ChaosRun(fleet_of_faults, arithmetic, tmp_path) as run:
+    with ChaosRun(fleet_of_faults, arithmetic, tmp_path) as run:
         run.wait_for_steps(2, 0, "at the start")
         for fault, moment in draw.sample(MATRIX[victim], len(MATRIX[victim])):
-            await until("a fleet that can lose one", lambda: _can_lose_one(run))
+            wait_until("a fleet that can lose one", lambda: _can_lose_one(run), LIMIT_S)
             strike = await _struck(run, fault, victim, moment, draw)
-            recovered_s = await _recovered(run, strike)
+            recovered_s = _recovered(run, strike)
             verdict = _judged(run)
             line = f"{victim:16}{fault:19}{moment:26}{recovered_s:6.1f} s"
             if victim is Victim.GENERATOR:
                 line += _issued_again(run, strike)
             _print(capsys, f"{line}  lost {verdict.lost}, trained twice {verdict.trained_twice}")
-        ended = await run.ends_by_itself()
+        ended = run.ends_by_itself()
         assert ended.state == RUN_STATE_SUCCEEDED, ended.reason
         seconds = time.monotonic() - began
         _print(capsys, f"{victim:16}ended by itself after {seconds:.0f} s, seed {SEED}: {_judged(run)}")
@@ -117,7 +116,7 @@ async def test_nothing_is_lost_or_trained_twice(
 
 async def _struck(run: ChaosRun, fault: Fault, victim: Victim, moment: Moment, draw: random.Random) -> Strike:
     """Let it happen at that moment; a stopped process is let go on when that is due."""
-    generator = draw.choice(await run.serving())
+    generator = draw.choice(run.serving())
     slot = f"reward-{draw.randrange(2)}" if victim is Victim.REWARD else generator
     process = process_of(run.stack, victim, slot)
     await reached(run.stack, run.started, moment, generator)
@@ -125,29 +124,29 @@ async def _struck(run: ChaosRun, fault: Fault, victim: Victim, moment: Moment, d
     process.send_signal(signal.SIGKILL if fault is Fault.KILL else signal.SIGSTOP)
     if fault is not Fault.KILL:
         try:
-            await _held(run, strike)
+            _held(run, strike)
         finally:
             if process.is_running():
                 process.resume()
     return strike
 
 
-async def _held(run: ChaosRun, strike: Strike) -> None:
+def _held(run: ChaosRun, strike: Strike) -> None:
     """Until the fleet has gone on without the process, or for a while where it waits."""
     long = strike.fault is Fault.LONG_STOP
     if strike.victim in RANKS:
         wait_until("the end of the rank that is stopped", lambda: not strike.process.is_running(), LIMIT_S)
     elif strike.victim is Victim.FRONT and long:
-        await until("the run to miss its trainer", lambda: _misses_trainer(run))
+        wait_until("the run to miss its trainer", lambda: _misses_trainer(run), LIMIT_S)
     elif strike.victim in (Victim.GENERATOR, Victim.NATS) or (strike.victim is Victim.REWARD and long):
         run.wait_for_steps(2, strike.steps, f"without {strike.slot}")
         if long and strike.victim is Victim.NATS:
-            await asyncio.sleep(LONG_S)
+            time.sleep(LONG_S)
     else:
-        await asyncio.sleep(LONG_S if long else PAUSE_S)
+        time.sleep(LONG_S if long else PAUSE_S)
 
 
-async def _recovered(run: ChaosRun, strike: Strike) -> float:
+def _recovered(run: ChaosRun, strike: Strike) -> float:
     """Seconds from the fault to a whole step that began after it."""
     if strike.victim is Victim.COORDINATOR and strike.fault is Fault.KILL:
         wait_until("a new coordinator", lambda: is_new(run.stack, strike.process.pid), LIMIT_S)
@@ -160,20 +159,20 @@ async def _recovered(run: ChaosRun, strike: Strike) -> float:
     if strike.victim is Victim.COORDINATOR and strike.fault is Fault.KILL:
         assert seconds < COORDINATOR_BACK_WITHIN_S
     if strike.fault is not Fault.KILL and strike.victim is Victim.GENERATOR:
-        await until(f"{strike.slot} to serve again", lambda: _serves(run, strike.slot))
+        wait_until(f"{strike.slot} to serve again", lambda: _serves(run, strike.slot), LIMIT_S)
     return seconds
 
 
-async def _can_lose_one(run: ChaosRun) -> bool:
-    return len(await run.serving()) >= GENERATORS - 1 and len(await run.working("reward")) == 2
+def _can_lose_one(run: ChaosRun) -> bool:
+    return len(run.serving()) >= GENERATORS - 1 and len(run.working("reward")) == 2
 
 
-async def _misses_trainer(run: ChaosRun) -> bool:
-    return (await run.now()).phase == "waiting for services"
+def _misses_trainer(run: ChaosRun) -> bool:
+    return run.now().phase == "waiting for services"
 
 
-async def _serves(run: ChaosRun, slot: str) -> bool:
-    return slot in await run.serving()
+def _serves(run: ChaosRun, slot: str) -> bool:
+    return slot in run.serving()
 
 
 def _judged(run: ChaosRun) -> Verdict:

@@ -7,10 +7,8 @@ and named.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,13 +16,9 @@ import yaml
 
 from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1 import run_pb2
-from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from flotilla_core.errors import FlotillaError
-from flotilla_core.ids import new_request_id
-from flotilla_core.rpc import connect, unary
 from flotilla_core.version import Version
 from flotilla_testing.ppo_run import REWARD
-from flotilla_testing.replica_faults import address
 from flotilla_testing.stack import Stack, sim_stack, wait_until
 
 GENERATORS = 3
@@ -33,7 +27,6 @@ SAMPLE_TIMEOUT_S = 3.0
 SYNC_TIMEOUT_S = 4.0
 LAST_STEPS = 3
 LIMIT_S = 180.0
-LOOK_EVERY_S = 0.05
 
 
 @contextlib.contextmanager
@@ -56,14 +49,14 @@ class ChaosRun:
         self.started: dict[str, Any] = stack.ok("run", "start", str(_run_file(arithmetic, folder)))
         self.run_id: str = self.started["run_id"]
 
-    async def __aenter__(self) -> Self:
+    def __enter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *raised: object) -> None:
+    def __exit__(self, *raised: object) -> None:
         """A run whose test failed leaves the fleet to the next one."""
-        if not await self._has_ended():
+        if not self._has_ended():
             self.stack.ok("run", "stop", self.run_id)
-            await until("the end of a run that was stopped", self._has_ended)
+            wait_until("the end of a run that was stopped", self._has_ended, LIMIT_S)
 
     @property
     def lines(self) -> int:
@@ -79,34 +72,28 @@ class ChaosRun:
         """Until `count` more steps have ended than `since`."""
         wait_until(f"{count} more steps {what}", lambda: self.lines >= since + count, LIMIT_S)
 
-    async def ends_by_itself(self) -> run_pb2.Run:
+    def ends_by_itself(self) -> run_pb2.Run:
         """Tell it which step is its last one, and wait for its end."""
-        async with connect(address(self.stack, "coordinator")) as channel:
-            stub = CoordinatorServiceStub(channel)
-            step = (await unary(stub.GetRun, pb.GetRunRequest(run_id=self.run_id), timeout_s=10)).run.step
-            last = pb.UpdateRunRequest(
-                request_id=new_request_id(), run_id=self.run_id, overrides=[f"steps={step + LAST_STEPS}"]
-            )
-            await unary(stub.UpdateRun, last, timeout_s=10)
-        await until("the end of the run", self._has_ended)
-        return await self.now()
+        with self.stack.client() as client:
+            step = client.get_run(self.run_id).step
+            client.set_run(self.run_id, [f"steps={step + LAST_STEPS}"])
+        wait_until("the end of the run", self._has_ended, LIMIT_S)
+        return self.now()
 
-    async def now(self) -> run_pb2.Run:
+    def now(self) -> run_pb2.Run:
         """The run as its coordinator sees it."""
-        async with connect(address(self.stack, "coordinator")) as channel:
-            request = pb.GetRunRequest(run_id=self.run_id)
-            return (await unary(CoordinatorServiceStub(channel).GetRun, request, timeout_s=10)).run
+        with self.stack.client() as client:
+            return client.get_run(self.run_id)
 
-    async def _has_ended(self) -> bool:
-        return (await self.now()).state != run_pb2.RUN_STATE_RUNNING
+    def _has_ended(self) -> bool:
+        return self.now().state != run_pb2.RUN_STATE_RUNNING
 
-    async def serving(self) -> list[str]:
+    def serving(self) -> list[str]:
         """Generators that serve the run, by name; those with the same version hold the same weights."""
         try:
-            async with connect(address(self.stack, "coordinator")) as channel:
-                stub = CoordinatorServiceStub(channel)
-                held = (await unary(stub.ShowWeights, pb.ShowWeightsRequest(), timeout_s=10)).generators
-        except (FlotillaError, FileNotFoundError):
+            with self.stack.client() as client:
+                held = client.show_weights().generators
+        except FlotillaError:
             return []  # the coordinator is on its way back
         digests: dict[Version, str] = {}
         for one in held:
@@ -115,24 +102,15 @@ class ChaosRun:
             assert known == one.digest, f"{one.name} holds {one.digest} as {version}, others hold {known}"
         return [one.name for one in held]
 
-    async def working(self, kind: str) -> list[str]:
+    def working(self, kind: str) -> list[str]:
         """Replicas of a kind that may get work, by name."""
         try:
-            async with connect(address(self.stack, "coordinator")) as channel:
-                stub = CoordinatorServiceStub(channel)
-                services = (await unary(stub.ListServices, pb.ListServicesRequest(), timeout_s=10)).services
-        except (FlotillaError, FileNotFoundError):
+            with self.stack.client() as client:
+                services = client.list_services()
+        except FlotillaError:
             return []
         ready = [one for one in services if one.work_state == pb.WORK_STATE_READY]
         return [one.registration.name for one in ready if one.registration.name.startswith(f"{kind}-")]
-
-
-async def until(what: str, condition: Callable[[], Awaitable[bool]]) -> None:
-    """Ask again until it is so; fail with the name of the wait."""
-    deadline = time.monotonic() + LIMIT_S
-    while not await condition():
-        assert time.monotonic() < deadline, f"waited {LIMIT_S:g} s for {what}"
-        await asyncio.sleep(LOOK_EVERY_S)
 
 
 def _run_file(arithmetic: Path, folder: Path) -> Path:

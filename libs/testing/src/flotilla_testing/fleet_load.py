@@ -7,8 +7,6 @@ trainer accepts. Everything else is real and on: interceptors, spans, reward cal
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
 import statistics
 import subprocess
 import sys
@@ -18,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from flotilla_testing.endless_run import endless_run
 from flotilla_testing.example_model import example_model
 from flotilla_testing.processes import StackProcesses
 from flotilla_testing.stack import Stack, light_stack, wait_until
@@ -60,6 +57,16 @@ class FleetLoad:
             "seconds_per_token": (self.longest_s - self.shortest_s) / self.longest_response,
         }
 
+    def run_file(self, stack: Stack) -> Path:
+        """Of a run that asks for as much."""
+        return endless_run(
+            stack,
+            prompts=self.calls_per_step,
+            samples=self.samples,
+            max_staleness=self.calls // self.calls_per_step - 1,
+            longest_response=self.longest_response,
+        )
+
 
 @dataclass(frozen=True)
 class LoadFigures:
@@ -88,7 +95,7 @@ def measure(load: FleetLoad, directory: Path) -> LoadFigures:
     model = example_model(directory, positions=2 * load.longest_response)
     room: dict[str, Any] = {"max_running_samples": load.calls * load.samples}
     with light_stack(model, directory, replicas=0, sim=load.sim, **room) as stack, _crowds(stack, load):
-        run = stack.ok("run", "start", str(_run_file(stack, load)))
+        run = stack.ok("run", "start", str(load.run_file(stack)))
         wait_until("the warm-up steps", lambda: len(stack.metrics(run)) > load.warm_up_steps, WARM_UP_LIMIT_S)
         figures = _measured(stack, run, load)
         stack.ok("run", "stop", run["run_id"])
@@ -128,30 +135,6 @@ def _ready(stack: Stack, crowds: list[subprocess.Popen[bytes]]) -> int:
 def _replicas(stack: Stack) -> list[dict[str, Any]]:
     replicas: list[dict[str, Any]] = stack.ok("replicas", "list")["replicas"]
     return replicas
-
-
-def _run_file(stack: Stack, load: FleetLoad) -> Path:
-    data = stack.directory / "prompts.jsonl"
-    with data.open("w") as file:
-        for a, b in itertools.product(range(100), range(100)):
-            file.write(json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) + "\n")
-    run: dict[str, Any] = {
-        "name": "fleet-load",
-        "steps": 1_000_000,
-        "data": {"train": str(data)},
-        "rollout": {
-            "prompts_per_step": load.calls_per_step,
-            "samples_per_prompt": load.samples,
-            "max_staleness": load.calls // load.calls_per_step - 1,
-            "sampling": {"max_response_tokens": load.longest_response},
-        },
-        "rewards": [{"reward": "exact"}],
-        "weights": {"canary": {"prompts": 0}},
-        "export_final": False,
-    }
-    path = stack.directory / "run.yaml"
-    path.write_text(yaml.safe_dump(run))
-    return path
 
 
 def _measured(stack: Stack, run: dict[str, Any], load: FleetLoad) -> LoadFigures:
