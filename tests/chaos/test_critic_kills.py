@@ -10,6 +10,7 @@ import pytest
 
 from flotilla_coordinator.ledger.checker import check
 from flotilla_core.checkpoint import CheckpointShelf
+from flotilla_testing.fault_victims import rank_of
 from flotilla_testing.ppo_run import ppo_run
 from flotilla_testing.stack import Stack, sim_stack, wait_until
 
@@ -52,8 +53,7 @@ def judged(fleet: Stack, run: dict[str, Any]) -> None:
 def test_a_run_whose_critic_is_killed_goes_on_by_itself(fleet: Stack, run_file: Path) -> None:
     run = fleet.ok("run", "start", str(run_file), f"steps={STEPS}", "checkpoint.every_steps=3")
     wait_until("four steps", lambda: len(fleet.metrics(run)) >= 4, 120)
-    rank = next(child for child in fleet.process("critic").children() if "--descriptor" in child.cmdline())
-    rank.kill()
+    rank_of(fleet, 0, "critic").kill()
     wait_until("the run to go on", lambda: fleet.metrics(run)[-1]["lineage"] == 1, 120)
     wait_until("two more steps", lambda: fleet.metrics(run)[-1]["step"] >= 7, 120)
     fleet.process("critic").kill()

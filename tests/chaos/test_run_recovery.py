@@ -17,6 +17,7 @@ from flotilla_coordinator.cli.exit_codes import PREFLIGHT, RUN_FAILED, USAGE
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_core.checkpoint import CheckpointShelf
+from flotilla_testing.fault_victims import rank_of
 from flotilla_testing.stack import Stack, sim_stack, wait_until
 
 pytestmark = pytest.mark.timeout(600)
@@ -155,8 +156,7 @@ def test_a_run_whose_trainer_is_killed_recovers_by_itself(fleet: Stack, run_file
     wait_until(
         "a checkpoint and a step after it", lambda: steps_of(fleet, run) >= 5 and checkpoints_of(run), 120
     )
-    rank = next(child for child in fleet.process("trainer").children() if "--descriptor" in child.cmdline())
-    rank.kill()
+    rank_of(fleet, 0).kill()
     wait_until("the run to go on", lambda: fleet.metrics(run)[-1]["lineage"] == 1, 120)
     wait_until("two more steps", lambda: fleet.metrics(run)[-1]["step"] >= 7, 120)
     fleet.process("trainer").kill()

@@ -9,7 +9,7 @@ from pathlib import Path
 ENDS_BY_AN_ERROR = """
 import sys
 import torch.distributed as dist
-from flotilla_trainer.rank.__main__ import end_at_once
+from flotilla_trainer.rank.main import end_at_once
 sys.excepthook = end_at_once
 store = dist.FileStore(sys.argv[1], 1)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)

@@ -6,7 +6,8 @@ of its own; what needs another configuration starts a gang for itself.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ from flotilla_core.errors import FlotillaError
 from flotilla_core.service import Activities
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
-from flotilla_trainer.gang import Gang, GangPlan
+from flotilla_trainer.gang import Gang, GangPlan, RankNursery
 from flotilla_trainer.service import SERVICE_NAME
 from flotilla_trainer.servicer import TrainerServicer
 from flotilla_trainer.session_holder import SessionHolder
@@ -284,7 +285,7 @@ def make_groups(sizes: list[int], seed: int = 0) -> list[pb.TrainGroup]:
 
 @asynccontextmanager
 async def running_trainer(
-    model: Path, logs: Path, *, name: str = "trainer", **gang_config: Any
+    model: Path, logs: Path, nursery: RankNursery, *, name: str = "trainer", **gang_config: Any
 ) -> AsyncIterator[Trainer]:
     """The gang that goes by this name: the policy's, or that of another role."""
     stack = StackConfig(model=model, **{name: gang_config})
@@ -296,7 +297,7 @@ async def running_trainer(
         holder.gang_lost(error)
 
     activities = Activities()
-    gang = Gang(plan, lost=on_lost, beyond_help=lost.append)
+    gang = Gang(plan, nursery, lost=on_lost, beyond_help=lost.append)
     holder = SessionHolder(gang, plan, stack, activities)
     server = rpc.RpcServer(BindConfig())
     server.add(add_TrainerServiceServicer_to_server, TrainerServicer(holder), SERVICE_NAME)
@@ -311,12 +312,21 @@ async def running_trainer(
 
 
 @pytest.fixture(scope="session")
-def start_trainer(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankNursery]:
+    """All gangs come from one: what it imports is the same for all of them."""
+    shared = RankNursery(dict(os.environ), tmp_path_factory.mktemp("nursery") / "nursery.log")
+    yield shared
+    shared.close()
+
+
+@pytest.fixture(scope="session")
+def start_trainer(tmp_path_factory: pytest.TempPathFactory, nursery: RankNursery) -> Callable[..., Any]:
     """Starts trainers with chosen configuration."""
 
-    def start(seed: int = 1, **gang_config: Any) -> Any:
+    def start(seed: int = 1, *, own_nursery: RankNursery | None = None, **gang_config: Any) -> Any:
         model = make_model(tmp_path_factory.mktemp("model"), seed)
-        return running_trainer(model, tmp_path_factory.mktemp("logs"), **gang_config)
+        logs = tmp_path_factory.mktemp("logs")
+        return running_trainer(model, logs, own_nursery or nursery, **gang_config)
 
     return start
 

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flotilla.common.v1 import operate_pb2
 from flotilla_trainer.compiler_check import compiler_check
+from flotilla_trainer.gang import RankNursery
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 
 
 async def test_a_host_without_a_compiler_trains_and_the_reason_is_shown(
-    start_trainer: Callable[..., Any], groups_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    start_trainer: Callable[..., Any],
+    groups_of: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     groups = groups_of([2, 1])
-    async with start_trainer(nproc=1, compile="on") as trainer:
+    async with AsyncExitStack() as exits:
+        # Which compiler there is, is looked up by the import.
+        nursery = RankNursery(dict(os.environ), tmp_path / "nursery.log")
+        exits.callback(nursery.close)
+        trainer = await exits.enter_async_context(start_trainer(own_nursery=nursery, nproc=1, compile="on"))
         (check,) = compiler_check(trainer.gang.facts)
         assert check.status == operate_pb2.CHECK_STATUS_WARNING
         assert "no-such-compiler" in check.finding

@@ -7,9 +7,11 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import pytest_asyncio
 import torch
@@ -26,6 +28,7 @@ from flotilla_core.errors import (
 )
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
+from flotilla_trainer.gang import RankNursery
 from flotilla_weights.group import Receiver
 from flotilla_weights.manifest import Manifest
 
@@ -115,8 +118,10 @@ async def test_members_that_never_come_cost_the_timeout_and_nothing_more(
 
 async def test_stacks_of_every_rank_are_told_on_request(pair: Any) -> None:
     stacks = await pair.gang.stacks()
+    async with asyncio.timeout(20):  # A rank that has answered is on its way back to its next command.
+        while not all("next_command" in process.text for process in stacks):
+            stacks = await pair.gang.stacks()
     assert [process.process for process in stacks] == ["rank 0", "rank 1"]
-    assert ["next_command" in process.text for process in stacks] == [True, True], stacks
 
 
 async def test_an_aborted_update_leaves_the_version(pair: Any, groups_of: MakeGroups) -> None:
@@ -178,6 +183,25 @@ async def test_a_killed_rank_is_named_and_the_gang_comes_back(pair: Any, groups_
     assert not (await pair.train(0, groups_of([3, 3]))).skipped
 
 
+async def test_ranks_die_with_the_process_that_they_are_forked_from_and_the_gang_comes_back(
+    start_trainer: Callable[..., Any], groups_of: MakeGroups, tmp_path: Path
+) -> None:
+    nursery = RankNursery(dict(os.environ), tmp_path / "nursery.log")
+    try:
+        async with start_trainer(own_nursery=nursery, nproc=2) as trainer:
+            old = [psutil.Process(pid) for pid in trainer.gang.pids()]
+            old[0].parent().kill()
+            async with asyncio.timeout(60):
+                while not trainer.lost or not trainer.gang.ready:
+                    await asyncio.sleep(0.05)
+            assert "was killed by SIGKILL" in str(trainer.lost[0])
+            assert not any(rank.is_running() for rank in old)
+            await trainer.open()
+            assert not (await trainer.train(0, groups_of([3, 3]))).skipped
+    finally:
+        nursery.close()
+
+
 async def test_a_stopped_rank_is_named_within_the_limit_while_the_front_answers(
     pair: Any, groups_of: MakeGroups
 ) -> None:
@@ -185,8 +209,9 @@ async def test_a_stopped_rank_is_named_within_the_limit_while_the_front_answers(
     pair.lost.clear()
     old = pair.gang.pids()
     os.kill(old[1], signal.SIGSTOP)
-    # The signal takes effect in its own time.
-    await asyncio.to_thread(os.waitid, os.P_PID, old[1], os.WSTOPPED | os.WNOWAIT)
+    async with asyncio.timeout(10):  # The signal takes effect in its own time.
+        while psutil.Process(old[1]).status() != psutil.STATUS_STOPPED:
+            await asyncio.sleep(0.01)
     started = time.monotonic()
     running = asyncio.create_task(pair.train(0, groups_of([3, 3])))
     stacks = await pair.gang.stacks()

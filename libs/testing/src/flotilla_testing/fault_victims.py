@@ -32,15 +32,16 @@ SLOTS = {Victim.FRONT: "trainer", Victim.COORDINATOR: "coordinator"}
 def process_of(stack: Stack, victim: Victim, slot: str) -> psutil.Process:
     """The process that fills the part now; `slot` names which of several replicas."""
     if victim in RANKS:
-        return _rank(stack, RANKS[victim])
+        return rank_of(stack, RANKS[victim])
     if victim is Victim.NATS:
         launcher = psutil.Process(json.loads((stack.directory / "launcher.json").read_text())["pid"])
         return next(p for p in launcher.children(recursive=True) if "nats-server" in p.name())
     return stack.process(SLOTS.get(victim, slot))
 
 
-def _rank(stack: Stack, rank: int) -> psutil.Process:
-    for child in stack.process("trainer").children():
-        if f"rank-{rank}.stacks" in " ".join(child.cmdline()):
+def rank_of(stack: Stack, rank: int, gang: str = "trainer") -> psutil.Process:
+    """The process of a rank, by the name that it bears."""
+    for child in stack.process(gang).children(recursive=True):
+        if child.name().startswith(f"rank-{rank} "):
             return child
-    raise AssertionError(f"the trainer has no rank {rank}")
+    raise AssertionError(f"{gang} has no rank {rank}")

@@ -21,7 +21,7 @@ from flotilla_core.roles import role_of_process
 from flotilla_core.service import Host
 from flotilla_core.tokenizer_digest import tokenizer_digest
 from flotilla_trainer.compiler_check import INSTALL_COMPILER, compiler_check
-from flotilla_trainer.gang import Gang, GangPlan
+from flotilla_trainer.gang import Gang, GangPlan, RankNursery
 from flotilla_trainer.model_shape import model_digest, model_shape
 from flotilla_trainer.servicer import TrainerServicer
 from flotilla_trainer.session_holder import SessionHolder
@@ -44,7 +44,8 @@ class TrainerService:
             host.state_dir / "logs",
             telemetry.endpoints(),
         )
-        self._gang = Gang(self._plan, lost=self._lost, beyond_help=host.failed)
+        self._nursery = RankNursery(self._plan.environment(), self._plan.log_path(0))
+        self._gang = Gang(self._plan, self._nursery, lost=self._lost, beyond_help=host.failed)
         self._holder = SessionHolder(self._gang, self._plan, host.stack, host.activities)
 
     def add_to(self, server: rpc.RpcServer) -> None:
@@ -52,7 +53,7 @@ class TrainerService:
         server.add(add_TrainerServiceServicer_to_server, TrainerServicer(self._holder), SERVICE_NAME)
 
     async def start(self) -> None:
-        """Spawn the ranks and load the model."""
+        """Start the ranks and load the model."""
         model_shape(self._plan.model)
         with self._host.activities.doing(f"starting {self._plan.nproc} ranks"):
             await self._gang.start()
@@ -105,6 +106,7 @@ class TrainerService:
     async def stop(self) -> None:
         """End the ranks."""
         await self._gang.stop()
+        self._nursery.close()
 
     def _lost(self, error: FlotillaError) -> None:
         self._holder.gang_lost(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flotilla_trainer.gang.gang import Gang
+from flotilla_trainer.gang.nursery import RankNursery
 from flotilla_trainer.gang.plan import GangPlan
 
-__all__ = ["Gang", "GangPlan"]
+__all__ = ["Gang", "GangPlan", "RankNursery"]

@@ -18,6 +18,7 @@ from flotilla.common.v1 import operate_pb2
 from flotilla_core import telemetry
 from flotilla_core.errors import DeadlineExceeded, FlotillaError, Internal, Unavailable
 from flotilla_trainer.frames import Array, Frame
+from flotilla_trainer.gang.nursery import RankNursery
 from flotilla_trainer.gang.plan import GangPlan
 from flotilla_trainer.gang.rank_process import RankProcess
 from flotilla_trainer.gang.watch import GangWatch
@@ -38,10 +39,12 @@ class Gang:
     def __init__(
         self,
         plan: GangPlan,
+        nursery: RankNursery,
         lost: Callable[[FlotillaError], None],
         beyond_help: Callable[[FlotillaError], None],
     ) -> None:
         self._plan = plan
+        self._nursery = nursery
         self._lost = lost
         self._beyond_help = beyond_help
         self._ranks: list[RankProcess] = []
@@ -79,7 +82,7 @@ class Gang:
         return self._plan.slow_timeout_s
 
     async def start(self) -> None:
-        """Spawn the ranks and load the model; raises what kept them from it."""
+        """Start the ranks and load the model; raises what kept them from it."""
         await self._boot()
         self._keeper = asyncio.create_task(self._keep(), name="gang-keeper")
         self._keeper.add_done_callback(self._kept)
@@ -241,7 +244,7 @@ class Gang:
         try:
             for index in range(self.size):
                 rank = RankProcess(self._plan, index)
-                await rank.start()
+                await rank.start(self._nursery)
                 self._ranks.append(rank)
             self._watch = GangWatch(self._plan, self._ranks)
             await self._watched(self._introduce(self._plan.new_rendezvous()))

@@ -95,6 +95,8 @@ class GangPlan:
             ),
             "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", str(threads)),
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+            # Asking the driver instead would keep a process that is forked later from its GPU.
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             "TRANSFORMERS_VERBOSITY": "error",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
             "TOKENIZERS_PARALLELISM": "false",

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import signal
 import socket
-import sys
 import time
 from typing import Any
 
 from flotilla_core.errors import BY_REASON, FlotillaError, Internal
 from flotilla_trainer.frames import PREFIX_BYTES, Array, Frame, decode, encode, lengths
+from flotilla_trainer.gang.nursery import RankNursery, RankOrder
 from flotilla_trainer.gang.plan import GangPlan
+from flotilla_trainer.gang.rank_child import RankChild
 
 STACK_DUMP_TIMEOUT_S = 5.0
 STACK_DUMP_QUIET_S = 0.25
@@ -26,7 +26,7 @@ LAST_LOG_LINES = 20
 
 
 class RankProcess:
-    """A spawned rank."""
+    """A rank, forked by the nursery."""
 
     def __init__(self, plan: GangPlan, rank: int) -> None:
         self._plan = plan
@@ -40,33 +40,27 @@ class RankProcess:
         self.phase = "starting"
         self.ended_at = float("inf")
         self._judged = False
-        self.process: asyncio.subprocess.Process
+        self.process: RankChild
 
     @property
     def name(self) -> str:
         """As users meet it in messages."""
         return f"rank {self.rank} (pid {self.process.pid})"
 
-    async def start(self) -> None:
-        """Spawn the process and open the line."""
+    async def start(self, nursery: RankNursery) -> None:
+        """Fork the process and open the line."""
         ours, theirs = socket.socketpair()
         log_path = self._plan.log_path(self.rank)
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with theirs, log_path.open("ab") as log:
             self._log_start = log.tell()
-            self.process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-m", "flotilla_trainer.rank"),
-                *("--descriptor", str(theirs.fileno())),
-                *("--front", str(os.getpid())),
-                *("--stacks", str(self._plan.stacks_path(self.rank))),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(theirs.fileno(),),
-                env=self._plan.environment(),
-                start_new_session=True,
+            order = RankOrder(
+                f"rank-{self.rank} {self._plan.name}",
+                str(self._plan.stacks_path(self.rank)),
+                self._plan.environment(),
             )
+            self.process = await nursery.rank(order, theirs, log, self._plan.slow_timeout_s)
+        self.last_beat = time.monotonic()
         ours.setblocking(False)
         reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         self._reading = asyncio.create_task(self._read(reader), name=f"rank-{self.rank}-reader")
@@ -167,11 +161,7 @@ class RankProcess:
 
     def kill(self) -> None:
         """End the process and everything that it started."""
-        if self.process.returncode is None:
-            try:
-                os.killpg(self.process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # it ended between the two lines
+        self.process.kill()
 
     async def reaped(self) -> None:
         """Wait for the end of a process that was killed."""

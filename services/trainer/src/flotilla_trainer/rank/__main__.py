@@ -1,82 +1,121 @@
-"""Entry point of a rank process; heavy imports wait until the front knows that the process lives.
+"""The nursery: imports once what every rank needs, then forks ranks off for the front.
 
-Invariants: the process dies with the front, whatever it does at that moment; SIGUSR1 writes the stacks of all its
-threads to a file that the front reads; an error that nobody expected ends the process at once with a traceback in its
-log, because peers would wait for it in a collective.
+Invariants: it dies with the front, and every rank with it, whatever they do at that moment; it never touches a GPU and
+runs one thread, so that a fork is a whole process; it says how each rank ended, in the order in which they did.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import faulthandler
+import gc
+import json
 import os
+import select
 import signal
+import socket
 import sys
-import traceback
 from pathlib import Path
-from types import TracebackType
-
-from flotilla_trainer.frames import Frame
-from flotilla_trainer.rank.link import FrontLink
-from flotilla_trainer.rank.setup import RankSetup
+from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
+REQUEST_BYTES = 1 << 20
+LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Serve the front until it goes away."""
-    parser = argparse.ArgumentParser(prog="flotilla-trainer-rank")
+    """Fork ranks until the front goes away."""
+    parser = argparse.ArgumentParser(prog="flotilla-trainer-ranks")
     parser.add_argument("--descriptor", type=int, required=True)
     parser.add_argument("--front", type=int, required=True, help="process id of the front")
-    parser.add_argument("--stacks", type=Path, required=True, help="file for stack dumps")
     options = parser.parse_args()
-
     _die_with(options.front)
-    stacks = options.stacks.open("a", encoding="utf-8")
-    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
-    faulthandler.enable()
-    # Stopping the gang is the front's business, also when a terminal signals the whole foreground group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.excepthook = end_at_once
-
-    link = FrontLink(options.descriptor)
-    command = link.next_command()
-    setup = RankSetup.from_fields(command.fields)
-    link.progress("importing torch and transformers")
-
-    from flotilla_core import telemetry
-    from flotilla_trainer.rank.worker import RankWorker
-
-    telemetry.start("trainer-rank", f"{setup.instance_id}-rank-{setup.rank}", setup.otlp)
-    link.urgent("leave", _leave)
-    worker = RankWorker(setup, link)
-    link.answer(command, {})
-    worker.serve()
+    Nursery(socket.socket(fileno=options.descriptor)).serve()
 
 
-def _die_with(front: int) -> None:
+class Nursery:
+    """Ranks by process id, each with the line that hears of its end."""
+
+    def __init__(self, front: socket.socket) -> None:
+        self._front = front
+        self._ranks: dict[int, socket.socket] = {}
+        self._ended, wakeup = socket.socketpair()
+        self._ended.setblocking(False)
+        wakeup.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wakeup.fileno())
+        self._wakeup = wakeup
+
+    def serve(self) -> None:
+        """Until the front's line ends."""
+        import flotilla_trainer.rank.main  # noqa: F401
+
+        gc.freeze()  # What is here now stays shared with the ranks.
+        while True:
+            ready, _, _ = select.select([self._front, self._ended], [], [])
+            if self._ended in ready:
+                self._ended.recv(REQUEST_BYTES)
+                self._reap()
+            if self._front in ready:
+                request, descriptors, _, _ = socket.recv_fds(self._front, REQUEST_BYTES, 3)
+                if not request:
+                    os._exit(0)
+                self._fork(json.loads(request), *descriptors)
+
+    def _fork(self, request: dict[str, Any], line: int, log: int, tidings: int) -> None:
+        nursery, told = os.getpid(), socket.socket(fileno=tidings)
+        pid = os.fork()
+        if pid == 0:
+            self._become_rank(nursery, request, line, log, told)
+        self._ranks[pid] = told
+        os.close(line)
+        os.close(log)
+
+    def _become_rank(
+        self, nursery: int, request: dict[str, Any], line: int, log: int, told: socket.socket
+    ) -> NoReturn:
+        _die_with(nursery)
+        os.setsid()
+        self._forget()
+        for standard in (sys.stdout.fileno(), sys.stderr.fileno()):
+            os.dup2(log, standard)
+        os.close(log)
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        LIBC.prctl(PR_SET_NAME, request["name"].encode())
+        told.sendall(b"%d\n" % os.getpid())
+        told.close()
+        from flotilla_trainer.rank.main import serve
+
+        serve(line, Path(request["stacks"]))
+
+    def _forget(self) -> None:
+        """What a rank has no business with."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for ours in (self._front, self._ended, self._wakeup, *self._ranks.values()):
+            ours.close()
+
+    def _reap(self) -> None:
+        while self._ranks:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            told = self._ranks.pop(pid)
+            with told:
+                try:
+                    told.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
+                except OSError:
+                    pass  # Whoever started it is gone.
+
+
+def _die_with(parent: int) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != front:
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
         os._exit(0)
-
-
-def _leave(frame: Frame) -> None:
-    """End now, whatever the main thread waits for; spans that are done still go out."""
-    from flotilla_core import telemetry
-
-    telemetry.stop()
-    os._exit(0)
-
-
-def end_at_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """As `sys.excepthook`: the traceback into the log, and out, whatever other threads do."""
-    # Not sys.stderr: torch.distributed puts a buffer there while it calls this, and would print it too late.
-    traceback.print_exception(kind, error, trace, file=sys.__stderr__)
-    if sys.__stderr__ is not None:
-        sys.__stderr__.flush()
-    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import gc
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -96,7 +96,7 @@ class RankWorker:
             "load_checkpoint": self._load_checkpoint,
         }
 
-    def serve(self) -> None:
+    def serve(self) -> NoReturn:
         """Do what the front says, for ever."""
         while True:
             command = self._link.next_command()

@@ -1,0 +1,103 @@
+"""Where ranks come from: a process that has imported what they need, and forks each of them off. Free of torch.
+
+Invariants: the import is paid once, so a gang that replaces a lost one is there at once; the nursery dies with the
+front, and its ranks with it; one that is gone is replaced with the next rank; nothing here waits without a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+from flotilla_core.errors import DeadlineExceeded, RankFailed
+from flotilla_trainer.gang.rank_child import RankChild
+
+
+@dataclass(frozen=True)
+class RankOrder:
+    """What differs between ranks before they are told anything."""
+
+    name: str
+    """As the system shows the process."""
+    stacks: str
+    """Where it writes its stacks on SIGUSR1."""
+    environment: dict[str, str]
+
+
+class RankNursery:
+    """Forks ranks off, for as many gangs as ask."""
+
+    def __init__(self, environment: dict[str, str], log: Path) -> None:
+        self._environment = environment
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._line: socket.socket | None = None
+
+    async def rank(self, order: RankOrder, line: socket.socket, log: IO[bytes], limit_s: float) -> RankChild:
+        """A new rank at the other end of `line`; its output goes to `log`."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        request = json.dumps(asdict(order)).encode()
+        with theirs:
+            descriptors = [line.fileno(), log.fileno(), theirs.fileno()]
+            socket.send_fds(self._open_line(), [request], descriptors)
+        tidings, line_end = await asyncio.open_unix_connection(sock=ours)
+        try:
+            born = await asyncio.wait_for(tidings.readline(), limit_s)
+        except TimeoutError:
+            line_end.close()
+            raise DeadlineExceeded(
+                "a rank did not start",
+                where=str(self._log),
+                why=f"torch and transformers were not imported within {limit_s:g} s",
+                next_step="see the log",
+            ) from None
+        if not born:
+            line_end.close()
+            raise RankFailed(
+                "the ranks cannot be started",
+                where=str(self._log),
+                why="the process that they are forked from ended",
+                next_step="the end of that log says why",
+            )
+        return RankChild(int(born), tidings, line_end)
+
+    def close(self) -> None:
+        """End the process; ranks that still live die with it."""
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _open_line(self) -> socket.socket:
+        if self._line is not None and self._process is not None and self._process.poll() is None:
+            return self._line
+        self.close()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with theirs, self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "flotilla_trainer.rank"),
+                    *("--descriptor", str(theirs.fileno())),
+                    *("--front", str(os.getpid())),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(theirs.fileno(),),
+                env=self._environment,
+                start_new_session=True,
+            )
+        self._line = ours
+        return ours

@@ -1,0 +1,60 @@
+"""The life of a rank process, from its fork on.
+
+Invariants: SIGUSR1 writes the stacks of all its threads to a file that the front reads; an error that nobody expected
+ends the process at once with a traceback in its log, because peers would wait for it in a collective.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+import torch
+
+from flotilla_core import telemetry
+from flotilla_trainer.frames import Frame
+from flotilla_trainer.rank.link import FrontLink
+from flotilla_trainer.rank.setup import RankSetup
+from flotilla_trainer.rank.worker import RankWorker
+
+
+def serve(descriptor: int, stacks_path: Path) -> NoReturn:
+    """Serve the front until it goes away, which ends the process."""
+    stacks = stacks_path.open("a", encoding="utf-8")
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    faulthandler.enable()
+    # Stopping the gang is the front's business, also when a terminal signals the whole foreground group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.excepthook = end_at_once
+    # The variable was read before the fork, perhaps with another value.
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+    link = FrontLink(descriptor)
+    command = link.next_command()
+    setup = RankSetup.from_fields(command.fields)
+    telemetry.start("trainer-rank", f"{setup.instance_id}-rank-{setup.rank}", setup.otlp)
+    link.urgent("leave", _leave)
+    worker = RankWorker(setup, link)
+    link.answer(command, {})
+    worker.serve()
+
+
+def _leave(frame: Frame) -> None:
+    """End now, whatever the main thread waits for; spans that are done still go out."""
+    telemetry.stop()
+    os._exit(0)
+
+
+def end_at_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """As `sys.excepthook`: the traceback into the log, and out, whatever other threads do."""
+    # Not sys.stderr: torch.distributed puts a buffer there while it calls this, and would print it too late.
+    traceback.print_exception(kind, error, trace, file=sys.__stderr__)
+    if sys.__stderr__ is not None:
+        sys.__stderr__.flush()
+    os._exit(1)
