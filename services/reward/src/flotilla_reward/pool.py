@@ -1,7 +1,8 @@
 """The pool of killable workers that runs user code and checkers.
 
-Invariants: a job waits for a free worker without a limit of its own and is timed only while it runs; a killed
-worker is replaced before the next job of its place; the pool never has more processes than places.
+Invariants: runs that share the pool take turns; a job waits for a free worker without a limit of its own and is timed
+only while it runs; a killed worker is replaced before the next job of its place; the pool never has more processes than
+places.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from flotilla_core.errors import Internal, InvalidConfig
 from flotilla_reward.outcome import Failure, Outcome, Timeout, judge
 from flotilla_reward.sample import Sample
 from flotilla_reward.target import Target
+from flotilla_reward.turns import Turns
 from flotilla_reward.worker_process import WorkerDied, WorkerProcess
 
 # Imports of a user's module or of math-verify; not counted as scoring.
@@ -36,8 +38,7 @@ class WorkerPool:
 
     def __init__(self, workers: int) -> None:
         self._places = [_Place(index) for index in range(workers)]
-        # The last one in is the one whose caches are warm.
-        self._free: asyncio.LifoQueue[_Place] = asyncio.LifoQueue()
+        self._turns: Turns[_Place] = Turns()
         self._proven: set[str] = set()
         self.replaced = 0
         """Workers that were killed or died, since the start."""
@@ -48,7 +49,7 @@ class WorkerPool:
             for place in self._places:
                 group.create_task(self._worker_of(place))
         for place in reversed(self._places):
-            self._free.put_nowait(place)
+            self._turns.add(place)
 
     async def stop(self) -> None:
         """Kill every worker; jobs that still run fail."""
@@ -62,15 +63,12 @@ class WorkerPool:
         """Process ids of the workers that live, by place."""
         return {p.index: p.worker.pid for p in self._places if p.worker is not None and p.worker.alive}
 
-    async def require(self, target: Target, name: str) -> None:
+    async def require(self, target: Target, name: str, run_id: str = "") -> None:
         """Make sure that `target` loads; `InvalidConfig` says why it does not."""
         if target.key in self._proven:
             return
-        place = await self._free.get()
-        try:
+        async with self._turns.place(run_id) as place:
             failure = await self._load(await self._worker_of(place), target)
-        finally:
-            self._free.put_nowait(place)
         if failure is None:
             self._proven.add(target.key)
         else:
@@ -80,10 +78,11 @@ class WorkerPool:
                 why=failure.message + (f"\n{failure.traceback}" if failure.traceback else ""),
             )
 
-    async def score(self, target: Target, sample: Sample, limit_s: float) -> tuple[Outcome, float]:
+    async def score(
+        self, target: Target, sample: Sample, limit_s: float, run_id: str = ""
+    ) -> tuple[Outcome, float]:
         """The outcome and the seconds that scoring took, waiting and loading aside."""
-        place = await self._free.get()
-        try:
+        async with self._turns.place(run_id) as place:
             worker = await self._worker_of(place)
             failure = await self._load(worker, target)
             if failure is not None:
@@ -91,8 +90,6 @@ class WorkerPool:
             started = asyncio.get_running_loop().time()
             outcome = await self._run(worker, target, sample, limit_s)
             return outcome, asyncio.get_running_loop().time() - started
-        finally:
-            self._free.put_nowait(place)
 
     async def _worker_of(self, place: _Place) -> WorkerProcess:
         if place.worker is not None and place.worker.alive:

@@ -26,28 +26,30 @@ MOST_TOGETHER = 64
 """Built-in rewards hold the loop: nobody else waits for more of them than this."""
 
 
-async def resolve(specs: Sequence[pb.RewardSpec], pool: WorkerPool) -> list[Term]:
+async def resolve(specs: Sequence[pb.RewardSpec], pool: WorkerPool, run_id: str = "") -> list[Term]:
     """The terms of a call, each one loaded by a worker once where it needs one."""
     if not specs:
         raise InvalidRequest("the request has no rewards", next_step="Add a term to the run.")
     terms = [catalog.resolve(spec) for spec in specs]
     for term in terms:
         if term.target is not None:
-            await pool.require(term.target, term.name)
+            await pool.require(term.target, term.name, run_id)
     return terms
 
 
 async def score_items(
-    items: Sequence[pb.ScoreItem], terms: Sequence[Term], pool: WorkerPool
+    items: Sequence[pb.ScoreItem], terms: Sequence[Term], pool: WorkerPool, run_id: str = ""
 ) -> AsyncIterator[pb.ScoreResponse]:
     """One outcome an item, in the order in which they end."""
     _check_ids(items)
     if all(term.builtin is not None for term in terms):
         for first in range(0, len(items), MOST_TOGETHER):
-            outcomes = [await _score(item, terms, pool) for item in items[first : first + MOST_TOGETHER]]
+            outcomes = [
+                await _score(item, terms, pool, run_id) for item in items[first : first + MOST_TOGETHER]
+            ]
             yield pb.ScoreResponse(outcomes=outcomes)
         return
-    tasks = [asyncio.create_task(_score(item, terms, pool)) for item in items]
+    tasks = [asyncio.create_task(_score(item, terms, pool, run_id)) for item in items]
     ended: asyncio.Queue[asyncio.Task[pb.ScoreOutcome]] = asyncio.Queue()
     for task in tasks:
         task.add_done_callback(ended.put_nowait)
@@ -75,12 +77,12 @@ def _check_ids(items: Sequence[pb.ScoreItem]) -> None:
         seen.add(item.sample_id)
 
 
-async def _score(item: pb.ScoreItem, terms: Sequence[Term], pool: WorkerPool) -> pb.ScoreOutcome:
+async def _score(item: pb.ScoreItem, terms: Sequence[Term], pool: WorkerPool, run_id: str) -> pb.ScoreOutcome:
     sample = Sample(item.prompt, item.response, item.answer, to_json(item.info))
     value = pb.RewardValue()
     spent_s = 0.0
     for term in terms:
-        outcome, elapsed_s = await _run(term, sample, pool)
+        outcome, elapsed_s = await _run(term, sample, pool, run_id)
         spent_s += elapsed_s
         if not isinstance(outcome, Value):
             return _unscored(item.sample_id, term, outcome, spent_s)
@@ -93,9 +95,9 @@ async def _score(item: pb.ScoreItem, terms: Sequence[Term], pool: WorkerPool) ->
     return pb.ScoreOutcome(sample_id=item.sample_id, value=value, elapsed=_duration(spent_s))
 
 
-async def _run(term: Term, sample: Sample, pool: WorkerPool) -> tuple[Outcome, float]:
+async def _run(term: Term, sample: Sample, pool: WorkerPool, run_id: str) -> tuple[Outcome, float]:
     if term.target is not None:
-        return await pool.score(term.target, sample, term.timeout_s)
+        return await pool.score(term.target, sample, term.timeout_s, run_id)
     assert term.builtin is not None
     started = asyncio.get_running_loop().time()
     try:

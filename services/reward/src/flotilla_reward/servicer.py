@@ -25,6 +25,6 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         return pb.ListRewardsResponse(rewards=catalog.list_rewards())
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> AsyncIterator[pb.ScoreResponse]:
-        terms = await scoring.resolve(request.rewards, self._pool)
-        async for response in scoring.score_items(request.items, terms, self._pool):
+        terms = await scoring.resolve(request.rewards, self._pool, request.run_id)
+        async for response in scoring.score_items(request.items, terms, self._pool, request.run_id):
             yield response
