@@ -33,6 +33,18 @@ def test_trainer_has_the_first_gpus_and_every_replica_its_own_after_them() -> No
     assert {environment["CUDA_DEVICE_ORDER"] for environment in variables} == {"PCI_BUS_ID"}
 
 
+def test_each_of_several_trainers_has_its_own_gpus_and_a_single_one_keeps_its_name() -> None:
+    stack = stack_of(trainer={"replicas": 2, "nproc": 2}, critic={"replicas": 2}, generator={"replicas": 1})
+    gpus = Gpus(tuple("0123456"))
+    gpus.require(stack, 1)
+    found = placed(gpus, stack)
+    assert [found[f"trainer-{index}"] for index in (0, 1)] == ["0,1", "2,3"]
+    assert (found["critic-0"], found["critic-1"], found["generator-0"]) == ("4", "5", "6")
+    assert "trainer" in placed(gpus, stack_of()) and "critic" not in placed(gpus, stack_of())
+    with pytest.raises(FailedPrecondition, match=r"needs 8 GPUs.*trainer-1 takes 2"):
+        gpus.require(stack, 2)
+
+
 def test_replicas_that_come_later_move_nobody() -> None:
     few, many = stack_of(generator={"replicas": 1}), stack_of(generator={"replicas": 3})
     gpus = Gpus(tuple("0123"))

@@ -62,6 +62,7 @@ class Bench:
 
     mode: str = "advise"
     generators: int = 2
+    alone: bool = True
     error: Exception | None = None
     changes: list[int] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
@@ -69,7 +70,9 @@ class Bench:
     def __post_init__(self) -> None:
         self.status = RunStatus(run_pb2.Run(), RunFeed(self._told))
         config = CONFIG.model_copy(update={"mode": self.mode})
-        self.autoscaler = Autoscaler(config, self.status, lambda: self.generators, self._change)
+        self.autoscaler = Autoscaler(
+            config, self.status, lambda: self.generators, self._change, may_act=lambda: self.alone
+        )
 
     def _told(self, event: run_pb2.RunEvent) -> None:
         if event.WhichOneof("event") == "notice":
@@ -111,6 +114,15 @@ async def test_acting_changes_by_one_then_rests_and_measures_afresh() -> None:
     assert bench.changes == [1, 1] and bench.generators == 3
     await bench.steps(20, WAITING)
     assert bench.changes == [1, 1]
+
+
+async def test_a_run_that_shares_its_fleet_only_advises() -> None:
+    bench = Bench("act", generators=1, alone=False)
+    await bench.steps(2, WAITING)
+    assert bench.changes == [] and bench.status.run.advice.startswith("1 -> 2 generators")
+    bench.alone = True
+    await bench.steps(1, WAITING)
+    assert bench.changes == [1]
 
 
 async def test_a_change_that_fails_is_told_and_tried_again_later() -> None:

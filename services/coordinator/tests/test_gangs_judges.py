@@ -55,7 +55,7 @@ def gang(role: str, asked: list[pb.ComputeLogprobsRequest]) -> Gang:
         return reply
 
     stub: Any = SimpleNamespace(ComputeLogprobs=compute)
-    return Gang(role, stub, f"{role}-1", 1.0)
+    return Gang(role, stub, f"{role}-1", 1.0, role)
 
 
 @pytest.mark.parametrize(

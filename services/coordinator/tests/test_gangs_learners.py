@@ -174,7 +174,7 @@ async def test_every_sample_gets_its_own_values_however_many_calls_that_takes(
     async def nobody() -> list[str]:
         return []
 
-    critic = Critic("run", session_pb2.SessionSpec(), Gang("critic", stub, "critic-1", 1.0), nobody)
+    critic = Critic("run", session_pb2.SessionSpec(), Gang("critic", stub, "critic-1", 1.0, "critic"), nobody)
     valued = batch(0, samples=5)
     await critic.value(valued)
     assert calls == [2, 2, 1]

@@ -98,7 +98,7 @@ def policy(trainer: Trainer, *ended: str, lineage: int = 0) -> PolicyTrainer:
         return list(ended)
 
     stub: Any = trainer
-    gang = Gang("policy", stub, "trainer-0-1", LONGEST_S)
+    gang = Gang("policy", stub, "trainer-0-1", LONGEST_S, "trainer")
     return PolicyTrainer("run", session_spec(CONFIG, Path("dumps")), gang, ended_runs, lineage)
 
 

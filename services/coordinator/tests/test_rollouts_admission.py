@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.fleet import Fleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.runs import run_starts
@@ -32,17 +33,18 @@ class Events:
 
 @pytest.fixture
 async def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Runs]:
-    async def execute(_host: Any, _fleet: Any, _ledger: Any, active: Any, *_: Any) -> None:
+    async def execute(_host: Any, fleet: Any, _ledger: Any, active: Any, *_: Any) -> None:
         try:
             await asyncio.Event().wait()
         finally:
+            await fleet.close()
             active.status.set_state(run_pb2.RUN_STATE_STOPPED)
 
     monkeypatch.setattr(run_starts, "plan_run", lambda *_: run_pb2.Plan())
     monkeypatch.setattr(run_starts, "execute", execute)
     ledger = Ledger.open(tmp_path / "ledger.sqlite")
-    host: Any = SimpleNamespace(stack=None, state_dir=tmp_path)
-    fleet: Any = SimpleNamespace(registrations={})
+    host: Any = SimpleNamespace(stack=SimpleNamespace(ready_timeout_s=5.0), state_dir=tmp_path)
+    fleet = Fleet(host)
     events: Any = Events()
     runs = Runs(host, fleet, ledger, events)
     await runs.recover()

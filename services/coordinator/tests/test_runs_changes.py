@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.fleet import Fleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunState
 from flotilla_coordinator.runs import run_starts
@@ -26,8 +27,8 @@ class Bench:
     """The runs of one coordinator; a run that is launched goes on until it is stopped."""
 
     def __init__(self, folder: Path, ledger: Ledger) -> None:
-        host: Any = SimpleNamespace(stack=None, state_dir=folder)
-        fleet: Any = SimpleNamespace(registrations={})
+        host: Any = SimpleNamespace(stack=SimpleNamespace(ready_timeout_s=5.0), state_dir=folder)
+        fleet = Fleet(host)
         events: Any = SimpleNamespace(publish=lambda *_: None, close=self._nothing)
         self.ledger, self.folder = ledger, folder
         self.runs = Runs(host, fleet, ledger, events)
@@ -42,6 +43,7 @@ class Bench:
     async def end(self, run: run_pb2.Run) -> None:
         active = self.runs.active(run.run_id)
         assert active is not None and active.task is not None
+        await asyncio.sleep(0)  # it has begun
         active.cancel()
         await asyncio.wait({active.task}, timeout=5)
         await asyncio.sleep(0)
@@ -50,11 +52,12 @@ class Bench:
 
 @pytest.fixture
 async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
-    async def execute(_host: Any, _fleet: Any, _ledger: Any, active: Any, *_: Any) -> None:
+    async def execute(_host: Any, fleet: Any, _ledger: Any, active: Any, *_: Any) -> None:
         active.status.set_state(run_pb2.RUN_STATE_RUNNING)
         try:
             await asyncio.Event().wait()
         finally:
+            await fleet.close()
             active.status.set_state(run_pb2.RUN_STATE_STOPPED)
 
     def plan(config: RunConfig, _stack: Any) -> run_pb2.Plan:

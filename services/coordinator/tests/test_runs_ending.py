@@ -56,7 +56,7 @@ class Session(Closing):
     @property
     def gang(self) -> Gang:
         nobody: Any = None
-        return Gang(self.role, nobody, f"{self.role}-1", 1.0)
+        return Gang(self.role, nobody, f"{self.role}-1", 1.0, self.role)
 
     async def lost(self) -> bool:
         return self.is_lost
@@ -149,8 +149,11 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         context.status = active.status
         nobody: Any = None
         ejected: list[str] = []
-        pool = SimpleNamespace(eject=lambda instance_id, why: ejected.append(instance_id))
-        fleet: Any = SimpleNamespace(gangs={POLICY: pool, CRITIC: pool})
+
+        async def gang_lost(role: str, instance_id: str, why: str) -> None:
+            ejected.append(instance_id)
+
+        fleet: Any = SimpleNamespace(begin=lambda fence: None, gang_lost=gang_lost, close=nothing)
         active.task = asyncio.create_task(
             execution.execute(nobody, fleet, ledger, active, directory, beginning)
         )

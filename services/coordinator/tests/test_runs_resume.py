@@ -13,6 +13,7 @@ import pytest
 from google.protobuf import json_format
 
 from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.fleet import Fleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.rundir import RunDirectory
@@ -30,8 +31,8 @@ class Bench:
     """The runs of one coordinator; a run that is launched goes on until the end."""
 
     def __init__(self, folder: Path, ledger: Ledger, launched: list[Beginning]) -> None:
-        host: Any = SimpleNamespace(stack=None, state_dir=folder)
-        fleet: Any = SimpleNamespace(registrations={})
+        host: Any = SimpleNamespace(stack=SimpleNamespace(ready_timeout_s=5.0), state_dir=folder)
+        fleet = Fleet(host)
         events: Any = SimpleNamespace(publish=lambda *_: None, close=self._nothing)
         self.ledger = ledger
         self.launched = launched
@@ -67,14 +68,13 @@ class Bench:
 async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
     launched: list[Beginning] = []
 
-    async def execute(
-        _host: Any, _fleet: Any, _ledger: Any, active: Any, _directory: Any, begin: Any
-    ) -> None:
+    async def execute(_host: Any, fleet: Any, _ledger: Any, active: Any, _directory: Any, begin: Any) -> None:
         launched.append(begin)
         active.status.set_state(run_pb2.RUN_STATE_RUNNING)
         try:
             await asyncio.Event().wait()
         finally:
+            await fleet.close()
             active.status.set_state(run_pb2.RUN_STATE_STOPPED)
 
     monkeypatch.setattr(run_starts, "plan_run", lambda *_: run_pb2.Plan())

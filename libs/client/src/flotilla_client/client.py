@@ -163,9 +163,10 @@ class Client:
         request = pb.DrainReplicaRequest(request_id=new_request_id(), replica=replica)
         return (await rpc.unary(self._stub.DrainReplica, request, timeout_s=_CALL_S)).service
 
-    async def show_weights(self) -> pb.ShowWeightsResponse:
-        """What trainer and generators of the run that goes on hold now."""
-        return await rpc.unary(self._stub.ShowWeights, pb.ShowWeightsRequest(), timeout_s=_CALL_S)
+    async def show_weights(self, run_id: str = "") -> pb.ShowWeightsResponse:
+        """What trainer and generators of a run hold now; without a name, of the one that began first."""
+        request = pb.ShowWeightsRequest(run_id=run_id)
+        return await rpc.unary(self._stub.ShowWeights, request, timeout_s=_CALL_S)
 
     async def list_samples(
         self,

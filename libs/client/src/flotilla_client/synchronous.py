@@ -105,8 +105,8 @@ class SyncClient:
     def drain_replica(self, replica: str) -> pb.Service:
         return self._wait(self._client.drain_replica(replica))
 
-    def show_weights(self) -> pb.ShowWeightsResponse:
-        return self._wait(self._client.show_weights())
+    def show_weights(self, run_id: str = "") -> pb.ShowWeightsResponse:
+        return self._wait(self._client.show_weights(run_id))
 
     def list_samples(
         self,

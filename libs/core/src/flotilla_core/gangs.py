@@ -1,22 +1,22 @@
-"""Where the stack file describes the gang of each role."""
+"""Where the stack file describes the gangs of each role."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from flotilla_core.config import GangConfig, StackConfig, TrainerConfig
-from flotilla_core.roles import CRITIC, POLICY, REFERENCE, TEACHER
+from flotilla_core.roles import CRITIC, POLICY, REFERENCE, TEACHER, process_name
 
 
 def gang_of(stack: StackConfig, role: str) -> TrainerConfig:
-    """The section that describes the gang of a role."""
+    """The section that describes the gangs of a role."""
     if role == POLICY:
         return stack.trainer
     return _beside(stack, role)
 
 
 def model_of(stack: StackConfig, role: str) -> Path | str:
-    """Folder or hub name of the model that a role's gang is started with."""
+    """Folder or hub name of the model that a role's gangs are started with."""
     own = None if role == POLICY else _beside(stack, role).model
     return stack.model if own is None else own
 
@@ -25,6 +25,14 @@ def started(stack: StackConfig, role: str) -> bool:
     """Whether the stack has a gang of this role, ours or somebody else's."""
     gang = gang_of(stack, role)
     return bool(gang.replicas or gang.attach)
+
+
+def slots_of_role(stack: StackConfig, role: str) -> list[str]:
+    """The names of a role's gangs that the stack names; several are numbered."""
+    gang, name = gang_of(stack, role), process_name(role)
+    if gang.attach is not None or gang.replicas == 1:
+        return [name]
+    return [f"{name}-{index}" for index in range(gang.replicas)]
 
 
 def _beside(stack: StackConfig, role: str) -> GangConfig:

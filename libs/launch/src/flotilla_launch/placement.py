@@ -16,8 +16,8 @@ from pathlib import Path
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla_core.config import StackConfig
 from flotilla_core.errors import Exhausted
-from flotilla_core.gangs import gang_of, started
-from flotilla_core.roles import ROLES, process_name
+from flotilla_core.gangs import gang_of, slots_of_role
+from flotilla_core.roles import ROLES
 
 SCALABLE = (ServiceKind.SERVICE_KIND_GENERATOR, ServiceKind.SERVICE_KIND_REWARD)
 
@@ -88,11 +88,10 @@ def reserve_port(host: str) -> int:
 
 
 def _gangs(stack: StackConfig) -> Iterator[Slot]:
-    """The trainer and the gangs beside it; none where someone else starts it and lets it register itself."""
+    """The trainers and the gangs beside them; none where someone else starts it and lets it register itself."""
     for role in ROLES:
-        if started(stack, role):
-            attached = gang_of(stack, role).attach
-            yield Slot(process_name(role), ServiceKind.SERVICE_KIND_TRAINER, attached)
+        for name in slots_of_role(stack, role):
+            yield Slot(name, ServiceKind.SERVICE_KIND_TRAINER, gang_of(stack, role).attach)
 
 
 def _single(kind: ServiceKind.ValueType, attached: str | None) -> Slot:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import yaml
@@ -142,10 +142,11 @@ def light_stack(
     *,
     trainer_model: Path | None = None,
     trainer_s: float = 0,
+    trainers: tuple[str, ...] = ("trainer",),
     autoscale: dict[str, Any] | None = None,
     **generator: Any,
 ) -> Iterator[Stack]:
-    """A whole fleet in seconds: simulated engine, accepting trainer (`trainer_s` an update), everything else real."""
+    """A whole fleet in seconds: simulated engine, accepting trainers (`trainer_s` an update), everything else real."""
     description = {
         "name": "light",
         "model": str(model),
@@ -155,24 +156,31 @@ def light_stack(
         "restart_budget": 1000,
     }
     with running_stack(description, directory) as stack:
-        command = [sys.executable, "-m", "flotilla_testing.accepting_trainer", "--name", "trainer"]
         file = stack.file
         if trainer_model is not None:
             file = directory / "trainer-stack.yaml"
             text = {**yaml.safe_load(stack.file.read_text()), "model": str(trainer_model)}
             file.write_text(yaml.safe_dump(text))
-        with (directory / "trainer.log").open("wb") as log:
-            trainer = subprocess.Popen(
-                [*command, "--stack", str(file)],
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "ACCEPTING_TRAINER_S": str(trainer_s)},
-            )
-        try:
+        with contextlib.ExitStack() as until_down:
+            for name in trainers:
+                log = until_down.enter_context((directory / f"{name}.log").open("wb"))
+                until_down.enter_context(_accepting_trainer(name, file, log, trainer_s))
             yield stack
-        finally:
-            trainer.terminate()
-            trainer.wait(20)
+
+
+@contextlib.contextmanager
+def _accepting_trainer(name: str, file: Path, log: IO[bytes], update_s: float) -> Iterator[None]:
+    trainer = subprocess.Popen(
+        [sys.executable, "-m", "flotilla_testing.accepting_trainer", "--name", name, "--stack", str(file)],
+        stdout=log,
+        stderr=log,
+        env={**os.environ, "ACCEPTING_TRAINER_S": str(update_s)},
+    )
+    try:
+        yield
+    finally:
+        trainer.terminate()
+        trainer.wait(20)
 
 
 def wait_until(

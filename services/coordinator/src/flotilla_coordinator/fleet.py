@@ -1,106 +1,234 @@
-"""The services of the stack as runs see them.
+"""Every service of the stack, and which run has it.
 
-Invariants: every call carries the fence of the beginning that works now; one registry watch feeds every pool; a
-generator is leased to at most one run at a time; health, not the registry, decides whether a replica is used.
+Invariants: one registry watch feeds every run's view; a gang and a generator have one run at a time, by the names of
+their slots; what changes hands is let go by one run before it is given to the next.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import grpc
 
 from flotilla.common.v1 import registration_pb2 as reg
-from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceStub
-from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
-from flotilla.trainer.v1.trainer_pb2_grpc import TrainerServiceStub
+from flotilla_coordinator.leases.admission import require_gang, require_generator
+from flotilla_coordinator.leases.gang_leases import GangLeases
+from flotilla_coordinator.leases.generator_leases import GeneratorLeases
+from flotilla_coordinator.leases.generator_slots import GeneratorSlots
+from flotilla_coordinator.leases.lease_file import GANGS, GENERATORS, LeaseFile
+from flotilla_coordinator.leases.needs import Needs
+from flotilla_coordinator.leases.run_fleet import RunFleet
+from flotilla_coordinator.leases.shares import Claim
+from flotilla_coordinator.runs.together import both
 from flotilla_core.errors import FailedPrecondition, NotFound
-from flotilla_core.roles import POLICY, ROLES
-from flotilla_core.rpc import Fence, Replica, ReplicaPool
+from flotilla_core.roles import POLICY
+from flotilla_core.rpc import Fence
+from flotilla_core.rpc.replica import ReplicaState
 from flotilla_core.service import Host
 
-if TYPE_CHECKING:
-    from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceAsyncStub
-    from flotilla.reward.v1.reward_pb2_grpc import RewardServiceAsyncStub
-    from flotilla.trainer.v1.trainer_pb2_grpc import TrainerServiceAsyncStub
+LOOK_EVERY_S = 0.1
+WORKING = (reg.INSTANCE_STATE_READY, reg.INSTANCE_STATE_DRAINING)
+REPLICAS = (reg.SERVICE_KIND_GENERATOR, reg.SERVICE_KIND_REWARD)
+DRAINED = "drained by a user"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Whether a replica gets work, and how much it has."""
+
+    state: ReplicaState
+    why: str = ""
+    outstanding: int = 0
 
 
 class Fleet:
-    """Pools of generators, gangs by their role, and reward replicas."""
+    """Leases services to runs."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
         self._watch: asyncio.Task[None] | None = None
+        self._runs: dict[str, RunFleet] = {}
+        self._slots = GeneratorSlots(host.stack.ready_timeout_s)
+        self._generators = GeneratorLeases()
+        self._gangs = GangLeases()
+        self._file = LeaseFile(host.state_dir / "leases.json")
+        self._drained: set[str] = set()
+        """Instances that a user took out of service."""
         self.registrations: dict[str, reg.Registration] = {}
-        self.fence: Fence | None = None
-        """Of the beginning that works now; it goes with every call."""
-        self.generators: ReplicaPool[GeneratorServiceAsyncStub] = ReplicaPool(
-            reg.SERVICE_KIND_GENERATOR,
-            GeneratorServiceStub,
-            self._connect,
-            size="running_samples",
-            overcommit=1.25,
-        )
-        self.gangs: dict[str, ReplicaPool[TrainerServiceAsyncStub]] = {
-            role: ReplicaPool(reg.SERVICE_KIND_TRAINER, TrainerServiceStub, self._connect, role=role)
-            for role in ROLES
-        }
-        self.trainers = self.gangs[POLICY]
-        self.rewards: ReplicaPool[RewardServiceAsyncStub] = ReplicaPool(
-            reg.SERVICE_KIND_REWARD, RewardServiceStub, self._connect, size="workers"
-        )
 
     async def start(self) -> None:
         """Begin to follow the registry."""
-        self._watch = asyncio.create_task(self._follow(), name="fleet watch")
+        self._watch = asyncio.create_task(self._work(), name="fleet watch")
 
     async def stop(self) -> None:
-        """Stop following and close every channel."""
+        """Stop following, and take from every run what it has."""
         if self._watch is not None:
             self._watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watch
-        for pool in self._pools():
-            await pool.close()
+        for run in [*self._runs.values()]:
+            await run.close()
 
-    def replica(self, reference: str) -> Replica[Any] | None:
-        """A generator or a reward replica by its instance id or its slot's name; None where no pool knows it."""
-        replicas: list[Replica[Any]] = [*self.generators.everyone(), *self.rewards.everyone()]
-        found = (one for one in replicas if reference in (one.instance_id, one.name))
-        return next(found, None)
+    def require_place(self, needs: Needs) -> None:
+        """Refuse one more run that would find no gang or no generator; a run that is alone waits for them."""
+        if not self._runs:
+            return
+        for role in needs.roles:
+            held = self._gangs.of_role(role)
+            require_gang(role, self._gang_slots(role), held, self._gangs.claimants(role))
+        if needs.generates:
+            require_generator(self._there(), self._generators.claimants)
 
-    def drain(self, reference: str, *, busy: bool) -> Replica[Any]:
-        """No more work for a replica; the last generator of a run that goes on is refused."""
-        replica = self.replica(reference)
-        if replica is None:
+    async def admit(self, run_id: str, needs: Needs) -> RunFleet:
+        """A run's own view; it gets generators at once, and gangs when it asks for them."""
+        self._gangs.claim(run_id, needs.roles, self._file.had(GANGS, run_id))
+        if needs.generates:
+            self._generators.claim(Claim(run_id, needs.most_generators), self._file.had(GENERATORS, run_id))
+        run = self._runs[run_id] = RunFleet(run_id, self._connect, self)
+        await self.settle()
+        return run
+
+    async def end(self, run_id: str) -> None:
+        """A run needs nothing any more."""
+        self._runs.pop(run_id, None)
+        self._gangs.end(run_id)
+        self._generators.end(run_id)
+        await self.settle()
+
+    async def take_gang(self, run_id: str, role: str, slot: str) -> bool:
+        """Lease a gang to a run; False where another run was faster."""
+        taken = self._gangs.take(run_id, role, slot)
+        await self.settle()
+        return taken
+
+    async def give_gang_back(self, run_id: str, role: str) -> None:
+        """The run looks for another one, or for the same again."""
+        self._gangs.give_back(run_id, role)
+        await self.settle()
+
+    def others(self, run_id: str) -> int:
+        """Runs that go on beside it."""
+        return len(self._runs.keys() - {run_id})
+
+    def holder(self, registration: reg.Registration) -> str:
+        """The run that has a gang or a generator; empty where none has."""
+        if registration.kind == reg.SERVICE_KIND_GENERATOR:
+            return self._generators.held.get(registration.name, "")
+        return self._gangs.held.get(registration.name, "")
+
+    def standing(self, registration: reg.Registration) -> Standing | None:
+        """How the runs see a generator or a reward replica; None for anything else, and for what only starts."""
+        if registration.kind not in REPLICAS or registration.state not in WORKING:
+            return None
+        seen = [
+            replica
+            for run in self._runs.values()
+            if (replica := run.replica(registration.instance_id)) is not None
+        ]
+        outstanding = sum(replica.outstanding for replica in seen)
+        if registration.instance_id in self._drained:
+            return Standing("draining", DRAINED, outstanding)
+        if registration.state == reg.INSTANCE_STATE_DRAINING:
+            return Standing("draining", "draining", outstanding)
+        worst = next((replica for replica in seen if replica.state != "ready"), None)
+        return Standing("ready" if worst is None else worst.state, worst.why if worst else "", outstanding)
+
+    async def drain(self, reference: str) -> reg.Registration:
+        """No more work for a replica, by its instance id or its slot's name; the last generator of a run stays."""
+        found = next(
+            (
+                one
+                for one in self.registrations.values()
+                if one.kind in REPLICAS and one.state in WORKING and reference in (one.instance_id, one.name)
+            ),
+            None,
+        )
+        if found is None:
             raise NotFound(f"there is no replica {reference!r}", next_step="see `flotilla replicas list`")
-        if busy and [one.instance_id for one in self.generators.replicas()] == [replica.instance_id]:
+        run_id = self.holder(found)
+        if run_id and self._runs[run_id].is_last_generator(found.instance_id):
             raise FailedPrecondition(
-                f"{replica.name} is the only generator that may get work",
-                why="the run that goes on would wait for another one, and fail after ready_timeout_s",
+                f"{found.name} is the only generator of run {run_id} that may get work",
+                why="the run would wait for another one, and fail after ready_timeout_s",
                 next_step="start another one first (`flotilla scale generator 2`), or stop the run",
             )
-        for pool in (self.generators, self.rewards):
-            pool.drain(replica.instance_id, "drained by a user")
-        return replica
+        self._drained.add(found.instance_id)
+        await self.settle()
+        return found
 
-    def _connect(self, address: str) -> grpc.aio.Channel:
-        return self._host.connect(address, fence=lambda: self.fence)
+    async def settle(self) -> None:
+        """Deal generators, take those that are let go, and show every run what is its own now."""
+        self._deal()
+        while left := [slot for slot in self._generators.leaving if self._holding(slot).has_left(slot)]:
+            for slot in left:
+                self._generators.let_go(slot)
+            self._deal()
+        for run_id, run in [*self._runs.items()]:
+            await run.update(self.registrations, self._why_not(run_id))
+        self._file.write({GENERATORS: self._generators.held, GANGS: self._gangs.held})
 
-    def _pools(self) -> Iterator[ReplicaPool[Any]]:
-        yield self.generators
-        yield from self.gangs.values()
-        yield self.rewards
+    def _deal(self) -> None:
+        for slot in self._generators.deal(self._there()):
+            self._holding(slot).leave(slot, self._why_it_leaves(slot))
 
-    async def _follow(self) -> None:
+    def _holding(self, slot: str) -> RunFleet:
+        return self._runs[self._generators.held[slot]]
+
+    def _why_not(self, run_id: str) -> Callable[[reg.Registration], str]:
+        """Why a service is not for a run; empty where it is."""
+        gangs = {
+            slot
+            for role in self._gangs.roles(run_id)
+            for slot in self._gangs.open_to(run_id, role, self._gang_slots(role))
+        }
+
+        def why_not(one: reg.Registration) -> str:
+            if one.kind == reg.SERVICE_KIND_REWARD:
+                return DRAINED if one.instance_id in self._drained else ""
+            held = self._generators.held if one.kind == reg.SERVICE_KIND_GENERATOR else self._gangs.held
+            if held.get(one.name) == run_id or one.name in gangs:
+                return ""
+            return f"it is for run {held[one.name]}" if one.name in held else "it is for another run"
+
+        return why_not
+
+    def _why_it_leaves(self, slot: str) -> str:
+        drained = {one.name for one in self.registrations.values() if one.instance_id in self._drained}
+        return DRAINED if slot in drained else "another run is to have it"
+
+    def _there(self) -> set[str]:
+        return self._slots.there(self.registrations, self._generators.held, self._drained)
+
+    def _gang_slots(self, role: str) -> set[str]:
+        return {
+            one.name
+            for one in self.registrations.values()
+            if one.kind == reg.SERVICE_KIND_TRAINER
+            and one.state == reg.INSTANCE_STATE_READY
+            and (one.role or POLICY) == role
+        }
+
+    def _connect(self, address: str, fence: Callable[[], Fence | None]) -> grpc.aio.Channel:
+        return self._host.connect(address, fence=fence)
+
+    async def _work(self) -> None:
         try:
-            async for snapshot in self._host.registry.watch():
-                self.registrations = snapshot
-                for pool in self._pools():
-                    await pool.update(snapshot)
+            await both(self._follow(), self._look_again())
         # A coordinator that no longer sees its fleet must not look healthy: it ends, and is started again.
         except Exception as error:  # noqa: BLE001
             self._host.failed(error)
+
+    async def _follow(self) -> None:
+        async for snapshot in self._host.registry.watch():
+            self.registrations = dict(snapshot)
+            await self.settle()
+
+    async def _look_again(self) -> None:
+        """Nobody tells when the last group on a generator has ended, or a process is away for too long."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            if self._generators.leaving or self._slots.any_away:
+                await self.settle()

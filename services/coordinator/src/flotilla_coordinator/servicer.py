@@ -128,19 +128,21 @@ class CoordinatorServicer(CoordinatorServiceServicer):
         self, request: pb.DrainReplicaRequest, context: Context
     ) -> pb.DrainReplicaResponse:
         """No more work for one replica."""
-        replica = self._fleet.drain(request.replica, busy=self._runs.going_on() is not None)
-        return pb.DrainReplicaResponse(service=self._service(replica.registration))
+        return pb.DrainReplicaResponse(service=self._service(await self._fleet.drain(request.replica)))
 
     async def ShowWeights(self, request: pb.ShowWeightsRequest, context: Context) -> pb.ShowWeightsResponse:
         """What each generator of the run holds."""
-        active = self._runs.going_on()
-        if active is None or active.context is None:
-            return pb.ShowWeightsResponse()
-        return pb.ShowWeightsResponse(
-            run_id=active.run_id,
-            policy_version=active.context.policy.version.to_proto(),
-            generators=[held.to_proto() for held in active.context.sync.held()],
+        going_on = {active.run_id: active for active in self._runs.going_on() if active.context is not None}
+        run_id = (
+            (await self._runs.find(request.run_id)).run_id if request.run_id else next(iter(going_on), "")
         )
+        reply = pb.ShowWeightsResponse(run_ids=going_on)
+        active = going_on.get(run_id)
+        if active is not None and active.context is not None:
+            reply.run_id = run_id
+            reply.policy_version.CopyFrom(active.context.policy.version.to_proto())
+            reply.generators.extend(held.to_proto() for held in active.context.sync.held())
+        return reply
 
     async def ScaleService(
         self, request: pb.ScaleServiceRequest, context: Context
@@ -184,13 +186,14 @@ class CoordinatorServicer(CoordinatorServiceServicer):
         raise _not_yet("Evaluate")
 
     def _service(self, registration: Registration) -> pb.Service:
-        run_id, version = self._runs.lease(registration.instance_id)
+        run_id = self._fleet.holder(registration)
+        version = self._runs.version_on(run_id, registration.instance_id)
         service = pb.Service(registration=registration, run_id=run_id)
-        if (replica := self._fleet.replica(registration.instance_id)) is not None:
-            service.work_state = WORK_STATES[replica.state]
-            service.work_state_reason = replica.why
+        if (standing := self._fleet.standing(registration)) is not None:
+            service.work_state = WORK_STATES[standing.state]
+            service.work_state_reason = standing.why
             if registration.kind == SERVICE_KIND_GENERATOR:
-                service.outstanding_tokens = replica.outstanding
+                service.outstanding_tokens = standing.outstanding
         if version is not None:
             service.live_version.CopyFrom(version.to_proto())
         return service

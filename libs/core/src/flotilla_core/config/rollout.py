@@ -51,6 +51,8 @@ class RolloutConfig(ConfigModel):
     that it has; otherwise it begins anew."""
     max_reward_failure_rate: float = Field(default=0.5, ge=0, le=1)
     """Share of a step's samples that may end as reward error or timeout; above it the run fails."""
+    generators: int | None = Field(default=None, ge=1)
+    """Generators that the run takes at most; empty: its even share of all, and all while it is alone."""
     dynamic_sampling: DynamicSamplingConfig | None = None
     """Train only groups that teach; absent: every group is trained."""
     over_issue: float = Field(default=0.0, ge=0, le=1)

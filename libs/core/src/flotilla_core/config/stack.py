@@ -107,8 +107,9 @@ class GeneratorConfig(ConfigModel):
 class TrainerConfig(ConfigModel):
     """The policy trainer: a front process and its ranks."""
 
-    replicas: int = Field(default=1, ge=0, le=1)
-    """0: the launcher starts none; one that is started by hand registers itself."""
+    replicas: int = Field(default=1, ge=0)
+    """Whole trainers that the launcher starts; each serves one run at a time. 0: one that is started by hand registers
+    itself."""
     nproc: int = Field(default=1, ge=1)
     """FSDP2 ranks; where there are GPUs each takes one, the first of the host."""
     replicate: int = Field(default=1, ge=1)
@@ -147,8 +148,8 @@ class TrainerConfig(ConfigModel):
 class GangConfig(TrainerConfig):
     """A gang beside the policy's, by the same program."""
 
-    replicas: int = Field(default=0, ge=0, le=1)
-    """1: the launcher starts it. Runs that need none leave it alone."""
+    replicas: int = Field(default=0, ge=0)
+    """Whole gangs that the launcher starts, one for each run that needs it at once. Other runs leave them alone."""
     nproc: int = Field(default=1, ge=1)
     """FSDP2 ranks; where there are GPUs each takes one, after those of the sections above."""
     model: ModelName | None = None

@@ -109,6 +109,11 @@ class ReplicaPool(Generic[StubT]):
         self._roster.drain(instance_id, why)
         self._look()
 
+    def dismiss(self, instance_id: str, why: str) -> None:
+        """It is not ours any more, however well it is; what it was leased for goes on."""
+        self._roster.dismiss(instance_id, why)
+        self._look()
+
     async def wait_for(self, count: int, timeout_s: float, what: str) -> None:
         """Wait until `count` replicas may get work."""
         await self._waiters.wait(Wish(lambda: len(self.replicas()) >= count or None, what, timeout_s))

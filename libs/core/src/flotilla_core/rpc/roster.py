@@ -97,6 +97,12 @@ class Roster(Generic[StubT]):
             replica.state, replica.why = "draining", why
             logger.info("replica drained", replica=replica.name, instance_id=instance_id, why=why)
 
+    def dismiss(self, instance_id: str, why: str) -> None:
+        """Not one of these any more."""
+        replica = self._replicas.pop(instance_id, None)
+        if replica is not None:
+            self._retire(replica, why)
+
     def given_back(self, replica: Replica[StubT]) -> None:
         """A lease on it has ended; the last one of a replica that is gone closes its channel."""
         if replica.leases == 0 and self._replicas.get(replica.instance_id) is not replica:

@@ -1,7 +1,8 @@
 """Says after each step how many generators the run needs, or has the launcher start and stop them.
 
-Invariants: one change at a time, each followed by a pause of `cooldown_steps`; steps with another number of generators
-are never taken into one decision; a change that fails is told and costs the run nothing.
+Invariants: a fleet that several runs share is changed by none of them; one change at a time, each followed by a pause
+of `cooldown_steps`; steps with another number of generators are never taken into one decision; a change that fails is
+told and costs the run nothing.
 """
 
 from __future__ import annotations
@@ -24,12 +25,18 @@ class Autoscaler:
     """Watches one run."""
 
     def __init__(
-        self, config: AutoscaleConfig, status: RunStatus, generators: Callable[[], int], change: Change
+        self,
+        config: AutoscaleConfig,
+        status: RunStatus,
+        generators: Callable[[], int],
+        change: Change,
+        may_act: Callable[[], bool],
     ) -> None:
         self._config = config
         self._status = status
         self._generators = generators
         self._change = change
+        self._may_act = may_act
         self._window: deque[Measured] = deque(maxlen=config.window_steps)
         self._measured_with = 0
         self._resting_steps = 0
@@ -60,7 +67,7 @@ class Autoscaler:
         self._status.advise(text)
         if found is None:
             self._told = ""
-        elif self._config.mode == "act":
+        elif self._config.mode == "act" and self._may_act():
             self._changing = asyncio.create_task(
                 self._act(found.generators - generators, text), name="autoscale"
             )

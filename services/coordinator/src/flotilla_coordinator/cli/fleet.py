@@ -96,7 +96,7 @@ def scale(
     kind: Annotated[str, typer.Argument(help="generator or reward")],
     replicas: Annotated[int, typer.Argument(min=0, help="How many there shall be.")],
     yes: Annotated[
-        bool, typer.Option("--yes", help="Also take the last generator from a run that goes on.")
+        bool, typer.Option("--yes", help="Also leave a run that goes on without a generator.")
     ] = False,
     stack: Stack = None,
     as_json: Json = False,
@@ -120,8 +120,8 @@ def scale(
     timeout_s = load_stack(stack).ready_timeout_s + 60
 
     async def ask() -> list[ProcessStatus]:
-        if kind == "generator" and replicas == 0 and not yes:
-            await _refuse_to_starve(paths)
+        if kind == "generator" and not yes:
+            await _refuse_to_starve(paths, replicas)
         async with LauncherClient.open(file) as launcher:
             return await launcher.scale(kinds[kind], replicas, timeout_s=timeout_s)
 
@@ -146,18 +146,21 @@ async def _state_of(
     return state.nats_url, list(state.processes), services
 
 
-async def _refuse_to_starve(paths: StackPaths) -> None:
-    """Without a generator a run that goes on waits, and fails after a while: only who says so takes the last one."""
+async def _refuse_to_starve(paths: StackPaths, replicas: int) -> None:
+    """Without a generator a run that goes on waits, and fails after a while: only who says so takes its last one."""
     from flotilla.coordinator.v1 import run_pb2
     from flotilla_core.errors import InvalidRequest
 
     working = (run_pb2.RUN_STATE_PENDING, run_pb2.RUN_STATE_RUNNING)
     runs = await _ask(paths, None, lambda client: client.list_runs(_RUNS_TO_LOOK_AT)) or []
-    if busy := next((run for run in runs if run.state in working), None):
+    busy = [run.run_id for run in runs if run.state in working]
+    if len(busy) > replicas:
         raise InvalidRequest(
-            f"run {busy.run_id} needs a generator",
-            why="it would wait for another one, and fail after ready_timeout_s",
-            next_step=f"stop it first (`flotilla run stop {busy.run_id}`), or say --yes",
+            f"run {busy[0]} needs a generator"
+            if len(busy) == 1
+            else f"{len(busy)} runs go on, each with at least one generator: {', '.join(busy)}",
+            why="a run without one would wait for another one, and fail after ready_timeout_s",
+            next_step=f"stop it first (`flotilla run stop {busy[0]}`), or say --yes",
         )
 
 

@@ -1,4 +1,4 @@
-"""`flotilla weights`: which weights each generator of the run holds."""
+"""`flotilla weights`: which weights each generator of a run holds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flotilla_coordinator.cli.stack_choice import client_of
 if TYPE_CHECKING:
     from flotilla.coordinator.v1.coordinator_pb2 import HeldWeights, ShowWeightsResponse
 
-app = typer.Typer(help="Weights of the run that goes on.", no_args_is_help=True)
+app = typer.Typer(help="Weights of the runs that go on.", no_args_is_help=True)
 
 GIGA = 1e9
 
@@ -24,36 +24,48 @@ def weights() -> None:
 
 @app.command()
 def show(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False) -> None:
-    """Show the version and digest of each generator, and what its last sync took."""
-    from flotilla_coordinator.cli.output import print_json, print_table, say, version_text
+    """Show the version and digest of each generator of each run, and what its last sync took."""
+    from flotilla_coordinator.cli.output import print_json, print_table, say
     from flotilla_coordinator.cli.running import wait
 
-    async def ask() -> ShowWeightsResponse:
+    async def ask() -> list[ShowWeightsResponse]:
         async with client_of(stack, coordinator) as client:
-            return await client.show_weights()
+            first = await client.show_weights()
+            return [first, *[await client.show_weights(run_id) for run_id in first.run_ids[1:]]]
 
-    held = wait(ask())
-    generators = [_held_json(one) for one in held.generators]
-    trainer = version_text(held.policy_version) if held.run_id else None
+    shown = [_shown_json(held) for held in wait(ask())]
     if as_json:
-        print_json({"run_id": held.run_id or None, "policy_version": trainer, "generators": generators})
+        print_json({**shown[0], "runs": [one for one in shown if one["run_id"]]})
         return
-    if not held.run_id:
+    if not shown[0]["run_id"]:
         say("no run goes on: no generator holds weights of one")
-        return
-    say(f"run {held.run_id}: the trainer holds version {trainer}")
-    rows = [
-        (
-            one["name"],
-            one["policy_version"],
-            one["digest"],
-            f"{one['bytes']:,}",
-            f"{one['gigabytes_per_s']:.3f}",
-            f"{one['stall_s'] * 1e3:.0f} ms",
-        )
-        for one in generators
-    ]
-    print_table(("GENERATOR", "VERSION", "DIGEST", "BYTES", "GB/S", "STALL"), rows)
+    for one in shown:
+        if one["run_id"]:
+            say(f"run {one['run_id']}: the trainer holds version {one['policy_version']}")
+            print_table(
+                ("GENERATOR", "VERSION", "DIGEST", "BYTES", "GB/S", "STALL"), map(_row, one["generators"])
+            )
+
+
+def _shown_json(held: ShowWeightsResponse) -> dict[str, Any]:
+    from flotilla_coordinator.cli.output import version_text
+
+    return {
+        "run_id": held.run_id or None,
+        "policy_version": version_text(held.policy_version) if held.run_id else None,
+        "generators": [_held_json(one) for one in held.generators],
+    }
+
+
+def _row(one: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        one["name"],
+        one["policy_version"],
+        one["digest"],
+        f"{one['bytes']:,}",
+        f"{one['gigabytes_per_s']:.3f}",
+        f"{one['stall_s'] * 1e3:.0f} ms",
+    )
 
 
 def _held_json(held: HeldWeights) -> dict[str, Any]:

@@ -83,6 +83,15 @@ class PinnedEvaluation:
             pinned.task.cancel()
         return others or replicas
 
+    def moves_weights_to(self, instance_id: str) -> bool:
+        """Never: what is pinned takes no weights."""
+        return False
+
+    def let_go(self, instance_id: str) -> None:
+        """The pinned replica is to serve another run."""
+        if self._under_way is not None and self._under_way.instance_id == instance_id:
+            self._under_way.task.cancel()
+
     async def result(self) -> PinnedResult:
         """Wait for the end of what was begun."""
         pinned, self._under_way = self._under_way, None

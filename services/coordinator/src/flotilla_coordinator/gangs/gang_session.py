@@ -38,10 +38,12 @@ class Gang:
     stub: TrainerServiceAsyncStub
     instance_id: str
     longest_command_s: float
+    slot: str
+    """What its logs are called, of several gangs of a role too."""
 
     @property
     def name(self) -> str:
-        """What its section of the stack file and its logs are called."""
+        """What its section of the stack file is called."""
         return process_name(self.role)
 
 

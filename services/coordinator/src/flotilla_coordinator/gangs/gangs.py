@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 from flotilla_coordinator.data.tokenizer import Tokenizer
-from flotilla_coordinator.fleet import Fleet
 from flotilla_coordinator.gangs.critic import Critic
 from flotilla_coordinator.gangs.frozen_role import FrozenRole
 from flotilla_coordinator.gangs.gang_session import Gang
@@ -24,17 +23,20 @@ from flotilla_coordinator.gangs.session_spec import (
     frozen_spec,
     session_spec,
 )
+from flotilla_coordinator.leases.run_fleet import RunFleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.weights.same_tokenizer import require_same_tokenizer
 from flotilla_core.config import CriticConfig, RunConfig, StackConfig
 from flotilla_core.gangs import gang_of, model_of
-from flotilla_core.roles import CRITIC, POLICY, REFERENCE, process_name
+from flotilla_core.roles import CRITIC, POLICY, REFERENCE
 
 
 class Gangs:
     """Those of one stack, for one run."""
 
-    def __init__(self, run_id: str, stack: StackConfig, fleet: Fleet, ledger: Ledger, lineage: int) -> None:
+    def __init__(
+        self, run_id: str, stack: StackConfig, fleet: RunFleet, ledger: Ledger, lineage: int
+    ) -> None:
         self._run_id = run_id
         self._stack = stack
         self._fleet = fleet
@@ -74,12 +76,11 @@ class Gangs:
         return FrozenRole(self._run_id, spec, gang, self._ended_runs, self._lineage, temperature)
 
     async def _gang(self, role: str, tokenizer: Tokenizer) -> Gang:
-        pool, section = self._fleet.gangs[role], gang_of(self._stack, role)
-        await pool.wait_for(1, self._stack.ready_timeout_s, f"a {process_name(role)}")
-        replica = pool.replicas()[0]
+        section = gang_of(self._stack, role)
+        replica = await self._fleet.gang(role, self._stack.ready_timeout_s)
         require_same_tokenizer(replica, tokenizer, model_of(self._stack, role))
         longest_s = self._stack.longest_command_s(section)
-        return Gang(role, replica.stub, replica.instance_id, longest_s)
+        return Gang(role, replica.stub, replica.instance_id, longest_s, replica.name)
 
     async def _ended_runs(self) -> list[str]:
         return [record.run_id for record in await self._ledger.list_runs() if record.state.ended]

@@ -79,7 +79,7 @@ class LearningSession(GangSession):
                 f"the {self.gang.name} went away before it finished the update",
                 where=f"update {update_id}",
                 why="its session is gone, and with it the updates since the last checkpoint",
-                next_step=f"see `flotilla logs {self.gang.name}`",
+                next_step=f"see `flotilla logs {self.gang.slot}`",
             ) from error
         return reply.result
 

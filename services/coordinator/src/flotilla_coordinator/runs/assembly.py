@@ -21,10 +21,10 @@ from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.evaluation.evaluate import Evaluator
 from flotilla_coordinator.evaluation.pair_evaluator import PairEvaluator
 from flotilla_coordinator.evaluation.pinned_evaluation import PinnedEvaluation
-from flotilla_coordinator.fleet import Fleet
 from flotilla_coordinator.gangs.gangs import Gangs
 from flotilla_coordinator.gangs.policy import PolicyTrainer
 from flotilla_coordinator.launcher_link import LauncherLink
+from flotilla_coordinator.leases.run_fleet import RunFleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.rollouts.answers import AnswerSource
 from flotilla_coordinator.rollouts.batch import BatchSource
@@ -54,7 +54,7 @@ class Assembly:
     """Builds the context of one run."""
 
     def __init__(
-        self, host: Host, fleet: Fleet, ledger: Ledger, run_id: str, control: RunControl, status: RunStatus
+        self, host: Host, fleet: RunFleet, ledger: Ledger, run_id: str, control: RunControl, status: RunStatus
     ) -> None:
         self._host = host
         self._fleet = fleet
@@ -86,6 +86,7 @@ class Assembly:
         evaluator = self._evaluator(held_out, tokenizer, policy, generation, scorer)
         if isinstance(evaluator, Evaluator) and config.evaluation is not None and config.evaluation.pinned:
             self._pinned = PinnedEvaluation(evaluator, self._fleet.generators.replicas, sync.serves)
+            self._fleet.users.append(self._pinned)
         context = RunContext(
             run_id=self._run_id,
             config=config,
@@ -150,7 +151,7 @@ class Assembly:
             lambda replicas: replicas if self._pinned is None else self._pinned.spared(replicas),
         )
         check = LiveCheck(canary, self._metrics, weights.canary.warn_at, self._warn)
-        return WeightSync(
+        sync = WeightSync(
             self._run_id,
             weights,
             backend,
@@ -162,6 +163,8 @@ class Assembly:
             fence,
             self._config.rollout.longest_sample_s,
         )
+        self._fleet.users.append(sync)
+        return sync
 
     def _autoscaler(self) -> Autoscaler | None:
         config, launcher = self._host.stack.autoscale, LauncherLink(self._host.state_dir)
@@ -173,7 +176,13 @@ class Assembly:
                 by, least=config.min_generators, most=config.max_generators
             )
 
-        return Autoscaler(config, self._status, lambda: len(self._fleet.generators.replicas()), change)
+        return Autoscaler(
+            config,
+            self._status,
+            lambda: len(self._fleet.generators.replicas()),
+            change,
+            may_act=lambda: self._fleet.is_alone,
+        )
 
     def _generation(self, sync: WeightSync) -> Generation:
         told: dict[str, float] = {}

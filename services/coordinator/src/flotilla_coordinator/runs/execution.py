@@ -14,7 +14,7 @@ import structlog
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.clients.serve_client import serve_client
-from flotilla_coordinator.fleet import Fleet
+from flotilla_coordinator.leases.run_fleet import RunFleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunState
 from flotilla_coordinator.ledger.rewind import RUN_ENDED
@@ -35,7 +35,7 @@ log = structlog.get_logger(__name__)
 
 async def execute(
     host: Host,
-    fleet: Fleet,
+    fleet: RunFleet,
     ledger: Ledger,
     active: ActiveRun,
     directory: RunDirectory,
@@ -67,12 +67,18 @@ async def execute(
         ours = await _is_ours(ledger)
         if active.context is not None:
             await _close(active.context, ours=ours)
+        await fleet.close()
         if ours:
             await _finish(ledger, active, directory, state, reason)
 
 
 async def _run(
-    host: Host, fleet: Fleet, ledger: Ledger, active: ActiveRun, directory: RunDirectory, beginning: Beginning
+    host: Host,
+    fleet: RunFleet,
+    ledger: Ledger,
+    active: ActiveRun,
+    directory: RunDirectory,
+    beginning: Beginning,
 ) -> None:
     """The loop, begun again from its last checkpoint whenever a gang is lost under it."""
     recovery = Recovery(fleet, ledger)
@@ -82,7 +88,7 @@ async def _run(
         fence = await ledger.begin(
             active.run_id, beginning.lineage, after_coordinator=beginning.after_coordinator
         )
-        fleet.fence = fence
+        fleet.begin(fence)
         context = await assembly.build(directory, beginning.lineage, fence.number)
         active.context = context
         if active.config.loop == "client":
@@ -130,7 +136,7 @@ async def _close(context: RunContext, *, ours: bool = True) -> None:
 async def _finish(
     ledger: Ledger, active: ActiveRun, directory: RunDirectory, state: run_pb2.RunState.ValueType, reason: str
 ) -> None:
-    """The terminal state in every record; the trainer is free for the next run, and watchers are let go."""
+    """The terminal state in every record; its services are free for other runs, and watchers are let go."""
     active.context = None
     active.status.set_state(state, reason)
     try:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.fleet import Fleet
 from flotilla_coordinator.gangs.gang_session import Gang
+from flotilla_coordinator.leases.run_fleet import RunFleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.runs.beginning import Beginning
 from flotilla_coordinator.runs.context import RunContext
@@ -24,7 +24,7 @@ NOT_THERE = (Unavailable, RankFailed, DeadlineExceeded)
 class Recovery:
     """Counts the losses of one run."""
 
-    def __init__(self, fleet: Fleet, ledger: Ledger) -> None:
+    def __init__(self, fleet: RunFleet, ledger: Ledger) -> None:
         self._fleet = fleet
         self._ledger = ledger
         self._furthest = -1
@@ -46,11 +46,11 @@ class Recovery:
                 f"a gang was lost {self._in_row} times without a step in between",
                 where=f"run {run.run_id}, step {run.steps_done}",
                 why=str(error),
-                next_step=f"see `flotilla logs {lost[0].name}`, then `flotilla run resume {run.run_id}`",
+                next_step=f"see `flotilla logs {lost[0].slot}`, then `flotilla run resume {run.run_id}`",
             ) from error
         run.status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"{what}, the run waits and goes on: {error}")
         for gang in lost:
-            self._fleet.gangs[gang.role].eject(gang.instance_id, str(error))
+            await self._fleet.gang_lost(gang.role, gang.instance_id, str(error))
         record = await self._ledger.get_run(run.run_id)
         lineage = record.version.lineage + 1
         return Beginning(lineage) if run.begun else replace(beginning, lineage=lineage)

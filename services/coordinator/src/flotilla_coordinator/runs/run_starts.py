@@ -1,19 +1,23 @@
 """How runs come to life: new ones, those that a user resumes, and those that an earlier coordinator left.
 
-Invariants: a run is in the ledger before anything of it works; one trainer serves one run at a time, so a second one is
-refused with the name of the first; what cannot go on is closed as failed, with its samples accounted for.
+Invariants: a run is in the ledger before anything of it works; one that would find no gang or no generator beside those
+that go on is refused with their names; what an earlier coordinator left has its services again before any of it works;
+what cannot go on is closed as failed, with its samples accounted for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet import Fleet
+from flotilla_coordinator.leases.needs import Needs
+from flotilla_coordinator.leases.run_fleet import RunFleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.ledger.rewind import RUN_INTERRUPTED
@@ -51,6 +55,7 @@ class RunStarts:
     async def new(self, config_yaml: str) -> run_pb2.Run:
         """Admit a run, or say why not."""
         config, plan = await self._checked(config_yaml)
+        self._fleet.require_place(Needs.of(config))
         run_id = ids.new_run_id(config.name)
         directory = RunDirectory.create(self._host.state_dir / "runs" / run_id)
         directory.write_configuration(dump_yaml(config), self._versions())
@@ -70,7 +75,7 @@ class RunStarts:
         )
         for level, text in remarks(plan):
             active.status.notice(level, text)
-        return self._launch(active, directory, Beginning())
+        return await self._launch(active, directory, Beginning())
 
     async def again(self, record: RunRecord, checkpoint: str) -> run_pb2.Run:
         """Continue a run that ended before its last step, or say why not."""
@@ -83,20 +88,28 @@ class RunStarts:
                 "checkpoint",
             )
         config, _ = await self._checked(record.config_yaml)
+        self._fleet.require_place(Needs.of(config))
         if checkpoint:
             CheckpointShelf(directory.checkpoints_path).folder(checkpoint)
         beginning = Beginning(record.version.lineage + 1, checkpoint, by_user=True)
-        return await self._go_on(record, config, beginning)
+        return await self._launch(*await self._reopened(record, config, beginning))
 
-    async def take_over(self, record: RunRecord) -> None:
+    async def take_over(self, records: Sequence[RunRecord]) -> None:
         """Go on with what an earlier coordinator left open, or close it."""
+        going_on = [goes_on for record in records if (goes_on := await self._left(record)) is not None]
+        # Who is first to look for a gang must know which of them others had.
+        fleets = [await self._fleet.admit(one.run_id, Needs.of(one.config)) for one, _, _ in going_on]
+        for (active, directory, beginning), fleet in zip(going_on, fleets, strict=True):
+            self._begin(active, directory, beginning, fleet)
+
+    async def _left(self, record: RunRecord) -> tuple[ActiveRun, RunDirectory, Beginning] | None:
+        """A run that an earlier coordinator left, if it goes on; else it is closed."""
         why = await why_it_ends(record, self._ledger)
         if not why:
             beginning = Beginning(record.version.lineage + 1, after_coordinator=True)
             try:
                 config, _ = await self._checked(record.config_yaml)
-                await self._go_on(record, config, beginning)
-                return
+                return await self._reopened(record, config, beginning)
             except FlotillaError as error:
                 why = REFUSED.replace("{error}", str(error).rstrip("."))
         await self._ledger.drop_in_flight(record.run_id, RUN_INTERRUPTED)
@@ -109,10 +122,11 @@ class RunStarts:
             step=run.step,
         )
         await asyncio.to_thread(record_end, run)
+        return None
 
-    def going_on(self) -> ActiveRun | None:
-        """The run that uses the trainer now."""
-        return next((active for active in self.active.values() if not active.status.ended), None)
+    def going_on(self) -> list[ActiveRun]:
+        """Those that have services now, in the order of their start."""
+        return [active for active in self.active.values() if not active.status.ended]
 
     async def planned(self, config: RunConfig) -> run_pb2.Plan:
         """What the stack would make of it, where it would work."""
@@ -123,7 +137,9 @@ class RunStarts:
             )
         return plan
 
-    async def _go_on(self, record: RunRecord, config: RunConfig, beginning: Beginning) -> run_pb2.Run:
+    async def _reopened(
+        self, record: RunRecord, config: RunConfig, beginning: Beginning
+    ) -> tuple[ActiveRun, RunDirectory, Beginning]:
         """A run of the ledger works again, with the events and metrics that it has."""
         run_id, directory = record.run_id, RunDirectory(Path(record.directory))
         run = await asyncio.to_thread(continued_run, record)
@@ -141,28 +157,24 @@ class RunStarts:
             status.notice(
                 run_pb2.NOTICE_LEVEL_WARNING, "the coordinator had died and is back; the run goes on"
             )
-        return self._launch(active, directory, beginning)
+        return active, directory, beginning
 
     async def _checked(self, config_yaml: str) -> tuple[RunConfig, run_pb2.Plan]:
-        """The configuration of a run that may start now, and its plan."""
+        """The configuration of a run that would work here, and its plan."""
         config = load_text(RunConfig, config_yaml, source="run")
-        plan = await self.planned(config)
-        self._refuse_second()
-        return config, plan
+        return config, await self.planned(config)
 
-    def _refuse_second(self) -> None:
-        if (active := self.going_on()) is not None:
-            raise FailedPrecondition(
-                f"run {active.run_id} is using the trainer",
-                next_step=f"wait for it (`flotilla run watch {active.run_id}`) or stop it "
-                f"(`flotilla run stop {active.run_id}`)",
-            )
+    async def _launch(self, active: ActiveRun, directory: RunDirectory, beginning: Beginning) -> run_pb2.Run:
+        fleet = await self._fleet.admit(active.run_id, Needs.of(active.config))
+        return self._begin(active, directory, beginning, fleet)
 
-    def _launch(self, active: ActiveRun, directory: RunDirectory, beginning: Beginning) -> run_pb2.Run:
+    def _begin(
+        self, active: ActiveRun, directory: RunDirectory, beginning: Beginning, fleet: RunFleet
+    ) -> run_pb2.Run:
         run_id = active.run_id
         self.active[run_id] = active
         active.task = asyncio.create_task(
-            execute(self._host, self._fleet, self._ledger, active, directory, beginning), name=f"run {run_id}"
+            execute(self._host, fleet, self._ledger, active, directory, beginning), name=f"run {run_id}"
         )
         # What has ended is told from its records: memory is for runs that go on.
         active.task.add_done_callback(lambda _: self.active.pop(run_id, None))

@@ -48,9 +48,9 @@ class Runs:
     async def recover(self) -> None:
         """Go on with what an earlier coordinator left open, or close it, before anything is answered."""
         async with self._admission:
-            for record in await self._ledger.list_runs():
-                if not record.state.ended:
-                    await self._starts.take_over(record)
+            records = await self._ledger.list_runs()
+            # The newest is first in the list, and of two runs the earlier one comes first.
+            await self._starts.take_over([record for record in records[::-1] if not record.state.ended])
         self._recovered.set()
 
     def plan(self, config_yaml: str) -> run_pb2.Plan:
@@ -133,25 +133,22 @@ class Runs:
         await self._recovered.wait()
         return [self._message(record) for record in await self._ledger.list_runs(limit or LIST_LIMIT)]
 
-    def lease(self, instance_id: str) -> tuple[str, Version | None]:
-        """The run that a service works for, and the version that it serves there; empty where it is free."""
-        for active in self._starts.active.values():
-            if active.context is None or active.status.ended:
-                continue
-            for session in active.context.learners.sessions:
-                if instance_id == session.gang.instance_id:
-                    return active.run_id, session.version
-            version = active.context.sync.live_version(instance_id)
-            if version is not None:
-                return active.run_id, version
-        return "", None
+    def version_on(self, run_id: str, instance_id: str) -> Version | None:
+        """The version of a run that goes on that one of its services holds; None where it holds none."""
+        active = self._starts.active.get(run_id)
+        if active is None or active.context is None or active.status.ended:
+            return None
+        for session in active.context.learners.sessions:
+            if instance_id == session.gang.instance_id:
+                return session.version
+        return active.context.sync.live_version(instance_id)
 
     def active(self, run_id: str) -> ActiveRun | None:
         """Handles of a run that goes on."""
         return self._starts.active.get(run_id)
 
-    def going_on(self) -> ActiveRun | None:
-        """The run that uses the trainer now."""
+    def going_on(self) -> Sequence[ActiveRun]:
+        """Those that have services now, in the order of their start."""
         return self._starts.going_on()
 
     async def close(self) -> None:

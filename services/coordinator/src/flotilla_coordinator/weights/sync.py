@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from flotilla_coordinator.gangs.policy import PolicyTrainer
@@ -60,6 +61,7 @@ class WeightSync:
         self._serving = Serving()
         self._joiners = LateJoiners(run_id, self._epochs, self._serving, self._expel, verify)
         self._group: Group | None = None
+        self._moving_to: frozenset[str] = frozenset()
         self.version: Version | None = None
 
     def serves(self, instance_id: str, version: Version) -> bool:
@@ -81,8 +83,9 @@ class WeightSync:
             broken = GroupBrokenError({})
             for attempt in range(1, MAX_EPOCHS_PER_SYNC + 1):
                 try:
-                    report = await self._publish_once(version, attempt)
-                    await self._verified(report)
+                    with self._moving():
+                        report = await self._publish_once(version, attempt)
+                        await self._verified(report)
                 except GroupBrokenError as error:
                     broken = error
                     if (mismatch := broken.common_mismatch) is not None:
@@ -117,6 +120,14 @@ class WeightSync:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
+    def moves_weights_to(self, instance_id: str) -> bool:
+        """Whether a group that is at work has it as a member."""
+        return instance_id in self._moving_to
+
+    def let_go(self, instance_id: str) -> None:
+        """It is to serve another run."""
+        self._serving.lost(instance_id)
+
     async def close(self) -> None:
         """Give the group up on every side."""
         group, self._group = self._group, None
@@ -124,7 +135,7 @@ class WeightSync:
             await self._epochs.release(group, group.members)
 
     async def _publish_once(self, version: Version, attempt: int) -> SyncReport:
-        replicas = await self._candidates()
+        replicas = self._members_to_be(await self._candidates())
         group = self._group
         if group is None or not group.matches(replicas):
             group = await self._form(replicas)
@@ -168,8 +179,22 @@ class WeightSync:
         """The trainer leaves the big group for theirs; the next sync forms one of all."""
         newcomers = self._joiners.among(await self._candidates(), version)
         if newcomers:
-            await self.close()
-            await self._joiners.catch_up(newcomers, version)
+            with self._moving():
+                self._members_to_be(newcomers)
+                await self.close()
+                await self._joiners.catch_up(newcomers, version)
+
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        """Whoever becomes a member inside stays with this run until the end of the block."""
+        try:
+            yield
+        finally:
+            self._moving_to = frozenset()
+
+    def _members_to_be(self, replicas: list[GeneratorReplica]) -> list[GeneratorReplica]:
+        self._moving_to = frozenset(replica.instance_id for replica in replicas)
+        return replicas
 
     def _expel(self, member: Member, why: FlotillaError) -> None:
         """It serves nothing of ours any more; its health decides when it may join again."""

@@ -920,12 +920,17 @@ Global___DrainReplicaResponse: _TypeAlias = DrainReplicaResponse  # noqa: Y015
 class ShowWeightsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Empty asks for the run that has gone on for longest."""
     def __init__(
         self,
+        *,
+        run_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -938,24 +943,30 @@ class ShowWeightsResponse(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     GENERATORS_FIELD_NUMBER: _builtins.int
+    RUN_IDS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Empty where no run goes on."""
+    """Empty where it does not go on, or no run does."""
     @_builtins.property
     def policy_version(self) -> _version_pb2.PolicyVersion:
         """What the trainer holds."""
 
     @_builtins.property
     def generators(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldWeights]: ...
+    @_builtins.property
+    def run_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """All runs that go on, in the order of their start."""
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         policy_version: _version_pb2.PolicyVersion | None = ...,
         generators: _abc.Iterable[Global___HeldWeights] | None = ...,
+        run_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generators", b"generators", "policy_version", b"policy_version", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generators", b"generators", "policy_version", b"policy_version", "run_id", b"run_id", "run_ids", b"run_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,49 @@
+"""Whether one more run finds its place beside those that go on.
+
+Invariant: a run that is alone is always admitted, and waits for what it needs; one more is refused with who has what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from flotilla_core.errors import FailedPrecondition
+from flotilla_core.roles import process_name
+
+
+def require_gang(
+    role: str, slots: Collection[str], holders: Mapping[str, str], claimants: Collection[str]
+) -> None:
+    """`holders` says which run has a slot; claimants without one will take theirs."""
+    if len({*slots, *holders}) > len(claimants):
+        return
+    name = process_name(role)
+    by_run = {run_id: slot for slot, run_id in holders.items()}
+    users = [f"run {run_id} is using {_called(by_run.get(run_id, name), name)}" for run_id in claimants]
+    raise FailedPrecondition(
+        ", ".join(users),
+        why=f"each run needs a {name} of its own, and there is no other one",
+        next_step=f"{_wait_or_stop(claimants)}, or start the stack with more (`{name}.replicas` in stack.yaml)",
+    )
+
+
+def require_generator(slots: Collection[str], claimants: Collection[str]) -> None:
+    """Each run needs at least one."""
+    if len(slots) > len(claimants):
+        return
+    runs = ", ".join(claimants)
+    raise FailedPrecondition(
+        f"there is no generator for another run: {len(slots)} for run {runs}",
+        why="each run that samples needs at least one",
+        next_step=f"start another one (`flotilla scale generator {len(claimants) + 1}`); "
+        f"or {_wait_or_stop(claimants)}",
+    )
+
+
+def _called(slot: str, name: str) -> str:
+    return f"the {name}" if slot == name else slot
+
+
+def _wait_or_stop(claimants: Collection[str]) -> str:
+    first = next(iter(claimants))
+    return f"wait for one (`flotilla run watch {first}`), stop one (`flotilla run stop {first}`)"

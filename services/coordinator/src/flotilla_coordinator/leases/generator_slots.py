@@ -1,0 +1,42 @@
+"""Which generators there are to deal, by the names of their slots.
+
+Invariants: a slot counts once its process is ready; one that a run has counts on while its process is started again,
+for as long as a start may take; one that leaves in order, or that a user drained, counts no more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+
+from flotilla.common.v1 import registration_pb2 as reg
+
+
+class GeneratorSlots:
+    """Remembers since when the process of a leased slot is away."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._away: dict[str, float] = {}
+
+    @property
+    def any_away(self) -> bool:
+        """Whether time alone may change what there is."""
+        return bool(self._away)
+
+    def there(
+        self, snapshot: Mapping[str, reg.Registration], leased: Collection[str], drained: Collection[str]
+    ) -> set[str]:
+        """The slots; `drained` are instances."""
+        ready: set[str] = set()
+        leaving: set[str] = set()
+        for one in snapshot.values():
+            if one.kind != reg.SERVICE_KIND_GENERATOR:
+                continue
+            if one.state == reg.INSTANCE_STATE_DRAINING or one.instance_id in drained:
+                leaving.add(one.name)
+            elif one.state == reg.INSTANCE_STATE_READY:
+                ready.add(one.name)
+        now = time.monotonic()
+        self._away = {slot: self._away.get(slot, now) for slot in leased if slot not in ready | leaving}
+        return ready | {slot for slot, since in self._away.items() if now - since < self._patience_s}

@@ -1,0 +1,175 @@
+"""The services that one run has: its generators, its gangs, and every reward replica.
+
+Invariants: every call carries the fence of the beginning of this run that works now; only what is leased to the run, or
+free for it, gets calls; a generator that the run is to let go gets no more work, and is let go when its last group has
+ended and no weights are on their way to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+import grpc
+
+from flotilla.common.v1 import registration_pb2 as reg
+from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceStub
+from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
+from flotilla.trainer.v1.trainer_pb2_grpc import TrainerServiceStub
+from flotilla_core.errors import DeadlineExceeded
+from flotilla_core.roles import POLICY, ROLES, process_name
+from flotilla_core.rpc import Fence, Replica, ReplicaPool
+
+if TYPE_CHECKING:
+    from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceAsyncStub
+    from flotilla.reward.v1.reward_pb2_grpc import RewardServiceAsyncStub
+    from flotilla.trainer.v1.trainer_pb2_grpc import TrainerServiceAsyncStub
+
+LOOK_AGAIN_S = 0.5
+
+
+class Lessor(Protocol):
+    """Who leases services to runs."""
+
+    async def take_gang(self, run_id: str, role: str, slot: str) -> bool:
+        """Lease a gang; False where another run was faster."""
+
+    async def give_gang_back(self, run_id: str, role: str) -> None:
+        """The run looks for another one, or for the same again."""
+
+    async def end(self, run_id: str) -> None:
+        """The run needs nothing any more."""
+
+    def others(self, run_id: str) -> int:
+        """Runs that go on beside it."""
+
+
+class GeneratorUser(Protocol):
+    """What a run does with its generators beside giving them work."""
+
+    def moves_weights_to(self, instance_id: str) -> bool:
+        """Whether a sync that is under way has it as a member."""
+
+    def let_go(self, instance_id: str) -> None:
+        """It serves this run no more."""
+
+
+class RunFleet:
+    """One run's view of the fleet."""
+
+    def __init__(
+        self,
+        run_id: str,
+        connect: Callable[[str, Callable[[], Fence | None]], grpc.aio.Channel],
+        lessor: Lessor,
+    ) -> None:
+        def channel(address: str) -> grpc.aio.Channel:
+            return connect(address, lambda: self.fence)
+
+        self._run_id = run_id
+        self._lessor = lessor
+        self.fence: Fence | None = None
+        """Of the beginning that works now; it goes with every call."""
+        self.users: list[GeneratorUser] = []
+        """Of the beginning that works now."""
+        self.generators: ReplicaPool[GeneratorServiceAsyncStub] = ReplicaPool(
+            reg.SERVICE_KIND_GENERATOR,
+            GeneratorServiceStub,
+            channel,
+            size="running_samples",
+            overcommit=1.25,
+        )
+        self.gangs: dict[str, ReplicaPool[TrainerServiceAsyncStub]] = {
+            role: ReplicaPool(reg.SERVICE_KIND_TRAINER, TrainerServiceStub, channel, role=role)
+            for role in ROLES
+        }
+        self.rewards: ReplicaPool[RewardServiceAsyncStub] = ReplicaPool(
+            reg.SERVICE_KIND_REWARD, RewardServiceStub, channel, size="workers"
+        )
+
+    @property
+    def trainers(self) -> ReplicaPool[TrainerServiceAsyncStub]:
+        """The policy's gang."""
+        return self.gangs[POLICY]
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other run goes on."""
+        return self._lessor.others(self._run_id) == 0
+
+    def begin(self, fence: Fence) -> None:
+        """A beginning of the run works from now on; nobody of the one before uses generators any more."""
+        self.fence, self.users = fence, []
+
+    async def gang(self, role: str, patience_s: float) -> Replica[TrainerServiceAsyncStub]:
+        """The run's own gang of a role; waits until one that is free can be leased."""
+        pool, what = self.gangs[role], f"a {process_name(role)}"
+        try:
+            async with asyncio.timeout(patience_s):
+                while True:
+                    await pool.wait_for(1, patience_s, what)
+                    replica = pool.replicas()[0]
+                    if await self._lessor.take_gang(self._run_id, role, replica.name):
+                        return replica
+                    await asyncio.sleep(LOOK_AGAIN_S)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"waited {patience_s:g} s for {what}",
+                why="whenever one was free another run took it",
+                next_step="see `flotilla replicas list` and `flotilla run list`",
+            ) from None
+
+    async def gang_lost(self, role: str, instance_id: str, why: str) -> None:
+        """The run goes on with another gang where one is free, else with this one when it is well again."""
+        self.gangs[role].eject(instance_id, why)
+        await self._lessor.give_gang_back(self._run_id, role)
+
+    async def update(
+        self, snapshot: dict[str, reg.Registration], why_not: Callable[[reg.Registration], str]
+    ) -> None:
+        """Take in who exists now; `why_not` says of what is not for this run who has it."""
+        ours = {key: one for key, one in snapshot.items() if not why_not(one)}
+        for pool in self._pools():
+            for replica in pool.everyone():
+                if why := why_not(replica.registration):
+                    pool.dismiss(replica.instance_id, why)
+            await pool.update(ours)
+
+    def is_last_generator(self, instance_id: str) -> bool:
+        """Whether no other one may get work of the run."""
+        return [one.instance_id for one in self.generators.replicas()] == [instance_id]
+
+    def leave(self, slot: str, why: str) -> None:
+        """No more work for a generator that the run is to let go."""
+        for replica in self._generators_of(slot):
+            self.generators.drain(replica.instance_id, why)
+            for user in self.users:
+                user.let_go(replica.instance_id)
+
+    def has_left(self, slot: str) -> bool:
+        """Whether nothing of the run is left there."""
+        return not any(
+            replica.leases or any(user.moves_weights_to(replica.instance_id) for user in self.users)
+            for replica in self._generators_of(slot)
+        )
+
+    def replica(self, instance_id: str) -> Replica[Any] | None:
+        """A generator or a reward replica as the run sees it."""
+        replicas: list[Replica[Any]] = [*self.generators.everyone(), *self.rewards.everyone()]
+        return next((one for one in replicas if one.instance_id == instance_id), None)
+
+    async def close(self) -> None:
+        """Give everything back, and close every channel."""
+        self.users = []
+        await self._lessor.end(self._run_id)
+        for pool in self._pools():
+            await pool.close()
+
+    def _generators_of(self, slot: str) -> list[Replica[GeneratorServiceAsyncStub]]:
+        return [replica for replica in self.generators.everyone() if replica.name == slot]
+
+    def _pools(self) -> Iterator[ReplicaPool[Any]]:
+        yield self.generators
+        yield from self.gangs.values()
+        yield self.rewards

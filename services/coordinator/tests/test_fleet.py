@@ -1,0 +1,198 @@
+"""Which service belongs to which run, and which replica may be taken out of service."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flotilla.common.v1 import registration_pb2 as reg
+from flotilla_coordinator.fleet import Fleet
+from flotilla_coordinator.leases.needs import Needs
+from flotilla_core import rpc
+from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, NotFound
+from flotilla_core.roles import POLICY
+from flotilla_core.rpc import Load
+
+KINDS = {
+    "trainer": reg.SERVICE_KIND_TRAINER,
+    "generator": reg.SERVICE_KIND_GENERATOR,
+    "reward": reg.SERVICE_KIND_REWARD,
+}
+LOAD = Load(1)
+
+
+@pytest.fixture
+async def new_fleet(tmp_path: Path) -> AsyncIterator[Callable[[], Fleet]]:
+    """Each call is one more coordinator on the same state."""
+    made: list[Fleet] = []
+
+    def new() -> Fleet:
+        stack = SimpleNamespace(ready_timeout_s=60.0)
+        host: Any = SimpleNamespace(stack=stack, state_dir=tmp_path, connect=rpc.connect)
+        made.append(Fleet(host))
+        return made[-1]
+
+    yield new
+    for one in made:
+        await one.stop()
+
+
+@pytest.fixture
+def fleet(new_fleet: Callable[[], Fleet]) -> Fleet:
+    return new_fleet()
+
+
+async def register(fleet: Fleet, *names: str, **states: reg.InstanceState.ValueType) -> None:
+    """All that there is now; a name may say which process of its slot it is: `generator-0/b`."""
+    fleet.registrations = {
+        name: reg.Registration(
+            kind=KINDS[name.partition("-")[0]],
+            name=name.partition("/")[0],
+            instance_id=name,
+            address="127.0.0.1:1",
+            state=states.get(name.replace("-", "_"), reg.INSTANCE_STATE_READY),
+            protocol_version="1.0",
+        )
+        for name in names
+    }
+    await fleet.settle()
+
+
+def generators(fleet: Fleet, run_id: str) -> list[str]:
+    return sorted(one.name for one in fleet._runs[run_id].generators.replicas())
+
+
+async def test_a_run_has_all_generators_until_another_one_takes_its_share(fleet: Fleet) -> None:
+    await register(fleet, "trainer-0", "trainer-1", "generator-0", "generator-1", "generator-2", "reward-0")
+    first = await fleet.admit("first", Needs())
+    assert len(generators(fleet, "first")) == 3
+    fleet.require_place(Needs())
+    second = await fleet.admit("second", Needs())
+    assert (generators(fleet, "first"), generators(fleet, "second")) == (
+        ["generator-0", "generator-1"],
+        ["generator-2"],
+    )
+    gangs = [(await run.gang(POLICY, 5.0)).name for run in (first, second)]
+    assert sorted(gangs) == ["trainer-0", "trainer-1"]
+    assert [one.name for one in first.rewards.replicas()] == ["reward-0"]
+    with pytest.raises(
+        FailedPrecondition, match=f"run first is using {gangs[0]}, run second is using {gangs[1]}"
+    ):
+        fleet.require_place(Needs())
+    await first.close()
+    assert len(generators(fleet, "second")) == 3
+    fleet.require_place(Needs())
+
+
+async def test_a_generator_changes_hands_when_its_last_group_has_ended_and_no_weights_move(
+    fleet: Fleet,
+) -> None:
+    await register(fleet, "generator-0", "generator-1")
+    first = await fleet.admit("first", Needs())
+    moving = {"generator-1"}
+    let_go: list[str] = []
+    user: Any = SimpleNamespace(moves_weights_to=moving.__contains__, let_go=let_go.append)
+    first.users.append(user)
+    taken = await first.generators.acquire(
+        LOAD, allowed=lambda one: one.name == "generator-1", timeout_s=1, what="it"
+    )
+    await fleet.admit("second", Needs())
+    assert let_go == ["generator-1"] and generators(fleet, "first") == ["generator-0"]
+    assert taken.why == "another run is to have it" and generators(fleet, "second") == []
+    first.generators.release(taken, LOAD)
+    await fleet.settle()
+    assert generators(fleet, "second") == []
+    moving.clear()
+    await fleet.settle()
+    assert generators(fleet, "second") == ["generator-1"]
+
+
+async def test_a_slot_stays_with_its_run_while_its_process_is_started_again(fleet: Fleet) -> None:
+    await register(fleet, "generator-0", "generator-1", "generator-2")
+    await fleet.admit("first", Needs())
+    await fleet.admit("second", Needs())
+    await register(fleet, "generator-0", "generator-1")
+    assert fleet._generators.held["generator-2"] == "second"
+    await register(fleet, "generator-0", "generator-1", "generator-2/b")
+    assert "generator-2" in generators(fleet, "second") and len(generators(fleet, "first")) == 2
+    # One that leaves in order does not come back: the other run's are shared.
+    await register(
+        fleet, "generator-0", "generator-1", "generator-2/b", **{"generator_2/b": reg.INSTANCE_STATE_DRAINING}
+    )
+    assert generators(fleet, "second") == ["generator-1"]
+
+
+async def test_a_run_that_needs_no_samples_leaves_the_generators_alone(fleet: Fleet) -> None:
+    await register(fleet, "trainer-0", "trainer-1", "generator-0")
+    await fleet.admit("samples", Needs())
+    fleet.require_place(Needs(generates=False))
+    await fleet.admit("answers", Needs(generates=False))
+    assert generators(fleet, "samples") == ["generator-0"] and generators(fleet, "answers") == []
+    await register(fleet, "trainer-0", "trainer-1", "trainer-2", "generator-0")
+    with pytest.raises(FailedPrecondition, match="no generator for another run: 1 for run samples"):
+        fleet.require_place(Needs())
+
+
+async def test_a_run_that_lost_its_gang_goes_on_with_one_that_is_free(fleet: Fleet) -> None:
+    await register(fleet, "trainer-0", "trainer-1")
+    run = await fleet.admit("run", Needs())
+    lost = await run.gang(POLICY, 5.0)
+    await run.gang_lost(POLICY, lost.instance_id, "it is gone")
+    assert (await run.gang(POLICY, 5.0)).name != lost.name
+
+
+async def test_after_a_restart_each_run_has_the_services_that_it_had(new_fleet: Callable[[], Fleet]) -> None:
+    names = ("trainer-0", "trainer-1", "generator-0", "generator-1", "generator-2")
+    before = new_fleet()
+    await register(before, *names)
+    runs = [await before.admit(name, Needs()) for name in ("first", "second")]
+    gangs = [(await run.gang(POLICY, 5.0)).name for run in runs]
+    held = dict(before._generators.held)
+
+    after = new_fleet()
+    second, first = [await after.admit(name, Needs()) for name in ("second", "first")]
+    await register(after, *(name for name in names if name != gangs[1]))
+    with pytest.raises(DeadlineExceeded):  # the one that is free holds the other run's session
+        await second.gang(POLICY, 0.1)
+    await register(after, *names)
+    assert [(await run.gang(POLICY, 5.0)).name for run in (first, second)] == gangs
+    assert after._generators.held == held
+
+
+async def test_a_replica_is_drained_by_name_or_instance_and_the_others_work_on(fleet: Fleet) -> None:
+    await register(fleet, "generator-0", "generator-1", "reward-0", "reward-1")
+    run = await fleet.admit("run", Needs())
+    drained = [
+        await fleet.drain("generator-1"),
+        await fleet.drain("reward-0"),
+        await fleet.drain("generator-1"),
+    ]
+    for one in drained:
+        standing = fleet.standing(one)
+        assert standing is not None and (standing.state, standing.why) == ("draining", "drained by a user")
+    assert generators(fleet, "run") == ["generator-0"]
+    assert [one.name for one in run.rewards.replicas()] == ["reward-1"]
+    await register(fleet, "generator-0", "generator-1/b", "reward-0/b", "reward-1")
+    assert len(generators(fleet, "run")) == len(run.rewards.replicas()) == 2
+
+
+async def test_the_last_generator_of_a_run_stays_in_service(fleet: Fleet) -> None:
+    await register(fleet, "generator-0", "generator-1")
+    first = await fleet.admit("first", Needs())
+    await fleet.admit("second", Needs())
+    for name in ("generator-0", "generator-1"):
+        with pytest.raises(FailedPrecondition, match="the only generator"):
+            await fleet.drain(name)
+    await first.close()
+    await fleet.drain("generator-0")
+    assert generators(fleet, "second") == ["generator-1"]
+
+
+async def test_what_is_no_replica_is_not_found(fleet: Fleet) -> None:
+    await register(fleet, "generator-0", "trainer-0")
+    with pytest.raises(NotFound, match="'trainer-0'"):
+        await fleet.drain("trainer-0")
