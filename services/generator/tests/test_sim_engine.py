@@ -99,7 +99,7 @@ async def test_samples_beyond_the_places_of_the_engine_wait_for_one(tmp_path: Pa
     await begun(engine, "third")
     third.cancel()
     await asyncio.gather(first, third, return_exceptions=True)
-    assert not engine._places.locked() and not engine.waiting_samples
+    assert engine._schedule.idle and not engine.waiting_samples
 
 
 def started(engine: SimEngine) -> dict[str, int]:

@@ -23,6 +23,7 @@ from flotilla_core.service import Activities
 from flotilla_core.telemetry import names
 from flotilla_core.version import Version
 from flotilla_generator.engine.base import Engine, KvPolicy, PauseMode
+from flotilla_generator.gathering import gathered
 from flotilla_generator.request import duration, minimum_version, read_request, write_samples
 from flotilla_generator.weights import Phase, WeightSession
 from flotilla_weights.manifest import Manifest
@@ -94,7 +95,8 @@ class GeneratorServicer(GeneratorServiceServicer):
         self._running[request.request_id] = request.run_id
         self._idle.clear()
         try:
-            async with aclosing(self._engine.generate(wanted)) as endings:
+            endings = gathered(self._engine.generate(wanted), request.gather.ToTimedelta().total_seconds())
+            async with aclosing(endings):
                 async for samples in endings:
                     now = time.monotonic()
                     self._delivered.extend((now, len(sample.token_ids)) for sample in samples)

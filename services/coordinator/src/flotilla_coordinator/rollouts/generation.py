@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from google.protobuf.duration_pb2 import Duration
 
 from flotilla.generator.v1 import generator_pb2 as pb
 from flotilla_coordinator.rollouts.partial_sample import PartialSample
@@ -45,6 +46,8 @@ class GenerationRequest:
     max_attempts: int
     resume_partial: bool = False
     """Go on after the tokens that a generator wrote before it gave a sample up."""
+    gather_s: float = 0.0
+    """How long a sample that has ended may wait in the generator, so that several come in one message."""
     priority: int = 0
     conversation: str = ""
     """Prompts of the same one go to the same replica while it has room."""
@@ -153,7 +156,8 @@ class Generation:
         samples: Iterable[PartialSample],
         attempt: int,
     ) -> AsyncGenerator[pb.GeneratedSample]:
-        sampling = request.sampling
+        sampling, gather = request.sampling, Duration()
+        gather.FromNanoseconds(round(request.gather_s * 1e9))
         message = pb.GenerateRequest(
             run_id=self._run_id,
             request_id=ids.new_request_id(),
@@ -169,6 +173,7 @@ class Generation:
             ),
             min_version=request.min_version.to_proto(),
             priority=request.priority,
+            gather=gather,
         )
         stream = rpc.server_stream(
             replica.stub.Generate, message, idle_timeout_s=request.timeout_s, timeout_s=request.timeout_s

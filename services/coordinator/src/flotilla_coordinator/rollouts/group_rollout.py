@@ -1,8 +1,8 @@
 """One group's life: a prompt out to the generators, its samples scored and recorded.
 
-Invariants: a sample is scored as soon as it ends, together with those that end right after it; a group is handed on the
-moment it is complete, and the ledger knows by then what became of each of its samples; what the ledger holds of a group
-from before is neither asked for nor scored again.
+Invariants: a sample is scored as soon as it ends, but for a moment in which the generator holds it back for others; a
+group is handed on the moment it is complete, and the ledger knows by then what became of each of its samples; what the
+ledger holds of a group from before is neither asked for nor scored again.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from flotilla_core.config.advantages import AdvantageConfig
 from flotilla_core.telemetry import names
 from flotilla_core.version import Version
 
-# Samples that end at about the same time share one call, which costs more than most scores; the last ones never wait.
-SCORE_TOGETHER_S = 0.25
+GATHER_S = 0.25
+"""Samples that end at about the same time share a message, and with it a call of the reward: both cost more than most
+samples and scores do."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ class GroupRollout:
                 timeout_s=ticket.limit_s,
                 max_attempts=self._config.max_attempts,
                 resume_partial=self._config.resume_partial,
+                gather_s=GATHER_S,
                 priority=ticket.step,
             )
             recorded = recorded_samples(records)
@@ -168,7 +170,6 @@ class GroupRollout:
             ended = False
             while not ended:
                 ready = [await arrived.get()]
-                await asyncio.wait([producer], timeout=SCORE_TOGETHER_S)
                 while not arrived.empty():
                     ready.append(arrived.get_nowait())
                 ended = ready[-1] is None

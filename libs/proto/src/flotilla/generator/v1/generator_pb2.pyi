@@ -210,6 +210,7 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     MIN_VERSION_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    GATHER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     request_id: _builtins.str
     """Unique over attempts; Abort names it."""
@@ -226,6 +227,12 @@ class GenerateRequest(_message.Message):
     def min_version(self) -> _version_pb2.PolicyVersion:
         """Refuse with STALE_VERSION when the replica serves an older version."""
 
+    @_builtins.property
+    def gather(self) -> _duration_pb2.Duration:
+        """How long a sample that has ended may wait for others of the call, to share their message; unset is not at all.
+        The last ones never wait.
+        """
+
     def __init__(
         self,
         *,
@@ -237,10 +244,11 @@ class GenerateRequest(_message.Message):
         sampling: Global___SamplingParams | None = ...,
         min_version: _version_pb2.PolicyVersion | None = ...,
         priority: _builtins.int = ...,
+        gather: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["min_version", b"min_version", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gather", b"gather", "min_version", b"min_version", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "min_version", b"min_version", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "run_id", b"run_id", "samples", b"samples", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "gather", b"gather", "min_version", b"min_version", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "run_id", b"run_id", "samples", b"samples", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -117,8 +117,8 @@ class GeneratorServiceServicer:
     """
 
     def Generate(self, request, context):
-        """One call a group: the prompt once, every sample streamed the moment it ends, those that end
-        together in one message.
+        """One call a group: the prompt once, every sample streamed the moment it ends, or as soon as the request's
+        `gather` allows; those that end together in one message.
         Cancelling the call aborts its requests in the engine.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -34,8 +34,8 @@ class GeneratorServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GeneratorServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_generator_pb2.GenerateRequest, _generator_pb2.GenerateResponse]
-    """One call a group: the prompt once, every sample streamed the moment it ends, those that end
-    together in one message.
+    """One call a group: the prompt once, every sample streamed the moment it ends, or as soon as the request's
+    `gather` allows; those that end together in one message.
     Cancelling the call aborts its requests in the engine.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_generator_pb2.AbortRequest, _generator_pb2.AbortResponse]
@@ -70,8 +70,8 @@ class GeneratorServiceAsyncStub(GeneratorServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generator_pb2.GenerateRequest, _generator_pb2.GenerateResponse]  # type: ignore[assignment]
-    """One call a group: the prompt once, every sample streamed the moment it ends, those that end
-    together in one message.
+    """One call a group: the prompt once, every sample streamed the moment it ends, or as soon as the request's
+    `gather` allows; those that end together in one message.
     Cancelling the call aborts its requests in the engine.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_generator_pb2.AbortRequest, _generator_pb2.AbortResponse]  # type: ignore[assignment]
@@ -109,8 +109,8 @@ class GeneratorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generator_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generator_pb2.GenerateResponse], _abc.AsyncIterator[_generator_pb2.GenerateResponse]]:
-        """One call a group: the prompt once, every sample streamed the moment it ends, those that end
-        together in one message.
+        """One call a group: the prompt once, every sample streamed the moment it ends, or as soon as the request's
+        `gather` allows; those that end together in one message.
         Cancelling the call aborts its requests in the engine.
         """
 

@@ -2,7 +2,7 @@
 
 Invariants: the same seed under the same version gives the same sample; logprobs are plausible but mean nothing; weights
 are received, digested and kept like in any other engine, so that every path of a sync is the real one. One process
-serves thousands of streams: a sample costs a slice of a shared table and at most one timer.
+serves thousands of streams: a sample costs a slice of a shared table and no task, and all of them share one timer.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from flotilla_generator.engine.base import (
     Sample,
     SampleSlot,
     Sampling,
-    Span,
 )
+from flotilla_generator.engine.sim.decoding import Decoding
+from flotilla_generator.engine.sim.schedule import Schedule
 from flotilla_weights.group import Receiver
 from flotilla_weights.inbox import Inbox
 from flotilla_weights.manifest import Manifest
@@ -41,22 +42,6 @@ from flotilla_weights.manifest import Manifest
 TABLE_SIZE = 1 << 20
 GOLDEN = 0x9E3779B97F4A7C15
 MASK = (1 << 64) - 1
-
-
-class Decoding:
-    """A sample: how long it will be, and who writes from which token on once it has begun."""
-
-    def __init__(self, slot: SampleSlot, length: int) -> None:
-        self.slot = slot
-        self.length = length
-        self.starts: list[tuple[Version | None, int]] = []
-        self.asked = self.started = time.monotonic()
-        self.cut = asyncio.Event()
-
-    def begin(self, version: Version | None) -> None:
-        """It decodes from now on."""
-        self.starts.append((version, 0))
-        self.started = time.monotonic()
 
 
 class SimEngine(Engine):
@@ -70,16 +55,7 @@ class SimEngine(Engine):
         self._logprobs = np.empty(0, np.float32)
         self._requests: dict[str, list[Decoding]] = {}
         self._live: Version | None = None
-        self._unpaused = asyncio.Event()
-        self._unpaused.set()
-        self._beginning = asyncio.Event()
-        self._beginning.set()
-        """Cleared while running samples end before a pause: the others wait."""
-        self._places = asyncio.Semaphore(config.max_running_samples)
-        self._waiting = 0
-        self._running = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._schedule = Schedule(config.max_running_samples, lambda one: one.begin(self._live))
         self._receiver: Receiver | None = None
         self._inbox: Inbox | None = None
         self._weights: dict[str, torch.Tensor] = {}
@@ -104,55 +80,61 @@ class SimEngine(Engine):
         return ""
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[list[Sample]]:
-        decoding = [Decoding(slot, self._length(slot, request)) for slot in request.samples]
+        decoding = [self._decoding(slot, request) for slot in request.samples]
         self._requests[request.request_id] = decoding
+        schedule = self._schedule
         try:
-            if self._slowest(decoding) == 0 and self._unpaused.is_set() and self._beginning.is_set():
+            if schedule.beginning and schedule.ending and not any(one.seconds for one in decoding):
                 for one in decoding:
                     one.begin(self._live)
-                yield [self._finish(one, _rest(one.slot, request)) for one in decoding]
+                yield [self._finish(one, request) for one in decoding]
                 return
-            tasks = {asyncio.create_task(self._decode(one, _rest(one.slot, request))) for one in decoding}
-            try:
-                while tasks:
-                    ended, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                    yield [task.result() for task in ended]
-            finally:
-                for task in tasks:
-                    task.cancel()
+            ended: list[Sample] = []
+            news = asyncio.Event()
+
+            def take(one: Decoding) -> None:
+                ended.append(self._finish(one, request))
+                news.set()
+
+            schedule.ask(decoding, take)
+            left = len(decoding)
+            while left:
+                await news.wait()
+                news.clear()
+                together, ended = ended, []
+                left -= len(together)
+                yield together
         finally:
             self._requests.pop(request.request_id, None)
+            schedule.forget(decoding)
 
     async def abort(self, request_ids: Sequence[str]) -> int:
-        cut = [one for name in request_ids for one in self._requests.get(name, ()) if not one.cut.is_set()]
-        for one in cut:
-            one.cut.set()
-        return len(cut)
+        return self._schedule.cut(one for name in request_ids for one in self._requests.get(name, ()))
 
     async def pause(self, mode: PauseMode) -> None:
-        self._unpaused.clear()
+        if mode is PauseMode.WAIT:
+            self._schedule.beginning = False
+            self._schedule.ending = True
+            self._schedule.look()
+            await self._schedule.wait_idle()
+        self._schedule.ending = False
         if mode is PauseMode.ABORT:
             await self.abort(list(self._requests))
-        elif mode is PauseMode.WAIT:
-            self._beginning.clear()
-            self._unpaused.set()
-            await self._idle.wait()
-            self._unpaused.clear()
 
     async def resume(self) -> None:
-        self._beginning.set()
-        self._unpaused.set()
+        self._schedule.beginning = self._schedule.ending = True
+        self._schedule.look()
 
     async def worker_stacks(self) -> list[tuple[str, int, str]]:
         return []
 
     @property
     def waiting_samples(self) -> int:
-        return self._waiting
+        return self._schedule.waiting
 
     def load(self) -> Load:
         running = [one for group in self._requests.values() for one in group]
-        left = sum(one.length - self._written(one) for one in running)
+        left = sum(one.length - one.written() for one in running)
         return Load(len(running), self.waiting_samples, left, 0.0)
 
     async def join(self, group: weights_pb2.WeightGroup, rank_offset: int, manifest: Manifest) -> None:
@@ -177,8 +159,7 @@ class SimEngine(Engine):
         self._live = version
         for group in self._requests.values():
             for one in group:
-                if one.starts:
-                    one.starts.append((version, self._written(one)))
+                one.go_on_under(version)
         await self.resume()
         elapsed = time.perf_counter() - started
         return Applied(stall_s=elapsed, apply_s=elapsed, verify_s=0.0)
@@ -198,55 +179,14 @@ class SimEngine(Engine):
             receiver.abort()
             raise
 
-    async def _decode(self, one: Decoding, sampling: Sampling) -> Sample:
-        placed = await self._place(one)
-        try:
-            await self._write(one)
-        finally:
-            if placed:
-                self._places.release()
-        return self._finish(one, sampling)
-
-    async def _place(self, one: Decoding) -> bool:
-        """Wait in the queue of the engine; false where the sample was cut meanwhile."""
-        if not self._places.locked():
-            return await self._places.acquire()
-        place, cut = asyncio.ensure_future(self._places.acquire()), asyncio.ensure_future(one.cut.wait())
-        taken = False
-        self._waiting += 1
-        try:
-            await asyncio.wait({place, cut}, return_when=asyncio.FIRST_COMPLETED)
-            taken = place.done()
-        finally:
-            self._waiting -= 1
-            cut.cancel()
-            if not taken and not place.cancel():
-                self._places.release()
-        return taken
-
-    async def _write(self, one: Decoding) -> None:
-        if not self._beginning.is_set():
-            await _first_of(self._beginning, one.cut)
-        one.begin(self._live)
-        self._running += 1
-        self._idle.clear()
-        try:
-            async with asyncio.timeout(self._seconds(one.length)):
-                await one.cut.wait()
-        except TimeoutError:
-            await self._unpaused.wait()
-        finally:
-            self._running -= 1
-            if not self._running:
-                self._idle.set()
-
-    def _finish(self, one: Decoding, sampling: Sampling) -> Sample:
-        version = one.starts[-1][0] or Version(0, 0)
+    def _finish(self, one: Decoding, request: GenerationRequest) -> Sample:
+        sampling = _rest(one.slot, request)
+        version = (one.starts[-1][0] if one.starts else None) or Version(0, 0)
         key = (one.slot.seed ^ (version.step + 1) * GOLDEN ^ version.lineage << 32) * GOLDEN & MASK
         start = key >> 44
         length = one.length
-        if one.cut.is_set():
-            length = self._written(one)
+        if one.cut:
+            length = one.written()
             reason = FinishReason.ABORT
         else:
             reason = FinishReason.LENGTH if length == sampling.max_tokens else FinishReason.STOP
@@ -255,17 +195,20 @@ class SimEngine(Engine):
         if reason is FinishReason.STOP and stops:
             token_ids = token_ids.copy()
             token_ids[-1] = stops[0]
-        total = time.monotonic() - one.asked
+        now = time.monotonic()
         return Sample(
             sample_id=one.slot.sample_id,
             token_ids=token_ids,
             logprobs=self._logprobs[start : start + length],
             finish_reason=reason,
-            spans=_spans(one.starts, length),
-            queued_s=one.started - one.asked,
-            first_token_s=min(total, self._latency.time_to_first_token_s),
-            total_s=total,
+            spans=one.spans(length),
+            queued_s=(one.started if one.starts else now) - one.asked,
+            first_token_s=min(now - one.asked, self._latency.time_to_first_token_s),
+            total_s=now - one.asked,
         )
+
+    def _decoding(self, slot: SampleSlot, request: GenerationRequest) -> Decoding:
+        return Decoding(slot, self._length(slot, request), self._latency)
 
     def _length(self, slot: SampleSlot, request: GenerationRequest) -> int:
         sampling, written = _rest(slot, request), len(slot.prefix)
@@ -275,39 +218,6 @@ class SimEngine(Engine):
         shortest = min(max(1, sampling.min_tokens), longest)
         return longest if request.sampling.ignore_eos else shortest + slot.seed % (longest - shortest + 1)
 
-    def _seconds(self, length: int) -> float:
-        return self._latency.time_to_first_token_s + (length - 1) * self._latency.seconds_per_token
-
-    def _slowest(self, decoding: list[Decoding]) -> float:
-        return max(self._seconds(one.length) for one in decoding)
-
-    def _written(self, one: Decoding) -> int:
-        """Tokens that exist by now."""
-        if not one.starts:
-            return 0
-        elapsed = time.monotonic() - one.started - self._latency.time_to_first_token_s
-        if elapsed < 0:
-            return 0
-        if self._latency.seconds_per_token == 0:
-            return one.length
-        return min(one.length, 1 + int(elapsed / self._latency.seconds_per_token))
-
-
-async def _first_of(*events: asyncio.Event) -> None:
-    waits = [asyncio.ensure_future(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()
-
 
 def _rest(slot: SampleSlot, request: GenerationRequest) -> Sampling:
     return request.sampling.after(len(slot.prefix))
-
-
-def _spans(starts: list[tuple[Version | None, int]], length: int) -> tuple[Span, ...]:
-    ends = [min(start, length) for _, start in starts[1:]] + [length]
-    return tuple(
-        Span(version, start, end) for (version, start), end in zip(starts, ends, strict=True) if end > start
-    )
