@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ SPINS = 200
 POLL_S = 0.0005
 STORE_POLL_S = 0.02
 STORE_CHECK_EVERY_S = 0.25
+GLOO_SLICE = timedelta(seconds=0.05)
+"""How long an abort of this end may go unseen by a thread that waits for a transfer."""
 
 
 class Link:
@@ -84,7 +87,7 @@ class Link:
         """Meet all members, check that they hold the same `credential`, connect the group."""
         self.put(f"member/{self.rank}", credential)
         keys = [f"member/{rank}" for rank in range(self.world_size)]
-        self.wait(lambda: self._has(keys), lambda: f"waiting for {self._absent()} to join", store_only=True)
+        self.wait(lambda: self._has(keys), lambda: f"waiting for {self._absent()} to join", _poll_store)
         for rank in range(self.world_size):
             if self._get(f"member/{rank}") != credential:
                 raise self.fail(
@@ -118,7 +121,8 @@ class Link:
 
     def finish(self, work: Any, what: str) -> None:
         """Wait for one transfer."""
-        self.wait(work.is_completed, lambda: what)
+        pause = _doze_over(work) if self.backend == "gloo" else _poll
+        self.wait(work.is_completed, lambda: what, pause)
         self.check()  # completed or not, an aborted epoch delivers nothing more
         with self._lock:
             self._pending = [other for other in self._pending if other is not work]
@@ -134,11 +138,11 @@ class Link:
 
     def wait_for_key(self, key: str, what: str) -> str:
         """Wait until the sender has told something, and return it."""
-        self.wait(lambda: self._has([key]), lambda: what, store_only=True)
+        self.wait(lambda: self._has([key]), lambda: what, _poll_store)
         return self._get(key)
 
-    def wait(self, done: Callable[[], bool], what: Callable[[], str], *, store_only: bool = False) -> None:
-        """Poll `done` within the deadline, watching for aborts and for failures of others."""
+    def wait(self, done: Callable[[], bool], what: Callable[[], str], pause: Callable[[int], None]) -> None:
+        """Ask for `done` between two pauses within the deadline, watching for aborts and for failures of others."""
         deadline = time.monotonic() + self.timeout_s
         next_check = time.monotonic() + STORE_CHECK_EVERY_S
         spins = 0
@@ -150,11 +154,8 @@ class Link:
             if now >= next_check:
                 self.check_peers()
                 next_check = now + STORE_CHECK_EVERY_S
+            pause(spins)
             spins += 1
-            if store_only:
-                time.sleep(STORE_POLL_S)
-            else:
-                time.sleep(0 if spins < SPINS else POLL_S)
 
     def check(self) -> None:
         """Raise what ended this link."""
@@ -248,7 +249,7 @@ class Link:
             gloo: Any = ProcessGroupGloo  # its stub does not list what follows
             options = gloo._Options()
             options._timeout = timeout
-            options._devices = [gloo.create_device(hostname=_address_towards(peer_host))]
+            options._devices = [_gloo_device(_address_towards(peer_host))]
             return gloo(store, self.rank, self.world_size, options)
         from torch._C._distributed_c10d import ProcessGroupNCCL
 
@@ -259,6 +260,36 @@ class Link:
         nccl = ProcessGroupNCCL.Options()
         nccl._timeout = timeout
         return ProcessGroupNCCL(store, self.rank, self.world_size, nccl)
+
+
+def _poll(spins: int) -> None:
+    time.sleep(0 if spins < SPINS else POLL_S)
+
+
+def _poll_store(_: int) -> None:
+    time.sleep(STORE_POLL_S)
+
+
+def _doze_over(work: Any) -> Callable[[int], None]:
+    """Sleep until a transfer of gloo has ended, for a slice at most.
+
+    Where many members share a machine, polls by all of them would slow the very transfer that they wait for.
+    """
+
+    def doze(_: int) -> None:
+        try:
+            work.wait(GLOO_SLICE)
+        except RuntimeError:
+            return  # not yet, or it failed: whoever waits looks which
+
+    return doze
+
+
+@cache
+def _gloo_device(address: str) -> Any:
+    """One for all groups of this process: each has a thread, which looks for work a hundred times a second."""
+    gloo: Any = ProcessGroupGloo  # as above
+    return gloo.create_device(hostname=address)
 
 
 def _outlive(group: Any, pending: list[Any]) -> None:
