@@ -14,10 +14,11 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 from qwen3_shape import make_model
@@ -26,11 +27,13 @@ from weight_sender import EPOCH, WeightSender
 
 from flotilla.common.v1 import weights_pb2
 from flotilla_core.config.stack import GeneratorConfig
+from flotilla_core.errors import Unavailable
 from flotilla_core.version import Version
 from flotilla_generator.checkpoint import Checkpoint
 from flotilla_generator.engine.base import Applied, KvPolicy, Sampling
 from flotilla_generator.engine.vllm.engine import VllmEngine
 from flotilla_generator.engine.vllm.sampling import sampling_params
+from flotilla_generator.engine.vllm.worker_calls import WorkerCalls
 from flotilla_generator.weights import WeightSession
 
 ROUNDS = int(os.environ.get("FLOTILLA_BENCH_SYNCS", "12"))
@@ -40,6 +43,8 @@ STREAMS = 4
 LONGEST = 4096
 BUCKET_BYTES = 32 << 20
 RUN = "weight-stall"
+T = TypeVar("T")
+Parts = dict[str, float]
 QWEN3_95M = {
     "vocab_size": 50_304,
     "hidden_size": 640,
@@ -59,43 +64,58 @@ class Round:
     floor_cpu_s: float
     copy_s: float
     applied: Applied
-    parts: dict[str, float]
+    parts: Parts
     """Of the stall, as the service sees them: each is a call to vLLM's process and back."""
     commit_cpu_s: float
     """Of the engine's process, with the decoding step that ends before the pause."""
     gap_s: float
     """Longest silence of a stream around the commit."""
     resident: int
-    """Bytes of memory that the engine's process holds afterwards."""
+    """Bytes of memory that the engine's process held before it."""
+
+
+class TimedCalls(WorkerCalls):
+    """Calls of the workers, each with the time that the last one took."""
+
+    def __init__(self, llm: Callable[[], Any], parts: Parts) -> None:
+        super().__init__(llm)
+        self._parts = parts
+
+    async def ask(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        with _timed(self._parts, method):
+            return await super().ask(method, *arguments)
 
 
 class TimedEngine(VllmEngine):
     """The engine, with the parts of its last commit."""
 
-    parts: dict[str, float]
+    def __init__(self, config: GeneratorConfig, checkpoint: Checkpoint, worker_extension: str) -> None:
+        super().__init__(config, checkpoint, worker_extension)
+        self.parts: Parts = {}
+        self.workers = TimedCalls(lambda: self._llm, self.parts)
 
     async def apply(self, version: Version, kv_policy: KvPolicy) -> Applied:
-        self.parts = {}
+        self.parts.clear()
         applied = await super().apply(version, kv_policy)
         self.parts["resume"] = applied.stall_s - sum(self.parts.values())
         return applied
 
     async def _stand_still(self, kv_policy: KvPolicy) -> None:
-        await self._timed("pause", super()._stand_still(kv_policy))
-
-    async def _ask(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
-        answers: list[dict[str, Any]] = await self._timed(method, super()._ask(method, *arguments))
-        return answers
+        with _timed(self.parts, "pause"):
+            await super()._stand_still(kv_policy)
 
     async def _switch(self, version: Version) -> None:
-        await self._timed("tag", super()._switch(version))
+        with _timed(self.parts, "tag"):
+            await super()._switch(version)
 
-    async def _timed(self, part: str, work: Coroutine[Any, Any, Any]) -> Any:
-        started = time.perf_counter()
-        try:
-            return await work
-        finally:
-            self.parts[part] = time.perf_counter() - started
+
+@contextmanager
+def _timed(parts: Parts, part: str) -> Iterator[None]:
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        parts[part] = time.perf_counter() - started
 
 
 @dataclass
@@ -146,20 +166,38 @@ async def _rounds() -> tuple[list[Round], int]:
         engine = TimedEngine(
             GeneratorConfig(max_model_tokens=LONGEST), Checkpoint.read(folder), "apply_alone.ApplyingWorker"
         )
-        engine.parts = {}
         await engine.start()
         try:
-            await engine._ask("flotilla_remember")
-            with WeightSender(folder, BUCKET_BYTES) as sender:
-                session = WeightSession(engine)
-                await session.join(RUN, sender.group, 1, sender.manifest)
-                done = [
-                    await _round(engine, session, sender, Version(0, step))
-                    for step in range(1, WARM_UP_ROUNDS + ROUNDS + 1)
-                ]
-                return done[WARM_UP_ROUNDS:], sender.manifest.nbytes // 4
+            return await _unless_it_dies(engine, _synced(engine, folder))
         finally:
             await engine.stop()
+
+
+async def _unless_it_dies(engine: VllmEngine, work: Coroutine[Any, Any, T]) -> T:
+    """vLLM leaves whoever waits for an engine that died without an answer."""
+    working = asyncio.create_task(work)
+    dying = asyncio.create_task(engine.wait_failed())
+    try:
+        await asyncio.wait([working, dying], return_when=asyncio.FIRST_COMPLETED)
+        if dying.done():
+            raise Unavailable(dying.result(), where="the measured engine", next_step="see its log above")
+        return working.result()
+    finally:
+        for task in (working, dying):
+            task.cancel()
+        await asyncio.gather(working, dying, return_exceptions=True)
+
+
+async def _synced(engine: TimedEngine, folder: Path) -> tuple[list[Round], int]:
+    await engine.workers.ask("flotilla_remember")
+    with WeightSender(folder, BUCKET_BYTES) as sender:
+        session = WeightSession(engine)
+        await session.join(RUN, sender.group, 1, sender.manifest)
+        done = [
+            await _round(engine, session, sender, Version(0, step))
+            for step in range(1, WARM_UP_ROUNDS + ROUNDS + 1)
+        ]
+        return done[WARM_UP_ROUNDS:], sender.manifest.nbytes // 4
 
 
 async def _round(
@@ -169,13 +207,15 @@ async def _round(
     decoding = [asyncio.create_task(streams.decode(index)) for index in range(STREAMS)]
     try:
         await streams.tokens(4)
+        (process,) = await engine.workers.ask("flotilla_stacks")
+        resident = psutil.Process(process["pid"]).memory_info().rss
         digests, _ = await asyncio.gather(
             asyncio.to_thread(sender.publish), session.stage(RUN, EPOCH, version)
         )
         expected = weights_pb2.WeightDigests(
             version=version.to_proto(), manifest_digest=sender.manifest.digest, tensor_digests=digests
         )
-        (floor,) = await engine._ask("flotilla_apply_alone")
+        (floor,) = await engine.workers.ask("flotilla_apply_alone")
         await streams.tokens(4)
         since = time.perf_counter()
         await streams.tokens(4)
@@ -188,10 +228,10 @@ async def _round(
             floor_cpu_s=floor["cpu_seconds"],
             copy_s=floor["copy_seconds"],
             applied=applied,
-            parts=engine.parts,
+            parts=dict(engine.parts),
             commit_cpu_s=used,
             gap_s=streams.longest_gap(since),
-            resident=psutil.Process(floor["pid"]).memory_info().rss,
+            resident=resident,
         )
     finally:
         for task in decoding:
@@ -236,7 +276,10 @@ def _rows(rounds: list[Round], parameters: int) -> list[Row]:
         ),
         Row("  longest silence of a stream", ms(lambda one: one.gap_s)),
         Row(
-            "  memory that the engine's process holds more after each sync",
-            f"{(rounds[-1].resident - rounds[0].resident) / (len(rounds) - 1) / (1 << 20):.0f} MiB",
+            "  memory of the engine's process between two syncs", f"{rounds[-1].resident / (1 << 20):.0f} MiB"
+        ),
+        Row(
+            "    how much more that is after each sync",
+            f"{(rounds[-1].resident - rounds[0].resident) / (len(rounds) - 1) / (1 << 20):.1f} MiB",
         ),
     ]

@@ -81,11 +81,11 @@ class Bench:
     @asynccontextmanager
     async def told(self, switch: str) -> AsyncIterator[None]:
         """The worker has this switch on."""
-        await self.engine._ask(switch, True)
+        await self.engine.workers.ask(switch, True)
         try:
             yield
         finally:
-            await self.engine._ask(switch, False)
+            await self.engine.workers.ask(switch, False)
 
     async def commit(
         self, staged: weights_pb2.WeightDigests, kv_policy: KvPolicy = KvPolicy.RECOMPUTE

@@ -1,9 +1,7 @@
 """AsyncLLM behind the `Engine` seam.
 
-Invariants: each sample is one vLLM request and leaves as soon as it ends; no call to the workers is cut short or given
-a timeout (a late answer would be taken for the next one's), a cancelled caller waits for its end; live weights change
-only between a pause that keeps running requests and the resume after it. Works on vLLM 0.26 to 0.32: newer calls
-are used where they exist.
+Invariants: each sample is one vLLM request and leaves as soon as it ends; live weights change only between a pause that
+keeps running requests and the resume after it. Works on vLLM 0.26 to 0.32: newer calls are used where they exist.
 """
 
 from __future__ import annotations
@@ -11,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flotilla.common.v1 import weights_pb2
 from flotilla_core.config.stack import GeneratorConfig
-from flotilla_core.errors import FailedPrecondition, Internal, Unavailable, WeightGroupFailed, WeightsMismatch
+from flotilla_core.errors import FailedPrecondition, Internal, WeightsMismatch
 from flotilla_core.version import Version
 from flotilla_generator.checkpoint import Checkpoint
 from flotilla_generator.engine.base import (
@@ -33,7 +30,6 @@ from flotilla_generator.engine.base import (
     Sample,
     SampleSlot,
     Sampling,
-    Span,
     WeightsNotLive,
 )
 from flotilla_generator.engine.vllm.boot import (
@@ -42,20 +38,19 @@ from flotilla_generator.engine.vllm.boot import (
     engine_arguments,
     prepare_environment,
 )
+from flotilla_generator.engine.vllm.running import Running
 from flotilla_generator.engine.vllm.sampling import (
     FINISH_REASONS,
     engine_spans,
     sampled_logprobs,
     sampling_params,
 )
+from flotilla_generator.engine.vllm.worker_calls import HEALTH_POLL_S, WorkerCalls
 from flotilla_weights.manifest import Manifest
 
 if TYPE_CHECKING:
     from flotilla_generator.engine.vllm.occupancy import Occupancy
 
-FIRST_POLL_S = 0.002
-LONGEST_POLL_S = 0.05
-HEALTH_POLL_S = 0.5
 STOP_GRACE_S = 1.0
 STACKS_TIMEOUT_S = 2.0
 UNTAGGED = "untagged"
@@ -64,33 +59,6 @@ PAUSES = {
     KvPolicy.REUSE: {"mode": "keep", "clear_cache": False},
     KvPolicy.DRAIN: {"mode": "wait", "clear_cache": True},
 }
-
-
-@dataclass(eq=False)
-class Running:
-    """A sample that decodes: where it is, and who wrote what (kept where the engine does not)."""
-
-    engine_id: str
-    slot: SampleSlot
-    tokens_left: int
-    starts: list[tuple[Version | None, int]]
-    token_ids: list[int] = field(default_factory=list)
-
-    def switch(self, version: Version) -> None:
-        """From here on `version` writes."""
-        position = len(self.token_ids)
-        if self.starts[-1][1] == position:
-            self.starts.pop()
-        self.starts.append((version, position))
-
-    def spans(self) -> tuple[Span, ...]:
-        """The switches as spans."""
-        ends = [start for _, start in self.starts[1:]] + [len(self.token_ids)]
-        return tuple(
-            Span(version, start, end)
-            for (version, start), end in zip(self.starts, ends, strict=True)
-            if end > start
-        )
 
 
 class VllmEngine(Engine):
@@ -107,10 +75,10 @@ class VllmEngine(Engine):
         self._requests: dict[str, set[Running]] = {}
         self._live: Version | None = None
         self._paused = False
-        self._rpc_lock = asyncio.Lock()
         self._applying = asyncio.Lock()
         self._gpus = 0
         self._occupancy: Occupancy | None = None
+        self.workers = WorkerCalls(lambda: self._llm)
 
     @property
     def info(self) -> EngineInfo:
@@ -196,7 +164,7 @@ class VllmEngine(Engine):
             await self._llm.resume_generation()
 
     async def worker_stacks(self) -> list[tuple[str, int, str]]:
-        asking = asyncio.ensure_future(self._ask("flotilla_stacks"))
+        asking = asyncio.ensure_future(self.workers.ask("flotilla_stacks"))
         await asyncio.wait([asking], timeout=STACKS_TIMEOUT_S)
         if not asking.done():
             asking.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -220,11 +188,11 @@ class VllmEngine(Engine):
 
     async def join(self, group: weights_pb2.WeightGroup, rank_offset: int, manifest: Manifest) -> None:
         arguments = (group.SerializeToString(), rank_offset, manifest.to_proto().SerializeToString())
-        await self._transfer("flotilla_join", arguments, lambda _: None)
+        await self.workers.transfer("flotilla_join", arguments, lambda _: None)
 
     async def receive(self, progress: Callable[[int], None]) -> Received:
-        answers = await self._transfer("flotilla_stage", (), progress)
-        while not all(answer["proved"] for answer in await self._require("flotilla_prove")):
+        answers = await self.workers.transfer("flotilla_stage", (), progress)
+        while not all(answer["proved"] for answer in await self.workers.require("flotilla_prove")):
             pass  # each call is a piece between two steps of decoding
         return Received(tuple(tuple(answer["digests"]) for answer in answers))
 
@@ -234,7 +202,7 @@ class VllmEngine(Engine):
             await self._llm.update_weight_version(UNTAGGED)
 
     async def drop(self) -> None:
-        await self._ask("flotilla_drop", "the replica left the weight group")
+        await self.workers.drop()
 
     async def apply(self, version: Version, kv_policy: KvPolicy) -> Applied:
         started = time.perf_counter()
@@ -270,7 +238,7 @@ class VllmEngine(Engine):
     async def _replace(self, version: Version) -> list[dict[str, Any]]:
         """Load on all workers and tag; the weights count as untouched only where every worker says so."""
         try:
-            answers = await self._ask("flotilla_apply")
+            answers = await self.workers.ask("flotilla_apply")
             errors = dict.fromkeys(answer["error"] for answer in answers if answer["error"])
             if not errors:
                 await self._switch(version)
@@ -297,7 +265,7 @@ class VllmEngine(Engine):
             done.put_nowait(await self._decode(request, running))
         # The end of a task: whatever vLLM raises is handed to the caller of `generate`.
         except Exception as error:  # noqa: BLE001
-            done.put_nowait(self._explained(error))
+            done.put_nowait(self.workers.explained(error))
 
     async def _decode(self, request: GenerationRequest, running: Running) -> Sample:
         slot = running.slot
@@ -363,57 +331,3 @@ class VllmEngine(Engine):
         )
         async for _ in self.generate(request):
             pass
-
-    async def _transfer(
-        self, method: str, arguments: tuple[Any, ...], progress: Callable[[int], None]
-    ) -> list[dict[str, Any]]:
-        """Start a transfer on all workers and wait for its end; leaving early leaves the group."""
-        try:
-            await self._require(method, *arguments)
-            delay = FIRST_POLL_S
-            while True:
-                answers = await self._require("flotilla_status")
-                progress(min(answer["buckets"] for answer in answers))
-                if not any(answer["busy"] for answer in answers):
-                    return answers
-                await asyncio.sleep(delay)
-                delay = min(delay * 1.2, LONGEST_POLL_S)
-        except asyncio.CancelledError:
-            await self.drop()
-            raise
-
-    async def _require(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
-        answers = await self._ask(method, *arguments)
-        errors = dict.fromkeys(answer["error"] for answer in answers if answer["error"])
-        if errors:
-            raise WeightGroupFailed("; ".join(errors))
-        return answers
-
-    async def _ask(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
-        """Call a method of `WeightWorker` on every worker."""
-        return await self._uncut(self._call(method, arguments))
-
-    async def _call(self, method: str, arguments: tuple[Any, ...]) -> list[dict[str, Any]]:
-        async with self._rpc_lock:
-            try:
-                answers: list[dict[str, Any]] = await self._llm.collective_rpc(method, args=arguments)
-            # vLLM has no common base of its errors; they mean that its engine process is gone or beyond use.
-            except Exception as error:
-                raise self._explained(error) from error
-        return answers
-
-    async def _uncut(self, work: Any) -> Any:
-        """Await `work` to its end even when the caller is cancelled meanwhile."""
-        task = asyncio.ensure_future(work)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            await asyncio.wait([task])
-            raise
-
-    def _explained(self, error: Exception) -> Exception:
-        if self._llm is None or self._llm.errored:
-            return Unavailable(
-                "vLLM's engine process died", why=str(error), next_step="the service restarts it"
-            )
-        return error

@@ -1,0 +1,90 @@
+"""Calls of `WeightWorker`'s methods, on every worker of one vLLM.
+
+Invariants: one call at a time, and none is cut short or given a timeout (a late answer would be taken for the next
+one's): a cancelled caller waits for its end; an engine that died ends the call that waits for it, which vLLM does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from flotilla_core.errors import Unavailable, WeightGroupFailed
+
+FIRST_POLL_S = 0.002
+LONGEST_POLL_S = 0.05
+HEALTH_POLL_S = 0.5
+
+Answers = list[dict[str, Any]]
+
+
+class WorkerCalls:
+    """The workers of the vLLM that `llm` gives, or of none while it is not there."""
+
+    def __init__(self, llm: Callable[[], Any]) -> None:
+        self._llm = llm
+        self._one_call = asyncio.Lock()
+
+    async def ask(self, method: str, *arguments: Any) -> Answers:
+        """Their answers, with whatever errors they name."""
+        task = asyncio.ensure_future(self._call(method, arguments))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await asyncio.wait([task])
+            raise
+
+    async def require(self, method: str, *arguments: Any) -> Answers:
+        """Answers without an error."""
+        answers = await self.ask(method, *arguments)
+        errors = dict.fromkeys(answer["error"] for answer in answers if answer["error"])
+        if errors:
+            raise WeightGroupFailed("; ".join(errors))
+        return answers
+
+    async def transfer(
+        self, method: str, arguments: tuple[Any, ...], progress: Callable[[int], None]
+    ) -> Answers:
+        """Start a transfer on all workers and wait for its end; leaving early leaves the group."""
+        try:
+            await self.require(method, *arguments)
+            delay = FIRST_POLL_S
+            while True:
+                answers = await self.require("flotilla_status")
+                progress(min(answer["buckets"] for answer in answers))
+                if not any(answer["busy"] for answer in answers):
+                    return answers
+                await asyncio.sleep(delay)
+                delay = min(delay * 1.2, LONGEST_POLL_S)
+        except asyncio.CancelledError:
+            await self.drop()
+            raise
+
+    async def drop(self) -> None:
+        """Have them forget what is staged and leave their group."""
+        await self.ask("flotilla_drop", "the replica left the weight group")
+
+    def explained(self, error: Exception) -> Exception:
+        """What vLLM raised, or that its engine is gone."""
+        llm = self._llm()
+        if llm is None or llm.errored:
+            return Unavailable(
+                "vLLM's engine process died", why=str(error), next_step="the service restarts it"
+            )
+        return error
+
+    async def _call(self, method: str, arguments: tuple[Any, ...]) -> Answers:
+        async with self._one_call:
+            llm = self._llm()
+            try:
+                answering = asyncio.ensure_future(llm.collective_rpc(method, args=arguments))
+                while not (await asyncio.wait([answering], timeout=HEALTH_POLL_S))[0]:
+                    if llm.errored:
+                        answering.cancel()
+                        raise Unavailable(f"{method} got no answer")
+                answers: Answers = answering.result()
+            # vLLM has no common base of its errors; they mean that its engine process is gone or beyond use.
+            except Exception as error:
+                raise self.explained(error) from error
+        return answers
