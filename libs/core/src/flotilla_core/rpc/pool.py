@@ -99,9 +99,9 @@ class ReplicaPool(Generic[StubT]):
         if was_full and not replica.full:
             self._look()
 
-    def eject(self, instance_id: str, why: str) -> None:
+    def eject(self, instance_id: str, why: str, *, replaceable: bool = True) -> None:
         """No more work until its health says SERVING again; for callers whose call failed."""
-        self._roster.eject(instance_id, why)
+        self._roster.eject(instance_id, why, replaceable=replaceable)
         self._look()
 
     def drain(self, instance_id: str, why: str) -> None:

@@ -78,13 +78,14 @@ class Roster(Generic[StubT]):
         """Those that may get work now."""
         return (replica for replica in self._replicas.values() if replica.state == "ready")
 
-    def eject(self, instance_id: str, why: str) -> None:
-        """Not ready until its health says SERVING again."""
+    def eject(self, instance_id: str, why: str, *, replaceable: bool = True) -> None:
+        """Not ready until its health says SERVING again; who stays out longer each time needs others to fill in."""
         replica = self._replicas.get(instance_id)
         if replica is None or replica.state != "ready":
             return
         now = asyncio.get_running_loop().time()
-        replica.ejections = replica.ejections + 1 if now - replica.returned_at < _STABLE_AFTER_S else 1
+        again = replaceable and now - replica.returned_at < _STABLE_AFTER_S
+        replica.ejections = replica.ejections + 1 if again else 1
         replica.state, replica.why = "ejected", why
         logger.warning("replica ejected", replica=replica.name, instance_id=instance_id, why=why)
         self._probes[instance_id] = asyncio.create_task(self._probe(replica), name=f"probe {replica.name}")

@@ -122,7 +122,7 @@ class RunFleet:
 
     async def gang_lost(self, role: str, instance_id: str, why: str) -> None:
         """The run goes on with another gang where one is free, else with this one when it is well again."""
-        self.gangs[role].eject(instance_id, why)
+        self.gangs[role].eject(instance_id, why, replaceable=False)
         await self._lessor.give_gang_back(self._run_id, role)
 
     async def update(

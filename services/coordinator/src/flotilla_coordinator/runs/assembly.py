@@ -122,7 +122,9 @@ class Assembly:
                 prompts,
                 sampling,
                 scorer,
-                lambda error: self._fleet.trainers.eject(policy.gang.instance_id, str(error)),
+                lambda error: self._fleet.trainers.eject(
+                    policy.gang.instance_id, str(error), replaceable=False
+                ),
             )
         return context
 
