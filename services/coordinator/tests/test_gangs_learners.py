@@ -17,6 +17,7 @@ from flotilla_coordinator.gangs import group_messages
 from flotilla_coordinator.gangs.critic import Critic
 from flotilla_coordinator.gangs.gang_session import Gang
 from flotilla_coordinator.gangs.learners import Learners
+from flotilla_coordinator.gangs.learning_session import GROUPS_IN_ONE_TURN
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
 from flotilla_core import rpc
 from flotilla_core.checkpoint import CheckpointShelf, Manifest
@@ -183,3 +184,30 @@ async def test_every_sample_gets_its_own_values_however_many_calls_that_takes(
     message = pb.TrainGroup()
     group_messages.fill(message, valued.groups[3])
     np.testing.assert_array_equal(from_tensor(message.samples[0].values), [3.0, 4.0, 5.0])
+
+
+async def test_others_get_their_turns_while_a_batch_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[pb.TrainRequest] = []
+    turns = 0
+
+    async def train(method: Any, requests: Any, **_: Any) -> pb.TrainResponse:
+        sent.extend([request async for request in requests])
+        return pb.TrainResponse(result=pb.UpdateResult(update_id="run/0.1"))
+
+    async def somebody_else() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def nobody() -> list[str]:
+        return []
+
+    monkeypatch.setattr(rpc, "client_stream", train)
+    stub: Any = SimpleNamespace(Train=None)
+    critic = Critic("run", session_pb2.SessionSpec(), Gang("critic", stub, "critic-1", 1.0, "critic"), nobody)
+    other = asyncio.create_task(somebody_else())
+    await critic.train(batch(0, samples=64))
+    other.cancel()
+    assert [len(request.chunk.groups) for request in sent] == [0, 64]
+    assert turns >= 64 // GROUPS_IN_ONE_TURN

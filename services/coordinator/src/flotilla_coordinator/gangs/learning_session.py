@@ -6,6 +6,7 @@ update), so a stream that broke is answered by GetUpdate, or sent again, and nev
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 
@@ -22,6 +23,8 @@ TRAIN_TIMEOUT_S = 3600.0
 TRAIN_ATTEMPTS = 3
 SAVE_TIMEOUT_S = 3600.0
 MAX_LINKS = 128
+GROUPS_IN_ONE_TURN = 8
+"""Writing a whole part takes tens of milliseconds, in which everybody else would wait."""
 
 
 class LearningSession(GangSession):
@@ -124,6 +127,8 @@ class LearningSession(GangSession):
         )
         for part in parts(batch.groups):
             request = pb.TrainRequest()
-            for group in part:
+            for number, group in enumerate(part, start=1):
                 fill(request.chunk.groups.add(), group)
+                if number % GROUPS_IN_ONE_TURN == 0:
+                    await asyncio.sleep(0)
             yield request
