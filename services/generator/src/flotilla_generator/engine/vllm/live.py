@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from flotilla_generator.engine.vllm.memory import free_beside_decoding
 from flotilla_generator.engine.vllm.proof import Columns, matrix_layers, proving, recording
 from flotilla_generator.engine.vllm.twin import Twin
 from flotilla_weights.inbox import StagedModel
@@ -102,8 +103,7 @@ class LiveModel:
         started = time.perf_counter()
         following.twin.exchange()
         applied = time.perf_counter() - started
-        # It takes long to free what was live: beside decoding.
-        threading.Thread(target=vars(following.twin).clear, name="weights-free", daemon=True).start()
+        free_beside_decoding(following.twin)
         return {"error": "", "broken": False, "apply_s": applied, "verify_s": 0.0}
 
     def repair_tied_layers(self, model: torch.nn.Module, recorded: dict[int, Columns]) -> None:
