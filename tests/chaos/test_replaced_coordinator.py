@@ -1,4 +1,4 @@
-"""A coordinator sleeps while another takes its place: the run goes on, the ledger balances.
+"""A coordinator dies or sleeps, and another takes its place: its runs go on, the ledger balances.
 
 Those that die, or sleep alone, are in the matrix (`test_fault_matrix.py`). Simulated engines and a trainer that
 accepts, behind the real coordinator, ledger, weight group and launcher.
@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from flotilla.common.v1.registration_pb2 import SERVICE_KIND_GENERATOR, SERVICE_KIND_TRAINER
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_testing.coordinator_faults import endless_run, signal_inside
-from flotilla_testing.stack import Stack, light_stack, wait_until
+from flotilla_testing.stack import Stack, accepting_trainer, light_stack, wait_until
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -59,6 +60,41 @@ async def test_a_coordinator_that_slept_while_another_took_its_place_does_no_har
     assert verdict.passed and verdict.lost == verdict.trained_twice == verdict.stale == 0, str(verdict)
     steps = [step for step, _ in RunDirectory(Path(run["directory"])).read_metrics()]
     assert steps == list(range(len(steps)))
+
+
+def test_two_runs_go_on_with_the_services_that_they_had_when_their_coordinator_dies(
+    fleet: Stack, arithmetic: Path, tmp_path: Path
+) -> None:
+    wait_until("a coordinator", fleet.answers)
+    with accepting_trainer("trainer-1", fleet.file, tmp_path, 0.1), fleet.client() as client:
+        client.scale(SERVICE_KIND_GENERATOR, 3)
+        wait_until("the second trainer", lambda: len(fleet.holders(SERVICE_KIND_TRAINER)) == 2)
+        file = endless_run(arithmetic, tmp_path, 1)
+        runs = [fleet.ok("run", "start", str(file)) for _ in range(2)]
+        for run, members in zip(runs, (2, 1), strict=True):
+            wait_until(
+                f"a step with {members} generators",
+                lambda run=run, members=members: (
+                    [step["sync/members"] for step in fleet.metrics(run)[-1:]] == [members]
+                ),
+            )
+        had = [fleet.holders(kind) for kind in (SERVICE_KIND_TRAINER, SERVICE_KIND_GENERATOR)]
+        done = [len(fleet.metrics(run)) for run in runs]
+        fleet.process("coordinator").kill()
+        for run, steps in zip(runs, done, strict=True):
+            wait_until("more steps", lambda run=run, steps=steps: len(fleet.metrics(run)) >= steps + 3)
+        assert [fleet.holders(kind) for kind in (SERVICE_KIND_TRAINER, SERVICE_KIND_GENERATOR)] == had
+        for run in runs:
+            fleet.ok("run", "stop", run["run_id"])
+            wait_until("the end of the run", lambda run=run: fleet.state(run) == "stopped")
+            assert fleet.ok("run", "show", run["run_id"])["policy_version"].startswith("0."), (
+                "a session was lost"
+            )
+            verdict = check(fleet.directory / "ledger.sqlite", run["run_id"])
+            assert verdict.passed and verdict.lost == verdict.trained_twice == verdict.stale == 0, str(
+                verdict
+            )
+        fleet.ok("scale", "generator", "1")
 
 
 def _other_coordinator(fleet: Stack, log: Path) -> tuple[subprocess.Popen[bytes], str]:

@@ -102,3 +102,14 @@ async def test_closing_gives_up_what_is_under_way() -> None:
     await asyncio.sleep(0)
     await bench.pinned.close()
     assert not bench.pinned.begun and bench.evaluator.end.cancelled()
+
+
+async def test_an_evaluation_whose_replica_goes_to_another_run_gives_no_result() -> None:
+    bench = Bench("a", "c")
+    assert bench.pinned.begin(V1, 4)
+    asked = asyncio.create_task(bench.result())
+    await asyncio.sleep(0)
+    bench.pinned.let_go("a")
+    assert not bench.pinned.ended and not bench.pinned.moves_weights_to("c")
+    bench.pinned.let_go("c")
+    assert (await asked).evaluation is None and not bench.pinned.begun

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from flotilla.common.v1 import registration_pb2 as reg
 from flotilla_coordinator.fleet import Fleet
 from flotilla_coordinator.leases.needs import Needs
 from flotilla_core import rpc
-from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, NotFound
+from flotilla_core.errors import FailedPrecondition, NotFound, Unavailable
 from flotilla_core.roles import POLICY
 from flotilla_core.rpc import Load
 
@@ -145,6 +146,17 @@ async def test_a_run_that_lost_its_gang_goes_on_with_one_that_is_free(fleet: Fle
     assert (await run.gang(POLICY, 5.0)).name != lost.name
 
 
+async def test_of_two_runs_that_wait_for_a_gang_each_gets_one(fleet: Fleet) -> None:
+    runs = [await fleet.admit(name, Needs()) for name in ("first", "second")]
+    waiting = [asyncio.create_task(run.gang(POLICY, 60.0)) for run in runs]
+    await asyncio.sleep(0)
+    await register(fleet, "trainer-0")
+    done, left = await asyncio.wait(waiting, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+    assert len(done) == len(left) == 1
+    await register(fleet, "trainer-0", "trainer-1")
+    assert sorted([(await task).name for task in waiting]) == ["trainer-0", "trainer-1"]
+
+
 async def test_after_a_restart_each_run_has_the_services_that_it_had(new_fleet: Callable[[], Fleet]) -> None:
     names = ("trainer-0", "trainer-1", "generator-0", "generator-1", "generator-2")
     before = new_fleet()
@@ -156,7 +168,9 @@ async def test_after_a_restart_each_run_has_the_services_that_it_had(new_fleet: 
     after = new_fleet()
     second, first = [await after.admit(name, Needs()) for name in ("second", "first")]
     await register(after, *(name for name in names if name != gangs[1]))
-    with pytest.raises(DeadlineExceeded):  # the one that is free holds the other run's session
+    with pytest.raises(
+        Unavailable, match=r"waited 0\.1 s for a trainer"
+    ):  # the one that is free holds the other run's session
         await second.gang(POLICY, 0.1)
     await register(after, *names)
     assert [(await run.gang(POLICY, 5.0)).name for run in (first, second)] == gangs

@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 import yaml
 
+from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_client import SyncClient, connect
 from flotilla_core.errors import Unavailable
@@ -86,6 +87,12 @@ class Stack:
             state = client.get_run(run["run_id"]).state
         return run_pb2.RunState.Name(state).removeprefix("RUN_STATE_").lower()
 
+    def holders(self, kind: ServiceKind.ValueType) -> dict[str, str]:
+        """The run that has each service of a kind; empty where none has it."""
+        with self.client() as client:
+            services = client.list_services()
+        return {one.registration.name: one.run_id for one in services if one.registration.kind == kind}
+
     def answers(self) -> bool:
         """Whether there is a coordinator that takes calls."""
         try:
@@ -142,11 +149,10 @@ def light_stack(
     *,
     trainer_model: Path | None = None,
     trainer_s: float = 0,
-    trainers: tuple[str, ...] = ("trainer",),
     autoscale: dict[str, Any] | None = None,
     **generator: Any,
 ) -> Iterator[Stack]:
-    """A whole fleet in seconds: simulated engine, accepting trainers (`trainer_s` an update), everything else real."""
+    """A whole fleet in seconds: simulated engine, accepting trainer (`trainer_s` an update), everything else real."""
     description = {
         "name": "light",
         "model": str(model),
@@ -161,21 +167,21 @@ def light_stack(
             file = directory / "trainer-stack.yaml"
             text = {**yaml.safe_load(stack.file.read_text()), "model": str(trainer_model)}
             file.write_text(yaml.safe_dump(text))
-        with contextlib.ExitStack() as until_down:
-            for name in trainers:
-                log = until_down.enter_context((directory / f"{name}.log").open("wb"))
-                until_down.enter_context(_accepting_trainer(name, file, log, trainer_s))
+        with accepting_trainer("trainer", file, directory, trainer_s):
             yield stack
 
 
 @contextlib.contextmanager
-def _accepting_trainer(name: str, file: Path, log: IO[bytes], update_s: float) -> Iterator[None]:
-    trainer = subprocess.Popen(
-        [sys.executable, "-m", "flotilla_testing.accepting_trainer", "--name", name, "--stack", str(file)],
-        stdout=log,
-        stderr=log,
-        env={**os.environ, "ACCEPTING_TRAINER_S": str(update_s)},
-    )
+def accepting_trainer(name: str, file: Path, logs: Path, update_s: float = 0) -> Iterator[None]:
+    """A trainer that accepts every update beside a stack, which it registers with when it is ready."""
+    command = [sys.executable, "-m", "flotilla_testing.accepting_trainer", "--name", name]
+    with (logs / f"{name}.log").open("wb") as log:
+        trainer = subprocess.Popen(
+            [*command, "--stack", str(file)],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "ACCEPTING_TRAINER_S": str(update_s)},
+        )
     try:
         yield
     finally:

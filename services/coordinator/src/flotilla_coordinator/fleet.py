@@ -196,8 +196,11 @@ class Fleet:
         return why_not
 
     def _why_it_leaves(self, slot: str) -> str:
-        drained = {one.name for one in self.registrations.values() if one.instance_id in self._drained}
-        return DRAINED if slot in drained else "another run is to have it"
+        theirs = [one for one in self.registrations.values() if one.name == slot]
+        if any(one.instance_id in self._drained for one in theirs):
+            return DRAINED
+        is_going = all(one.state == reg.INSTANCE_STATE_DRAINING for one in theirs)
+        return "draining" if is_going else "another run is to have it"
 
     def _there(self) -> set[str]:
         return self._slots.there(self.registrations, self._generators.held, self._drained)

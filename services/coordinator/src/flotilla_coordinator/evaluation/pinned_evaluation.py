@@ -94,11 +94,12 @@ class PinnedEvaluation:
 
     async def result(self) -> PinnedResult:
         """Wait for the end of what was begun."""
-        pinned, self._under_way = self._under_way, None
+        pinned = self._under_way
         assert pinned is not None, "only asked for what was begun"
         try:
             await asyncio.wait({pinned.task})
         finally:
+            self._under_way = None
             pinned.task.cancel()
         if pinned.task.cancelled() or isinstance(pinned.task.exception(), LOST):
             return PinnedResult(pinned.step, pinned.version, None)

@@ -7,7 +7,6 @@ ended and no weights are on their way to it.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,7 +16,6 @@ from flotilla.common.v1 import registration_pb2 as reg
 from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceStub
 from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
 from flotilla.trainer.v1.trainer_pb2_grpc import TrainerServiceStub
-from flotilla_core.errors import DeadlineExceeded
 from flotilla_core.roles import POLICY, ROLES, process_name
 from flotilla_core.rpc import Fence, Replica, ReplicaPool
 
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
     from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceAsyncStub
     from flotilla.reward.v1.reward_pb2_grpc import RewardServiceAsyncStub
     from flotilla.trainer.v1.trainer_pb2_grpc import TrainerServiceAsyncStub
-
-LOOK_AGAIN_S = 0.5
 
 
 class Lessor(Protocol):
@@ -104,21 +100,13 @@ class RunFleet:
 
     async def gang(self, role: str, patience_s: float) -> Replica[TrainerServiceAsyncStub]:
         """The run's own gang of a role; waits until one that is free can be leased."""
-        pool, what = self.gangs[role], f"a {process_name(role)}"
-        try:
-            async with asyncio.timeout(patience_s):
-                while True:
-                    await pool.wait_for(1, patience_s, what)
-                    replica = pool.replicas()[0]
-                    if await self._lessor.take_gang(self._run_id, role, replica.name):
-                        return replica
-                    await asyncio.sleep(LOOK_AGAIN_S)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"waited {patience_s:g} s for {what}",
-                why="whenever one was free another run took it",
-                next_step="see `flotilla replicas list` and `flotilla run list`",
-            ) from None
+        pool = self.gangs[role]
+        while True:
+            await pool.wait_for(1, patience_s, f"a {process_name(role)}")
+            # Another run may have been faster; then it is none of ours any more.
+            for replica in pool.replicas()[:1]:
+                if await self._lessor.take_gang(self._run_id, role, replica.name):
+                    return replica
 
     async def gang_lost(self, role: str, instance_id: str, why: str) -> None:
         """The run goes on with another gang where one is free, else with this one when it is well again."""
