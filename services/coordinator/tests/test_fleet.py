@@ -12,6 +12,7 @@ import pytest
 
 from flotilla.common.v1 import registration_pb2 as reg
 from flotilla_coordinator.fleet import Fleet
+from flotilla_coordinator.leases.lease_file import LeaseFile
 from flotilla_coordinator.leases.needs import Needs
 from flotilla_core import rpc
 from flotilla_core.errors import FailedPrecondition, NotFound, Unavailable
@@ -34,7 +35,7 @@ async def new_fleet(tmp_path: Path) -> AsyncIterator[Callable[[], Fleet]]:
     def new() -> Fleet:
         stack = SimpleNamespace(ready_timeout_s=60.0)
         host: Any = SimpleNamespace(stack=stack, state_dir=tmp_path, connect=rpc.connect)
-        made.append(Fleet(host))
+        made.append(Fleet(host, lambda: True))
         return made[-1]
 
     yield new
@@ -112,6 +113,47 @@ async def test_a_generator_changes_hands_when_its_last_group_has_ended_and_no_we
     assert generators(fleet, "second") == ["generator-1"]
 
 
+async def test_a_generator_that_was_to_leave_works_again_where_the_run_that_was_to_have_it_is_gone(
+    fleet: Fleet,
+) -> None:
+    await register(fleet, "generator-0", "generator-1")
+    first = await fleet.admit("first", Needs())
+    taken = await first.generators.acquire(
+        LOAD, allowed=lambda one: one.name == "generator-1", timeout_s=1, what="it"
+    )
+    second = await fleet.admit("second", Needs())
+    assert generators(fleet, "first") == ["generator-0"]
+    await second.close()
+    first.generators.release(taken, LOAD)
+    await fleet.settle()
+    assert generators(fleet, "first") == ["generator-0", "generator-1"]
+
+
+async def test_a_run_whose_only_generator_is_away_gets_another_one_sooner_than_one_that_has_more(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("flotilla_coordinator.leases.generator_slots.time.monotonic", lambda: now)
+    await register(fleet, "generator-0", "generator-1", "generator-2")
+    await fleet.admit("first", Needs(most_generators=1))
+    await fleet.admit("second", Needs())
+    await register(fleet, "generator-1", "generator-2")
+    held = {"generator-0": "first", "generator-1": "second", "generator-2": "second"}
+    assert fleet._generators.held == held
+    now += 21.0
+    await fleet.settle()
+    assert fleet._generators.held == {"generator-1": "second", "generator-2": "first"}
+
+
+async def test_a_coordinator_that_was_replaced_leaves_what_the_next_one_wrote(tmp_path: Path) -> None:
+    owns = True
+    file = LeaseFile(tmp_path / "leases.json", lambda: owns)
+    file.write({"gangs": {"trainer": "run"}, "generators": {}})
+    owns = False
+    file.write({"gangs": {}, "generators": {}})
+    assert LeaseFile(tmp_path / "leases.json", lambda: True).had("gangs", "run") == ["trainer"]
+
+
 async def test_a_slot_stays_with_its_run_while_its_process_is_started_again(fleet: Fleet) -> None:
     await register(fleet, "generator-0", "generator-1", "generator-2")
     await fleet.admit("first", Needs())
@@ -166,7 +208,9 @@ async def test_after_a_restart_each_run_has_the_services_that_it_had(new_fleet: 
     held = dict(before._generators.held)
 
     after = new_fleet()
-    second, first = [await after.admit(name, Needs()) for name in ("second", "first")]
+    await register(after, *names)
+    second, first = await after.admit_again([(name, Needs()) for name in ("second", "first")])
+    assert after._generators.held == held
     await register(after, *(name for name in names if name != gangs[1]))
     with pytest.raises(
         Unavailable, match=r"waited 0\.1 s for a trainer"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -47,14 +47,15 @@ class Standing:
 class Fleet:
     """Leases services to runs."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, owns_state: Callable[[], bool]) -> None:
+        """`owns_state` is false once another coordinator works in our place."""
         self._host = host
         self._watch: asyncio.Task[None] | None = None
         self._runs: dict[str, RunFleet] = {}
         self._slots = GeneratorSlots(host.stack.ready_timeout_s)
         self._generators = GeneratorLeases()
         self._gangs = GangLeases()
-        self._file = LeaseFile(host.state_dir / "leases.json")
+        self._file = LeaseFile(host.state_dir / "leases.json", owns_state)
         self._drained: set[str] = set()
         """Instances that a user took out of service."""
         self.registrations: dict[str, reg.Registration] = {}
@@ -84,12 +85,23 @@ class Fleet:
 
     async def admit(self, run_id: str, needs: Needs) -> RunFleet:
         """A run's own view; it gets generators at once, and gangs when it asks for them."""
-        self._gangs.claim(run_id, needs.roles, self._file.had(GANGS, run_id))
-        if needs.generates:
-            self._generators.claim(Claim(run_id, needs.most_generators), self._file.had(GENERATORS, run_id))
-        run = self._runs[run_id] = RunFleet(run_id, self._connect, self)
+        run = self._claim(run_id, needs, gangs=(), generators=())
         await self.settle()
         return run
+
+    async def admit_again(self, runs: Sequence[tuple[str, Needs]]) -> list[RunFleet]:
+        """Those that an earlier coordinator left; each has what it had there, before anybody looks for more."""
+        admitted = [
+            self._claim(
+                run_id,
+                needs,
+                gangs=self._file.had(GANGS, run_id),
+                generators=self._file.had(GENERATORS, run_id),
+            )
+            for run_id, needs in runs
+        ]
+        await self.settle()
+        return admitted
 
     async def end(self, run_id: str) -> None:
         """A run needs nothing any more."""
@@ -164,11 +176,21 @@ class Fleet:
         self._deal()
         while left := [slot for slot in self._generators.leaving if self._holding(slot).has_left(slot)]:
             for slot in left:
+                self._holding(slot).forget(slot)
                 self._generators.let_go(slot)
             self._deal()
         for run_id, run in [*self._runs.items()]:
             await run.update(self.registrations, self._why_not(run_id))
         self._file.write({GENERATORS: self._generators.held, GANGS: self._gangs.held})
+
+    def _claim(
+        self, run_id: str, needs: Needs, *, gangs: Sequence[str], generators: Sequence[str]
+    ) -> RunFleet:
+        self._gangs.claim(run_id, needs.roles, gangs)
+        if needs.generates:
+            self._generators.claim(Claim(run_id, needs.most_generators), generators)
+        run = self._runs[run_id] = RunFleet(run_id, self._connect, self)
+        return run
 
     def _deal(self) -> None:
         for slot in self._generators.deal(self._there()):

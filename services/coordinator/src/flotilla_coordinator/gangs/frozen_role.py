@@ -23,11 +23,11 @@ class FrozenRole(GangSession):
         run_id: str,
         spec: session_pb2.SessionSpec,
         gang: Gang,
-        ended_runs: Callable[[], Awaitable[list[str]]],
+        known_runs: Callable[[], Awaitable[list[str]]],
         lineage: int,
         temperature: float,
     ) -> None:
-        super().__init__(run_id, spec, gang, ended_runs, lineage)
+        super().__init__(run_id, spec, gang, known_runs, lineage)
         self._temperature = temperature
 
     async def score(self, batch: Batch) -> None:

@@ -55,12 +55,12 @@ class GangSession:
         run_id: str,
         spec: session_pb2.SessionSpec,
         gang: Gang,
-        ended_runs: Callable[[], Awaitable[list[str]]],
+        known_runs: Callable[[], Awaitable[list[str]]],
         lineage: int = 0,
     ) -> None:
         self._run_id = run_id
         self._spec = spec
-        self._ended_runs = ended_runs
+        self._known_runs = known_runs
         # A session is closed when its last command is through, and the next one opens after that.
         self._close_timeout_s = gang.longest_command_s + CLOSE_SLACK_S
         self.gang = gang
@@ -74,8 +74,8 @@ class GangSession:
         try:
             await self._open()
         except FailedPrecondition:
-            # A run that ended without us (its coordinator was killed) may hold the gang still, this one too.
-            for run_id in (self._run_id, *await self._ended_runs()):
+            # The gang is ours: what holds it still is over, by a coordinator that was killed, or went on elsewhere.
+            for run_id in (self._run_id, *await self._known_runs()):
                 await self._close(run_id)
             await self._open()
         self.opened = True

@@ -55,7 +55,10 @@ class GangLeases:
 
     def take(self, run_id: str, role: str, slot: str) -> bool:
         """Lease one; False where somebody else was faster."""
-        return self._held.setdefault(slot, (run_id, role)) == (run_id, role)
+        taken = self._held.setdefault(slot, (run_id, role)) == (run_id, role)
+        if taken:  # Should it be lost later, any free one will do.
+            self._remembered.pop(slot, None)
+        return taken
 
     def give_back(self, run_id: str, role: str) -> None:
         """The run looks for another gang, or for the same again."""

@@ -1,7 +1,8 @@
 """Which generators there are to deal, by the names of their slots.
 
 Invariants: a slot counts once its process is ready; one that a run has counts on while its process is started again,
-for as long as a start may take; one that leaves in order, or that a user drained, counts no more.
+for as long as a start may take, and for a part of that where the run has no other one; one that leaves in order, or
+that a user drained, counts no more.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import time
 from collections.abc import Collection, Mapping
 
 from flotilla.common.v1 import registration_pb2 as reg
+
+ALONE = 1 / 3
+"""Of the patience, for the only slot of a run, which cannot do anything meanwhile."""
 
 
 class GeneratorSlots:
@@ -25,9 +29,9 @@ class GeneratorSlots:
         return bool(self._away)
 
     def there(
-        self, snapshot: Mapping[str, reg.Registration], leased: Collection[str], drained: Collection[str]
+        self, snapshot: Mapping[str, reg.Registration], leased: Mapping[str, str], drained: Collection[str]
     ) -> set[str]:
-        """The slots; `drained` are instances."""
+        """The slots; `leased` says which run has one, `drained` are instances."""
         ready: set[str] = set()
         leaving: set[str] = set()
         for one in snapshot.values():
@@ -39,4 +43,9 @@ class GeneratorSlots:
                 ready.add(one.name)
         now = time.monotonic()
         self._away = {slot: self._away.get(slot, now) for slot in leased if slot not in ready | leaving}
-        return ready | {slot for slot, since in self._away.items() if now - since < self._patience_s}
+        served = {leased[slot] for slot in ready if slot in leased}
+        return ready | {
+            slot
+            for slot, since in self._away.items()
+            if now - since < (self._patience_s if leased[slot] in served else self._patience_s * ALONE)
+        }

@@ -1,13 +1,13 @@
 """Who has which service, for a coordinator that comes after this one.
 
 Invariant: it is a wish and no more: without the file, or with one that is out of date, runs go on with other services,
-and load from their checkpoints what these do not hold.
+and load from their checkpoints what these do not hold. Only the coordinator that works writes it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import structlog
@@ -24,8 +24,9 @@ Holders = Mapping[str, Mapping[str, str]]
 class LeaseFile:
     """Written at every change."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, may_write: Callable[[], bool]) -> None:
         self._path = path
+        self._may_write = may_write
         self._before = self._read()
         self._written: Holders | None = None
 
@@ -35,7 +36,7 @@ class LeaseFile:
 
     def write(self, holders: Holders) -> None:
         """What is so now."""
-        if holders == self._written:
+        if holders == self._written or not self._may_write():
             return
         self._written = {kind: dict(slots) for kind, slots in holders.items()}
         try:

@@ -135,6 +135,13 @@ class RunFleet:
             for user in self.users:
                 user.let_go(replica.instance_id)
 
+    def forget(self, slot: str) -> None:
+        """It has left; should it come back, it comes as a new one."""
+        for replica in self._generators_of(slot):
+            for user in self.users:
+                user.let_go(replica.instance_id)
+            self.generators.dismiss(replica.instance_id, "it was let go")
+
     def has_left(self, slot: str) -> bool:
         """Whether nothing of the run is left there."""
         return not any(

@@ -172,11 +172,14 @@ class Assembly:
         config, launcher = self._host.stack.autoscale, LauncherLink(self._host.state_dir)
         if config is None or not isinstance(self._config.algorithm, PolicyConfig):
             return None
+        wanted = self._config.rollout.generators
+        if wanted is not None:  # More would be nobody's.
+            most = max(config.min_generators, min(config.max_generators, wanted))
+            config = config.model_copy(update={"max_generators": most})
+        least, most = config.min_generators, config.max_generators
 
         async def change(by: int) -> int:
-            return await launcher.change_generators(
-                by, least=config.min_generators, most=config.max_generators
-            )
+            return await launcher.change_generators(by, least=least, most=most)
 
         return Autoscaler(
             config,

@@ -97,8 +97,7 @@ class RunStarts:
     async def take_over(self, records: Sequence[RunRecord]) -> None:
         """Go on with what an earlier coordinator left open, or close it."""
         going_on = [goes_on for record in records if (goes_on := await self._left(record)) is not None]
-        # Who is first to look for a gang must know which of them others had.
-        fleets = [await self._fleet.admit(one.run_id, Needs.of(one.config)) for one, _, _ in going_on]
+        fleets = await self._fleet.admit_again([(one.run_id, Needs.of(one.config)) for one, _, _ in going_on])
         for (active, directory, beginning), fleet in zip(going_on, fleets, strict=True):
             self._begin(active, directory, beginning, fleet)
 

@@ -47,7 +47,12 @@ class Group:
 
     def matches(self, replicas: list[GeneratorReplica]) -> bool:
         """True when these replicas, and no others, are the members."""
-        return {m.instance_id for m in self.members} == {r.instance_id for r in replicas}
+        return self.instance_ids == {replica.instance_id for replica in replicas}
+
+    @property
+    def instance_ids(self) -> set[str]:
+        """Of the members."""
+        return {member.instance_id for member in self.members}
 
 
 def seat(replicas: list[GeneratorReplica]) -> tuple[tuple[Member, ...], int]:

@@ -59,6 +59,8 @@ class WeightSync:
         self._verify = verify
         self._epochs = WeightEpochs(run_id, config, backend, policy, fence, longest_sample_s)
         self._serving = Serving()
+        self._let_go: set[str] = set()
+        """Instances that left for another run since the group was formed."""
         self._joiners = LateJoiners(run_id, self._epochs, self._serving, self._expel, verify)
         self._group: Group | None = None
         self._moving_to: frozenset[str] = frozenset()
@@ -125,8 +127,9 @@ class WeightSync:
         return instance_id in self._moving_to
 
     def let_go(self, instance_id: str) -> None:
-        """It is to serve another run."""
+        """It is to serve another run; should it come back, it joins anew."""
         self._serving.lost(instance_id)
+        self._let_go.add(instance_id)
 
     async def close(self) -> None:
         """Give the group up on every side."""
@@ -137,7 +140,7 @@ class WeightSync:
     async def _publish_once(self, version: Version, attempt: int) -> SyncReport:
         replicas = self._members_to_be(await self._candidates())
         group = self._group
-        if group is None or not group.matches(replicas):
+        if group is None or not group.matches(replicas) or self._let_go & group.instance_ids:
             group = await self._form(replicas)
         started = time.monotonic()
         staged = await self._epochs.stage(group, version)
@@ -165,6 +168,7 @@ class WeightSync:
         """The group that follows the policy from now on."""
         await self.close()
         self._serving.keep_only({replica.instance_id for replica in replicas})
+        self._let_go.clear()
         self._group = await self._epochs.form(replicas)
         return self._group
 
