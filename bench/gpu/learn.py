@@ -25,6 +25,12 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "arithmetic"
 RUN_LIMIT_S = 1500.0
 LOWEST_END = 0.90
+FILES = {
+    "grpo": ["grpo.yaml"],
+    "ppo": ["ppo.yaml"],
+    "lora": ["grpo.yaml", "longer.yaml", "lora.yaml"],
+}
+"""Of `examples/arithmetic`, as the demo takes them."""
 ALGORITHMS = ("grpo", "rloo", "remax", "gspo", "dapo", "ppo", "lora")
 
 
@@ -56,7 +62,7 @@ def _learn(name: str, dtype: str, out: Path) -> int:
     with fleet(name, _description(name, dtype, out), out) as stack:
         started = time.monotonic()
         warm = _finished(stack, ["sft.yaml"], out)
-        files = {"ppo": ["ppo.yaml"], "lora": ["grpo.yaml", "lora.yaml"]}.get(name, ["grpo.yaml"])
+        files = FILES.get(name, ["grpo.yaml", "longer.yaml"])
         algorithm = {"lora": "grpo"}.get(name, name)
         start = f"initial_weights={warm['directory']}/model"
         run = _finished(stack, files, out, start, f"algorithm.type={algorithm}")

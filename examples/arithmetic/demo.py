@@ -80,7 +80,8 @@ def demo(seed: int, algorithm: str, *, lora: bool, control: bool) -> None:
         else:
             learner = "adapters beside the warmed-up weights" if lora else "from the warmed-up weights"
             chapter(3, f"{algorithm}: {learner}, by rewards alone")
-        files = [file, *["lora.yaml"] * lora, *["grpo-control.yaml"] * control]
+        longer = lora or algorithm not in ("grpo", "ppo")
+        files = [file, *["longer.yaml"] * longer, *["lora.yaml"] * lora, *["grpo-control.yaml"] * control]
         start = f"initial_weights={warm['directory']}/model"
         run = train(stack, files, f"seed={seed}", start, f"algorithm.type={algorithm}")
         timeline = Path(run["directory"]) / "timeline.json"
