@@ -57,8 +57,19 @@ test-unit: setup  ## Run the unit tests of libs and services
 	@echo "==> unit tests"
 	@$(BIN)/pytest -q libs services
 
+.PHONY: test-chaos chaos-matrix chaos-beside
+test-chaos: setup
+	@echo "==> the fault matrix and all other faults side by side, told when they end"
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target chaos-matrix chaos-beside
+
+chaos-matrix:
+	@$(BIN)/pytest -q -s tests/chaos/test_fault_matrix.py
+
+chaos-beside:
+	@$(BIN)/pytest -q -s tests/chaos --ignore=tests/chaos/test_fault_matrix.py
+
 .PHONY: $(SUITES:%=test-%)
-$(SUITES:%=test-%): test-%: setup
+$(filter-out test-chaos,$(SUITES:%=test-%)): test-%: setup
 	@echo "==> $* tests"
 	@$(BIN)/pytest -q tests/$*
 

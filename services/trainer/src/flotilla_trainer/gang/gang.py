@@ -28,6 +28,7 @@ from flotilla_trainer.rank.setup import RankSetup
 MAX_RESTARTS_IN_A_ROW = 3
 URGENT_TIMEOUT_S = 5.0
 LEAVE_TIMEOUT_S = 3.0
+REAP_TIMEOUT_S = 3.0
 
 T = TypeVar("T")
 Arrays = dict[str, Array]
@@ -303,7 +304,12 @@ class Gang:
         for rank in self._ranks:
             rank.kill()
             rank.fail_answers(error)
-        await asyncio.gather(*(rank.reaped() for rank in self._ranks))
+        reaped = [asyncio.ensure_future(rank.reaped()) for rank in self._ranks]
+        if reaped:
+            _, missing = await asyncio.wait(reaped, timeout=REAP_TIMEOUT_S)
+            if missing:  # The nursery, which would say so, is stopped or hangs itself.
+                self._nursery.close()
+                await asyncio.wait(reaped)
         self._forget_meetings()
 
     def _forget_meetings(self) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from flotilla_core.errors import DeadlineExceeded, RankFailed
-from flotilla_trainer.gang.rank_child import RankChild
+from flotilla_trainer.gang.rank_child import BORN, RankChild, Tidings
 
 
 @dataclass(frozen=True)
@@ -47,27 +47,30 @@ class RankNursery:
         request = json.dumps(asdict(order)).encode()
         with theirs:
             descriptors = [line.fileno(), log.fileno(), theirs.fileno()]
-            socket.send_fds(self._open_line(), [request], descriptors)
-        tidings, line_end = await asyncio.open_unix_connection(sock=ours)
+            try:
+                socket.send_fds(self._open_line(), [request], descriptors)
+            except OSError as error:
+                ours.close()
+                raise self._failed(f"the process that they are forked from is gone: {error}") from None
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        tidings = Tidings(reader, writer)
         try:
-            born = await asyncio.wait_for(tidings.readline(), limit_s)
+            word, number = await asyncio.wait_for(tidings.next(), limit_s)
         except TimeoutError:
-            line_end.close()
+            tidings.close()
+            self.close()  # The next rank is not to wait for the same one.
             raise DeadlineExceeded(
                 "a rank did not start",
                 where=str(self._log),
                 why=f"torch and transformers were not imported within {limit_s:g} s",
                 next_step="see the log",
             ) from None
-        if not born:
-            line_end.close()
-            raise RankFailed(
-                "the ranks cannot be started",
-                where=str(self._log),
-                why="the process that they are forked from ended",
-                next_step="the end of that log says why",
+        if word != BORN:
+            tidings.close()
+            raise self._failed(
+                f"the first one ended with status {number}" if word else "what forks them ended"
             )
-        return RankChild(int(born), tidings, line_end)
+        return RankChild(number, tidings)
 
     def close(self) -> None:
         """End the process; ranks that still live die with it."""
@@ -78,6 +81,14 @@ class RankNursery:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+    def _failed(self, why: str) -> RankFailed:
+        return RankFailed(
+            "the ranks cannot be started",
+            where=str(self._log),
+            why=why,
+            next_step="the end of that log says more",
+        )
 
     def _open_line(self) -> socket.socket:
         if self._line is not None and self._process is not None and self._process.poll() is None:

@@ -23,6 +23,7 @@ STACK_DUMP_TIMEOUT_S = 5.0
 STACK_DUMP_QUIET_S = 0.25
 POLL_S = 0.05
 LAST_LOG_LINES = 20
+LINE_BREAKS_WITHIN_S = 2.0
 
 
 class RankProcess:
@@ -166,6 +167,8 @@ class RankProcess:
     async def reaped(self) -> None:
         """Wait for the end of a process that was killed."""
         await asyncio.wait({self._ending})  # a caller that is cancelled leaves the waiting task alone
+        # The line breaks when the process is gone, also where the end is only concluded from the nursery's.
+        await asyncio.wait({self._reading}, timeout=LINE_BREAKS_WITHIN_S)
         self._reading.cancel()
         self._writer.close()
 

@@ -85,7 +85,7 @@ class Nursery:
         os.environ.clear()
         os.environ.update(request["environment"])
         LIBC.prctl(PR_SET_NAME, request["name"].encode())
-        told.sendall(b"%d\n" % os.getpid())
+        told.sendall(b"born %d\n" % os.getpid())
         told.close()
         from flotilla_trainer.rank.main import serve
 
@@ -103,10 +103,12 @@ class Nursery:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            told = self._ranks.pop(pid)
+            told = self._ranks.pop(pid, None)
+            if told is None:
+                continue
             with told:
                 try:
-                    told.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
+                    told.sendall(b"ended %d\n" % os.waitstatus_to_exitcode(status))
                 except OSError:
                     pass  # Whoever started it is gone.
 
