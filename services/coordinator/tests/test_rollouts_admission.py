@@ -44,7 +44,7 @@ async def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     monkeypatch.setattr(run_starts, "execute", execute)
     ledger = Ledger.open(tmp_path / "ledger.sqlite")
     host: Any = SimpleNamespace(stack=SimpleNamespace(ready_timeout_s=5.0), state_dir=tmp_path)
-    fleet = Fleet(host)
+    fleet = Fleet(host, lambda: True)
     events: Any = Events()
     runs = Runs(host, fleet, ledger, events)
     await runs.recover()

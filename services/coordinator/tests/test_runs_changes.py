@@ -28,7 +28,7 @@ class Bench:
 
     def __init__(self, folder: Path, ledger: Ledger) -> None:
         host: Any = SimpleNamespace(stack=SimpleNamespace(ready_timeout_s=5.0), state_dir=folder)
-        fleet = Fleet(host)
+        fleet = Fleet(host, lambda: True)
         events: Any = SimpleNamespace(publish=lambda *_: None, close=self._nothing)
         self.ledger, self.folder = ledger, folder
         self.runs = Runs(host, fleet, ledger, events)

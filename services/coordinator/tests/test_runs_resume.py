@@ -32,7 +32,7 @@ class Bench:
 
     def __init__(self, folder: Path, ledger: Ledger, launched: list[Beginning]) -> None:
         host: Any = SimpleNamespace(stack=SimpleNamespace(ready_timeout_s=5.0), state_dir=folder)
-        fleet = Fleet(host)
+        fleet = Fleet(host, lambda: True)
         events: Any = SimpleNamespace(publish=lambda *_: None, close=self._nothing)
         self.ledger = ledger
         self.launched = launched
