@@ -63,6 +63,7 @@ def _bars(figures: LoadFigures) -> list[Row]:
             figures.lag_p99_s <= LAG_BAR_S,
         ),
         Row("  lag of its event loop, longest", f"{1000 * figures.longest_lag_s:.0f} ms"),
+        Row("  samples issued again", f"{figures.issued_again}", "0", figures.issued_again == 0),
     ]
 
 

@@ -66,6 +66,17 @@ async def test_nobody_waits_longer_than_the_caller_allows() -> None:
         assert [one.sample_id for one in await anext(together)] == ["b"]
 
 
+async def test_what_ends_while_a_message_is_handed_on_is_not_lost() -> None:
+    engine = Engine("a", "b", "c")
+    engine.going_on[0].set()
+    async with asyncio.timeout(LIMIT_S), aclosing(gathered(engine.generate(), 0.001)) as together:
+        assert [one.sample_id for one in await anext(together)] == ["a"]
+        engine.go_on()
+        while not engine.closed:
+            await asyncio.sleep(0)
+        assert [[one.sample_id for one in samples] async for samples in together] == [["b", "c"]]
+
+
 async def test_without_leave_to_wait_everything_comes_as_the_engine_yields_it() -> None:
     engine = Engine("a", "bc", "d")
     engine.go_on()

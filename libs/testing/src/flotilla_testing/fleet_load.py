@@ -34,7 +34,7 @@ class FleetLoad:
     """Generators."""
     processes: int = 8
     """Processes that they share."""
-    calls: int = 2304
+    calls: int = 2560
     """Group calls that the run admits at once; some of them are always being scored or trained."""
     calls_per_step: int = 256
     samples: int = 8
@@ -44,8 +44,11 @@ class FleetLoad:
     shortest_s: float = 12.0
     longest_s: float = 16.0
     """What decoding takes, by length: no fleet can end more than `calls * samples` in this time."""
-    warm_up_steps: int = 12
-    """Until nothing is left of what was admitted together at the start."""
+    update_s: float = 0.5
+    """What an update takes, and a snapshot. With none, steps follow each other faster than the fleet can go on, and what
+    is admitted together at the start ends together for ever: a flood and a drought in turns."""
+    warm_up_steps: int = 20
+    """Until nothing is left of what was admitted together at the start: twice as many as are admitted at once."""
     seconds: float = 60.0
     """How long is measured."""
 
@@ -81,6 +84,8 @@ class LoadFigures:
     lag_p99_s: float
     """How late the coordinator's event loop gave a turn: the median over the steps of their 99th percentiles."""
     longest_lag_s: float
+    issued_again: int
+    """Samples that did not come back from the generator that they were first given to."""
     cpu_seconds: dict[str, float]
     """CPU seconds per 1,000 samples, by kind of process."""
 
@@ -94,7 +99,8 @@ def measure(load: FleetLoad, directory: Path) -> LoadFigures:
     """Boot such a fleet in `directory`, let a run use it, and take it down."""
     model = example_model(directory, positions=2 * load.longest_response)
     room: dict[str, Any] = {"max_running_samples": load.calls * load.samples}
-    with light_stack(model, directory, replicas=0, sim=load.sim, **room) as stack, _crowds(stack, load):
+    parts = light_stack(model, directory, trainer_s=load.update_s, replicas=0, sim=load.sim, **room)
+    with parts as stack, _crowds(stack, load):
         run = stack.ok("run", "start", str(load.run_file(stack)))
         wait_until("the warm-up steps", lambda: len(stack.metrics(run)) > load.warm_up_steps, WARM_UP_LIMIT_S)
         figures = _measured(stack, run, load)
@@ -157,5 +163,6 @@ def _measured(stack: Stack, run: dict[str, Any], load: FleetLoad) -> LoadFigures
         coordinator_mib=max(resident),
         lag_p99_s=statistics.median(step["coordinator/loop_lag_p99_s"] for step in steps[1:]),
         longest_lag_s=max(step["coordinator/loop_lag_max_s"] for step in steps[1:]),
+        issued_again=int(sum(step["samples/retried"] for step in steps[1:])),
         cpu_seconds={kind: 1000 * (after[kind] - before[kind]) / samples for kind in after},
     )

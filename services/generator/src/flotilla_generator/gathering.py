@@ -35,7 +35,8 @@ async def gathered(endings: AsyncGenerator[list[Sample]], wait_s: float) -> Asyn
 
     taking = asyncio.create_task(take(), name="gather")
     try:
-        while not taking.done():
+        # More may arrive, and the last of all, while those before are handed on.
+        while arrived or not taking.done():
             await news.wait()
             if not taking.done():
                 await asyncio.wait({taking}, timeout=wait_s)
