@@ -128,6 +128,24 @@ def test_broad_excepts_stand_only_at_counted_boundaries() -> None:
     assert {path: count for path, count in counts.items() if count} == BROAD_EXCEPTS
 
 
+def has_reason(path: str, number: int) -> bool:
+    """Whether a comment beside line `number`, above it or first thing below it says why."""
+    lines = read(path).splitlines()
+    before, line, after = (lines[at].strip() for at in (number - 2, number - 1, number))
+    beside = line.partition("# ")[2].removeprefix("noqa: BLE001").strip(" -")
+    return bool(beside) or before.startswith("# ") or after.startswith("# ")
+
+
+def test_every_broad_except_says_why_it_may_be_broad() -> None:
+    unexplained = [
+        f"{path}:{number}"
+        for path in BROAD_EXCEPTS
+        for number, line in enumerate(code_of(path).splitlines(), 1)
+        if BROAD_EXCEPT.search(line) and not has_reason(path, number)
+    ]
+    assert unexplained == []
+
+
 def test_every_channel_and_server_goes_through_the_one_door() -> None:
     outside = [
         path

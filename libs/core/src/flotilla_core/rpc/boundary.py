@@ -24,6 +24,9 @@ from flotilla_core.rpc.handlers import behavior_of, is_infrastructure, wrapped
 
 logger = structlog.get_logger()
 
+GENERATED = "_pb2_grpc"
+"""How the modules are called whose base classes hold a place for every call of a contract."""
+
 
 class BoundaryInterceptor(grpc.aio.ServerInterceptor):
     """The innermost interceptor of every server."""
@@ -75,7 +78,7 @@ def _bounded(handler: Any, method: str) -> grpc.RpcMethodHandler[Any, Any]:
 
 
 def _answering(handler: Any, method: str) -> Callable[[Any, Any], Any]:
-    """The behaviour of `handler`, taking raw bytes."""
+    """The behaviour of `handler`, taking raw bytes; a refusal where the servicer left the call to its base class."""
     behavior = behavior_of(handler)
 
     def decoded(data: bytes) -> Any:
@@ -89,14 +92,13 @@ def _answering(handler: Any, method: str) -> Callable[[Any, Any], Any]:
             yield decoded(data)
 
     def answer(request: Any, context: Any) -> Any:
-        message = decoded_stream(request) if handler.request_streaming else decoded(request)
-        try:
-            return behavior(message, context)
-        except NotImplementedError:
-            # Raised by the generated base class before anything runs.
-            raise Unimplemented("this service does not implement the call", where=method) from None
+        return behavior(decoded_stream(request) if handler.request_streaming else decoded(request), context)
 
-    return answer
+    def refuse(request: Any, context: Any) -> Any:
+        raise Unimplemented("this service does not offer the call", where=method)
+
+    is_offered = not behavior.__module__.endswith(GENERATED)
+    return answer if is_offered else refuse
 
 
 async def abort(context: Any, error: Exception, method: str) -> NoReturn:

@@ -115,6 +115,7 @@ async def client_stream(
         try:
             async for request in requests:
                 yield request
+        # An iterator may raise anything; it is raised again, here and to the caller.
         except Exception as error:
             broken.append(error)
             raise
