@@ -15,6 +15,8 @@ from flotilla_coordinator.fleet import Fleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.runs import run_starts
+from flotilla_coordinator.runs.beginning import Beginning
+from flotilla_coordinator.runs.execution import Execution
 from flotilla_coordinator.runs.runs import Runs
 from flotilla_core.errors import FailedPrecondition
 
@@ -33,15 +35,15 @@ class Events:
 
 @pytest.fixture
 async def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Runs]:
-    async def execute(_host: Any, fleet: Any, _ledger: Any, active: Any, *_: Any) -> None:
+    async def execute(execution: Execution, _: Beginning) -> None:
         try:
             await asyncio.Event().wait()
         finally:
-            await fleet.close()
-            active.status.set_state(run_pb2.RUN_STATE_STOPPED)
+            await execution.fleet.close()
+            execution.active.status.set_state(run_pb2.RUN_STATE_STOPPED)
 
     monkeypatch.setattr(run_starts, "plan_run", lambda *_: run_pb2.Plan())
-    monkeypatch.setattr(run_starts, "execute", execute)
+    monkeypatch.setattr(Execution, "execute", execute)
     ledger = Ledger.open(tmp_path / "ledger.sqlite")
     host: Any = SimpleNamespace(stack=SimpleNamespace(ready_timeout_s=5.0), state_dir=tmp_path)
     fleet = Fleet(host, lambda: True)

@@ -16,6 +16,8 @@ from flotilla_coordinator.fleet import Fleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunState
 from flotilla_coordinator.runs import run_starts
+from flotilla_coordinator.runs.beginning import Beginning
+from flotilla_coordinator.runs.execution import Execution
 from flotilla_coordinator.runs.runs import Runs
 from flotilla_core.config import RunConfig, load_text
 from flotilla_core.errors import FailedPrecondition, InvalidConfig, InvalidRequest
@@ -52,19 +54,19 @@ class Bench:
 
 @pytest.fixture
 async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
-    async def execute(_host: Any, fleet: Any, _ledger: Any, active: Any, *_: Any) -> None:
-        active.status.set_state(run_pb2.RUN_STATE_RUNNING)
+    async def execute(execution: Execution, _: Beginning) -> None:
+        execution.active.status.set_state(run_pb2.RUN_STATE_RUNNING)
         try:
             await asyncio.Event().wait()
         finally:
-            await fleet.close()
-            active.status.set_state(run_pb2.RUN_STATE_STOPPED)
+            await execution.fleet.close()
+            execution.active.status.set_state(run_pb2.RUN_STATE_STOPPED)
 
     def plan(config: RunConfig, _stack: Any) -> run_pb2.Plan:
         return run_pb2.Plan(errors=["checkpoints fill the disk"] if config.checkpoint.keep > 100 else [])
 
     monkeypatch.setattr(run_starts, "plan_run", plan)
-    monkeypatch.setattr(run_starts, "execute", execute)
+    monkeypatch.setattr(Execution, "execute", execute)
     ledger = Ledger.open(tmp_path / "ledger.sqlite")
     made = Bench(tmp_path, ledger)
     await made.runs.recover()

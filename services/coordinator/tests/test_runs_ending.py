@@ -154,9 +154,8 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
             ejected.append(instance_id)
 
         fleet: Any = SimpleNamespace(begin=lambda fence: None, gang_lost=gang_lost, close=nothing)
-        active.task = asyncio.create_task(
-            execution.execute(nobody, fleet, ledger, active, directory, beginning)
-        )
+        run = execution.Execution(nobody, fleet, ledger, active, directory)
+        active.task = asyncio.create_task(run.execute(beginning))
         return Bench(ledger, active, directory, context, ejected)
 
     yield started

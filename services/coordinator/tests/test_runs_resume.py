@@ -19,6 +19,7 @@ from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs import run_starts
 from flotilla_coordinator.runs.beginning import Beginning
+from flotilla_coordinator.runs.execution import Execution
 from flotilla_coordinator.runs.runs import Runs
 from flotilla_core.errors import FailedPrecondition, NotFound
 from flotilla_core.version import Version
@@ -68,17 +69,17 @@ class Bench:
 async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
     launched: list[Beginning] = []
 
-    async def execute(_host: Any, fleet: Any, _ledger: Any, active: Any, _directory: Any, begin: Any) -> None:
-        launched.append(begin)
-        active.status.set_state(run_pb2.RUN_STATE_RUNNING)
+    async def execute(execution: Execution, beginning: Beginning) -> None:
+        launched.append(beginning)
+        execution.active.status.set_state(run_pb2.RUN_STATE_RUNNING)
         try:
             await asyncio.Event().wait()
         finally:
-            await fleet.close()
-            active.status.set_state(run_pb2.RUN_STATE_STOPPED)
+            await execution.fleet.close()
+            execution.active.status.set_state(run_pb2.RUN_STATE_STOPPED)
 
     monkeypatch.setattr(run_starts, "plan_run", lambda *_: run_pb2.Plan())
-    monkeypatch.setattr(run_starts, "execute", execute)
+    monkeypatch.setattr(Execution, "execute", execute)
     ledger = Ledger.open(tmp_path / "ledger.sqlite")
     made = Bench(tmp_path, ledger, launched)
     await made.runs.recover()

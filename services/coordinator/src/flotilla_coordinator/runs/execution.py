@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass
 
 import structlog
 
@@ -33,88 +34,110 @@ from flotilla_core.version import Version
 log = structlog.get_logger(__name__)
 
 
-async def execute(
-    host: Host,
-    fleet: RunFleet,
-    ledger: Ledger,
-    active: ActiveRun,
-    directory: RunDirectory,
-    beginning: Beginning,
-) -> None:
-    """Run to the end; never raises but for cancellation of the coordinator itself."""
-    state, reason = run_pb2.RUN_STATE_FAILED, ""
-    try:
-        active.status.set_state(run_pb2.RUN_STATE_RUNNING)
-        await _run(host, fleet, ledger, active, directory, beginning)
-        stopped = active.control.stop_requested
-        state = run_pb2.RUN_STATE_STOPPED if stopped else run_pb2.RUN_STATE_SUCCEEDED
-        reason = active.stop_reason if stopped else ""
-    except asyncio.CancelledError:
-        state, reason = run_pb2.RUN_STATE_STOPPED, active.stop_reason or "the coordinator was stopped"
-        if not active.control.stop_requested:
-            raise
-        if (task := asyncio.current_task()) is not None:
-            task.uncancel()  # the request has been met; what follows is the record
-    except FlotillaError as error:
-        reason = str(error)
-        log.error("run failed", run_id=active.run_id, reason=reason, exc_info=True)
-    except Exception as error:
-        # The task boundary of a run: anything else is a defect, reported as the run's end.
-        reason = f"internal error: {error!r}; see the coordinator's log"
-        log.exception("run failed", run_id=active.run_id)
-    finally:
-        active.ending = True
-        ours = await _is_ours(ledger)
-        if active.context is not None:
-            await _close(active.context, ours=ours)
-        await fleet.close()
-        if ours:
-            await _finish(ledger, active, directory, state, reason)
+@dataclass(frozen=True)
+class Execution:
+    """One run, the services that it has, and where it is recorded."""
 
+    host: Host
+    fleet: RunFleet
+    ledger: Ledger
+    active: ActiveRun
+    directory: RunDirectory
 
-async def _run(
-    host: Host,
-    fleet: RunFleet,
-    ledger: Ledger,
-    active: ActiveRun,
-    directory: RunDirectory,
-    beginning: Beginning,
-) -> None:
-    """The loop, begun again from its last checkpoint whenever a gang is lost under it."""
-    recovery = Recovery(fleet, ledger)
-    while True:
-        active.status.enter("waiting for services")
-        assembly = Assembly(host, fleet, ledger, active.run_id, active.control, active.status)
-        fence = await ledger.begin(
-            active.run_id, beginning.lineage, after_coordinator=beginning.after_coordinator
-        )
-        fleet.begin(fence)
-        context = await assembly.build(directory, beginning.lineage, fence.number)
-        active.context = context
-        if active.config.loop == "client":
-            assert assembly.client is not None, "built for every run of this kind"
-            active.client = assembly.client
-            return await serve_client(assembly.client, beginning, active)
+    async def execute(self, beginning: Beginning) -> None:
+        """Go on to the end; never raises but for cancellation of the coordinator itself."""
+        active = self.active
+        state, reason = run_pb2.RUN_STATE_FAILED, ""
         try:
-            return await run_loop(context, beginning)
+            active.status.set_state(run_pb2.RUN_STATE_RUNNING)
+            await self._run(beginning)
+            stopped = active.control.stop_requested
+            state = run_pb2.RUN_STATE_STOPPED if stopped else run_pb2.RUN_STATE_SUCCEEDED
+            reason = active.stop_reason if stopped else ""
+        except asyncio.CancelledError:
+            state, reason = run_pb2.RUN_STATE_STOPPED, active.stop_reason or "the coordinator was stopped"
+            if not active.control.stop_requested:
+                raise
+            if (task := asyncio.current_task()) is not None:
+                task.uncancel()  # the request has been met; what follows is the record
         except FlotillaError as error:
-            log.warning("the loop broke", run_id=active.run_id, error=str(error))
-            beginning = await recovery.after(context, error, beginning)
-        active.status.enter("recovering from the loss of a gang")
-        await _close(context)
+            reason = str(error)
+            log.error("run failed", run_id=active.run_id, reason=reason, exc_info=True)
+        except Exception as error:
+            # The task boundary of a run: anything else is a defect, reported as the run's end.
+            reason = f"internal error: {error!r}; see the coordinator's log"
+            log.exception("run failed", run_id=active.run_id)
+        finally:
+            active.ending = True
+            ours = await self._is_ours()
+            if active.context is not None:
+                await _close(active.context, ours=ours)
+            await self.fleet.close()
+            if ours:
+                await self._record_end(state, reason)
+
+    async def _run(self, beginning: Beginning) -> None:
+        """The loop, begun again from its last checkpoint whenever a gang is lost under it."""
+        active = self.active
+        recovery = Recovery(self.fleet, self.ledger)
+        while True:
+            active.status.enter("waiting for services")
+            assembly = Assembly(
+                self.host, self.fleet, self.ledger, active.run_id, active.control, active.status
+            )
+            fence = await self.ledger.begin(
+                active.run_id, beginning.lineage, after_coordinator=beginning.after_coordinator
+            )
+            self.fleet.begin(fence)
+            context = await assembly.build(self.directory, beginning.lineage, fence.number)
+            active.context = context
+            if active.config.loop == "client":
+                assert assembly.client is not None, "built for every run of this kind"
+                active.client = assembly.client
+                return await serve_client(assembly.client, beginning, active)
+            try:
+                return await run_loop(context, beginning)
+            except FlotillaError as error:
+                log.warning("the loop broke", run_id=active.run_id, error=str(error))
+                beginning = await recovery.after(context, error, beginning)
+            active.status.enter("recovering from the loss of a gang")
+            await _close(context)
+            active.context = None
+
+    async def _is_ours(self) -> bool:
+        """False once another coordinator goes on with the run: gangs and records are not for this one any more."""
+        try:
+            await self.ledger.beat()
+        except StaleVersion as error:
+            log.error("the run belongs to another coordinator", error=str(error))
+            return False
+        except FlotillaError as error:  # a full disk says nothing about the owner
+            log.warning("the ledger was not written", error=str(error))
+        return True
+
+    async def _record_end(self, state: run_pb2.RunState.ValueType, reason: str) -> None:
+        """The terminal state in every record; its services are free for other runs, and watchers are let go."""
+        active = self.active
         active.context = None
-
-
-async def _is_ours(ledger: Ledger) -> bool:
-    """False once another coordinator goes on with the run: its gangs and its records are not for this one any more."""
-    try:
-        await ledger.beat()
-    except StaleVersion as error:
-        log.error("the run belongs to another coordinator", error=str(error))
-        return False
-    except FlotillaError as error:  # a full disk says nothing about the owner
-        log.warning("the ledger was not written", error=str(error))
-    return True
+        active.status.set_state(state, reason)
+        try:
+            await self.ledger.drop_in_flight(active.run_id, RUN_ENDED)
+            await self.ledger.update_run(
+                active.run_id,
+                state=RunState(state),
+                reason=reason,
+                ended_at=time.time(),
+                step=active.status.run.step,
+                version=Version.from_proto(active.status.run.policy_version),
+            )
+            notice = await asyncio.to_thread(conclude, self.directory, active.status.run)
+            if notice:
+                active.status.notice(run_pb2.NOTICE_LEVEL_INFO, notice)
+        # Nobody is above: a full disk must not leave watchers waiting for an end that never comes.
+        except Exception:
+            log.exception("the end of the run could not be recorded whole", run_id=active.run_id)
+        finally:
+            active.feed.close()
 
 
 async def _close(context: RunContext, *, ours: bool = True) -> None:
@@ -131,29 +154,3 @@ async def _close(context: RunContext, *, ours: bool = True) -> None:
         # The record of the run is still to be written, whatever went wrong here.
         except Exception:
             log.exception("closing failed", run_id=context.run_id)
-
-
-async def _finish(
-    ledger: Ledger, active: ActiveRun, directory: RunDirectory, state: run_pb2.RunState.ValueType, reason: str
-) -> None:
-    """The terminal state in every record; its services are free for other runs, and watchers are let go."""
-    active.context = None
-    active.status.set_state(state, reason)
-    try:
-        await ledger.drop_in_flight(active.run_id, RUN_ENDED)
-        await ledger.update_run(
-            active.run_id,
-            state=RunState(state),
-            reason=reason,
-            ended_at=time.time(),
-            step=active.status.run.step,
-            version=Version.from_proto(active.status.run.policy_version),
-        )
-        notice = await asyncio.to_thread(conclude, directory, active.status.run)
-        if notice:
-            active.status.notice(run_pb2.NOTICE_LEVEL_INFO, notice)
-    # Nobody is above: a full disk must not leave watchers waiting for an end that never comes.
-    except Exception:
-        log.exception("the end of the run could not be recorded whole", run_id=active.run_id)
-    finally:
-        active.feed.close()

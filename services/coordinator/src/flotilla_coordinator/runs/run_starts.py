@@ -26,7 +26,7 @@ from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs.active import ActiveRun
 from flotilla_coordinator.runs.beginning import Beginning
 from flotilla_coordinator.runs.control import RunControl
-from flotilla_coordinator.runs.execution import execute
+from flotilla_coordinator.runs.execution import Execution
 from flotilla_coordinator.runs.feed import RunFeed
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_coordinator.runs.stored_run import continued_run, interrupted_run, record_end
@@ -172,9 +172,8 @@ class RunStarts:
     ) -> run_pb2.Run:
         run_id = active.run_id
         self.active[run_id] = active
-        active.task = asyncio.create_task(
-            execute(self._host, fleet, self._ledger, active, directory, beginning), name=f"run {run_id}"
-        )
+        execution = Execution(self._host, fleet, self._ledger, active, directory)
+        active.task = asyncio.create_task(execution.execute(beginning), name=f"run {run_id}")
         # What has ended is told from its records: memory is for runs that go on.
         active.task.add_done_callback(lambda _: self.active.pop(run_id, None))
         return active.status.run
