@@ -99,6 +99,7 @@ async def test_a_generator_changes_hands_when_its_last_group_has_ended_and_no_we
     let_go: list[str] = []
     user: Any = SimpleNamespace(moves_weights_to=moving.__contains__, let_go=let_go.append)
     first.users.append(user)
+    first.weight_mover = user
     taken = await first.generators.acquire(
         LOAD, allowed=lambda one: one.name == "generator-1", timeout_s=1, what="it"
     )

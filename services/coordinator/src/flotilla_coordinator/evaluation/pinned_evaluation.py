@@ -83,10 +83,6 @@ class PinnedEvaluation:
             pinned.task.cancel()
         return others or replicas
 
-    def moves_weights_to(self, instance_id: str) -> bool:
-        """Never: what is pinned takes no weights."""
-        return False
-
     def let_go(self, instance_id: str) -> None:
         """The pinned replica is to serve another run."""
         if self._under_way is not None and self._under_way.instance_id == instance_id:

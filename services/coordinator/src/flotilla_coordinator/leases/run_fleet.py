@@ -44,11 +44,15 @@ class Lessor(Protocol):
 class GeneratorUser(Protocol):
     """What a run does with its generators beside giving them work."""
 
-    def moves_weights_to(self, instance_id: str) -> bool:
-        """Whether a sync that is under way has it as a member."""
-
     def let_go(self, instance_id: str) -> None:
         """It serves this run no more."""
+
+
+class WeightMover(Protocol):
+    """What brings weights to them."""
+
+    def moves_weights_to(self, instance_id: str) -> bool:
+        """Whether a sync that is under way has it as a member."""
 
 
 class RunFleet:
@@ -69,6 +73,8 @@ class RunFleet:
         """Of the beginning that works now; it goes with every call."""
         self.users: list[GeneratorUser] = []
         """Of the beginning that works now."""
+        self.weight_mover: WeightMover | None = None
+        """The same beginning's."""
         self.generators: ReplicaPool[GeneratorServiceAsyncStub] = ReplicaPool(
             reg.SERVICE_KIND_GENERATOR,
             GeneratorServiceStub,
@@ -96,7 +102,7 @@ class RunFleet:
 
     def begin(self, fence: Fence) -> None:
         """A beginning of the run works from now on; nobody of the one before uses generators any more."""
-        self.fence, self.users = fence, []
+        self.fence, self.users, self.weight_mover = fence, [], None
 
     async def gang(self, role: str, patience_s: float) -> Replica[TrainerServiceAsyncStub]:
         """The run's own gang of a role; waits until one that is free can be leased."""
@@ -145,7 +151,8 @@ class RunFleet:
     def has_left(self, slot: str) -> bool:
         """Whether nothing of the run is left there."""
         return not any(
-            replica.leases or any(user.moves_weights_to(replica.instance_id) for user in self.users)
+            replica.leases
+            or (self.weight_mover is not None and self.weight_mover.moves_weights_to(replica.instance_id))
             for replica in self._generators_of(slot)
         )
 
@@ -156,7 +163,7 @@ class RunFleet:
 
     async def close(self) -> None:
         """Give everything back, and close every channel."""
-        self.users = []
+        self.users, self.weight_mover = [], None
         await self._lessor.end(self._run_id)
         for pool in self._pools():
             await pool.close()

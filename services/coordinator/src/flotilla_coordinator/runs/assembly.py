@@ -166,6 +166,7 @@ class Assembly:
             self._config.rollout.longest_sample_s,
         )
         self._fleet.users.append(sync)
+        self._fleet.weight_mover = sync
         return sync
 
     def _autoscaler(self) -> Autoscaler | None:
