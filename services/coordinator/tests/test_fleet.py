@@ -40,7 +40,7 @@ async def new_fleet(tmp_path: Path) -> AsyncIterator[Callable[[], Fleet]]:
 
     yield new
     for one in made:
-        await one.stop()
+        await one.close()
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def fleet(new_fleet: Callable[[], Fleet]) -> Fleet:
 
 async def register(fleet: Fleet, *names: str, **states: reg.InstanceState.ValueType) -> None:
     """All that there is now; a name may say which process of its slot it is: `generator-0/b`."""
-    fleet.registrations = {
+    snapshot = {
         name: reg.Registration(
             kind=KINDS[name.partition("-")[0]],
             name=name.partition("/")[0],
@@ -61,7 +61,7 @@ async def register(fleet: Fleet, *names: str, **states: reg.InstanceState.ValueT
         )
         for name in names
     }
-    await fleet.settle()
+    await fleet.see(snapshot)
 
 
 def generators(fleet: Fleet, run_id: str) -> list[str]:

@@ -1,15 +1,12 @@
 """Every service of the stack, and which run has it.
 
-Invariants: one registry watch feeds every run's view; a gang and a generator have one run at a time, by the names of
-their slots; what changes hands is let go by one run before it is given to the next.
+Invariants: a gang and a generator have one run at a time, by the names of their slots; what changes hands is let go by
+one run before it is given to the next; every run sees what is its own, and only that.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import grpc
 
@@ -22,26 +19,17 @@ from flotilla_coordinator.leases.lease_file import GANGS, GENERATORS, LeaseFile
 from flotilla_coordinator.leases.needs import Needs
 from flotilla_coordinator.leases.run_fleet import RunFleet
 from flotilla_coordinator.leases.shares import Claim
-from flotilla_coordinator.runs.together import both
-from flotilla_core.errors import FailedPrecondition, NotFound
+from flotilla_coordinator.leases.standing import (
+    DRAINED,
+    Standing,
+    is_working_replica,
+    standing,
+    working_replica,
+)
+from flotilla_core.errors import FailedPrecondition
 from flotilla_core.roles import POLICY
 from flotilla_core.rpc import Fence
-from flotilla_core.rpc.replica import ReplicaState
 from flotilla_core.service import Host
-
-LOOK_EVERY_S = 0.1
-WORKING = (reg.INSTANCE_STATE_READY, reg.INSTANCE_STATE_DRAINING)
-REPLICAS = (reg.SERVICE_KIND_GENERATOR, reg.SERVICE_KIND_REWARD)
-DRAINED = "drained by a user"
-
-
-@dataclass(frozen=True)
-class Standing:
-    """Whether a replica gets work, and how much it has."""
-
-    state: ReplicaState
-    why: str = ""
-    outstanding: int = 0
 
 
 class Fleet:
@@ -50,7 +38,6 @@ class Fleet:
     def __init__(self, host: Host, owns_state: Callable[[], bool]) -> None:
         """`owns_state` is false once another coordinator works in our place."""
         self._host = host
-        self._watch: asyncio.Task[None] | None = None
         self._runs: dict[str, RunFleet] = {}
         self._slots = GeneratorSlots(host.stack.ready_timeout_s)
         self._generators = GeneratorLeases()
@@ -60,16 +47,18 @@ class Fleet:
         """Instances that a user took out of service."""
         self.registrations: dict[str, reg.Registration] = {}
 
-    async def start(self) -> None:
-        """Begin to follow the registry."""
-        self._watch = asyncio.create_task(self._work(), name="fleet watch")
+    async def see(self, snapshot: Mapping[str, reg.Registration]) -> None:
+        """Take in who exists now."""
+        self.registrations = dict(snapshot)
+        await self.settle()
 
-    async def stop(self) -> None:
-        """Stop following, and take from every run what it has."""
-        if self._watch is not None:
-            self._watch.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watch
+    @property
+    def changes_with_time(self) -> bool:
+        """Whether something may change that nobody tells."""
+        return bool(self._generators.leaving) or self._slots.any_away
+
+    async def close(self) -> None:
+        """Take from every run what it has."""
         for run in [*self._runs.values()]:
             await run.close()
 
@@ -133,33 +122,18 @@ class Fleet:
 
     def standing(self, registration: reg.Registration) -> Standing | None:
         """How the runs see a generator or a reward replica; None for anything else, and for what only starts."""
-        if registration.kind not in REPLICAS or registration.state not in WORKING:
+        if not is_working_replica(registration):
             return None
         seen = [
             replica
             for run in self._runs.values()
             if (replica := run.replica(registration.instance_id)) is not None
         ]
-        outstanding = sum(replica.outstanding for replica in seen)
-        if registration.instance_id in self._drained:
-            return Standing("draining", DRAINED, outstanding)
-        if registration.state == reg.INSTANCE_STATE_DRAINING:
-            return Standing("draining", "draining", outstanding)
-        worst = next((replica for replica in seen if replica.state != "ready"), None)
-        return Standing("ready" if worst is None else worst.state, worst.why if worst else "", outstanding)
+        return standing(registration, seen, drained=registration.instance_id in self._drained)
 
     async def drain(self, reference: str) -> reg.Registration:
         """No more work for a replica, by its instance id or its slot's name; the last generator of a run stays."""
-        found = next(
-            (
-                one
-                for one in self.registrations.values()
-                if one.kind in REPLICAS and one.state in WORKING and reference in (one.instance_id, one.name)
-            ),
-            None,
-        )
-        if found is None:
-            raise NotFound(f"there is no replica {reference!r}", next_step="see `flotilla replicas list`")
+        found = working_replica(self.registrations.values(), reference)
         run_id = self.holder(found)
         if run_id and self._runs[run_id].is_last_generator(found.instance_id):
             raise FailedPrecondition(
@@ -238,22 +212,3 @@ class Fleet:
 
     def _connect(self, address: str, fence: Callable[[], Fence | None]) -> grpc.aio.Channel:
         return self._host.connect(address, fence=fence)
-
-    async def _work(self) -> None:
-        try:
-            await both(self._follow(), self._look_again())
-        # A coordinator that no longer sees its fleet must not look healthy: it ends, and is started again.
-        except Exception as error:  # noqa: BLE001
-            self._host.failed(error)
-
-    async def _follow(self) -> None:
-        async for snapshot in self._host.registry.watch():
-            self.registrations = dict(snapshot)
-            await self.settle()
-
-    async def _look_again(self) -> None:
-        """Nobody tells when the last group on a generator has ended, or a process is away for too long."""
-        while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            if self._generators.leaving or self._slots.any_away:
-                await self.settle()

@@ -19,6 +19,7 @@ from flotilla_coordinator.launcher_link import LauncherLink
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.ownership import BEAT_S, Owner
 from flotilla_coordinator.loop_servicer import LoopServicer
+from flotilla_coordinator.registry_watch import keep_in_view
 from flotilla_coordinator.retention import Retention
 from flotilla_coordinator.runs.runs import Runs
 from flotilla_coordinator.servicer import CoordinatorServicer
@@ -39,6 +40,7 @@ class Coordinator:
     def __init__(self, host: Host) -> None:
         self._host = host
         self._ledger = Ledger.open(host.state_dir / "ledger.sqlite", Owner.of_this_process(host.instance_id))
+        self._watching: asyncio.Task[None] | None = None
         self._beating: asyncio.Task[None] | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._spans = SpanStore(host.state_dir / "spans.sqlite")
@@ -71,7 +73,7 @@ class Coordinator:
 
     async def start(self) -> None:
         """Follow the fleet, then go on with what an earlier coordinator left."""
-        await self._fleet.start()
+        self._watching = asyncio.create_task(keep_in_view(self._fleet, self._host), name="fleet watch")
         self._beating = asyncio.create_task(self._beat(), name="ledger beat")
         await self._runs.recover()
         self._keeping = asyncio.create_task(self._retention.keep(), name="retention")
@@ -95,11 +97,11 @@ class Coordinator:
     async def stop(self) -> None:
         """Close in the reverse order of opening."""
         await self._runs.close()
-        for task in (self._beating, self._keeping):
+        for task in (self._beating, self._keeping, self._watching):
             if task is not None:
                 task.cancel()
                 await asyncio.wait({task})
-        await self._fleet.stop()
+        await self._fleet.close()
         self._ledger.close()
         self._spans.close()
 
