@@ -31,6 +31,8 @@ from flotilla_core.errors import Unavailable
 from flotilla_core.version import Version
 from flotilla_generator.checkpoint import Checkpoint
 from flotilla_generator.engine.base import Applied, KvPolicy, Sampling
+from flotilla_generator.engine.vllm.commits import Commits
+from flotilla_generator.engine.vllm.decoding import Decoding
 from flotilla_generator.engine.vllm.engine import VllmEngine
 from flotilla_generator.engine.vllm.sampling import sampling_params
 from flotilla_generator.engine.vllm.worker_calls import WorkerCalls
@@ -93,6 +95,7 @@ class TimedEngine(VllmEngine):
         super().__init__(config, checkpoint, worker_extension)
         self.parts: Parts = {}
         self.workers = TimedCalls(lambda: self._llm, self.parts)
+        self.commits = TimedCommits(lambda: self._llm, self.workers, self._decoding, self.parts)
 
     async def apply(self, version: Version, kv_policy: KvPolicy) -> Applied:
         self.parts.clear()
@@ -100,12 +103,22 @@ class TimedEngine(VllmEngine):
         self.parts["resume"] = applied.stall_s - sum(self.parts.values())
         return applied
 
+
+class TimedCommits(Commits):
+    """Commits, whose parts are timed."""
+
+    def __init__(
+        self, llm: Callable[[], Any], workers: WorkerCalls, decoding: Decoding, parts: Parts
+    ) -> None:
+        super().__init__(llm, workers, decoding)
+        self._parts = parts
+
     async def _stand_still(self, kv_policy: KvPolicy) -> None:
-        with _timed(self.parts, "pause"):
+        with _timed(self._parts, "pause"):
             await super()._stand_still(kv_policy)
 
     async def _switch(self, version: Version) -> None:
-        with _timed(self.parts, "tag"):
+        with _timed(self._parts, "tag"):
             await super()._switch(version)
 
 

@@ -61,7 +61,6 @@ class Workers:
 def engine_on(workers: Workers, tmp_path: Any) -> VllmEngine:
     engine = VllmEngine(GeneratorConfig(), Checkpoint(tmp_path, {}))
     engine._llm = workers
-    engine._tags_versions = True
     return engine
 
 

@@ -92,3 +92,8 @@ def engine_arguments(
 def accepts(function: Any, parameter: str) -> bool:
     """Whether this release of vLLM knows a parameter."""
     return parameter in inspect.signature(function).parameters
+
+
+def tags_versions(llm: Any) -> bool:
+    """Whether this release of vLLM notes with each token which version of the weights wrote it."""
+    return hasattr(llm, "update_weight_version")

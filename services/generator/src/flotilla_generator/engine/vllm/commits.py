@@ -1,0 +1,106 @@
+"""How staged weights become the live ones.
+
+Invariants: live weights change only between a pause that keeps running requests and the resume after it; nobody resumes
+while they are half replaced; weights that no worker confirms decode nothing more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from flotilla_core.errors import FailedPrecondition, WeightsMismatch
+from flotilla_core.version import Version
+from flotilla_generator.engine.base import Applied, KvPolicy, PauseMode, WeightsNotLive
+from flotilla_generator.engine.vllm.boot import tags_versions
+from flotilla_generator.engine.vllm.decoding import Decoding
+from flotilla_generator.engine.vllm.worker_calls import WorkerCalls
+
+UNTAGGED = "untagged"
+PAUSES = {
+    KvPolicy.RECOMPUTE: {"mode": "keep", "clear_cache": True},
+    KvPolicy.REUSE: {"mode": "keep", "clear_cache": False},
+    KvPolicy.DRAIN: {"mode": "wait", "clear_cache": True},
+}
+
+
+class Commits:
+    """Pauses and resumes the vLLM that `llm` gives, and has its workers replace what they decode with."""
+
+    def __init__(self, llm: Callable[[], Any], workers: WorkerCalls, decoding: Decoding) -> None:
+        self._llm = llm
+        self._workers = workers
+        self._decoding = decoding
+        self._paused = False
+        self._applying = asyncio.Lock()
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stand still until `resume`."""
+        self._paused = True
+        await self._llm().pause_generation(mode=mode.value, clear_cache=False)
+
+    async def resume(self) -> None:
+        """Decode again, unless a commit is under way: then after it."""
+        async with self._applying:  # never while weights are half replaced
+            self._paused = False
+            await self._llm().resume_generation()
+
+    async def apply(self, version: Version, kv_policy: KvPolicy) -> Applied:
+        """Make what is staged live as `version`."""
+        started = time.perf_counter()
+        async with self._applying:
+            if self._paused and kv_policy is KvPolicy.DRAIN:
+                raise FailedPrecondition(
+                    "a paused replica cannot drain",
+                    why="its samples stand still until Resume",
+                    next_step="call Resume first, or commit with the policy recompute",
+                )
+            await self._stand_still(kv_policy)
+            try:
+                answers = await self._replace(version)
+            except WeightsNotLive:
+                await self._llm().pause_generation(mode="abort", clear_cache=True)
+                raise
+            finally:
+                if not self._paused:
+                    await self._llm().resume_generation()
+        return Applied(
+            stall_s=time.perf_counter() - started,
+            apply_s=max(answer["apply_s"] for answer in answers),
+            verify_s=max(answer["verify_s"] for answer in answers),
+        )
+
+    async def untag(self) -> None:
+        """What decodes from now on is of no version that anybody knows."""
+        self._decoding.live = None
+        if tags_versions(self._llm()):
+            await self._llm().update_weight_version(UNTAGGED)
+
+    async def _stand_still(self, kv_policy: KvPolicy) -> None:
+        """Pause for a commit. vLLM's own pause sleeps 20 ms for outputs on their way: needless where it tags tokens."""
+        if tags_versions(self._llm()):
+            await self._llm().engine_core.pause_scheduler_async(**PAUSES[kv_policy])
+        else:
+            await self._llm().pause_generation(**PAUSES[kv_policy])
+
+    async def _replace(self, version: Version) -> list[dict[str, Any]]:
+        """Load on all workers and tag; the weights count as untouched only where every worker says so."""
+        try:
+            answers = await self._workers.ask("flotilla_apply")
+            errors = dict.fromkeys(answer["error"] for answer in answers if answer["error"])
+            if not errors:
+                await self._switch(version)
+                return answers
+        # Whatever went wrong on the way, nobody knows what the workers hold.
+        except Exception as error:
+            raise WeightsNotLive("the engine did not confirm the new weights", why=str(error)) from error
+        if any(answer.get("broken", True) or not answer["error"] for answer in answers):
+            raise WeightsNotLive("; ".join(errors))
+        raise WeightsMismatch("the staged weights were not applied", why="; ".join(errors))
+
+    async def _switch(self, version: Version) -> None:
+        self._decoding.switch(version)
+        if tags_versions(self._llm()):
+            await self._llm().update_weight_version(str(version))
