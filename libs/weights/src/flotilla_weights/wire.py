@@ -1,34 +1,27 @@
 """The transport under `Sender` and `Receiver`: one process group of one epoch, and a store beside it.
 
-Invariants: every wait has a deadline of `timeout_s`, watches for a failure that any member reported, and ends at once
-when this end is aborted; after the first failure the link is dead for ever (a new epoch makes a new one). A process
-group with work in flight is never destroyed under that work: gloo cannot cancel, so the remains are left to a thread
-that waits for them to end.
+Invariants: every wait has a deadline of `timeout_s`, watches for a failure that any member reported, and ends within
+50 ms once this end is aborted; after the first failure the link is dead for ever (a new epoch makes a new one).
 """
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, TCPStore
 
 from flotilla_core.errors import FlotillaError, InvalidRequest, WeightGroupFailed
+from flotilla_weights.process_group import connected_group, let_go, pause_over
 
 SENDER_RANK = 0
-SPINS = 200
-POLL_S = 0.0005
 STORE_POLL_S = 0.02
 STORE_CHECK_EVERY_S = 0.25
-GLOO_SLICE = timedelta(seconds=0.05)
-"""How long an abort of this end may go unseen by a thread that waits for a transfer."""
 
 
 class Link:
@@ -94,7 +87,15 @@ class Link:
                     f"rank {rank} joined with another manifest", why="names, types, shapes or order differ"
                 )
         try:
-            self._group = self._connect(peer_host, device, self._required_store())
+            self._group = connected_group(
+                self.backend,
+                PrefixStore(self.backend, self._required_store()),
+                self.rank,
+                self.world_size,
+                peer_host=peer_host,
+                device=device,
+                timeout_s=self.timeout_s,
+            )
         except (RuntimeError, OSError) as error:
             raise self.fail("the group could not be connected", why=_brief(error)) from error
 
@@ -115,14 +116,13 @@ class Link:
             self._pending.append(work)
         if self._cause is not None:
             # Another thread ended the link in between and could not know of this transfer.
-            self._retire(group, [work])
+            let_go(group, self.backend, [work])
             self.check()
         return work
 
     def finish(self, work: Any, what: str) -> None:
         """Wait for one transfer."""
-        pause = _doze_over(work) if self.backend == "gloo" else _poll
-        self.wait(work.is_completed, lambda: what, pause)
+        self.wait(work.is_completed, lambda: what, pause_over(work, self.backend))
         self.check()  # completed or not, an aborted epoch delivers nothing more
         with self._lock:
             self._pending = [other for other in self._pending if other is not work]
@@ -145,7 +145,7 @@ class Link:
         """Ask for `done` between two pauses within the deadline, watching for aborts and for failures of others."""
         deadline = time.monotonic() + self.timeout_s
         next_check = time.monotonic() + STORE_CHECK_EVERY_S
-        spins = 0
+        looks = 0
         while not done():
             self.check()
             now = time.monotonic()
@@ -154,8 +154,8 @@ class Link:
             if now >= next_check:
                 self.check_peers()
                 next_check = now + STORE_CHECK_EVERY_S
-            pause(spins)
-            spins += 1
+            pause(looks)
+            looks += 1
 
     def check(self) -> None:
         """Raise what ended this link."""
@@ -206,17 +206,8 @@ class Link:
             group, self._group = self._group, None
             pending, self._pending = [w for w in self._pending if not w.is_completed()], []
         if group is not None:
-            self._retire(group, pending)
+            let_go(group, self.backend, pending)
         return self._cause
-
-    def _retire(self, group: Any, pending: list[Any]) -> None:
-        """Let go of a process group, never under a transfer that still runs in it."""
-        if self.backend == "nccl":
-            group.abort()
-        elif pending:
-            threading.Thread(
-                target=_outlive, args=(group, pending), name="weights-remains", daemon=True
-            ).start()
 
     def _has(self, keys: list[str]) -> bool:
         return bool(self._ask(lambda store: store.check(keys)))
@@ -242,64 +233,9 @@ class Link:
         absent = [str(rank) for rank in range(self.world_size) if not self._has([f"member/{rank}"])]
         return f"rank {', '.join(absent)} of {self.world_size}"
 
-    def _connect(self, peer_host: str, device: torch.device, parent: PrefixStore) -> Any:
-        timeout = timedelta(seconds=self.timeout_s)
-        store = PrefixStore(self.backend, parent)
-        if self.backend == "gloo":
-            gloo: Any = ProcessGroupGloo  # its stub does not list what follows
-            options = gloo._Options()
-            options._timeout = timeout
-            options._devices = [_gloo_device(_address_towards(peer_host))]
-            return gloo(store, self.rank, self.world_size, options)
-        from torch._C._distributed_c10d import ProcessGroupNCCL
-
-        os.environ.setdefault(
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
-        )  # deadlines are kept here; a watchdog would exit
-        torch.cuda.set_device(device)
-        nccl = ProcessGroupNCCL.Options()
-        nccl._timeout = timeout
-        return ProcessGroupNCCL(store, self.rank, self.world_size, nccl)
-
-
-def _poll(spins: int) -> None:
-    time.sleep(0 if spins < SPINS else POLL_S)
-
 
 def _poll_store(_: int) -> None:
     time.sleep(STORE_POLL_S)
-
-
-def _doze_over(work: Any) -> Callable[[int], None]:
-    """Sleep until a transfer of gloo has ended, for a slice at most.
-
-    Where many members share a machine, polls by all of them would slow the very transfer that they wait for.
-    """
-
-    def doze(_: int) -> None:
-        try:
-            work.wait(GLOO_SLICE)
-        except RuntimeError:
-            return  # not yet, or it failed: whoever waits looks which
-
-    return doze
-
-
-@cache
-def _gloo_device(address: str) -> Any:
-    """One for all groups of this process: each has a thread, which looks for work a hundred times a second."""
-    gloo: Any = ProcessGroupGloo  # as above
-    return gloo.create_device(hostname=address)
-
-
-def _outlive(group: Any, pending: list[Any]) -> None:
-    """Hold a broken gloo group until its last transfer has ended by itself."""
-    for work in pending:
-        try:
-            work.wait()
-        except RuntimeError:
-            continue  # how a transfer without a peer ends
-    del group
 
 
 def _brief(error: BaseException) -> str:
@@ -307,11 +243,3 @@ def _brief(error: BaseException) -> str:
     if not text:
         return type(error).__name__
     return text[0].split(" This is typically")[0][-200:]
-
-
-def _address_towards(host: str) -> str:
-    """Our address on the interface that leads to `host`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        address: str = probe.getsockname()[0]
-    return address
