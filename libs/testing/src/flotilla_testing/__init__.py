@@ -1,1 +1,1 @@
-"""Simulated fleets, fault injection, ledger checks and fixtures for tests."""
+"""Stacks to test on, simulated fleets and fault injection, for tests and benches."""

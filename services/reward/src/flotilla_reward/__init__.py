@@ -1,1 +1,1 @@
-"""Reward service: scores samples and steps environments."""
+"""Reward service: scores samples with checkers and functions of the user's."""

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class TrainerServicer(TrainerServiceServicer):
-    """The calls of this release; the base class answers UNIMPLEMENTED to the others."""
+    """The calls of this release: all but Sleep and Wake, which are refused as UNIMPLEMENTED."""
 
     def __init__(self, holder: SessionHolder) -> None:
         self._holder = holder

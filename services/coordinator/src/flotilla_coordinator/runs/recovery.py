@@ -1,4 +1,4 @@
-"""A run that lost its trainer, or the critic beside it, goes on by itself.
+"""A run that lost its trainer, or a gang beside it, goes on by itself.
 
 Invariants: only the loss of a session counts, whichever call noticed it; what a user asked a run to begin with is
 asked for until it has begun so; a run that loses a gang again and again without making a step ends, with the reason of

@@ -1,3 +1,3 @@
-"""One rank of the gang: `python -m flotilla_trainer.rank`, started and watched by the front."""
+"""The ranks of the gang, and the nursery (`python -m flotilla_trainer.rank`) that forks them off for the front."""
 
 from __future__ import annotations
