@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -25,11 +24,10 @@ from flotilla_core.errors import (
 )
 from flotilla_core.version import Version
 from flotilla_generator.engine.base import Applied, Engine, KvPolicy, WeightsNotLive
+from flotilla_generator.staged_weights import StagedWeights, differing, require_whole
 from flotilla_weights.manifest import Manifest
 
 T = TypeVar("T")
-NAMED = 5
-"""Tensors that a message names before it only counts."""
 
 
 class Phase(Enum):
@@ -40,16 +38,6 @@ class Phase(Enum):
     STAGED = "staged"
     COMMITTING = "committing"
     BROKEN = "broken"
-
-
-@dataclass(frozen=True)
-class Staged:
-    """A version that arrived."""
-
-    version: Version
-    manifest: Manifest
-    digests: tuple[int, ...]
-    elapsed_s: float
 
 
 class WeightSession:
@@ -67,7 +55,7 @@ class WeightSession:
         self.epoch = 0
         self.phase = Phase.IDLE
         self.live: Version | None = None
-        self.staged: Staged | None = None
+        self.staged: StagedWeights | None = None
         self.buckets_received = 0
         self.error = ""
 
@@ -86,7 +74,7 @@ class WeightSession:
                 where=f"run {run_id}",
                 next_step="open the next group with a higher epoch",
             )
-        self._require_whole(manifest)
+        require_whole(manifest, self._engine.info.required_tensors)
         await self._end_transfer()
         async with self._lock:
             await self._engine.drop()
@@ -98,7 +86,7 @@ class WeightSession:
             await self._transferring("joining", self._engine.join(group, rank_offset, manifest))
             self._manifest, self._publications = manifest, 0
 
-    async def stage(self, run_id: str, epoch: int, version: Version) -> Staged:
+    async def stage(self, run_id: str, epoch: int, version: Version) -> StagedWeights:
         """Receive one publication beside the live weights."""
         manifest = self._require_group(run_id, epoch)
         async with self._lock:
@@ -113,11 +101,11 @@ class WeightSession:
             finally:
                 self._rest()
             first = received.worker_digests[0]
-            self.staged = Staged(version, manifest, first, time.monotonic() - started)
+            self.staged = StagedWeights(version, manifest, first, time.monotonic() - started)
             for digests in received.worker_digests[1:]:
                 if digests != first:
                     raise self._refused(
-                        _differing(manifest, digests, first, "workers received different bytes")
+                        differing(manifest, digests, first, "workers received different bytes")
                     )
             self._rest()
             return self.staged
@@ -151,7 +139,8 @@ class WeightSession:
                 return Applied(0.0, 0.0, 0.0)
             self._require_group(run_id, epoch)
             staged = self._require_staged(version)
-            self._require_agreement(staged, expected)
+            if disagreement := staged.disagreement_with(expected):
+                raise self._refused(disagreement)
             self.phase = Phase.COMMITTING
             try:
                 applied = await self._engine.apply(version, kv_policy)
@@ -249,26 +238,6 @@ class WeightSession:
             task.cancel()
             await asyncio.wait([task])
 
-    def _require_whole(self, manifest: Manifest) -> None:
-        """A manifest must bring exactly the tensors of the model: vLLM would not notice one that is missing."""
-        required = self._engine.info.required_tensors
-        if required is None:
-            return
-        given = {spec.name: spec.shape for spec in manifest.tensors}
-        faults = [f"missing: {name}" for name in required if name not in given]
-        faults += [f"extra: {name}" for name in given if name not in required]
-        faults += [
-            f"{name} is {list(given[name])} instead of {list(shape)}"
-            for name, shape in required.items()
-            if name in given and given[name] != shape
-        ]
-        if faults:
-            raise WeightsMismatch(
-                "the manifest does not fit this replica's model",
-                why=_listed(faults),
-                next_step="trainer and generator must load the same model",
-            )
-
     def _require_group(self, run_id: str, epoch: int) -> Manifest:
         if run_id != self.run_id or epoch != self.epoch:
             raise StaleVersion(
@@ -284,7 +253,7 @@ class WeightSession:
             )
         return self._manifest
 
-    def _require_staged(self, version: Version) -> Staged:
+    def _require_staged(self, version: Version) -> StagedWeights:
         if self.staged is None or self.staged.version != version:
             raise FailedPrecondition(
                 f"version {version} is not staged",
@@ -294,17 +263,6 @@ class WeightSession:
         if self.live is not None and version < self.live:
             raise StaleVersion(f"version {version} is older than {self.live}, which is live")
         return self.staged
-
-    def _require_agreement(self, staged: Staged, expected: weights_pb2.WeightDigests) -> None:
-        if Version.from_proto(expected.version) != staged.version:
-            raise self._refused(f"digests of version {Version.from_proto(expected.version)} were given")
-        if expected.manifest_digest != staged.manifest.digest:
-            raise self._refused("the sender published another manifest")
-        sent = tuple(expected.tensor_digests)
-        if sent != staged.digests:
-            raise self._refused(
-                _differing(staged.manifest, staged.digests, sent, "arrived otherwise than sent")
-            )
 
     def _refused(self, why: str) -> WeightsMismatch:
         version = self.staged.version if self.staged else "none"
@@ -316,19 +274,3 @@ class WeightSession:
         self.staged, self.error = None, str(error)
         self._rest()
         return error
-
-
-def _differing(manifest: Manifest, ours: tuple[int, ...], theirs: tuple[int, ...], what: str) -> str:
-    if len(ours) != len(theirs):
-        return f"{len(theirs)} digests for {len(ours)} tensors"
-    wrong = [
-        spec.name
-        for spec, mine, other in zip(manifest.all_tensors, ours, theirs, strict=True)
-        if mine != other
-    ]
-    return f"{what}: {_listed(wrong)}"
-
-
-def _listed(names: list[str]) -> str:
-    rest = f", and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + rest
