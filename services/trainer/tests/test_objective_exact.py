@@ -26,7 +26,8 @@ from flotilla_trainer.objective.update_objective import UpdateObjective
 from flotilla_trainer.packing import Layout, pack
 from flotilla_trainer.rank.objective import Objective
 from flotilla_trainer.rank.objective_metrics import objective_metrics
-from flotilla_trainer.update_batch import ModelLimits, UpdateBatch
+from flotilla_trainer.sequence_tokens import ModelLimits
+from flotilla_trainer.update_batch import UpdateBatch
 
 VOCABULARY = 13
 TOLERANCE = 1e-5

@@ -22,7 +22,8 @@ from flotilla_trainer.objective.session_objective import session_objective
 from flotilla_trainer.objective.settings import check_objective, objective_settings
 from flotilla_trainer.packing import Layout, Sequences, pack
 from flotilla_trainer.rank.objective import Objective
-from flotilla_trainer.update_batch import ModelLimits, UpdateBatch
+from flotilla_trainer.sequence_tokens import ModelLimits
+from flotilla_trainer.update_batch import UpdateBatch
 
 VOCABULARY = 13
 TOLERANCE = 1e-5

@@ -25,8 +25,9 @@ from flotilla_trainer.objective.settings import check_objective, objective_setti
 from flotilla_trainer.packing import Layout, Sequences, pack
 from flotilla_trainer.rank.rank_objective import rank_objective
 from flotilla_trainer.rank.reward_objective import RewardObjective
+from flotilla_trainer.sequence_tokens import ModelLimits
 from flotilla_trainer.session_settings import check_spec
-from flotilla_trainer.update_batch import ModelLimits, UpdateBatch
+from flotilla_trainer.update_batch import UpdateBatch
 
 VOCABULARY = 13
 TOLERANCE = 1e-6

@@ -19,9 +19,10 @@ from flotilla_trainer.objective.update_objective import UpdateObjective
 from flotilla_trainer.packing import Sequences
 from flotilla_trainer.rank.objective import Objective
 from flotilla_trainer.rank.step_metrics import metrics_of_steps
+from flotilla_trainer.sequence_tokens import ModelLimits
 from flotilla_trainer.session_settings import check_spec
 from flotilla_trainer.step_plan import StepPlan, proximal_share
-from flotilla_trainer.update_batch import ModelLimits, UpdateBatch
+from flotilla_trainer.update_batch import UpdateBatch
 
 VOCABULARY = 13
 VERSION = Version(0, 3)

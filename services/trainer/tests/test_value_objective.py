@@ -22,7 +22,8 @@ from flotilla_trainer.objective.value_update import ValueUpdate
 from flotilla_trainer.packing import Layout, pack
 from flotilla_trainer.rank.rank_objective import rank_objective
 from flotilla_trainer.rank.value_objective import ValueObjective
-from flotilla_trainer.update_batch import ModelLimits, UpdateBatch
+from flotilla_trainer.sequence_tokens import ModelLimits
+from flotilla_trainer.update_batch import UpdateBatch
 
 VOCABULARY = 13
 TOLERANCE = 1e-6

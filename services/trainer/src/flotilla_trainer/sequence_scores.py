@@ -13,8 +13,8 @@ from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 from flotilla_trainer.frames import Array
 from flotilla_trainer.packing import MicroBatch
+from flotilla_trainer.sequence_tokens import read_scored
 from flotilla_trainer.session_ranks import SessionRanks
-from flotilla_trainer.update_batch import read_scored
 
 Columns = dict[str, Array]
 

@@ -17,8 +17,8 @@ from flotilla_core.service import Activities
 from flotilla_trainer.frames import Array, Frame
 from flotilla_trainer.gang import Gang
 from flotilla_trainer.packing import Layout, MicroBatch, Sequences, pack
+from flotilla_trainer.sequence_tokens import ModelLimits
 from flotilla_trainer.session_settings import layout
-from flotilla_trainer.update_batch import ModelLimits
 
 
 class SessionRanks:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_core.errors import InvalidRequest
-from flotilla_trainer.update_batch import UpdateBatch, sample_place
+from flotilla_trainer.sequence_tokens import sample_place
+from flotilla_trainer.update_batch import UpdateBatch
 
 ADVANTAGE_NEEDS = {
     "gae": (

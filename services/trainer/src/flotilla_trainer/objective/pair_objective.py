@@ -18,7 +18,8 @@ from flotilla_core.errors import InvalidRequest
 from flotilla_trainer.objective.pair_metrics import pair_metrics
 from flotilla_trainer.objective.unchanging import Unchanging
 from flotilla_trainer.packing import Sequences
-from flotilla_trainer.update_batch import UpdateBatch, sample_place
+from flotilla_trainer.sequence_tokens import sample_place
+from flotilla_trainer.update_batch import UpdateBatch
 
 Floats = NDArray[np.float64]
 Scores = NDArray[np.float32]

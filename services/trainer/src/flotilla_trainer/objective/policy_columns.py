@@ -32,7 +32,8 @@ from flotilla_algorithms.outcomes import NO_HISTORY
 from flotilla_core.errors import NotFinite, UserCodeError
 from flotilla_trainer.objective.user_functions import guarded, is_user_function, load_user_function
 from flotilla_trainer.rank.objective_settings import FULL_DIVERGENCE
-from flotilla_trainer.update_batch import UpdateBatch, sample_place
+from flotilla_trainer.sequence_tokens import sample_place
+from flotilla_trainer.update_batch import UpdateBatch
 
 Floats = NDArray[np.float64]
 

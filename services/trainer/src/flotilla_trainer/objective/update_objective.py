@@ -20,7 +20,8 @@ from flotilla_trainer.objective import policy_columns as columns
 from flotilla_trainer.objective.needed_columns import check_advantage, check_logprobs, check_reference
 from flotilla_trainer.objective.sections import ADVANTAGE, LOSS, checked_section
 from flotilla_trainer.packing import Sequences
-from flotilla_trainer.update_batch import UpdateBatch, sample_place
+from flotilla_trainer.sequence_tokens import sample_place
+from flotilla_trainer.update_batch import UpdateBatch
 
 Columns = dict[str, NDArray[Any]]
 TOKEN_MEAN = "token_mean"

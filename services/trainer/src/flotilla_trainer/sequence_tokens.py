@@ -1,0 +1,113 @@
+"""Prompts and responses on the wire, checked and laid out as one array of tokens.
+
+Invariants: token ids are those that were sampled, never re-made from text; whatever does not fit the model is refused,
+naming the sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flotilla.common.v1 import tensor_pb2
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_core.errors import InvalidRequest
+from flotilla_core.tensors import from_tensor
+from flotilla_trainer.frames import Array
+from flotilla_trainer.packing import Sequences
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What fits the model."""
+
+    vocabulary: int
+    max_sequence_tokens: int
+    """0 where the model has no limit."""
+
+
+def read_scored(
+    sequences: Iterable[pb.ScoredSequence], limits: ModelLimits
+) -> tuple[list[str], Sequences, Any]:
+    """Ids, sequences and response lengths of a scoring request."""
+    items = list(sequences)
+    if not items:
+        raise InvalidRequest("there is nothing to score", where="sequences")
+    ids = [item.sequence_id for item in items]
+    check_ids(ids)
+    prompts = [
+        token_ids(item.prompt_token_ids, f"prompt of {sample_place(item.sequence_id)}") for item in items
+    ]
+    responses = [token_ids(item.token_ids, sample_place(item.sequence_id)) for item in items]
+    lengths = np.array([len(response) for response in responses])
+    tokens, prompt_lengths = joined_tokens(prompts, responses, ids, limits)
+    scored = response_places(prompt_lengths, lengths)
+    return ids, Sequences(tokens=tokens, lengths=prompt_lengths + lengths, scored=scored), lengths
+
+
+def response_places(
+    prompt_lengths: NDArray[np.int64], response_lengths: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Where the response tokens lie within all tokens."""
+    ends = np.cumsum(prompt_lengths + response_lengths)
+    before = np.cumsum(response_lengths) - response_lengths
+    offset = ends - response_lengths - before
+    return np.arange(int(response_lengths.sum())) + np.repeat(offset, response_lengths)
+
+
+def joined_tokens(
+    prompts: list[Array], responses: list[Array], ids: list[str], limits: ModelLimits
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Prompt, response, prompt, response, ... as one array, within the limits of the model."""
+    parts = [part for pair in zip(prompts, responses, strict=True) for part in pair]
+    tokens = np.concatenate(parts)
+    prompt_lengths = np.array([len(prompt) for prompt in prompts])
+    lengths = prompt_lengths + np.array([len(response) for response in responses])
+    too_long = np.flatnonzero(lengths > limits.max_sequence_tokens) if limits.max_sequence_tokens else ()
+    if len(too_long):
+        raise InvalidRequest(
+            f"a sequence of {lengths[too_long[0]]} tokens does not fit the model",
+            where=sample_place(ids[too_long[0]]),
+            why=f"the model takes {limits.max_sequence_tokens}",
+            next_step="lower rollout.sampling.max_response_tokens or drop long prompts",
+        )
+    wrong = np.flatnonzero((tokens < 0) | (tokens >= limits.vocabulary))
+    if wrong.size:
+        owner = int(np.searchsorted(np.cumsum(lengths), wrong[0], side="right"))
+        raise InvalidRequest(
+            f"token id {tokens[wrong[0]]} is not in the vocabulary",
+            where=sample_place(ids[owner]),
+            why=f"the model knows ids 0 to {limits.vocabulary - 1}",
+            next_step="use the tokenizer of the model that the trainer holds",
+        )
+    return tokens.astype(np.int32), prompt_lengths
+
+
+def token_ids(tensor: tensor_pb2.Tensor, where: str) -> Array:
+    """A list of token ids that is not empty."""
+    if not tensor.data:
+        raise InvalidRequest("there are no tokens", where=where)
+    tokens = from_tensor(tensor)
+    if tokens.ndim != 1 or tokens.dtype.kind != "i":
+        raise InvalidRequest(
+            f"token ids are {tokens.dtype}{list(tokens.shape)}, not a list of integers", where=where
+        )
+    return tokens
+
+
+def check_ids(ids: list[str]) -> None:
+    """Every id stands once."""
+    seen: set[str] = set()
+    for identifier in ids:
+        if not identifier or identifier in seen:
+            raise InvalidRequest("an id is empty or stands twice", where=sample_place(identifier))
+        seen.add(identifier)
+
+
+def sample_place(identifier: str) -> str:
+    """Where an error about a sample points."""
+    return f"sample {identifier!r}"
