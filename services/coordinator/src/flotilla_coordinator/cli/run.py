@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flotilla_coordinator.cli.following import remarks, stay_with
 from flotilla_coordinator.cli.options import Coordinator, Json, RunId, Stack
+from flotilla_coordinator.cli.run_output import print_plan, run_json
 from flotilla_coordinator.cli.stack_choice import client_of
 
 if TYPE_CHECKING:
     from flotilla.coordinator.v1.run_pb2 import Plan, Run
-    from flotilla_client import Client
 
 app = typer.Typer(help="Start, follow and stop runs.", no_args_is_help=True)
 
@@ -43,17 +44,17 @@ def start(
     async def begin() -> tuple[Run, list[str]]:
         async with client_of(stack, coordinator) as client:
             started = await client.start_run(files, overrides)
-            return started, [] if follow else await _remarks(client, started.run_id)
+            return started, [] if follow else await remarks(client, started.run_id)
 
-    run, remarks = wait(begin())
+    run, said = wait(begin())
     if follow:
         say(f"run {run.run_id} started; its files: {run.directory}")
-        _follow(run.run_id, stack, coordinator, as_json=as_json)
+        stay_with(run.run_id, stack, coordinator, as_json=as_json)
     elif as_json:
         print_json(run_json(run))
     else:
         print_line(run.run_id)
-        say("\n".join([*remarks, f"files: {run.directory}", f"next: flotilla run watch {run.run_id}"]))
+        say("\n".join([*said, f"files: {run.directory}", f"next: flotilla run watch {run.run_id}"]))
 
 
 @app.command()
@@ -74,7 +75,7 @@ def plan(
             return await client.plan_run(files, overrides)
 
     found = ask_or_else(ask(), lambda _: plan_run(files, overrides, stack), stack, coordinator)
-    _print_plan(found, as_json=as_json)
+    print_plan(found, as_json=as_json)
     if found.errors:
         raise typer.Exit(USAGE)
 
@@ -141,7 +142,7 @@ def watch(
     run: Latest = "latest", stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False
 ) -> None:
     """Follow a run until it ends. Ctrl-C leaves the run alone. With --json prints the run at its end."""
-    _follow(run, stack, coordinator, as_json=as_json)
+    stay_with(run, stack, coordinator, as_json=as_json)
 
 
 @app.command()
@@ -192,88 +193,8 @@ def resume(
 
     found = wait(ask())
     if follow:
-        _follow(found.run_id, stack, coordinator, as_json=as_json)
+        stay_with(found.run_id, stack, coordinator, as_json=as_json)
     elif as_json:
         print_json(run_json(found))
     else:
         say(f"run {found.run_id} goes on\nnext: flotilla run watch {found.run_id}")
-
-
-def run_json(run: Run) -> dict[str, Any]:
-    """A run in the output of all `run` commands."""
-    from flotilla_coordinator.cli.output import state_name, version_text
-
-    return {
-        "run_id": run.run_id,
-        "name": run.name,
-        "state": state_name(run),
-        "phase": run.phase,
-        "step": run.step,
-        "total_steps": run.total_steps,
-        "policy_version": version_text(run.policy_version) if run.HasField("policy_version") else None,
-        "created_at": run.created_at.ToJsonString() if run.HasField("created_at") else None,
-        "ended_at": run.ended_at.ToJsonString() if run.HasField("ended_at") else None,
-        "reason": run.reason,
-        "advice": run.advice,
-        "directory": run.directory,
-        "metrics": dict(run.metrics),
-    }
-
-
-def _follow(run_id: str, stack: str | None, coordinator: str | None, *, as_json: bool) -> None:
-    """Progress on stderr; the run at its end; exit code 1 when it failed."""
-    from flotilla.coordinator.v1.run_pb2 import RUN_STATE_FAILED
-    from flotilla_coordinator.cli.exit_codes import RUN_FAILED
-    from flotilla_coordinator.cli.output import print_json, say, state_name
-    from flotilla_coordinator.cli.progress import progress
-    from flotilla_coordinator.cli.running import wait
-
-    async def stay() -> Run:
-        async with client_of(stack, coordinator) as client:
-            started = await client.get_run(run_id)
-            with progress(started) as show:
-                async for event in client.watch_run(started.run_id, tell=say):
-                    show(event)
-            return await client.get_run(started.run_id)
-
-    detached = f"detached: the run goes on. Follow it again: flotilla run watch {run_id}"
-    ended = wait(stay(), interrupted=detached)
-    if as_json:
-        print_json(run_json(ended))
-    say(f"run {ended.run_id} {state_name(ended)}" + (f": {ended.reason}" if ended.reason else ""))
-    if "eval/accuracy" in ended.metrics:
-        before, after = ended.metrics["eval/accuracy_before"], ended.metrics["eval/accuracy"]
-        say(f"held-out accuracy: {before:.3f} before, {after:.3f} after {ended.step} steps")
-    say(f"files: {ended.directory}")
-    if ended.state == RUN_STATE_FAILED:
-        raise typer.Exit(RUN_FAILED)
-
-
-async def _remarks(client: Client, run_id: str) -> list[str]:
-    """What the coordinator has to say at the start: notices, up to the first thing that the run does."""
-    from contextlib import aclosing
-
-    from flotilla_coordinator.cli.progress import notice_line
-
-    said = []
-    async with aclosing(client.watch_run(run_id)) as events:
-        async for event in events:
-            if event.WhichOneof("event") != "notice":
-                break
-            said.append(notice_line(event.notice))
-    return said
-
-
-def _print_plan(plan: Plan, *, as_json: bool) -> None:
-    from flotilla_coordinator.cli.output import print_json, print_table, say
-
-    if as_json:
-        lines = [{"name": n.name, "value": n.value, "explanation": n.explanation} for n in plan.lines]
-        print_json({"lines": lines, "warnings": list(plan.warnings), "errors": list(plan.errors)})
-        return
-    if plan.lines:
-        print_table(("WHAT", "VALUE", "HOW"), [(n.name, n.value, n.explanation) for n in plan.lines])
-    for warning in plan.warnings:
-        say(f"warning: {warning}")
-    for error in plan.errors:
-        say(f"error: {error}")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flotilla_coordinator.cli.options import Coordinator, Json, RunId, Stack
+from flotilla_coordinator.cli.run_output import run_json
 from flotilla_coordinator.cli.stack_choice import client_of
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ Changes = Annotated[
 def pause(run: RunId, stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False) -> None:
     """Begin no step after the one that is under way, until `run resume`; the run keeps the fleet."""
     from flotilla_coordinator.cli.output import print_json, say
-    from flotilla_coordinator.cli.run import run_json
     from flotilla_coordinator.cli.running import wait
 
     async def ask() -> Run:
@@ -39,7 +39,6 @@ def set_(
 ) -> None:
     """Change settings of a run from its next step on: steps, learning rate, staleness, evaluation and checkpoints."""
     from flotilla_coordinator.cli.output import print_json, say
-    from flotilla_coordinator.cli.run import run_json
     from flotilla_coordinator.cli.running import wait
 
     async def ask() -> Run:
