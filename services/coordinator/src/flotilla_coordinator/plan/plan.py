@@ -15,7 +15,6 @@ from flotilla_coordinator.data.loaders import held_out_data, training_data
 from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import LoadedSet, joined, read_sets
-from flotilla_coordinator.gangs.session_spec import critic_warmup_steps
 from flotilla_coordinator.plan import checks
 from flotilla_coordinator.plan.adapters import AdapterFacts, adapter_errors
 from flotilla_coordinator.plan.algorithm import algorithm_lines, algorithm_warnings
@@ -27,10 +26,11 @@ from flotilla_coordinator.plan.evaluations import evaluation_errors, evaluation_
 from flotilla_coordinator.plan.mesh import mesh_errors, mesh_line
 from flotilla_coordinator.plan.micro_batches import MicroBatches
 from flotilla_coordinator.plan.model_facts import ModelFacts
-from flotilla_coordinator.plan.remarks import STARTING_WEIGHTS
+from flotilla_coordinator.plan.model_lines import model_lines
 from flotilla_coordinator.plan.roles import role_errors
 from flotilla_coordinator.plan.sizes import shown_bytes
 from flotilla_coordinator.plan.trainer_memory import TrainerMemory
+from flotilla_coordinator.plan.update_lines import update_lines, update_warnings
 from flotilla_coordinator.plan.weight_sync import sync_lines
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.errors import FlotillaError
@@ -100,9 +100,8 @@ class _Planner:
 
     def write(self) -> None:
         """All lines, warnings and errors."""
-        self._model_line()
-        self._start_line()
-        self._adapter_line()
+        for line in model_lines(self._config, self._model, self._adapters, self._limit):
+            self._line(*line)
         for line in algorithm_lines(self._config.algorithm):
             self._line(*line)
         self._plan.warnings.extend(algorithm_warnings(self._config.algorithm))
@@ -116,38 +115,6 @@ class _Planner:
             self._plan.errors.extend(evaluation_errors(self._config, self._held_out, self._limit))
         self._memory_lines()
         self._disk_lines()
-
-    def _model_line(self) -> None:
-        m = self._model
-        self._line(
-            "model",
-            _count(m.parameters, "parameters"),
-            f"{m.layers} layers, hidden size {m.hidden_size}, vocabulary {m.vocabulary_size}, "
-            f"sequences up to {self._limit} tokens",
-        )
-
-    def _start_line(self) -> None:
-        given = self._config.initial_weights
-        if given:
-            self._line(STARTING_WEIGHTS, str(given), "initial_weights")
-        else:
-            self._line(
-                STARTING_WEIGHTS,
-                str(self._model.folder),
-                "the stack's model as it is; initial_weights starts from others",
-            )
-
-    def _adapter_line(self) -> None:
-        lora, adapters = self._config.lora, self._adapters
-        if lora is None or adapters is None:
-            return
-        self._line(
-            "trainable",
-            _count(adapters.parameters, "parameters"),
-            f"adapters of rank {lora.rank}, alpha {lora.alpha:g}, beside {adapters.layers} linear layers "
-            f"({', '.join(adapters.names)}): {adapters.parameters / self._model.parameters:.2%} of the model's"
-            + (f"; from {lora.adapter}" if lora.adapter else ""),
-        )
 
     def _data_lines(self) -> None:
         config = self._config
@@ -200,40 +167,12 @@ class _Planner:
 
     def _update_lines(self) -> None:
         config, lanes = self._config, self._stack.trainer.lanes
-        optimizer, budget = config.optimizer, config.batching.tokens_per_microbatch
-        alone = critic_warmup_steps(config)
-        updates = config.steps - alone
-        after = f" after the {alone} in which only the critic learns" if alone else ""
-        self._line("updates", f"{updates}", f"one a step{after}, over all of its samples")
-        self._line(
-            "optimizer steps",
-            f"{optimizer.steps_of_an_update} an update",
-            f"{optimizer.steps_per_update} mini-batch(es) of whole groups, {self._prompts} groups together, "
-            f"x {optimizer.epochs_per_update} pass(es); {updates * optimizer.steps_of_an_update:,} in the run",
-        )
         # A reward is what follows the last token, which is therefore fed as well.
         longest = self._longest + (1 if config.trains_reward_model else 0)
-        cut = MicroBatches.of(self._samples, longest, budget, lanes)
-        self._line(
-            "micro-batches of an update",
-            f"at most {cut.per_rank} a rank",
-            f"{self._samples} sequences over {lanes} lane(s) of ranks, {cut.together} together within "
-            f"tokens_per_microbatch = {budget} when each feeds {cut.fed_tokens} tokens; never changes the result",
-        )
-        if cut.fed_tokens > budget:
-            self._plan.warnings.append(
-                f"a sequence may have {self._longest} tokens, more than batching.tokens_per_microbatch = "
-                f"{budget}: such a one is a micro-batch of its own"
-            )
-        end = optimizer.learning_rate * (
-            1.0 if optimizer.schedule == "constant" else optimizer.final_lr_ratio
-        )
-        self._line(
-            "learning rate",
-            f"{optimizer.learning_rate:g}",
-            f"{optimizer.warmup_updates} updates of warm-up, then {optimizer.schedule} to {end:g} "
-            f"at update {updates}",
-        )
+        cut = MicroBatches.of(self._samples, longest, config.batching.tokens_per_microbatch, lanes)
+        for line in update_lines(config, cut, self._samples, lanes):
+            self._line(*line)
+        self._plan.warnings.extend(update_warnings(config, cut, self._longest))
 
     def _memory_lines(self) -> None:
         trainer = self._stack.trainer
@@ -285,10 +224,3 @@ def _existing(path: Path) -> Path:
     while not path.exists():
         path = path.parent
     return path
-
-
-def _count(number: int, what: str) -> str:
-    for size, unit in ((10**9, " billion"), (10**6, " million"), (10**3, " thousand")):
-        if number >= size:
-            return f"{number / size:.3g}{unit} {what}"
-    return f"{number} {what}"
