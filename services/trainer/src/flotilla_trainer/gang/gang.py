@@ -9,29 +9,20 @@ loop meanwhile.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from flotilla.common.v1 import operate_pb2
 from flotilla_core import telemetry
 from flotilla_core.errors import DeadlineExceeded, FlotillaError, Internal, Unavailable
-from flotilla_trainer.frames import Array, Frame
+from flotilla_trainer.frames import Frame
+from flotilla_trainer.gang.crew import Arrays, Crew, load_fields
 from flotilla_trainer.gang.nursery import RankNursery
 from flotilla_trainer.gang.plan import GangPlan
-from flotilla_trainer.gang.rank_process import RankProcess
-from flotilla_trainer.gang.watch import GangWatch
-from flotilla_trainer.model_heads import first_head
-from flotilla_trainer.rank.setup import RankSetup
 
 MAX_RESTARTS_IN_A_ROW = 3
 URGENT_TIMEOUT_S = 5.0
-LEAVE_TIMEOUT_S = 3.0
-REAP_TIMEOUT_S = 3.0
-
-T = TypeVar("T")
-Arrays = dict[str, Array]
 
 
 class Gang:
@@ -45,11 +36,9 @@ class Gang:
         beyond_help: Callable[[FlotillaError], None],
     ) -> None:
         self._plan = plan
-        self._nursery = nursery
         self._lost = lost
         self._beyond_help = beyond_help
-        self._ranks: list[RankProcess] = []
-        self._watch = GangWatch(plan, [])
+        self._crew = Crew(plan, nursery)
         self._turn = asyncio.Lock()
         self._ready = asyncio.Event()
         self._running: set[asyncio.Task[list[Frame]]] = set()
@@ -93,8 +82,8 @@ class Gang:
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.wait({self._keeper})
-        await self._let_go()
-        await self._kill(Unavailable("the trainer is stopping"))
+        await self._crew.leave()
+        await self._crew.kill(Unavailable("the trainer is stopping"))
 
     async def wait_ready(self) -> None:
         """Wait for a gang that is being replaced."""
@@ -140,20 +129,21 @@ class Gang:
 
     async def load(self, folder: Path, head: str, *, frozen: bool) -> None:
         """Let the ranks hold these weights under this head; the facts are those of what they hold then."""
-        answers = await self.command("load", _load(folder, head, frozen=frozen), limit_s=self.slow_timeout_s)
+        answers = await self.command(
+            "load", load_fields(folder, head, frozen=frozen), limit_s=self.slow_timeout_s
+        )
         self.facts = answers[0].fields
 
     def reports(self, number: int) -> list[asyncio.Future[Frame]]:
         """What each rank will say under `number` about work that goes on behind a command; fails with the gang."""
-        return [rank.report(number) for rank in self._ranks]
+        return self._crew.reports(number)
 
     async def urgently(self, kind: str, fields: dict[str, Any]) -> None:
         """Tell all ranks something that they act on beside the command that runs."""
         if not self._ready.is_set():
             return
-        told = (rank.command(kind, fields, {}) for rank in self._ranks)
         try:
-            await asyncio.wait_for(asyncio.gather(*told), URGENT_TIMEOUT_S)
+            await asyncio.wait_for(self._crew.tell(kind, fields), URGENT_TIMEOUT_S)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"not every rank took {kind}",
@@ -164,25 +154,15 @@ class Gang:
 
     async def stacks(self) -> list[operate_pb2.ProcessStacks]:
         """Stacks of every rank, also of one that hangs."""
-        ranks = [rank for rank in self._ranks if not rank.ended()]
-        texts = await asyncio.gather(*(rank.stacks() for rank in ranks))
-        return [
-            operate_pb2.ProcessStacks(
-                process=f"rank {rank.rank}",
-                pid=rank.process.pid,
-                text=text
-                or f"{'stopped by a signal' if rank.is_stopped() else 'no answer'}; last seen: {rank.phase}",
-            )
-            for rank, text in zip(ranks, texts, strict=True)
-        ]
+        return await self._crew.stacks()
 
     def pids(self) -> list[int]:
         """Process ids by rank."""
-        return [rank.process.pid for rank in self._ranks]
+        return self._crew.pids()
 
     def phases(self) -> list[str]:
         """What each rank does now."""
-        return [f"rank {rank.rank}: {rank.phase}" for rank in self._ranks]
+        return self._crew.phases()
 
     def _finished(self, task: asyncio.Task[list[Frame]]) -> None:
         self._running.discard(task)
@@ -195,20 +175,7 @@ class Gang:
         async with self._turn:
             if not self._ready.is_set():
                 raise Unavailable(f"the trainer's ranks are being restarted ({kind})")
-            return await self._ask_all(kind, fields, arrays, limit_s)
-
-    async def _ask_all(
-        self, kind: str, fields: list[dict[str, Any]], arrays: Sequence[Arrays], limit_s: float
-    ) -> list[Frame]:
-        with self._watch.command(kind, limit_s):
-            outcomes = await asyncio.gather(
-                *(rank.command(kind, fields[rank.rank], arrays[rank.rank]) for rank in self._ranks),
-                return_exceptions=True,
-            )
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-        return [outcome for outcome in outcomes if isinstance(outcome, Frame)]
+            return await self._crew.ask(kind, fields, arrays, limit_s)
 
     def _kept(self, keeper: asyncio.Task[None]) -> None:
         """Without its keeper a lost gang would never come back, and nobody would say so."""
@@ -221,10 +188,10 @@ class Gang:
     async def _keep(self) -> None:
         """Replace the gang whenever it is lost."""
         while True:
-            error = await self._watch.failure()
+            error = await self._crew.failure()
             self._ready.clear()
             self._lost(error)
-            await self._kill(error)
+            await self._crew.kill(error)
             await self._restart()
 
     async def _restart(self) -> None:
@@ -240,83 +207,5 @@ class Gang:
                 return
 
     async def _boot(self) -> None:
-        self._ranks = []
-        self._forget_meetings()
-        try:
-            for index in range(self.size):
-                rank = RankProcess(self._plan, index)
-                await rank.start(self._nursery)
-                self._ranks.append(rank)
-            self._watch = GangWatch(self._plan, self._ranks)
-            await self._watched(self._introduce(self._plan.new_rendezvous()))
-        except FlotillaError as error:
-            await self._kill(error)
-            raise
+        self.facts = await self._crew.start()
         self._ready.set()
-
-    async def _introduce(self, rendezvous: Path) -> None:
-        plan, head = self._plan, first_head(self._plan.role)
-        setups = [
-            RankSetup(
-                rank=rank,
-                head=head,
-                ranks=plan.nproc,
-                rendezvous=str(rendezvous),
-                backend=plan.backend,
-                dtype=plan.dtype,
-                replicate=plan.replicate,
-                sequence_parallel=plan.sequence_parallel,
-                compile=plan.compile,
-                model=str(plan.model),
-                instance_id=plan.instance_id,
-                otlp=plan.otlp,
-            )
-            for rank in range(plan.nproc)
-        ]
-        nothing: list[Arrays] = [{}] * self.size
-        await self._ask_all("setup", [asdict(setup) for setup in setups], nothing, plan.slow_timeout_s)
-        load = _load(plan.model, head, frozen=False) | {"carrier": telemetry.current_carrier()}
-        answers = await self._ask_all("load", [load] * self.size, nothing, plan.slow_timeout_s)
-        self.facts = answers[0].fields
-
-    async def _watched(self, work: Awaitable[T]) -> T:
-        """Do `work`, unless a rank fails first."""
-        doing = asyncio.ensure_future(work)
-        watching = asyncio.create_task(self._watch.failure())
-        try:
-            await asyncio.wait({doing, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if doing.done():
-                return doing.result()
-            raise watching.result()
-        finally:
-            doing.cancel()
-            watching.cancel()
-
-    async def _let_go(self) -> None:
-        """Ask the ranks to send their last spans and leave; whoever does not is killed."""
-        leaving = [asyncio.ensure_future(rank.leave()) for rank in self._ranks]
-        if leaving:
-            _, late = await asyncio.wait(leaving, timeout=LEAVE_TIMEOUT_S)
-            for waiting in late:
-                waiting.cancel()
-
-    async def _kill(self, error: FlotillaError) -> None:
-        for rank in self._ranks:
-            rank.kill()
-            rank.fail_answers(error)
-        reaped = [asyncio.ensure_future(rank.reaped()) for rank in self._ranks]
-        if reaped:
-            _, missing = await asyncio.wait(reaped, timeout=REAP_TIMEOUT_S)
-            if missing:  # The nursery, which would say so, is stopped or hangs itself.
-                self._nursery.close()
-                await asyncio.wait(reaped)
-        self._forget_meetings()
-
-    def _forget_meetings(self) -> None:
-        """Remove rendezvous files, also those of a front that was killed."""
-        for path in self._plan.rendezvous_paths():
-            path.unlink(missing_ok=True)
-
-
-def _load(folder: Path, head: str, *, frozen: bool) -> dict[str, Any]:
-    return {"model": str(folder), "head": head, "frozen": frozen}
