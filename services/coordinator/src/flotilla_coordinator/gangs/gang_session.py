@@ -1,6 +1,7 @@
 """One run's session on one gang, whatever the gang holds.
 
-Invariants: `version` is the gang's own answer, never a guess; a gang is taken back only from runs that have ended.
+Invariants: `version` is the gang's own answer, never a guess; a gang that is leased to this run is taken back from
+every run of the same ledger, and from no other.
 """
 
 from __future__ import annotations
