@@ -15,6 +15,7 @@ THIS_FILE = Path(__file__).resolve().relative_to(ROOT)
 GENERATED = "libs/proto/src/"
 
 LONGEST_FILE = 800
+LONGEST_MODULE = 320  # of what users run
 SOFT_LIMIT = 500
 LONGER_THAN_SOFT_LIMIT: dict[str, str] = {}  # path: why it may be longer than SOFT_LIMIT lines
 
@@ -113,6 +114,11 @@ def test_no_file_is_longer_than_a_person_can_hold_in_mind() -> None:
         if length > LONGEST_FILE or (length > SOFT_LIMIT and path not in LONGER_THAN_SOFT_LIMIT)
     }
     assert too_long == {}
+
+
+def test_no_module_that_users_run_is_longer_than_a_few_screens() -> None:
+    lengths = {path: read(path).count("\n") for path in services_and_libraries() if "/src/" in path}
+    assert {path: length for path, length in lengths.items() if length > LONGEST_MODULE} == {}
 
 
 def test_the_list_of_long_files_holds_only_long_files() -> None:
