@@ -18,6 +18,7 @@ from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_core.errors import FlotillaError
 from flotilla_core.version import Version
+from flotilla_testing.fault_victims import lives
 from flotilla_testing.ppo_run import REWARD
 from flotilla_testing.stack import Stack, sim_stack, wait_until
 
@@ -103,14 +104,14 @@ class ChaosRun:
         return [one.name for one in held]
 
     def working(self, kind: str) -> list[str]:
-        """Replicas of a kind that may get work, by name."""
+        """Replicas of a kind that may get work and live, by name."""
         try:
             with self.stack.client() as client:
                 services = client.list_services()
         except FlotillaError:
             return []
-        ready = [one for one in services if one.work_state == pb.WORK_STATE_READY]
-        return [one.registration.name for one in ready if one.registration.name.startswith(f"{kind}-")]
+        ready = [one.registration for one in services if one.work_state == pb.WORK_STATE_READY]
+        return [one.name for one in ready if one.name.startswith(f"{kind}-") and lives(self.stack, one)]
 
 
 def _run_file(arithmetic: Path, folder: Path) -> Path:

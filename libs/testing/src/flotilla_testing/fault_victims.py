@@ -10,6 +10,7 @@ from enum import StrEnum
 
 import psutil
 
+from flotilla.common.v1.registration_pb2 import Registration
 from flotilla_testing.stack import Stack
 
 
@@ -37,6 +38,16 @@ def process_of(stack: Stack, victim: Victim, slot: str) -> psutil.Process:
         launcher = psutil.Process(json.loads((stack.directory / "launcher.json").read_text())["pid"])
         return next(p for p in launcher.children(recursive=True) if "nats-server" in p.name())
     return stack.process(SLOTS.get(victim, slot))
+
+
+def lives(stack: Stack, registered: Registration) -> bool:
+    """Whether its slot is filled by this very instance; a killed one stays registered until its heartbeat is missed."""
+    try:
+        announced = json.loads((stack.directory / "instances" / f"{registered.name}.json").read_text())
+        ended = psutil.Process(announced["pid"]).status() == psutil.STATUS_ZOMBIE
+    except (FileNotFoundError, psutil.NoSuchProcess):
+        return False
+    return announced["instance_id"] == registered.instance_id and not ended
 
 
 def rank_of(stack: Stack, rank: int, gang: str = "trainer") -> psutil.Process:
