@@ -25,9 +25,7 @@ MADE_UP = {"correction": {"fail_at": None}}  # the simulated engine invents its 
 AWKWARD = [
     # algorithm, steps, prompts, samples, response tokens, budget, evaluate every, checkpoint every, max_staleness
     ("grpo", 1, 1, 2, 1, 1, 0, 0, 0),  # the smallest run, and not even one sequence fits
-    ("grpo", 3, 7, 3, 11, 64, 2, 2, 0),
     ("grpo", 4, 13, 5, 1, 97, 4, 3, 0),
-    ("grpo", 5, 1, 2, 40, 8192, 3, 5, 1),
     ("grpo", 2, 29, 2, 3, 61, 1, 1, 0),  # more prompts a step than rows
     ("grpo", 3, 1, 7, 12, 18, 2, 7, 1),  # just one fits
     ("rloo", 3, 11, 3, 7, 144, 3, 1, 0),

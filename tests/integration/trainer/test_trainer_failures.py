@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,6 @@ from flotilla_core.errors import (
 )
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
-from flotilla_trainer.gang import RankNursery
 from flotilla_weights.group import Receiver
 from flotilla_weights.manifest import Manifest
 
@@ -181,27 +179,6 @@ async def test_a_killed_rank_is_named_and_the_gang_comes_back(pair: Any, groups_
     await pair.open()  # waits for the new gang
     assert victim not in pair.gang.pids()
     assert not (await pair.train(0, groups_of([3, 3]))).skipped
-
-
-async def test_a_gang_whose_nursery_hangs_comes_back_from_another_one(
-    start_trainer: Callable[..., Any], groups_of: MakeGroups, tmp_path: Path
-) -> None:
-    nursery = RankNursery(dict(os.environ), tmp_path / "nursery.log")
-    try:
-        async with start_trainer(own_nursery=nursery, nproc=2, rank_timeout_s=RANK_TIMEOUT_S) as trainer:
-            old = [psutil.Process(pid) for pid in trainer.gang.pids()]
-            nursery_process = old[0].parent()
-            nursery_process.suspend()  # One that hangs tells nobody how its ranks ended.
-            old[0].kill()
-            async with asyncio.timeout(60):
-                while not trainer.lost or not trainer.gang.ready:
-                    await asyncio.sleep(0.05)
-            assert "rank 0" in str(trainer.lost[0])
-            assert not any(process.is_running() for process in (nursery_process, *old))
-            await trainer.open()
-            assert not (await trainer.train(0, groups_of([3, 3]))).skipped
-    finally:
-        nursery.close()
 
 
 async def test_a_stopped_rank_is_named_within_the_limit_while_the_front_answers(

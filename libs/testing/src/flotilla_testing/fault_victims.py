@@ -47,7 +47,7 @@ def lives(stack: Stack, registered: Registration) -> bool:
         ended = psutil.Process(announced["pid"]).status() == psutil.STATUS_ZOMBIE
     except (FileNotFoundError, psutil.NoSuchProcess):
         return False
-    return announced["instance_id"] == registered.instance_id and not ended
+    return bool(announced["instance_id"] == registered.instance_id) and not ended
 
 
 def rank_of(stack: Stack, rank: int, gang: str = "trainer") -> psutil.Process:
