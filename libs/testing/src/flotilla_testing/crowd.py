@@ -50,16 +50,16 @@ async def _run(kind: str, arguments: list[Arguments], build: Callable[[Host], Se
     # Each member of a weight group waits for all others on a thread: fewer threads than that would wait for ever.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS_EACH * len(arguments)))
     number = ServiceKind.Value(f"SERVICE_KIND_{kind.upper()}")
-    services = [
-        asyncio.create_task(ServiceProcess(number, kind, one, build).run(), name=one.name)
-        for one in arguments
+    services = [ServiceProcess(number, kind, one, build) for one in arguments]
+    running = [
+        asyncio.create_task(one.run(), name=given.name)
+        for one, given in zip(services, arguments, strict=True)
     ]
     # Signals reach one of them alone.
-    ended, others = await asyncio.wait(services, return_when=asyncio.FIRST_COMPLETED)
-    for other in others:
-        other.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
-    return max(one.result() for one in ended)
+    await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+    for service in services:
+        service.end()
+    return max(await asyncio.gather(*running))
 
 
 if __name__ == "__main__":

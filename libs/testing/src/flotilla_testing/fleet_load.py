@@ -44,9 +44,9 @@ class FleetLoad:
     shortest_s: float = 12.0
     longest_s: float = 16.0
     """What decoding takes, by length: no fleet can end more than `calls * samples` in this time."""
-    update_s: float = 0.5
-    """What an update takes, and a snapshot. With none, steps follow each other faster than the fleet can go on, and what
-    is admitted together at the start ends together for ever: a flood and a drought in turns."""
+    update_s: float = 1.2
+    """What an update takes, and a snapshot. Without it steps follow each other as fast as they can, and what is
+    admitted together at the start ends together for ever: a flood and a drought in turns."""
     warm_up_steps: int = 20
     """Until nothing is left of what was admitted together at the start: twice as many as are admitted at once."""
     seconds: float = 60.0

@@ -70,7 +70,7 @@ class ServiceProcess:
             )
             server.add(
                 operate_pb2_grpc.add_OperateServiceServicer_to_server,
-                OperateServicer(host, service, registration, self._end),
+                OperateServicer(host, service, registration, self.end),
                 SERVICE_NAME,
             )
             service.add_to(server)
@@ -82,6 +82,12 @@ class ServiceProcess:
             raise self._error
         logger.info("stopped")
         return 0
+
+    def end(self, grace_s: float | None = None) -> None:
+        """Ask for an ordered end, in which running work has `grace_s` left."""
+        if grace_s is not None:
+            self._grace_s = grace_s
+        self._ending.set()
 
     @contextlib.asynccontextmanager
     async def _host(self) -> AsyncIterator[Host]:
@@ -218,12 +224,7 @@ class ServiceProcess:
             logger.warning("second signal: ending at once", signal=signal.Signals(signum).name)
             os._exit(128 + signum)
         logger.info("asked to stop", signal=signal.Signals(signum).name)
-        self._end(None)
-
-    def _end(self, grace_s: float | None) -> None:
-        if grace_s is not None:
-            self._grace_s = grace_s
-        self._ending.set()
+        self.end()
 
     def _fail(self, error: BaseException) -> None:
         if self._error is None:

@@ -143,20 +143,28 @@ class Ledger:
         return await self._writer.submit(lambda db: transitions.drop_in_flight(db, run_id, reason))
 
     async def durable(self, run_id: str, update_ids: Sequence[str]) -> None:
-        """Mark updates that every kept checkpoint covers."""
-        await self._writer.submit(lambda db: updates.durable(db, run_id, update_ids))
+        """Mark updates that every kept checkpoint covers, one by one: what else is to be recorded comes in between."""
+        for update_id in update_ids:
+            await self._writer.submit(partial(updates.durable, run_id=run_id, update_id=update_id))
 
     async def void_updates(self, run_id: str, after_version: Version) -> list[VoidedUpdate]:
         """Undo the updates after `after_version`; their samples are scored again, in recorded order."""
         return await self._writer.submit(lambda db: updates.void_updates(db, run_id, after_version))
 
     async def prune_payloads(self, run_id: str, before_step: int) -> int:
-        """Forget the tokens of durable and dropped samples of earlier steps; the number of samples."""
-        return await self._writer.submit(lambda db: updates.prune_payloads(db, run_id, before_step))
+        """Forget the tokens of durable and dropped samples of earlier steps, one by one; the number of samples."""
+        steps = await self._read(lambda db: updates.steps_to_prune(db, run_id, before_step))
+        return sum(
+            [
+                await self._writer.submit(partial(updates.prune_payloads, run_id=run_id, step=step))
+                for step in steps
+            ]
+        )
 
     async def covered(self, run_id: str, version: Version, step: int) -> int:
         """The oldest kept checkpoint holds `version` after `step` steps: what led there is durable, its payloads go."""
-        return await self._writer.submit(lambda db: rewind.covered(db, run_id, version, step))
+        await self.durable(run_id, await self._read(lambda db: updates.applied_before(db, run_id, version)))
+        return await self.prune_payloads(run_id, before_step=step)
 
     async def check_fall_back(self, run_id: str, version: Version) -> None:
         """Raise where `fall_back` to `version` would be refused; changes nothing."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 import sqlite3
 
 from flotilla_coordinator.ledger.records import RunState, SampleState, VoidedUpdate
-from flotilla_coordinator.ledger.rows import Event, Known, log, lookup, run_key, tally_moves
-from flotilla_coordinator.ledger.updates import durable, prune_payloads, void_updates
+from flotilla_coordinator.ledger.rows import Event, Known, for_all, keys, log, lookup, run_key, tally_moves
+from flotilla_coordinator.ledger.updates import void_updates
 from flotilla_core.version import Version
 
 RUN_ENDED = "run_ended"
@@ -34,16 +34,6 @@ REWARDS_FAILED = (REWARD_ERROR, REWARD_TIMEOUT, GROUP_TOO_SMALL)
 """Reasons that a failing reward makes, the last for the siblings of what it failed on."""
 
 State = SampleState
-
-
-def covered(db: sqlite3.Connection, run_id: str, version: Version, step: int) -> int:
-    """Every kept checkpoint has `version` after `step` steps: what led there is durable, its payloads go."""
-    rows = db.execute(
-        "SELECT update_id FROM updates WHERE run = ? AND step < ? AND status = 'applied' ORDER BY key",
-        (run_key(db, run_id), version.step),
-    )
-    durable(db, run_id, [update_id for (update_id,) in rows.fetchall()])
-    return prune_payloads(db, run_id, step)
 
 
 def fall_back(
@@ -90,13 +80,15 @@ def _reopen(db: sqlite3.Connection, run: int, step: int, reasons: tuple[str, ...
     known = lookup(db, [sample_id for sample_id, _ in rows])
     _return_to(db, run, [known[sample_id] for sample_id, whole in rows if whole], State.SCORED)
     again = [known[sample_id] for sample_id, whole in rows if not whole]
-    db.executemany("DELETE FROM payloads WHERE sample = ?", [(sample.key,) for sample in again])
+    for_all(db, "DELETE FROM payloads WHERE sample IN (VALUES {rows})", keys(again))
     _return_to(db, run, again, State.ISSUED)
 
 
 def _return_to(db: sqlite3.Connection, run: int, samples: list[Known], state: State) -> None:
-    db.executemany(
-        "UPDATE samples SET state = ?, drop_reason = '' WHERE key = ?", [(state, s.key) for s in samples]
+    for_all(
+        db,
+        f"UPDATE samples SET state = {state:d}, drop_reason = '' WHERE key IN (VALUES {{rows}})",
+        keys(samples),
     )
     log(db, [Event(run, s.sample_id, s.attempt, s.state, state, detail="run_goes_on") for s in samples])
     tally_moves(db, samples, state)

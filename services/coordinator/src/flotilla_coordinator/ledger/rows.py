@@ -1,6 +1,8 @@
 """Rows under the transitions: finding samples, judging their state, the event log and the tallies.
 
-Invariants: the event log and the tallies change in the same transaction as the samples that they speak of.
+Invariants: the event log and the tallies change in the same transaction as the samples that they speak of; what
+concerns many rows is one statement. SQLite lets go of the interpreter for each row that it hands over or takes by
+itself, and beside a busy event loop a thread waits for its next turn after every one of them.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flotilla_coordinator.ledger.records import SampleState
 from flotilla_core.errors import FailedPrecondition, InvalidRequest, NotFound
@@ -52,21 +55,40 @@ class Event:
 
 
 _KNOWN = (
-    "SELECT s.key, s.sample_id, s.run, s.state, s.attempt, s.drop_reason, coalesce(u.update_id, '') "
+    "SELECT json_group_array(json_array("
+    "s.key, s.sample_id, s.run, s.state, s.attempt, s.drop_reason, coalesce(u.update_id, ''), s.update_position)) "
     "FROM samples s LEFT JOIN updates u ON u.key = s.update_key "
 )
+MOST_ROWS = 512
+"""In one statement: SQLite takes at most 32,766 values."""
+
+
+def for_all(db: sqlite3.Connection, statement: str, rows: Sequence[Sequence[Any]]) -> None:
+    """Execute a statement whose `{rows}` are the rows, each one in brackets."""
+    for first in range(0, len(rows), MOST_ROWS):
+        part = rows[first : first + MOST_ROWS]
+        marks = ", ".join([f"({', '.join('?' * len(part[0]))})"] * len(part))
+        db.execute(statement.format(rows=marks), [value for row in part for value in row])
+
+
+def keys(samples: Sequence[Known]) -> list[tuple[int]]:
+    """Rows that name them."""
+    return [(sample.key,) for sample in samples]
 
 
 def lookup(db: sqlite3.Connection, sample_ids: Sequence[str]) -> dict[str, Known]:
-    rows = db.execute(
-        _KNOWN + "WHERE s.sample_id IN (SELECT value FROM json_each(?))", (json.dumps(list(sample_ids)),)
-    )
-    return {row[1]: _known(row) for row in rows}
+    where = "WHERE s.sample_id IN (SELECT value FROM json_each(?))"
+    rows = _rows(db, where, json.dumps(list(sample_ids)))
+    return {known.sample_id: known for known, _ in rows}
 
 
-def _known(row: tuple[int, str, int, int, int, str, str]) -> Known:
-    key, sample_id, run, state, attempt, drop_reason, update_id = row
-    return Known(key, sample_id, run, State(state), attempt, drop_reason, update_id)
+def _rows(db: sqlite3.Connection, where: str, value: str | int) -> list[tuple[Known, int | None]]:
+    """With the place in the update that trained it, if any did."""
+    (text,) = db.execute(_KNOWN + where, (value,)).fetchone()
+    return [
+        (Known(key, sample_id, run, State(state), attempt, drop_reason, update_id), position)
+        for key, sample_id, run, state, attempt, drop_reason, update_id, position in json.loads(text)
+    ]
 
 
 def all_known(db: sqlite3.Connection, sample_ids: Sequence[str]) -> list[Known]:
@@ -81,8 +103,8 @@ def all_known(db: sqlite3.Connection, sample_ids: Sequence[str]) -> list[Known]:
 
 
 def of_update(db: sqlite3.Connection, update_key: int) -> list[Known]:
-    rows = db.execute(_KNOWN + "WHERE s.update_key = ? ORDER BY s.update_position", (update_key,))
-    return [_known(row) for row in rows]
+    rows = _rows(db, "WHERE s.update_key = ?", update_key)
+    return [known for known, _ in sorted(rows, key=lambda row: row[1] or 0)]
 
 
 def require(samples: Sequence[Known], allowed: tuple[State, ...], to: State, update_id: str = "") -> None:
@@ -102,9 +124,10 @@ def require(samples: Sequence[Known], allowed: tuple[State, ...], to: State, upd
 
 def log(db: sqlite3.Connection, events: Sequence[Event]) -> None:
     now = time.time()
-    db.executemany(
+    for_all(
+        db,
         "INSERT INTO transitions (run, sample_id, attempt, from_state, to_state, version_lineage, "
-        "version_step, detail, time) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "version_step, detail, time) VALUES {rows}",
         [
             (
                 e.run,
@@ -134,8 +157,9 @@ def tally_moves(db: sqlite3.Connection, samples: Sequence[Known], to: State, rea
 
 
 def tally(db: sqlite3.Connection, run: int, changes: dict[tuple[State, str], int]) -> None:
-    db.executemany(
-        "INSERT INTO tallies (run, state, reason, samples) VALUES (?, ?, ?, ?) "
+    for_all(
+        db,
+        "INSERT INTO tallies (run, state, reason, samples) VALUES {rows} "
         "ON CONFLICT (run, state, reason) DO UPDATE SET samples = samples + excluded.samples",
         [(run, state, reason, change) for (state, reason), change in changes.items() if change],
     )

@@ -28,6 +28,8 @@ from flotilla_coordinator.ledger.rows import (
     Known,
     all_known,
     count_ignored,
+    for_all,
+    keys,
     log,
     lookup,
     require,
@@ -40,7 +42,9 @@ from flotilla_core.errors import FailedPrecondition, InvalidRequest
 S = TypeVar("S", bound=GeneratedSample)
 State = SampleState
 IN_FLIGHT = (State.ISSUED, State.GENERATED, State.SCORED)
-_REWARDED = "state = ?, reward = ?, reward_terms = ?, greedy_reward = ?"
+_REWARDED = (
+    f"state = {State.SCORED:d}, reward = new.column2, reward_terms = new.column3, greedy_reward = new.column4"
+)
 
 
 def issue(db: sqlite3.Connection, group: GroupIssue) -> Recorded:
@@ -53,8 +57,9 @@ def issue(db: sqlite3.Connection, group: GroupIssue) -> Recorded:
     fresh = [sample_id for sample_id in group.sample_ids if sample_id not in known]
     if fresh:
         group_key = _group_key(db, group)
-        db.executemany(
-            "INSERT INTO samples (sample_id, run, grp, step, state, attempt) VALUES (?, ?, ?, ?, ?, ?)",
+        for_all(
+            db,
+            "INSERT INTO samples (sample_id, run, grp, step, state, attempt) VALUES {rows}",
             [(sample_id, run, group_key, group.step, State.ISSUED, group.attempt) for sample_id in fresh],
         )
         log(db, [Event(run, sample_id, group.attempt, None, State.ISSUED) for sample_id in fresh])
@@ -74,11 +79,13 @@ def reissue(db: sqlite3.Connection, sample_ids: Sequence[str], attempt: int, why
             raise FailedPrecondition(
                 f"sample {sample.sample_id} is at attempt {sample.attempt} and cannot go to attempt {attempt}"
             )
-    db.executemany(
-        "UPDATE samples SET state = ?, attempt = ?, generator = '' WHERE key = ?",
-        [(State.ISSUED, attempt, sample.key) for sample in samples],
+    for_all(
+        db,
+        f"UPDATE samples SET state = {State.ISSUED:d}, attempt = {attempt:d}, generator = '' "
+        "WHERE key IN (VALUES {rows})",
+        keys(samples),
     )
-    db.executemany("DELETE FROM payloads WHERE sample = ?", [(sample.key,) for sample in samples])
+    for_all(db, "DELETE FROM payloads WHERE sample IN (VALUES {rows})", keys(samples))
     log(
         db,
         [Event(s.run, s.sample_id, attempt, s.state, State.ISSUED, detail=why) for s in samples],
@@ -90,9 +97,11 @@ def generated(db: sqlite3.Connection, delivered: Sequence[GeneratedSample]) -> R
     """Keep finished responses whose scores come later."""
     fresh, recorded = _sort_out(db, delivered, (State.ISSUED,))
     _store_responses(db, fresh)
-    db.executemany(
-        "UPDATE samples SET state = ?, generator = ?, truncated = ? WHERE key = ?",
-        [(State.GENERATED, sample.generator, sample.truncated, known.key) for known, sample in fresh],
+    for_all(
+        db,
+        f"UPDATE samples SET state = {State.GENERATED:d}, generator = new.column2, truncated = new.column3 "
+        "FROM (VALUES {rows}) AS new WHERE key = new.column1",
+        [(known.key, sample.generator, sample.truncated) for known, sample in fresh],
     )
     tally_moves(db, [known for known, _ in fresh], State.GENERATED)
     return recorded
@@ -103,13 +112,16 @@ def scored(db: sqlite3.Connection, delivered: Sequence[ScoredSample]) -> Recorde
     fresh, recorded = _sort_out(db, delivered, (State.ISSUED, State.GENERATED))
     arrived = [(known, sample) for known, sample in fresh if known.state is State.ISSUED]
     _store_responses(db, arrived)
-    db.executemany(
-        f"UPDATE samples SET {_REWARDED}, generator = ?, truncated = ? WHERE key = ?",
-        [(*_rewarded(s), s.generator, s.truncated, known.key) for known, s in arrived],
+    for_all(
+        db,
+        f"UPDATE samples SET {_REWARDED}, generator = new.column5, truncated = new.column6 "
+        "FROM (VALUES {rows}) AS new WHERE key = new.column1",
+        [(known.key, *_rewarded(s), s.generator, s.truncated) for known, s in arrived],
     )
-    db.executemany(
-        f"UPDATE samples SET {_REWARDED} WHERE key = ?",
-        [(*_rewarded(s), known.key) for known, s in fresh if known.state is not State.ISSUED],
+    for_all(
+        db,
+        f"UPDATE samples SET {_REWARDED} FROM (VALUES {{rows}}) AS new WHERE key = new.column1",
+        [(known.key, *_rewarded(s)) for known, s in fresh if known.state is not State.ISSUED],
     )
     log(
         db,
@@ -131,9 +143,11 @@ def dropped(db: sqlite3.Connection, run_id: str, sample_ids: Sequence[str], reas
     already = [sample for sample in samples if sample.state is State.DROPPED]
     leaving = [sample for sample in samples if sample.state is not State.DROPPED]
     require(leaving, IN_FLIGHT, State.DROPPED)
-    db.executemany(
-        "UPDATE samples SET state = ?, drop_reason = ? WHERE key = ?",
-        [(State.DROPPED, reason, sample.key) for sample in leaving],
+    for_all(
+        db,
+        f"UPDATE samples SET state = {State.DROPPED:d}, drop_reason = new.column2 "
+        "FROM (VALUES {rows}) AS new WHERE key = new.column1",
+        [(sample.key, reason) for sample in leaving],
     )
     log(
         db,
@@ -162,7 +176,7 @@ def carry_over(db: sqlite3.Connection, run_id: str, group_ids: Sequence[str], st
             where=run_id,
             why=f"update {trained[0].update_id} has trained it",
         )
-    db.executemany("UPDATE samples SET step = ? WHERE key = ?", [(step, sample.key) for sample in samples])
+    for_all(db, f"UPDATE samples SET step = {step:d} WHERE key IN (VALUES {{rows}})", keys(samples))
 
 
 def drop_in_flight(db: sqlite3.Connection, run_id: str, reason: str) -> int:
@@ -197,8 +211,9 @@ def _store_responses(db: sqlite3.Connection, fresh: Sequence[tuple[Known, Genera
                 f"sample {sample.sample_id} has {len(sample.token_ids)} tokens "
                 f"but {len(sample.logprobs)} logprobs"
             )
-    db.executemany(
-        "INSERT INTO payloads (sample, token_ids, logprobs, spans, text) VALUES (?, ?, ?, ?, ?)",
+    for_all(
+        db,
+        "INSERT INTO payloads (sample, token_ids, logprobs, spans, text) VALUES {rows}",
         [
             (
                 known.key,
@@ -219,9 +234,9 @@ def _store_responses(db: sqlite3.Connection, fresh: Sequence[tuple[Known, Genera
     )
 
 
-def _rewarded(sample: ScoredSample) -> tuple[State, float, bytes, float | None]:
+def _rewarded(sample: ScoredSample) -> tuple[float, bytes, float | None]:
     """Values of these columns."""
-    return State.SCORED, sample.reward, terms_to_bytes(sample.reward_terms), sample.greedy_reward
+    return sample.reward, terms_to_bytes(sample.reward_terms), sample.greedy_reward
 
 
 def spans_to_bytes(spans: Sequence[TokenSpan]) -> bytes:

@@ -14,6 +14,7 @@ from flotilla_coordinator.ledger.rows import (
     Event,
     all_known,
     count_ignored,
+    for_all,
     log,
     of_update,
     require,
@@ -40,9 +41,11 @@ def consumed(
         "INSERT INTO updates (update_id, run, lineage, step, status) VALUES (?, ?, ?, ?, 'applied')",
         (update_id, run, version.lineage, version.step),
     ).lastrowid
-    db.executemany(
-        "UPDATE samples SET state = ?, update_key = ?, update_position = ? WHERE key = ?",
-        [(State.CONSUMED, update_key, position, sample.key) for position, sample in enumerate(samples)],
+    for_all(
+        db,
+        f"UPDATE samples SET state = {State.CONSUMED:d}, update_key = {update_key:d}, "
+        "update_position = new.column2 FROM (VALUES {rows}) AS new WHERE key = new.column1",
+        [(sample.key, position) for position, sample in enumerate(samples)],
     )
     log(
         db,
@@ -55,27 +58,35 @@ def consumed(
     return True
 
 
-def durable(db: sqlite3.Connection, run_id: str, update_ids: Sequence[str]) -> None:
-    """Mark updates that a checkpoint covers; their samples can never come back."""
+def applied_before(db: sqlite3.Connection, run_id: str, version: Version) -> list[str]:
+    """Updates that led to `version` and are not durable yet, in order."""
+    rows = db.execute(
+        "SELECT update_id FROM updates WHERE run = ? AND step < ? AND status = 'applied' ORDER BY key",
+        (run_key(db, run_id), version.step),
+    )
+    return [update_id for (update_id,) in rows.fetchall()]
+
+
+def durable(db: sqlite3.Connection, run_id: str, update_id: str) -> None:
+    """Mark an update that a checkpoint covers; its samples can never come back."""
     run = run_key(db, run_id)
-    for update_id in update_ids:
-        row = db.execute("SELECT key, status FROM updates WHERE update_id = ?", (update_id,)).fetchone()
-        if row is None:
-            raise NotFound(f"the ledger has no update {update_id}", where=run_id)
-        key, status = row
-        if status == "durable":
-            continue
-        if status == "void":
-            raise FailedPrecondition(f"update {update_id} is void and cannot become durable", where=run_id)
-        samples = of_update(db, key)
-        require(samples, (State.CONSUMED,), State.DURABLE, update_id)
-        db.execute("UPDATE updates SET status = 'durable' WHERE key = ?", (key,))
-        db.execute("UPDATE samples SET state = ? WHERE update_key = ?", (State.DURABLE, key))
-        log(
-            db,
-            [Event(run, s.sample_id, s.attempt, s.state, State.DURABLE, detail=update_id) for s in samples],
-        )
-        tally_moves(db, samples, State.DURABLE)
+    row = db.execute("SELECT key, status FROM updates WHERE update_id = ?", (update_id,)).fetchone()
+    if row is None:
+        raise NotFound(f"the ledger has no update {update_id}", where=run_id)
+    key, status = row
+    if status == "durable":
+        return
+    if status == "void":
+        raise FailedPrecondition(f"update {update_id} is void and cannot become durable", where=run_id)
+    samples = of_update(db, key)
+    require(samples, (State.CONSUMED,), State.DURABLE, update_id)
+    db.execute("UPDATE updates SET status = 'durable' WHERE key = ?", (key,))
+    db.execute("UPDATE samples SET state = ? WHERE update_key = ?", (State.DURABLE, key))
+    log(
+        db,
+        [Event(run, s.sample_id, s.attempt, s.state, State.DURABLE, detail=update_id) for s in samples],
+    )
+    tally_moves(db, samples, State.DURABLE)
 
 
 def refuse_to_void_durable(db: sqlite3.Connection, run_id: str, after_version: Version) -> None:
@@ -120,13 +131,22 @@ def void_updates(db: sqlite3.Connection, run_id: str, after_version: Version) ->
     return voided
 
 
-def prune_payloads(db: sqlite3.Connection, run_id: str, before_step: int) -> int:
-    """Forget the tokens of samples that can never be trained again; the number of samples."""
-    run = run_key(db, run_id)
+def steps_to_prune(db: sqlite3.Connection, run_id: str, before_step: int) -> list[int]:
+    """Earlier steps with tokens of samples that can never be trained again."""
+    rows = db.execute(
+        "SELECT DISTINCT s.step FROM payloads p JOIN samples s ON s.key = p.sample "
+        "WHERE s.run = ? AND s.step < ? AND s.state IN (?, ?)",
+        (run_key(db, run_id), before_step, State.DURABLE, State.DROPPED),
+    )
+    return [step for (step,) in rows.fetchall()]
+
+
+def prune_payloads(db: sqlite3.Connection, run_id: str, step: int) -> int:
+    """Forget the tokens of samples of a step that can never be trained again; the number of samples."""
     return db.execute(
         "DELETE FROM payloads WHERE sample IN "
-        "(SELECT key FROM samples WHERE run = ? AND step < ? AND state IN (?, ?))",
-        (run, before_step, State.DURABLE, State.DROPPED),
+        "(SELECT key FROM samples WHERE run = ? AND step = ? AND state IN (?, ?))",
+        (run_key(db, run_id), step, State.DURABLE, State.DROPPED),
     ).rowcount
 
 
