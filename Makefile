@@ -45,13 +45,19 @@ demo: setup  ## Train a small model on arithmetic, end to end
 bench: setup  ## Measure and print one table
 	@$(BIN)/python bench/run.py
 
-.PHONY: test test-unit
+.PHONY: test test-unit integration-fleets integration-trainer
 test: setup  ## Run the unit, contract and integration tests
-	@echo "==> unit and contract tests side by side, told when they end; then integration tests"
-	@failed=0; \
-	$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target test-unit test-contract || failed=1; \
-	$(MAKE) --no-print-directory test-integration || failed=1; \
-	exit $$failed
+	@echo "==> unit, contract and integration tests, two suites at a time, each told when it ends"
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target \
+	test-unit test-contract integration-fleets integration-trainer
+
+integration-fleets:
+	@echo "==> integration tests of fleets"
+	@$(BIN)/pytest -q tests/integration --ignore=tests/integration/trainer
+
+integration-trainer:
+	@echo "==> integration tests of the trainer"
+	@$(BIN)/pytest -q tests/integration/trainer
 
 test-unit: setup  ## Run the unit tests of libs and services
 	@echo "==> unit tests"
