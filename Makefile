@@ -47,9 +47,9 @@ bench: setup  ## Measure and print one table
 
 .PHONY: test test-unit integration-fleets integration-trainer
 test: setup  ## Run the unit, contract and integration tests
-	@echo "==> unit, contract and integration tests, two suites at a time, each told when it ends"
+	@echo "==> integration, unit and contract tests, two suites at a time, each told when it ends"
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target \
-	test-unit test-contract integration-fleets integration-trainer
+	integration-fleets integration-trainer test-unit test-contract
 
 integration-fleets:
 	@echo "==> integration tests of fleets"

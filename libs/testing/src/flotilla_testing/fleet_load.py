@@ -44,7 +44,7 @@ class FleetLoad:
     shortest_s: float = 12.0
     longest_s: float = 16.0
     """What decoding takes, by length: no fleet can end more than `calls * samples` in this time."""
-    update_s: float = 1.2
+    update_s: float = 0.8
     """What an update takes, and a snapshot. Without it steps follow each other as fast as they can, and what is
     admitted together at the start ends together for ever: a flood and a drought in turns."""
     warm_up_steps: int = 20

@@ -8,7 +8,6 @@ sample: the caller asks for a step, the ledger allows it or names what is wrong 
 from __future__ import annotations
 
 import asyncio
-import json
 import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from flotilla_coordinator.ledger import (
     ownership,
     queries,
     rewind,
-    rows,
+    run_rows,
     schema,
     transitions,
     updates,
@@ -41,7 +40,6 @@ from flotilla_coordinator.ledger.records import (
     VoidedUpdate,
 )
 from flotilla_coordinator.ledger.writer import WriterThread
-from flotilla_core.errors import AlreadyExists
 from flotilla_core.rpc import Fence
 from flotilla_core.version import Version
 
@@ -122,11 +120,7 @@ class Ledger:
 
         def record(db: sqlite3.Connection) -> None:
             if updates.consumed(db, run_id, update_id, sample_ids, version):
-                db.execute(
-                    "UPDATE runs SET step = ?, version_lineage = ?, version_step = ?, cursor = ? "
-                    "WHERE run_id = ?",
-                    (step, result.lineage, result.step, _json(cursor), run_id),
-                )
+                run_rows.went_on(db, run_id, step, result, cursor)
 
         await self._writer.submit(record)
 
@@ -153,13 +147,10 @@ class Ledger:
 
     async def prune_payloads(self, run_id: str, before_step: int) -> int:
         """Forget the tokens of durable and dropped samples of earlier steps, one by one; the number of samples."""
-        steps = await self._read(lambda db: updates.steps_to_prune(db, run_id, before_step))
-        return sum(
-            [
-                await self._writer.submit(partial(updates.prune_payloads, run_id=run_id, step=step))
-                for step in steps
-            ]
-        )
+        forgotten = 0
+        for step in await self._read(lambda db: updates.steps_to_prune(db, run_id, before_step)):
+            forgotten += await self._writer.submit(partial(updates.prune_payloads, run_id=run_id, step=step))
+        return forgotten
 
     async def covered(self, run_id: str, version: Version, step: int) -> int:
         """The oldest kept checkpoint holds `version` after `step` steps: what led there is durable, its payloads go."""
@@ -185,7 +176,9 @@ class Ledger:
         `retry_rewards` also those that a failing reward took out.
         """
         return await self._writer.submit(
-            lambda db: rewind.fall_back(db, run_id, version, step, _json(cursor), retry_rewards=retry_rewards)
+            lambda db: rewind.fall_back(
+                db, run_id, version, step, run_rows.cursor_text(cursor), retry_rewards=retry_rewards
+            )
         )
 
     async def admitted_groups(self, run_id: str, first_step: int) -> list[tuple[int, str]]:
@@ -210,30 +203,7 @@ class Ledger:
 
     async def save_run(self, run: RunRecord) -> None:
         """Admit a run."""
-
-        def insert(db: sqlite3.Connection) -> None:
-            if db.execute("SELECT 1 FROM runs WHERE run_id = ?", (run.run_id,)).fetchone():
-                raise AlreadyExists(f"the ledger has a run {run.run_id} already")
-            db.execute(
-                "INSERT INTO runs (run_id, name, state, config_yaml, directory, created_at, ended_at, "
-                "reason, step, version_lineage, version_step, cursor) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    run.run_id,
-                    run.name,
-                    run.state,
-                    run.config_yaml,
-                    run.directory,
-                    run.created_at,
-                    run.ended_at,
-                    run.reason,
-                    run.step,
-                    run.version.lineage,
-                    run.version.step,
-                    _json(run.cursor),
-                ),
-            )
-
-        await self._writer.submit(insert)
+        await self._writer.submit(lambda db: run_rows.insert(db, run))
 
     async def begin(self, run_id: str, lineage: int, *, after_coordinator: bool) -> Fence:
         """The fence of a beginning that is about to be made: higher than that of every one before."""
@@ -293,17 +263,10 @@ class Ledger:
             "step": step,
             "version_lineage": version.lineage if version else None,
             "version_step": version.step if version else None,
-            "cursor": _json(cursor),
+            "cursor": run_rows.cursor_text(cursor),
         }
         given = {column: value for column, value in changes.items() if value is not None}
-
-        def update(db: sqlite3.Connection) -> None:
-            key = rows.run_key(db, run_id)
-            if given:
-                assignments = ", ".join(f"{column} = ?" for column in given)
-                db.execute(f"UPDATE runs SET {assignments} WHERE key = ?", (*given.values(), key))
-
-        await self._writer.submit(update)
+        await self._writer.submit(lambda db: run_rows.change(db, run_id, given))
 
     async def list_runs(self, limit: int = 100) -> list[RunRecord]:
         """Runs, newest first."""
@@ -319,7 +282,3 @@ class Ledger:
 
 def _of_run(forget: Callable[[sqlite3.Connection, str], None], run_id: str, db: sqlite3.Connection) -> None:
     forget(db, run_id)
-
-
-def _json(value: dict[str, Any] | None) -> str | None:
-    return None if value is None else json.dumps(value, sort_keys=True)
