@@ -34,7 +34,7 @@ class FleetLoad:
     """Generators."""
     processes: int = 8
     """Processes that they share."""
-    calls: int = 2560
+    calls: int = 3072
     """Group calls that the run admits at once; some of them are always being scored or trained."""
     calls_per_step: int = 256
     samples: int = 8
@@ -44,10 +44,10 @@ class FleetLoad:
     shortest_s: float = 12.0
     longest_s: float = 16.0
     """What decoding takes, by length: no fleet can end more than `calls * samples` in this time."""
-    update_s: float = 0.8
+    update_s: float = 1.2
     """What an update takes, and a snapshot. Without it steps follow each other as fast as they can, and what is
     admitted together at the start ends together for ever: a flood and a drought in turns."""
-    warm_up_steps: int = 20
+    warm_up_steps: int = 24
     """Until nothing is left of what was admitted together at the start: twice as many as are admitted at once."""
     seconds: float = 60.0
     """How long is measured."""
