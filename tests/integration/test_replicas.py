@@ -27,7 +27,11 @@ def endless(quick: Stack, arithmetic: Path, tmp_path: Path) -> Iterator[dict[str
     yield run
     quick.ok("run", "stop", run["run_id"])
     wait_until("the end of the run", lambda: quick.state(run) == "stopped", WAIT_S)
-    verdict = check(quick.directory / "ledger.sqlite", run["run_id"])
+    assert_nothing_is_lost(quick, run)
+
+
+def assert_nothing_is_lost(stack: Stack, run: dict[str, Any]) -> None:
+    verdict = check(stack.directory / "ledger.sqlite", run["run_id"])
     assert verdict.passed and verdict.lost == verdict.trained_twice == 0, str(verdict)
 
 
@@ -38,4 +42,5 @@ async def test_a_joiner_delays_no_step_and_one_that_is_killed_at_any_phase_loses
     for phase in PHASES:
         wait_for_work(quick, endless, JOINER)
         await kill_inside(quick, JOINER, phase)
+        assert_nothing_is_lost(quick, endless)
     wait_for_work(quick, endless, JOINER)
