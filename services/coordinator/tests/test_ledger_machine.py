@@ -27,6 +27,7 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import (
     GeneratedSample,
     GroupIssue,
+    Recorded,
     RunRecord,
     RunState,
     SampleState,
@@ -162,12 +163,30 @@ class LedgerMachine(RuleBasedStateMachine):
         recorded = self.do(self.ledger.group_scored(delivered))
         fresh = [name for name in names if self.samples[name].state in (State.ISSUED, State.GENERATED)]
         assert list(recorded.accepted) == fresh
-        for name in fresh:
+        self.note_scores(fresh)
+
+    def note_scores(self, names: list[str]) -> None:
+        for name in names:
             sample = self.samples[name]
             sample.scored = True
             if sample.state is State.ISSUED:
                 sample.sampled_at = self.version.step
-        self.moved(fresh, State.SCORED)
+        self.moved(names, State.SCORED)
+
+    @rule(data=st.data())
+    def score_beside_others(self, data: st.DataObject) -> None:
+        """Many callers at once, two of them with the same sample."""
+        names = self.pick(data)
+        open_ = {name for name in names if self.samples[name].state in (State.ISSUED, State.GENERATED)}
+        asked = [*names, *names[:1]]
+
+        async def at_once() -> list[Recorded]:
+            delivered = [ScoredSample(**vars(self.arrived(name)), reward=1.0) for name in asked]
+            return await asyncio.gather(*(self.ledger.group_scored([sample]) for sample in delivered))
+
+        accepted = [name for recorded in self.do(at_once()) for name in recorded.accepted]
+        assert sorted(accepted) == sorted(open_)
+        self.note_scores(accepted)
 
     @rule(data=st.data(), reason=st.sampled_from(REASONS))
     def drop(self, data: st.DataObject, reason: str) -> None:

@@ -14,11 +14,9 @@ def main() -> None:
     """Run one coordinator until SIGTERM."""
     from flotilla.common.v1.registration_pb2 import SERVICE_KIND_COORDINATOR
     from flotilla_coordinator.memory import share_allocations
-    from flotilla_coordinator.short_turns import take_short_turns
     from flotilla_core.service import run_service
 
     share_allocations()
-    take_short_turns()
 
     def build(host: Host) -> Coordinator:
         from flotilla_coordinator.service import Coordinator

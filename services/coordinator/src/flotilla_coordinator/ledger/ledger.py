@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flotilla_coordinator.ledger import (
+    admission,
     beginnings,
+    deliveries,
     forgetting,
     ownership,
     queries,
@@ -87,7 +89,7 @@ class Ledger:
 
     async def group_issued(self, group: GroupIssue) -> Recorded:
         """Admit the samples of a group, before anyone is asked to generate them."""
-        return await self._writer.submit(lambda db: transitions.issue(db, group))
+        return await self._writer.submit_step(admission.issue, group)
 
     async def reissue(self, sample_ids: Sequence[str], attempt: int, why: str) -> None:
         """Ask again for samples that did not arrive; their ids stay."""
@@ -95,11 +97,11 @@ class Ledger:
 
     async def group_generated(self, samples: Sequence[GeneratedSample]) -> Recorded:
         """Keep finished responses whose scores come later."""
-        return await self._writer.submit(lambda db: transitions.generated(db, samples))
+        return await self._writer.submit_step(deliveries.generated, samples)
 
     async def group_scored(self, samples: Sequence[ScoredSample]) -> Recorded:
         """Keep rewards, together with the responses that are not there yet."""
-        return await self._writer.submit(lambda db: transitions.scored(db, samples))
+        return await self._writer.submit_step(deliveries.scored, samples)
 
     async def consumed(
         self,

@@ -60,15 +60,21 @@ _KNOWN = (
     "FROM samples s LEFT JOIN updates u ON u.key = s.update_key "
 )
 MOST_ROWS = 512
-"""In one statement: SQLite takes at most 32,766 values."""
+"""In one statement, a power of two: SQLite takes at most 32,766 values."""
 
 
 def for_all(db: sqlite3.Connection, statement: str, rows: Sequence[Sequence[Any]]) -> None:
-    """Execute a statement whose `{rows}` are the rows, each one in brackets."""
-    for first in range(0, len(rows), MOST_ROWS):
-        part = rows[first : first + MOST_ROWS]
+    """Execute a statement whose `{rows}` are the rows, each one in brackets.
+
+    Their numbers are powers of two, so that few statements are prepared and kept.
+    """
+    first = 0
+    while first < len(rows):
+        most = min(len(rows) - first, MOST_ROWS)
+        part = rows[first : first + (1 << most.bit_length() - 1)]
         marks = ", ".join([f"({', '.join('?' * len(part[0]))})"] * len(part))
         db.execute(statement.format(rows=marks), [value for row in part for value in row])
+        first += len(part)
 
 
 def keys(samples: Sequence[Known]) -> list[tuple[int]]:
@@ -147,21 +153,20 @@ def log(db: sqlite3.Connection, events: Sequence[Event]) -> None:
 
 def tally_moves(db: sqlite3.Connection, samples: Sequence[Known], to: State, reason: str = "") -> None:
     """Move samples from the tallies of the states that they had to that of `to`."""
-    if not samples:
-        return
-    changes: Counter[tuple[State, str]] = Counter()
+    changes: Counter[tuple[int, State, str]] = Counter()
     for sample in samples:
-        changes[sample.state, sample.drop_reason] -= 1
-    changes[to, reason] += len(samples)
-    tally(db, samples[0].run, changes)
+        changes[sample.run, sample.state, sample.drop_reason] -= 1
+        changes[sample.run, to, reason] += 1
+    tally(db, changes)
 
 
-def tally(db: sqlite3.Connection, run: int, changes: dict[tuple[State, str], int]) -> None:
+def tally(db: sqlite3.Connection, changes: Counter[tuple[int, State, str]]) -> None:
+    """By run, state and reason."""
     for_all(
         db,
         "INSERT INTO tallies (run, state, reason, samples) VALUES {rows} "
         "ON CONFLICT (run, state, reason) DO UPDATE SET samples = samples + excluded.samples",
-        [(run, state, reason, change) for (state, reason), change in changes.items() if change],
+        [(*tallied, change) for tallied, change in changes.items() if change],
     )
 
 

@@ -43,9 +43,9 @@ def consumed(
     ).lastrowid
     for_all(
         db,
-        f"UPDATE samples SET state = {State.CONSUMED:d}, update_key = {update_key:d}, "
-        "update_position = new.column2 FROM (VALUES {rows}) AS new WHERE key = new.column1",
-        [(sample.key, position) for position, sample in enumerate(samples)],
+        f"UPDATE samples SET state = {State.CONSUMED:d}, update_key = new.column2, "
+        "update_position = new.column3 FROM (VALUES {rows}) AS new WHERE key = new.column1",
+        [(sample.key, update_key, position) for position, sample in enumerate(samples)],
     )
     log(
         db,

@@ -2,16 +2,19 @@
 
 Invariants: nothing is written once somebody else owns the ledger; an operation is all or nothing, also inside a shared
 transaction; its result is delivered only after the commit reached the disk; operations run in the order in which they
-were submitted. A caller that is cancelled while it waits does not undo what it submitted.
+were submitted. A step that many callers take at once is applied to all of them as one operation, and to one after the
+other where that is refused, so that nobody's answer depends on who was beside them. A caller that is cancelled while it
+waits does not undo what it submitted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,14 +24,21 @@ from flotilla_coordinator.ledger.ownership import Owner
 from flotilla_core.errors import Exhausted, FailedPrecondition, FlotillaError, Internal, StaleVersion
 
 T = TypeVar("T")
+Brought = TypeVar("Brought")
 
 MOST_IN_ONE_COMMIT = 1024
+MOST_TOGETHER = 64
+"""Callers whose step is one operation."""
 MOST_IN_ONE_TURN = 16
+
+Step = Callable[[sqlite3.Connection, Sequence[Brought]], Sequence[T]]
+"""Applied to what several callers brought; the results in their order."""
 
 
 @dataclass
 class _Submitted:
-    operation: Callable[[sqlite3.Connection], Any]
+    step: Step[Any, Any]
+    item: Any
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
     result: Any = None
@@ -64,10 +74,18 @@ class WriterThread:
 
     async def submit(self, operation: Callable[[sqlite3.Connection], T]) -> T:
         """Run `operation` in the next transaction; return when it is durable."""
+
+        def alone(db: sqlite3.Connection, _: Sequence[None]) -> list[T]:
+            return [operation(db)]
+
+        return await self.submit_step(alone, None)
+
+    async def submit_step(self, step: Step[Brought, T], item: Brought) -> T:
+        """Take `step` with `item` in the next transaction, together with others who take it just then."""
         if self._closed:
             raise FailedPrecondition("the ledger is closed", where=str(self._path))
         loop = asyncio.get_running_loop()
-        submitted = _Submitted(operation, loop, loop.create_future())
+        submitted = _Submitted(step, item, loop, loop.create_future())
         self._queue.put(submitted)
         result: T = await submitted.future
         return result
@@ -100,8 +118,8 @@ class WriterThread:
         try:
             self._db.execute("BEGIN IMMEDIATE")
             self.check_owner(self._db)
-            for submitted in batch:
-                self._apply(submitted)
+            for together in _same_steps(batch):
+                self._apply(together)
             self._db.execute("COMMIT")
         except StaleVersion as lost:
             self._db.execute("ROLLBACK")
@@ -115,16 +133,24 @@ class WriterThread:
             for submitted in batch:
                 submitted.error = submitted.error or failure
 
-    def _apply(self, submitted: _Submitted) -> None:
+    def _apply(self, together: list[_Submitted]) -> None:
+        refused = None
         self._db.execute("SAVEPOINT operation")
         try:
-            submitted.result = submitted.operation(self._db)
+            results = together[0].step(self._db, [submitted.item for submitted in together])
+            for submitted, result in zip(together, results, strict=True):
+                submitted.result = result
         except Exception as error:  # the caller gets whatever went wrong; the thread must outlive it
             if not self._db.in_transaction:  # SQLite gave up the whole transaction: disk full, I/O error
                 raise
-            submitted.error = self._explain(error) if isinstance(error, sqlite3.Error) else error
+            refused = self._explain(error) if isinstance(error, sqlite3.Error) else error
             self._db.execute("ROLLBACK TO operation")
         self._db.execute("RELEASE operation")
+        if refused is not None and len(together) == 1:
+            together[0].error = refused
+        elif refused is not None:
+            for submitted in together:
+                self._apply([submitted])
 
     def _explain(self, error: sqlite3.Error) -> FlotillaError:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
@@ -146,6 +172,13 @@ class WriterThread:
                 loop.call_soon_threadsafe(_resolve, loop, items)
             except RuntimeError:  # that loop has ended: nobody waits, and the work is durable
                 continue
+
+
+def _same_steps(batch: list[_Submitted]) -> Iterator[list[_Submitted]]:
+    """Those that follow each other with the same step, in parts of bounded size."""
+    for _, same in itertools.groupby(batch, key=lambda submitted: submitted.step):
+        while together := list(itertools.islice(same, MOST_TOGETHER)):
+            yield together
 
 
 def _resolve(loop: asyncio.AbstractEventLoop, items: list[_Submitted]) -> None:

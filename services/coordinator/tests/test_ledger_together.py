@@ -1,0 +1,146 @@
+"""What many callers submit at once is one operation, and none of them can tell."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flotilla_coordinator.ledger.checker import check
+from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.ledger.ownership import Owner
+from flotilla_coordinator.ledger.records import GroupIssue, RunRecord, RunState, ScoredSample, TokenSpan
+from flotilla_coordinator.ledger.writer import MOST_TOGETHER, WriterThread
+from flotilla_core.errors import InvalidRequest, NotFound
+from flotilla_core.version import Version
+
+RUNS = ("one-20260314-0915-7f3a", "two-20260314-0915-11bc")
+GROUPS = 2 * MOST_TOGETHER
+HELD_S = 30.0
+
+
+@pytest.fixture
+async def ledger(tmp_path: Path) -> AsyncIterator[Ledger]:
+    ledger = Ledger.open(tmp_path / "ledger.sqlite")
+    for run_id in RUNS:
+        await ledger.save_run(RunRecord(run_id, "load", RunState.RUNNING, "{}", "", time.time()))
+    yield ledger
+    ledger.close()
+
+
+def group(number: int, run_id: str = RUNS[0]) -> GroupIssue:
+    group_id = f"{run_id}/0/{number}"
+    prompt = np.array([1, 2, number], dtype=np.int32)
+    return GroupIssue(run_id, group_id, (f"{group_id}/0", f"{group_id}/1"), 0, 0, f"{number}+1=", prompt)
+
+
+def scored(sample_id: str) -> ScoredSample:
+    tokens = np.array([5, 6], dtype=np.int32)
+    spans = (TokenSpan(Version(0, 0), 0, 2),)
+    return ScoredSample(sample_id, 0, "generator-0", tokens, np.zeros(2, np.float32), "2", spans, reward=1.0)
+
+
+class Held:
+    """A writer that is busy until it is let go, so that all that is submitted meanwhile shares a commit."""
+
+    def __init__(self, folder: Path) -> None:
+        self.writer = WriterThread(folder / "held.sqlite", Owner.of_this_process())
+        self._gate = threading.Event()
+        self.applied: list[list[int]] = []
+
+    def hold(self) -> asyncio.Task[bool]:
+        return asyncio.create_task(self.writer.submit(lambda db: self._gate.wait(HELD_S)))
+
+    def let_go(self) -> None:
+        self._gate.set()
+
+    def double(self, db: sqlite3.Connection, numbers: Sequence[int]) -> list[int]:
+        self.applied.append(list(numbers))
+        if 13 in numbers:
+            raise InvalidRequest("13 is refused")
+        return [2 * number for number in numbers]
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Held:
+    return Held(tmp_path)
+
+
+async def test_a_step_that_many_take_at_once_is_applied_in_parts_of_bounded_size(held: Held) -> None:
+    first = held.hold()
+    callers = [asyncio.create_task(held.writer.submit_step(held.double, n)) for n in range(100, 100 + GROUPS)]
+    await asyncio.sleep(0)  # each caller takes its one step up to the queue
+    held.let_go()
+    assert await first
+    assert await asyncio.gather(*callers) == [2 * n for n in range(100, 100 + GROUPS)]
+    assert [len(numbers) for numbers in held.applied] == [MOST_TOGETHER, MOST_TOGETHER]
+    held.writer.close()
+
+
+async def test_what_comes_between_is_not_overtaken(held: Held) -> None:
+    first = held.hold()
+    callers = [asyncio.create_task(held.writer.submit_step(held.double, n)) for n in (1, 2)]
+    between = asyncio.create_task(held.writer.submit(lambda db: list(held.applied)))
+    callers.append(asyncio.create_task(held.writer.submit_step(held.double, 3)))
+    await asyncio.sleep(0)
+    held.let_go()
+    assert await first
+    assert await asyncio.gather(*callers) == [2, 4, 6]
+    assert await between == [[1, 2]]
+    held.writer.close()
+
+
+async def test_who_is_refused_is_refused_alone(held: Held) -> None:
+    first = held.hold()
+    callers = [asyncio.create_task(held.writer.submit_step(held.double, n)) for n in (12, 13, 14)]
+    await asyncio.sleep(0)
+    held.let_go()
+    assert await first
+    answers = await asyncio.gather(*callers, return_exceptions=True)
+    assert answers[0] == 24
+    assert answers[2] == 28
+    assert isinstance(answers[1], InvalidRequest)
+    assert held.applied == [[12, 13, 14], [12], [13], [14]]
+    held.writer.close()
+
+
+async def test_groups_of_two_runs_that_come_at_once_are_counted_for_their_own(ledger: Ledger) -> None:
+    asked = [group(n, RUNS[n % 3 == 0]) for n in range(GROUPS)]
+    issued = await asyncio.gather(*(ledger.group_issued(one) for one in asked))
+    assert [recorded.accepted for recorded in issued] == [one.sample_ids for one in asked]
+    await asyncio.gather(*(ledger.group_scored([scored(i) for i in one.sample_ids]) for one in asked))
+    for run_id in RUNS:
+        counts = await ledger.counts(run_id)
+        assert counts.holds
+        assert counts.admitted == 2 * sum(one.run_id == run_id for one in asked)
+        assert check(ledger.path, run_id).conservation_ok
+        prompts = {
+            record.group_id: record.prompt_text for record in await ledger.samples(run_id, limit=10**6)
+        }
+        assert prompts == {one.group_id: one.prompt_text for one in asked if one.run_id == run_id}
+
+
+async def test_a_sample_that_two_deliver_at_once_counts_once(ledger: Ledger) -> None:
+    asked = [group(n) for n in range(8)]
+    await asyncio.gather(*(ledger.group_issued(one) for one in (*asked, *asked)))
+    deliveries = [scored(i) for one in (*asked, *asked) for i in one.sample_ids]
+    recorded = await asyncio.gather(*(ledger.group_scored([sample]) for sample in deliveries))
+    assert sorted(i for one in recorded for i in one.accepted) == sorted(
+        i for one in asked for i in one.sample_ids
+    )
+    assert sum(len(one.duplicates) for one in recorded) == 16
+    assert (await ledger.counts(RUNS[0])).holds
+
+
+async def test_an_unknown_sample_does_not_hold_up_those_beside_it(ledger: Ledger) -> None:
+    await ledger.group_issued(group(0))
+    ids = [*group(0).sample_ids, f"{RUNS[0]}/0/7/0"]
+    answers = await asyncio.gather(*(ledger.group_scored([scored(i)]) for i in ids), return_exceptions=True)
+    assert [recorded.accepted for recorded in answers[:2]] == [(i,) for i in ids[:2]]
+    assert isinstance(answers[2], NotFound)
