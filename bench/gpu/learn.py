@@ -40,6 +40,7 @@ def main() -> int:
     cli.add_argument("--out", type=Path, required=True)
     cli.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=ALGORITHMS)
     cli.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    cli.add_argument("--gpus", default="0,1", help="that of the trainers and that of the generators")
     cli.add_argument("--one", choices=ALGORITHMS, help="only this one, in this process")
     asked = cli.parse_args()
     if asked.one:
@@ -47,9 +48,10 @@ def main() -> int:
     asked.out.mkdir(parents=True, exist_ok=True)
     for script, name in (("make_model.py", "model"), ("make_data.py", "data")):
         subprocess.run([sys.executable, EXAMPLE / script, "--out", asked.out / "example" / name], check=True)
+    trainers, generators = asked.gpus.split(",")
     children = []
     for name in asked.algorithms:
-        gpus = "0,0,1" if name == "ppo" else "0,1"
+        gpus = ",".join([*([trainers] * (2 if name == "ppo" else 1)), generators])
         command = [sys.executable, __file__, "--out", asked.out, "--one", name, "--dtype", asked.dtype]
         children.append(subprocess.Popen(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": gpus}))
     return max(child.wait() for child in children)
