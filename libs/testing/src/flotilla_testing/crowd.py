@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +37,9 @@ def main() -> int:
     )
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=1)
+    parser.add_argument("--nice", type=int, default=0, help="how far it stands back for other processes")
     given, rest = parser.parse_known_args()
+    os.nice(given.nice)
     module, _, function = given.build.partition(":")
     build = getattr(import_module(module), function)
     names = [f"{given.kind}-{slot}" for slot in range(given.first, given.first + given.count)]

@@ -24,6 +24,8 @@ from flotilla_testing.stack import Stack, light_stack, wait_until
 START_LIMIT_S = 600.0
 WARM_UP_LIMIT_S = 1200.0
 LOOK_EVERY_S = 1.0
+STANDS_BACK = 10
+"""Niceness of the generators: in production they are on other machines and take no turns from the coordinator."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class FleetLoad:
     shortest_s: float = 12.0
     longest_s: float = 16.0
     """What decoding takes, by length: no fleet can end more than `calls * samples` in this time."""
-    update_s: float = 1.2
+    update_s: float = 1.0
     """What an update takes, and a snapshot. Without it steps follow each other as fast as they can, and what is
     admitted together at the start ends together for ever: a flood and a drought in turns."""
     warm_up_steps: int = 24
@@ -120,6 +122,7 @@ def _crowds(stack: Stack, load: FleetLoad) -> Iterator[None]:
             command = [
                 *(sys.executable, "-m", "flotilla_testing.crowd", "generator"),
                 *("flotilla_generator.service:GeneratorHostService", *slots, "--stack", str(stack.file)),
+                *("--nice", str(STANDS_BACK)),
             ]
             crowds.append(subprocess.Popen(command, stdout=log, stderr=log))
         try:
