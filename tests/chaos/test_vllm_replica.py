@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 
 from flotilla_coordinator.ledger.checker import check
 from flotilla_testing.late_replica import JOINER, joins_without_delay
 from flotilla_testing.replica_faults import kill_inside
+from flotilla_testing.small_run import small_run
 from flotilla_testing.stack import running_stack, wait_until
 
 pytestmark = pytest.mark.timeout(600)
@@ -23,8 +23,7 @@ LIMIT_S = 240.0
 async def test_a_replica_of_vllm_joins_a_run_and_loses_no_sample_when_it_is_killed_while_weights_arrive(
     arithmetic: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(_run(arithmetic)))
+    file = small_run(arithmetic, tmp_path / "run.yaml", name="endless", steps=100_000)
     description = {"name": "vllm", "model": str(arithmetic / "model"), "generator": {"replicas": 1}}
     with running_stack(description, tmp_path) as stack:
         run = stack.ok("run", "start", str(file))
@@ -42,18 +41,3 @@ async def test_a_replica_of_vllm_joins_a_run_and_loses_no_sample_when_it_is_kill
         sys.stdout.write(
             f"\n  a replica of vLLM, killed mid-sync: five steps in {went_on_s:.1f} s: {verdict}"
         )
-
-
-def _run(arithmetic: Path) -> dict[str, object]:
-    return {
-        "name": "endless",
-        "steps": 100_000,
-        "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
-        "rollout": {
-            "prompts_per_step": 16,
-            "samples_per_prompt": 4,
-            "sampling": {"max_response_tokens": 6},
-        },
-        "rewards": [{"reward": "exact"}],
-        "optimizer": {"learning_rate": 1.0e-4, "schedule": "constant"},
-    }

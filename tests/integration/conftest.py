@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
+from flotilla_testing.small_run import small_run
 from flotilla_testing.stack import Stack, light_stack, running_stack, sim_stack
 
 # What these tests share is found by its name, also by vLLM's workers.
@@ -61,18 +61,4 @@ def quick(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.fixture(scope="session")
 def run_file(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small GRPO run on the example's data."""
-    run = {
-        "name": "short",
-        "steps": 3,
-        "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
-        "rollout": {
-            "prompts_per_step": 16,
-            "samples_per_prompt": 4,
-            "sampling": {"max_response_tokens": 6},
-        },
-        "rewards": [{"reward": "exact"}],
-        "optimizer": {"learning_rate": 1.0e-4, "schedule": "constant"},
-    }
-    path = tmp_path_factory.mktemp("run") / "run.yaml"
-    path.write_text(yaml.safe_dump(run))
-    return path
+    return small_run(arithmetic, tmp_path_factory.mktemp("run") / "run.yaml")
