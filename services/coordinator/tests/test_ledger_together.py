@@ -6,22 +6,32 @@ import asyncio
 import sqlite3
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from flotilla_coordinator.ledger import admission, deliveries
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.ownership import Owner
-from flotilla_coordinator.ledger.records import GroupIssue, RunRecord, RunState, ScoredSample, TokenSpan
+from flotilla_coordinator.ledger.records import (
+    GroupIssue,
+    Recorded,
+    RunRecord,
+    RunState,
+    ScoredSample,
+    TokenSpan,
+)
 from flotilla_coordinator.ledger.writer import MOST_TOGETHER, WriterThread
-from flotilla_core.errors import InvalidRequest, NotFound
+from flotilla_core.errors import Internal, InvalidRequest, NotFound
 from flotilla_core.version import Version
 
 RUNS = ("one-20260314-0915-7f3a", "two-20260314-0915-11bc")
-GROUPS = 2 * MOST_TOGETHER
+CALLERS = 2 * MOST_TOGETHER + 1
 HELD_S = 30.0
 
 
@@ -47,71 +57,106 @@ def scored(sample_id: str) -> ScoredSample:
 
 
 class Held:
-    """A writer that is busy until it is let go, so that all that is submitted meanwhile shares a commit."""
+    """A writer that is inside an operation until it is let go: all that is submitted meanwhile shares a commit."""
 
-    def __init__(self, folder: Path) -> None:
-        self.writer = WriterThread(folder / "held.sqlite", Owner.of_this_process())
-        self._gate = threading.Event()
+    def __init__(self, path: Path) -> None:
+        self.writer = WriterThread(path, Owner.of_this_process())
         self.applied: list[list[int]] = []
+        self._inside = threading.Event()
+        self._gate = threading.Event()
 
-    def hold(self) -> asyncio.Task[bool]:
-        return asyncio.create_task(self.writer.submit(lambda db: self._gate.wait(HELD_S)))
+    async def hold(self) -> None:
+        self._holding = asyncio.create_task(self.writer.submit(self._wait))
+        assert await asyncio.to_thread(self._inside.wait, HELD_S)
 
-    def let_go(self) -> None:
+    async def answers(self, *callers: Coroutine[Any, Any, Any]) -> list[Any]:
+        """What they get who all submit while the writer is held."""
+        asked = [asyncio.create_task(caller) for caller in callers]
+        await asyncio.sleep(0)  # each takes its one step up to the queue
         self._gate.set()
+        await self._holding
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    def close(self) -> None:
+        self._gate.set()
+        self.writer.close()
+
+    def _wait(self, db: sqlite3.Connection) -> None:
+        self._inside.set()
+        self._gate.wait(HELD_S)
 
     def double(self, db: sqlite3.Connection, numbers: Sequence[int]) -> list[int]:
         self.applied.append(list(numbers))
         if 13 in numbers:
             raise InvalidRequest("13 is refused")
+        if 666 in numbers:
+            db.execute("ROLLBACK")
+            raise sqlite3.OperationalError("disk I/O error")
         return [2 * number for number in numbers]
 
 
 @pytest.fixture
-def held(tmp_path: Path) -> Held:
-    return Held(tmp_path)
+async def held(tmp_path: Path) -> AsyncIterator[Held]:
+    held = Held(tmp_path / "held.sqlite")
+    await held.hold()
+    yield held
+    held.close()
 
 
 async def test_a_step_that_many_take_at_once_is_applied_in_parts_of_bounded_size(held: Held) -> None:
-    first = held.hold()
-    callers = [asyncio.create_task(held.writer.submit_step(held.double, n)) for n in range(100, 100 + GROUPS)]
-    await asyncio.sleep(0)  # each caller takes its one step up to the queue
-    held.let_go()
-    assert await first
-    assert await asyncio.gather(*callers) == [2 * n for n in range(100, 100 + GROUPS)]
-    assert [len(numbers) for numbers in held.applied] == [MOST_TOGETHER, MOST_TOGETHER]
-    held.writer.close()
+    numbers = range(1000, 1000 + CALLERS)
+    answers = await held.answers(*(held.writer.submit_step(held.double, n) for n in numbers))
+    assert answers == [2 * n for n in numbers]
+    assert [len(together) for together in held.applied] == [MOST_TOGETHER, MOST_TOGETHER, 1]
 
 
 async def test_what_comes_between_is_not_overtaken(held: Held) -> None:
-    first = held.hold()
-    callers = [asyncio.create_task(held.writer.submit_step(held.double, n)) for n in (1, 2)]
-    between = asyncio.create_task(held.writer.submit(lambda db: list(held.applied)))
-    callers.append(asyncio.create_task(held.writer.submit_step(held.double, 3)))
-    await asyncio.sleep(0)
-    held.let_go()
-    assert await first
-    assert await asyncio.gather(*callers) == [2, 4, 6]
-    assert await between == [[1, 2]]
-    held.writer.close()
+    step = held.writer.submit_step
+    between = held.writer.submit(lambda db: list(held.applied))
+    answers = await held.answers(step(held.double, 1), step(held.double, 2), between, step(held.double, 3))
+    assert answers == [2, 4, [[1, 2]], 6]
 
 
 async def test_who_is_refused_is_refused_alone(held: Held) -> None:
-    first = held.hold()
-    callers = [asyncio.create_task(held.writer.submit_step(held.double, n)) for n in (12, 13, 14)]
-    await asyncio.sleep(0)
-    held.let_go()
-    assert await first
-    answers = await asyncio.gather(*callers, return_exceptions=True)
-    assert answers[0] == 24
-    assert answers[2] == 28
+    answers = await held.answers(*(held.writer.submit_step(held.double, n) for n in (12, 13, 14)))
+    assert (answers[0], answers[2]) == (24, 28)
     assert isinstance(answers[1], InvalidRequest)
     assert held.applied == [[12, 13, 14], [12], [13], [14]]
-    held.writer.close()
+
+
+async def test_when_the_transaction_is_lost_everybody_in_it_hears_so_and_the_writer_goes_on(
+    held: Held,
+) -> None:
+    written = held.writer.submit(lambda db: db.execute("CREATE TABLE written (x)").fetchall())
+    answers = await held.answers(written, *(held.writer.submit_step(held.double, n) for n in (1, 666, 2)))
+    assert [type(answer) for answer in answers] == [Internal] * 4
+    assert held.applied == [[1, 666, 2]]
+    tables = await held.writer.submit(lambda db: db.execute("SELECT name FROM sqlite_master").fetchall())
+    assert ("written",) not in tables
+    assert await held.writer.submit_step(held.double, 4) == 8
+
+
+async def test_samples_of_two_runs_in_one_operation_are_counted_for_their_own(ledger: Ledger) -> None:
+    asked = [group(n, RUNS[n % 3 == 0]) for n in range(24)]
+    with closing(sqlite3.connect(ledger.path)) as db, db:
+        assert admission.issue(db, asked[:20]) == [Recorded(one.sample_ids) for one in asked[:20]]
+        again = admission.issue(db, asked)
+        assert [recorded.accepted for recorded in again] == [()] * 20 + [one.sample_ids for one in asked[20:]]
+        scores = [[scored(i) for i in one.sample_ids] for one in asked]
+        assert deliveries.scored(db, scores[:10]) == [Recorded(one.sample_ids) for one in asked[:10]]
+        late = deliveries.scored(db, scores)
+        assert [recorded.duplicates for recorded in late] == [one.sample_ids for one in asked[:10]] + [
+            ()
+        ] * 14
+    for run_id in RUNS:
+        counts = await ledger.counts(run_id)
+        assert counts.holds
+        assert counts.admitted == 2 * sum(one.run_id == run_id for one in asked)
+        assert check(ledger.path, run_id).conservation_ok
 
 
 async def test_groups_of_two_runs_that_come_at_once_are_counted_for_their_own(ledger: Ledger) -> None:
-    asked = [group(n, RUNS[n % 3 == 0]) for n in range(GROUPS)]
+    asked = [group(n, RUNS[n % 3 == 0]) for n in range(CALLERS)]
     issued = await asyncio.gather(*(ledger.group_issued(one) for one in asked))
     assert [recorded.accepted for recorded in issued] == [one.sample_ids for one in asked]
     await asyncio.gather(*(ledger.group_scored([scored(i) for i in one.sample_ids]) for one in asked))

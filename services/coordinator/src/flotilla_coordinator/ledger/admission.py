@@ -26,15 +26,14 @@ def issue(db: sqlite3.Connection, groups: Sequence[GroupIssue]) -> list[Recorded
     known = lookup(db, [sample_id for group in groups for sample_id in group.sample_ids])
     recorded = []
     for group in groups:
-        strangers = [known[sample_id] for sample_id in group.sample_ids if sample_id in known]
-        if any(sample.run != runs[group.run_id] for sample in strangers):
+        before = [known[sample_id] for sample_id in group.sample_ids if sample_id in known]
+        if any(sample.run != runs[group.run_id] for sample in before):
             raise InvalidRequest(f"group {group.group_id} holds samples of another run", where=group.run_id)
         fresh = tuple(sample_id for sample_id in group.sample_ids if sample_id not in known)
-        recorded.append(Recorded(fresh, tuple(sample.sample_id for sample in strangers)))
-        count_ignored(db, runs[group.run_id], duplicates=len(strangers))
-    _admit(
-        db, runs, [(group, of.accepted) for group, of in zip(groups, recorded, strict=True) if of.accepted]
-    )
+        recorded.append(Recorded(fresh, tuple(sample.sample_id for sample in before)))
+        count_ignored(db, runs[group.run_id], duplicates=len(before))
+    if fresh_of := [(group, of.accepted) for group, of in zip(groups, recorded, strict=True) if of.accepted]:
+        _admit(db, runs, fresh_of)
     return recorded
 
 

@@ -25,6 +25,8 @@ from flotilla_core.errors import InvalidRequest
 
 S = TypeVar("S", bound=GeneratedSample)
 State = SampleState
+MOST_PAYLOADS = 32
+"""In one statement, a power of two: they may have many tokens each."""
 _REWARDED = (
     f"state = {State.SCORED:d}, reward = new.column2, reward_terms = new.column3, greedy_reward = new.column4"
 )
@@ -113,6 +115,7 @@ def _store_responses(db: sqlite3.Connection, fresh: Sequence[tuple[Known, Genera
             )
             for known, s in fresh
         ],
+        MOST_PAYLOADS,
     )
     log(
         db,

@@ -13,7 +13,7 @@ from flotilla_core.errors import FailedPrecondition, NotFound
 
 # Portions, so that no commit of a run that goes on waits for long.
 MOST_AT_ONCE = 10_000
-VACUUM_PAGES = 16384
+VACUUM_PAGES = 2048
 
 ENDED = tuple(state for state in RunState if state.ended)
 _ENDED_LIST = ", ".join(str(int(state)) for state in ENDED)
@@ -62,11 +62,10 @@ def forget_history(db: sqlite3.Connection, run_id: str) -> None:
     """Every sample of a run, and all that happened to it."""
     run = _ended_key(db, run_id)
     forget_payloads(db, run_id, most=-1)
-    groups = db.execute("SELECT DISTINCT grp FROM samples WHERE run = ?", (run,)).fetchall()
     db.execute("INSERT INTO forgetting VALUES (?)", (run,))
+    db.execute("DELETE FROM groups WHERE key IN (SELECT grp FROM samples WHERE run = ?)", (run,))
     for table in ("transitions", "samples", "updates", "tallies"):
         db.execute(f"DELETE FROM {table} WHERE run = ?", (run,))
-    db.executemany("DELETE FROM groups WHERE key = ?", groups)
     db.execute("DELETE FROM forgetting WHERE run = ?", (run,))
     db.execute("UPDATE runs SET admitted = 0, duplicates = 0, late = 0 WHERE key = ?", (run,))
     _give_back(db)

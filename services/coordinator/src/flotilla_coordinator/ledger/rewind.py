@@ -11,7 +11,17 @@ from __future__ import annotations
 import sqlite3
 
 from flotilla_coordinator.ledger.records import RunState, SampleState, VoidedUpdate
-from flotilla_coordinator.ledger.rows import Event, Known, for_all, keys, log, lookup, run_key, tally_moves
+from flotilla_coordinator.ledger.rows import (
+    Event,
+    Known,
+    admitted_ids,
+    for_all,
+    keys,
+    log,
+    lookup,
+    run_key,
+    tally_moves,
+)
 from flotilla_coordinator.ledger.updates import void_updates
 from flotilla_core.version import Version
 
@@ -59,12 +69,8 @@ def fall_back(
 
 def _ask_again_for_forgotten(db: sqlite3.Connection, run: int) -> None:
     """Samples whose tokens retention took, before a user resumed the run after all."""
-    rows = db.execute(
-        "SELECT sample_id FROM samples s WHERE run = ? AND state IN (?, ?) "
-        "AND NOT EXISTS (SELECT 1 FROM payloads p WHERE p.sample = s.key) ORDER BY key",
-        (run, State.GENERATED, State.SCORED),
-    ).fetchall()
-    known = lookup(db, [sample_id for (sample_id,) in rows])
+    without = "WHERE s.run = ? AND s.state IN (?, ?) AND NOT EXISTS (SELECT 1 FROM payloads p WHERE p.sample = s.key)"
+    known = lookup(db, admitted_ids(db, without, (run, State.GENERATED, State.SCORED)))
     _return_to(db, run, list(known.values()), State.ISSUED)
 
 

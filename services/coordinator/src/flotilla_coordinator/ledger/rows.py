@@ -63,14 +63,17 @@ MOST_ROWS = 512
 """In one statement, a power of two: SQLite takes at most 32,766 values."""
 
 
-def for_all(db: sqlite3.Connection, statement: str, rows: Sequence[Sequence[Any]]) -> None:
+def for_all(
+    db: sqlite3.Connection, statement: str, rows: Sequence[Sequence[Any]], most_rows: int = MOST_ROWS
+) -> None:
     """Execute a statement whose `{rows}` are the rows, each one in brackets.
 
-    Their numbers are powers of two, so that few statements are prepared and kept.
+    Their numbers are powers of two, so that few statements are prepared. These are kept, each with its last values:
+    where rows are large, `most_rows` should be small.
     """
     first = 0
     while first < len(rows):
-        most = min(len(rows) - first, MOST_ROWS)
+        most = min(len(rows) - first, most_rows)
         part = rows[first : first + (1 << most.bit_length() - 1)]
         marks = ", ".join([f"({', '.join('?' * len(part[0]))})"] * len(part))
         db.execute(statement.format(rows=marks), [value for row in part for value in row])
@@ -86,6 +89,16 @@ def lookup(db: sqlite3.Connection, sample_ids: Sequence[str]) -> dict[str, Known
     where = "WHERE s.sample_id IN (SELECT value FROM json_each(?))"
     rows = _rows(db, where, json.dumps(list(sample_ids)))
     return {known.sample_id: known for known, _ in rows}
+
+
+def admitted_ids(db: sqlite3.Connection, where: str, values: Sequence[Any]) -> list[str]:
+    """Samples `s` that a condition holds for, in the order of admission."""
+    (text,) = db.execute(
+        f"SELECT json_group_array(sample_id) FROM (SELECT s.sample_id FROM samples s {where} ORDER BY s.key)",
+        values,
+    ).fetchone()
+    ids: list[str] = json.loads(text)
+    return ids
 
 
 def _rows(db: sqlite3.Connection, where: str, value: str | int) -> list[tuple[Known, int | None]]:

@@ -10,15 +10,14 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Sequence
-from typing import TypeVar
 
 from flotilla_coordinator.ledger.records import (
-    GeneratedSample,
     Recorded,
     SampleState,
 )
 from flotilla_coordinator.ledger.rows import (
     Event,
+    admitted_ids,
     all_known,
     count_ignored,
     for_all,
@@ -30,7 +29,6 @@ from flotilla_coordinator.ledger.rows import (
 )
 from flotilla_core.errors import FailedPrecondition, InvalidRequest
 
-S = TypeVar("S", bound=GeneratedSample)
 State = SampleState
 IN_FLIGHT = (State.ISSUED, State.GENERATED, State.SCORED)
 
@@ -87,12 +85,10 @@ def dropped(db: sqlite3.Connection, run_id: str, sample_ids: Sequence[str], reas
 def carry_over(db: sqlite3.Connection, run_id: str, group_ids: Sequence[str], step: int) -> None:
     """Let whole groups count for another step; no sample changes its state."""
     run = run_key(db, run_id)
-    rows = db.execute(
-        "SELECT s.sample_id FROM samples s JOIN groups g ON g.key = s.grp "
-        "WHERE s.run = ? AND g.group_id IN (SELECT value FROM json_each(?))",
-        (run, json.dumps(list(group_ids))),
-    ).fetchall()
-    samples = all_known(db, [sample_id for (sample_id,) in rows])
+    of_groups = (
+        "JOIN groups g ON g.key = s.grp WHERE s.run = ? AND g.group_id IN (SELECT value FROM json_each(?))"
+    )
+    samples = all_known(db, admitted_ids(db, of_groups, (run, json.dumps(list(group_ids)))))
     trained = [sample for sample in samples if sample.state not in (*IN_FLIGHT, State.DROPPED)]
     if trained:
         raise FailedPrecondition(
@@ -109,8 +105,5 @@ def carry_over(db: sqlite3.Connection, run_id: str, group_ids: Sequence[str], st
 
 def drop_in_flight(db: sqlite3.Connection, run_id: str, reason: str) -> int:
     """Drop everything of a run that was neither trained nor dropped; the number of samples."""
-    rows = db.execute(
-        "SELECT sample_id FROM samples WHERE run = ? AND state IN (?, ?, ?) ORDER BY key",
-        (run_key(db, run_id), *IN_FLIGHT),
-    ).fetchall()
-    return len(dropped(db, run_id, [sample_id for (sample_id,) in rows], reason).accepted)
+    open_ = admitted_ids(db, "WHERE s.run = ? AND s.state IN (?, ?, ?)", (run_key(db, run_id), *IN_FLIGHT))
+    return len(dropped(db, run_id, open_, reason).accepted)

@@ -28,7 +28,7 @@ Brought = TypeVar("Brought")
 
 MOST_IN_ONE_COMMIT = 1024
 MOST_TOGETHER = 64
-"""Callers whose step is one operation."""
+"""Callers, at most, whose step is one operation."""
 MOST_IN_ONE_TURN = 16
 
 Step = Callable[[sqlite3.Connection, Sequence[Brought]], Sequence[T]]
