@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,9 +115,10 @@ def _update_rows() -> list[Row]:
 
 
 def _alone(act: Any, case: Case) -> Any:
-    # A fork starts at once; CUDA does not survive one.
-    with multiprocessing.get_context("spawn" if GPU else "fork").Pool(1, give_freed_memory_back) as pool:
-        return pool.apply(act, (case,))
+    # Neither CUDA nor the threads of an earlier measurement survive a fork.
+    spawning = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawning, initializer=give_freed_memory_back) as process:
+        return process.submit(act, case).result()
 
 
 def _score_peak(case: Case) -> int:
