@@ -174,8 +174,8 @@ async def test_groups_of_two_runs_that_come_at_once_are_counted_for_their_own(le
 async def test_a_sample_that_two_deliver_at_once_counts_once(ledger: Ledger) -> None:
     asked = [group(n) for n in range(8)]
     await asyncio.gather(*(ledger.group_issued(one) for one in (*asked, *asked)))
-    deliveries = [scored(i) for one in (*asked, *asked) for i in one.sample_ids]
-    recorded = await asyncio.gather(*(ledger.group_scored([sample]) for sample in deliveries))
+    twice = [scored(i) for one in (*asked, *asked) for i in one.sample_ids]
+    recorded = await asyncio.gather(*(ledger.group_scored([sample]) for sample in twice))
     assert sorted(i for one in recorded for i in one.accepted) == sorted(
         i for one in asked for i in one.sample_ids
     )
