@@ -22,8 +22,12 @@ setup:  ## Build .venv from the lock and install all packages (a no-op when curr
 	@PYTHON=$(PYTHON) scripts/setup.sh .venv
 
 .PHONY: up down ps logs doctor
-up: setup  ## Start a local fleet (STACK=my.yaml for another one)
-	@$(BIN)/flotilla up $(if $(STACK),--stack $(STACK))
+ifneq ($(STACK),)
+up down ps logs doctor: export FLOTILLA_STACK := $(STACK)
+endif
+
+up: setup  ## Start a local fleet (STACK=my.yaml: another one, here and in the next four)
+	@$(BIN)/flotilla up
 
 down: setup  ## Stop the local fleet
 	@$(BIN)/flotilla down

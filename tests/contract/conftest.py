@@ -49,8 +49,8 @@ def fleet(shared_fleet: SharedFleet) -> Stack:
 
 
 @pytest.fixture(scope="session")
-def small_run(arithmetic: Path) -> Callable[[str, int], dict[str, Any]]:
-    """A run of small steps by its name and their number."""
+def tiny_run(arithmetic: Path) -> Callable[[str, int], dict[str, Any]]:
+    """A run of the fewest samples a step, by its name and the number of its steps."""
 
     def described(name: str, steps: int) -> dict[str, Any]:
         return {

@@ -23,11 +23,11 @@ RunFile = Callable[..., Path]
 
 
 @pytest.fixture
-def run_file(small_run: Callable[[str, int], dict[str, Any]], tmp_path: Path) -> RunFile:
+def run_file(tiny_run: Callable[[str, int], dict[str, Any]], tmp_path: Path) -> RunFile:
     """A run of one small step, with changes by dotted key."""
 
     def written(**changes: Any) -> Path:
-        run = small_run("bad-input", 1)
+        run = tiny_run("bad-input", 1)
         for key, value in changes.items():
             section, *path = key.split("__")
             target = run

@@ -21,11 +21,11 @@ WAIT_S = 120.0
 
 @pytest.fixture
 def endless(
-    fleet: Stack, small_run: Callable[[str, int], dict[str, Any]], tmp_path: Path
+    fleet: Stack, tiny_run: Callable[[str, int], dict[str, Any]], tmp_path: Path
 ) -> Iterator[dict[str, Any]]:
     """A run of small steps that goes on until the test is over, and accounts for every sample then."""
     file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(small_run("endless", 100_000)))
+    file.write_text(yaml.safe_dump(tiny_run("endless", 100_000)))
     run = fleet.ok("run", "start", str(file))
     wait_until("the first step", lambda: len(fleet.metrics(run)) >= 1, WAIT_S)
     yield run

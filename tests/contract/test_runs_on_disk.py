@@ -15,13 +15,13 @@ from flotilla_testing.stack import Stack, wait_until
 pytestmark = pytest.mark.timeout(120)
 
 STEPS = 3
-SmallRun = Callable[[str, int], dict[str, Any]]
+TinyRun = Callable[[str, int], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def run_file(small_run: SmallRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_file(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("run") / "run.yaml"
-    file.write_text(yaml.safe_dump(small_run("on-disk", STEPS)))
+    file.write_text(yaml.safe_dump(tiny_run("on-disk", STEPS)))
     return file
 
 

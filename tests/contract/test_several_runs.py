@@ -57,10 +57,10 @@ def succeeds(fleet: Stack, run: dict[str, Any]) -> None:
 
 
 def test_two_runs_go_on_side_by_side_and_the_last_one_has_the_whole_fleet(
-    larger: Stack, small_run: Callable[[str, int], dict[str, Any]], tmp_path: Path
+    larger: Stack, tiny_run: Callable[[str, int], dict[str, Any]], tmp_path: Path
 ) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(small_run("shared", 100_000)))
+    file.write_text(yaml.safe_dump(tiny_run("shared", 100_000)))
     first = started(larger, file)
     wait_until("three members", lambda: members(larger, first) == 3, WAIT_S)
     second = started(larger, file)

@@ -77,10 +77,11 @@ def test_nothing_is_uniform_to_a_run_without_rewards() -> None:
         load_text(RunConfig, text + "rollout: {dynamic_sampling: {}}\n", source="run.yaml")
 
 
-def test_partial_samples_are_not_resumed_where_a_sample_has_one_version() -> None:
+@pytest.mark.parametrize("weights", [{"update": "between_samples"}, {"kv_policy": "drain"}])
+def test_partial_samples_are_not_resumed_where_a_sample_has_one_version(weights: dict[str, str]) -> None:
     written = {"name": "both", "steps": 1, "data": {"train": "t.jsonl"}, "rewards": [{"reward": "exact"}]}
-    both = {"rollout": {"resume_partial": True}, "weights": {"update": "between_samples"}}
+    both = {"rollout": {"resume_partial": True}, "weights": weights}
     for name, section in both.items():
         RunConfig.model_validate(written | {name: section})
-    with pytest.raises(ValueError, match="between_samples rules out"):
+    with pytest.raises(ValueError, match="rule out"):
         RunConfig.model_validate(written | both)

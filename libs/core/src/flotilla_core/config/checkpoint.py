@@ -11,6 +11,6 @@ class CheckpointConfig(ConfigModel):
     """Sealed states of the run that it, or a later one, goes on from."""
 
     every_steps: int = Field(default=20, ge=0)
-    """Steps between two; a lost trainer repeats at most so many updates, on recorded samples. 0: none is made."""
+    """Steps between two; a lost trainer repeats the updates since the newest, on recorded samples. 0: none is made."""
     keep: int = Field(default=2, ge=1)
     """Newest ones that stay; the one before is used where the newest is damaged."""

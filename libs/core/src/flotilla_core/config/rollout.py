@@ -43,7 +43,8 @@ class RolloutConfig(ConfigModel):
     sampling: SamplingConfig = SamplingConfig()
     """Sampling of training rollouts."""
     sample_timeout_s: float = Field(default=300.0, gt=0)
-    """A group that is not done after so long is issued again; one that is admitted n steps ahead has n times longer."""
+    """A group that is not done after so long is issued again; one that is admitted n steps ahead has (1 + n) times as
+    long."""
     max_attempts: int = Field(default=5, ge=1)
     """Times that a sample is issued before the run fails, naming the generators' last error."""
     resume_partial: bool = False

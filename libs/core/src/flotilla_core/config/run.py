@@ -164,10 +164,10 @@ class RunConfig(ConfigModel):
                     "rollout.sampling.top_p below 1 or top_k above 0 changes the logprobs in a way that the "
                     "trainer cannot reproduce: leave them at 1 and 0 for training rollouts"
                 )
-        if self.rollout.resume_partial and self.weights.update == "between_samples":
+        if self.rollout.resume_partial and self.weights.drains:
             raise ValueError(
                 "rollout.resume_partial goes on with samples under newer weights, which weights.update between_samples "
-                "rules out: leave one of them at its default"
+                "and weights.kv_policy drain rule out: leave it out, or them at their defaults"
             )
         if self.stop is not None and (self.evaluation is None or self.evaluation.every_steps == 0):
             raise ValueError("stop needs evaluation.every_steps above 0")

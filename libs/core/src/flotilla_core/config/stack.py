@@ -49,10 +49,10 @@ class NatsConfig(ConfigModel):
 
 
 class TelemetryConfig(ConfigModel):
-    """Where spans go. The coordinator's own store always gets them."""
+    """Where spans go, beside the coordinator's own store."""
 
     enabled: bool = True
-    """Record spans at all."""
+    """Record spans at all; without them there is no timeline."""
     otlp_endpoint: str | None = None
     """A further OTLP/gRPC collector (Jaeger, Tempo), host:port."""
 

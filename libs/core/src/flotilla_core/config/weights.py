@@ -19,9 +19,9 @@ class CanaryConfig(ConfigModel):
     temperatures: tuple[float, ...] = (1.0,)
     """One pass for each."""
     warn_at: float = Field(default=0.005, gt=0)
-    """Mean difference that raises a warning."""
+    """Mean difference of probabilities over all answers that raises a warning."""
     fail_at: float = Field(default=0.01, gt=0)
-    """Mean difference that fails the run: the generator does not hold the trainer's weights."""
+    """Mean difference over any one answer that fails the run: the generator does not hold the trainer's weights."""
 
 
 class WeightSyncConfig(ConfigModel):
@@ -41,3 +41,8 @@ class WeightSyncConfig(ConfigModel):
     """Longest wait for one member in one sync; then it is evicted and the others go on."""
     canary: CanaryConfig = CanaryConfig()
     """The live check."""
+
+    @property
+    def drains(self) -> bool:
+        """Whether running samples end under the weights that they began with."""
+        return self.update == "between_samples" or self.kv_policy == "drain"
