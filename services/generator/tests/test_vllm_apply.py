@@ -78,7 +78,26 @@ async def test_unless_every_worker_says_otherwise_failed_weights_are_broken(answ
     engine = engine_on(workers, tmp_path)
     with pytest.raises(WeightsNotLive):
         await engine.apply(VERSION, KvPolicy.RECOMPUTE)
-    assert workers.calls == ["pause keep", "flotilla_apply", "pause abort", "resume"]
+    assert workers.calls == ["pause keep", "flotilla_apply", "pause abort"]
+
+
+@pytest.mark.parametrize("policy", [KvPolicy.RECOMPUTE, KvPolicy.DRAIN])
+async def test_nothing_decodes_under_broken_weights_until_whole_ones_are_live(policy, tmp_path) -> None:
+    workers = Workers([WRONG])
+    engine = engine_on(workers, tmp_path)
+    with pytest.raises(WeightsNotLive):
+        await engine.apply(VERSION, policy)
+    workers.answers = [NOTHING]
+    with pytest.raises(WeightsMismatch):
+        await engine.apply(VERSION, policy)
+    await engine.resume()
+    assert "resume" not in workers.calls
+    workers.calls.clear()
+    workers.answers = [DONE]
+    await engine.apply(VERSION, policy)
+    assert workers.calls == ["pause keep", "flotilla_apply", "tag 0.1", "resume"], (
+        "nothing runs that could drain"
+    )
 
 
 async def test_weights_that_no_worker_touched_stay(tmp_path) -> None:

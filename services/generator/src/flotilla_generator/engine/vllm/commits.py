@@ -1,7 +1,8 @@
 """How staged weights become the live ones.
 
 Invariants: live weights change only between a pause that keeps running requests and the resume after it; nobody resumes
-while they are half replaced; weights that no worker confirms decode nothing more.
+while they are half replaced; after weights that no worker confirmed nothing decodes until whole ones are live: what
+comes meanwhile waits for them.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Commits:
         self._workers = workers
         self._decoding = decoding
         self._paused = False
+        self._broken = False
         self._applying = asyncio.Lock()
 
     async def pause(self, mode: PauseMode) -> None:
@@ -45,7 +47,7 @@ class Commits:
         """Decode again, unless a commit is under way: then after it."""
         async with self._applying:  # never while weights are half replaced
             self._paused = False
-            await self._llm().resume_generation()
+            await self._decode_again()
 
     async def apply(self, version: Version, kv_policy: KvPolicy) -> Applied:
         """Make what is staged live as `version`."""
@@ -57,15 +59,17 @@ class Commits:
                     why="its samples stand still until Resume",
                     next_step="call Resume first, or commit with the policy recompute",
                 )
-            await self._stand_still(kv_policy)
+            # Nothing runs under broken weights that a drain could wait for.
+            await self._stand_still(KvPolicy.RECOMPUTE if self._broken else kv_policy)
             try:
                 answers = await self._replace(version)
+                self._broken = False
             except WeightsNotLive:
+                self._broken = True
                 await self._llm().pause_generation(mode="abort", clear_cache=True)
                 raise
             finally:
-                if not self._paused:
-                    await self._llm().resume_generation()
+                await self._decode_again()
         return Applied(
             stall_s=time.perf_counter() - started,
             apply_s=max(answer["apply_s"] for answer in answers),
@@ -77,6 +81,10 @@ class Commits:
         self._decoding.live = None
         if tags_versions(self._llm()):
             await self._llm().update_weight_version(UNTAGGED)
+
+    async def _decode_again(self) -> None:
+        if not (self._paused or self._broken):
+            await self._llm().resume_generation()
 
     async def _stand_still(self, kv_policy: KvPolicy) -> None:
         """Pause for a commit. vLLM's own pause sleeps 20 ms for outputs on their way: needless where it tags tokens."""
