@@ -82,12 +82,22 @@ class Run:
         self.config = RolloutConfig(samples_per_prompt=SAMPLES, **rollout)
         self.batches: dict[int, Batch] = {}
         self.lineage = 0
+        self.passed = asyncio.Event()
+        """The live check of every version."""
+        self.passed.set()
+
+        self.asked: list[Version] = []
+        """Versions whose live check a group waited for."""
+
+    async def proved(self, version: Version) -> None:
+        self.asked.append(version)
+        await self.passed.wait()
 
     async def begin(self, task: Task, at: int | None = None) -> None:
         """From the start, or once more from after so many steps."""
         prompts: Any = NumberedPrompts()
         parts: Any = (SimpleNamespace(decode=str), task, task)
-        groups = GroupRollout(RUN, self.config, *parts, self.ledger, GrpoAdvantage())
+        groups = GroupRollout(RUN, self.config, *parts, self.ledger, GrpoAdvantage(), self.proved)
         self.source = RolloutSource(RUN, self.config, self.steps, prompts, groups, self.ledger)
         if at is not None:
             self.lineage += 1
@@ -174,6 +184,20 @@ async def test_groups_of_equal_rewards_are_replaced_by_the_next_prompts(ledger: 
     assert batch.metrics["reward/uniform_groups"] == 0
     assert prompts(await run.train(1)) == [6, 7, 8]
     assert await run.dropped("uniform") == [0, 2, 4]
+    await run.end()
+
+
+async def test_what_ended_before_its_version_passed_the_live_check_is_not_recorded(ledger: Ledger) -> None:
+    run = await started(ledger, Task(), prompts_per_step=2)
+    run.passed.clear()
+    training = asyncio.create_task(run.train(0))
+    async with asyncio.timeout(TIMEOUT_S):
+        while len(run.asked) < 2:
+            await asyncio.sleep(0)
+    assert set(run.asked) == {Version(0, 0)}
+    assert not await ledger.samples(RUN, state=SampleState.SCORED, limit=1000)
+    run.passed.set()
+    assert prompts(await training) == [0, 1]
     await run.end()
 
 

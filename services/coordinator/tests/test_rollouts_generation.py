@@ -82,16 +82,27 @@ def direct_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def delivered(
-    sample_id: str, step: int = 4, logprobs: tuple[float, ...] = (-1.0, -2.0)
+    sample_id: str,
+    step: int = 4,
+    logprobs: tuple[float, ...] = (-1.0, -2.0),
+    claimed: tuple[tuple[int, int], ...] = ((0, 2),),
 ) -> gen.GeneratedSample:
-    """Two tokens of version 0.`step`."""
+    """Two tokens, `claimed` by version 0.`step`."""
     response = gen.GeneratedSample(
         sample_id=sample_id,
         finish_reason=gen.FINISH_REASON_STOP,
         token_ids=to_tensor(np.array([5, 6], np.int32)),
         logprobs=to_tensor(np.array(logprobs, np.float32)),
     )
-    response.version_spans.add(version=Version(0, step).to_proto(), start=0, end=2)
+    for start, end in claimed:
+        response.version_spans.add(version=Version(0, step).to_proto(), start=start, end=end)
+    return response
+
+
+def unversioned(sample_id: str) -> gen.GeneratedSample:
+    """Its second token is of weights that nobody knows."""
+    response = delivered(sample_id, claimed=((0, 1),))
+    response.version_spans.add(start=1, end=2)
     return response
 
 
@@ -250,8 +261,23 @@ def delivering(name: str, *responses: gen.GeneratedSample) -> Replica:
         (delivered(SLOTS[0], logprobs=(-1.0,)), "unreadable"),
         (delivered(SLOTS[0], logprobs=(-1.0, float("nan"))), "unreadable"),
         (gen.GeneratedSample(sample_id=SLOTS[0]), "unreadable"),
+        (delivered(SLOTS[0], claimed=()), "unreadable"),
+        (delivered(SLOTS[0], claimed=((0, 1),)), "unreadable"),
+        (delivered(SLOTS[0], claimed=((1, 2), (0, 1))), "unreadable"),
+        (unversioned(SLOTS[0]), "unreadable"),
     ],
-    ids=["unknown", "twice", "stale", "length", "nan", "empty"],
+    ids=[
+        "unknown",
+        "twice",
+        "stale",
+        "length",
+        "nan",
+        "empty",
+        "unclaimed",
+        "partly",
+        "disorder",
+        "unversioned",
+    ],
 )
 async def test_a_sample_that_is_refused_is_counted_and_drawn_again(
     refused: gen.GeneratedSample, kind: str

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -94,7 +95,7 @@ def source(ledger: Ledger, task: Task, advantage: AdvantageConfig | None = None)
     )
     prompts: Any = NumberedPrompts()
     parts: Any = (SimpleNamespace(decode=str), task, task)
-    groups = GroupRollout(RUN, config, *parts, ledger, advantage or RemaxAdvantage())
+    groups = GroupRollout(RUN, config, *parts, ledger, advantage or RemaxAdvantage(), AsyncMock())
     return RolloutSource(RUN, config, 4, prompts, groups, ledger)
 
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -67,7 +68,7 @@ class Scorer:
 
 def source(config: RolloutConfig, steps: int, prompts: Any, fleet: Fleet, ledger: Ledger) -> RolloutSource:
     parts: Any = (SimpleNamespace(decode=str), fleet, Scorer())
-    groups = GroupRollout(RUN, config, *parts, ledger, ReinforceAdvantage())
+    groups = GroupRollout(RUN, config, *parts, ledger, ReinforceAdvantage(), AsyncMock())
     return RolloutSource(RUN, config, steps, prompts, groups, ledger)
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -84,7 +85,7 @@ def source(ledger: Ledger, generation: Generation, scorer: Scorer | None = None)
     config = RolloutConfig(prompts_per_step=2, samples_per_prompt=3, max_staleness=1)
     prompts: Any = NumberedPrompts()
     parts: Any = (SimpleNamespace(decode=str), generation, scorer or Scorer())
-    groups = GroupRollout(RUN, config, *parts, ledger, GrpoAdvantage())
+    groups = GroupRollout(RUN, config, *parts, ledger, GrpoAdvantage(), AsyncMock())
     return RolloutSource(RUN, config, STEPS, prompts, groups, ledger)
 
 

@@ -32,6 +32,7 @@ from flotilla_testing.scripted import scripted_trainer
 V1, V2 = Version(0, 1), Version(0, 2)
 Failure = FlotillaError | None
 LONGEST_SAMPLE_S = 100.0
+TIMEOUT_S = 30.0
 
 
 class Bench:
@@ -44,6 +45,9 @@ class Bench:
         self.evicted: list[tuple[str, FlotillaError]] = []
         self.verdicts: list[dict[str, FlotillaError]] = []
         self.verified: list[SyncReport] = []
+        self.checking = asyncio.Event()
+        self.checking.set()
+        self.mismatch: Mismatch | None = None
         self.stub = scripted_trainer()
         callbacks = (self._candidates, self._ready, self._evict, self._verify)
         self.sync = WeightSync(
@@ -64,6 +68,9 @@ class Bench:
 
     async def _verify(self, report: SyncReport) -> dict[str, FlotillaError]:
         self.verified.append(report)
+        await self.checking.wait()
+        if self.mismatch is not None:
+            raise self.mismatch
         return self.verdicts.pop(0) if self.verdicts else {}
 
     def fail(self, name: str, method: str, *failures: Failure) -> None:
@@ -336,6 +343,33 @@ async def test_who_is_left_out_of_a_group_holds_and_serves_nothing_of_the_run() 
     assert [(held.member.name, held.version) for held in bench.sync.held()] == [("a", V2)]
     assert bench.sync.live_version(left_out.instance_id) is None
     assert left_out.stub.asked("AbortWeights")
+
+
+async def test_a_version_is_proved_when_its_live_check_has_passed_and_not_before() -> None:
+    bench = Bench("a")
+    before = asyncio.create_task(bench.sync.proved(V1))
+    bench.checking.clear()
+    publishing = asyncio.create_task(bench.sync.publish(V1))
+    async with asyncio.timeout(TIMEOUT_S):
+        while not bench.verified:
+            await asyncio.sleep(0)
+    assert bench.serving(V1) == {"a"} and not before.done(), "it decodes already, and is still being checked"
+    bench.checking.set()
+    await publishing
+    async with asyncio.timeout(TIMEOUT_S):
+        await before
+        await bench.sync.proved(Version(0, 0))
+
+
+async def test_a_version_that_failed_its_live_check_is_never_proved() -> None:
+    bench = Bench("a")
+    await bench.sync.publish(V1)
+    waiting = asyncio.create_task(bench.sync.proved(V2))
+    bench.mismatch = Mismatch("a does not decode with the trainer's weights")
+    with pytest.raises(Mismatch):
+        await bench.sync.publish(V2)
+    assert not waiting.done()
+    waiting.cancel()
 
 
 async def test_equal_weights_have_one_digest_and_others_another() -> None:

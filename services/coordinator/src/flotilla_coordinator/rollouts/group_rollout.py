@@ -1,13 +1,15 @@
 """One group's life: a prompt out to the generators, its samples scored and recorded.
 
 Invariants: a sample is scored as soon as it ends, but for a moment in which the generator holds it back for others; a
-group is handed on the moment it is complete, and the ledger knows by then what became of each of its samples; what the
-ledger holds of a group from before is neither asked for nor scored again.
+group is handed on the moment it is complete and each version that wrote some of it has passed its live check, and the
+ledger knows by then what became of each of its samples; what the ledger holds of a group from before is neither asked
+for nor scored again.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -77,6 +79,7 @@ class GroupRollout:
         scorer: Scorer,
         ledger: Ledger,
         advantage: AdvantageConfig,
+        proved: Callable[[Version], Awaitable[None]],
     ) -> None:
         self._run_id = run_id
         self._config = config
@@ -84,6 +87,7 @@ class GroupRollout:
         self._generation = generation
         self._scorer = scorer
         self._ledger = ledger
+        self._proved = proved
         self._min_group_samples = advantage.min_group_samples
         self._baseline = (
             GreedyBaseline(tokenizer, generation, scorer) if advantage.needs_greedy_reward else None
@@ -118,6 +122,9 @@ class GroupRollout:
             )
             recorded = recorded_samples(records)
             scored = await self._judged(request, ticket, recorded) if request.sample_ids else []
+            # A sample that ends while its version is still being checked may be of weights that nobody has.
+            for version in {span.version for item in scored for span in item.sample.spans}:
+                await self._proved(version)
             group = await self._record(ticket, recorded, scored)
             group.span = span.get_span_context() if span.is_recording() else None
         uniform = self._config.dynamic_sampling is not None and group.uniform

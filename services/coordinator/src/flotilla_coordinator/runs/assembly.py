@@ -92,7 +92,7 @@ class Assembly:
             config=config,
             control=self._control,
             learners=learners,
-            source=self._source(prompts, tokenizer, generation, scorer),
+            source=self._source(prompts, tokenizer, generation, scorer, sync),
             sync=sync,
             evaluator=evaluator,
             pinned=self._pinned,
@@ -208,7 +208,12 @@ class Assembly:
         self._status.notice(run_pb2.NOTICE_LEVEL_WARNING, text)
 
     def _source(
-        self, prompts: PromptSource, tokenizer: Tokenizer, generation: Generation, scorer: Scorer
+        self,
+        prompts: PromptSource,
+        tokenizer: Tokenizer,
+        generation: Generation,
+        scorer: Scorer,
+        sync: WeightSync,
     ) -> BatchSource:
         config = self._config
         if not isinstance(config.algorithm, PolicyConfig):
@@ -223,6 +228,7 @@ class Assembly:
             scorer,
             self._ledger,
             config.algorithm.advantage,
+            sync.proved,
         )
         return RolloutSource(self._run_id, config.rollout, config.steps, prompts, groups, self._ledger)
 

@@ -65,10 +65,17 @@ class WeightSync:
         self._group: Group | None = None
         self._moving_to: frozenset[str] = frozenset()
         self.version: Version | None = None
+        """The newest that passed its live check."""
+        self._newer = asyncio.Event()
 
     def serves(self, instance_id: str, version: Version) -> bool:
         """Whether a replica may be given work that needs `version` or newer."""
         return self._serving.serves(instance_id, version)
+
+    async def proved(self, version: Version) -> None:
+        """Wait until the live check of `version` or a newer one has passed; where none ever does, the run ends."""
+        while self.version is None or self.version < version:
+            await self._newer.wait()
 
     def live_version(self, instance_id: str) -> Version | None:
         """What a replica serves for this run."""
@@ -98,6 +105,8 @@ class WeightSync:
                         self._expel(member, why)
                     continue
                 self.version = version
+                self._newer.set()
+                self._newer = asyncio.Event()
                 return report
         raise WeightGroupFailed(
             f"no generator took version {version}",
