@@ -21,7 +21,7 @@ from flotilla_coordinator.runs import loop as loop_module
 from flotilla_coordinator.runs.beginning import Beginning, begin
 from flotilla_coordinator.runs.progress import Progress
 from flotilla_core.checkpoint import CheckpointShelf
-from flotilla_core.errors import Unavailable
+from flotilla_core.errors import Cancelled, DeadlineExceeded, FlotillaError, RankFailed, Unavailable
 from flotilla_core.version import Version
 
 RUN = "run-20260314-0915-7f3a"
@@ -43,7 +43,7 @@ class Session:
 
     found: tuple[Version, str] | None = (HERE, LAST)
     results: dict[str, pb.UpdateResult] = field(default_factory=lambda: {LAST: result(LAST, HERE)})
-    goes_away: bool = False
+    fails: FlotillaError | None = None
     opened: bool = False
     opened_anew: bool = False
     version: Version = ANEW
@@ -55,8 +55,8 @@ class Session:
         return pb.GetSessionResponse(policy_version=version.to_proto(), last_update_id=last)
 
     async def finished_update(self, update_id: str) -> pb.UpdateResult | None:
-        if self.goes_away:
-            raise Unavailable("the trainer went away")
+        if self.fails is not None:
+            raise self.fails
         return self.results.get(update_id)
 
     async def open(self) -> None:
@@ -188,10 +188,13 @@ async def test_any_other_session_is_left_for_a_checkpoint(
     assert (await ledger.get_run(RUN)).version == Version(2, 2)
 
 
-async def test_a_session_that_goes_away_meanwhile_is_left_for_a_checkpoint(run: Run) -> None:
-    run.session.found, run.session.goes_away = (HERE, FOLLOWING), True
+@pytest.mark.parametrize("kind", [Unavailable, RankFailed, DeadlineExceeded, Cancelled])
+async def test_a_session_that_is_lost_within_its_update_is_left_for_a_checkpoint(
+    run: Run, kind: type[FlotillaError]
+) -> None:
+    run.session.found, run.session.fails = (HERE, FOLLOWING), kind("the update never ended")
     await run.begin()
-    assert run.session.opened_anew
+    assert run.session.opened_anew and "checkpoint step-000002" in run.told[-1]
 
 
 @pytest.mark.parametrize(("critic_made_it", "attached"), [(True, True), (False, False)])

@@ -25,7 +25,7 @@ from flotilla_coordinator.runs.feed import RunFeed
 from flotilla_coordinator.runs.recovery import MOST_IN_A_ROW
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_core.config import RunConfig
-from flotilla_core.errors import RankFailed, Unavailable, WeightGroupFailed
+from flotilla_core.errors import FlotillaError, RankFailed, Unavailable, WeightGroupFailed
 from flotilla_core.roles import CRITIC, POLICY
 
 RUN = "run-1"
@@ -192,6 +192,33 @@ async def test_a_run_that_lost_a_gang_begins_again_under_the_next_lineage(start:
     assert (await bench.end()).state == RunState.SUCCEEDED
     assert beginnings == [Beginning(0), Beginning(1)]
     assert bench.ejected == [f"{role}-1"]
+
+
+@pytest.mark.parametrize("error", [RankFailed("rank 1 was killed"), Unavailable("the trainer went away")])
+async def test_a_gang_that_was_lost_with_the_coordinator_is_waited_for_like_any_other(
+    start: Start, error: FlotillaError
+) -> None:
+    beginnings = []
+
+    async def loop(run: Any, beginning: Beginning) -> None:
+        beginnings.append(beginning)
+        run.policy.opened = len(beginnings) > 1
+        if not run.policy.opened:
+            raise error
+
+    back = Beginning(1, after_coordinator=True)
+    bench = start(loop, back)
+    assert (await bench.end()).state == RunState.SUCCEEDED
+    assert beginnings == [back, back] and bench.ejected == [f"{POLICY}-1"]
+
+
+async def test_a_new_run_whose_gang_cannot_open_fails_at_once(start: Start) -> None:
+    async def loop(run: Any, beginning: Beginning) -> None:
+        run.policy.opened = False
+        raise Unavailable("the trainer went away")
+
+    bench = start(loop)
+    assert (await bench.end()).state == RunState.FAILED and bench.ejected == []
 
 
 async def test_the_checkpoint_that_a_user_named_is_asked_for_until_the_run_has_begun_there(

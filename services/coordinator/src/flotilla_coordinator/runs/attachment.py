@@ -17,8 +17,11 @@ from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.progress import Progress
 from flotilla_coordinator.runs.together import all_of
 from flotilla_core import ids
-from flotilla_core.errors import Unavailable
+from flotilla_core.errors import Cancelled, DeadlineExceeded, RankFailed, Unavailable
 from flotilla_core.version import Version
+
+NEVER_FINISHED = (Unavailable, RankFailed, DeadlineExceeded, Cancelled)
+"""What becomes of an update whose gang is lost, or hangs, while its end is waited for."""
 
 
 async def attach(run: RunContext) -> bool:
@@ -34,7 +37,7 @@ async def attach(run: RunContext) -> bool:
             for session, found in zip(learning, left, strict=False)
             if found is not None
         )
-    except Unavailable:
+    except NEVER_FINISHED:
         return False
     if not _agree(run, record, ahead):
         return False

@@ -32,7 +32,7 @@ class Recovery:
 
     async def after(self, run: RunContext, error: FlotillaError, beginning: Beginning) -> Beginning:
         """How the run begins anew; raises `error` where no gang was lost."""
-        lost = [] if run.stop_requested else await self._lost(run, error)
+        lost = [] if run.stop_requested else await self._lost(run, error, beginning)
         if not lost:
             raise error
         what = (
@@ -55,12 +55,12 @@ class Recovery:
         lineage = record.version.lineage + 1
         return Beginning(lineage) if run.begun else replace(beginning, lineage=lineage)
 
-    async def _lost(self, run: RunContext, error: FlotillaError) -> list[Gang]:
+    async def _lost(self, run: RunContext, error: FlotillaError, beginning: Beginning) -> list[Gang]:
         """The gangs whose sessions are gone."""
         learners = run.learners
         if learners.opened:
             return [session.gang for session in await learners.lost()]
-        # One that was lost before may take its time to come back.
-        if self._in_row > 0 and isinstance(error, NOT_THERE):
+        # One that was lost before, also while no coordinator was there, may take its time to come back.
+        if (self._in_row > 0 or beginning.after_coordinator) and isinstance(error, NOT_THERE):
             return [session.gang for session in learners.sessions if not session.opened]
         return []
