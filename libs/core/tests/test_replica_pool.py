@@ -328,6 +328,16 @@ async def test_a_wait_that_fails_says_what_for_and_who_is_there(pool: Pool) -> N
         await pool.acquire(Load(1), timeout_s=0.1, what="a generator")
 
 
+async def test_a_wait_that_finds_nobody_names_who_was_refused_and_both_protocols(pool: Pool) -> None:
+    await pool.update(snapshot(registration("generator-0", protocol_version="2.0")))
+    refused = r"refused: generator-0-a speaks protocol 2\.0, this build speaks 1\.0"
+    with pytest.raises(Unavailable, match=rf"for a generator: {refused}"):
+        await pool.wait_for(1, 0.1, "a generator")
+    await pool.update({})
+    with pytest.raises(Unavailable, match="for a generator: no generator is registered"):
+        await pool.wait_for(1, 0.1, "a generator")
+
+
 async def test_an_ejected_replica_comes_back_once_its_health_serves(
     pool: Pool, server: tuple[rpc.RpcServer, str]
 ) -> None:

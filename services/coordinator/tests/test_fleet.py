@@ -64,6 +64,22 @@ async def register(fleet: Fleet, *names: str, **states: reg.InstanceState.ValueT
     await fleet.see(snapshot)
 
 
+async def register_another_build(fleet: Fleet, *names: str) -> None:
+    """Beside what there is now."""
+    others = {
+        name: reg.Registration(
+            kind=KINDS[name.partition("-")[0]],
+            name=name,
+            instance_id=name,
+            address="127.0.0.1:1",
+            state=reg.INSTANCE_STATE_READY,
+            protocol_version="2.0",
+        )
+        for name in names
+    }
+    await fleet.see({**fleet.registrations, **others})
+
+
 def generators(fleet: Fleet, run_id: str) -> list[str]:
     return sorted(one.name for one in fleet._runs[run_id].generators.replicas())
 
@@ -178,6 +194,36 @@ async def test_a_run_that_needs_no_samples_leaves_the_generators_alone(fleet: Fl
     assert generators(fleet, "samples") == ["generator-0"] and generators(fleet, "answers") == []
     await register(fleet, "trainer-0", "trainer-1", "trainer-2", "generator-0")
     with pytest.raises(FailedPrecondition, match="no generator for another run: 1 for run samples"):
+        fleet.require_place(Needs())
+
+
+async def test_a_generator_of_another_protocol_is_dealt_to_no_run_and_named_to_who_finds_no_other(
+    fleet: Fleet,
+) -> None:
+    await register(fleet, "trainer-0", "trainer-1", "generator-0")
+    await register_another_build(fleet, "generator-1")
+    await fleet.admit("first", Needs())
+    refused = r"generator-1 speaks protocol 2\.0, this build speaks 1\.0"
+    with pytest.raises(
+        FailedPrecondition, match=rf"no generator for another run: 1 for run first.*{refused}"
+    ):
+        fleet.require_place(Needs())
+    second = await fleet.admit("second", Needs())
+    assert fleet._generators.held == {"generator-0": "first"}
+    with pytest.raises(Unavailable, match=refused):
+        await second.generators.wait_for(1, 0.1, "a generator")
+
+
+async def test_a_gang_of_another_protocol_is_leased_to_no_run_and_named_to_who_finds_no_other(
+    fleet: Fleet,
+) -> None:
+    await register(fleet, "generator-0", "generator-1")
+    await register_another_build(fleet, "trainer-0")
+    run = await fleet.admit("first", Needs())
+    refused = r"trainer-0 speaks protocol 2\.0, this build speaks 1\.0"
+    with pytest.raises(Unavailable, match=rf"for a trainer: refused: {refused}"):
+        await run.gang(POLICY, 0.1)
+    with pytest.raises(FailedPrecondition, match=refused):
         fleet.require_place(Needs())
 
 

@@ -20,3 +20,12 @@ def check_protocol(peer: Registration) -> None:
             why=f"this build speaks {PROTOCOL_VERSION}",
             next_step="Run the same release of Flotilla everywhere.",
         )
+
+
+def refusal(peer: Registration) -> str:
+    """Who is refused, and for which versions, as a part of a longer message; empty where `peer` is not."""
+    try:
+        check_protocol(peer)
+    except Mismatch as error:
+        return f"{error.what}, {error.why}"
+    return ""

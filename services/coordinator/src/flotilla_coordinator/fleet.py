@@ -27,6 +27,7 @@ from flotilla_coordinator.leases.standing import (
     working_replica,
 )
 from flotilla_core.errors import FailedPrecondition
+from flotilla_core.protocol import refusal
 from flotilla_core.roles import POLICY
 from flotilla_core.rpc import Fence
 from flotilla_core.service import Host
@@ -68,9 +69,11 @@ class Fleet:
             return
         for role in needs.roles:
             held = self._gangs.of_role(role)
-            require_gang(role, self._gang_slots(role), held, self._gangs.claimants(role))
+            refused = self._refusals(reg.SERVICE_KIND_TRAINER, role)
+            require_gang(role, self._gang_slots(role), held, self._gangs.claimants(role), refused)
         if needs.generates:
-            require_generator(self._there(), self._generators.claimants)
+            refused = self._refusals(reg.SERVICE_KIND_GENERATOR)
+            require_generator(self._there(), self._generators.claimants, refused)
 
     async def admit(self, run_id: str, needs: Needs) -> RunFleet:
         """A run's own view; it gets generators at once, and gangs when it asks for them."""
@@ -184,6 +187,8 @@ class Fleet:
         def why_not(one: reg.Registration) -> str:
             if one.kind == reg.SERVICE_KIND_REWARD:
                 return DRAINED if one.instance_id in self._drained else ""
+            if refusal(one):  # No run has it: each names it where it finds nobody else.
+                return ""
             held = self._generators.held if one.kind == reg.SERVICE_KIND_GENERATOR else self._gangs.held
             if held.get(one.name) == run_id or one.name in gangs:
                 return ""
@@ -208,7 +213,13 @@ class Fleet:
             if one.kind == reg.SERVICE_KIND_TRAINER
             and one.state == reg.INSTANCE_STATE_READY
             and (one.role or POLICY) == role
+            and not refusal(one)
         }
+
+    def _refusals(self, kind: reg.ServiceKind.ValueType, role: str = "") -> list[str]:
+        """Who cannot be leased to anybody, and why."""
+        ours = [one for one in self.registrations.values() if one.kind == kind]
+        return [why for one in ours if role in ("", one.role or POLICY) and (why := refusal(one))]
 
     def _connect(self, address: str, fence: Callable[[], Fence | None]) -> grpc.aio.Channel:
         return self._host.connect(address, fence=fence)

@@ -3,7 +3,7 @@
 Invariants: a replica is ready when it is READY in the registry and has not failed since its last SERVING; an ejected
 one comes back through its health alone; one that the registry lost is asked itself: it stays while it serves, and when
 it does not answer the calls that wait for it fail at once; else a channel stays open until the last lease on it is
-given back.
+given back; one whose build cannot talk to ours is never a replica, and is named where they are told of.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import grpc
 import structlog
 
 from flotilla.common.v1 import registration_pb2 as reg
-from flotilla_core.errors import Mismatch
-from flotilla_core.protocol import check_protocol
+from flotilla_core.protocol import refusal
 from flotilla_core.roles import POLICY, process_name
 from flotilla_core.rpc.replica import Replica
 from flotilla_core.rpc.replica_health import until_serving, while_serving
@@ -46,14 +45,17 @@ class Roster(Generic[StubT]):
         self._connect = connect
         self._changed = changed
         self._replicas: dict[str, Replica[StubT]] = {}
-        self._refused: set[str] = set()
+        self._refused: dict[str, str] = {}
+        """Why, by instance."""
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._missing: dict[str, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     def update(self, snapshot: dict[str, reg.Registration]) -> None:
         """Take in who exists now."""
-        ours = {key: one for key, one in snapshot.items() if self._is_ours(one) and self._acceptable(one)}
+        ours = {key: one for key, one in snapshot.items() if self._is_ours(one)}
+        self._refuse({key: why for key, one in ours.items() if (why := refusal(one))})
+        ours = {key: one for key, one in ours.items() if key not in self._refused}
         for replica in [one for key, one in self._replicas.items() if key not in ours]:
             self._miss(replica, ours)
         for instance_id, registration in ours.items():
@@ -122,28 +124,23 @@ class Roster(Generic[StubT]):
 
     def standing(self) -> str:
         """How they stand, in words."""
-        if not self._replicas:
-            return f"no {self._kind_name()} is registered"
-        return ", ".join(
+        known = [
             f"{one.name} is {one.state}" + (f" ({one.why})" if one.why else "")
             for one in self._replicas.values()
-        )
+        ]
+        refused = [f"refused: {why}" for why in self._refused.values()]
+        return ", ".join(known + refused) or f"no {self._kind_name()} is registered"
 
     def _is_ours(self, registration: reg.Registration) -> bool:
         return registration.kind == self._kind and (
             not self._role or self._role == (registration.role or POLICY)
         )
 
-    def _acceptable(self, registration: reg.Registration) -> bool:
-        """Whether its build can talk to ours; a refusal is logged once."""
-        try:
-            check_protocol(registration)
-        except Mismatch as error:
-            if registration.instance_id not in self._refused:
-                self._refused.add(registration.instance_id)
-                logger.error("replica refused", replica=registration.name, why=str(error))
-            return False
-        return True
+    def _refuse(self, refused: dict[str, str]) -> None:
+        """These, whose builds cannot talk to ours; each is logged once."""
+        for instance_id in refused.keys() - self._refused.keys():
+            logger.error("replica refused", instance_id=instance_id, why=refused[instance_id])
+        self._refused = refused
 
     def _follow_registration(self, replica: Replica[StubT], superseded: bool) -> None:
         if superseded:

@@ -5,16 +5,20 @@ Invariant: a run that is alone is always admitted, and waits for what it needs; 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.roles import process_name
 
 
 def require_gang(
-    role: str, slots: Collection[str], holders: Mapping[str, str], claimants: Collection[str]
+    role: str,
+    slots: Collection[str],
+    holders: Mapping[str, str],
+    claimants: Collection[str],
+    refused: Sequence[str] = (),
 ) -> None:
-    """`holders` says which run has a slot; claimants without one will take theirs."""
+    """`holders` says which run has a slot; claimants without one will take theirs; `refused` says who counts not."""
     if len({*slots, *holders}) > len(claimants):
         return
     name = process_name(role)
@@ -22,19 +26,21 @@ def require_gang(
     users = [f"run {run_id} is using {_called(by_run.get(run_id, name), name)}" for run_id in claimants]
     raise FailedPrecondition(
         ", ".join(users),
-        why=f"each run needs a {name} of its own, and there is no other one",
+        why=", ".join([f"each run needs a {name} of its own, and there is no other one", *refused]),
         next_step=f"{_wait_or_stop(claimants)}, or start the stack with more (`{name}.replicas` in stack.yaml)",
     )
 
 
-def require_generator(slots: Collection[str], claimants: Collection[str]) -> None:
-    """Each run needs at least one."""
+def require_generator(
+    slots: Collection[str], claimants: Collection[str], refused: Sequence[str] = ()
+) -> None:
+    """Each run needs at least one; `refused` says who counts not."""
     if len(slots) > len(claimants):
         return
     runs = ", ".join(claimants)
     raise FailedPrecondition(
         f"there is no generator for another run: {len(slots)} for run {runs}",
-        why="each run that samples needs at least one",
+        why=", ".join(["each run that samples needs at least one", *refused]),
         next_step=f"start another one (`flotilla scale generator {len(claimants) + 1}`); "
         f"or {_wait_or_stop(claimants)}",
     )

@@ -2,7 +2,7 @@
 
 Invariants: a slot counts once its process is ready; one that a run has counts on while its process is started again,
 for as long as a start may take, and for a part of that where the run has no other one; one that leaves in order, or
-that a user drained, counts no more.
+that a user drained, counts no more; one whose build cannot talk to ours counts as little as one that is away.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Mapping
 
 from flotilla.common.v1 import registration_pb2 as reg
+from flotilla_core.protocol import refusal
 
 ALONE = 1 / 3
 """Of the patience, for the only slot of a run, which cannot do anything meanwhile."""
@@ -39,7 +40,7 @@ class GeneratorSlots:
                 continue
             if one.state == reg.INSTANCE_STATE_DRAINING or one.instance_id in drained:
                 leaving.add(one.name)
-            elif one.state == reg.INSTANCE_STATE_READY:
+            elif one.state == reg.INSTANCE_STATE_READY and not refusal(one):
                 ready.add(one.name)
         now = time.monotonic()
         self._away = {slot: self._away.get(slot, now) for slot in leased if slot not in ready | leaving}
