@@ -3,7 +3,8 @@
 Both are held back to one pace by waiting, not by work, so that a small machine shows what the loop overlaps and not how
 its cores are shared. As it is: the simulated engine, two values, about a minute. With `FLOTILLA_BENCH_FULL=1`: a slowed
 vLLM and four values on the arithmetic example, from one warm-up, each to the end; about an hour on two cores.
-Seconds of evaluations and checkpoints are left out everywhere.
+Seconds of evaluations and checkpoints are left out everywhere. The ledger of every run is judged by its checker, which
+knows the staleness of each sample from the event log: where it finds anything wrong there are no figures.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import yaml
 from table import Row
 
+from flotilla_coordinator.ledger.checker import Verdict, check
 from flotilla_testing.stack import Stack, running_stack, sim_stack
 
 HERE = Path(__file__).resolve().parent
@@ -52,11 +54,15 @@ class Figures:
     """Seconds of a step by what the loop did."""
     staleness_mean: float
     staleness_max: float
+    ledger: list[int]
+    """Samples, by its checker: trained, lost, trained twice, stale."""
     accuracies: list[float]
     seconds_to_learn: float | None
 
     @classmethod
-    def of(cls, rows: list[dict[str, float]], evaluations: list[dict[str, float]]) -> Figures:
+    def of(
+        cls, rows: list[dict[str, float]], verdict: Verdict, evaluations: list[dict[str, float]]
+    ) -> Figures:
         """From what the run wrote."""
         seconds = [_seconds(row) for row in rows]
         steady = rows[FIRST_STEPS:]
@@ -69,6 +75,7 @@ class Figures:
             },
             staleness_mean=sum(row["staleness/mean"] for row in rows) / len(rows),
             staleness_max=max(row["staleness/max"] for row in rows),
+            ledger=[verdict.trained, verdict.lost, verdict.trained_twice, verdict.stale],
             accuracies=[e["accuracy"] for e in evaluations],
             seconds_to_learn=sum(seconds[: learned[0]]) if learned else None,
         )
@@ -107,6 +114,8 @@ def rows(staleness: int, figures: Figures, synchronous_rate: float) -> Iterator[
         f"<= {staleness}",
         figures.staleness_max <= staleness,
     )
+    judged = ", ".join(f"{samples:,}" for samples in figures.ledger)
+    yield Row("  samples in the ledger: trained, lost, twice, stale", judged)
     if figures.accuracies:
         needed = figures.seconds_to_learn
         yield Row(
@@ -196,9 +205,11 @@ def _run_file(directory: Path, run: dict[str, Any], pace_s: float, **algorithm: 
 def _trained(stack: Stack, run: Path, *overrides: str) -> Figures:
     ended = stack.run(run, *overrides, timeout_s=RUN_LIMIT_S)
     assert ended["state"] == "succeeded", ended["reason"]
+    verdict = check(stack.directory / "ledger.sqlite", ended["run_id"])
+    assert verdict.passed, str(verdict)
     told = Path(ended["directory"]) / "evaluations.jsonl"
     evaluations = [json.loads(line) for line in told.read_text().splitlines()] if told.exists() else []
-    return Figures.of(stack.metrics(ended), evaluations)
+    return Figures.of(stack.metrics(ended), verdict, evaluations)
 
 
 def _seconds(row: dict[str, float]) -> float:
