@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -139,6 +140,35 @@ def test_a_fall_back_puts_away_what_is_newer_and_pruning_removes_it(shelf: Check
     assert sorted(entry.name for entry in shelf.path.iterdir()) == ["latest", "step-000004", "step-000006"]
     assert shelf.fall_back("", lineage=2) == ["step-000004", "step-000006"]
     assert not (shelf.path / "latest").exists()
+
+
+@pytest.mark.parametrize("goes_on_from", ["step-000002", ""])
+def test_a_writer_that_wakes_up_after_a_fall_back_publishes_nothing(
+    shelf: CheckpointShelf, goes_on_from: str
+) -> None:
+    made(shelf, 2)
+    paused = CheckpointShelf(shelf.path)
+    Manifest.seal(paused.begin("step-000004"))
+    assert shelf.fall_back(goes_on_from, lineage=1) == ([] if goes_on_from else ["step-000002"])
+    with pytest.raises(FileNotFoundError):
+        paused.publish("step-000004")
+    before = shelf.names()
+    made(shelf, 4)  # by the gang that the run is on now
+    paused.discard("step-000004")
+    assert shelf.names() == [*before, "step-000004"] and not list(shelf.path.glob(".*"))
+
+
+def test_a_folder_that_is_written_to_while_it_is_given_up_is_never_seen(
+    shelf: CheckpointShelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused = CheckpointShelf(shelf.path)
+    Manifest.seal(paused.begin("step-000004"))
+    # As where new files come faster than they go.
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    shelf.fall_back("", lineage=1)
+    with pytest.raises(FileNotFoundError):
+        paused.publish("step-000004")
+    assert shelf.names() == []
 
 
 def test_a_save_never_shares_its_folder_with_one_that_was_given_up(shelf: CheckpointShelf) -> None:

@@ -2,7 +2,7 @@
 
 Invariants: a folder `step-...` is complete from the moment it can be seen until the moment it is gone, because it
 comes and goes by a rename; `latest` names a complete one and moves after it; what a fall-back left behind is called
-`void-...` and is never offered again.
+`void-...` and is never offered again, and what was only half written then never comes to light.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from flotilla_core.checkpoint.manifest import flush_directory
@@ -67,8 +68,7 @@ class CheckpointShelf:
         if name in self.names():
             raise AlreadyExists(f"checkpoint {name} is there already", where=str(self.path))
         self.path.mkdir(parents=True, exist_ok=True)
-        for unfinished in (*self.path.glob(".*.writing"), *self.path.glob(".*.removing")):
-            shutil.rmtree(unfinished, ignore_errors=True)
+        self._remove_unfinished()
         aside = self.aside(name)
         aside.mkdir()
         return aside
@@ -87,7 +87,11 @@ class CheckpointShelf:
         shutil.rmtree(self.aside(name), ignore_errors=True)
 
     def fall_back(self, name: str, lineage: int) -> list[str]:
-        """Put away everything newer than `name`, which `lineage` does not go on from; the names as they were."""
+        """Put away everything newer than `name`, which `lineage` does not go on from; the names as they were.
+
+        A writer that was held up finds its folder gone when it wakes up, and publishes nothing.
+        """
+        self._remove_unfinished()
         newer = [
             other for other in self.names() if self.step_of(other) > (self.step_of(name) if name else -1)
         ]
@@ -112,3 +116,12 @@ class CheckpointShelf:
     def aside(self, name: str) -> Path:
         """Where this shelf's owner writes a checkpoint before anybody can see it."""
         return self.path / f".{name}.{self._nonce}.writing"
+
+    def _remove_unfinished(self) -> None:
+        """Whatever was begun here and is not seen yet, whoever writes it."""
+        for unfinished in self.path.glob(".*.writing"):
+            # Away under another name first: one that is still written to may not go at once.
+            with suppress(FileNotFoundError):  # its writer ended just now
+                unfinished.rename(unfinished.with_suffix(".removing"))
+        for leaving in self.path.glob(".*.removing"):
+            shutil.rmtree(leaving, ignore_errors=True)
