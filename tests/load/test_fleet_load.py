@@ -22,6 +22,8 @@ def test_64_generators_are_kept_busy_by_one_coordinator(
     show(capsys, f"64 generators: {figures}")
     assert figures.issued_again == 0
     assert figures.rate >= 1000
+    assert figures.open_calls >= 2048
+    assert figures.open_calls * LARGE.samples >= 16_384
     assert figures.coordinator_mib <= 400
     assert figures.lag_p99_s <= 0.05
 

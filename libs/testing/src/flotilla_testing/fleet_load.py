@@ -24,6 +24,10 @@ from flotilla_testing.stack import Stack, light_stack, wait_until
 START_LIMIT_S = 600.0
 WARM_UP_LIMIT_S = 1200.0
 LOOK_EVERY_S = 1.0
+LOOKS_A_COUNT = 5
+"""Open calls are counted at every so many looks: to ask costs the coordinator some milliseconds."""
+LONGEST_PROMPT = 6
+"""Tokens, one a character: `99+99=`."""
 STANDS_BACK = 10
 """Niceness of the generators: in production they are on other machines and take no turns from the coordinator."""
 
@@ -37,7 +41,8 @@ class FleetLoad:
     processes: int = 8
     """Processes that they share."""
     calls: int = 3072
-    """Group calls that the run admits at once; some of them are always being scored or trained."""
+    """Group calls that the run admits at once, by its staleness; from an update to the next step those of one step
+    fewer. Some of them are always being scored or trained."""
     calls_per_step: int = 256
     samples: int = 8
     """Samples of a group."""
@@ -62,6 +67,10 @@ class FleetLoad:
             "seconds_per_token": (self.longest_s - self.shortest_s) / self.longest_response,
         }
 
+    def calls_that_owe(self, tokens: int) -> int:
+        """The coordinator counts a call, while it is open, as its prompt and the longest responses: never too many."""
+        return tokens // (self.samples * self.longest_response + LONGEST_PROMPT)
+
     def run_file(self, stack: Stack) -> Path:
         """Of a run that asks for as much."""
         return endless_run(
@@ -80,12 +89,19 @@ class LoadFigures:
     rate: float
     """Samples a second."""
     open_calls: float
-    """Group calls that generators worked on, on average."""
+    """Group calls that generators worked on, by the coordinator's count: the mean of what was seen every few seconds.
+    Each is a stream that is open until the last of its samples has ended."""
+    fewest_open_calls: int
+    """Of what was seen."""
     coordinator_mib: float
     """The most memory that the coordinator held."""
     lag_p99_s: float
-    """How late the coordinator's event loop gave a turn: the median over the steps of their 99th percentiles."""
+    """How late the coordinator's event loop gave a turn: the median over the steps of their 99th percentiles. It is
+    asked for fifty turns a second: in a step of up to two seconds that percentile is the latest turn."""
+    lag_p99_worst_s: float
+    """The same of the step where it was highest."""
     longest_lag_s: float
+    """The latest turn of all steps."""
     issued_again: int
     """Samples that did not come back from the generator that they were first given to."""
     cpu_seconds: dict[str, float]
@@ -150,22 +166,35 @@ def _measured(stack: Stack, run: dict[str, Any], load: FleetLoad) -> LoadFigures
     processes = StackProcesses(stack.directory)
     first = len(stack.metrics(run))
     before = processes.cpu_seconds()
-    ends = time.monotonic() + load.seconds
-    resident: list[float] = []
-    while time.monotonic() < ends:
-        resident.append(processes.resident_mib("coordinator"))
-        time.sleep(LOOK_EVERY_S)
+    resident, open_calls = _watched(stack, processes, load)
     after = processes.cpu_seconds()
     steps = stack.metrics(run)[first - 1 :]
     samples = load.calls_per_step * load.samples * (len(steps) - 1)
     assert samples, f"no step ended within {load.seconds:g} s: measure for longer"
-    rate = samples / (steps[-1]["time"] - steps[0]["time"])
+    lag_p99_s = [step["coordinator/loop_lag_p99_s"] for step in steps[1:]]
     return LoadFigures(
-        rate=rate,
-        open_calls=rate / load.samples * load.longest_s,
+        rate=samples / (steps[-1]["time"] - steps[0]["time"]),
+        open_calls=statistics.mean(open_calls),
+        fewest_open_calls=min(open_calls),
         coordinator_mib=max(resident),
-        lag_p99_s=statistics.median(step["coordinator/loop_lag_p99_s"] for step in steps[1:]),
+        lag_p99_s=statistics.median(lag_p99_s),
+        lag_p99_worst_s=max(lag_p99_s),
         longest_lag_s=max(step["coordinator/loop_lag_max_s"] for step in steps[1:]),
         issued_again=int(sum(step["samples/retried"] for step in steps[1:])),
         cpu_seconds={kind: 1000 * (after[kind] - before[kind]) / samples for kind in after},
     )
+
+
+def _watched(stack: Stack, processes: StackProcesses, load: FleetLoad) -> tuple[list[float], list[int]]:
+    """The coordinator's memory and the open calls, again and again until the time is over."""
+    ends = time.monotonic() + load.seconds
+    resident: list[float] = []
+    open_calls: list[int] = []
+    with stack.client() as client:
+        while time.monotonic() < ends:
+            if len(resident) % LOOKS_A_COUNT == 0:
+                owed = sum(service.outstanding_tokens for service in client.list_services())
+                open_calls.append(load.calls_that_owe(owed))
+            resident.append(processes.resident_mib("coordinator"))
+            time.sleep(LOOK_EVERY_S)
+    return resident, open_calls
