@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,14 @@ import pytest
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_coordinator.gangs import gang_session
 from flotilla_coordinator.gangs.gang_session import Gang
+from flotilla_coordinator.gangs.gangs import Gangs
 from flotilla_coordinator.gangs.policy import PolicyTrainer
 from flotilla_coordinator.gangs.session_spec import session_spec
+from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
 from flotilla_core import rpc
-from flotilla_core.config import RunConfig
+from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.errors import FailedPrecondition, FlotillaError, NotFound, Unavailable
 from flotilla_core.version import Version
 
@@ -113,6 +117,28 @@ async def test_a_trainer_held_by_a_run_that_has_ended_is_taken_back() -> None:
     trainer.holder = "killed"
     await policy(trainer, "older", "killed").open()
     assert trainer.holder == "run"
+
+
+async def test_a_trainer_is_taken_back_from_every_run_of_the_ledger_however_old(tmp_path: Path) -> None:
+    trainer = Trainer()
+    trainer.holder = "long-ago"
+    ledger = Ledger.open(tmp_path / "ledger.sqlite")
+    for run_id in ("long-ago", *(f"later-{number}" for number in range(200))):
+        await ledger.save_run(RunRecord(run_id, "run", RunState.FAILED, "", "", 1.0))
+
+    async def gang(role: str, patience_s: float) -> Any:
+        registration = SimpleNamespace(tokenizer_digest="")
+        return SimpleNamespace(
+            stub=trainer, instance_id="trainer-1", name="trainer", registration=registration
+        )
+
+    fleet: Any = SimpleNamespace(gang=gang)
+    tokenizer: Any = None
+    gangs = Gangs("run", StackConfig(model=tmp_path), fleet, ledger, lineage=0)
+    learners = await gangs.learners(CONFIG, tokenizer, tmp_path)
+    await learners.open()
+    assert trainer.holder == "run"
+    ledger.close()
 
 
 async def test_waiting_for_a_close_outlasts_the_longest_command(monkeypatch: pytest.MonkeyPatch) -> None:

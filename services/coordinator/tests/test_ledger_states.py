@@ -291,6 +291,14 @@ async def test_runs_are_found_by_id_prefix_and_latest(ledger: Ledger) -> None:
         await ledger.save_run(RunRecord(other, "count", RunState.PENDING, "", "", time.time()))
 
 
+async def test_runs_that_have_not_ended_are_told_in_the_order_of_their_start(ledger: Ledger) -> None:
+    for state in RunState:
+        await ledger.save_run(RunRecord(f"run-{state.name}", "count", state, "", "", time.time()))
+    names = [f"run-{name}" for name in ("PENDING", "RUNNING", "PAUSED", "STOPPING")]
+    assert [run.run_id for run in await ledger.unfinished_runs()] == [RUN, *names]
+    assert await ledger.run_ids() == [*(f"run-{state.name}" for state in reversed(RunState)), RUN]
+
+
 async def test_a_run_changes_only_where_it_is_told_to(ledger: Ledger) -> None:
     before = await ledger.get_run(RUN)
     await ledger.update_run(RUN, state=RunState.FAILED, reason="no disk", ended_at=12.5)

@@ -20,7 +20,7 @@ from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs import run_starts
 from flotilla_coordinator.runs.beginning import Beginning
 from flotilla_coordinator.runs.execution import Execution
-from flotilla_coordinator.runs.runs import Runs
+from flotilla_coordinator.runs.runs import LIST_LIMIT, Runs
 from flotilla_core.errors import FailedPrecondition, NotFound
 from flotilla_core.version import Version
 
@@ -131,6 +131,18 @@ async def test_a_run_whose_coordinator_died_goes_on_by_itself(bench: Bench) -> N
     assert bench.launched == [Beginning(5, after_coordinator=True)]
     assert (await bench.runs.find(RUN)).state == run_pb2.RUN_STATE_RUNNING
     assert (await bench.ledger.get_run(RUN)).state == RunState.RUNNING
+
+
+async def test_a_run_goes_on_by_itself_however_many_came_and_ended_beside_it(bench: Bench) -> None:
+    await bench.left(RunState.RUNNING)
+    folder = str(bench.directory.path)
+    for number in range(2 * LIST_LIMIT):
+        await bench.ledger.save_run(
+            RunRecord(f"later-{number}", "run", RunState.SUCCEEDED, CONFIG, folder, 2.0)
+        )
+    await bench.runs.recover()
+    await asyncio.sleep(0)
+    assert bench.launched == [Beginning(5, after_coordinator=True)]
 
 
 async def test_a_run_that_was_to_be_stopped_has_stopped_when_the_coordinator_is_back(bench: Bench) -> None:

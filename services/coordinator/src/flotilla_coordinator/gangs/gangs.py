@@ -47,7 +47,7 @@ class Gangs:
         """The policy, and the critic where the run has one."""
         gang = await self._gang(POLICY, tokenizer)
         spec = session_spec(config, dump_dir)
-        policy = PolicyTrainer(self._run_id, spec, gang, self._known_runs, self._lineage)
+        policy = PolicyTrainer(self._run_id, spec, gang, self._ledger.run_ids, self._lineage)
         frozen = [await self._frozen(role, config, tokenizer) for role in frozen_roles_of(config)]
         judges: dict[str, Judge] = {session.gang.name: session.score for session in frozen}
         critic = critic_of(config)
@@ -66,14 +66,14 @@ class Gangs:
         gang = await self._gang(CRITIC, tokenizer)
         has_own_model = self._stack.critic.model is not None
         spec = critic_spec(config, critic, dump_dir, has_own_model=has_own_model)
-        return Critic(self._run_id, spec, gang, self._known_runs, self._lineage)
+        return Critic(self._run_id, spec, gang, self._ledger.run_ids, self._lineage)
 
     async def _frozen(self, role: str, config: RunConfig, tokenizer: Tokenizer) -> FrozenRole:
         gang = await self._gang(role, tokenizer)
         start = config.initial_weights if role == REFERENCE and self._stack.reference.model is None else None
         spec = frozen_spec(config, FROZEN_ROLES[role], str(start or ""))
         temperature = config.rollout.sampling.temperature
-        return FrozenRole(self._run_id, spec, gang, self._known_runs, self._lineage, temperature)
+        return FrozenRole(self._run_id, spec, gang, self._ledger.run_ids, self._lineage, temperature)
 
     async def _gang(self, role: str, tokenizer: Tokenizer) -> Gang:
         section = gang_of(self._stack, role)
@@ -81,6 +81,3 @@ class Gangs:
         require_same_tokenizer(replica, tokenizer, model_of(self._stack, role))
         longest_s = self._stack.longest_command_s(section)
         return Gang(role, replica.stub, replica.instance_id, longest_s, replica.name)
-
-    async def _known_runs(self) -> list[str]:
-        return [record.run_id for record in await self._ledger.list_runs()]

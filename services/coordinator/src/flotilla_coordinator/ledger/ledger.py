@@ -274,6 +274,14 @@ class Ledger:
         """Runs, newest first."""
         return await self._read(lambda db: queries.runs(db, limit))
 
+    async def unfinished_runs(self) -> list[RunRecord]:
+        """All that have not ended, however many came after them; the oldest first."""
+        return await self._read(queries.unfinished)
+
+    async def run_ids(self) -> list[str]:
+        """Of every run that is known, newest first."""
+        return await self._read(queries.run_ids)
+
     async def get_run(self, reference: str) -> RunRecord:
         """A run by its id, a unique prefix of it, or `latest`."""
         return await self._read(lambda db: queries.run(db, reference))

@@ -53,6 +53,19 @@ def runs(db: sqlite3.Connection, limit: int) -> list[RunRecord]:
     return [_run_record(row) for row in rows]
 
 
+def unfinished(db: sqlite3.Connection) -> list[RunRecord]:
+    """All runs that have not ended, the oldest first."""
+    ended = [state for state in RunState if state.ended]
+    marks = ", ".join("?" * len(ended))
+    rows = db.execute(f"SELECT {_RUN_COLUMNS} FROM runs WHERE state NOT IN ({marks}) ORDER BY key", ended)
+    return [_run_record(row) for row in rows]
+
+
+def run_ids(db: sqlite3.Connection) -> list[str]:
+    """Of all runs, newest first."""
+    return [str(run_id) for (run_id,) in db.execute("SELECT run_id FROM runs ORDER BY key DESC")]
+
+
 def conservation(db: sqlite3.Connection, run_id: str) -> Conservation:
     """Where the admitted samples of a run are."""
     row = db.execute(

@@ -48,9 +48,8 @@ class Runs:
     async def recover(self) -> None:
         """Go on with what an earlier coordinator left open, or close it, before anything is answered."""
         async with self._admission:
-            records = await self._ledger.list_runs()
-            # The newest is first in the list, and of two runs the earlier one comes first.
-            await self._starts.take_over([record for record in records[::-1] if not record.state.ended])
+            # Of two runs the earlier one comes first.
+            await self._starts.take_over(await self._ledger.unfinished_runs())
         self._recovered.set()
 
     def plan(self, config_yaml: str) -> run_pb2.Plan:
