@@ -69,10 +69,13 @@ def test_a_drained_generator_leaves_the_run_and_stays_alive(fleet: Stack, endles
     fleet.ok("scale", "generator", "1")
 
 
-def test_the_last_generator_is_not_taken_from_a_run_by_mistake(fleet: Stack, endless: dict[str, Any]) -> None:
-    refused = fleet.flotilla("scale", "generator", "0")
-    assert refused.code == USAGE
-    assert endless["run_id"] in refused.err and "--yes" in refused.err
+def test_the_last_generator_or_reward_is_not_taken_from_a_run_by_mistake(
+    fleet: Stack, endless: dict[str, Any]
+) -> None:
+    for kind in ("generator", "reward"):
+        refused = fleet.flotilla("scale", kind, "0")
+        assert refused.code == USAGE
+        assert endless["run_id"] in refused.err and "--yes" in refused.err
     more_steps(fleet, endless, 1)
 
 
@@ -82,6 +85,7 @@ def test_a_paused_run_keeps_the_fleet_and_goes_on_where_it_was(fleet: Stack, end
     wait_until("the pause", lambda: fleet.state(endless) == "paused", WAIT_S)
     done = len(fleet.metrics(endless))
     assert fleet.ok("weights", "show")["run_id"] == run_id
+    assert fleet.flotilla("scale", "generator", "0").code == USAGE
     fleet.ok("run", "set", run_id, "checkpoint.keep=1")
     wait_until("the change, in the pause", lambda: "checkpoint.keep 2 -> 1" in notices(endless), WAIT_S)
     assert len(fleet.metrics(endless)) == done

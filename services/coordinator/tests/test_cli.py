@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from flotilla_core.config.stack import BindConfig
 from flotilla_core.errors import NotFound
 from flotilla_core.rpc import RpcServer
 from flotilla_core.telemetry import names
+from flotilla_launch import client as launcher_client
 
 RUN_YAML = "name: trial\nsteps: 2\ndata: {train: data.jsonl}\nrewards: [{reward: numeric}]\n"
 Command = Callable[..., tuple[int, str, str]]
@@ -77,6 +79,33 @@ class RecordedCoordinator(CoordinatorServiceServicer):
     async def QueryTimeline(self, request: Any, context: Any) -> AsyncIterator[pb.QueryTimelineResponse]:
         for chunk in (b'{"traceEvents"', b": []}"):
             yield pb.QueryTimelineResponse(chunk=chunk)
+
+
+class ListingCoordinator(CoordinatorServiceServicer):
+    """Knows of one run in each of these states."""
+
+    def __init__(self, states: list[str]) -> None:
+        self._states = states
+
+    async def ListRuns(self, request: Any, context: Any) -> pb.ListRunsResponse:
+        states = [run_pb2.RunState.Value(f"RUN_STATE_{state.upper()}") for state in self._states]
+        return pb.ListRunsResponse(
+            runs=[run_pb2.Run(run_id=f"run-{index}", state=state) for index, state in enumerate(states)]
+        )
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many replicas it was asked for, call by call."""
+    asked: list[int] = []
+
+    async def scale(self: Any, kind: Any, replicas: int, *, timeout_s: float) -> list[Any]:
+        asked.append(replicas)
+        return []
+
+    monkeypatch.setattr(launcher_client, "require", lambda paths: SimpleNamespace(socket="/nowhere"))
+    monkeypatch.setattr(launcher_client.LauncherClient, "scale", scale)
+    return asked
 
 
 @pytest.fixture
@@ -155,6 +184,31 @@ def test_wrong_use_ends_with_its_code_and_says_what_to_do(
 ) -> None:
     ended, _, err = flotilla(*arguments)
     assert (ended, words in err) == (code, True), err
+
+
+@pytest.mark.parametrize(
+    ("states", "kind", "replicas", "refusal"),
+    [
+        ("running", "generator", 0, "run run-0 needs a generator"),
+        ("paused", "generator", 0, "run run-0 needs a generator"),
+        ("paused running", "generator", 1, "2 runs go on, each with at least one generator: run-0, run-1"),
+        ("running", "reward", 0, "run run-0 needs a reward"),
+        ("running paused", "reward", 0, "2 runs go on, and share the rewards: run-0, run-1"),
+        ("running paused", "generator", 2, ""),
+        ("running paused", "reward", 1, ""),
+        ("stopped failed succeeded", "generator", 0, ""),
+        ("stopped failed succeeded", "reward", 0, ""),
+    ],
+)
+def test_what_runs_that_go_on_need_is_taken_only_by_who_says_so(
+    flotilla: Command, serve: Any, launcher: list[int], states: str, kind: str, replicas: int, refusal: str
+) -> None:
+    serve(ListingCoordinator(states.split()))
+    code, _, err = flotilla("scale", kind, str(replicas))
+    assert (code, launcher) == ((2, []) if refusal else (0, [replicas]))
+    assert refusal in err and (not refusal or "--yes" in err)
+    code, _, _ = flotilla("scale", kind, str(replicas), "--yes")
+    assert (code, launcher[-1]) == (0, replicas)
 
 
 def test_run_start_prints_the_id_alone_and_sends_absolute_paths(

@@ -96,7 +96,8 @@ def scale(
     kind: Annotated[str, typer.Argument(help="generator or reward")],
     replicas: Annotated[int, typer.Argument(min=0, help="How many there shall be.")],
     yes: Annotated[
-        bool, typer.Option("--yes", help="Also leave a run that goes on without a generator.")
+        bool,
+        typer.Option("--yes", help="Also leave a run that goes on without a generator, or without rewards."),
     ] = False,
     stack: Stack = None,
     as_json: Json = False,
@@ -120,8 +121,8 @@ def scale(
     timeout_s = load_stack(stack).ready_timeout_s + 60
 
     async def ask() -> list[ProcessStatus]:
-        if kind == "generator" and not yes:
-            await _refuse_to_starve(paths, replicas)
+        if not yes:
+            await _refuse_to_starve(paths, kind, replicas)
         async with LauncherClient.open(file) as launcher:
             return await launcher.scale(kinds[kind], replicas, timeout_s=timeout_s)
 
@@ -146,19 +147,23 @@ async def _state_of(
     return state.nats_url, list(state.processes), services
 
 
-async def _refuse_to_starve(paths: StackPaths, replicas: int) -> None:
-    """Without a generator a run that goes on waits, and fails after a while: only who says so takes its last one."""
+async def _refuse_to_starve(paths: StackPaths, kind: str, replicas: int) -> None:
+    """Without a generator, or a reward, a run waits, and fails after a while: only who says so takes its last one."""
     from flotilla.coordinator.v1 import run_pb2
     from flotilla_core.errors import InvalidRequest
 
-    working = (run_pb2.RUN_STATE_PENDING, run_pb2.RUN_STATE_RUNNING)
+    # One that is paused keeps what it has, for it may go on at any time.
+    working = (run_pb2.RUN_STATE_PENDING, run_pb2.RUN_STATE_RUNNING, run_pb2.RUN_STATE_PAUSED)
     runs = await _ask(paths, None, lambda client: client.list_runs(_RUNS_TO_LOOK_AT)) or []
     busy = [run.run_id for run in runs if run.state in working]
-    if len(busy) > replicas:
+    # Generators have one run each, rewards serve all runs together.
+    wanted = len(busy) if kind == "generator" else min(len(busy), 1)
+    if wanted > replicas:
+        each = "each with at least one generator" if kind == "generator" else "and share the rewards"
         raise InvalidRequest(
-            f"run {busy[0]} needs a generator"
+            f"run {busy[0]} needs a {kind}"
             if len(busy) == 1
-            else f"{len(busy)} runs go on, each with at least one generator: {', '.join(busy)}",
+            else f"{len(busy)} runs go on, {each}: {', '.join(busy)}",
             why="a run without one would wait for another one, and fail after ready_timeout_s",
             next_step=f"stop it first (`flotilla run stop {busy[0]}`), or say --yes",
         )
