@@ -1,6 +1,6 @@
 """`bench/staleness.py` in full on a host with two GPUs: a fleet for each staleness, all of them side by side.
 
-Trainers on the first GPU, slowed vLLMs on the second, one warm-up for all. `python bench/gpu/staleness.py --out DIR`;
+Trainers on the first GPU, slowed vLLMs on the second, one warm-up for all. `python bench/gpu/asynchrony.py --out DIR`;
 the pace is FLOTILLA_BENCH_PACE_S seconds for the generation of a step and for its update.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -212,6 +213,8 @@ async def test_a_generator_of_another_protocol_is_dealt_to_no_run_and_named_to_w
     assert fleet._generators.held == {"generator-0": "first"}
     with pytest.raises(Unavailable, match=refused):
         await second.generators.wait_for(1, 0.1, "a generator")
+    standing = fleet.standing(fleet.registrations["generator-1"])
+    assert standing is not None and standing.state == "ejected" and re.match(refused, standing.why)
 
 
 async def test_a_gang_of_another_protocol_is_leased_to_no_run_and_named_to_who_finds_no_other(

@@ -1,7 +1,7 @@
 """Whether a replica gets work from the runs, and which one a user means.
 
-Invariant: what a user drained is draining, whatever else is known of it; else a replica stands as the run stands to it
-that gives it no work.
+Invariant: one that speaks another protocol is ejected, and what a user drained is draining, whatever else is known of
+it; else a replica stands as the run stands to it that gives it no work.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from flotilla.common.v1 import registration_pb2 as reg
 from flotilla_core.errors import NotFound
+from flotilla_core.protocol import refusal
 from flotilla_core.rpc import Replica
 from flotilla_core.rpc.replica import ReplicaState
 
@@ -37,6 +38,8 @@ def is_working_replica(registration: reg.Registration) -> bool:
 
 def standing(registration: reg.Registration, seen: Sequence[Replica[Any]], *, drained: bool) -> Standing:
     """How a replica stands that each of the runs sees in its own way; `drained` by a user."""
+    if why := refusal(registration):
+        return Standing("ejected", why)
     outstanding = sum(replica.outstanding for replica in seen)
     if drained:
         return Standing("draining", DRAINED, outstanding)
