@@ -164,7 +164,8 @@ class RunConfig(ConfigModel):
                     "rollout.sampling.top_p below 1 or top_k above 0 changes the logprobs in a way that the "
                     "trainer cannot reproduce: leave them at 1 and 0 for training rollouts"
                 )
-        if self.rollout.resume_partial and self.weights.drains:
+        drains = self.weights.update == "between_samples" or self.weights.kv_policy == "drain"
+        if self.rollout.resume_partial and drains:
             raise ValueError(
                 "rollout.resume_partial goes on with samples under newer weights, which weights.update between_samples "
                 "and weights.kv_policy drain rule out: leave it out, or them at their defaults"

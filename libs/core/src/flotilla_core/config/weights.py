@@ -41,8 +41,3 @@ class WeightSyncConfig(ConfigModel):
     """Longest wait for one member in one sync; then it is evicted and the others go on."""
     canary: CanaryConfig = CanaryConfig()
     """The live check."""
-
-    @property
-    def drains(self) -> bool:
-        """Whether running samples end under the weights that they began with."""
-        return self.update == "between_samples" or self.kv_policy == "drain"

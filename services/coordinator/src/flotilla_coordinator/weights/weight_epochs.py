@@ -72,9 +72,10 @@ class WeightEpochs:
         self._config = config
         self._backend = BACKENDS[backend]
         self._policy = policy
-        self._kv_policy = KV_POLICIES["drain" if config.drains else config.kv_policy]
+        kv_policy = "drain" if config.update == "between_samples" else config.kv_policy
+        self._kv_policy = KV_POLICIES[kv_policy]
         # A replica that drains commits when its last sample has ended, and those end in time or are given up.
-        self._commit_limit_s = config.timeout_s + (longest_sample_s if config.drains else 0.0)
+        self._commit_limit_s = config.timeout_s + (longest_sample_s if kv_policy == "drain" else 0.0)
         # Gangs and generators outlive a beginning of the run, and refuse an epoch that is not newer than their last.
         self._epoch = fence * EPOCHS_PER_BEGINNING
 
