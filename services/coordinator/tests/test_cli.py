@@ -189,10 +189,10 @@ def test_wrong_use_ends_with_its_code_and_says_what_to_do(
 @pytest.mark.parametrize(
     ("states", "kind", "replicas", "refusal"),
     [
-        ("running", "generator", 0, "run run-0 needs a generator"),
-        ("paused", "generator", 0, "run run-0 needs a generator"),
+        ("running", "generator", 0, "run run-0 may need a generator"),
+        ("paused", "generator", 0, "run run-0 may need a generator"),
         ("paused running", "generator", 1, "2 runs go on, each with at least one generator: run-0, run-1"),
-        ("running", "reward", 0, "run run-0 needs a reward"),
+        ("running", "reward", 0, "run run-0 may need a reward"),
         ("running paused", "reward", 0, "2 runs go on, and share the rewards: run-0, run-1"),
         ("running paused", "generator", 2, ""),
         ("running paused", "reward", 1, ""),

@@ -361,6 +361,23 @@ async def test_a_version_is_proved_when_its_live_check_has_passed_and_not_before
         await bench.sync.proved(Version(0, 0))
 
 
+async def test_a_version_that_others_take_is_proved_again() -> None:
+    bench = Bench("a")
+    await bench.sync.publish(V1)
+    bench.replicas["a"] = replica("a", life=2)
+    bench.checking.clear()
+    publishing = asyncio.create_task(bench.sync.publish(V1))
+    async with asyncio.timeout(TIMEOUT_S):
+        while len(bench.verified) < 2:
+            await asyncio.sleep(0)
+        waiting = asyncio.create_task(bench.sync.proved(V1))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        bench.checking.set()
+        await publishing
+        await waiting
+
+
 async def test_a_version_that_failed_its_live_check_is_never_proved() -> None:
     bench = Bench("a")
     await bench.sync.publish(V1)

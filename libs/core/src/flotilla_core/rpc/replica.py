@@ -13,7 +13,8 @@ from flotilla.common.v1.registration_pb2 import Registration
 
 StubT = TypeVar("StubT")
 
-# ready: takes work. ejected: a call failed, its health is probed. draining: it never takes work again.
+# ready: takes work. ejected: a call failed and its health is probed, or its build is another one. draining: it never
+# takes work again.
 ReplicaState = Literal["ready", "ejected", "draining"]
 
 

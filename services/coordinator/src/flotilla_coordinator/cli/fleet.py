@@ -161,7 +161,7 @@ async def _refuse_to_starve(paths: StackPaths, kind: str, replicas: int) -> None
     if wanted > replicas:
         each = "each with at least one generator" if kind == "generator" else "and share the rewards"
         raise InvalidRequest(
-            f"run {busy[0]} needs a {kind}"
+            f"run {busy[0]} may need a {kind}"
             if len(busy) == 1
             else f"{len(busy)} runs go on, {each}: {', '.join(busy)}",
             why="a run without one would wait for another one, and fail after ready_timeout_s",

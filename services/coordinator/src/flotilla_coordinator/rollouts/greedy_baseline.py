@@ -7,7 +7,7 @@ in part is compared with the number that is recorded with them, never with a new
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -18,15 +18,23 @@ from flotilla_coordinator.rollouts.generation import Generation, GenerationReque
 from flotilla_coordinator.rollouts.samples import rollout_sample
 from flotilla_coordinator.rollouts.score_item import score_item
 from flotilla_coordinator.rollouts.scoring import Outcome, Scorer
+from flotilla_core.version import Version
 
 
 class GreedyBaseline:
     """Answers the prompts of groups greedily."""
 
-    def __init__(self, tokenizer: Tokenizer, generation: Generation, scorer: Scorer) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        generation: Generation,
+        scorer: Scorer,
+        proved: Callable[[Version], Awaitable[None]],
+    ) -> None:
         self._tokenizer = tokenizer
         self._generation = generation
         self._scorer = scorer
+        self._proved = proved
 
     async def outcome(
         self, group_id: str, prompt: Prompt, beside: GenerationRequest, recorded: Sequence[RolloutSample]
@@ -41,5 +49,7 @@ class GreedyBaseline:
         )
         async with aclosing(self._generation.samples(request)) as samples:
             (response,) = [rollout_sample(generated, self._tokenizer) async for generated in samples]
+        for span in response.spans:
+            await self._proved(span.version)
         item = score_item(response.sample_id, prompt, response.text, response.token_ids)
         return (await self._scorer.score([item]))[response.sample_id]

@@ -90,7 +90,7 @@ class GroupRollout:
         self._proved = proved
         self._min_group_samples = advantage.min_group_samples
         self._baseline = (
-            GreedyBaseline(tokenizer, generation, scorer) if advantage.needs_greedy_reward else None
+            GreedyBaseline(tokenizer, generation, scorer, proved) if advantage.needs_greedy_reward else None
         )
 
     def sample_ids(self, group_id: str) -> tuple[str, ...]:
@@ -123,8 +123,8 @@ class GroupRollout:
             recorded = recorded_samples(records)
             scored = await self._judged(request, ticket, recorded) if request.sample_ids else []
             # A sample that ends while its version is still being checked may be of weights that nobody has.
-            for version in {span.version for item in scored for span in item.sample.spans}:
-                await self._proved(version)
+            if newest := max((span.version for item in scored for span in item.sample.spans), default=None):
+                await self._proved(newest)
             group = await self._record(ticket, recorded, scored)
             group.span = span.get_span_context() if span.is_recording() else None
         uniform = self._config.dynamic_sampling is not None and group.uniform

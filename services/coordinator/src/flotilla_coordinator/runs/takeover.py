@@ -17,7 +17,7 @@ from flotilla_core.errors import InvalidConfig
 
 MOST_IN_A_ROW = 3
 AGAIN_AND_AGAIN = (
-    "the coordinator died {lost} times while the run was going on, without a step in between. See "
+    "the run began again {lost} times after its coordinator had died, without a step in between. See "
     "`flotilla logs coordinator`, then continue it: flotilla run resume {run_id}"
 )
 REFUSED = (
@@ -38,5 +38,5 @@ async def why_it_ends(record: RunRecord, ledger: Ledger) -> str:
     lost = await ledger.coordinators_lost_in_row(record.run_id)
     # A run that is paused makes no step, however well its coordinators are.
     if lost >= MOST_IN_A_ROW and record.state is not RunState.PAUSED:
-        return AGAIN_AND_AGAIN.replace("{lost}", str(lost + 1))
+        return AGAIN_AND_AGAIN.replace("{lost}", str(lost))
     return ""

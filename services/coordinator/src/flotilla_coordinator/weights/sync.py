@@ -65,8 +65,9 @@ class WeightSync:
         self._group: Group | None = None
         self._moving_to: frozenset[str] = frozenset()
         self.version: Version | None = None
-        """The newest that passed its live check."""
-        self._newer = asyncio.Event()
+        self._checked: Version | None = None
+        """The newest whose live check passed, by everybody who decodes with it."""
+        self._passed = asyncio.Event()
 
     def serves(self, instance_id: str, version: Version) -> bool:
         """Whether a replica may be given work that needs `version` or newer."""
@@ -74,8 +75,8 @@ class WeightSync:
 
     async def proved(self, version: Version) -> None:
         """Wait until the live check of `version` or a newer one has passed; where none ever does, the run ends."""
-        while self.version is None or self.version < version:
-            await self._newer.wait()
+        while self._checked is None or self._checked < version:
+            await self._passed.wait()
 
     def live_version(self, instance_id: str) -> Version | None:
         """What a replica serves for this run."""
@@ -90,6 +91,8 @@ class WeightSync:
         attributes = {names.RUN_ID: self._run_id, names.POLICY_VERSION: str(version)}
         with telemetry.span(names.RL_SYNC, attributes=attributes) as span:
             broken = GroupBrokenError({})
+            if self._checked == version:
+                self._checked = None  # others take it now
             for attempt in range(1, MAX_EPOCHS_PER_SYNC + 1):
                 try:
                     with self._moving():
@@ -104,9 +107,9 @@ class WeightSync:
                     for member, why in await self._epochs.abandon(broken):
                         self._expel(member, why)
                     continue
-                self.version = version
-                self._newer.set()
-                self._newer = asyncio.Event()
+                self.version = self._checked = version
+                self._passed.set()
+                self._passed = asyncio.Event()
                 return report
         raise WeightGroupFailed(
             f"no generator took version {version}",

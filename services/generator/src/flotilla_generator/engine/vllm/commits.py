@@ -1,8 +1,8 @@
 """How staged weights become the live ones.
 
 Invariants: live weights change only between a pause that keeps running requests and the resume after it; nobody resumes
-while they are half replaced; after weights that no worker confirmed nothing decodes until whole ones are live: what
-comes meanwhile waits for them.
+while they are half replaced; after weights that not every worker confirmed nothing decodes until whole ones are live:
+what comes meanwhile waits for them.
 """
 
 from __future__ import annotations
