@@ -36,7 +36,7 @@ from flotilla_coordinator.ledger.checker import Verdict, check
 from flotilla_testing.chaos_run import GENERATORS, LIMIT_S, ChaosRun
 from flotilla_testing.coordinator_faults import is_new
 from flotilla_testing.fault_moments import Moment, reached
-from flotilla_testing.fault_victims import Victim, process_of
+from flotilla_testing.fault_victims import Victim, nats_of, process_of
 from flotilla_testing.stack import Stack, wait_until
 
 pytestmark = pytest.mark.timeout(900)
@@ -164,7 +164,9 @@ def _recovered(run: ChaosRun, strike: Strike) -> float:
 
 
 def _can_lose_one(run: ChaosRun) -> bool:
-    return len(run.serving()) >= GENERATORS - 1 and len(run.working("reward")) == 2
+    """The run also goes on while NATS is still being started again."""
+    replicas = len(run.serving()) >= GENERATORS - 1 and len(run.working("reward")) == 2
+    return replicas and nats_of(run.stack) is not None
 
 
 def _misses_trainer(run: ChaosRun) -> bool:

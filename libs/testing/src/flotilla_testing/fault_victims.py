@@ -6,6 +6,7 @@ Invariant: a process is looked up when it is asked for, so one that was started 
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from enum import StrEnum
 
 import psutil
@@ -35,9 +36,20 @@ def process_of(stack: Stack, victim: Victim, slot: str) -> psutil.Process:
     if victim in RANKS:
         return rank_of(stack, RANKS[victim])
     if victim is Victim.NATS:
-        launcher = psutil.Process(json.loads((stack.directory / "launcher.json").read_text())["pid"])
-        return next(p for p in launcher.children(recursive=True) if "nats-server" in p.name())
+        nats = nats_of(stack)
+        assert nats is not None, "NATS is not there: its launcher starts it again"
+        return nats
     return stack.process(SLOTS.get(victim, slot))
+
+
+def nats_of(stack: Stack) -> psutil.Process | None:
+    """None for a moment after it died."""
+    launcher = psutil.Process(json.loads((stack.directory / "launcher.json").read_text())["pid"])
+    with suppress(psutil.NoSuchProcess):  # one ended between two looks
+        for child in launcher.children(recursive=True):
+            if "nats-server" in child.name() and child.status() != psutil.STATUS_ZOMBIE:
+                return child
+    return None
 
 
 def lives(stack: Stack, registered: Registration) -> bool:
