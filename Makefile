@@ -26,7 +26,7 @@ ifneq ($(STACK),)
 up down ps logs doctor: export FLOTILLA_STACK := $(STACK)
 endif
 
-up: setup  ## Start a local fleet (STACK=my.yaml: another one, here and in the next four)
+up: setup  ## Start a local fleet (STACK=my.yaml: another one; so for down, ps, logs, doctor)
 	@$(BIN)/flotilla up
 
 down: setup  ## Stop the local fleet
