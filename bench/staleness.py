@@ -87,7 +87,7 @@ def measure() -> list[Row]:
         directory = Path(folder)
         make_example(directory)
         figures = dict(_full(directory) if FULL else _short(directory))
-    return [row for staleness, one in figures.items() for row in rows(staleness, one, figures[0].rate)]
+    return [row for staleness, one in figures.items() for row in rows(staleness, one, figures[0])]
 
 
 def make_example(directory: Path) -> None:
@@ -97,14 +97,14 @@ def make_example(directory: Path) -> None:
         subprocess.run([sys.executable, EXAMPLE / script, "--out", out], check=True)
 
 
-def rows(staleness: int, figures: Figures, synchronous_rate: float) -> Iterator[Row]:
-    """One block of the table."""
-    gain = figures.rate / synchronous_rate
+def rows(staleness: int, figures: Figures, synchronous: Figures | None) -> Iterator[Row]:
+    """One block of the table, judged where the run without staleness is known."""
+    gain = figures.rate / synchronous.rate if synchronous and staleness else None
     yield Row(
         f"max_staleness {staleness}: steps a second",
-        f"{figures.rate:.3f} ({gain:.2f}x)",
-        f">= {BAR}x" if staleness else "",
-        gain >= BAR if staleness else None,
+        f"{figures.rate:.3f}" if gain is None else f"{figures.rate:.3f} ({gain:.2f}x)",
+        "" if gain is None else f">= {BAR}x",
+        None if gain is None else gain >= BAR,
     )
     shown = ", ".join(f"{seconds:.2f}" for seconds in figures.phases.values())
     yield Row("  seconds of a step: waiting for rollouts, training, sync", shown)
@@ -166,13 +166,14 @@ def warmed_up(stack: Stack, directory: Path) -> Path:
     return Path(stack.run(warm_up, timeout_s=RUN_LIMIT_S)["directory"]) / "model"
 
 
-def learned(stack: Stack, directory: Path, staleness: int, weights: Path) -> Figures:
+def learned(stack: Stack, directory: Path, staleness: int, weights: Path, *overrides: str) -> Figures:
     """The example with its longer schedule, the pace, and evaluations that are close enough to tell times apart."""
     example = _example("grpo.yaml", directory) | yaml.safe_load((EXAMPLE / "longer.yaml").read_text())
     evaluation = {**example["evaluation"], "every_steps": 10}
     stop = {"accuracy_at_least": LEARNED}
     run = _run_file(directory, {**example, "evaluation": evaluation, "stop": stop}, FULL_PACE_S)
-    return _trained(stack, run, f"rollout.max_staleness={staleness}", f"initial_weights={weights}")
+    asked = (f"rollout.max_staleness={staleness}", f"initial_weights={weights}", *overrides)
+    return _trained(stack, run, *asked)
 
 
 def _example(name: str, directory: Path) -> dict[str, Any]:

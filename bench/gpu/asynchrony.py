@@ -1,7 +1,8 @@
 """`bench/staleness.py` in full on a host with two GPUs: a fleet for each staleness, all of them side by side.
 
 Trainers on the first GPU, slowed vLLMs on the second, one warm-up for all. `python bench/gpu/asynchrony.py --out DIR`;
-the pace is FLOTILLA_BENCH_PACE_S seconds for the generation of a step and for its update.
+the pace is FLOTILLA_BENCH_PACE_S seconds for the generation of a step and for its update. `--staleness 2 4 --set
+algorithm.correction.proximal=trainer` takes two of them and lays a change over the run file.
 """
 
 from __future__ import annotations
@@ -27,38 +28,40 @@ def main() -> int:
     """0 when every staleness kept its bounds."""
     cli = argparse.ArgumentParser(description=__doc__)
     cli.add_argument("--out", type=Path, required=True)
-    cli.add_argument("--one", type=int, help="only this staleness, in this process")
-    cli.add_argument("--weights", type=Path, help="of the warm-up, for --one")
+    cli.add_argument("--staleness", type=int, nargs="+", default=bench.ALL)
+    cli.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="over the run file of each")
+    cli.add_argument("--weights", type=Path, help="of a warm-up: only the first staleness, in this process")
     asked = cli.parse_args()
-    if asked.one is not None:
-        return _one(asked.out, asked.one, asked.weights)
+    if asked.weights:
+        return _one(asked.out, asked.staleness[0], asked.weights, asked.set)
     asked.out.mkdir(parents=True, exist_ok=True)
     bench.make_example(asked.out)
     (asked.out / "warm-up").mkdir()
     with fleet("warm-up", _description(asked.out), asked.out) as stack:
         weights = bench.warmed_up(stack, asked.out)
-        for child in [_child(asked.out, staleness, weights) for staleness in bench.ALL]:
+        for child in [_child(asked.out, staleness, weights, asked.set) for staleness in asked.staleness]:
             child.wait()
-    figures = {k: bench.Figures(**json.loads(_file(asked.out, k).read_text())) for k in bench.ALL}
-    rows = [row for k, one in figures.items() for row in bench.rows(k, one, figures[0].rate)]
+    figures = {k: bench.Figures(**json.loads(_file(asked.out, k).read_text())) for k in asked.staleness}
+    rows = [row for k, one in figures.items() for row in bench.rows(k, one, figures.get(0))]
     print(render(rows))
     return 1 if any(row.met is False for row in rows) else 0
 
 
-def _child(out: Path, staleness: int, weights: Path) -> subprocess.Popen[bytes]:
-    arguments = ["--out", out, "--one", str(staleness), "--weights", weights]
+def _child(out: Path, staleness: int, weights: Path, changes: list[str]) -> subprocess.Popen[bytes]:
+    arguments = ["--out", out, "--staleness", str(staleness), "--weights", weights, "--set", *changes]
     return subprocess.Popen(
         [sys.executable, __file__, *arguments], env={**os.environ, "CUDA_VISIBLE_DEVICES": "0,1"}
     )
 
 
-def _one(out: Path, staleness: int, weights: Path) -> int:
+def _one(out: Path, staleness: int, weights: Path, changes: list[str]) -> int:
     work = out / f"staleness-{staleness}"
     work.mkdir()
     for name in ("data", "model"):
         (work / name).symlink_to(out / name)
     with fleet(work.name, _description(out), out) as stack:
-        _file(out, staleness).write_text(json.dumps(asdict(bench.learned(stack, work, staleness, weights))))
+        figures = bench.learned(stack, work, staleness, weights, *changes)
+        _file(out, staleness).write_text(json.dumps(asdict(figures)))
     return 0
 
 

@@ -43,6 +43,26 @@ def test_running_further_ahead_than_the_run_is_long_is_a_warning() -> None:
     assert value == "at most 48"
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "warned"),
+    [
+        ({"type": "grpo"}, False),
+        ({"type": "grpo", "correction": {"proximal": "trainer"}}, True),
+        ({"type": "grpo", "correction": {"proximal": "interpolated"}}, True),
+        ({"type": "gspo"}, True),
+        ({"type": "rloo"}, True),
+        ({"type": "rloo", "correction": {"importance": "token"}}, False),
+        ({"type": "rloo", "correction": {"sequence_high": 2.0}}, False),
+        ({"type": "tis_grpo"}, False),
+    ],
+)
+def test_old_samples_that_nothing_weighs_are_a_warning(algorithm: dict[str, Any], warned: bool) -> None:
+    found = warnings(run(algorithm=algorithm))
+    assert ["algorithm.correction.importance" in warning for warning in found] == [True] * warned
+    on_policy = {"prompts_per_step": 16, "samples_per_prompt": 4, "max_staleness": 0}
+    assert not warnings(run(algorithm=algorithm, rollout=on_policy))
+
+
 def test_more_samples_than_the_host_holds_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asynchrony, "_host_memory", lambda: 1 << 20)
     (warning,) = warnings(run())

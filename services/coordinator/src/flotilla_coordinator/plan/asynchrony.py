@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from flotilla_coordinator.plan.algorithm import Line
 from flotilla_coordinator.plan.sizes import shown_bytes
 from flotilla_coordinator.rollouts.draws import issued_per_step, steps_ahead
-from flotilla_core.config import RunConfig
+from flotilla_core.config import PolicyConfig, RunConfig
 
 HELD_BYTES_PER_TOKEN = 4 + 4 + 6
 """Token id, logprob and text, which wait in the coordinator until their step is trained."""
@@ -47,12 +47,17 @@ def groups_line(config: RunConfig, tokens_of_a_step: int) -> Line:
 
 
 def asynchrony_warnings(config: RunConfig, tokens_of_a_step: int) -> Iterator[str]:
-    """A run that is over before its first update counts, and more samples than the host holds."""
+    """A run that is over before its first update counts, old samples that nothing weighs, more than the host holds."""
     ahead = config.rollout.max_staleness
     if ahead and ahead >= config.steps:
         yield (
             f"rollout.max_staleness = {ahead} admits all {config.steps} steps at once: the first version may write "
             "every sample of the run; set it to a few steps"
+        )
+    if ahead and isinstance(config.algorithm, PolicyConfig) and _trusts_old_samples(config.algorithm):
+        yield (
+            f"rollout.max_staleness = {ahead} trains samples of older versions, and nothing in {config.algorithm.type} "
+            "as it is set looks at how far the policy has moved since: set algorithm.correction.importance to token"
         )
     held, memory = _held_bytes(config, tokens_of_a_step), _host_memory()
     if held > SHARE_OF_HOST * memory:
@@ -60,6 +65,14 @@ def asynchrony_warnings(config: RunConfig, tokens_of_a_step: int) -> Iterator[st
             f"groups under way may take {shown_bytes(held)} in the coordinator, whose host has "
             f"{shown_bytes(memory)}: lower rollout.max_staleness or rollout.prompts_per_step"
         )
+
+
+def _trusts_old_samples(algorithm: PolicyConfig) -> bool:
+    """Whether an update takes every sample as the policy's own, whichever version wrote it."""
+    correction = algorithm.correction
+    ratio_to_rollout = algorithm.loss.has_ratio and correction.proximal == "rollout"
+    left_out = correction.sequence_low is not None or correction.sequence_high is not None
+    return not ratio_to_rollout and correction.importance == "none" and not left_out
 
 
 def _steps_at_once(config: RunConfig) -> int:
