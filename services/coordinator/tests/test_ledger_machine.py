@@ -210,7 +210,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.do(carried)
         for name in names:
             self.samples[name].step = step
-        steps = {group_id: step for step, group_id in self.do(self.ledger.admitted_groups(RUN, 0))}
+        steps = {group.group_id: group.step for group in self.do(self.ledger.admitted_groups(RUN, 0))}
         assert steps == {of[name]: sample.step for name, sample in self.samples.items()}
 
     @precondition(lambda self: not self.ended)

@@ -25,7 +25,7 @@ from flotilla_coordinator.ledger.records import (
 from flotilla_coordinator.runs.beginning import Beginning, begin
 from flotilla_coordinator.runs.progress import Progress
 from flotilla_core.checkpoint import CheckpointShelf
-from flotilla_core.errors import FailedPrecondition
+from flotilla_core.errors import FailedPrecondition, NotFound
 from flotilla_core.version import Version
 
 RUN = "count-20260314-0915-7f3a"
@@ -80,6 +80,38 @@ async def states(ledger: Ledger, step: int) -> list[SampleState]:
     return [record.state for record in await ledger.samples(RUN, step=step)]
 
 
+@pytest.mark.parametrize(
+    ("asked_for", "after"),
+    [
+        (RunState.PAUSED, RunState.PAUSED),
+        (RunState.STOPPING, RunState.STOPPING),
+        (RunState.FAILED, RunState.RUNNING),
+    ],
+)
+async def test_what_a_user_asked_of_the_run_outlives_a_fall_back(
+    ledger: Ledger, asked_for: RunState, after: RunState
+) -> None:
+    await ledger.update_run(RUN, state=asked_for)
+    await ledger.fall_back(RUN, Version(1, 0), step=0, cursor=None)
+    assert (await ledger.get_run(RUN)).state is after
+
+
+async def test_a_step_that_changed_nothing_is_recorded_with_its_samples(ledger: Ledger) -> None:
+    samples = await scored(ledger, 0)
+    await issued(ledger, 1)
+    with pytest.raises(NotFound, match="has no sample"):
+        await ledger.passed_by(
+            RUN, [*samples, "unknown"], "update_skipped", result=Version(0, 0), step=1, cursor=None
+        )
+    assert await states(ledger, 0) == [SampleState.SCORED] * 2 and (await ledger.get_run(RUN)).step == 0
+    await ledger.passed_by(
+        RUN, samples, "update_skipped", result=Version(0, 0), step=1, cursor={"position": 1}
+    )
+    assert await states(ledger, 0) == [SampleState.DROPPED] * 2
+    run = await ledger.get_run(RUN)
+    assert (run.step, run.version, run.cursor) == (1, Version(0, 0), {"position": 1})
+
+
 async def test_a_fall_back_brings_everything_after_the_checkpoint_back(
     ledger: Ledger, tmp_path: Path
 ) -> None:
@@ -105,7 +137,7 @@ async def test_a_fall_back_brings_everything_after_the_checkpoint_back(
         assert await states(ledger, step) == [SampleState.SCORED] * 2
         assert [record.token_ids.tolist() for record in await ledger.samples(RUN, step=step)] == [[step]] * 2
     assert await states(ledger, 5) == [SampleState.DROPPED, SampleState.ISSUED]
-    assert [step for step, _ in await ledger.admitted_groups(RUN, 4)] == [4, 5]
+    assert [group.step for group in await ledger.admitted_groups(RUN, 4)] == [4, 5]
 
     for step in (2, 3):
         await trained(ledger, step, lineage=1, samples=[f"{RUN}/0/{step}/0", f"{RUN}/0/{step}/1"])

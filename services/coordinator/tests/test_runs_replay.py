@@ -17,7 +17,7 @@ from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla_coordinator.clients.client_source import ClientSource
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.ledger.records import RunRecord, RunState
+from flotilla_coordinator.ledger.records import RunRecord, RunState, SampleState
 from flotilla_coordinator.rollouts.batch import Batch
 from flotilla_coordinator.rollouts.generation import Generated, GenerationRequest
 from flotilla_coordinator.rollouts.group_rollout import GroupRollout
@@ -25,7 +25,7 @@ from flotilla_coordinator.rollouts.rollouts import RolloutSource
 from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_core.config import RolloutConfig
 from flotilla_core.config.advantages import GrpoAdvantage
-from flotilla_core.errors import UserCodeError
+from flotilla_core.errors import FailedPrecondition, UserCodeError
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 from flotilla_testing.numbered_prompts import NumberedPrompts
@@ -81,9 +81,19 @@ async def ledger(tmp_path: Path) -> AsyncIterator[Ledger]:
     ledger.close()
 
 
-def source(ledger: Ledger, generation: Generation, scorer: Scorer | None = None) -> RolloutSource:
-    config = RolloutConfig(prompts_per_step=2, samples_per_prompt=3, max_staleness=1)
-    prompts: Any = NumberedPrompts()
+def settings(max_staleness: int = 1) -> RolloutConfig:
+    return RolloutConfig(prompts_per_step=2, samples_per_prompt=3, max_staleness=max_staleness)
+
+
+def source(
+    ledger: Ledger,
+    generation: Generation,
+    scorer: Scorer | None = None,
+    config: RolloutConfig | None = None,
+    prompts: Any = None,
+) -> RolloutSource:
+    config = config or settings()
+    prompts = prompts or NumberedPrompts()
     parts: Any = (SimpleNamespace(decode=str), generation, scorer or Scorer())
     groups = GroupRollout(RUN, config, *parts, ledger, GrpoAdvantage(), AsyncMock())
     return RolloutSource(RUN, config, STEPS, prompts, groups, ledger)
@@ -98,6 +108,13 @@ async def train(rollouts: RolloutSource, ledger: Ledger, step: int, lineage: int
         RUN, f"{RUN}/{after}", ids, before, result=after, step=step + 1, cursor=batch.cursor
     )
     return batch
+
+
+async def scored(ledger: Ledger, step: int) -> None:
+    """Wait until all samples of a step that runs ahead are."""
+    async with asyncio.timeout(5):
+        while len(await ledger.samples(RUN, step=step, state=SampleState.SCORED)) < 6:
+            await asyncio.sleep(0.001)
 
 
 def content(batch: Batch) -> list[tuple[Any, ...]]:
@@ -195,6 +212,64 @@ async def test_a_run_whose_reward_was_mended_is_resumed_and_one_that_was_not_fai
     assert [sample.sample_id for sample in batch.samples] == [
         f"{RUN}/0/{prompt}/{index}" for prompt in (0, 1) for index in range(3)
     ]
+    await rollouts.close()
+
+
+async def test_what_was_admitted_by_a_wider_bound_trains_under_it_once_more(ledger: Ledger) -> None:
+    rollouts = source(ledger, Generation())
+    batches = [await train(rollouts, ledger, step, 0) for step in range(2)]
+    await scored(ledger, step=2)
+    await rollouts.close()
+    await ledger.drop_in_flight(RUN, "run_ended")
+
+    # The samples of steps 1 and 2 are a version older than their updates; the bound of now is 0.
+    again = Generation()
+    rollouts = source(ledger, again, config=settings(max_staleness=0))
+    await ledger.fall_back(RUN, Version(1, 1), step=1, cursor=batches[0].cursor)
+    await rollouts.go_on(1, batches[0].cursor)
+    replayed = [await train(rollouts, ledger, step, 1) for step in (1, 2)]
+    assert content(replayed[0]) == content(batches[1])
+    assert [batch.metrics["staleness/max"] for batch in replayed] == [1, 1] and not again.asked
+    # What is drawn from now on goes by the new one.
+    assert (await train(rollouts, ledger, 3, 1)).metrics["staleness/max"] == 0
+    await rollouts.close()
+
+
+async def test_samples_that_became_too_old_are_asked_for_again(ledger: Ledger) -> None:
+    rollouts = source(ledger, Generation())
+    rollouts.admit(0, Version(0, 0))
+    with pytest.raises(FailedPrecondition, match="every sample of step 1 is older than its bound"):
+        await rollouts.batch(1, Version(0, 2))
+    await rollouts.close()
+    await ledger.drop_in_flight(RUN, "run_ended")
+
+    again = Generation()
+    rollouts = source(ledger, again)
+    await ledger.fall_back(RUN, Version(1, 2), step=1, cursor=None)
+    await rollouts.go_on(1, None)
+    rollouts.admit(1, Version(1, 2))
+    batch = await asyncio.wait_for(rollouts.batch(1, Version(1, 2)), 5)
+    assert {sample.sample_id for sample in batch.samples} <= set(again.asked) and len(batch.samples) == 6
+    await rollouts.close()
+
+
+async def test_samples_never_train_as_answers_to_other_prompts(ledger: Ledger) -> None:
+    class Edited(NumberedPrompts):
+        def known(self, epoch: int, index: int) -> Any:
+            prompt = super().known(epoch, index)
+            prompt.token_ids = prompt.token_ids + 500
+            return prompt
+
+    rollouts = source(ledger, Generation())
+    await train(rollouts, ledger, 0, 0)
+    await rollouts.close()
+    await ledger.drop_in_flight(RUN, "run_ended")
+
+    # Before its first checkpoint a run has no place in the data that would tell them apart.
+    await ledger.fall_back(RUN, Version(1, 0), step=0, cursor=None)
+    rollouts = source(ledger, Generation(), prompts=Edited())
+    with pytest.raises(FailedPrecondition, match="does not fit the data"):
+        await rollouts.go_on(0, None)
     await rollouts.close()
 
 

@@ -27,6 +27,7 @@ RELEASED = {
         "096b6d4611d97470",
         "00cf8dcdc18e4ba7",
         "378cb8d16f20c2da",
+        "c76361e2830b122a",
     ],
     "spans": ["7552e8ae33ec47e1"],
 }
@@ -52,7 +53,8 @@ def old_ledger(path: Path, number: int) -> None:
         f"""
         INSERT INTO runs (key, run_id, name, state, config_yaml, directory, created_at, step, version_step, admitted)
             VALUES (1, '{RUN}', 'old', 7, '{{}}', '/runs/old', 1.0, 1, 1, 2);
-        INSERT INTO groups VALUES (1, '{RUN}/0/0', '1+1=', x'01000000');
+        INSERT INTO groups (key, group_id, prompt_text, prompt_token_ids)
+            VALUES (1, '{RUN}/0/0', '1+1=', x'01000000');
         INSERT INTO updates VALUES (1, '{RUN}/0.1', 1, 0, 0, 'applied');
         INSERT INTO samples (key, sample_id, run, grp, step, state, attempt, reward, drop_reason, update_key,
             update_position) VALUES (1, '{RUN}/0/0/0', 1, 1, 0, 4, 0, 1.0, '', 1, 0),

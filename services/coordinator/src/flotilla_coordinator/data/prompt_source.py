@@ -87,7 +87,7 @@ class PromptSource:
     def known(self, epoch: int, index: int) -> Prompt:
         """A prompt that was drawn before."""
         if index not in self._by_index:
-            raise _other_data(f"there is no prompt {index} any more")
+            raise other_data(f"there is no prompt {index} any more")
         return replace(self._by_index[index], epoch=epoch)
 
     @property
@@ -98,9 +98,7 @@ class PromptSource:
     def restore(self, cursor: dict[str, Any]) -> None:
         """Go on exactly where `cursor` was taken."""
         if cursor["data"] != self._fingerprint:
-            raise _other_data(
-                "the training files, the tokenizer or data.max_prompt_tokens changed since then"
-            )
+            raise other_data("the training files, the tokenizer or data.max_prompt_tokens changed since then")
         # A cursor of a run with one data set was once its place alone.
         for stream, place in zip(self._streams, cursor.get("sets", [cursor]), strict=True):
             stream.enter(place["epoch"], place["position"])
@@ -109,7 +107,8 @@ class PromptSource:
         return self._streams[bisect(self._bounds, derive_seed(self._seed, "data mixture", draw) / SEEDS)]
 
 
-def _other_data(why: str) -> FailedPrecondition:
+def other_data(why: str) -> FailedPrecondition:
+    """What a run began with is not what there is now."""
     return FailedPrecondition(
         "the saved place in the data set does not fit the data",
         why=why,

@@ -62,12 +62,13 @@ def _group_keys(db: sqlite3.Connection, groups: Sequence[GroupIssue]) -> dict[st
     """The rows of groups, those that are new among them."""
     for_all(
         db,
-        "INSERT OR IGNORE INTO groups (group_id, prompt_text, prompt_token_ids) VALUES {rows}",
+        "INSERT OR IGNORE INTO groups (group_id, prompt_text, prompt_token_ids, max_staleness) VALUES {rows}",
         [
             (
                 group.group_id,
                 group.prompt_text,
                 np.ascontiguousarray(group.prompt_token_ids, dtype="<i4").data,
+                group.max_staleness,
             )
             for group in groups
         ],

@@ -30,6 +30,7 @@ from flotilla_coordinator.ledger import (
 )
 from flotilla_coordinator.ledger.ownership import Owner
 from flotilla_coordinator.ledger.records import (
+    AdmittedGroup,
     Conservation,
     GeneratedSample,
     GroupIssue,
@@ -130,6 +131,24 @@ class Ledger:
         """Take samples out of the run, for a reason that is counted."""
         return await self._writer.submit(lambda db: transitions.dropped(db, run_id, sample_ids, reason))
 
+    async def passed_by(
+        self,
+        run_id: str,
+        sample_ids: Sequence[str],
+        reason: str,
+        *,
+        result: Version,
+        step: int,
+        cursor: dict[str, Any] | None,
+    ) -> None:
+        """Take out the samples of a step that did not change the policy, and note the run's progress with it."""
+
+        def record(db: sqlite3.Connection) -> None:
+            transitions.dropped(db, run_id, sample_ids, reason)
+            run_rows.went_on(db, run_id, step, result, cursor)
+
+        await self._writer.submit(record)
+
     async def carry_over(self, run_id: str, group_ids: Sequence[str], step: int) -> None:
         """Let groups that were admitted for an earlier step count for `step`."""
         await self._writer.submit(lambda db: transitions.carry_over(db, run_id, group_ids, step))
@@ -183,8 +202,8 @@ class Ledger:
             )
         )
 
-    async def admitted_groups(self, run_id: str, first_step: int) -> list[tuple[int, str]]:
-        """Step and id of every group that counts for `first_step` or a later one, in the order of admission."""
+    async def admitted_groups(self, run_id: str, first_step: int) -> list[AdmittedGroup]:
+        """Every group that counts for `first_step` or a later one, in the order of admission."""
         return await self._read(lambda db: queries.admitted_groups(db, run_id, first_step))
 
     async def counts(self, run_id: str) -> Conservation:

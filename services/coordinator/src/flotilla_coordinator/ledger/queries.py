@@ -8,6 +8,7 @@ import sqlite3
 import numpy as np
 
 from flotilla_coordinator.ledger.records import (
+    AdmittedGroup,
     Conservation,
     RunRecord,
     RunState,
@@ -88,15 +89,19 @@ def conservation(db: sqlite3.Connection, run_id: str) -> Conservation:
     return Conservation(admitted, trained, dropped, in_flight, duplicates, late)
 
 
-def admitted_groups(db: sqlite3.Connection, run_id: str, first_step: int) -> list[tuple[int, str]]:
-    """Step and id of every group that counts for `first_step` or a later one, in the order of admission."""
+def admitted_groups(db: sqlite3.Connection, run_id: str, first_step: int) -> list[AdmittedGroup]:
+    """Every group that counts for `first_step` or a later one, in the order of admission."""
     rows = db.execute(
-        "SELECT s.step, g.group_id FROM samples s JOIN groups g ON g.key = s.grp "
+        "SELECT s.step, g.group_id, g.prompt_token_ids, g.max_staleness "
+        "FROM samples s JOIN groups g ON g.key = s.grp "
         "WHERE s.run = (SELECT key FROM runs WHERE run_id = ?) AND s.step >= ? "
         "GROUP BY s.grp ORDER BY min(s.key)",
         (run_id, first_step),
     )
-    return [(int(step), str(group_id)) for step, group_id in rows]
+    return [
+        AdmittedGroup(step, group_id, np.frombuffer(tokens, "<i4"), bound)
+        for step, group_id, tokens, bound in rows
+    ]
 
 
 def samples(

@@ -75,6 +75,20 @@ class GroupIssue:
     attempt: int
     prompt_text: str
     prompt_token_ids: Int32Array
+    max_staleness: int | None = None
+    """The bound by which it is admitted, where there is one."""
+
+
+@dataclass(frozen=True)
+class AdmittedGroup:
+    """One prompt whose samples were asked for before."""
+
+    step: int
+    """That it counts for."""
+    group_id: str
+    prompt_token_ids: Int32Array
+    max_staleness: int | None
+    """The bound by which it was admitted; an older Flotilla did not record it."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,9 @@ RUN_ENDED = "run_ended"
 RUN_INTERRUPTED = "run_interrupted"
 UPDATE_SKIPPED = "update_skipped"
 CRITIC_ONLY = "critic_only"
-REOPENED = (RUN_ENDED, RUN_INTERRUPTED, UPDATE_SKIPPED, CRITIC_ONLY)
+STALE = "stale"
+"""Older than its bound when its update came; whoever makes the step again asks for it again."""
+REOPENED = (RUN_ENDED, RUN_INTERRUPTED, UPDATE_SKIPPED, CRITIC_ONLY, STALE)
 """Reasons that say something about the run and nothing about the sample: one that goes on may train it after all."""
 
 UNIFORM = "uniform"
@@ -59,10 +61,14 @@ def fall_back(
     voided = void_updates(db, run_id, version)
     _ask_again_for_forgotten(db, run_key(db, run_id))
     _reopen(db, run_key(db, run_id), step, (*REOPENED, *REWARDS_FAILED) if retry_rewards else REOPENED)
+    # What a user asked of the run in the meantime holds on.
     db.execute(
-        "UPDATE runs SET state = ?, reason = '', ended_at = NULL, step = ?, version_lineage = ?, version_step = ?, "
-        "cursor = ? WHERE run_id = ?",
-        (RunState.RUNNING, step, version.lineage, version.step, cursor, run_id),
+        "UPDATE runs SET state = iif(state IN (?, ?), state, ?), reason = '', ended_at = NULL, step = ?, "
+        "version_lineage = ?, version_step = ?, cursor = ? WHERE run_id = ?",
+        (
+            *(RunState.PAUSED, RunState.STOPPING, RunState.RUNNING),
+            *(step, version.lineage, version.step, cursor, run_id),
+        ),
     )
     return voided
 
@@ -78,10 +84,10 @@ def _reopen(db: sqlite3.Connection, run: int, step: int, reasons: tuple[str, ...
     """Take back drops for reasons that hold no more."""
     places = ", ".join("?" * len(reasons))
     rows = db.execute(
-        "SELECT s.sample_id, p.sample IS NOT NULL AND s.reward IS NOT NULL FROM samples s "
+        "SELECT s.sample_id, p.sample IS NOT NULL AND s.reward IS NOT NULL AND s.drop_reason != ? FROM samples s "
         "LEFT JOIN payloads p ON p.sample = s.key "
         f"WHERE s.run = ? AND s.step >= ? AND s.state = ? AND s.drop_reason IN ({places}) ORDER BY s.key",
-        (run, step, State.DROPPED, *reasons),
+        (STALE, run, step, State.DROPPED, *reasons),
     ).fetchall()
     known = lookup(db, [sample_id for sample_id, _ in rows])
     _return_to(db, run, [known[sample_id] for sample_id, whole in rows if whole], State.SCORED)

@@ -147,7 +147,20 @@ _GREEDY_REWARD = """
 ALTER TABLE samples ADD COLUMN greedy_reward REAL;
 """
 
-MIGRATIONS: tuple[str, ...] = (_FIRST, _BEGINNINGS, _OWNER, _FORGETTING, _REWARD_TERMS, _GREEDY_REWARD)
+# A run may change its bound while groups that an earlier one admitted wait, or are trained once more.
+_STALENESS = """
+ALTER TABLE groups ADD COLUMN max_staleness INTEGER;
+"""
+
+MIGRATIONS: tuple[str, ...] = (
+    _FIRST,
+    _BEGINNINGS,
+    _OWNER,
+    _FORGETTING,
+    _REWARD_TERMS,
+    _GREEDY_REWARD,
+    _STALENESS,
+)
 
 
 def connect(path: Path) -> sqlite3.Connection:

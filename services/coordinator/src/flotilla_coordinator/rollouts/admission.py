@@ -1,8 +1,9 @@
 """Which prompts a step gets: those that the ledger holds for it, then the next ones of the data.
 
 Invariants: groups are recorded in the order in which they are drawn, so all that was drawn since a cursor was taken is
-in the ledger, and no prompt of an epoch is drawn twice; a step that was begun before has the groups that it had,
-however their prompts were drawn between those of other steps; a group counts for one step at a time.
+in the ledger, and no prompt of an epoch is drawn twice; a step that was begun before has the groups that it had, with
+the prompts and the bound that they had, however they were drawn between those of other steps; a group counts for one
+step at a time.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from flotilla_coordinator.data.prompt_source import PromptSource
+import numpy as np
+
+from flotilla_coordinator.data.prompt_source import PromptSource, other_data
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.ledger.records import AdmittedGroup
 from flotilla_coordinator.rollouts.draws import issued_per_step, most_prompts_per_step, steps_ahead
 from flotilla_coordinator.rollouts.group_rollout import FinishedGroup, Ticket
 from flotilla_core import ids
@@ -58,7 +62,7 @@ class Admission:
         self._start = start
         self._places = count()
         self._steps: dict[int, list[Admitted]] = {}
-        self._recorded: dict[int, list[str]] = {}
+        self._recorded: dict[int, list[tuple[Prompt, AdmittedGroup]]] = {}
         self._drawn_before: set[tuple[int, int]] = set()
         self._next_step = 0
 
@@ -67,9 +71,13 @@ class Admission:
         if cursor is not None:
             self._prompts.restore(cursor)
         self._next_step = steps_done
-        for step, group_id in await self._ledger.admitted_groups(self._run_id, steps_done):
-            self._recorded.setdefault(step, []).append(group_id)
-            self._drawn_before.add(ids.prompt_of_group(group_id))
+        for group in await self._ledger.admitted_groups(self._run_id, steps_done):
+            place = ids.prompt_of_group(group.group_id)
+            prompt = self._prompts.known(*place)
+            if not np.array_equal(prompt.token_ids, group.prompt_token_ids):
+                raise other_data(f"prompt {place[1]} is another one than the run's samples answer")
+            self._recorded.setdefault(group.step, []).append((prompt, group))
+            self._drawn_before.add(place)
         self._pass_by_what_was_drawn()
 
     def reconfigure(self, config: RolloutConfig, total_steps: int) -> None:
@@ -88,9 +96,7 @@ class Admission:
             if recorded:
                 # Its batch may have been full: a group too many could take the place of one that was in it.
                 wanted = self._config.prompts_per_step
-            for group_id in recorded:
-                prompt = self._prompts.known(*ids.prompt_of_group(group_id))
-                groups.append(self._admitted(prompt, new, version, new - step, recorded=True))
+            groups += [self._admitted(prompt, new, version, new - step, group) for prompt, group in recorded]
             self.draw(new, wanted - len(groups), version, new - step)
 
     def draw(self, step: int, number: int, version: Version, ahead: int = 0) -> list[Admitted]:
@@ -134,12 +140,15 @@ class Admission:
         return sum(max(0, len(groups) - needed) for other, groups in self._steps.items() if other != step)
 
     def _admitted(
-        self, prompt: Prompt, step: int, version: Version, ahead: int, *, recorded: bool = False
+        self, prompt: Prompt, step: int, version: Version, ahead: int, recorded: AdmittedGroup | None = None
     ) -> Admitted:
         group_id = ids.group_id(self._run_id, prompt.epoch, prompt.index)
         # What runs ahead also waits in the generators behind the steps before it.
         limit_s = self._config.sample_timeout_s * (1 + ahead)
-        ticket = Ticket(prompt, group_id, step, version, limit_s, self._config.max_staleness, recorded)
+        bound = self._config.max_staleness
+        if recorded is not None and recorded.max_staleness is not None:
+            bound = recorded.max_staleness
+        ticket = Ticket(prompt, group_id, step, version, limit_s, bound, recorded is not None)
         return Admitted(ticket, next(self._places), self._start(ticket))
 
     def _draw(self) -> Prompt:

@@ -145,7 +145,14 @@ class GroupRollout:
     def _issue(self, ticket: Ticket, sample_ids: tuple[str, ...]) -> GroupIssue:
         prompt = ticket.prompt
         return GroupIssue(
-            self._run_id, ticket.group_id, sample_ids, ticket.step, 0, prompt.prompt_text, prompt.token_ids
+            self._run_id,
+            ticket.group_id,
+            sample_ids,
+            ticket.step,
+            0,
+            prompt.prompt_text,
+            prompt.token_ids,
+            ticket.max_staleness,
         )
 
     async def _judged(

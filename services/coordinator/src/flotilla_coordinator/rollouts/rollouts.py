@@ -18,7 +18,7 @@ from typing import Any
 
 from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.ledger.rewind import TAIL
+from flotilla_coordinator.ledger.rewind import STALE, TAIL
 from flotilla_coordinator.rollouts.admission import Admission, Admitted
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup
 from flotilla_coordinator.rollouts.batch_metrics import batch_metrics
@@ -82,6 +82,7 @@ class RolloutSource:
         left_over = await self._pass_on(step, in_batch, version)
         groups = [await self._within_staleness(item, version) for item in chosen]
         batch = Batch(step, [group for group in groups if group.samples], self._admission.cursor)
+        self._refuse_a_step_too_old(batch)
         batch.metrics.update(batch_metrics(batch, version))
         batch.metrics.update(self._metrics(finished) | left_over)
         return batch
@@ -162,6 +163,16 @@ class RolloutSource:
             "or raise rollout.dynamic_sampling.max_prompts_per_step",
         )
 
+    def _refuse_a_step_too_old(self, batch: Batch) -> None:
+        if batch.groups:
+            return
+        raise FailedPrecondition(
+            f"every sample of step {batch.step} is older than its bound",
+            where=f"run {self._run_id}",
+            why="they were written further before this update than the max_staleness that they were admitted by",
+            next_step=f"flotilla run resume {self._run_id}: it asks for them again",
+        )
+
     def _metrics(self, finished: list[FinishedGroup]) -> dict[str, float]:
         size = self._config.samples_per_prompt
         metrics = {
@@ -180,7 +191,7 @@ class RolloutSource:
         group, bound = item.task.result().group, item.ticket.max_staleness
         stale = [sample.sample_id for sample in group.samples if sample.steps_old(version) > bound]
         if stale:
-            await self._ledger.dropped(self._run_id, stale, "stale")
+            await self._ledger.dropped(self._run_id, stale, STALE)
             group.samples = [sample for sample in group.samples if sample.sample_id not in stale]
         return group
 

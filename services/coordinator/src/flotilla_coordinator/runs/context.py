@@ -151,7 +151,9 @@ class RunContext:
             self.status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"optimizer step skipped: {skipped}")
         self.cursor = batch.cursor
         if not self.source.samples_from_policy:
-            await self._record_progress(step + 1)
+            await self.ledger.update_run(
+                self.run_id, step=step + 1, version=self.policy.version, cursor=self.cursor
+            )
             return
         # Before the ledger, for a step that it knows is not made again; and only where the run is still ours.
         await self.ledger.check_owner()
@@ -159,8 +161,14 @@ class RunContext:
         sample_ids = [sample.sample_id for sample in batch.samples]
         if learned.policy is None or learned.policy.skipped:
             reason = CRITIC_ONLY if learned.policy is None else UPDATE_SKIPPED
-            await self.ledger.dropped(self.run_id, sample_ids, reason)
-            await self._record_progress(step + 1)
+            await self.ledger.passed_by(
+                self.run_id,
+                sample_ids,
+                reason,
+                result=self.policy.version,
+                step=step + 1,
+                cursor=batch.cursor,
+            )
         else:
             await self.ledger.consumed(
                 self.run_id,
@@ -171,12 +179,6 @@ class RunContext:
                 step=step + 1,
                 cursor=batch.cursor,
             )
-
-    async def _record_progress(self, steps_done: int) -> None:
-        """A step without an update of samples counts as well, should another coordinator go on from here."""
-        await self.ledger.update_run(
-            self.run_id, step=steps_done, version=self.policy.version, cursor=self.cursor
-        )
 
     def progress(self, steps_done: int) -> Progress:
         """Where the run stands after so many steps."""
