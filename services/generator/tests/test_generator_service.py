@@ -32,6 +32,7 @@ from flotilla_core.errors import (
 from flotilla_core.service import Activities
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
+from flotilla_generator import servicer as servicer_module
 from flotilla_generator.checkpoint import Checkpoint
 from flotilla_generator.engine.base import Applied, EngineInfo, KvPolicy, WeightsNotLive
 from flotilla_generator.engine.sim.engine import SimEngine
@@ -468,6 +469,13 @@ async def test_load_is_streamed_when_it_changes(slow_replica):
     assert (await anext(loads)).running_samples == 4
     generating.cancel()
     await loads.aclose()
+
+
+async def test_a_replica_that_nobody_asks_for_its_load_remembers_recent_samples_alone(replica, monkeypatch):
+    monkeypatch.setattr(servicer_module, "RATE_WINDOW_S", 0.0)
+    for number in range(5):
+        await replica.samples(ask(f"request-{number}", samples=8))
+    assert len(replica.servicer._delivered) <= 1
 
 
 async def test_what_is_not_supported_says_so(replica):

@@ -98,8 +98,7 @@ class GeneratorServicer(GeneratorServiceServicer):
             endings = gathered(self._engine.generate(wanted), request.gather.ToTimedelta().total_seconds())
             async with aclosing(endings):
                 async for samples in endings:
-                    now = time.monotonic()
-                    self._delivered.extend((now, len(sample.token_ids)) for sample in samples)
+                    self._note_delivered(sum(len(sample.token_ids) for sample in samples))
                     for message in write_samples(samples, self._engine.waiting_samples):
                         yield message
         finally:
@@ -235,10 +234,17 @@ class GeneratorServicer(GeneratorServiceServicer):
             live_version=None if live is None else live.to_proto(),
         )
 
-    def _tokens_per_second(self) -> float:
+    def _note_delivered(self, tokens: int) -> None:
+        self._delivered.append((time.monotonic(), tokens))
+        self._forget_delivered()  # here as well: most replicas are never asked for their load
+
+    def _forget_delivered(self) -> None:
         horizon = time.monotonic() - RATE_WINDOW_S
         while self._delivered and self._delivered[0][0] < horizon:
             self._delivered.popleft()
+
+    def _tokens_per_second(self) -> float:
+        self._forget_delivered()
         return sum(tokens for _, tokens in self._delivered) / RATE_WINDOW_S
 
     def _require_open(self) -> None:
