@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -118,6 +119,16 @@ def test_a_finished_run_has_outcome_logs_and_plots(directory: RunDirectory) -> N
     plots = sorted(path.name for path in (directory.path / "plots").iterdir())
     assert plots == ["agreement.png", "reward.png", "time.png", "training.png"]
     assert all((directory.path / "plots" / name).read_bytes().startswith(b"\x89PNG") for name in plots)
+
+
+def test_an_outcome_is_whole_or_not_there(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: Path) -> None:
+        raise OSError("cut off before the file has its name")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="cut off"):
+        patched.setattr(os, "replace", killed)
+        directory.finish(run_pb2.Run(run_id="count-1"))
+    assert directory.read_outcome() is None and not (directory.path / "outcome.json").exists()
 
 
 def test_events_are_kept_as_they_were_sent(directory: RunDirectory) -> None:

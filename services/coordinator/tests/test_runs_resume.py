@@ -106,6 +106,16 @@ async def test_a_run_that_failed_or_was_stopped_goes_on_under_the_next_lineage(
         await bench.runs.start(CONFIG, "r3")
 
 
+async def test_an_outcome_that_was_cut_off_hides_no_run_and_the_ledger_tells_its_end(bench: Bench) -> None:
+    await bench.recorded(RunState.FAILED)
+    for content in (b"", b'{"run_id": "ru', b"\xff"):
+        (bench.directory.path / "outcome.json").write_bytes(content)
+        (run,) = await bench.runs.list(0)
+        assert (run.run_id, run.state, run.reason) == (RUN, run_pb2.RUN_STATE_FAILED, "why")
+    await bench.runs.resume(RUN, "", "r1")
+    assert bench.runs.active(RUN) is not None
+
+
 async def test_a_run_that_succeeded_is_not_continued(bench: Bench) -> None:
     await bench.recorded(RunState.SUCCEEDED)
     with pytest.raises(FailedPrecondition, match=r"has succeeded.*initial_weights"):

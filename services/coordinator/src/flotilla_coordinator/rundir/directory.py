@@ -23,6 +23,7 @@ from google.protobuf import json_format
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_core.errors import AlreadyExists
+from flotilla_core.files import write_atomically
 
 if TYPE_CHECKING:
     from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
@@ -109,13 +110,18 @@ class RunDirectory:
     def finish(self, run: run_pb2.Run) -> None:
         """Outcome and logs of a run that has ended."""
         outcome = json_format.MessageToDict(run, preserving_proto_field_name=True)
-        _free(self.path / OUTCOME).write_text(_pretty(outcome), "utf-8")
+        write_atomically(_free(self.path / OUTCOME), _pretty(outcome))
         self._keep_logs(sorted((self.path.parent.parent / "logs").glob("*.log")))
 
     def read_outcome(self) -> run_pb2.Run | None:
         """The run as it ended; None while it goes on, and where its coordinator was killed."""
         path = self.path / OUTCOME
-        return json_format.Parse(path.read_text("utf-8"), run_pb2.Run()) if path.is_file() else None
+        if not path.is_file():
+            return None
+        try:
+            return json_format.Parse(path.read_text("utf-8"), run_pb2.Run())
+        except (json_format.ParseError, UnicodeDecodeError):  # damaged; the ledger knows the end as well
+            return None
 
     def read_configuration(self) -> str:
         """The resolved configuration."""
