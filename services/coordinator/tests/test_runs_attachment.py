@@ -212,39 +212,59 @@ async def test_a_policy_is_taken_over_only_with_a_critic_that_stands_beside_it(
     assert both.attached is attached
 
 
+class BareLoop:
+    """A loop of which only the order of what it does matters."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, unrecorded: bool) -> None:
+        self.done: list[str] = []
+        for name, what in (("begin", "begin"), ("_train_one_step", "step"), ("_sync", "sync")):
+            monkeypatch.setattr(loop_module, name, self._noting(what))
+        monkeypatch.setattr(loop_module, "_checkpoint_end", self._noting("end"))
+        self.run: Any = SimpleNamespace(
+            run_id=RUN,
+            update_unrecorded=unrecorded,
+            owes_evaluation=False,
+            pinned=None,
+            steps_done=STEPS_DONE,
+            step=lambda _: nullcontext(),
+            goes_on=self._goes_on,
+            take_no_changes=lambda: None,
+            policy=SimpleNamespace(version=HERE),
+            sync=SimpleNamespace(version=HERE),
+            evaluated=lambda _: True,
+            last_accuracy=None,
+            checkpoints=SimpleNamespace(due=lambda _: False),
+            config=SimpleNamespace(stop=None, export_final=False),
+        )
+        self.steps_wanted = 0
+
+    def _noting(self, what: str) -> Any:
+        async def note(_run: Any, step: Any = None) -> None:
+            self.done.append(f"{what} {step}" if what == "step" else what)
+
+        return note
+
+    async def _goes_on(self) -> bool:
+        self.steps_wanted -= 1
+        return self.steps_wanted >= 0
+
+
 @pytest.mark.parametrize(("unrecorded", "first"), [(True, "step 3"), (False, "sync")])
 async def test_an_update_that_nobody_recorded_comes_before_everything_also_before_a_stop(
     monkeypatch: pytest.MonkeyPatch, unrecorded: bool, first: str
 ) -> None:
-    done: list[str] = []
+    loop = BareLoop(monkeypatch, unrecorded=unrecorded)
+    await loop_module.run_loop(loop.run, AFTER_COORDINATOR)
+    assert loop.done == ["begin", first, "end"]
 
-    def noting(what: str) -> Any:
-        async def note(_run: Any, step: Any = None) -> None:
-            done.append(f"{what} {step}" if what == "step" else what)
 
-        return note
-
-    for name, what in (("begin", "begin"), ("_train_one_step", "step"), ("_sync", "sync")):
-        monkeypatch.setattr(loop_module, name, noting(what))
-    monkeypatch.setattr(loop_module, "_checkpoint_end", noting("end"))
-
-    async def stopped() -> bool:
-        return False
-
-    run: Any = SimpleNamespace(
-        run_id=RUN,
-        update_unrecorded=unrecorded,
-        owes_evaluation=False,
-        pinned=None,
-        steps_done=STEPS_DONE,
-        step=lambda _: nullcontext(),
-        goes_on=stopped,
-        take_no_changes=lambda: None,
-        policy=SimpleNamespace(version=HERE),
-        sync=SimpleNamespace(version=HERE),
-        evaluated=lambda _: True,
-        checkpoints=SimpleNamespace(due=lambda _: False),
-        config=SimpleNamespace(export_final=False),
-    )
-    await loop_module.run_loop(run, AFTER_COORDINATOR)
-    assert done == ["begin", first, "end"]
+@pytest.mark.parametrize(("unrecorded", "first"), [(True, "step 3"), (False, "sync")])
+async def test_a_run_that_met_its_stop_rule_makes_no_further_step_when_it_begins_anew(
+    monkeypatch: pytest.MonkeyPatch, unrecorded: bool, first: str
+) -> None:
+    loop = BareLoop(monkeypatch, unrecorded=unrecorded)
+    loop.steps_wanted = 5
+    loop.run.config.stop = SimpleNamespace(accuracy_at_least=0.5, accuracy_at_most=None)
+    loop.run.last_accuracy = 0.5
+    await loop_module.run_loop(loop.run, AFTER_COORDINATOR)
+    assert loop.done == ["begin", first, "end"]

@@ -81,7 +81,8 @@ class Bench:
         version = Version(0, steps_done)
         return SimpleNamespace(
             run_id=RUN,
-            config=SimpleNamespace(steps=steps_done, export_final=False),
+            config=SimpleNamespace(steps=steps_done, stop=None, export_final=False),
+            last_accuracy=None,
             learners=SimpleNamespace(open=nothing),
             policy=SimpleNamespace(version=version),
             source=SimpleNamespace(samples_from_policy=True),

@@ -25,10 +25,9 @@ async def run_loop(run: RunContext, beginning: Beginning) -> None:
             await _sync(run)
             await _make_up(run)
 
-        while await run.goes_on():
+        # Before the first step too: a run that begins anew may have met the rule in an earlier part of it.
+        while not _stop_rule_met(run) and await run.goes_on():
             await _step(run)
-            if _stop_rule_met(run):
-                break
         run.take_no_changes()
 
         if run.sync.version != run.policy.version:
