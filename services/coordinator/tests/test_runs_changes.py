@@ -1,4 +1,4 @@
-"""Changes that outlive the coordinator that took them."""
+"""Starts and changes: what was answered is so, also for the coordinator that comes after, and nothing is half done."""
 
 from __future__ import annotations
 
@@ -16,13 +16,30 @@ from flotilla_coordinator.fleet import Fleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunState
 from flotilla_coordinator.runs import run_starts
+from flotilla_coordinator.runs.active import ActiveRun
 from flotilla_coordinator.runs.beginning import Beginning
 from flotilla_coordinator.runs.execution import Execution
 from flotilla_coordinator.runs.runs import Runs
 from flotilla_core.config import RunConfig, load_text
-from flotilla_core.errors import FailedPrecondition, InvalidConfig, InvalidRequest
+from flotilla_core.errors import Exhausted, FailedPrecondition, InvalidConfig, InvalidRequest
 
 CONFIG = "name: run\nsteps: 3\ndata: {train: /x.jsonl}\nrewards: [{reward: exact}]\n"
+
+
+class Held:
+    """A call on the ledger that waits for its answer."""
+
+    def __init__(self) -> None:
+        self.asked, self.let = asyncio.Event(), asyncio.Event()
+
+
+async def leave(caller: asyncio.Task[Any], held: Held) -> None:
+    """The caller goes away before the ledger has answered."""
+    await asyncio.wait_for(held.asked.wait(), 5)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    held.let.set()
 
 
 class Bench:
@@ -41,6 +58,24 @@ class Bench:
 
     async def stored(self, run: run_pb2.Run) -> RunConfig:
         return load_text(RunConfig, (await self.ledger.get_run(run.run_id)).config_yaml)
+
+    def active(self, run: run_pb2.Run) -> ActiveRun:
+        """A run that goes on."""
+        active = self.runs.active(run.run_id)
+        assert active is not None
+        return active
+
+    def hold(self, monkeypatch: pytest.MonkeyPatch, method: str) -> Held:
+        """What is asked of the ledger by `method` is durable, and the answer comes once a test lets it."""
+        held, real = Held(), getattr(self.ledger, method)
+
+        async def ask(*args: Any, **changes: Any) -> None:
+            await real(*args, **changes)
+            held.asked.set()
+            await held.let.wait()
+
+        monkeypatch.setattr(self.ledger, method, ask)
+        return held
 
     async def end(self, run: run_pb2.Run) -> None:
         active = self.runs.active(run.run_id)
@@ -180,3 +215,132 @@ async def test_who_makes_the_steps_himself_pauses_himself(bench: Bench) -> None:
         await bench.runs.pause(run.run_id)
     with pytest.raises(FailedPrecondition, match="a client makes the steps"):
         await bench.runs.configure(run.run_id, ["steps=8"])
+
+
+async def test_a_start_whose_caller_goes_away_is_one_run_however_often_it_is_asked_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = bench.hold(monkeypatch, "save_run")
+    await leave(asyncio.create_task(bench.runs.start(CONFIG, "r1")), held)
+    run = await bench.runs.start(CONFIG, "r1")
+    assert [record.run_id for record in await bench.ledger.list_runs()] == [run.run_id]
+    assert bench.active(run).task is not None and not bench.active(run).status.ended
+
+
+async def test_a_resume_whose_caller_goes_away_is_worked_on(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await bench.runs.start(CONFIG, "r1")
+    await bench.end(run)
+    held = bench.hold(monkeypatch, "update_run")
+    await leave(asyncio.create_task(bench.runs.resume(run.run_id, "", "r2")), held)
+    await bench.runs.pause(run.run_id)  # which is for runs that somebody works on
+    assert (await bench.runs.resume(run.run_id, "", "r2")).run_id == run.run_id
+
+
+async def test_a_run_that_is_being_started_when_the_coordinator_goes_is_ended_with_the_others(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, ended = bench.hold(monkeypatch, "save_run"), asyncio.Event()
+    execute = Execution.execute
+
+    async def noting(execution: Execution, beginning: Beginning) -> None:
+        try:
+            await execute(execution, beginning)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(Execution, "execute", noting)
+    await leave(asyncio.create_task(bench.runs.start(CONFIG, "r1")), held)
+    await asyncio.wait_for(bench.runs.close(), 5)
+    assert ended.is_set() and not bench.runs.going_on()
+
+
+@pytest.mark.parametrize(
+    ("done", "told"),
+    [({"over": True}, "has made its last step"), ({"stop_requested": True}, "does not go on")],
+)
+async def test_settings_that_are_checked_until_the_run_is_at_its_end_are_refused_and_nowhere_recorded(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, done: dict[str, bool], told: str
+) -> None:
+    run = await bench.runs.start(CONFIG, "r1")
+    control = bench.active(run).control
+
+    def plan(_config: RunConfig, _stack: Any) -> run_pb2.Plan:
+        for name, value in done.items():
+            setattr(control, name, value)
+        return run_pb2.Plan()
+
+    monkeypatch.setattr(run_starts, "plan_run", plan)
+    with pytest.raises(FailedPrecondition, match=told):
+        await bench.runs.configure(run.run_id, ["steps=9"])
+    assert control.config.steps == (await bench.stored(run)).steps == 3
+    assert not (Path(run.directory) / "changes.jsonl").exists()
+
+
+async def test_a_last_step_that_was_made_while_it_was_checked_is_refused(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await bench.runs.start(CONFIG, "r1")
+
+    def plan(_config: RunConfig, _stack: Any) -> run_pb2.Plan:
+        bench.active(run).status.run.step = 2
+        return run_pb2.Plan()
+
+    monkeypatch.setattr(run_starts, "plan_run", plan)
+    with pytest.raises(InvalidRequest, match="2 steps are done"):
+        await bench.runs.configure(run.run_id, ["steps=2"])
+    assert (await bench.stored(run)).steps == 3
+
+
+@pytest.mark.parametrize("change", ["configure", "pause"])
+async def test_the_run_knows_a_change_before_the_ledger_answers_so_that_it_cannot_end_beside_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    run = await bench.runs.start(CONFIG, "r1")
+    held, control = bench.hold(monkeypatch, "update_run"), bench.active(run).control
+    wish = bench.runs.configure(run.run_id, ["steps=9"]) if change == "configure" else None
+    asking = asyncio.create_task(wish or bench.runs.pause(run.run_id))
+    await asyncio.wait_for(held.asked.wait(), 5)
+    assert (control.config.steps, control.paused) == ((9, False) if wish else (3, True))
+    held.let.set()
+    await asyncio.wait_for(asking, 5)
+
+
+@pytest.mark.parametrize("change", ["configure", "pause"])
+async def test_a_change_that_the_ledger_cannot_take_is_taken_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    run = await bench.runs.start(CONFIG, "r1")
+
+    async def full(*_: Any, **__: Any) -> None:
+        raise Exhausted("the ledger cannot grow")
+
+    with monkeypatch.context() as patched, pytest.raises(Exhausted):
+        patched.setattr(bench.ledger, "update_run", full)
+        await (
+            bench.runs.pause(run.run_id)
+            if change == "pause"
+            else bench.runs.configure(run.run_id, ["steps=9"])
+        )
+    control = bench.active(run).control
+    assert control.config.steps == 3 and not control.paused
+
+
+async def test_a_pause_is_not_taken_back_from_a_run_that_is_being_stopped(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await bench.runs.start(CONFIG, "r1")
+    begun: Any = SimpleNamespace()
+    bench.active(run).context = begun  # so that a stop waits for the step
+    await bench.runs.pause(run.run_id)
+    held = bench.hold(monkeypatch, "stopping")
+    stopping = asyncio.create_task(bench.runs.stop(run.run_id, "enough"))
+    await asyncio.wait_for(held.asked.wait(), 5)
+    with pytest.raises(FailedPrecondition, match="is being stopped"):
+        await bench.runs.resume(run.run_id, "", "r2")
+    held.let.set()
+    assert (await asyncio.wait_for(stopping, 5)).state == run_pb2.RUN_STATE_STOPPING
+    with pytest.raises(FailedPrecondition, match="is being stopped"):
+        await bench.runs.resume(run.run_id, "", "r2")
+    assert (await bench.ledger.get_run(run.run_id)).state is RunState.STOPPING

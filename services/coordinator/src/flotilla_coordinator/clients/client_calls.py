@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
 from flotilla_coordinator.runs.context import RunContext
+from flotilla_coordinator.runs.works import Works
 from flotilla_core.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -37,7 +38,7 @@ class ClientCalls:
         self._trainer_lost = trainer_lost
         self._turn = asyncio.Lock()
         self._over = asyncio.Event()
-        self._works: set[asyncio.Task[Any]] = set()
+        self._works = Works(self.heard)
         self._heard_at = time.monotonic()
         self.failure: FlotillaError | None = None
         """What made further calls useless."""
@@ -58,9 +59,7 @@ class ClientCalls:
     async def close(self) -> None:
         """Give up what is still under way."""
         self.end()
-        for work in self._works:
-            work.cancel()
-        await asyncio.gather(*self._works, return_exceptions=True)
+        await self._works.give_up()
 
     def check_open(self) -> None:
         """Refuse a call that comes too late."""
@@ -112,12 +111,12 @@ class ClientCalls:
     async def whole(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of work that goes on when its caller goes away."""
         with self.told_when_over():
-            return await asyncio.shield(self._begun(work))
+            return await self._works.whole(work)
 
     async def while_open(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of work that ends with its caller, or with the loop."""
         with self.told_when_over():
-            return await self._begun(work)
+            return await self._works.begin(work)
 
     @contextmanager
     def told_when_over(self) -> Iterator[None]:
@@ -129,13 +128,3 @@ class ClientCalls:
             if caller is not None and not caller.cancelling():
                 self.check_open()
             raise
-
-    def _begun(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.create_task(work)
-        self._works.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, work: asyncio.Task[Any]) -> None:
-        self._works.discard(work)
-        self.heard()

@@ -1,12 +1,13 @@
 """Changes to a run: a pause, its end, other settings.
 
 Invariants: a change is in the ledger and in the run directory before whoever asked for it hears of it, so a later
-beginning of the run knows it; what would not start as a new run is refused, and changes nothing.
+beginning of the run knows it; the run is told in the turn of the event loop in which it was seen to go on and in which
+the ledger was asked, so nobody hears of a change that came too late for it; what would not start as a new run is
+refused, and changes nothing.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -16,12 +17,13 @@ from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs.active import ActiveRun
 from flotilla_coordinator.runs.live_settings import changed_config, differences
+from flotilla_coordinator.runs.stored_run import stored_run
 from flotilla_core.config import RunConfig, dump_yaml, load_text
-from flotilla_core.errors import FailedPrecondition
+from flotilla_core.errors import FailedPrecondition, FlotillaError
 
 
 class RunChanges:
-    """Records what a user wants of a run, then says it to the run."""
+    """Says what a user wants of a run to the run, and records it."""
 
     def __init__(self, ledger: Ledger, planned: Callable[[RunConfig], Awaitable[object]]) -> None:
         self._ledger = ledger
@@ -31,30 +33,52 @@ class RunChanges:
         """Begin no further step; a second pause changes nothing."""
         if active.control.paused:
             return
-        await self._ledger.update_run(active.run_id, state=RunState.PAUSED)
         active.control.pause()
+        try:
+            await self._ledger.update_run(active.run_id, state=RunState.PAUSED)
+        except FlotillaError:
+            active.control.go_on()
+            raise
         active.status.notice(run_pb2.NOTICE_LEVEL_INFO, "a pause after the current step was asked for")
 
     async def go_on(self, active: ActiveRun) -> None:
-        """Take a pause back."""
+        """Take a pause back, unless the run is about to end: its end would be overwritten in the ledger."""
+        if not _goes_on(active):
+            raise FailedPrecondition(
+                f"run {active.run_id} is being stopped, or ends by itself",
+                next_step=f"resume it once it has ended: flotilla run resume {active.run_id}",
+            )
         await self._ledger.update_run(active.run_id, state=RunState.RUNNING)
         active.control.go_on()
 
-    async def configure(self, record: RunRecord, steps_done: int, assignments: Sequence[str]) -> RunConfig:
-        """The changed configuration, once every record that a later beginning reads has it."""
+    async def configure(
+        self, record: RunRecord, active: ActiveRun | None, assignments: Sequence[str]
+    ) -> None:
+        """Go on by other settings; a run that ended early has them when it is resumed."""
         before = load_text(RunConfig, record.config_yaml, source=f"run {record.run_id}")
-        config = changed_config(before, assignments, steps_done)
+        config = changed_config(before, assignments, _steps_done(record, active))
         await self._planned(config)
-        if changes := differences(before, config):
-            text, directory = dump_yaml(config), RunDirectory(Path(record.directory))
-            await asyncio.to_thread(directory.write_change, steps_done, text, changes)
+        # Meanwhile the run made steps, perhaps its last one.
+        steps_done = _steps_done(record, active)
+        config = changed_config(before, assignments, steps_done)
+        if not (changes := differences(before, config)):
+            return
+        # Not in a thread: the loop must get no turn between that look and the ledger's queue.
+        text = dump_yaml(config)
+        RunDirectory(Path(record.directory)).write_change(steps_done, text, changes)
+        if active is not None:
+            active.control.configure(config)
+        try:
             await self._ledger.update_run(record.run_id, config_yaml=text)
-        return config
+        except FlotillaError:
+            if active is not None:
+                active.control.configure(before)
+            raise
 
 
 def changeable(record: RunRecord, active: ActiveRun | None) -> ActiveRun:
     """The handles of a run that goes on, and whose steps this coordinator makes."""
-    if active is None or active.status.ended or active.control.stop_requested:
+    if active is None or not _goes_on(active):
         raise FailedPrecondition(
             f"run {record.run_id} does not go on", next_step=f"see `flotilla run show {record.run_id}`"
         )
@@ -71,3 +95,15 @@ def changeable(record: RunRecord, active: ActiveRun | None) -> ActiveRun:
             next_step="change it where the client runs",
         )
     return active
+
+
+def _goes_on(active: ActiveRun) -> bool:
+    """Whether no end has begun or was asked for."""
+    return not (active.control.stop_requested or active.ending or active.status.ended)
+
+
+def _steps_done(record: RunRecord, active: ActiveRun | None) -> int:
+    """Of a run that takes other settings; raises where it takes none."""
+    if record.state.resumable and active is None:
+        return stored_run(record).step
+    return changeable(record, active).status.run.step

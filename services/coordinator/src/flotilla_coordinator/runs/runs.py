@@ -1,7 +1,8 @@
 """All runs of this coordinator: start, lookup, changes, stop.
 
-Invariants: starts and changes take turns, and a repeated request acts once; before any call is answered, a run that an
-earlier coordinator left unfinished goes on, or is closed.
+Invariants: starts and changes take turns, and a repeated request acts once; one whose caller goes away comes to its end
+all the same, so that no run is in the ledger that nobody works on; before any call is answered, a run that an earlier
+coordinator left unfinished goes on, or is closed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from flotilla_coordinator.runs.active import ActiveRun
 from flotilla_coordinator.runs.changes import RunChanges, changeable
 from flotilla_coordinator.runs.run_starts import RunStarts
 from flotilla_coordinator.runs.stored_run import stored_run
+from flotilla_coordinator.runs.works import Works
 from flotilla_core.bus import EventStream
 from flotilla_core.config import RunConfig, load_text
 from flotilla_core.errors import FailedPrecondition
@@ -42,12 +44,14 @@ class Runs:
         self._starts = RunStarts(host, fleet, ledger, events)
         self._started: dict[str, str] = {}
         self._changes = RunChanges(ledger, self._starts.planned)
-        self._admission = asyncio.Lock()
+        self.admission = asyncio.Lock()
+        """Whoever holds it sees no run start, be resumed or change."""
+        self._calls = Works()
         self._recovered = asyncio.Event()
 
     async def recover(self) -> None:
         """Go on with what an earlier coordinator left open, or close it, before anything is answered."""
-        async with self._admission:
+        async with self.admission:
             # Of two runs the earlier one comes first.
             await self._starts.take_over(await self._ledger.unfinished_runs())
         self._recovered.set()
@@ -59,63 +63,83 @@ class Runs:
     async def start(self, config_yaml: str, request_id: str) -> run_pb2.Run:
         """Admit a run, or say why not; a repeated request gets the run that it started."""
         await self._recovered.wait()
-        async with self._admission:
-            if request_id and request_id in self._started:
-                return await self.find(self._started[request_id])
-            run = await self._starts.new(config_yaml)
-            self._started[request_id] = run.run_id
-            return run
+
+        async def act() -> run_pb2.Run:
+            async with self.admission:
+                if request_id and request_id in self._started:
+                    return await self.find(self._started[request_id])
+                run = await self._starts.new(config_yaml)
+                self._started[request_id] = run.run_id
+                return run
+
+        return await self._calls.whole(act())
 
     async def resume(self, run_id: str, checkpoint: str, request_id: str) -> run_pb2.Run:
         """Continue a run that ended before its last step, or say why not; a repeated request does it once."""
         await self._recovered.wait()
-        async with self._admission:
-            if request_id and request_id in self._started:
-                return await self.find(self._started[request_id])
-            record = await self._ledger.get_run(run_id)
-            active = self._starts.active.get(record.run_id)
-            if active is not None and active.control.paused and not checkpoint:
-                await self._changes.go_on(active)
-                self._started[request_id] = active.run_id
-                return active.status.run
-            run = await self._starts.again(record, checkpoint)
-            self._started[request_id] = run.run_id
-            return run
+
+        async def act() -> run_pb2.Run:
+            async with self.admission:
+                if request_id and request_id in self._started:
+                    return await self.find(self._started[request_id])
+                record = await self._ledger.get_run(run_id)
+                active = self._starts.active.get(record.run_id)
+                if active is not None and active.control.paused and not checkpoint:
+                    await self._changes.go_on(active)
+                    run = active.status.run
+                else:
+                    run = await self._starts.again(record, checkpoint)
+                self._started[request_id] = run.run_id
+                return run
+
+        return await self._calls.whole(act())
 
     async def pause(self, run_id: str) -> run_pb2.Run:
         """Begin no further step of a run that goes on."""
-        async with self._admission:
-            record = await self._ledger.get_run(run_id)
-            active = self._starts.active.get(record.run_id)
-            await self._changes.pause(changeable(record, active))
-            return await self.find(record.run_id)
+        await self._recovered.wait()
+
+        async def act() -> run_pb2.Run:
+            async with self.admission:
+                record = await self._ledger.get_run(run_id)
+                active = self._starts.active.get(record.run_id)
+                await self._changes.pause(changeable(record, active))
+                return await self.find(record.run_id)
+
+        return await self._calls.whole(act())
 
     async def configure(self, run_id: str, assignments: Sequence[str]) -> run_pb2.Run:
         """Go on by other settings; a run that ended early takes them when it is resumed."""
-        async with self._admission:
-            record = await self._ledger.get_run(run_id)
-            active = self._starts.active.get(record.run_id)
-            if record.state.resumable and active is None:
-                await self._changes.configure(record, stored_run(record).step, assignments)
-            else:
-                active = changeable(record, active)
-                config = await self._changes.configure(record, active.status.run.step, assignments)
-                active.control.configure(config)
-            return await self.find(record.run_id)
+        await self._recovered.wait()
+
+        async def act() -> run_pb2.Run:
+            async with self.admission:
+                record = await self._ledger.get_run(run_id)
+                active = self._starts.active.get(record.run_id)
+                await self._changes.configure(record, active, assignments)
+                return await self.find(record.run_id)
+
+        return await self._calls.whole(act())
 
     async def stop(self, run_id: str, reason: str) -> run_pb2.Run:
         """End a run after its current step; after a grace period, at once."""
-        run = await self.find(run_id)
-        active = self._starts.active.get(run.run_id)
-        if active is None or active.status.ended:
-            raise FailedPrecondition(
-                f"run {run.run_id} has ended already", next_step=f"see `flotilla run show {run.run_id}`"
-            )
-        await self._ledger.stopping(run.run_id, reason)
-        active.status.set_state(run_pb2.RUN_STATE_STOPPING, reason)
-        active.request_stop(reason)
-        asyncio.get_running_loop().call_later(STOP_GRACE_S, active.cancel)
-        return active.status.run
+        found = await self.find(run_id)
+
+        async def act() -> run_pb2.Run:
+            active = self._starts.active.get(found.run_id)
+            if active is None or active.status.ended:
+                raise FailedPrecondition(
+                    f"run {found.run_id} has ended already",
+                    next_step=f"see `flotilla run show {found.run_id}`",
+                )
+            # All in one turn, up to the ledger's queue: who takes a pause back beside it sees the stop, or stands
+            # before it in the queue; and the end of the run stands behind it.
+            active.status.set_state(run_pb2.RUN_STATE_STOPPING, reason)
+            active.request_stop(reason)
+            asyncio.get_running_loop().call_later(STOP_GRACE_S, active.cancel)
+            await self._ledger.stopping(found.run_id, reason)
+            return active.status.run
+
+        return await self._calls.whole(act())
 
     async def find(self, run_id: str) -> run_pb2.Run:
         """A run by id, by unique prefix of it, or `latest`."""
@@ -152,6 +176,7 @@ class Runs:
 
     async def close(self) -> None:
         """The coordinator goes: every run ends now, recorded."""
+        await self._calls.settle()  # what is being started or resumed is then among the runs
         tasks = []
         for active in self._starts.active.values():
             if active.task is not None and not active.task.done():
