@@ -68,6 +68,8 @@ class Bench:
     notices: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.booted = asyncio.Event()
+        self.booted.set()
         self.status = RunStatus(run_pb2.Run(), RunFeed(self._told))
         config = CONFIG.model_copy(update={"mode": self.mode})
         self.autoscaler = Autoscaler(
@@ -78,12 +80,12 @@ class Bench:
         if event.WhichOneof("event") == "notice":
             self.notices.append(event.notice.text)
 
-    async def _change(self, by: int) -> int:
+    async def _change(self, by: int) -> None:
         self.changes.append(by)
+        await self.booted.wait()
         if self.error is not None:
             raise self.error
         self.generators += by
-        return self.generators
 
     async def steps(self, count: int, measured: Measured) -> None:
         shares = {"idle/trainer": measured.trainer, "idle/generators": measured.generators}
@@ -116,6 +118,19 @@ async def test_acting_changes_by_one_then_rests_and_measures_afresh() -> None:
     assert bench.changes == [1, 1]
 
 
+async def test_a_long_boot_is_followed_by_the_whole_rest() -> None:
+    bench = Bench("act", generators=1)
+    bench.booted.clear()
+    await bench.steps(2 + 10, WAITING)
+    bench.booted.set()
+    await bench.steps(1, WAITING)
+    assert bench.generators == 2
+    await bench.steps(CONFIG.cooldown_steps + 1, WAITING)
+    assert bench.changes == [1]
+    await bench.steps(1, WAITING)
+    assert bench.changes == [1, 1]
+
+
 async def test_a_run_that_shares_its_fleet_only_advises() -> None:
     bench = Bench("act", generators=1, alone=False)
     await bench.steps(2, WAITING)
@@ -138,8 +153,8 @@ async def test_steps_with_another_number_of_generators_are_not_mixed() -> None:
     bench = Bench("act")
     await bench.steps(1, WAITING)
     bench.generators = 1
-    await bench.steps(1, WAITING)
-    assert bench.changes == []
+    await bench.steps(1 + 1, WAITING)
+    assert bench.changes == [], "the step in which it changed counts for neither number"
     await bench.steps(1, WAITING)
     assert bench.changes == [1]
 

@@ -300,6 +300,29 @@ async def test_the_last_generator_of_a_run_stays_in_service(fleet: Fleet) -> Non
     assert generators(fleet, "second") == ["generator-1"]
 
 
+async def test_the_last_reward_stays_in_service(fleet: Fleet) -> None:
+    await register(fleet, "generator-0", "reward-0", "reward-1")
+    await fleet.admit("run", Needs())
+    await fleet.drain("reward-0")
+    with pytest.raises(FailedPrecondition, match="the only reward of run run"):
+        await fleet.drain("reward-1")
+
+
+async def test_a_name_means_the_replica_that_lives_in_its_slot(fleet: Fleet) -> None:
+    await register(fleet, "generator-0", "generator-1")
+    run = await fleet.admit("run", Needs())
+    dead = fleet.registrations["generator-1"]
+    dead.started_at.FromSeconds(100)
+    successor = reg.Registration()
+    successor.CopyFrom(dead)
+    successor.instance_id = "generator-1/b"
+    successor.started_at.FromSeconds(200)
+    # A heartbeat of one that was killed is remembered for a while.
+    await fleet.see({**fleet.registrations, successor.instance_id: successor})
+    assert (await fleet.drain("generator-1")).instance_id == "generator-1/b"
+    assert "generator-1/b" not in [one.instance_id for one in run.generators.replicas()]
+
+
 async def test_what_is_no_replica_is_not_found(fleet: Fleet) -> None:
     await register(fleet, "generator-0", "trainer-0")
     with pytest.raises(NotFound, match="'trainer-0'"):

@@ -135,16 +135,22 @@ class Fleet:
         return standing(registration, seen, drained=registration.instance_id in self._drained)
 
     async def drain(self, reference: str) -> reg.Registration:
-        """No more work for a replica, by its instance id or its slot's name; the last generator of a run stays."""
+        """No more work for a replica, by its instance id or its slot's name; the last of a kind stays with its run."""
         found = working_replica(self.registrations.values(), reference)
-        run_id = self.holder(found)
-        if run_id and self._runs[run_id].is_last_generator(found.instance_id):
+        kind = reg.ServiceKind.Name(found.kind).removeprefix("SERVICE_KIND_").lower()
+        needed_by = [run_id for run_id, run in self._runs.items() if run.is_last(found.instance_id)]
+        if needed_by:
             raise FailedPrecondition(
-                f"{found.name} is the only generator of run {run_id} that may get work",
+                f"{found.name} is the only {kind} of run {', '.join(needed_by)} that may get work",
                 why="the run would wait for another one, and fail after ready_timeout_s",
-                next_step="start another one first (`flotilla scale generator 2`), or stop the run",
+                next_step=f"start another one first (`flotilla scale {kind} 2`), or stop the run",
             )
-        self._drained.add(found.instance_id)
+        # Those before it in its slot are dead, and known for a while.
+        self._drained.update(
+            one.instance_id
+            for one in self.registrations.values()
+            if one.name == found.name and one.started_at.ToNanoseconds() <= found.started_at.ToNanoseconds()
+        )
         await self.settle()
         return found
 

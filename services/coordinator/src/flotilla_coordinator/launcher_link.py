@@ -1,4 +1,8 @@
-"""The way to the launcher of this stack, where there is one."""
+"""The way to the launcher of this stack, where there is one.
+
+Invariant: a change by one counts the processes that the launcher started itself; one that failed is started again
+before another one is added, and nothing is added while one starts.
+"""
 
 from __future__ import annotations
 
@@ -19,34 +23,46 @@ if TYPE_CHECKING:
     from flotilla.launcher.v1.launcher_pb2_grpc import LauncherServiceAsyncStub
 
 
-SCALE_TIMEOUT_S = 240.0
 LIST_TIMEOUT_S = 10.0
+SCALE_SLACK_S = 60.0
+"""Beyond the time in which a replica must be ready: others stop, the launcher answers."""
+_STARTS = (launcher_pb2.PROCESS_STATE_STARTING, launcher_pb2.PROCESS_STATE_RESTARTING)
+_DOWN = (launcher_pb2.PROCESS_STATE_FAILED, launcher_pb2.PROCESS_STATE_STOPPED)
 
 
 class LauncherLink:
     """Finds the launcher by the file that it keeps in the stack's directory."""
 
-    def __init__(self, state_dir: Path) -> None:
+    def __init__(self, state_dir: Path, ready_timeout_s: float) -> None:
         self._file = state_dir / "launcher.json"
+        self._scale_timeout_s = ready_timeout_s + SCALE_SLACK_S
 
-    async def change_generators(self, by: int, *, least: int, most: int) -> int:
-        """So many more than the launcher runs now, or fewer, within bounds; how many it runs then."""
+    async def change_generators(self, by: int, *, least: int, most: int) -> None:
+        """One more than there are now, or one fewer, within bounds that count those which others started as well."""
         async with self._launcher() as launcher:
             state = await unary(launcher.List, launcher_pb2.ListRequest(), timeout_s=LIST_TIMEOUT_S)
-        running = sum(process.kind == SERVICE_KIND_GENERATOR for process in state.processes)
-        wanted = min(max(running + by, least), most)
-        if wanted != running:
-            await self.scale(
-                launcher_pb2.ScaleRequest(
-                    request_id=new_request_id(), kind=SERVICE_KIND_GENERATOR, replicas=wanted
-                )
+        states = [process.state for process in state.processes if process.kind == SERVICE_KIND_GENERATOR]
+        attached = states.count(launcher_pb2.PROCESS_STATE_ATTACHED)
+        own = len(states) - attached
+        wanted = min(max(own + by, least - attached, 0), max(most - attached, 0))
+        if by > 0 and any(process in _STARTS for process in states):
+            return
+        if by > 0 and any(process in _DOWN for process in states):
+            wanted = own
+        elif wanted == own:
+            raise FailedPrecondition(
+                f"the launcher runs {own} of {len(states)} generators and cannot come to {len(states) + by}",
+                next_step="start or stop those that were started by hand in the same way",
             )
-        return wanted
+        request = launcher_pb2.ScaleRequest(
+            request_id=new_request_id(), kind=SERVICE_KIND_GENERATOR, replicas=wanted
+        )
+        await self.scale(request)
 
     async def scale(self, request: launcher_pb2.ScaleRequest) -> launcher_pb2.ScaleResponse:
         """Ask the launcher that runs now for another number of replicas."""
         async with self._launcher() as launcher:
-            return await unary(launcher.Scale, request, timeout_s=SCALE_TIMEOUT_S)
+            return await unary(launcher.Scale, request, timeout_s=self._scale_timeout_s)
 
     @asynccontextmanager
     async def _launcher(self) -> AsyncIterator[LauncherServiceAsyncStub]:

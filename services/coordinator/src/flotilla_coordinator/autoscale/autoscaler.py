@@ -1,8 +1,8 @@
 """Says after each step how many generators the run needs, or has the launcher start and stop them.
 
-Invariants: a fleet that several runs share is changed by none of them; one change at a time, each followed by a pause
-of `cooldown_steps`; steps with another number of generators are never taken into one decision; a change that fails is
-told and costs the run nothing.
+Invariants: a fleet that several runs share is changed by none of them; one change at a time, its end followed by a
+pause of `cooldown_steps`; steps with another number of generators are never taken into one decision, and the one in
+which it changed into none; a change that fails is told and costs the run nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flotilla_coordinator.runs.status import RunStatus
 from flotilla_core.config import AutoscaleConfig
 from flotilla_core.errors import FlotillaError
 
-Change = Callable[[int], Awaitable[int]]
+Change = Callable[[int], Awaitable[None]]
 
 
 class Autoscaler:
@@ -46,11 +46,14 @@ class Autoscaler:
     def step_done(self, metrics: Mapping[str, float]) -> None:
         """One more step, with its metrics."""
         generators = self._generators()
+        came_or_went = self._measured_with not in (0, generators)
         if generators != self._measured_with:
             self._window.clear()
             self._measured_with = generators
         if self._resting_steps > 0:
             self._resting_steps -= 1
+            return
+        if came_or_went:
             return
         if GENERATORS in metrics and (self._changing is None or self._changing.done()):
             self._window.append(Measured(metrics[TRAINER], metrics[GENERATORS]))
@@ -76,12 +79,12 @@ class Autoscaler:
             self._status.notice(run_pb2.NOTICE_LEVEL_INFO, f"advice: {text}")
 
     async def _act(self, by: int, text: str) -> None:
-        self._window.clear()
-        self._resting_steps = self._config.cooldown_steps
         self._status.notice(run_pb2.NOTICE_LEVEL_INFO, f"autoscale: {text}")
         try:
             await self._change(by)
         except FlotillaError as error:
             self._status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"autoscale: the change failed: {error}")
         finally:
+            self._window.clear()
+            self._resting_steps = self._config.cooldown_steps
             self._status.advise("")

@@ -130,9 +130,10 @@ class RunFleet:
                     pool.dismiss(replica.instance_id, why)
             await pool.update(ours)
 
-    def is_last_generator(self, instance_id: str) -> bool:
-        """Whether no other one may get work of the run."""
-        return [one.instance_id for one in self.generators.replicas()] == [instance_id]
+    def is_last(self, instance_id: str) -> bool:
+        """Whether no other generator, or no other reward, may get work of the run."""
+        pools = (self.generators.replicas(), self.rewards.replicas())
+        return any([one.instance_id for one in replicas] == [instance_id] for replicas in pools)
 
     def leave(self, slot: str, why: str) -> None:
         """No more work for a generator that the run is to let go."""

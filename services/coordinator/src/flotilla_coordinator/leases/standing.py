@@ -50,8 +50,10 @@ def standing(registration: reg.Registration, seen: Sequence[Replica[Any]], *, dr
 
 
 def working_replica(registrations: Iterable[reg.Registration], reference: str) -> reg.Registration:
-    """The replica with this instance id, or in the slot of this name."""
-    for one in registrations:
-        if is_working_replica(one) and reference in (one.instance_id, one.name):
-            return one
+    """The replica with this instance id, or the newest in the slot of this name: another one there is dead."""
+    working = [
+        one for one in registrations if is_working_replica(one) and reference in (one.instance_id, one.name)
+    ]
+    if working:
+        return max(working, key=lambda one: one.started_at.ToNanoseconds())
     raise NotFound(f"there is no replica {reference!r}", next_step="see `flotilla replicas list`")

@@ -170,7 +170,8 @@ class Assembly:
         return sync
 
     def _autoscaler(self) -> Autoscaler | None:
-        config, launcher = self._host.stack.autoscale, LauncherLink(self._host.state_dir)
+        config = self._host.stack.autoscale
+        launcher = LauncherLink(self._host.state_dir, self._host.stack.ready_timeout_s)
         if config is None or not isinstance(self._config.algorithm, PolicyConfig):
             return None
         wanted = self._config.rollout.generators
@@ -179,8 +180,8 @@ class Assembly:
             config = config.model_copy(update={"max_generators": most})
         least, most = config.min_generators, config.max_generators
 
-        async def change(by: int) -> int:
-            return await launcher.change_generators(by, least=least, most=most)
+        async def change(by: int) -> None:
+            await launcher.change_generators(by, least=least, most=most)
 
         return Autoscaler(
             config,
