@@ -26,7 +26,7 @@ HEADER = pb.TrainHeader(run_id="a", update_id="a/0.1", groups=1)
 
 
 class RecordingGang:
-    """Takes every command; scores when the gate opens."""
+    """Takes every command; scores when the gate opens, opens sessions unless it is kept from it."""
 
     size = lanes = lane_width = 1
     slow_timeout_s = LIMIT_S
@@ -34,6 +34,8 @@ class RecordingGang:
     def __init__(self) -> None:
         self.commands: list[str] = []
         self.scoring, self.gate = asyncio.Event(), asyncio.Event()
+        self.opening, self.opens = asyncio.Event(), asyncio.Event()
+        self.opens.set()
         self.facts: dict[str, Any] = {
             "packing_refusal": "",
             "device": "cpu",
@@ -46,11 +48,17 @@ class RecordingGang:
     async def wait_ready(self) -> None:
         """Always ready."""
 
+    async def load(self, folder: Path, head: str, *, frozen: bool) -> None:
+        """At once."""
+
     def phases(self) -> list[str]:
         return ["rank 0: scoring"]
 
     async def command(self, kind: str, *arguments: Any, **options: Any) -> list[Frame]:
         self.commands.append(kind)
+        if kind == "open_session":
+            self.opening.set()
+            await self.opens.wait()
         if kind == "score":
             self.scoring.set()
             await self.gate.wait()
@@ -204,3 +212,66 @@ async def test_a_lost_session_publishes_no_checkpoint_after_its_close(holder: Se
     holder.gang_lost(Unavailable("rank 0 died"))
     await asyncio.wait_for(holder.close("a"), LIMIT_S)
     assert writing.cancelled()
+
+
+async def left_opening(holder: SessionHolder, gang: RecordingGang) -> asyncio.Task[pb.OpenSessionResponse]:
+    """An opening that goes on although whoever asked for it is gone."""
+    holder._session = None
+    gang.opens.clear()
+    request = pb.OpenSessionRequest(run_id="a", spec=opened_specification())
+    opening = asyncio.create_task(holder.open(request))
+    await asyncio.wait_for(gang.opening.wait(), LIMIT_S)
+    return opening
+
+
+async def test_after_the_close_of_a_session_that_was_opening_the_next_one_opens(
+    holder: SessionHolder, gang: RecordingGang
+) -> None:
+    opening = await left_opening(holder, gang)
+    again = pb.OpenSessionRequest(run_id="a", lineage=1, spec=opened_specification())
+    with pytest.raises(FailedPrecondition, match="run a holds the trainer"):
+        await holder.open(again)
+    closing = asyncio.create_task(holder.close("a"))
+    done, _ = await asyncio.wait({closing}, timeout=0)
+    assert not done
+    gang.opens.set()
+    await asyncio.wait_for(closing, LIMIT_S)
+    reply = await asyncio.wait_for(holder.open(again), LIMIT_S)
+    assert reply.policy_version.lineage == 1
+    with pytest.raises(Cancelled, match="before it was open"):
+        await opening
+    assert holder.session("a").version.lineage == 1, "the one that was given up left the next one alone"
+
+
+async def test_a_close_says_so_when_the_opening_does_not_end(
+    holder: SessionHolder, gang: RecordingGang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opening = await left_opening(holder, gang)
+    monkeypatch.setattr(gang, "slow_timeout_s", 0.0)
+    with pytest.raises(DeadlineExceeded, match="opening cannot be closed"):
+        await holder.close("a")
+    monkeypatch.setattr(gang, "slow_timeout_s", LIMIT_S)
+    again = asyncio.create_task(holder.close("a"))
+    gang.opens.set()
+    await asyncio.wait_for(again, LIMIT_S)
+    with pytest.raises(Cancelled):
+        await opening
+    with pytest.raises(FailedPrecondition, match="has no session"):
+        holder.session("a")
+
+
+async def test_a_close_ends_with_an_opening_that_fails(
+    holder: SessionHolder, gang: RecordingGang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_rank(*_: Any, **__: Any) -> list[Frame]:
+        gang.opening.set()
+        await gang.opens.wait()
+        raise Unavailable("rank 0 died")
+
+    monkeypatch.setattr(gang, "command", no_rank)
+    opening = await left_opening(holder, gang)
+    closing = asyncio.create_task(holder.close("a"))
+    gang.opens.set()
+    await asyncio.wait_for(closing, LIMIT_S)
+    with pytest.raises(Unavailable, match="rank 0 died"):
+        await opening

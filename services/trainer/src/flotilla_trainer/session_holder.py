@@ -1,7 +1,8 @@
 """Who holds the trainer: at most one session, and the gang under it.
 
 Invariants: a session that is lost with its gang stays lost, and later calls say why; a new session starts from exactly
-the weights that it names, whatever was trained before it; a session that was closed is done with the ranks.
+the weights that it names, whatever was trained before it; a session that was closed, or never opened because it was
+closed before, is done with the ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ import structlog
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core import roles
 from flotilla_core.config import StackConfig
-from flotilla_core.errors import Cancelled, FailedPrecondition, FlotillaError, InvalidRequest
+from flotilla_core.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    FailedPrecondition,
+    FlotillaError,
+    InvalidRequest,
+)
 from flotilla_core.model_folder import model_folder
 from flotilla_core.service import Activities
 from flotilla_trainer.checkpoints import Checkpoints
@@ -39,6 +46,7 @@ class SessionHolder:
         self._session: Session | FrozenSession | None = None
         self._closing: asyncio.Task[None] | None = None
         self._opening = ""
+        self._opening_over = asyncio.Event()
         self._unwanted = False
         self._why_none = "no run has opened one"
         self._new = plan.model, first_head(plan.role), False
@@ -103,11 +111,13 @@ class SessionHolder:
                 next_step=f"wait for it, or stop it with `flotilla run stop {holder}`",
             )
         self._opening, self._unwanted = request.run_id, False
+        over = self._opening_over = asyncio.Event()
         try:
             with self._activities.doing("opening a session", run_id=request.run_id):
                 session = await self._opened(request, folder, head)
         finally:
             self._opening = ""
+            over.set()
         if self._unwanted:
             raise Cancelled(f"run {request.run_id} closed its session before it was open")
         self._session = session
@@ -121,7 +131,8 @@ class SessionHolder:
 
     async def close(self, run_id: str) -> None:
         """End a run's session; one that is gone already is fine, and one that is still opening never opens."""
-        if self._opening == run_id:
+        opening = self._opening_over if self._opening == run_id else None
+        if opening is not None:
             self._unwanted = True
         if self._session is not None and self._session.run_id == run_id:
             # A caller that goes away must not leave the session half closed: it goes on, and a repeat waits for it.
@@ -131,6 +142,8 @@ class SessionHolder:
         elif self._session is None:
             # What a session that was lost began must not appear once its run has fallen back.
             await self.checkpoints.abandon()
+        if opening is not None:
+            await self._wait_for_opening(run_id, opening)
 
     async def export(self, request: pb.ExportModelRequest) -> pb.ExportModelResponse:
         """Write the current policy as a Hugging Face folder."""
@@ -159,6 +172,19 @@ class SessionHolder:
             await self.weights.close_any()
             self._session = None
             self._why_none = f"run {session.run_id} closed it"
+
+    async def _wait_for_opening(self, run_id: str, over: asyncio.Event) -> None:
+        """The coordinator that asked for it may be dead: the next open must find the ranks free."""
+        limit_s = self._gang.slow_timeout_s
+        try:
+            await asyncio.wait_for(over.wait(), limit_s)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                "the session that is opening cannot be closed",
+                where=f"run {run_id}",
+                why=f"waited {limit_s:g} s for its opening to end; " + "; ".join(self._gang.phases()),
+                next_step="close it again; a rank that hangs is named and replaced by itself",
+            ) from None
 
     async def _opened(
         self, request: pb.OpenSessionRequest, folder: Path, head: str
