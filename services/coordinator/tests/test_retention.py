@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
 import sqlite3
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +34,8 @@ from flotilla_core.version import Version
 
 RUNS = ("first", "second", "third")
 TOKENS = 20_000
+LIMIT_S = 10.0
+LOOSE = "name: run\nsteps: 3\ndata: {train: /x.jsonl}\nrewards: [{reward: exact}]\n"
 MIB = 1 << 20
 
 
@@ -123,16 +128,28 @@ async def test_the_event_log_still_refuses_to_shrink_by_itself(ledger: Ledger) -
     db.close()
 
 
+def keeping_one(
+    ledger: Ledger, spans: SpanStore, folder: Path, admission: asyncio.Lock | None = None
+) -> Retention:
+    config = CoordinatorConfig.model_validate({"retention": {"runs_kept": 1}})
+    return Retention(config, ledger, spans, folder / "runs", admission or asyncio.Lock())
+
+
+@pytest.fixture
+def spans(tmp_path: Path) -> Iterator[SpanStore]:
+    store = SpanStore(tmp_path / "spans.sqlite")
+    yield store
+    store.close()
+
+
 async def test_runs_beyond_the_newest_are_removed_whole_and_those_elsewhere_keep_their_directory(
-    ledger: Ledger, tmp_path: Path
+    ledger: Ledger, spans: SpanStore, tmp_path: Path
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     await ledger.save_run(RunRecord("mine", "mine", RunState.STOPPED, "{}", str(elsewhere), 1.0))
     await ledger.save_run(RunRecord("newest", "newest", RunState.STOPPED, "{}", str(tmp_path / "x"), 1.0))
-    spans = SpanStore(tmp_path / "spans.sqlite")
-    config = CoordinatorConfig.model_validate({"retention": {"runs_kept": 1}})
-    retention = Retention(config, ledger, spans, tmp_path / "runs")
+    retention = keeping_one(ledger, spans, tmp_path)
     for _ in range(2):
         await retention.enforce()
     assert [record.run_id for record in await ledger.list_runs()] == ["newest", "third"]
@@ -142,7 +159,109 @@ async def test_runs_beyond_the_newest_are_removed_whole_and_those_elsewhere_keep
         await ledger.get_run("first")
     fence = await ledger.begin("third", 0, after_coordinator=False)
     assert fence.number == 1
-    spans.close()
+
+
+async def begin_from(ledger: Ledger, folder: Path, settings: str) -> None:
+    """The run `third`, which goes on, begins from a folder of the run `first`, by way of a link."""
+    model = folder / "runs" / "first" / "checkpoints" / "step-000002" / "model"
+    model.mkdir(parents=True)
+    (folder / "link").symlink_to(model)
+    await ledger.update_run("third", config_yaml=LOOSE + settings.format(path=folder / "link"))
+
+
+BEGINNINGS = {
+    "initial_weights": "initial_weights: {path}\n",
+    "critic": "algorithm: {{advantage: {{type: gae}}, critic: {{initial_weights: {path}}}}}\n",
+    "adapter": "lora: {{adapter: {path}}}\n",
+}
+
+
+@pytest.mark.parametrize("settings", BEGINNINGS.values(), ids=BEGINNINGS)
+@pytest.mark.parametrize("state", [RunState.RUNNING, RunState.FAILED])
+async def test_a_run_from_which_another_one_begins_stays_while_that_one_may_go_on(
+    ledger: Ledger, spans: SpanStore, tmp_path: Path, settings: str, state: RunState
+) -> None:
+    await begin_from(ledger, tmp_path, settings)
+    await ledger.update_run("third", state=state)
+    await keeping_one(ledger, spans, tmp_path).enforce()
+    assert (tmp_path / "link").is_dir()
+    assert (await ledger.get_run("first")).state is RunState.FAILED
+
+
+@pytest.mark.parametrize(("settings", "stays"), [("", False), ("lora: {{}}\n", True)])
+async def test_of_a_run_that_succeeded_the_weights_under_adapters_alone_are_needed_on(
+    ledger: Ledger, spans: SpanStore, tmp_path: Path, settings: str, stays: bool
+) -> None:
+    await begin_from(ledger, tmp_path, BEGINNINGS["initial_weights"] + settings)
+    await ledger.update_run("third", state=RunState.SUCCEEDED)
+    await keeping_one(ledger, spans, tmp_path).enforce()
+    assert (tmp_path / "link").is_dir() is stays
+
+
+async def test_what_a_run_began_from_goes_at_the_look_after_that_run_went(
+    ledger: Ledger, spans: SpanStore, tmp_path: Path
+) -> None:
+    await begin_from(ledger, tmp_path, BEGINNINGS["initial_weights"])
+    await ledger.update_run("third", state=RunState.FAILED)
+    await ledger.save_run(RunRecord("newest", "newest", RunState.STOPPED, LOOSE, str(tmp_path / "x"), 1.0))
+    for left in (["newest", "first"], ["newest"]):
+        await keeping_one(ledger, spans, tmp_path).enforce()
+        assert [record.run_id for record in await ledger.list_runs()] == left
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+async def test_a_run_that_is_resumed_while_others_are_removed_stays(
+    ledger: Ledger, spans: SpanStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admission, listed, list_ended = asyncio.Lock(), asyncio.Event(), ledger.ended_beyond
+
+    async def ended_beyond(kept: int) -> list[tuple[str, str]]:
+        ended = await list_ended(kept)
+        listed.set()
+        return ended
+
+    monkeypatch.setattr(ledger, "ended_beyond", ended_beyond)
+    retention = keeping_one(ledger, spans, tmp_path, admission)
+    async with admission:  # as a resume does
+        looking = asyncio.create_task(retention.enforce())
+        await asyncio.wait_for(listed.wait(), LIMIT_S)
+        await ledger.update_run("first", state=RunState.RUNNING)
+    await asyncio.wait_for(looking, LIMIT_S)
+    assert (await ledger.get_run("first")).state is RunState.RUNNING
+    assert sorted(entry.name for entry in (tmp_path / "runs").iterdir()) == sorted(RUNS)
+
+
+async def test_a_run_whose_files_are_being_removed_is_forgotten_already_and_holds_up_no_start(
+    ledger: Ledger, spans: SpanStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, rmtree = threading.Event(), threading.Event(), shutil.rmtree
+
+    def slowly(path: Path, *, ignore_errors: bool) -> None:
+        begun.set()
+        assert go_on.wait(LIMIT_S)
+        rmtree(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", slowly)
+    admission = asyncio.Lock()
+    removing = asyncio.create_task(keeping_one(ledger, spans, tmp_path, admission).enforce())
+    assert await asyncio.to_thread(begun.wait, LIMIT_S)
+    with pytest.raises(NotFound):
+        await ledger.get_run("first")
+    assert not admission.locked() and not (tmp_path / "runs" / "first").exists()
+    go_on.set()
+    await asyncio.wait_for(removing, LIMIT_S)
+
+
+async def test_what_a_coordinator_left_that_died_while_it_removed_runs_goes_at_the_next_look(
+    ledger: Ledger, spans: SpanStore, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    (runs / "first").rename(runs / ".removed-first")  # it did not come to forget it
+    (runs / ".removed-earlier" / "checkpoints").mkdir(parents=True)
+    await keeping_one(ledger, spans, tmp_path).enforce()
+    assert sorted(entry.name for entry in runs.iterdir()) == ["second", "third"]
+    with pytest.raises(NotFound):
+        await ledger.get_run("first")
 
 
 async def stored(store: SpanStore, run_id: str, start_ns: int, spans: int) -> None:

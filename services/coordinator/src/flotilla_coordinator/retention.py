@@ -1,36 +1,55 @@
 """Keeps what the coordinator has on disk within the limits of its stack.
 
-Invariants: a run that goes on loses nothing but its oldest spans; a directory is removed only where this stack's runs
-lie, and before the ledger forgets the run, so that nothing is left that nobody knows of.
+Invariants: a run that goes on loses nothing but its oldest spans, and one that can be resumed keeps what it begins
+from; a directory is removed only where this stack's runs lie. It is put aside, under a name that is removed at any
+later look, before the ledger forgets the run: nothing is left that nobody knows of, and no run that is being removed
+can be resumed, for both happen in one turn with the starts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
+from functools import lru_cache
 from pathlib import Path
 
 import structlog
 
+from flotilla_coordinator.gangs.session_spec import critic_of
 from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.timeline import SpanStore
+from flotilla_core.config import RunConfig, load_text
 from flotilla_core.config.stack import CoordinatorConfig
-from flotilla_core.errors import FlotillaError
+from flotilla_core.errors import FlotillaError, InvalidConfig
 
 log = structlog.get_logger(__name__)
 
 LOOK_EVERY_S = 300.0
 MIB = 1 << 20
+EVERY_RUN = -1
+REMEMBERED_CONFIGURATIONS = 4096
+REMOVED = ".removed-"
+"""Begins the name of a directory whose run is forgotten; no run id begins so."""
 
 
 class Retention:
     """Looks at ledger, span store and run directories now and then."""
 
-    def __init__(self, config: CoordinatorConfig, ledger: Ledger, spans: SpanStore, runs: Path) -> None:
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        ledger: Ledger,
+        spans: SpanStore,
+        runs: Path,
+        admission: asyncio.Lock,
+    ) -> None:
         self._config = config
         self._ledger = ledger
         self._spans = spans
         self._runs = runs
+        self._admission = admission
 
     async def keep(self) -> None:
         """For as long as the coordinator lives; what cannot be removed now is tried again."""
@@ -45,15 +64,72 @@ class Retention:
         """Bring everything within its limits."""
         retention = self._config.retention
         if retention.runs_kept is not None:
-            for run_id, directory in await self._ledger.ended_beyond(retention.runs_kept):
-                await self._remove(run_id, Path(directory))
+            await self._forget_beyond(retention.runs_kept)
+        # Takes minutes where checkpoints are large, so nobody waits for it.
+        await asyncio.to_thread(self._remove_forgotten)
         forgotten = await self._ledger.shrink(retention.ledger_mib * MIB)
         if forgotten:
             log.info("the ledger forgot samples of ended runs", runs=forgotten)
         await self._spans.prune(self._config.span_retention_runs, retention.spans_mib * MIB)
 
-    async def _remove(self, run_id: str, directory: Path) -> None:
+    async def _forget_beyond(self, kept: int) -> None:
+        for run_id, place in await self._ledger.ended_beyond(kept):
+            # Looked at before the turn as well: to read every configuration for the first time takes seconds.
+            if await self._needed(run_id, Path(place)):
+                continue
+            async with self._admission:
+                # Meanwhile it may have been resumed, or another run may have begun from its weights.
+                ended = dict(await self._ledger.ended_beyond(kept))
+                if run_id not in ended or await self._needed(run_id, Path(place)):
+                    continue
+                try:
+                    await self._forget(run_id, Path(place))
+                except OSError as error:  # one that cannot be moved keeps no other one
+                    log.warning("an ended run could not be removed", run_id=run_id, error=str(error))
+
+    async def _needed(self, run_id: str, directory: Path) -> bool:
+        """Whether another run that the ledger knows begins from a folder in there."""
+        others = [run for run in await self._ledger.list_runs(EVERY_RUN) if run.run_id != run_id]
+
+        def look() -> bool:
+            inside = directory.resolve()
+            return any(
+                folder.resolve().is_relative_to(inside) for run in others for folder in _begins_from(run)
+            )
+
+        return await asyncio.to_thread(look)
+
+    async def _forget(self, run_id: str, directory: Path) -> None:
+        await self._ledger.check_owner()
         if directory.parent == self._runs:
-            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+            # It may be gone: a coordinator that died here had come no further.
+            with contextlib.suppress(FileNotFoundError):
+                directory.rename(directory.with_name(REMOVED + directory.name))
         await self._ledger.forget_run(run_id)
         log.info("an ended run was removed", run_id=run_id, runs_kept=self._config.retention.runs_kept)
+
+    def _remove_forgotten(self) -> None:
+        for directory in self._runs.glob(f"{REMOVED}*"):
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _begins_from(run: RunRecord) -> tuple[Path, ...]:
+    """The folders that the run reads again whenever it is resumed, or that its adapters are worth nothing without."""
+    folders, adapters = _given(run.config_yaml)
+    return folders if adapters or run.state is not RunState.SUCCEEDED else ()
+
+
+@lru_cache(maxsize=REMEMBERED_CONFIGURATIONS)
+def _given(config_yaml: str) -> tuple[tuple[Path, ...], bool]:
+    """The folders that a run was given to begin from, and whether it trains adapters."""
+    try:
+        config = load_text(RunConfig, config_yaml, source="run")
+    except InvalidConfig:  # of another release: it is not resumed by this one
+        return (), False
+    critic, lora = critic_of(config), config.lora
+    given = (
+        config.initial_weights,
+        critic.initial_weights if critic else None,
+        lora.adapter if lora else None,
+    )
+    return tuple(folder for folder in given if folder is not None), lora is not None

@@ -44,11 +44,11 @@ class Coordinator:
         self._beating: asyncio.Task[None] | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._spans = SpanStore(host.state_dir / "spans.sqlite")
-        self._retention = Retention(
-            host.stack.coordinator, self._ledger, self._spans, host.state_dir / "runs"
-        )
         self._fleet = Fleet(host, lambda: not self._ledger.lost)
         self._runs = Runs(host, self._fleet, self._ledger, EventStream(host.bus))
+        self._retention = Retention(
+            host.stack.coordinator, self._ledger, self._spans, host.state_dir / "runs", self._runs.admission
+        )
 
     def add_to(self, server: RpcServer) -> None:
         """Our own service and the OTLP receiver."""
