@@ -126,6 +126,27 @@ async def test_service_out_of_restart_budget_is_failed_and_up_starts_it_again(st
     assert {status.state for status in again.processes} == {PROCESS_STATE_READY}
 
 
+async def test_up_after_a_repair_that_failed_starts_everything_that_is_down(stacks, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    stacks.behave(generator_0=f"die while {broken}")
+    config = stacks.config(restart_budget=0)
+    result = await stacks.up(config)
+    killed = [stacks.identities()[name] for name in ("trainer", "generator-0")]
+    broken.touch()
+    for identity in killed:
+        os.kill(identity.pid, signal.SIGKILL)
+    async with LauncherClient.open(result.launcher) as launcher:
+        for name in ("trainer", "generator-0"):
+            await until(launcher, name, lambda s: s.state == PROCESS_STATE_FAILED)
+        with pytest.raises(FailedPrecondition, match="generator-0 did not start"):
+            await stacks.up(config)
+        await until(launcher, "trainer", lambda s: s.state == PROCESS_STATE_STOPPED)
+    broken.unlink()
+    repaired = await stacks.up(config)
+    assert repaired.changed
+    assert {status.state for status in repaired.processes} == {PROCESS_STATE_READY}
+
+
 async def test_killed_supervisor_leaves_no_orphan_and_the_next_up_works(stacks) -> None:
     stacks.behave(generator_0="parent")
     first = await stacks.up(stacks.config())

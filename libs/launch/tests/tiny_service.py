@@ -1,7 +1,7 @@
 """A real service process without a model: port, health, announcement, drain, as the launcher sees it.
 
-`FLOTILLA_TEST_BEHAVIOUR` is a JSON object {name: behaviour}: "die", "hang" (never READY), "stubborn" (ignores
-SIGTERM), "parent" (has a grandchild in a session of its own and shared memory).
+`FLOTILLA_TEST_BEHAVIOUR` is a JSON object {name: behaviour}: "die", "die while PATH" (is there), "hang" (never
+READY), "stubborn" (ignores SIGTERM), "parent" (has a grandchild in a session of its own and shared memory).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main(kind: str) -> None:
         parser.add_argument(option, required=True)
     arguments = parser.parse_args()
     behaviour = json.loads(os.environ.get("FLOTILLA_TEST_BEHAVIOUR", "{}")).get(arguments.name, "")
-    if behaviour == "die":
+    if behaviour == "die" or (behaviour.startswith("die while ") and Path(behaviour[10:]).exists()):
         sys.stderr.write("loading the model\nRuntimeError: the model folder is empty\nbye\n")
         sys.exit(7)
     stack = yaml.safe_load(Path(arguments.stack).read_text())

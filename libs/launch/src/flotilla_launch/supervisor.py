@@ -88,9 +88,10 @@ class Supervisor:
                 if wanted != _replicas(self.stack, kind):
                     changed |= await self._scale(kind, wanted)
             self.stack = stack
-            failed = [name for name, service in self._services.items() if _failed(service)]
-            await self._start_all([self._services[name].slot for name in failed])
-            return changed or bool(failed)
+            # Also what is STOPPED: a repair that failed has stopped what it had started beside the one that died.
+            down = [service.slot for service in self._services.values() if _down(service)]
+            await self._start_all(down)
+            return changed or bool(down)
 
     async def scale(self, kind: ServiceKind.ValueType, replicas: int) -> list[ProcessStatus]:
         """Returns when the new replicas are READY or the superfluous ones are gone."""
@@ -111,7 +112,7 @@ class Supervisor:
         async with self._changing:
             self._require_running()
             service = self._service(name)
-            if service.state in (ProcessState.PROCESS_STATE_STOPPED, ProcessState.PROCESS_STATE_FAILED):
+            if _down(service):
                 service.start()
                 await service.ready()
             return service.status()
@@ -302,12 +303,8 @@ async def _call_off(waits: Sequence[asyncio.Task[None]], started: Sequence[Servi
     await asyncio.gather(*(service.stop() for service in started))
 
 
-def _failed(service: ServiceProcess) -> bool:
-    return service.state == ProcessState.PROCESS_STATE_FAILED
-
-
 def _down(service: ServiceProcess) -> bool:
-    return _failed(service) or service.state == ProcessState.PROCESS_STATE_STOPPED
+    return service.state in (ProcessState.PROCESS_STATE_STOPPED, ProcessState.PROCESS_STATE_FAILED)
 
 
 def _unknown(name: str, known: Iterable[str]) -> NotFound:
