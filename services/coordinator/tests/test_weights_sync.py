@@ -17,6 +17,7 @@ from flotilla_core import rpc
 from flotilla_core.config import WeightSyncConfig
 from flotilla_core.errors import (
     DeadlineExceeded,
+    Exhausted,
     FlotillaError,
     Internal,
     Mismatch,
@@ -166,6 +167,19 @@ async def test_a_member_that_fails_by_itself_is_evicted_and_the_others_go_on(pha
     assert report.epochs == 2 and bench.epochs == [1, 2]
     assert [(who, error.what) for who, error in bench.evicted] == [("b-1", "out of memory")]
     assert bench.serving(V1) == {"a"}
+
+
+@pytest.mark.parametrize(
+    "error", [Exhausted("CUDA out of memory"), Unavailable("the sender's store is gone")]
+)
+async def test_a_member_whose_fault_persists_never_ends_a_run_that_has_healthy_members(
+    error: FlotillaError,
+) -> None:
+    bench = Bench("a", "b")
+    bench.fail("a", "StageWeights", WeightGroupFailed("another member failed"))
+    bench.fail("b", "StageWeights", *[error] * 100)
+    await bench.sync.publish(V1)
+    assert bench.serving(V1) == {"a"} and bench.evicted == [("b-1", error)]
 
 
 @pytest.mark.parametrize("phase", ["JoinWeightGroup", "StageWeights"])

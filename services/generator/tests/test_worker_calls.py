@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from flotilla_core.errors import Unavailable, WeightGroupFailed
-from flotilla_generator.engine.vllm import worker_calls
+from flotilla_core.errors import Exhausted, FlotillaError, Internal, Unavailable, WeightGroupFailed
+from flotilla_generator.engine.vllm import worker, worker_calls
 from flotilla_generator.engine.vllm.worker_calls import WorkerCalls
 
 LIMIT_S = 10.0
@@ -21,12 +23,13 @@ class Workers:
         self.errored = False
         self.answering = asyncio.Event()
         self.asked: list[str] = []
-        self.error = ""
+        self.first: dict[str, Any] = {"error": ""}
+        self.error: dict[str, Any] = {"error": ""}
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
         self.asked.append(method)
         await self.answering.wait()
-        return [{"error": ""}, {"error": self.error}]
+        return [self.first, self.error]
 
 
 async def asked(workers: Workers, method: str) -> None:
@@ -63,6 +66,50 @@ async def test_a_caller_who_is_cancelled_waits_for_the_answer_that_is_under_way(
 async def test_an_error_of_one_worker_fails_what_all_must_do() -> None:
     workers = Workers()
     workers.answering.set()
-    workers.error = "rank 1: the sender hung up"
+    workers.error = {"error": "rank 1: the sender hung up", "reason": WeightGroupFailed.reason}
     with pytest.raises(WeightGroupFailed, match="rank 1: the sender hung up"):
+        await WorkerCalls(lambda: workers).require("stage")
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [
+        (MemoryError("no room to stage"), Exhausted),
+        (torch.OutOfMemoryError("CUDA out of memory"), Exhausted),
+        (KeyError("lm_head.weight"), Internal),
+        (Unavailable("the sender's store does not answer"), Unavailable),
+        (WeightGroupFailed("another member failed"), WeightGroupFailed),
+    ],
+)
+@pytest.mark.parametrize("on_a_thread", [False, True])
+async def test_a_workers_own_fault_is_no_failure_of_the_group(
+    raised: Exception, kind: type[FlotillaError], on_a_thread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: object) -> None:
+        raise raised
+
+    weights = worker.WorkerWeights(SimpleNamespace(device=torch.device("cpu")))
+    answering = worker.WeightWorker()
+    monkeypatch.setattr(answering, "_flotilla_weights", weights, raising=False)
+    if on_a_thread:
+        weights._run(lambda: fails(None))
+        assert weights._thread is not None
+        weights._thread.join(LIMIT_S)
+        fault = answering.flotilla_status()
+    else:
+        fault = answering._flotilla_guarded(fails)
+    workers = Workers()
+    workers.answering.set()
+    workers.error = fault
+    with pytest.raises(kind, match=str(raised).strip("'")) as caught:
+        await WorkerCalls(lambda: workers).require("stage")
+    assert type(caught.value) is kind
+
+
+async def test_a_fault_of_one_worker_goes_before_what_the_other_says_of_the_broken_group() -> None:
+    workers = Workers()
+    workers.answering.set()
+    workers.first = {"error": "another member failed", "reason": WeightGroupFailed.reason}
+    workers.error = {"error": "CUDA out of memory", "reason": Exhausted.reason}
+    with pytest.raises(Exhausted, match="another member failed; CUDA out of memory"):
         await WorkerCalls(lambda: workers).require("stage")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, TCPStore
 
-from flotilla_core.errors import FlotillaError, InvalidRequest, WeightGroupFailed
+from flotilla_core.errors import FlotillaError, InvalidRequest, Unavailable, WeightGroupFailed
 from flotilla_weights.process_group import connected_group, let_go, pause_over
 
 SENDER_RANK = 0
@@ -71,8 +71,9 @@ class Link:
                 wait_for_workers=False,
             )
         except (OSError, RuntimeError) as error:
-            raise self.fail(
-                f"the sender's store at {host}:{port} does not answer", why=_brief(error)
+            # Nothing of the group's yet: whoever does not reach the sender is the one that fails.
+            raise self._end(
+                Unavailable(f"the sender's store at {host}:{port} does not answer", why=_brief(error))
             ) from error
         self._store = PrefixStore(f"flotilla/{self.epoch}", client)
 

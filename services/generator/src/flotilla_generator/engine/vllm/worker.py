@@ -3,7 +3,7 @@
 Loaded by vLLM as `worker_extension_cls`: `WeightWorker` is mixed into vLLM's worker, and its methods are called through
 `collective_rpc`. Invariants: no method raises and none waits for a peer, because an exception under tensor parallelism,
 or a timed-out call, leaves a stale answer queued that the next call would take for its own; transfers run on a thread
-and are asked about with `flotilla_status`. Answers are plain dictionaries.
+and are asked about with `flotilla_status`. Answers are plain dictionaries; an error comes with the `reason` of its kind.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
 from flotilla.common.v1 import weights_pb2
-from flotilla_core.errors import FlotillaError
+from flotilla_core.errors import Exhausted, FlotillaError, Internal
 from flotilla_generator.engine.vllm.live import LiveModel, Loaded, Unloaded
 from flotilla_generator.engine.vllm.orphan import end_with_the_service
 from flotilla_weights.group import Receiver
@@ -25,6 +27,7 @@ from flotilla_weights.inbox import Inbox
 from flotilla_weights.manifest import Manifest
 
 Answer = dict[str, Any]
+NO_FAULT: Answer = {"error": ""}
 SEEDS = 1 << 63
 PROOF_SLICE_S = 0.005
 """How long decoding waits for a piece of the proof."""
@@ -41,7 +44,7 @@ class WorkerWeights:
         self._live = LiveModel(worker)
         self._receiver: Receiver | None = None
         self._thread: threading.Thread | None = None
-        self._error = ""
+        self._fault: Answer = NO_FAULT
         self._inbox: Inbox | None = None
         self._next: Loaded | Unloaded | None = None
 
@@ -78,7 +81,7 @@ class WorkerWeights:
         thread, inbox = self._thread, self._inbox
         return {
             "busy": thread is not None and thread.is_alive(),
-            "error": self._error,
+            **self._fault,
             "buckets": 0 if inbox is None else inbox.buckets_received,
             "digests": [] if inbox is None else inbox.digests,
         }
@@ -106,14 +109,14 @@ class WorkerWeights:
         """Leave the group; the thread of a transfer in progress ends by itself."""
         busy = self._thread is not None and self._thread.is_alive()
         receiver, self._receiver, self._thread = self._receiver, None, None
-        self._inbox, self._next, self._error = None, None, ""
+        self._inbox, self._next, self._fault = None, None, NO_FAULT
         if receiver is not None:
             # On a thread: telling the others asks the sender's store, which may hang with its process.
             leave = partial(receiver.abort, why) if busy else receiver.close
             threading.Thread(target=leave, name="weights-leave", daemon=True).start()
 
     def _run(self, work: Callable[[], None]) -> None:
-        self._error = ""
+        self._fault = NO_FAULT
         receiver = self._receiver
 
         def guarded() -> None:
@@ -123,7 +126,7 @@ class WorkerWeights:
             # The end of a thread: reported by `status`, never raised in a worker.
             except Exception as error:  # noqa: BLE001
                 if self._receiver is receiver:
-                    self._error = _text(error)
+                    self._fault = _fault(error)
 
         self._thread = threading.Thread(target=guarded, name="weight-transfer", daemon=True)
         self._thread.start()
@@ -168,7 +171,7 @@ class WeightWorker:
             return {"error": "", **(call(weights) or {})}
         # The boundary of a worker call: raising would poison vLLM's answer queue.
         except Exception as error:  # noqa: BLE001
-            return {"error": _text(error)}
+            return _fault(error)
 
 
 def _leave_the_decoder_its_cores() -> None:
@@ -177,5 +180,9 @@ def _leave_the_decoder_its_cores() -> None:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
-def _text(error: Exception) -> str:
-    return str(error) if isinstance(error, FlotillaError) else f"{type(error).__name__}: {error}"
+def _fault(error: Exception) -> Answer:
+    """What went wrong and of which kind: only a group that broke is not this worker's own fault."""
+    if isinstance(error, FlotillaError):
+        return {"error": str(error), "reason": error.reason}
+    full = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return {"error": f"{type(error).__name__}: {error}", "reason": (Exhausted if full else Internal).reason}

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from flotilla_core.errors import Unavailable, WeightGroupFailed
+from flotilla_core.errors import BY_REASON, FlotillaError, Unavailable, WeightGroupFailed
 
 FIRST_POLL_S = 0.002
 LONGEST_POLL_S = 0.05
@@ -38,9 +38,9 @@ class WorkerCalls:
     async def require(self, method: str, *arguments: Any) -> Answers:
         """Answers without an error."""
         answers = await self.ask(method, *arguments)
-        errors = dict.fromkeys(answer["error"] for answer in answers if answer["error"])
-        if errors:
-            raise WeightGroupFailed("; ".join(errors))
+        failed = [answer for answer in answers if answer["error"]]
+        if failed:
+            raise _failure(failed)
         return answers
 
     async def transfer(
@@ -88,3 +88,10 @@ class WorkerCalls:
             except Exception as error:
                 raise self.explained(error) from error
         return answers
+
+
+def _failure(failed: Answers) -> FlotillaError:
+    """One error for all: a worker's own fault says more than what the others say of the group that it broke."""
+    kinds = [BY_REASON.get(answer.get("reason", 0), WeightGroupFailed) for answer in failed]
+    own = [kind for kind in kinds if kind is not WeightGroupFailed]
+    return (own or kinds)[0]("; ".join(dict.fromkeys(answer["error"] for answer in failed)))
