@@ -98,7 +98,11 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
             execution.active.status.set_state(run_pb2.RUN_STATE_STOPPED)
 
     def plan(config: RunConfig, _stack: Any) -> run_pb2.Plan:
-        return run_pb2.Plan(errors=["checkpoints fill the disk"] if config.checkpoint.keep > 100 else [])
+        ahead = config.rollout.max_staleness
+        return run_pb2.Plan(
+            errors=["checkpoints fill the disk"] if config.checkpoint.keep > 100 else [],
+            warnings=["batches are small", f"rollout.max_staleness = {ahead} is much"] if ahead > 9 else [],
+        )
 
     monkeypatch.setattr(run_starts, "plan_run", plan)
     monkeypatch.setattr(Execution, "execute", execute)
@@ -177,6 +181,17 @@ async def test_a_refused_change_changes_nothing(
     active = bench.runs.active(run.run_id)
     assert active is not None and active.config.steps == (await bench.stored(run)).steps == 3
     assert not (Path(run.directory) / "changes.jsonl").exists()
+
+
+async def test_what_a_plan_says_of_the_changed_settings_is_said(bench: Bench) -> None:
+    run = await bench.runs.start(CONFIG, "r1")
+    told: list[str] = []
+    active = bench.active(run)
+    active.status.notice = lambda level, text: told.append(text)  # type: ignore[method-assign]
+    await bench.runs.configure(run.run_id, ["rollout.max_staleness=10"])
+    assert told == ["rollout.max_staleness = 10 is much"]
+    await bench.runs.configure(run.run_id, ["steps=99"])
+    assert len(told) == 1, "what it says of other settings was said when the run began"
 
 
 async def test_a_stopped_run_takes_settings_and_goes_on_by_them(bench: Bench) -> None:

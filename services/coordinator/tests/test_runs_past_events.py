@@ -71,6 +71,7 @@ def test_an_interrupted_run_keeps_its_steps_and_accuracies(directory: RunDirecto
     assert (run.state, run.step) == (run_pb2.RUN_STATE_FAILED, 3)
     assert run.metrics["reward/mean"] == 0.5
     assert (run.metrics["eval/accuracy_before"], run.metrics["eval/accuracy"]) == (0.125, 0.5)
+    assert run.metrics["eval/step"] == 3
     assert run.metrics["eval/pass@2"] == 0.75
     assert run.HasField("ended_at") and "coordinator stopped" in run.reason
     assert directory.read_outcome() == run

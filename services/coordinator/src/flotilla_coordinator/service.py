@@ -53,7 +53,11 @@ class Coordinator:
     def add_to(self, server: RpcServer) -> None:
         """Our own service and the OTLP receiver."""
         servicer = CoordinatorServicer(
-            self._runs, self._fleet, self._ledger, self._spans, LauncherLink(self._host.state_dir)
+            self._runs,
+            self._fleet,
+            self._ledger,
+            self._spans,
+            LauncherLink(self._host.state_dir, self._host.stack.ready_timeout_s),
         )
         server.add(
             coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server,

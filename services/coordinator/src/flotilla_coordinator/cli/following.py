@@ -36,8 +36,11 @@ def stay_with(run_id: str, stack: str | None, coordinator: str | None, *, as_jso
         print_json(run_json(ended))
     say(f"run {ended.run_id} {state_name(ended)}" + (f": {ended.reason}" if ended.reason else ""))
     if "eval/accuracy" in ended.metrics:
-        before, after = ended.metrics["eval/accuracy_before"], ended.metrics["eval/accuracy"]
-        say(f"held-out accuracy: {before:.3f} before, {after:.3f} after {ended.step} steps")
+        before, last, step = (
+            ended.metrics[f"eval/{name}"] for name in ("accuracy_before", "accuracy", "step")
+        )
+        later = f", {last:.3f} after {step:.0f} steps" if step else "; not evaluated since"
+        say(f"held-out accuracy: {before:.3f} before{later}")
     say(f"files: {ended.directory}")
     if ended.state == RUN_STATE_FAILED:
         raise typer.Exit(RUN_FAILED)

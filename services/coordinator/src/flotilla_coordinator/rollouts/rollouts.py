@@ -155,10 +155,12 @@ class RolloutSource:
     def _refuse_a_step_without_lessons(self, step: int, finished: list[FinishedGroup]) -> None:
         if any(item.group.samples for item in finished):
             return
+        uniform = sum(item.uniform for item in finished)
+        others = f", and of the other {rest} no sample is left" if (rest := len(finished) - uniform) else ""
         raise FailedPrecondition(
             f"no group of step {step} teaches anything",
             where=f"run {self._run_id}",
-            why=f"all rewards are equal within each of the {len(finished)} groups that were drawn",
+            why=f"all rewards are equal within {uniform} of the {len(finished)} groups that were drawn{others}",
             next_step="take prompts that are neither too hard nor too easy for the policy, end the run earlier (stop), "
             "or raise rollout.dynamic_sampling.max_prompts_per_step",
         )

@@ -25,7 +25,7 @@ from flotilla_core.errors import FailedPrecondition, FlotillaError
 class RunChanges:
     """Says what a user wants of a run to the run, and records it."""
 
-    def __init__(self, ledger: Ledger, planned: Callable[[RunConfig], Awaitable[object]]) -> None:
+    def __init__(self, ledger: Ledger, planned: Callable[[RunConfig], Awaitable[run_pb2.Plan]]) -> None:
         self._ledger = ledger
         self._planned = planned
 
@@ -57,7 +57,7 @@ class RunChanges:
         """Go on by other settings; a run that ended early has them when it is resumed."""
         before = load_text(RunConfig, record.config_yaml, source=f"run {record.run_id}")
         config = changed_config(before, assignments, _steps_done(record, active))
-        await self._planned(config)
+        plan = await self._planned(config)
         # Meanwhile the run made steps, perhaps its last one.
         steps_done = _steps_done(record, active)
         config = changed_config(before, assignments, steps_done)
@@ -74,6 +74,10 @@ class RunChanges:
             if active is not None:
                 active.control.configure(before)
             raise
+        if active is not None:
+            for warning in plan.warnings:
+                if any(key in warning for key in changes):
+                    active.status.notice(run_pb2.NOTICE_LEVEL_WARNING, warning)
 
 
 def changeable(record: RunRecord, active: ActiveRun | None) -> ActiveRun:

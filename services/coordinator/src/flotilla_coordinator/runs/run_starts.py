@@ -80,9 +80,15 @@ class RunStarts:
     async def again(self, record: RunRecord, checkpoint: str) -> run_pb2.Run:
         """Continue a run that ended before its last step, or say why not."""
         run_id, directory = record.run_id, RunDirectory(Path(record.directory))
-        if run_id in self.active or record.state is RunState.SUCCEEDED:
+        if run_id in self.active:
             raise FailedPrecondition(
-                f"run {run_id} has {'succeeded' if record.state is RunState.SUCCEEDED else 'not ended'}",
+                f"run {run_id} has not ended",
+                why="there is nothing to continue",
+                next_step=f"follow it, or wait for its end: flotilla run watch {run_id}",
+            )
+        if record.state is RunState.SUCCEEDED:
+            raise FailedPrecondition(
+                f"run {run_id} has succeeded",
                 why="there is nothing to continue",
                 next_step="a new run goes on from its weights: set initial_weights to the folder `model` of a "
                 "checkpoint",
@@ -109,7 +115,10 @@ class RunStarts:
             try:
                 config, _ = await self._checked(record.config_yaml)
                 return await self._reopened(record, config, beginning)
-            except FlotillaError as error:
+            except (
+                FlotillaError,
+                OSError,
+            ) as error:  # A directory that is gone, or full, is its own trouble.
                 why = REFUSED.replace("{error}", str(error).rstrip("."))
         await self._ledger.drop_in_flight(record.run_id, RUN_INTERRUPTED)
         run = await asyncio.to_thread(interrupted_run, record, why)

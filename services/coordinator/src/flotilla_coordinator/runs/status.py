@@ -82,7 +82,7 @@ class RunStatus:
             self._signal.evaluated(accuracy)
         if "eval/accuracy_before" not in self.run.metrics:
             self.run.metrics["eval/accuracy_before"] = accuracy
-        self.run.metrics["eval/accuracy"] = accuracy
+        self.run.metrics["eval/accuracy"], self.run.metrics["eval/step"] = accuracy, step
         for name, value in evaluation.metrics.items():
             self.run.metrics[name] = value
         self.notice(run_pb2.NOTICE_LEVEL_INFO, f"held-out accuracy {accuracy:.3f} after {step} steps")

@@ -97,7 +97,7 @@ def _add_metrics(run: run_pb2.Run, directory: RunDirectory) -> None:
         accuracy = float(evaluation["accuracy"])
         if "eval/accuracy_before" not in run.metrics:
             run.metrics["eval/accuracy_before"] = accuracy
-        run.metrics["eval/accuracy"] = accuracy
+        run.metrics["eval/accuracy"], run.metrics["eval/step"] = accuracy, float(evaluation["step"])
         for name, value in evaluation.items():
             if name.startswith("eval/"):
                 run.metrics[name] = float(value)
