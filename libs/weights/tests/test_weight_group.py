@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -9,16 +10,20 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
 
 from flotilla.common.v1 import weights_pb2
 from flotilla_core.errors import InvalidRequest, Unavailable, WeightGroupFailed, WeightsMismatch
+from flotilla_weights import group
 from flotilla_weights.digest import tensor_digests
 from flotilla_weights.group import Receiver, Sender
-from flotilla_weights.manifest import Manifest
+from flotilla_weights.inbox import Inbox
+from flotilla_weights.manifest import Bucket, Manifest
 
 Weights = dict[str, torch.Tensor]
 
@@ -221,6 +226,59 @@ def test_an_error_of_the_sink_does_not_hold_up_the_others(pool):
     assert healthy.result(timeout=5) == [digests]
     with pytest.raises(MemoryError, match="no room to stage"):
         failing.result(timeout=5)
+
+
+def refuse_with_an_error(_named: object) -> None:
+    raise MemoryError("no room to stage")
+
+
+@pytest.mark.parametrize("broken_by", ["the sender", "the sink"])
+def test_a_broken_transfer_frees_what_it_received_without_a_garbage_collection(pool, monkeypatch, broken_by):
+    weights = model()
+    manifest = manifest_of(weights, bucket_bytes=1)
+    sender = Sender.listen("127.0.0.1", 1, 2, "gloo", 10.0)
+    receiver = Receiver(group_of(sender, 2), 1, manifest)
+    inbox = Inbox(receiver, manifest)
+    arrived: list[weakref.ref[torch.Tensor]] = []
+    something_arrived = threading.Event()
+
+    def unpacked(bucket: Bucket, message: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        named = unpack(bucket, message)
+        arrived.extend(weakref.ref(tensor) for _, tensor in named)
+        something_arrived.set()
+        return named
+
+    unpack = group._unpack
+    monkeypatch.setattr(group, "_unpack", unpacked)
+    progress = refuse_with_an_error if broken_by == "the sink" else lambda _: None
+
+    def receive() -> str:
+        receiver.connect()
+        try:
+            inbox.receive(progress)
+        except (WeightGroupFailed, MemoryError) as error:
+            return str(error)
+        return ""
+
+    def tensors():
+        for index, (name, tensor) in enumerate(in_order(manifest, weights)):
+            if index == 4 and broken_by == "the sender":
+                assert something_arrived.wait(10)
+                sender.abort("the coordinator closed the weight group")
+            yield name, tensor
+
+    gc.collect()
+    gc.disable()
+    try:
+        future = pool.submit(receive)
+        sender.connect(manifest)
+        with suppress(WeightGroupFailed):
+            sender.publish(manifest, tensors())
+        assert future.result(timeout=10)
+        assert arrived and not [name for ref in arrived if (name := ref()) is not None]
+        receiver.close()
+    finally:
+        gc.enable()
 
 
 PEER = """

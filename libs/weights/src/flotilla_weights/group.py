@@ -177,7 +177,10 @@ class Receiver:
                 except Exception as error:  # noqa: BLE001
                     failure = error
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                failure = None  # its traceback holds this frame, and with it all that arrived
         return resolve(digests)
 
     def abort(self, why: str = "the receiver gave the epoch up") -> None:

@@ -1,7 +1,8 @@
 """The transport under `Sender` and `Receiver`: one process group of one epoch, and a store beside it.
 
 Invariants: every wait has a deadline of `timeout_s`, watches for a failure that any member reported, and ends within
-50 ms once this end is aborted; after the first failure the link is dead for ever (a new epoch makes a new one).
+50 ms once this end is aborted; after the first failure the link is dead for ever (a new epoch makes a new one), and what
+a broken transfer had received is freed with the error that it raised.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from copy import copy
 from datetime import timedelta
 from typing import Any
 
@@ -161,7 +163,7 @@ class Link:
     def check(self) -> None:
         """Raise what ended this link."""
         if self._cause is not None:
-            raise self._cause
+            raise copy(self._cause)
 
     def check_peers(self) -> None:
         """Raise when some member reported a failure, or the sender's store is gone."""
@@ -173,7 +175,7 @@ class Link:
     def fail(self, what: str, *, why: str = "") -> FlotillaError:
         """End the link, tell the other members, return the error to raise."""
         if self._cause is not None:
-            return self._cause
+            return copy(self._cause)
         self._tell(f"rank {self.rank}: {what}{': ' + why if why else ''}")
         return self._end(
             WeightGroupFailed(
@@ -200,15 +202,19 @@ class Link:
             return  # the sender's store is gone: whoever still asks it finds out the same way
 
     def _end(self, cause: FlotillaError, *, told: bool = False) -> FlotillaError:
+        """End the link and return the error to raise.
+
+        Always a copy: the traceback of an error holds what its frames received, and the link may live on.
+        """
         with self._lock:
             if self._cause is not None and not told:
-                return self._cause
+                return copy(self._cause)
             self._cause = self._cause or cause
             group, self._group = self._group, None
             pending, self._pending = [w for w in self._pending if not w.is_completed()], []
         if group is not None:
             let_go(group, self.backend, pending)
-        return self._cause
+        return copy(self._cause)
 
     def _has(self, keys: list[str]) -> bool:
         return bool(self._ask(lambda store: store.check(keys)))

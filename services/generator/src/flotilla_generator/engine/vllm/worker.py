@@ -3,7 +3,7 @@
 Loaded by vLLM as `worker_extension_cls`: `WeightWorker` is mixed into vLLM's worker, and its methods are called through
 `collective_rpc`. Invariants: no method raises and none waits for a peer, because an exception under tensor parallelism,
 or a timed-out call, leaves a stale answer queued that the next call would take for its own; transfers run on a thread
-and are asked about with `flotilla_status`. Answers are plain dictionaries; an error comes with the `reason` of its kind.
+and are asked about with `flotilla_status`. Answers are plain dictionaries, and an error has the `reason` of its kind.
 """
 
 from __future__ import annotations
