@@ -24,7 +24,7 @@ from flotilla.launcher.v1.launcher_pb2 import (
 )
 from flotilla_core.config import dump_yaml
 from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, Internal, InvalidRequest
-from flotilla_launch import local
+from flotilla_launch import client, local
 from flotilla_launch.claim import claim
 from flotilla_launch.client import LauncherClient, find
 from flotilla_launch.placement import Slot
@@ -208,6 +208,34 @@ async def test_scale_adds_and_removes_the_highest_replicas_only(stacks) -> None:
     assert stacks.identities() == before
 
 
+@pytest.mark.parametrize("how", ["down", "SIGTERM"])
+async def test_stop_interrupts_a_scale_that_waits_for_its_replica(stacks, how: str) -> None:
+    stacks.behave(generator_1="hang")
+    result = await stacks.up(stacks.config())
+    async with LauncherClient.open(result.launcher) as launcher:
+        scale = asyncio.create_task(launcher.scale(SERVICE_KIND_GENERATOR, 2, timeout_s=60))
+        await until(launcher, "generator-1", lambda s: s.pid)
+        async with asyncio.timeout(15):
+            if how == "down":
+                assert await local.down(stacks.paths())
+            else:
+                os.kill(result.launcher.pid, signal.SIGTERM)
+            with pytest.raises(FailedPrecondition, match="stack 'tiny' is being stopped"):
+                await scale
+    await stacks.wait_for("every process to end", lambda: stacks.processes() == set())
+
+
+async def test_down_that_takes_too_long_says_what_to_do(stacks, monkeypatch) -> None:
+    stacks.behave(trainer="stubborn")
+    result = await stacks.up(stacks.config())
+    with monkeypatch.context() as patched, pytest.raises(DeadlineExceeded) as caught:
+        patched.setattr(client, "_STOP_LIMIT_S", 1.0)
+        await local.down(stacks.paths())
+    os.kill(stacks.identities()["trainer"].pid, signal.SIGKILL)
+    assert f"kill -9 {result.launcher.pid}" in caught.value.next_step
+    await stacks.wait_for("the stop to end all the same", lambda: stacks.processes() == set())
+
+
 async def test_attached_service_is_listed_and_never_touched(stacks) -> None:
     other = await stacks.up(stacks.config("other"))
     theirs = next(status for status in other.processes if status.name == "generator-0")
@@ -294,7 +322,7 @@ async def ready_again(launcher: LauncherClient, name: str):
 async def until(launcher: LauncherClient, name: str, condition):
     async with asyncio.timeout(15):
         while True:
-            status = next(s for s in (await launcher.state()).processes if s.name == name)
-            if condition(status):
-                return status
+            for status in (await launcher.state()).processes:
+                if status.name == name and condition(status):
+                    return status
             await asyncio.sleep(0.05)

@@ -199,6 +199,16 @@ async def _answered(call: Awaitable[Result], file: LauncherFile) -> Result:
             why=error.why or error.what,
             next_step=f"kill -9 {file.pid}, then run the command again: it cleans up what is left",
         ) from error
+    except DeadlineExceeded as error:
+        if error.next_step:
+            raise  # The supervisor's own answer, about a service that was not ready in time.
+        raise DeadlineExceeded(
+            "the supervisor of the stack has not answered in time",
+            where=f"pid {file.pid}, {file.socket}",
+            why=error.what,
+            next_step="see what it is doing: flotilla ps, flotilla logs launcher; if it hangs, "
+            f"kill -9 {file.pid} and run the command again: it cleans up what is left",
+        ) from error
 
 
 async def _ended(identity: ProcessIdentity, timeout_s: float) -> None:

@@ -43,6 +43,12 @@ def replica(kind: ServiceKind.ValueType, index: int) -> Slot:
     return Slot(f"{kind_name(kind)}-{index}", kind, index=index)
 
 
+def replicas_of(stack: StackConfig, kind: ServiceKind.ValueType) -> int:
+    """How many of a scalable kind the stack file asks for."""
+    is_generator = kind == ServiceKind.SERVICE_KIND_GENERATOR
+    return stack.generator.replicas if is_generator else stack.reward.replicas
+
+
 def slots_of(stack: StackConfig) -> list[Slot]:
     """In start order: what boots longest comes first."""
     generator, reward = ServiceKind.SERVICE_KIND_GENERATOR, ServiceKind.SERVICE_KIND_REWARD

@@ -12,7 +12,7 @@ import contextlib
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import structlog
@@ -264,3 +264,22 @@ class ServiceProcess:
         self._status.error = error
         self._status.since.GetCurrentTime()
         self._on_change()
+
+
+async def start_together(services: Sequence[ServiceProcess]) -> None:
+    """Side by side; returns when all are READY. The first failure, or a cancellation, stops them all."""
+    for service in services:
+        service.start()
+    waits = [asyncio.create_task(service.ready()) for service in services]
+    async with contextlib.AsyncExitStack() as unless_ready:
+        unless_ready.push_async_callback(_call_off, waits, services)
+        await asyncio.gather(*waits)
+        unless_ready.pop_all()
+
+
+async def _call_off(waits: Sequence[asyncio.Task[None]], started: Sequence[ServiceProcess]) -> None:
+    """Wait for nothing any more, and stop what was started."""
+    for wait in waits:
+        wait.cancel()
+    await asyncio.gather(*waits, return_exceptions=True)
+    await asyncio.gather(*(service.stop() for service in started))

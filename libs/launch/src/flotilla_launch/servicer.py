@@ -1,7 +1,8 @@
 """`LauncherService` over one supervisor.
 
 Invariants: repeating a request changes nothing, because every call names a wanted state; a change that was
-begun goes on when its caller goes away (a deadline, a closed terminal) and is never left half done.
+begun goes on when its caller goes away (a deadline, a closed terminal) and is never left half done; only the stop
+of the whole stack interrupts it.
 """
 
 from __future__ import annotations
@@ -69,4 +70,9 @@ class LauncherServicer(LauncherServiceServicer):
         task = asyncio.create_task(change)
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                self._supervisor.require_running()  # The stop of the stack has cancelled it: say so.
+            raise

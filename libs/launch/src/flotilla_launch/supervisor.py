@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -23,8 +24,17 @@ from flotilla_launch.attached import AttachedService
 from flotilla_launch.gpus import Gpus
 from flotilla_launch.nats_process import NatsProcess
 from flotilla_launch.paths import StackPaths
-from flotilla_launch.placement import SCALABLE, Slot, difference, kind_name, replica, reserve_port, slots_of
-from flotilla_launch.service_process import ServiceProcess
+from flotilla_launch.placement import (
+    SCALABLE,
+    Slot,
+    difference,
+    kind_name,
+    replica,
+    replicas_of,
+    reserve_port,
+    slots_of,
+)
+from flotilla_launch.service_process import ServiceProcess, start_together
 from flotilla_launch.state import LauncherFile, ProcessIdentity
 from flotilla_launch.sweep import ProcessRecord, write_records
 
@@ -51,29 +61,23 @@ class Supervisor:
         self._attached: dict[str, AttachedService] = {}
         self._changing = asyncio.Lock()
         self._stopping = False
-        self._bring_up: asyncio.Task[None] | None = None
+        self._changer: asyncio.Task[Any] | None = None
         self._shared_memory_watch: asyncio.Task[None] | None = None
 
     async def bring_up(self) -> None:
         """Start the whole stack; when any part fails, take down everything and raise why."""
-        async with self._changing:
-            self._bring_up = asyncio.current_task()
-            try:
-                async with AsyncExitStack() as unless_up:
-                    # Also when `stop_all` interrupts it: nothing half-started stays.
-                    unless_up.push_async_callback(self._abandon)
-                    await self._start_everything()
-                    unless_up.pop_all()
-            finally:
-                self._bring_up = None
+        async with self._change(), AsyncExitStack() as unless_up:
+            # Also when `stop_all` interrupts it: nothing half-started stays.
+            unless_up.push_async_callback(self._abandon)
+            await self._start_everything()
+            unless_up.pop_all()
         self._shared_memory_watch = asyncio.create_task(
             self._watch_shared_memory(), name="watch shared memory"
         )
 
     async def apply(self, stack: StackConfig) -> bool:
         """Whether anything changed. Only replica counts can change while the stack lives."""
-        async with self._changing:
-            self._require_running()
+        async with self._change():
             differing = difference(self.stack, stack)
             if differing:
                 raise FailedPrecondition(
@@ -84,8 +88,8 @@ class Supervisor:
                 )
             changed = False
             for kind in SCALABLE:
-                wanted = _replicas(stack, kind)
-                if wanted != _replicas(self.stack, kind):
+                wanted = replicas_of(stack, kind)
+                if wanted != replicas_of(self.stack, kind):
                     changed |= await self._scale(kind, wanted)
             self.stack = stack
             # Also what is STOPPED: a repair that failed has stopped what it had started beside the one that died.
@@ -102,15 +106,13 @@ class Supervisor:
                 why="a stack has exactly one",
                 next_step=f"scale one of: {', '.join(map(kind_name, SCALABLE))}",
             )
-        async with self._changing:
-            self._require_running()
+        async with self._change():
             await self._scale(kind, replicas)
         return [service.status() for service in self._services.values() if service.slot.kind == kind]
 
     async def start_process(self, name: str) -> ProcessStatus:
         """Start one that was stopped or has FAILED; one that runs is left alone."""
-        async with self._changing:
-            self._require_running()
+        async with self._change():
             service = self._service(name)
             if _down(service):
                 service.start()
@@ -122,13 +124,22 @@ class Supervisor:
             await self._service(name).stop()
 
     async def stop_all(self) -> None:
-        """Everything in reverse order; interrupts a bring-up. Returns when nothing is left."""
+        """Everything in reverse order; interrupts what is being started. Returns when nothing is left."""
         self._stopping = True
-        if self._bring_up is not None:
-            self._bring_up.cancel()
+        # Once only: a second stop must not interrupt what the first one made it clean up.
+        changer, self._changer = self._changer, None
+        if changer is not None:
+            changer.cancel()
         async with self._changing:
             await self._take_down()
         self.stopped.set()
+
+    def require_running(self) -> None:
+        """Raises where the stack is being stopped."""
+        if self._stopping:
+            raise FailedPrecondition(
+                f"stack {self.stack.name!r} is being stopped", next_step="wait for `flotilla down` to end"
+            )
 
     def processes(self) -> list[ProcessStatus]:
         statuses = [self._nats.status()] if self._nats else []
@@ -148,6 +159,17 @@ class Supervisor:
             if name not in known:
                 raise _unknown(name, known)
         return {name: known[name] for name in wanted}
+
+    @asynccontextmanager
+    async def _change(self) -> AsyncIterator[None]:
+        """One at a time, none once the stack is being stopped; `stop_all` cancels the task that is at it."""
+        async with self._changing:
+            self.require_running()
+            self._changer = asyncio.current_task()
+            try:
+                yield
+            finally:
+                self._changer = None
 
     async def _start_bus(self) -> None:
         self.nats_url = self.stack.nats.url or ""
@@ -191,19 +213,10 @@ class Supervisor:
 
     async def _start_all(self, slots: list[Slot]) -> None:
         """Side by side; the first failure stops those of `slots` that were started, and is raised."""
-        started = []
         for slot in slots:
-            service = self._services.get(slot.name)
-            if service is None:
-                service = self._services[slot.name] = self._process(slot)
-            service.start()
-            started.append(service)
-        waits = [asyncio.create_task(service.ready()) for service in started]
-        async with AsyncExitStack() as unless_ready:
-            # One slot failed, or the caller went: no other wait goes on.
-            unless_ready.push_async_callback(_call_off, waits, started)
-            await asyncio.gather(*waits)
-            unless_ready.pop_all()
+            if slot.name not in self._services:
+                self._services[slot.name] = self._process(slot)
+        await start_together([self._services[slot.name] for slot in slots])
 
     async def _scale(self, kind: ServiceKind.ValueType, replicas: int) -> bool:
         running = {name: service for name, service in self._services.items() if service.slot.kind == kind}
@@ -278,29 +291,10 @@ class Supervisor:
         nats = self._nats.record() if self._nats else None
         write_records(self.paths.processes_file, [*records, nats] if nats else records)
 
-    def _require_running(self) -> None:
-        if self._stopping:
-            raise FailedPrecondition(
-                f"stack {self.stack.name!r} is being stopped", next_step="wait for `flotilla down` to end"
-            )
-
     def _service(self, name: str) -> ServiceProcess:
         if name not in self._services:
             raise _unknown(name, self._services)
         return self._services[name]
-
-
-def _replicas(stack: StackConfig, kind: ServiceKind.ValueType) -> int:
-    is_generator = kind == ServiceKind.SERVICE_KIND_GENERATOR
-    return stack.generator.replicas if is_generator else stack.reward.replicas
-
-
-async def _call_off(waits: Sequence[asyncio.Task[None]], started: Sequence[ServiceProcess]) -> None:
-    """Wait for nothing any more, and stop what was started."""
-    for wait in waits:
-        wait.cancel()
-    await asyncio.gather(*waits, return_exceptions=True)
-    await asyncio.gather(*(service.stop() for service in started))
 
 
 def _down(service: ServiceProcess) -> bool:
