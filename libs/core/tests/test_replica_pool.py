@@ -18,7 +18,7 @@ from flotilla.common.v1 import registration_pb2 as reg
 from flotilla_core import rpc
 from flotilla_core.config import BindConfig
 from flotilla_core.errors import Unavailable
-from flotilla_core.rpc import Load, Replica, ReplicaPool
+from flotilla_core.rpc import Load, Replica, ReplicaPool, waiters
 from flotilla_core.subprocess_group import ProcessGroup
 
 Pool = ReplicaPool[Any]
@@ -328,13 +328,30 @@ async def test_a_wait_that_fails_says_what_for_and_who_is_there(pool: Pool) -> N
         await pool.acquire(Load(1), timeout_s=0.1, what="a generator")
 
 
+async def test_a_long_wait_is_told_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiters, "NAME_THE_WAIT_AFTER_S", 0.0)
+    told: asyncio.Queue[str] = asyncio.Queue()
+    one: Pool = ReplicaPool(
+        reg.SERVICE_KIND_GENERATOR, health_pb2_grpc.HealthStub, rpc.connect, on_wait=told.put_nowait
+    )
+    wait = asyncio.create_task(one.wait_for(1, 60.0, "a generator"))
+    async with asyncio.timeout(5):
+        text = await told.get()
+    assert text == "waiting for a generator, for at most 60 s more: no generator is there that may get work"
+    await one.update(snapshot(registration("generator-0")))
+    async with asyncio.timeout(5):
+        await wait
+    assert told.empty(), "once is enough"
+    await one.close()
+
+
 async def test_a_wait_that_finds_nobody_names_who_was_refused_and_both_protocols(pool: Pool) -> None:
     await pool.update(snapshot(registration("generator-0", protocol_version="2.0")))
     refused = r"refused: generator-0-a speaks protocol 2\.0, this build speaks 1\.0"
     with pytest.raises(Unavailable, match=rf"for a generator: {refused}"):
         await pool.wait_for(1, 0.1, "a generator")
     await pool.update({})
-    with pytest.raises(Unavailable, match="for a generator: no generator is registered"):
+    with pytest.raises(Unavailable, match="for a generator: no generator is there that may get work"):
         await pool.wait_for(1, 0.1, "a generator")
 
 

@@ -33,15 +33,17 @@ class ReplicaPool(Generic[StubT]):
         role: str = "",
         size: str = "",
         overcommit: float = math.inf,
+        on_wait: Callable[[str], None] = lambda text: None,
     ) -> None:
         """`size` names what of `Registration.capacity` says how much work an instance carries beside the others.
 
         An instance takes `overcommit` times what it runs at once; the rest waits here, for whoever is free first.
+        `on_wait` is told of a wait that has become long.
         """
         self._size = size
         self._overcommit = overcommit
         self._roster = Roster(kind, role, stub, connect, changed=self._look)
-        self._waiters = Waiters(self._roster.standing, self._room)
+        self._waiters = Waiters(self._roster.standing, self._room, on_wait)
         self._routing = Routing()
 
     async def update(self, snapshot: dict[str, reg.Registration]) -> None:

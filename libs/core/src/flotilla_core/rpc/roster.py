@@ -129,7 +129,7 @@ class Roster(Generic[StubT]):
             for one in self._replicas.values()
         ]
         refused = [f"refused: {why}" for why in self._refused.values()]
-        return ", ".join(known + refused) or f"no {self._kind_name()} is registered"
+        return ", ".join(known + refused) or f"no {self._kind_name()} is there that may get work"
 
     def _is_ours(self, registration: reg.Registration) -> bool:
         return registration.kind == self._kind and (

@@ -59,11 +59,17 @@ class _Waiter:
 
 
 class Waiters:
-    """Those of one pool; `standing` says how its replicas stand, `room` whether any of them could take anything."""
+    """Those of one pool; `standing` says how its replicas stand, `room` whether any of them could take anything.
 
-    def __init__(self, standing: Callable[[], str], room: Callable[[], bool]) -> None:
+    `on_wait` is told of a wait that has become long, and until when it may last.
+    """
+
+    def __init__(
+        self, standing: Callable[[], str], room: Callable[[], bool], on_wait: Callable[[str], None]
+    ) -> None:
         self._standing = standing
         self._room = room
+        self._on_wait = on_wait
         self._waiting: list[_Waiter] = []
         self._numbers = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
@@ -154,5 +160,7 @@ class Waiters:
         late = now - longest.since >= NAME_THE_WAIT_AFTER_S
         if late and not longest.named and not longest.wish.within_reach():
             longest.named = True
-            what, callers = longest.wish.what, len(self._waiting)
-            logger.info("waiting", what=what, callers=callers, standing=self._standing())
+            what, standing = longest.wish.what, self._standing()
+            logger.info("waiting", what=what, callers=len(self._waiting), standing=standing)
+            left = longest.gives_up_at - now
+            self._on_wait(f"waiting for {what}, for at most {left:.0f} s more: {standing}")

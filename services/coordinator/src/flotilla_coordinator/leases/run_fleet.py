@@ -67,8 +67,13 @@ class RunFleet:
         def channel(address: str) -> grpc.aio.Channel:
             return connect(address, lambda: self.fence)
 
+        def waits(text: str) -> None:
+            self.on_wait(text)
+
         self._run_id = run_id
         self._lessor = lessor
+        self.on_wait: Callable[[str], None] = lambda text: None
+        """Is told of a wait for a service that has become long."""
         self.fence: Fence | None = None
         """Of the beginning that works now; it goes with every call."""
         self.users: list[GeneratorUser] = []
@@ -81,13 +86,14 @@ class RunFleet:
             channel,
             size="running_samples",
             overcommit=1.25,
+            on_wait=waits,
         )
         self.gangs: dict[str, ReplicaPool[TrainerServiceAsyncStub]] = {
-            role: ReplicaPool(reg.SERVICE_KIND_TRAINER, TrainerServiceStub, channel, role=role)
+            role: ReplicaPool(reg.SERVICE_KIND_TRAINER, TrainerServiceStub, channel, role=role, on_wait=waits)
             for role in ROLES
         }
         self.rewards: ReplicaPool[RewardServiceAsyncStub] = ReplicaPool(
-            reg.SERVICE_KIND_REWARD, RewardServiceStub, channel, size="workers"
+            reg.SERVICE_KIND_REWARD, RewardServiceStub, channel, size="workers", on_wait=waits
         )
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.autoscale import Autoscaler, IdleShares
@@ -58,6 +59,7 @@ class Assembly:
     ) -> None:
         self._host = host
         self._fleet = fleet
+        fleet.on_wait = partial(status.notice, run_pb2.NOTICE_LEVEL_WARNING)
         self._ledger = ledger
         self._run_id = run_id
         self._control = control
