@@ -13,7 +13,15 @@ from flotilla_coordinator.weights.sync import WeightSync
 from flotilla_coordinator.weights.sync_report import SyncReport
 from flotilla_core import rpc
 from flotilla_core.config import WeightSyncConfig
-from flotilla_core.errors import FlotillaError, Internal, Mismatch, RankFailed, WeightGroupFailed
+from flotilla_core.errors import (
+    DeadlineExceeded,
+    FlotillaError,
+    Internal,
+    Mismatch,
+    RankFailed,
+    Unavailable,
+    WeightGroupFailed,
+)
 from flotilla_core.version import Version
 from flotilla_testing.scripted import scripted_generator, scripted_trainer
 
@@ -154,3 +162,23 @@ async def test_trouble_of_the_trainers_own_ends_the_work_as_what_it_is() -> None
     bench.stub.failures["PublishWeights"] = [RankFailed("rank 1 was killed")]
     with pytest.raises(RankFailed, match="rank 1 was killed"):
         await bench.work_until(lambda: False)
+
+
+@pytest.mark.parametrize(
+    "error", [Unavailable("the trainer restarts"), DeadlineExceeded("no answer within 10 s")]
+)
+@pytest.mark.parametrize("phase", ["StageWeights", None])
+async def test_a_joiners_group_that_cannot_be_closed_ends_nothing(
+    phase: str | None, error: FlotillaError
+) -> None:
+    bench = Bench()
+    await bench.begin()
+    bench.stub.failures["CloseWeightGroup"] = [None, error, error]
+    if phase:
+        bench.b.stub.failures[phase] = [Internal("out of memory")]
+    closings, looks = 3 if phase else 2, iter(range(20))
+    await bench.work_until(
+        lambda: len(bench.stub.asked("CloseWeightGroup")) == closings and next(looks, None) is None
+    )
+    assert list(bench.evicted) == ([JOINER] if phase else []) and bench.sync.serves("a-1", V1)
+    assert bench.sync.serves(JOINER, V1) == (phase is None)
