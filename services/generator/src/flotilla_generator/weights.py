@@ -163,22 +163,22 @@ class WeightSession:
 
         A run that this replica was taken from has nothing here any more.
         """
-        if run_id not in ("", self.run_id):
-            return
-        await self._end_transfer()
-        async with self._lock:
-            self.staged, self._manifest = None, None
-            self._rest()
-            await self._engine.drop()
+        if self._concerns(run_id):
+            await self._end_transfer()
+            async with self._lock:
+                if self._concerns(run_id):  # another run may have joined while this one waited
+                    await self._give_up()
 
     async def leave(self, run_id: str) -> None:
         """Abort, and belong to no run; another run's replica stays its own."""
-        if run_id not in ("", self.run_id):
-            return
-        await self.abort(run_id)
-        if self.run_id:
-            await self._engine.untag()
-        self.run_id, self.epoch, self.live = "", 0, None
+        if self._concerns(run_id):
+            await self._end_transfer()
+            async with self._lock:
+                if self._concerns(run_id):
+                    await self._give_up()
+                    if self.run_id:
+                        await self._engine.untag()
+                    self.run_id, self.epoch, self.live = "", 0, None
 
     def require_serving(self, run_id: str, minimum: Version | None) -> None:
         """Refuse a request that this replica must not serve now."""
@@ -204,6 +204,14 @@ class WeightSession:
         """The number alone is not enough: a trainer that started over may give it to other weights."""
         same = self._live_digests == tuple(expected.tensor_digests)
         return self.live == version and same and not self._broken
+
+    def _concerns(self, run_id: str) -> bool:
+        return run_id in ("", self.run_id)
+
+    async def _give_up(self) -> None:
+        self.staged, self._manifest = None, None
+        self._rest()
+        await self._engine.drop()
 
     def _heard(self, buckets: int) -> None:
         self.buckets_received = buckets

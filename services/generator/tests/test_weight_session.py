@@ -1,0 +1,72 @@
+"""Claims about who may change a replica's weights while something else is under way; the engine is a script."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from flotilla.common.v1 import weights_pb2
+from flotilla_generator.engine.base import EngineInfo
+from flotilla_generator.weights import WeightSession
+from flotilla_weights.manifest import Manifest
+
+LIMIT_S = 10.0
+MANIFEST = Manifest.from_named([("w", "float32", (2, 2))], 1 << 20)
+
+
+class Engine:
+    """What a session calls, in order; `untag` takes until it is let."""
+
+    info = EngineInfo(100, 100, 1)
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.go_on = asyncio.Event()
+
+    async def join(self, group: weights_pb2.WeightGroup, rank_offset: int, manifest: Manifest) -> None:
+        self.calls.append("join")
+
+    async def drop(self) -> None:
+        self.calls.append("drop")
+
+    async def untag(self) -> None:
+        self.calls.append("untag")
+        await self.go_on.wait()
+
+
+@pytest.mark.parametrize("end", [WeightSession.abort, WeightSession.leave])
+async def test_what_a_former_run_ends_too_late_is_not_the_group_of_the_next_run(
+    end: Callable[[WeightSession, str], Awaitable[None]],
+) -> None:
+    engine = Engine()
+    session = WeightSession(engine)  # type: ignore[arg-type]
+    session.run_id = "former"
+    joining = asyncio.create_task(session.join("next", weights_pb2.WeightGroup(epoch=1), 1, MANIFEST))
+    async with asyncio.timeout(LIMIT_S):
+        while "untag" not in engine.calls:
+            await asyncio.sleep(0)
+        ending = asyncio.ensure_future(end(session, "former"))
+        await asyncio.sleep(0)
+        engine.go_on.set()
+        await asyncio.gather(joining, ending)
+    assert engine.calls == ["drop", "untag", "join"]
+    assert session.run_id == "next" and session.epoch == 1 and session.buckets_total == 1
+
+
+async def test_nobody_joins_a_replica_that_is_just_leaving() -> None:
+    engine = Engine()
+    session = WeightSession(engine)  # type: ignore[arg-type]
+    session.run_id = "former"
+    leaving = asyncio.create_task(session.leave("former"))
+    async with asyncio.timeout(LIMIT_S):
+        while "untag" not in engine.calls:
+            await asyncio.sleep(0)
+        joining = asyncio.create_task(session.join("next", weights_pb2.WeightGroup(epoch=1), 1, MANIFEST))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert "join" not in engine.calls
+        engine.go_on.set()
+        await asyncio.gather(leaving, joining)
+    assert session.run_id == "next" and session.epoch == 1
