@@ -27,6 +27,7 @@ from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, Internal,
 from flotilla_launch import client, local
 from flotilla_launch.claim import claim
 from flotilla_launch.client import LauncherClient, find
+from flotilla_launch.nats_process import NatsProcess
 from flotilla_launch.placement import Slot
 from flotilla_launch.service_process import ServiceProcess
 from flotilla_launch.state import ProcessIdentity
@@ -113,6 +114,55 @@ async def test_killed_nats_comes_back_at_the_same_address(stacks) -> None:
     async with LauncherClient.open(result.launcher) as launcher:
         status = await ready_again(launcher, "nats")
     assert status.address == urlsplit(result.launcher.nats_url).netloc
+
+
+async def test_nats_out_of_restart_budget_is_failed_and_up_starts_it_again_at_the_same_address(
+    stacks,
+) -> None:
+    config = stacks.config(restart_budget=1)
+    result = await stacks.up(config)
+    async with LauncherClient.open(result.launcher) as launcher:
+        os.kill(stacks.identities()["nats"].pid, signal.SIGKILL)
+        await ready_again(launcher, "nats")
+        os.kill(stacks.identities()["nats"].pid, signal.SIGKILL)
+        await until(launcher, "nats", lambda s: s.state == PROCESS_STATE_FAILED)
+        again = await stacks.up(config)
+        assert again.changed
+        assert {status.state for status in again.processes} == {PROCESS_STATE_READY}
+        nats = next(status for status in again.processes if status.name == "nats")
+        assert answers(nats.address) and nats.address == urlsplit(result.launcher.nats_url).netloc
+        os.kill(nats.pid, signal.SIGKILL)
+        await ready_again(launcher, "nats")
+
+
+async def test_nats_whose_record_cannot_be_written_uses_up_its_budget_and_starts_again_later(
+    tmp_path: Path,
+) -> None:
+    full = False
+
+    def write() -> None:
+        if full:
+            raise OSError("no space left on device")
+
+    nats = NatsProcess(tmp_path, restart_budget=2, on_change=write)
+    await nats.start()
+    try:
+        full = True
+        os.kill(nats.status().pid, signal.SIGKILL)
+        async with asyncio.timeout(15):
+            while nats.status().state != PROCESS_STATE_FAILED:
+                await asyncio.sleep(0.02)
+        with pytest.raises(OSError, match="no space left"):
+            await nats.start_again()
+        failed = nats.status()
+        assert (failed.state, failed.error) == (PROCESS_STATE_FAILED, "no space left on device")
+        full = False
+        assert await nats.start_again()
+        assert (nats.status().state, nats.status().restarts) == (PROCESS_STATE_READY, 0)
+        assert not await nats.start_again(), "what runs is left alone"
+    finally:
+        full = False
+        await nats.stop()
 
 
 async def test_service_out_of_restart_budget_is_failed_and_up_starts_it_again(stacks) -> None:

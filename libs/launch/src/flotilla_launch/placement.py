@@ -1,8 +1,8 @@
 """What processes a stack file asks for: one slot each.
 
-Invariant: no port is fixed here. The coordinator's port alone is chosen before it starts, because every other
-process sends its spans there; it lies outside the range from which the kernel hands out ports, so that it is
-still free when the coordinator is restarted.
+Invariant: no port is fixed here. Only those of NATS and of the coordinator are chosen before these start, because
+every other process is told them; they lie outside the range from which the kernel hands out ports, so that they
+are still free when one of the two is restarted.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ def reserve_port(host: str) -> int:
                 continue
             return port
     raise Exhausted(
-        "no free port for the coordinator",
+        "no free port for NATS or the coordinator",
         where=host,
         why="200 ports outside the kernel's own range were tried",
-        next_step="set bind.port in the stack file, or stop what holds the ports: ss -ltnp",
+        next_step="set nats.url and bind.port in the stack file, or stop what holds the ports: ss -ltnp",
     )
 
 

@@ -86,7 +86,7 @@ class Supervisor:
                     why="\n  " + "\n  ".join(differing) + "\n",
                     next_step="run `flotilla down` first, or give the new stack another name",
                 )
-            changed = False
+            changed = self._nats is not None and await self._nats.start_again()
             for kind in SCALABLE:
                 wanted = replicas_of(stack, kind)
                 if wanted != replicas_of(self.stack, kind):
