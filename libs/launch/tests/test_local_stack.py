@@ -365,6 +365,31 @@ async def test_a_claim_has_one_holder(tmp_path: Path) -> None:
         assert again
 
 
+async def test_a_down_that_waits_for_another_command_ends_at_once_on_ctrl_c(stacks) -> None:
+    paths = stacks.paths()
+    paths.make()
+    script = f"""if True:
+        import asyncio, pathlib
+        from flotilla_launch import local, paths
+        stack = paths.StackPaths(pathlib.Path({str(paths.directory)!r}))
+        asyncio.run(local.down(stack, on_wait=lambda why: print(why, flush=True)))"""
+    with claim(paths.up_lock_file, timeout_s=0) as held:
+        assert held
+        waiter = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE, start_new_session=True
+        )
+        try:
+            async with asyncio.timeout(15):
+                assert b"waiting for it to end" in await waiter.stdout.readline()
+            waiter.send_signal(signal.SIGINT)
+            async with asyncio.timeout(2):
+                assert await waiter.wait() == -signal.SIGINT
+        finally:
+            if waiter.returncode is None:
+                waiter.kill()
+                await waiter.wait()
+
+
 async def ready_again(launcher: LauncherClient, name: str):
     return await until(launcher, name, lambda s: s.state == PROCESS_STATE_READY and s.restarts > 0)
 

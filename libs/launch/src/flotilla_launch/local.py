@@ -29,6 +29,7 @@ from flotilla_launch.state import LauncherFile, ProcessIdentity
 from flotilla_launch.sweep import sweep
 
 _PROGRESS_EVERY_S = 0.5
+_CLAIM_POLL_S = 0.05
 _STOP_LIMIT_S = 60.0
 _SWEEP_LIMIT_S = 20.0
 
@@ -174,19 +175,25 @@ async def _report_line(reading: int, paths: StackPaths, on_progress: Progress) -
 async def _one_at_a_time(
     paths: StackPaths, timeout_s: float, on_wait: Callable[[str], None]
 ) -> AsyncIterator[None]:
-    with contextlib.ExitStack() as held:
-        if not held.enter_context(claim(paths.up_lock_file, timeout_s=0)):
+    deadline = time.monotonic() + timeout_s
+    waiting = False
+    while True:
+        # Polled from here and not in a thread, which a Ctrl-C could not interrupt.
+        with claim(paths.up_lock_file, timeout_s=0) as held:
+            if held:
+                yield
+                return
+        if not waiting:
+            waiting = True
             on_wait("another flotilla up or down works on this stack: waiting for it to end")
-            if not await asyncio.to_thread(
-                held.enter_context, claim(paths.up_lock_file, timeout_s=timeout_s)
-            ):
-                raise DeadlineExceeded(
-                    "another flotilla up or down still works on this stack",
-                    where=str(paths.up_lock_file),
-                    why=f"it did not end within {timeout_s:.0f} s",
-                    next_step="see who holds the lock: fuser -v " + str(paths.up_lock_file),
-                )
-        yield
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                "another flotilla up or down still works on this stack",
+                where=str(paths.up_lock_file),
+                why=f"it did not end within {timeout_s:.0f} s",
+                next_step="see who holds the lock: fuser -v " + str(paths.up_lock_file),
+            )
+        await asyncio.sleep(_CLAIM_POLL_S)
 
 
 async def _answered(call: Awaitable[Result], file: LauncherFile) -> Result:

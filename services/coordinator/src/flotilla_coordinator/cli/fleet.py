@@ -33,14 +33,19 @@ def up(stack: Stack = None, as_json: Json = False) -> None:
     from flotilla_coordinator.cli.running import wait
     from flotilla_coordinator.cli.stack_choice import load_stack, stack_file
     from flotilla_launch import local
+    from flotilla_launch.client import find
+    from flotilla_launch.paths import StackPaths
 
     make_example(stack_file(stack))
     config = load_stack(stack)
+    # A stack that runs already stays, and its launcher ends by itself what it was asked for.
+    runs_already = find(StackPaths.of(config.state_dir, config.name)) is not None
+    stays = "the stack stays up, and its launcher goes on with what it was asked for; see: flotilla ps"
     started = time.monotonic()
     with boot_progress() as show:
         result = wait(
             local.up(config, on_progress=show, on_wait=say),
-            interrupted="interrupted: everything that was started is stopped again",
+            interrupted=f"interrupted: {stays if runs_already else 'everything that was started is stopped again'}",
         )
         if result.changed:
             show(result.processes)
