@@ -124,6 +124,22 @@ async def test_nobody_resumes_decoding_while_weights_are_replaced(tmp_path) -> N
     assert workers.calls.index("tag 0.1") < workers.calls.index("resume")
 
 
+async def test_nobody_pauses_while_weights_are_replaced(tmp_path) -> None:
+    workers = Workers([DONE])
+    workers.go_on.clear()
+    engine = engine_on(workers, tmp_path)
+    applying = asyncio.create_task(engine.apply(VERSION, KvPolicy.RECOMPUTE))
+    while "flotilla_apply" not in workers.calls:
+        await asyncio.sleep(0)
+    pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert "pause wait" not in workers.calls
+    workers.go_on.set()
+    await asyncio.gather(applying, pausing)
+    assert workers.calls[-3:] == ["tag 0.1", "resume", "pause wait"]
+
+
 async def test_a_paused_replica_is_not_waited_for_to_drain(tmp_path) -> None:
     workers = Workers([DONE])
     engine = engine_on(workers, tmp_path)

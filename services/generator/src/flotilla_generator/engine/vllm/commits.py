@@ -39,9 +39,10 @@ class Commits:
         self._applying = asyncio.Lock()
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stand still until `resume`."""
-        self._paused = True
-        await self._llm().pause_generation(mode=mode.value, clear_cache=False)
+        """Stand still until `resume`; after a commit that is under way."""
+        async with self._applying:  # what a pause lets end meanwhile would be named by the wrong version
+            self._paused = True
+            await self._llm().pause_generation(mode=mode.value, clear_cache=False)
 
     async def resume(self) -> None:
         """Decode again, unless a commit is under way: then after it."""
