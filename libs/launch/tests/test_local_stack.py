@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -24,9 +25,10 @@ from flotilla.launcher.v1.launcher_pb2 import (
 )
 from flotilla_core.config import dump_yaml
 from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, Internal, InvalidRequest
-from flotilla_launch import client, local
+from flotilla_launch import client, local, service_process
 from flotilla_launch.claim import claim
 from flotilla_launch.client import LauncherClient, find
+from flotilla_launch.kin import kin_of
 from flotilla_launch.nats_process import NatsProcess
 from flotilla_launch.placement import Slot
 from flotilla_launch.service_process import ServiceProcess
@@ -315,26 +317,39 @@ async def test_reused_pid_is_never_taken_for_ours(stacks) -> None:
 
 async def test_service_that_ignores_sigterm_is_killed_after_its_grace(stacks) -> None:
     stacks.behave(reward_0="stubborn")
-    paths = stacks.paths()
-    paths.make()
-    paths.stack_file.write_text(dump_yaml(stacks.config()))
-    options = {"--name": "reward-0", "--stack": paths.stack_file, "--nats": "-", "--otlp": "-", "--port": 0}
-    service = ServiceProcess(
-        Slot("reward-0", SERVICE_KIND_REWARD),
-        command=[str(stacks.executables / "flotilla-reward"), *(str(p) for o in options.items() for p in o)],
-        variables={},
-        log_path=paths.log_file("reward-0"),
-        announce_file=paths.announce_file("reward-0"),
-        ready_timeout_s=15,
-        restart_budget=0,
-        token=None,
-        on_change=lambda: None,
-    )
+    service = reward(stacks)
     service.start()
     await service.ready()
     await service.stop(grace_s=0.3)
     assert service.state == PROCESS_STATE_STOPPED
     assert stacks.processes() == set()
+
+
+async def test_stop_while_a_dead_service_is_buried_leaves_no_grandchild(stacks, monkeypatch) -> None:
+    stacks.behave(reward_0="parent")
+    service = reward(stacks)
+    service.start()
+    await service.ready()
+    begun, stopped = threading.Event(), threading.Event()
+
+    def slow_at_first(*of: object) -> list[ProcessIdentity]:
+        if not begun.is_set():
+            begun.set()
+            stopped.wait(15)
+        return kin_of(*of)
+
+    monkeypatch.setattr(service_process, "kin_of", slow_at_first)
+    os.kill(service.child.identity.pid, signal.SIGKILL)
+    try:
+        assert await asyncio.to_thread(begun.wait, 15)
+        await service.stop()
+        assert service.state == PROCESS_STATE_STOPPED
+        assert stacks.processes() == set()
+        assert stacks.segments() == set()
+    finally:
+        stopped.set()
+        for pid in stacks.processes():
+            os.kill(pid, signal.SIGKILL)
 
 
 async def test_an_unforeseen_error_at_start_fails_the_slot_and_whoever_waits_for_it(tmp_path: Path) -> None:
@@ -388,6 +403,25 @@ async def test_a_down_that_waits_for_another_command_ends_at_once_on_ctrl_c(stac
             if waiter.returncode is None:
                 waiter.kill()
                 await waiter.wait()
+
+
+def reward(stacks) -> ServiceProcess:
+    """A supervised service without a supervisor."""
+    paths = stacks.paths()
+    paths.make()
+    paths.stack_file.write_text(dump_yaml(stacks.config()))
+    options = {"--name": "reward-0", "--stack": paths.stack_file, "--nats": "-", "--otlp": "-", "--port": 0}
+    return ServiceProcess(
+        Slot("reward-0", SERVICE_KIND_REWARD),
+        command=[str(stacks.executables / "flotilla-reward"), *(str(p) for o in options.items() for p in o)],
+        variables={},
+        log_path=paths.log_file("reward-0"),
+        announce_file=paths.announce_file("reward-0"),
+        ready_timeout_s=15,
+        restart_budget=0,
+        token=None,
+        on_change=lambda: None,
+    )
 
 
 async def ready_again(launcher: LauncherClient, name: str):

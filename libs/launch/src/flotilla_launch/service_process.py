@@ -129,10 +129,13 @@ class ServiceProcess:
         except Exception as error:
             log.exception("supervision ended", process=self.slot.name)
             failure = Internal(f"{self.slot.name} cannot be supervised", why=repr(error))
-            self._give_up(str(failure))
-            if not self._first_boot.done():
-                self._first_boot.set_exception(failure)
-            await self._bury()
+            try:
+                await self._bury()
+            finally:
+                # Only now: who sees it FAILED may start the next one.
+                if not self._first_boot.done():
+                    self._first_boot.set_exception(failure)
+                self._give_up(str(failure))
 
     async def _keep_up(self) -> None:
         try:
@@ -228,8 +231,8 @@ class ServiceProcess:
                 await asyncio.wait_for(child.wait(), _POLL_S)
 
     async def _bury(self) -> None:
-        """End every process of the child and remove what it left."""
-        child, self.child = self.child, None
+        """End every process of the child and remove what it left; begun again where a cancellation cut it short."""
+        child = self.child
         if child is None:
             return
         kin = await asyncio.to_thread(kin_of, child.identity, child.mark)
@@ -242,6 +245,9 @@ class ServiceProcess:
         if removed:
             log.info("removed shared memory", process=self.slot.name, files=removed)
         self.shared_memory.clear()
+        self.child = (
+            None  # Not before its kin are gone: `stop` buries what a burial that it interrupted has left.
+        )
         self._announce_file.unlink(missing_ok=True)
         self._status.pid, self._status.address, self._status.instance_id = 0, "", ""
         self._on_change()
