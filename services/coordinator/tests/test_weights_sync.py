@@ -250,6 +250,22 @@ async def test_a_mismatch_of_all_members_ends_the_sync_and_names_the_tensor(phas
         await bench.sync.publish(V1)
 
 
+async def test_a_group_that_does_not_open_in_time_costs_an_epoch_and_nobody() -> None:
+    bench = Bench("a", "b")
+    bench.stub.failures["OpenWeightGroup"] = [DeadlineExceeded("no answer within 60 s")]
+    report = await bench.sync.publish(V1)
+    assert report.epochs == 2 and bench.epochs == [1, 2]
+    assert not bench.evicted and bench.serving(V1) == {"a", "b"}
+
+
+async def test_a_trainer_that_never_opens_a_group_ends_the_sync_as_what_it_is() -> None:
+    bench = Bench("a")
+    late = DeadlineExceeded("no answer within 60 s")
+    bench.stub.failures["OpenWeightGroup"] = [late, late, RankFailed("rank 1 does not answer for 60 s")]
+    with pytest.raises(RankFailed, match="rank 1 does not answer"):
+        await bench.sync.publish(V1)
+
+
 @pytest.mark.parametrize("call", ["OpenWeightGroup", "PublishWeights"])
 async def test_the_trainers_own_trouble_ends_the_sync_as_what_it_is(call: str) -> None:
     bench = Bench("a")

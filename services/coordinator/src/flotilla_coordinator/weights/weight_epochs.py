@@ -85,19 +85,23 @@ class WeightEpochs:
         members, world_size = seat(replicas)
         timeout = Duration()
         timeout.FromNanoseconds(int(self._config.timeout_s * 1e9))
-        opened = await rpc.unary(
-            self._policy.stub.OpenWeightGroup,
-            train.OpenWeightGroupRequest(
-                run_id=self._run_id,
-                request_id=ids.new_request_id(),
-                epoch=self._epoch,
-                backend=self._backend,
-                world_size=world_size,
-                bucket_bytes=self._config.bucket_mib << 20,
-                timeout=timeout,
-            ),
-            timeout_s=self._config.timeout_s,
-        )
+        try:
+            opened = await rpc.unary(
+                self._policy.stub.OpenWeightGroup,
+                train.OpenWeightGroupRequest(
+                    run_id=self._run_id,
+                    request_id=ids.new_request_id(),
+                    epoch=self._epoch,
+                    backend=self._backend,
+                    world_size=world_size,
+                    bucket_bytes=self._config.bucket_mib << 20,
+                    timeout=timeout,
+                ),
+                timeout_s=self._config.timeout_s,
+            )
+        except DeadlineExceeded as error:
+            # Ranks that are stuck are the gang's to end: it says so to whoever asks next.
+            raise GroupBrokenError({TRAINER: error}) from error
         group = Group(self._epoch, opened.manifest, members)
         await self._together(group, {m.name: self._join(m, opened) for m in members})
         return group
