@@ -228,6 +228,28 @@ def test_an_error_of_the_sink_does_not_hold_up_the_others(pool):
         failing.result(timeout=5)
 
 
+def test_a_receiver_that_cannot_go_on_ends_the_group_long_before_the_timeout(pool, monkeypatch):
+    weights = model()
+    manifest = manifest_of(weights, bucket_bytes=1)
+    sender = Sender.listen("127.0.0.1", 1, 3, "gloo", 60.0)
+    broken, healthy = (Receiver(group_of(sender, 3, timeout_s=60.0), rank, manifest) for rank in (1, 2))
+    arrivals = broken._arrivals
+
+    def first_alone(buckets):
+        yield next(arrivals(buckets))
+        raise MemoryError("no room for the next bucket")
+
+    monkeypatch.setattr(broken, "_arrivals", first_alone)
+    failing, other = start(pool, broken, {}), start(pool, healthy, {})
+    sender.connect(manifest)
+    publishing = pool.submit(sender.publish, manifest, in_order(manifest, weights))
+    with pytest.raises(MemoryError, match="no room for the next bucket"):
+        failing.result(timeout=10)
+    for future in (publishing, other):
+        with pytest.raises(WeightGroupFailed, match=r"rank 1: receiving failed.*no room for the next bucket"):
+            future.result(timeout=10)
+
+
 def refuse_with_an_error(_named: object) -> None:
     raise MemoryError("no room to stage")
 

@@ -167,15 +167,21 @@ class Receiver:
             raise self._link.fail("the sender publishes something else", why="it announced another manifest")
         digests: list[torch.Tensor] = []
         failure: Exception | None = None
-        for named in self._arrivals(manifest.buckets):
-            digests += [pending_digest(tensor) for _, tensor in named]
-            self.buckets_received += 1
-            if failure is None:
-                try:
-                    sink(named)
-                # Whatever the sink raises must not stall the other members.
-                except Exception as error:  # noqa: BLE001
-                    failure = error
+        try:
+            for named in self._arrivals(manifest.buckets):
+                digests += [pending_digest(tensor) for _, tensor in named]
+                self.buckets_received += 1
+                if failure is None:
+                    try:
+                        sink(named)
+                    # Whatever the sink raises must not stall the other members.
+                    except Exception as error:  # noqa: BLE001
+                        failure = error
+        except Exception as error:
+            # Out of memory, say: nobody should wait until the timeout for what is not taken any more.
+            self._link.fail("receiving failed", why=f"{type(error).__name__}: {error}")
+            failure = None  # as below
+            raise
         if failure is not None:
             try:
                 raise failure
