@@ -18,6 +18,7 @@ from google.protobuf.struct_pb2 import Struct
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_core.errors import InvalidConfig, InvalidRequest
 from flotilla_reward import catalog, scoring
+from flotilla_reward.catalog import Term
 from flotilla_reward.pool import WorkerPool
 
 HERE = Path(__file__).parent
@@ -55,10 +56,16 @@ def items(*responses: str, answer: str = "4", **info: Any) -> list[pb.ScoreItem]
     ]
 
 
+async def loaded(pool: WorkerPool, specs: list[pb.RewardSpec]) -> list[Term]:
+    terms = scoring.resolve(specs)
+    assert not [sign async for sign in scoring.load(terms, pool) if sign.outcomes]
+    return terms
+
+
 async def score(
     pool: WorkerPool, specs: list[pb.RewardSpec], samples: list[pb.ScoreItem]
 ) -> dict[str, pb.ScoreOutcome]:
-    terms = await scoring.resolve(specs, pool)
+    terms = await loaded(pool, specs)
     responses = [response async for response in scoring.score_items(samples, terms, pool)]
     outcomes = [outcome for response in responses for outcome in response.outcomes]
     assert len(outcomes) == len(samples)
@@ -155,7 +162,7 @@ async def test_a_pattern_that_backtracks_for_ever_is_killed(pool: WorkerPool) ->
 
 async def test_a_caller_that_goes_away_stops_the_work(pool: WorkerPool) -> None:
     await every_place_filled(pool)
-    terms = await scoring.resolve([spec(user("hangs"), timeout_s=600)], pool)
+    terms = await loaded(pool, [spec(user("hangs"), timeout_s=600)])
     before = set(pool.pids.values())
     stream = scoring.score_items(items("hang", "fine", "hang", "hang", "hang"), terms, pool)
     first = await anext(stream)

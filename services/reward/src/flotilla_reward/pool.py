@@ -63,9 +63,13 @@ class WorkerPool:
         """Process ids of the workers that live, by place."""
         return {p.index: p.worker.pid for p in self._places if p.worker is not None and p.worker.alive}
 
+    def has_proven(self, target: Target) -> bool:
+        """Whether it is known that `target` loads."""
+        return target.key in self._proven
+
     async def require(self, target: Target, name: str, run_id: str = "") -> None:
         """Make sure that `target` loads; `InvalidConfig` says why it does not."""
-        if target.key in self._proven:
+        if self.has_proven(target):
             return
         async with self._turns.place(run_id) as place:
             failure = await self._load(await self._worker_of(place), target)

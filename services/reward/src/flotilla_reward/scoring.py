@@ -2,14 +2,15 @@
 
 Invariants: every item ends in exactly one outcome, under its own sample id; terms run in the order of the
 spec and the first one that fails or times out decides; a total is finite or it is an error. When the caller
-goes away, the work stops.
+goes away, the work stops; while it waits, it hears that the work goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -18,6 +19,7 @@ from flotilla_core.errors import InvalidRequest
 from flotilla_core.structs import to_json
 from flotilla_reward import catalog
 from flotilla_reward.catalog import Term
+from flotilla_reward.endings import endings
 from flotilla_reward.outcome import Failure, Outcome, Timeout, Value
 from flotilla_reward.pool import WorkerPool
 from flotilla_reward.sample import CannotScore, Sample
@@ -26,21 +28,30 @@ MOST_TOGETHER = 64
 """Built-in rewards hold the loop: nobody else waits for more of them than this."""
 
 
-async def resolve(specs: Sequence[pb.RewardSpec], pool: WorkerPool, run_id: str = "") -> list[Term]:
-    """The terms of a call, each one loaded by a worker once where it needs one."""
+def resolve(specs: Sequence[pb.RewardSpec]) -> list[Term]:
+    """The terms of a call."""
     if not specs:
         raise InvalidRequest("the request has no rewards", next_step="Add a term to the run.")
-    terms = [catalog.resolve(spec) for spec in specs]
+    return [catalog.resolve(spec) for spec in specs]
+
+
+async def load(terms: Sequence[Term], pool: WorkerPool, run_id: str = "") -> AsyncGenerator[pb.ScoreResponse]:
+    """Has a worker load each term that needs one, once; the responses are signs of life."""
     for term in terms:
-        if term.target is not None:
-            await pool.require(term.target, term.name, run_id)
-    return terms
+        if term.target is None or pool.has_proven(term.target):
+            continue
+        loading = asyncio.create_task(pool.require(term.target, term.name, run_id))
+        async with aclosing(endings([loading])) as moments:
+            async for ended in moments:
+                if not ended:
+                    yield pb.ScoreResponse()
+        loading.result()
 
 
 async def score_items(
     items: Sequence[pb.ScoreItem], terms: Sequence[Term], pool: WorkerPool, run_id: str = ""
-) -> AsyncIterator[pb.ScoreResponse]:
-    """One outcome an item, in the order in which they end."""
+) -> AsyncGenerator[pb.ScoreResponse]:
+    """One outcome an item, in the order in which they end; a response without any is a sign of life."""
     _check_ids(items)
     if all(term.builtin is not None for term in terms):
         for first in range(0, len(items), MOST_TOGETHER):
@@ -50,21 +61,9 @@ async def score_items(
             yield pb.ScoreResponse(outcomes=outcomes)
         return
     tasks = [asyncio.create_task(_score(item, terms, pool, run_id)) for item in items]
-    ended: asyncio.Queue[asyncio.Task[pb.ScoreOutcome]] = asyncio.Queue()
-    for task in tasks:
-        task.add_done_callback(ended.put_nowait)
-    left = len(tasks)
-    try:
-        while left:
-            together = [await ended.get()]
-            while not ended.empty():
-                together.append(ended.get_nowait())
-            left -= len(together)
-            yield pb.ScoreResponse(outcomes=[task.result() for task in together])
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async with aclosing(endings(tasks)) as moments:
+        async for ended in moments:
+            yield pb.ScoreResponse(outcomes=[task.result() for task in ended])
 
 
 def _check_ids(items: Sequence[pb.ScoreItem]) -> None:

@@ -1,8 +1,13 @@
-"""RewardService on the wire."""
+"""RewardService on the wire.
+
+Invariant: a call that waits for a worker, loads a file or scores gives signs of life, so its caller needs no guess of
+how long that takes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any, TypeAlias
 
 import grpc
@@ -25,6 +30,11 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         return pb.ListRewardsResponse(rewards=catalog.list_rewards())
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> AsyncIterator[pb.ScoreResponse]:
-        terms = await scoring.resolve(request.rewards, self._pool, request.run_id)
-        async for response in scoring.score_items(request.items, terms, self._pool, request.run_id):
-            yield response
+        terms = scoring.resolve(request.rewards)
+        async with aclosing(scoring.load(terms, self._pool, request.run_id)) as signs:
+            async for sign in signs:
+                yield sign
+        responses = scoring.score_items(request.items, terms, self._pool, request.run_id)
+        async with aclosing(responses):
+            async for response in responses:
+                yield response

@@ -37,7 +37,8 @@ class RewardServiceStub:
     Score: _grpc.UnaryStreamMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreResponse]
     """A list of items in, one outcome out for each, in the order in which they end: those that end together travel
     together, for a message costs more than most scores.
-    An item that fails or times out never fails the call.
+    An item that fails or times out never fails the call. While items wait for a worker, load or run, a message without
+    outcomes comes every few seconds: a call has no deadline, and who hears nothing for long has lost the replica.
     """
 
 @_typing.type_check_only
@@ -49,7 +50,8 @@ class RewardServiceAsyncStub(RewardServiceStub):
     Score: _aio.UnaryStreamMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreResponse]  # type: ignore[assignment]
     """A list of items in, one outcome out for each, in the order in which they end: those that end together travel
     together, for a message costs more than most scores.
-    An item that fails or times out never fails the call.
+    An item that fails or times out never fails the call. While items wait for a worker, load or run, a message without
+    outcomes comes every few seconds: a call has no deadline, and who hears nothing for long has lost the replica.
     """
 
 class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -70,7 +72,8 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_reward_pb2.ScoreResponse], _abc.AsyncIterator[_reward_pb2.ScoreResponse]]:
         """A list of items in, one outcome out for each, in the order in which they end: those that end together travel
         together, for a message costs more than most scores.
-        An item that fails or times out never fails the call.
+        An item that fails or times out never fails the call. While items wait for a worker, load or run, a message without
+        outcomes comes every few seconds: a call has no deadline, and who hears nothing for long has lost the replica.
         """
 
 def add_RewardServiceServicer_to_server(servicer: RewardServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
