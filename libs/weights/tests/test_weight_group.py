@@ -18,7 +18,13 @@ import pytest
 import torch
 
 from flotilla.common.v1 import weights_pb2
-from flotilla_core.errors import InvalidRequest, Unavailable, WeightGroupFailed, WeightsMismatch
+from flotilla_core.errors import (
+    FailedPrecondition,
+    InvalidRequest,
+    Unavailable,
+    WeightGroupFailed,
+    WeightsMismatch,
+)
 from flotilla_weights import group
 from flotilla_weights.digest import tensor_digests
 from flotilla_weights.group import Receiver, Sender
@@ -155,6 +161,24 @@ def test_a_wrong_address_fails_at_once_and_is_no_fault_of_the_group():
     with pytest.raises(Unavailable, match="does not answer"):
         Receiver(group, 1, manifest_of(model())).connect()
     assert time.monotonic() - started < 2
+
+
+def test_a_sender_cannot_listen_on_an_address_of_somebody_else():
+    with pytest.raises(FailedPrecondition, match=r"cannot be opened on 203\.0\.113\.7.*bind\.host"):
+        Sender.listen("203.0.113.7", 1, 2, "gloo", 10.0)
+
+
+def test_a_sender_is_reached_under_another_name_than_it_listens_on(pool):
+    weights = model()
+    manifest = manifest_of(weights)
+    sender = Sender.listen("127.0.0.1", 1, 2, "gloo", 10.0)
+    announced = group_of(sender, 2)
+    announced.host = "localhost"
+    arrived: Weights = {}
+    future = start(pool, Receiver(announced, 1, manifest), arrived)
+    sender.connect(manifest)
+    assert [sender.publish(manifest, in_order(manifest, weights))] == future.result(timeout=10)
+    assert arrived.keys() == weights.keys()
 
 
 def test_abort_ends_a_join_and_a_publication_in_progress(pool):

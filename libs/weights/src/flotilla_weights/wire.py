@@ -18,7 +18,13 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, TCPStore
 
-from flotilla_core.errors import FlotillaError, InvalidRequest, Unavailable, WeightGroupFailed
+from flotilla_core.errors import (
+    FailedPrecondition,
+    FlotillaError,
+    InvalidRequest,
+    Unavailable,
+    WeightGroupFailed,
+)
 from flotilla_weights.process_group import connected_group, let_go, pause_over
 
 SENDER_RANK = 0
@@ -48,7 +54,16 @@ class Link:
 
     def serve(self, host: str) -> int:
         """Open the rendezvous store on a free port of `host`."""
-        with socket.create_server((host, 0), backlog=512) as listener:
+        try:
+            listener = socket.create_server((host, 0), backlog=512)
+        except OSError as error:
+            raise FailedPrecondition(
+                f"a weight group cannot be opened on {host}",
+                why=_brief(error),
+                next_step="set bind.host of the trainer to an address of its host; "
+                "what peers dial instead is bind.advertise_host",
+            ) from error
+        with listener:
             port: int = listener.getsockname()[1]
             self._server = TCPStore(
                 host,

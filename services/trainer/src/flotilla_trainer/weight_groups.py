@@ -56,7 +56,7 @@ class WeightGroups:
         answers = await self._gang.command(
             "open_group",
             {
-                "host": self._host(),
+                "host": self._listening_host(),
                 "epoch": request.epoch,
                 "world_size": request.world_size,
                 "backend": backend,
@@ -70,7 +70,7 @@ class WeightGroups:
             run_id=request.run_id,
             epoch=request.epoch,
             backend=request.backend,
-            host=opened["host"],
+            host=self._bind.advertise_host or opened["host"],
             port=opened["port"],
             world_size=request.world_size,
             sender_ranks=[0],
@@ -131,10 +131,20 @@ class WeightGroups:
             )
         return self._open
 
-    def _host(self) -> str:
-        """Where receivers reach rank 0, which runs on this host."""
-        if self._bind.advertise_host:
-            return self._bind.advertise_host
-        if self._bind.host in EVERY_ADDRESS:
-            return socket.gethostbyname(socket.gethostname())
-        return self._bind.host
+    def _listening_host(self) -> str:
+        """An address of this host, where rank 0 runs; it also says which interface the weights take."""
+        if self._bind.host not in EVERY_ADDRESS:
+            return self._bind.host
+        advertised = self._bind.advertise_host
+        if advertised and _is_local(advertised):
+            return advertised
+        return socket.gethostbyname(socket.gethostname())
+
+
+def _is_local(host: str) -> bool:
+    """Whether one can listen there; what peers dial may be a NAT's address, or a name of one."""
+    try:
+        socket.create_server((host, 0)).close()
+    except OSError:
+        return False
+    return True
