@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +35,7 @@ from flotilla_generator import servicer as servicer_module
 from flotilla_generator.checkpoint import Checkpoint
 from flotilla_generator.engine.base import Applied, EngineInfo, KvPolicy, WeightsNotLive
 from flotilla_generator.engine.sim.engine import SimEngine
-from flotilla_generator.request import read_request, write_samples
+from flotilla_generator.request import read_request
 from flotilla_generator.service import SERVICE_NAME
 from flotilla_generator.servicer import GeneratorServicer
 from flotilla_weights.group import Sender
@@ -481,18 +480,6 @@ async def test_a_replica_that_nobody_asks_for_its_load_remembers_recent_samples_
 async def test_what_is_not_supported_says_so(replica):
     with pytest.raises(Unimplemented, match="adapters"):
         await replica.call("LoadAdapter", pb.LoadAdapterRequest(run_id="run"))
-
-
-async def test_thousands_of_simulated_samples_share_a_few_threads(replica):
-    wanted = read_request(ask(samples=8), replica.engine.info, None)
-
-    async def group(number: int) -> int:
-        request = replace(wanted, request_id=f"group-{number}")
-        answers = [write_samples(samples, 0) async for samples in replica.engine.generate(request)]
-        return sum(len(message.samples) for messages in answers for message in messages)
-
-    assert await asyncio.gather(*(group(number) for number in range(250))) == [8] * 250
-    assert threading.active_count() < 100
 
 
 async def until(replica: Replica, phase: int) -> None:

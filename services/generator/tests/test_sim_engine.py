@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from contextlib import aclosing
 from pathlib import Path
 
@@ -22,9 +23,12 @@ WAIT_S = 10.0
 @pytest.fixture
 async def engine(tmp_path: Path) -> SimEngine:
     """The first token of a sample is there at once, the second never."""
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 64, "max_position_embeddings": 128}))
-    sim = SimConfig(seconds_per_token=1e6)
-    engine = SimEngine(GeneratorConfig(engine="sim", sim=sim), Checkpoint.read(tmp_path))
+    return await started(tmp_path, SimConfig(seconds_per_token=1e6))
+
+
+async def started(folder: Path, sim: SimConfig) -> SimEngine:
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 64, "max_position_embeddings": 128}))
+    engine = SimEngine(GeneratorConfig(engine="sim", sim=sim), Checkpoint.read(folder))
     await engine.start()
     await engine.apply(V1, KvPolicy.RECOMPUTE)
     return engine
@@ -104,3 +108,16 @@ async def test_samples_beyond_the_places_of_the_engine_wait_for_one(tmp_path: Pa
 
 def started(engine: SimEngine) -> dict[str, int]:
     return {name: sum(bool(one.starts) for one in samples) for name, samples in engine._requests.items()}
+
+
+async def test_thousands_of_samples_share_a_few_threads(tmp_path: Path) -> None:
+    engine = await started(tmp_path, SimConfig())
+
+    async def group(number: int) -> int:
+        slots = tuple(SampleSlot(f"{number}/{index}", index) for index in range(8))
+        request = GenerationRequest(f"group-{number}", [1, 2], slots, Sampling(1.0, 4))
+        return sum([len(ended) async for ended in engine.generate(request)])
+
+    async with asyncio.timeout(WAIT_S):
+        assert await asyncio.gather(*(group(number) for number in range(250))) == [8] * 250
+    assert threading.active_count() < 100

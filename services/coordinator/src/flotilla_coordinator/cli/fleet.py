@@ -12,6 +12,7 @@ from flotilla_coordinator.cli.options import Coordinator, Json, Stack
 
 if TYPE_CHECKING:
     from flotilla.coordinator.v1.coordinator_pb2 import Service
+    from flotilla.coordinator.v1.run_pb2 import Run
     from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
     from flotilla_client import Client
     from flotilla_launch.paths import StackPaths
@@ -69,11 +70,16 @@ def down(stack: Stack = None, as_json: Json = False) -> None:
     from flotilla_launch import local
 
     paths = stack_paths(stack)
+    cut = wait(_going_on(paths))
     stopped = wait(local.down(paths, on_wait=say))
     if as_json:
         print_json({"stack": paths.directory.name, "stopped": stopped})
     elif stopped:
         say(f"stack {paths.directory.name!r} is down")
+        for run in cut:
+            say(
+                f"run {run.run_id} was cut at step {run.step}: flotilla up, then flotilla run resume {run.run_id}"
+            )
     else:
         say(f"stack {paths.directory.name!r} is not running; nothing to do")
 
@@ -154,13 +160,9 @@ async def _state_of(
 
 async def _refuse_to_starve(paths: StackPaths, kind: str, replicas: int) -> None:
     """Without a generator, or a reward, a run waits, and fails after a while: only who says so takes its last one."""
-    from flotilla.coordinator.v1 import run_pb2
     from flotilla_core.errors import InvalidRequest
 
-    # One that is paused keeps what it has, for it may go on at any time.
-    working = (run_pb2.RUN_STATE_PENDING, run_pb2.RUN_STATE_RUNNING, run_pb2.RUN_STATE_PAUSED)
-    runs = await _ask(paths, None, lambda client: client.list_runs(_RUNS_TO_LOOK_AT)) or []
-    busy = [run.run_id for run in runs if run.state in working]
+    busy = [run.run_id for run in await _going_on(paths)]
     # Generators have one run each, rewards serve all runs together.
     wanted = len(busy) if kind == "generator" else min(len(busy), 1)
     if wanted > replicas:
@@ -172,6 +174,15 @@ async def _refuse_to_starve(paths: StackPaths, kind: str, replicas: int) -> None
             why="a run without one would wait for another one, and fail after ready_timeout_s",
             next_step=f"stop it first (`flotilla run stop {busy[0]}`), or say --yes",
         )
+
+
+async def _going_on(paths: StackPaths) -> list[Run]:
+    """Runs that have not ended; one that is paused keeps what it has, for it may go on at any time."""
+    from flotilla.coordinator.v1 import run_pb2
+
+    working = (run_pb2.RUN_STATE_PENDING, run_pb2.RUN_STATE_RUNNING, run_pb2.RUN_STATE_PAUSED)
+    runs = await _ask(paths, None, lambda client: client.list_runs(_RUNS_TO_LOOK_AT)) or []
+    return [run for run in runs if run.state in working]
 
 
 async def _services(paths: StackPaths, coordinator: str | None) -> dict[str, Service]:
