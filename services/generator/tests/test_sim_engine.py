@@ -23,10 +23,10 @@ WAIT_S = 10.0
 @pytest.fixture
 async def engine(tmp_path: Path) -> SimEngine:
     """The first token of a sample is there at once, the second never."""
-    return await started(tmp_path, SimConfig(seconds_per_token=1e6))
+    return await serving(tmp_path, SimConfig(seconds_per_token=1e6))
 
 
-async def started(folder: Path, sim: SimConfig) -> SimEngine:
+async def serving(folder: Path, sim: SimConfig) -> SimEngine:
     (folder / "config.json").write_text(json.dumps({"vocab_size": 64, "max_position_embeddings": 128}))
     engine = SimEngine(GeneratorConfig(engine="sim", sim=sim), Checkpoint.read(folder))
     await engine.start()
@@ -111,7 +111,7 @@ def started(engine: SimEngine) -> dict[str, int]:
 
 
 async def test_thousands_of_samples_share_a_few_threads(tmp_path: Path) -> None:
-    engine = await started(tmp_path, SimConfig())
+    engine = await serving(tmp_path, SimConfig())
 
     async def group(number: int) -> int:
         slots = tuple(SampleSlot(f"{number}/{index}", index) for index in range(8))
