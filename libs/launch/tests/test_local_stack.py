@@ -384,8 +384,9 @@ async def test_a_down_that_waits_for_another_command_ends_at_once_on_ctrl_c(stac
     paths = stacks.paths()
     paths.make()
     script = f"""if True:
-        import asyncio, pathlib
+        import asyncio, pathlib, signal
         from flotilla_launch import local, paths
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         stack = paths.StackPaths(pathlib.Path({str(paths.directory)!r}))
         asyncio.run(local.down(stack, on_wait=lambda why: print(why, flush=True)))"""
     with claim(paths.up_lock_file, timeout_s=0) as held:
