@@ -95,6 +95,25 @@ async def test_a_state_change_is_seen_and_a_withdrawn_instance_is_gone_at_once(
     assert time.monotonic() - before < TTL_S / 2
 
 
+async def test_an_instance_is_withdrawn_also_where_a_heartbeat_takes_the_cancellation(
+    bus: Bus, watcher: Watcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, beats = registry(bus), asyncio.Event()
+    await own.announce(instance("gen-d"))
+    await watcher.until(lambda view: "gen-d" in view)
+
+    async def answered_in_the_same_turn() -> None:
+        beats.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(own, "_beat", answered_in_the_same_turn)
+    async with asyncio.timeout(10):
+        await beats.wait()
+        await own.withdraw()
+    await watcher.until(lambda view: "gen-d" not in view)
+
+
 async def test_the_first_view_of_a_new_watcher_is_complete(bus: Bus) -> None:
     owners = [registry(bus) for _ in range(8)]
     for index, owner in enumerate(owners):

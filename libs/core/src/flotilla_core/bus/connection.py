@@ -86,7 +86,8 @@ class Bus:
     async def pause(self, generation: int, longest_s: float) -> None:
         """Wait before another try: until the connection is newer than `generation`, or `longest_s`."""
         try:
-            await asyncio.wait_for(self.reconnected(generation), longest_s)
+            async with asyncio.timeout(longest_s):
+                await self.reconnected(generation)
         except TimeoutError:
             pass
 
