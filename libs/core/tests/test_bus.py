@@ -111,7 +111,7 @@ async def test_an_instance_is_withdrawn_also_where_a_heartbeat_takes_the_cancell
     async with asyncio.timeout(10):
         await beats.wait()
         await own.withdraw()
-    await watcher.until(lambda view: "gen-d" not in view)
+    assert "gen-d" not in await watcher.until(lambda view: "gen-d" not in view)
 
 
 async def test_the_first_view_of_a_new_watcher_is_complete(bus: Bus) -> None:
