@@ -150,17 +150,40 @@ def test_a_receiver_that_nobody_publishes_to_ends_at_the_timeout(pool):
         future.result(timeout=5)
 
 
-def test_a_wrong_address_fails_at_once_and_is_no_fault_of_the_group():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def receiver_at(port: int, timeout_s: float) -> Receiver:
     group = weights_pb2.WeightGroup(
         epoch=1, backend=weights_pb2.WEIGHT_BACKEND_GLOO, host="127.0.0.1", port=port, world_size=2
     )
-    group.timeout.FromSeconds(20)
+    group.timeout.FromNanoseconds(int(timeout_s * 1e9))
+    return Receiver(group, 1, manifest_of(model()))
+
+
+def test_a_wrong_address_fails_at_once_and_is_no_fault_of_the_group():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     started = time.monotonic()
     with pytest.raises(Unavailable, match="does not answer"):
-        Receiver(group, 1, manifest_of(model())).connect()
+        receiver_at(port, 20.0).connect()
     assert time.monotonic() - started < 2
+
+
+def test_a_store_that_is_silent_is_waited_for_until_the_timeout():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        started = time.monotonic()
+        with pytest.raises(Unavailable, match=r"does not answer.*silent for 0\.5 s"):
+            receiver_at(silent.getsockname()[1], 0.5).connect()
+        assert time.monotonic() - started < 3
+
+
+def test_abort_ends_the_wait_for_a_store_that_is_silent(pool):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        receiver = receiver_at(silent.getsockname()[1], 60.0)
+        dialing = pool.submit(receiver.connect)
+        for _ in range(2):  # TCPStore itself dials after the first connection has shown that somebody listens
+            silent.accept()
+        receiver.abort("the replica leaves")
+        with pytest.raises(WeightGroupFailed, match="the replica leaves"):
+            dialing.result(timeout=5)
 
 
 def test_a_sender_cannot_listen_on_an_address_of_somebody_else():

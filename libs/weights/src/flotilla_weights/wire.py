@@ -7,25 +7,18 @@ what a broken transfer had received is freed with the error that it raised.
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable
 from copy import copy
-from datetime import timedelta
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, TCPStore
 
-from flotilla_core.errors import (
-    FailedPrecondition,
-    FlotillaError,
-    InvalidRequest,
-    Unavailable,
-    WeightGroupFailed,
-)
+from flotilla_core.errors import FlotillaError, InvalidRequest, Unavailable, WeightGroupFailed
 from flotilla_weights.process_group import connected_group, let_go, pause_over
+from flotilla_weights.rendezvous import open_store, reach_store
 
 SENDER_RANK = 0
 STORE_POLL_S = 0.02
@@ -54,39 +47,14 @@ class Link:
 
     def serve(self, host: str) -> int:
         """Open the rendezvous store on a free port of `host`."""
-        try:
-            listener = socket.create_server((host, 0), backlog=512)
-        except OSError as error:
-            raise FailedPrecondition(
-                f"a weight group cannot be opened on {host}",
-                why=_brief(error),
-                next_step="set bind.host of the trainer to an address of its host; "
-                "what peers dial instead is bind.advertise_host",
-            ) from error
-        with listener:
-            port: int = listener.getsockname()[1]
-            self._server = TCPStore(
-                host,
-                port,
-                is_master=True,
-                timeout=timedelta(seconds=self.timeout_s),
-                wait_for_workers=False,
-                master_listen_fd=listener.detach(),
-            )
+        self._server, port = open_store(host, self.timeout_s)
         self._store = PrefixStore(f"flotilla/{self.epoch}", self._server)
         return port
 
     def dial(self, host: str, port: int) -> None:
         """Reach the sender's store, which is open before anybody is told of it."""
         try:
-            socket.create_connection((host, port), timeout=self.timeout_s).close()
-            client = TCPStore(
-                host,
-                port,
-                is_master=False,
-                timeout=timedelta(seconds=self.timeout_s),
-                wait_for_workers=False,
-            )
+            client = reach_store(host, port, self.timeout_s, self.check)
         except (OSError, RuntimeError) as error:
             # Nothing of the group's yet: whoever does not reach the sender is the one that fails.
             raise self._end(
