@@ -245,9 +245,8 @@ class ServiceProcess:
         if removed:
             log.info("removed shared memory", process=self.slot.name, files=removed)
         self.shared_memory.clear()
-        self.child = (
-            None  # Not before its kin are gone: `stop` buries what a burial that it interrupted has left.
-        )
+        # Not before its kin are gone: `stop` buries what a burial that it interrupted has left.
+        self.child = None
         self._announce_file.unlink(missing_ok=True)
         self._status.pid, self._status.address, self._status.instance_id = 0, "", ""
         self._on_change()

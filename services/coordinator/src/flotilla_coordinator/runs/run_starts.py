@@ -115,10 +115,8 @@ class RunStarts:
             try:
                 config, _ = await self._checked(record.config_yaml)
                 return await self._reopened(record, config, beginning)
-            except (
-                FlotillaError,
-                OSError,
-            ) as error:  # A directory that is gone, or full, is its own trouble.
+            # A directory that is gone, or full, is its own trouble.
+            except (FlotillaError, OSError) as error:
                 why = REFUSED.replace("{error}", str(error).rstrip("."))
         await self._ledger.drop_in_flight(record.run_id, RUN_INTERRUPTED)
         run = await asyncio.to_thread(interrupted_run, record, why)

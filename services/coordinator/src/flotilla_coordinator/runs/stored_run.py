@@ -81,9 +81,8 @@ def record_end(run: run_pb2.Run) -> None:
     try:
         directory.write_event(event)
         conclude(directory, run)
-    except (
-        OSError
-    ) as error:  # a full disk, a directory that is gone: no reason for the coordinator not to start
+    # A full disk, a directory that is gone: no reason for the coordinator not to start.
+    except OSError as error:
         log.warning("the end of a run was not recorded whole", run_id=run.run_id, error=str(error))
 
 
