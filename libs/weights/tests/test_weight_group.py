@@ -179,11 +179,13 @@ def test_abort_ends_the_wait_for_a_store_that_is_silent(pool):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         receiver = receiver_at(silent.getsockname()[1], 60.0)
         dialing = pool.submit(receiver.connect)
-        for _ in range(2):  # TCPStore itself dials after the first connection has shown that somebody listens
-            silent.accept()
+        # TCPStore itself dials after the first connection has shown that somebody listens; it is kept, or it would end.
+        dialed = [silent.accept() for _ in range(2)]
         receiver.abort("the replica leaves")
         with pytest.raises(WeightGroupFailed, match="the replica leaves"):
             dialing.result(timeout=5)
+        for connection, _ in dialed:
+            connection.close()
 
 
 def test_a_sender_cannot_listen_on_an_address_of_somebody_else():

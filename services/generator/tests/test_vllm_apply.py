@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ DONE = {"error": "", "broken": False, "apply_s": 0.1, "verify_s": 0.1}
 NOTHING = {"error": "nothing is staged", "broken": False}
 WRONG = {"error": "lm_head.weight: live head differs", "broken": True}
 VERSION = Version(0, 1)
+LIMIT_S = 10.0
 
 
 class Workers:
@@ -108,36 +110,28 @@ async def test_weights_that_no_worker_touched_stay(tmp_path) -> None:
     assert workers.calls == ["pause keep", "flotilla_apply", "resume"]
 
 
-async def test_nobody_resumes_decoding_while_weights_are_replaced(tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("wish", "call"),
+    [(VllmEngine.resume, "resume"), (lambda engine: engine.pause(PauseMode.WAIT), "pause wait")],
+    ids=["resume", "pause"],
+)
+async def test_nobody_resumes_or_pauses_decoding_while_weights_are_replaced(
+    tmp_path, wish: Callable[[VllmEngine], Coroutine[Any, Any, None]], call: str
+) -> None:
     workers = Workers([DONE])
     workers.go_on.clear()
     engine = engine_on(workers, tmp_path)
-    applying = asyncio.create_task(engine.apply(VERSION, KvPolicy.RECOMPUTE))
-    while "flotilla_apply" not in workers.calls:
-        await asyncio.sleep(0)
-    resuming = asyncio.create_task(engine.resume())
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert "resume" not in workers.calls
-    workers.go_on.set()
-    await asyncio.gather(applying, resuming)
-    assert workers.calls.index("tag 0.1") < workers.calls.index("resume")
-
-
-async def test_nobody_pauses_while_weights_are_replaced(tmp_path) -> None:
-    workers = Workers([DONE])
-    workers.go_on.clear()
-    engine = engine_on(workers, tmp_path)
-    applying = asyncio.create_task(engine.apply(VERSION, KvPolicy.RECOMPUTE))
-    while "flotilla_apply" not in workers.calls:
-        await asyncio.sleep(0)
-    pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert "pause wait" not in workers.calls
-    workers.go_on.set()
-    await asyncio.gather(applying, pausing)
-    assert workers.calls[-3:] == ["tag 0.1", "resume", "pause wait"]
+    async with asyncio.timeout(LIMIT_S):
+        applying = asyncio.create_task(engine.apply(VERSION, KvPolicy.RECOMPUTE))
+        while "flotilla_apply" not in workers.calls:
+            await asyncio.sleep(0)
+        wishing = asyncio.create_task(wish(engine))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert call not in workers.calls
+        workers.go_on.set()
+        await asyncio.gather(applying, wishing)
+    assert workers.calls[-3:] == ["tag 0.1", "resume", call]
 
 
 async def test_a_paused_replica_is_not_waited_for_to_drain(tmp_path) -> None:
