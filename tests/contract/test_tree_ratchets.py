@@ -15,8 +15,8 @@ THIS_FILE = Path(__file__).resolve().relative_to(ROOT)
 GENERATED = "libs/proto/src/"
 
 LONGEST_FILE = 800
-LONGEST_MODULE = 320  # of what users run
-SOFT_LIMIT = 500
+LONGEST_MODULE = 600  # of what users run
+SOFT_LIMIT = 600
 LONGER_THAN_SOFT_LIMIT: dict[str, str] = {}  # path: why it may be longer than SOFT_LIMIT lines
 
 BROAD_EXCEPT = re.compile(r"except\s*(:|\(?\s*(Base)?Exception\b)")
