@@ -6,6 +6,8 @@ import numpy as np
 
 from flotilla_algorithms.outcomes import Floats
 
+MAX_LOG_RATIO = 20.0
+"""From where on a reference that finds a token likelier changes k3 no more."""
 MAX_STEP = 0.2
 """Largest relative change of an adaptive coefficient, before it is spread over the horizon."""
 
@@ -18,7 +20,8 @@ def divergence(estimator: str, logprobs: Floats, reference: Floats) -> Floats:
     if estimator == "k2":
         return 0.5 * difference**2
     if estimator == "k3":
-        return np.expm1(-difference) + difference
+        bounded = np.maximum(difference, -MAX_LOG_RATIO)
+        return np.expm1(-bounded) + bounded
     if estimator == "abs":
         return np.abs(difference)
     raise ValueError(f"there is no estimator {estimator!r}: choose from k1, k2, k3, abs")

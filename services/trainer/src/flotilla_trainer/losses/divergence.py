@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+MAX_LOG_RATIO = 20.0
+"""From where on a reference that finds a token likelier changes k3 no more."""
+
 
 def divergence(estimator: str, logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """One a token, of samples of the policy: k1, k2 (square), k3 (never negative) or abs."""
@@ -13,7 +16,8 @@ def divergence(estimator: str, logprobs: torch.Tensor, reference: torch.Tensor) 
     if estimator == "k2":
         return 0.5 * difference.square()
     if estimator == "k3":
-        return torch.expm1(-difference) + difference
+        bounded = difference.clamp(min=-MAX_LOG_RATIO)
+        return torch.expm1(-bounded) + bounded
     if estimator == "abs":
         return difference.abs()
     raise ValueError(f"there is no estimator {estimator!r}")

@@ -26,6 +26,6 @@ def _other(logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def _masked(tokens: PolicyTokens, far: torch.Tensor) -> TokenLosses:
-    ratio = tokens.log_ratio.exp()
+    ratio = tokens.ratio
     stopped = far & ((ratio.detach() - 1.0) * tokens.advantages > 0)
     return TokenLosses(torch.where(stopped, 0.0, -ratio * tokens.advantages), stopped)

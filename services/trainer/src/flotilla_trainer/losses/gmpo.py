@@ -13,5 +13,4 @@ def gmpo(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> TokenLos
     bounded = torch.where(
         tokens.advantages > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low)
     )
-    mean = tokens.sequence_means(bounded)
-    return TokenLosses(-tokens.advantages * mean.exp(), bounded != log_ratio)
+    return TokenLosses(-tokens.advantages * tokens.sequence_ratio(bounded), bounded != log_ratio)

@@ -8,13 +8,8 @@ from flotilla_trainer.losses.policy_tokens import PolicyTokens, TokenLosses
 
 
 def gspo(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> TokenLosses:
-    """-min(s A, clip(s, 1 - low, 1 + high) A) with s = exp(mean log r).
-
-    Each token carries the value of its sequence and its own share of the gradient, so that tokens of one sequence may
-    also differ in advantage; where they do not, the mean over the sequence is the sequence's own loss and gradient.
-    """
-    mean = tokens.sequence_means(tokens.log_ratio.detach())
-    ratio = (mean + tokens.logprobs - tokens.logprobs.detach()).exp()
+    """-min(s A, clip(s, 1 - low, 1 + high) A) with s = exp(mean log r)."""
+    ratio = tokens.sequence_ratio(tokens.log_ratio)
     plain = ratio * tokens.advantages
     bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * tokens.advantages
     return TokenLosses(-torch.minimum(plain, bounded), bounded < plain)

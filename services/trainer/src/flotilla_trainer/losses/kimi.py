@@ -8,9 +8,11 @@ from flotilla_trainer.losses.policy_tokens import PolicyTokens, TokenLosses, not
 def kimi(tokens: PolicyTokens, *, tau: float) -> TokenLosses:
     """Over a sequence: -A log r + tau / 2 (log r)^2, with log r summed over its tokens.
 
-    Each token carries its own share of the first term and an equal share of the second.
+    Each token carries its own share of the first term, an equal share of the second and its own share of the gradient.
     """
     log_ratio = tokens.log_ratio
+    constant = log_ratio.detach()
+    total = tokens.sequence_sums(constant)
     # The mean times the sum is the square of the sum over the number of tokens.
-    share = tokens.sequence_means(log_ratio) * tokens.sequence_sums(log_ratio)
-    return TokenLosses(-tokens.advantages * log_ratio + 0.5 * tau * share, not_one(tokens))
+    pull = 0.5 * tokens.sequence_means(constant) * total + total * (log_ratio - constant)
+    return TokenLosses(-tokens.advantages * log_ratio + tau * pull, not_one(tokens))

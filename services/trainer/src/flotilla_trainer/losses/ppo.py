@@ -12,7 +12,7 @@ def ppo(tokens: PolicyTokens, *, clip_low: float, clip_high: float, dual_clip: f
 
     Where the policy is the one that sampled, r is 1 and the gradient that of REINFORCE with these advantages.
     """
-    ratio = tokens.log_ratio.exp()
+    ratio = tokens.ratio
     plain = ratio * tokens.advantages
     bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * tokens.advantages
     objective, clipped = torch.minimum(plain, bounded), bounded < plain

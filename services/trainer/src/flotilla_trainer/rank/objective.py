@@ -17,9 +17,9 @@ from flotilla_trainer.losses.correction import (
     truncated_token_weights,
 )
 from flotilla_trainer.losses.divergence import divergence
-from flotilla_trainer.losses.policy_tokens import PolicyTokens, TokenLosses, not_one
+from flotilla_trainer.losses.policy_tokens import MAX_LOG_RATIO, PolicyTokens, TokenLosses, not_one
 from flotilla_trainer.losses.table import LOSSES, PolicyLoss
-from flotilla_trainer.losses.terms import LossTerms
+from flotilla_trainer.losses.terms import LossTerms, weighted_sum
 from flotilla_trainer.objective.user_functions import is_user_function, load_user_function
 from flotilla_trainer.rank.objective_settings import ObjectiveSettings
 from flotilla_trainer.rank.packed_row import PackedRow
@@ -65,11 +65,11 @@ class Objective:
         sums = {"tokens": torch.ones_like(logprobs).sum(), "entropy": entropy.detach().sum()}
         maxima: Columns = {}
         if self._settings.supervised:
-            loss = -(weights * logprobs).sum()
+            loss = -weighted_sum(weights, logprobs)
         else:
             loss = self._policy_loss(logprobs, columns, sums, maxima)
             if self._settings.entropy_coefficient:
-                loss = loss - self._settings.entropy_coefficient * (weights * entropy).sum()
+                loss = loss - self._settings.entropy_coefficient * weighted_sum(weights, entropy)
         sums["loss"] = loss.detach()
         return LossTerms(loss, sums, maxima)
 
@@ -79,25 +79,29 @@ class Objective:
         now, weights, rollout = logprobs.detach(), columns["weights"], columns.get("rollout_logprobs")
         proximal = self._proximal(now, rollout, columns)
         _, sequences = torch.unique_consecutive(columns["sequences"], return_inverse=True)
-        tokens = PolicyTokens(
-            logprobs=logprobs,
-            old_logprobs=proximal,
-            advantages=columns["advantages"],
-            sequences=sequences,
-            selected=columns["selected"].bool() if "selected" in columns else None,
-        )
-        losses = self._token_losses(tokens)
         if rollout is not None:
             trainer = proximal if self._settings.ratio_to_trainer else now
             correction = self._correction(trainer - rollout, sequences)
             sums |= {"correction": correction.sum(), "left_out": (correction == 0).sum()}
-            weights = weights * correction
+            weights = torch.where(weights != 0, weights * correction, 0.0)
             _measure_distance(now, rollout, columns["fresh"], sums, maxima)
-        sums |= {"clipped": losses.clipped.sum(), "ratio": tokens.log_ratio.detach().exp().sum()}
-        loss = (weights * losses.loss).sum()
+        counted = weights != 0
+        losses = self._token_losses(
+            PolicyTokens(
+                # A gradient of zero times one that is not finite would not be zero: such a number does not get in.
+                logprobs=torch.where(counted, logprobs, 0.0),
+                old_logprobs=torch.where(counted, proximal, 0.0),
+                advantages=columns["advantages"],
+                sequences=sequences,
+                selected=columns["selected"].bool() if "selected" in columns else None,
+                counted=counted,
+            )
+        )
+        ratio = (now - proximal).clamp(max=MAX_LOG_RATIO).exp()
+        sums |= {"clipped": losses.clipped.sum(), "ratio": ratio.sum()}
+        loss = weighted_sum(weights, losses.loss)
         if "kl_weights" in columns:
-            distance = self._divergence(logprobs, columns, sums)
-            loss = loss + (columns["kl_weights"] * distance).sum()
+            loss = loss + weighted_sum(columns["kl_weights"], self._divergence(logprobs, columns, sums))
         return loss
 
     def _proximal(self, now: torch.Tensor, rollout: torch.Tensor | None, columns: Columns) -> torch.Tensor:
@@ -112,7 +116,9 @@ class Objective:
 
     def _divergence(self, logprobs: torch.Tensor, columns: Columns, sums: Columns) -> torch.Tensor:
         if not self._settings.compares_distributions:
-            return divergence(self._settings.kl_estimator, logprobs, columns["reference_logprobs"])
+            reference = columns["reference_logprobs"]
+            counted = torch.where(columns["kl_weights"] != 0, logprobs, reference)
+            return divergence(self._settings.kl_estimator, counted, reference)
         # The front, which says what the estimators find on the sampled tokens, does not see this one.
         sums["divergence"] = columns["divergence"].detach().sum()
         return columns["divergence"]
@@ -156,13 +162,13 @@ def _measure_distance(
 ) -> None:
     """How far the trainer's probabilities are from those that the rollout reported."""
     difference, p, q = (now - rollout).abs(), now.exp(), rollout.exp()
-    moved = (p - q).abs()
+    moved, bounded = (p - q).abs(), (now - rollout).clamp(max=MAX_LOG_RATIO)
     sums |= {
         "logprob_diff": difference.sum(),
         "probs_diff": moved.sum(),
         "fresh": fresh.sum(),
         "fresh_probs_diff": (fresh * moved).sum(),
-        "rollout_kl": (torch.expm1(now - rollout) - (now - rollout)).sum(),
+        "rollout_kl": (torch.expm1(bounded) - bounded).sum(),
         "trainer_probs": p.sum(),
         "rollout_probs": q.sum(),
         "trainer_squares": p.double().square().sum(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from flotilla_trainer.losses.terms import LossTerms
+from flotilla_trainer.losses.terms import LossTerms, weighted_sum
 from flotilla_trainer.rank.packed_row import PackedRow
 from flotilla_trainer.rank.reward_model import RewardModel
 
@@ -25,5 +25,5 @@ class RewardObjective:
 
     def __call__(self, rewards: torch.Tensor, columns: Columns) -> LossTerms:
         """The weighted sum over the answers of a micro-batch, and how many tokens they have."""
-        loss = (columns["weights"] * rewards).sum()
+        loss = weighted_sum(columns["weights"], rewards)
         return LossTerms(loss, {"tokens": columns["answer_tokens"].sum(), "loss": loss.detach()}, {})

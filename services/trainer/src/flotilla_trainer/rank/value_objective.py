@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from flotilla_trainer.losses.terms import LossTerms
+from flotilla_trainer.losses.terms import LossTerms, weighted_sum
 from flotilla_trainer.rank.objective_settings import ObjectiveSettings
 from flotilla_trainer.rank.packed_row import PackedRow
 from flotilla_trainer.rank.value_model import ValueModel
@@ -38,6 +38,6 @@ class ValueObjective:
             bounded = (torch.clamp(values, old - self._clip, old + self._clip) - returns).square()
             clipped = bounded > losses
             losses = torch.maximum(losses, bounded)
-        loss = 0.5 * (weights * losses).sum()
+        loss = 0.5 * weighted_sum(weights, losses)
         sums = {"tokens": torch.ones_like(losses).sum(), "clipped": clipped.sum(), "loss": loss.detach()}
         return LossTerms(loss, sums, {})
