@@ -30,10 +30,14 @@ GROUPS = [
     [float(RNG.integers(0, 2)) + (0.25 if g == 2 else 0.0) for _ in range(n)] for g, n in enumerate(SIZES)
 ]
 GROUPS[3] = [1.0, 1.0, 1.0]
+"""All alike, and without penalties below: it says nothing."""
 REWARDS = [reward for group in GROUPS for reward in group]
 LENGTHS = [int(n) for n in RNG.integers(1, 8, len(REWARDS))]
 PENALTIES = [list(RNG.normal(0, 0.1, n)) for n in LENGTHS]
 TRAINED = [[bool(RNG.integers(0, 4)) or t == 0 for t in range(n)] for n in LENGTHS]
+PENALTIES[10:13] = [[0.0] * n for n in LENGTHS[10:13]]
+# Context pays nothing.
+PENALTIES = [[x * own for x, own in zip(*row, strict=True)] for row in zip(PENALTIES, TRAINED, strict=True)]
 VALUES = [list(RNG.normal(0, 1, n)) for n in LENGTHS]
 TERMS = [[float(x) for x in RNG.normal(place, scale, len(REWARDS))] for place, scale in ((0, 1), (5, 100))]
 GREEDY = [0.0, 1.0, 0.5, 1.0, 0.25]
@@ -69,9 +73,11 @@ def on_tokens(samples: list[float]) -> Rows:
     return [[value] * length for value, length in zip(samples, LENGTHS, strict=True)]
 
 
-def by_group(formula: Callable[[list[float], list[int]], list[float]]) -> Rows:
+def by_group(
+    formula: Callable[[list[float], list[int]], list[float]], rewards_of: list[float] = TOTALS
+) -> Rows:
     lengths = [sum(row) for row in TRAINED]
-    parts = zip(grouped(TOTALS), grouped(lengths), strict=True)
+    parts = zip(grouped(rewards_of), grouped(lengths), strict=True)
     return on_tokens([value for rewards, sizes in parts for value in formula(rewards, sizes)])
 
 
@@ -124,11 +130,14 @@ def teams(k: int, right_at: float) -> Callable[[list[float], list[int]], list[fl
 
 
 def returns(gamma: float) -> Rows:
+    """Discounted sums over the trained tokens of each sample as if they were all of it; context has none."""
     rows = []
-    for reward, row in zip(REWARDS, PENALTIES, strict=True):
-        step = [-penalty for penalty in row]
-        step[-1] += reward
-        rows.append([sum(gamma ** (k - t) * step[k] for k in range(t, len(step))) for t in range(len(step))])
+    for reward, row, mask in zip(REWARDS, PENALTIES, TRAINED, strict=True):
+        own = [t for t, is_own in enumerate(mask) if is_own]
+        gains = [-row[t] for t in own]
+        gains[-1] += reward
+        found = [sum(gamma ** (k - t) * gains[k] for k in range(t, len(own))) for t in range(len(own))]
+        rows.append([found[own.index(t)] if t in own else 0.0 for t in range(len(mask))])
     return rows
 
 
@@ -163,7 +172,8 @@ def whole_batch(normalize: bool) -> Rows:
 
 
 def speaking_share() -> float:
-    silent = sum(len(group) for group in GROUPS if len(set(group)) == 1)
+    """Groups whose totals differ have a gradient, whatever their rewards were before the penalties."""
+    silent = sum(len(group) for group in grouped(TOTALS) if len(set(group)) == 1)
     return len(REWARDS) / (len(REWARDS) - silent)
 
 
@@ -196,7 +206,7 @@ TABLE: dict[str, tuple[str, dict[str, Any], Rows]] = {
     "opo": ("opo", {}, by_group(length_weighted)),
     "gpg": ("gpg", {"normalize_std": False}, scaled(by_group(centred), speaking_share())),
     "gpg_std": ("gpg", {"normalize_std": True}, scaled(by_group(standardised), speaking_share())),
-    "pass_at_2": ("pass_at_k", {"k": 2, "right_at": 0.9}, by_group(teams(2, 0.9))),
+    "pass_at_2": ("pass_at_k", {"k": 2, "right_at": 0.9}, by_group(teams(2, 0.9), REWARDS)),
     "gae": ("gae", {"gamma": 0.98, "lam": 0.9}, sums_of_errors(0.98, 0.9)),
     "distill": ("distill", {"coefficient": 2.0, "reward_weight": 0.0}, scaled(LEADS, 2.0)),
     "distill_and_task": (
@@ -206,7 +216,7 @@ TABLE: dict[str, tuple[str, dict[str, Any], Rows]] = {
     ),
     "gdpo": ("gdpo", {"weights": [1.0, 0.5]}, terms_by_themselves([1.0, 0.5])),
     "remax": ("remax", {}, beyond_greedy()),
-    "pass_at_3": ("pass_at_k", {"k": 3, "right_at": 0.9}, by_group(teams(3, 0.9))),
+    "pass_at_3": ("pass_at_k", {"k": 3, "right_at": 0.9}, by_group(teams(3, 0.9), REWARDS)),
 }
 
 
@@ -241,6 +251,44 @@ def test_the_order_of_groups_changes_no_advantage(row: str) -> None:
     )
     got = token_advantages(ADVANTAGES[name], moved, parameters)
     np.testing.assert_allclose(got, [x for i in samples for x in expected[i]], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_pass_at_k_judges_what_a_sample_earned_and_not_what_it_paid_for() -> None:
+    paid = Outcomes.of([1.0, 0.0, 1.0, 0.0], [4], penalties=[0.2, 0.1, 0.0, 0.3])
+    free = Outcomes.of([1.0, 0.0, 1.0, 0.0], [4])
+    found = ADVANTAGES["pass_at_k"](paid, k=2, right_at=1.0)
+    assert found.any()
+    np.testing.assert_array_equal(found, ADVANTAGES["pass_at_k"](free, k=2, right_at=1.0))
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_samples_that_are_left_out_count_nowhere(row: str) -> None:
+    name, parameters, _ = TABLE[row]
+    kept = np.array([g in (0, 2, 4) for g, size in enumerate(SIZES) for _ in range(size)])
+    kept[5] = False  # one sample of a group that stays
+    sizes = [SIZES[0], SIZES[2] - 1, SIZES[4]]
+    chosen = [i for i in range(len(REWARDS)) if kept[i]]
+    alone = Outcomes.of(
+        [REWARDS[i] for i in chosen],
+        sizes,
+        [LENGTHS[i] for i in chosen],
+        [x for i in chosen for x in TRAINED[i]],
+        [x for i in chosen for x in PENALTIES[i]],
+        values=[x for i in chosen for x in VALUES[i]],
+        teacher_lead=[x for i in chosen for x in LEADS[i]],
+        terms=np.array(TERMS)[:, chosen],
+        greedy_rewards=np.array(GREEDY)[[0, 2, 4]],
+    )
+    expected = token_advantages(ADVANTAGES[name], alone, parameters, whiten=True)
+    found = token_advantages(ADVANTAGES[name], outcomes(), parameters, kept=kept, whiten=True)
+    of_kept = np.repeat(kept, LENGTHS)
+    np.testing.assert_array_equal(found[of_kept], expected)
+    assert not found[~of_kept].any()
+
+
+def test_an_update_of_which_nothing_is_left_has_no_advantages() -> None:
+    nothing = np.zeros(len(REWARDS), bool)
+    assert not token_advantages(ADVANTAGES["grpo"], outcomes(), {}, kept=nothing, whiten=True).any()
 
 
 NOT_BY_REWARDS_ALONE = ("reinforce", "gae", "distill", "gdpo", "remax")

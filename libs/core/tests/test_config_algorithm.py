@@ -107,6 +107,15 @@ def test_functions_of_the_user_are_taken_from_the_directory_of_the_command(tmp_p
         ("{kl: {placement: reward, estimator: full}}", "set kl.placement to loss"),
         ("{kl: {placement: loss, estimator: full, reference: service}}", "set kl.reference to frozen"),
         ("{type: pass_at_k, advantage: {k: 16}}", "set it to 16 or more"),
+        ("{type: pass_at_k, kl: {placement: reward}}", "pass_at_k judges the rewards as they came"),
+        ("{type: pass_at_k, advantage: {k: 2, reward_clip: 1}}", "reward_clip and overlong change what it"),
+        ("{type: distillation, shuffle_rewards: true}", "shuffle_rewards permutes rewards, which"),
+        (
+            "{type: distillation, advantage: {reward_clip: 1}}",
+            "reward_clip and overlong would change nothing",
+        ),
+        ("{type: reinforce_plus_plus, advantage: {whiten: true}}", "reinforce_plus_plus is whitened already"),
+        ("{type: gdpo, advantage: {whiten: true}}", "gdpo is whitened already"),
         ("{loss: {clip_low: 2}}", "algorithm.loss.clip_low: expected less than or equal to 1"),
     ],
 )

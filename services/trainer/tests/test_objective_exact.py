@@ -213,14 +213,52 @@ def test_a_sample_without_a_trained_token_is_context_alone(preset: str) -> None:
     assert_same(result(objective, groups, budget=1, ranks=2), result(objective, groups))
 
 
-def test_groups_that_are_dropped_leave_the_denominators_too() -> None:
+@pytest.mark.parametrize("whiten", [False, True])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_groups_that_are_dropped_leave_every_mean_deviation_and_denominator_too(
+    preset: str, whiten: bool
+) -> None:
+    groups = make_groups([4, 3, 5, 3], seed=1)
+    for sample in groups[1].samples:
+        sample.reward = 0.5
+    objective = objective_of(preset, advantage={"drop_uniform_groups": True, "whiten": whiten})
+    dropped = result(objective, groups)
+    alone = result(objective, [groups[0], groups[2], groups[3]])
+    assert np.abs(alone[1]).max() > 1e-4  # There is something to compare.
+    assert dropped[0] == pytest.approx(alone[0], abs=TOLERANCE)
+    np.testing.assert_allclose(dropped[1], alone[1], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("baseline", ["batch", "running"])
+def test_groups_that_are_dropped_leave_the_baseline_and_the_history_too(baseline: str) -> None:
     groups = make_groups([4, 3, 5], seed=1)
     for sample in groups[1].samples:
         sample.reward = 0.5
-    dropped = result(objective_of("dapo"), groups)
-    alone = result(objective_of("dapo"), [groups[0], groups[2]])
+    advantage = session_pb2.Advantage(
+        function=function("grpo", baseline=baseline, normalize_std=True), drop_uniform_groups=True
+    )
+    objective = objective_of("grpo", advantage=advantage)
+    dropped, alone = result(objective, groups), result(objective, [groups[0], groups[2]])
     assert dropped[0] == pytest.approx(alone[0], abs=TOLERANCE)
     np.testing.assert_allclose(dropped[1], alone[1], atol=TOLERANCE)
+    front = UpdateObjective(objective)
+    front.sequences(UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION), 0)
+    front.adapt({}, samples=12)
+    assert front.state()["reward_history"]["count"] == 9
+
+
+def test_gpg_makes_up_for_silent_groups_once_and_not_where_they_are_left_out() -> None:
+    groups = make_groups([2, 2], seed=1)
+    for group, rewards in zip(groups, [(1.0, 0.0), (1.0, 1.0)], strict=True):
+        for sample, reward in zip(group.samples, rewards, strict=True):
+            sample.reward = reward
+    batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION)
+    for drop, factor in ((False, 2.0), (True, 1.0)):
+        objective = objective_of("gpg", advantage={"drop_uniform_groups": drop})
+        columns = UpdateObjective(objective).sequences(batch, 0)[0].columns
+        own = columns["sequences"] < 2
+        signs = np.where(columns["sequences"][own] == 0, 1.0, -1.0)
+        np.testing.assert_allclose(columns["advantages"][own], 0.5 * factor * signs)
 
 
 def test_an_update_of_dropped_groups_alone_has_no_gradient() -> None:

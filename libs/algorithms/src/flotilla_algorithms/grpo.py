@@ -19,7 +19,7 @@ STD_EPSILON = 1e-6
 def grpo(outcomes: Outcomes, *, baseline: str, normalize_std: bool) -> Floats:
     """Reward minus its baseline over the deviation of the same: of its `group`, of the whole `batch`, or `running`.
 
-    The running ones are those of all rewards of the run, this update's included.
+    The running ones are those of all rewards that the run learned from, this update's included.
     """
     if baseline == "running":
         seen = outcomes.history.after(outcomes.totals)

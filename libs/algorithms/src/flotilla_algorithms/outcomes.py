@@ -1,12 +1,12 @@
 """What an advantage may know of an update.
 
 Invariants: samples follow each other group by group, tokens sample by sample; every number is finite; sizes and lengths
-cut their arrays exactly.
+cut their arrays exactly; a token of context pays no penalty.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -26,6 +26,8 @@ class Outcomes:
 
     rewards: Floats
     """One a sample, for its whole response."""
+    earned: Floats
+    """One a sample: its reward before anything was taken from it or made of it; what judges outcomes looks here."""
     group_sizes: Ints
     response_lengths: Ints
     trained: NDArray[np.bool_]
@@ -52,14 +54,18 @@ class Outcomes:
         trained: ArrayLike | None = None,
         penalties: ArrayLike | None = None,
         *,
+        earned: ArrayLike | None = None,
         values: ArrayLike | None = None,
         teacher_lead: ArrayLike | None = None,
         history: RewardHistory = NO_HISTORY,
         terms: Floats | None = None,
         greedy_rewards: Floats | None = None,
     ) -> Self:
-        """Checked arrays; by default responses of one trained token without penalty."""
+        """Return checked arrays; by default responses of one trained token without penalty, rewards as they came."""
         totals = finite_rewards(rewards)
+        outcomes = totals if earned is None else finite_rewards(earned)
+        if outcomes.shape != totals.shape:
+            raise ValueError(f"{outcomes.size} rewards as they came do not belong to {totals.size} rewards")
         sizes = checked_sizes(group_sizes, totals.size)
         lengths = np.ones(totals.size, np.int64)
         if response_lengths is not None:
@@ -73,15 +79,35 @@ class Outcomes:
             raise ValueError(f"{mask.size} flags and {cost.size} penalties do not belong to {tokens} tokens")
         return cls(
             totals,
+            outcomes,
             sizes,
             lengths,
             mask,
-            cost,
+            np.where(mask, cost, 0.0),
             values=_a_token(values, tokens),
             teacher_lead=_a_token(teacher_lead, tokens),
             history=history,
             terms=terms,
             greedy_rewards=greedy_rewards,
+        )
+
+    def only(self, kept: NDArray[np.bool_]) -> Self:
+        """Return what these samples came to, as if the others had never been drawn; `kept` has one flag a sample."""
+        tokens = np.repeat(kept, self.response_lengths)
+        sizes = self.group_sums(kept.astype(np.float64)).astype(np.int64)
+        groups = sizes > 0
+        return replace(
+            self,
+            rewards=self.rewards[kept],
+            earned=self.earned[kept],
+            group_sizes=sizes[groups],
+            response_lengths=self.response_lengths[kept],
+            trained=self.trained[tokens],
+            penalties=self.penalties[tokens],
+            values=None if self.values is None else self.values[tokens],
+            teacher_lead=None if self.teacher_lead is None else self.teacher_lead[tokens],
+            terms=None if self.terms is None else self.terms[:, kept],
+            greedy_rewards=None if self.greedy_rewards is None else self.greedy_rewards[groups],
         )
 
     @property

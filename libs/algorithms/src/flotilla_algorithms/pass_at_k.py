@@ -12,10 +12,11 @@ from flotilla_algorithms.outcomes import Floats, Outcomes
 def pass_at_k(outcomes: Outcomes, *, k: int, right_at: float) -> Floats:
     """The expected group-relative advantage of a sample over all teams of k that its group can form.
 
-    A team is right where one of its members is: its reward is at least `right_at`. A group that is smaller than k forms
-    one team of all. Groups in which every team is right, or none is, get zeros.
+    A team is right where one of its members is: it earned at least `right_at`, whatever was taken from its reward
+    afterwards. A group that is smaller than k forms one team of all. Groups in which every team is right, or none is,
+    get zeros.
     """
-    right = outcomes.totals >= right_at
+    right = outcomes.earned >= right_at
     advantages = np.zeros(right.size)
     end = 0
     for size in outcomes.group_sizes.tolist():

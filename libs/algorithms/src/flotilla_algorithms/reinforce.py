@@ -8,11 +8,16 @@ from flotilla_algorithms.outcomes import Floats, Ints, Outcomes
 
 
 def reinforce(outcomes: Outcomes, *, gamma: float) -> Floats:
-    """Discounted return from each token on: the reward comes with the last token, penalties with their own."""
-    lengths = outcomes.response_lengths
-    rewards = -outcomes.penalties
-    rewards[np.cumsum(lengths) - 1] += outcomes.rewards
-    return discounted(rewards, lengths, gamma)
+    """Return what comes from each token on, discounted by the policy's own tokens alone.
+
+    The reward comes with the last trained token, each penalty with its own; context is passed over and gets zero.
+    """
+    own, lengths = outcomes.trained, outcomes.trained_lengths
+    gains = -outcomes.penalties[own]
+    gains[(np.cumsum(lengths) - 1)[lengths > 0]] += outcomes.rewards[lengths > 0]
+    advantages = np.zeros(own.size)
+    advantages[own] = discounted(gains, lengths, gamma)
+    return advantages
 
 
 def discounted(values: Floats, lengths: Ints, factor: float) -> Floats:

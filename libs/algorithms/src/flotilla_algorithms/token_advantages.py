@@ -1,10 +1,14 @@
-"""From outcomes to the advantage of every token: the one place where an advantage function is called."""
+"""From outcomes to the advantage of every token: the one place where an advantage function is called.
+
+Invariant: a sample that is left out counts nowhere: no mean, deviation, baseline or scale knows of it.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flotilla_algorithms.outcomes import Floats, Outcomes
 from flotilla_algorithms.table import AdvantageFunction
@@ -16,10 +20,21 @@ def token_advantages(
     outcomes: Outcomes,
     parameters: dict[str, Any],
     *,
+    kept: NDArray[np.bool_] | None = None,
     whiten: bool = False,
     clip: float | None = None,
 ) -> Floats:
-    """What the function says of each sample or token, as one finite number a token, whitened and then clipped."""
+    """Return what the function says of each sample or token, as one finite number a token, whitened and then clipped.
+
+    `kept` has one flag a sample; the function sees the samples that are kept alone, the others get zeros.
+    """
+    if kept is not None and not kept.all():
+        advantages = np.zeros(outcomes.trained.size)
+        if kept.any():
+            left = outcomes.only(kept)
+            of_kept = token_advantages(function, left, parameters, whiten=whiten, clip=clip)
+            advantages[np.repeat(kept, outcomes.response_lengths)] = of_kept
+        return advantages
     given = np.asarray(function(outcomes, **parameters), dtype=np.float64)
     samples, tokens = outcomes.rewards.shape, outcomes.trained.shape
     if given.shape not in (samples, tokens):

@@ -6,7 +6,7 @@ stands in the base.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -59,6 +59,19 @@ class AdvantageConfig(ConfigModel):
         return False
 
 
+class WhitenedAdvantage(AdvantageConfig):
+    """An advantage that is whitened by itself."""
+
+    @model_validator(mode="after")
+    def _is_whitened_once(self) -> Self:
+        if self.whiten:
+            raise ValueError(
+                f"advantage.type {self.type} is whitened already, and advantage.whiten would change nothing: "
+                "leave it out"
+            )
+        return self
+
+
 class GrpoAdvantage(AdvantageConfig):
     """Reward minus a mean, over a deviation."""
 
@@ -91,7 +104,7 @@ class ReinforceAdvantage(AdvantageConfig):
         return 1
 
 
-class ReinforcePlusPlusAdvantage(AdvantageConfig):
+class ReinforcePlusPlusAdvantage(WhitenedAdvantage):
     """Discounted returns, whitened over the update."""
 
     type: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
@@ -103,7 +116,7 @@ class ReinforcePlusPlusAdvantage(AdvantageConfig):
         return 1
 
 
-class ReinforcePlusPlusBaselineAdvantage(AdvantageConfig):
+class ReinforcePlusPlusBaselineAdvantage(WhitenedAdvantage):
     """Reward minus the mean of its group, whitened over the update."""
 
     type: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
@@ -136,6 +149,15 @@ class PassAtKAdvantage(AdvantageConfig):
     def min_group_samples(self) -> int:
         return self.k
 
+    @model_validator(mode="after")
+    def _judges_outcomes(self) -> PassAtKAdvantage:
+        if self.reward_clip is not None or self.overlong is not None:
+            raise ValueError(
+                "advantage.type pass_at_k judges the rewards as they came, and reward_clip and overlong change what it "
+                "does not look at: leave them out, or make the punishment one of the rewards"
+            )
+        return self
+
 
 class GaeAdvantage(AdvantageConfig):
     """Generalised advantage estimation over the values of a critic."""
@@ -164,8 +186,17 @@ class DistillAdvantage(AdvantageConfig):
     def min_group_samples(self) -> int:
         return 2 if self.reward_weight else 1
 
+    @model_validator(mode="after")
+    def _shapes_what_it_looks_at(self) -> DistillAdvantage:
+        if not self.reward_weight and (self.reward_clip is not None or self.overlong is not None):
+            raise ValueError(
+                "advantage.type distill looks at no reward while reward_weight is 0, so that reward_clip and overlong "
+                "would change nothing: leave them out, or set reward_weight above 0"
+            )
+        return self
 
-class GdpoAdvantage(AdvantageConfig):
+
+class GdpoAdvantage(WhitenedAdvantage):
     """Each term of the reward normalised within its group by itself, then their weighted sum whitened."""
 
     type: Literal["gdpo"] = "gdpo"

@@ -176,6 +176,16 @@ class PolicyConfig(ConfigModel):
                 "kl.placement is reward, which advantage.type distill looks at with a reward_weight above 0 alone: "
                 "set kl.placement to loss"
             )
+        if name == "pass_at_k" and self.kl.placement == "reward":
+            raise ValueError(
+                "advantage.type pass_at_k judges the rewards as they came, and kl.placement reward takes the "
+                "divergence from them afterwards: set kl.placement to loss"
+            )
+        if self.shuffle_rewards and not self.needs_rewards:
+            raise ValueError(
+                "shuffle_rewards permutes rewards, which advantage.type distill looks at with a reward_weight above 0 "
+                "alone: leave it out"
+            )
         if name == "gdpo" and (self.shuffle_rewards or self.kl.placement == "reward"):
             raise ValueError(
                 "advantage.type gdpo looks at the terms of a reward, and shuffle_rewards and kl.placement reward act "

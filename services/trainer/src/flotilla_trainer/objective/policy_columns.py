@@ -28,7 +28,7 @@ from flotilla_algorithms import (
     token_advantages,
     token_weights,
 )
-from flotilla_algorithms.outcomes import NO_HISTORY
+from flotilla_algorithms.outcomes import NO_HISTORY, segment_sums
 from flotilla_core.errors import NotFinite, UserCodeError
 from flotilla_trainer.objective.user_functions import guarded, is_user_function, load_user_function
 from flotilla_trainer.rank.objective_settings import FULL_DIVERGENCE
@@ -75,7 +75,7 @@ def outcomes_of(
     rewards, greedy, advantage = batch.rewards, batch.greedy_reward, policy.advantage
     if advantage.HasField("overlong"):
         rewards = rewards + overlong_penalties(
-            batch.response_lengths,
+            own_lengths(batch),
             limit=policy.max_response_tokens,
             buffer_tokens=advantage.overlong.buffer_tokens,
             penalty=advantage.overlong.penalty,
@@ -83,8 +83,10 @@ def outcomes_of(
     if advantage.HasField("reward_clip"):
         rewards = np.clip(rewards, -advantage.reward_clip, advantage.reward_clip)
         greedy = None if greedy is None else np.clip(greedy, -advantage.reward_clip, advantage.reward_clip)
+    earned = batch.rewards
     if policy.shuffle_rewards:
-        rewards = shuffled_rewards(rewards, seed)
+        # One seed, one permutation: a reward and what was made of it stay together.
+        rewards, earned = shuffled_rewards(rewards, seed), shuffled_rewards(earned, seed)
     lead = None
     if batch.teacher_logprobs is not None and batch.logprobs is not None:
         lead = batch.teacher_logprobs.astype(np.float64) - batch.logprobs
@@ -94,6 +96,7 @@ def outcomes_of(
         batch.response_lengths,
         batch.trained,
         penalties,
+        earned=earned,
         values=batch.values,
         teacher_lead=lead,
         history=history,
@@ -102,12 +105,22 @@ def outcomes_of(
     )
 
 
+def own_lengths(batch: UpdateBatch) -> NDArray[np.int64]:
+    """Return how many tokens of each response the policy wrote itself; context is not its doing."""
+    return segment_sums(batch.trained.astype(np.float64), batch.response_lengths).astype(np.int64)
+
+
 def advantages_of(
-    outcomes: Outcomes, advantage: pb.Advantage, function: AdvantageFunction, arguments: dict[str, Any]
+    outcomes: Outcomes,
+    kept: NDArray[np.bool_],
+    advantage: pb.Advantage,
+    function: AdvantageFunction,
+    arguments: dict[str, Any],
 ) -> Floats:
-    """One a token."""
+    """Return one a token, made of the samples that are kept; zeros for the others."""
     name = advantage.function.name
     options: dict[str, Any] = {
+        "kept": kept,
         "whiten": advantage.whiten,
         "clip": advantage.clip if advantage.HasField("clip") else None,
     }
@@ -123,17 +136,23 @@ def advantages_of(
         raise UserCodeError("the advantages cannot be used", where=name, why=str(error)) from error
 
 
-def kept_tokens(batch: UpdateBatch, advantage: pb.Advantage) -> NDArray[np.bool_]:
-    """Tokens of groups that the difficulty limits leave in, by the rewards as they came."""
+def kept_samples(batch: UpdateBatch, advantage: pb.Advantage) -> NDArray[np.bool_]:
+    """Return which samples the difficulty limits leave in: whole groups, by the rewards as they came."""
     above = advantage.keep_mean_above if advantage.HasField("keep_mean_above") else None
     below = advantage.keep_mean_below if advantage.HasField("keep_mean_below") else None
     if not advantage.drop_uniform_groups and above is None and below is None:
-        return np.ones(batch.trained.size, np.bool_)
+        return np.ones(batch.rewards.size, np.bool_)
     outcomes = Outcomes.of(batch.rewards, batch.group_sizes)
     kept = kept_groups(
         outcomes, drop_uniform=advantage.drop_uniform_groups, mean_above=above, mean_below=below
     )
-    tokens: NDArray[np.bool_] = np.repeat(np.repeat(kept, batch.group_sizes), batch.response_lengths)
+    samples: NDArray[np.bool_] = np.repeat(kept, batch.group_sizes)
+    return samples
+
+
+def counted_tokens(batch: UpdateBatch, kept: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return the trained tokens of the samples that are kept."""
+    tokens: NDArray[np.bool_] = batch.trained & np.repeat(kept, batch.response_lengths)
     return tokens
 
 

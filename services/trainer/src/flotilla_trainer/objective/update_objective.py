@@ -100,7 +100,8 @@ class UpdateObjective:
         """How many of them a batch has."""
         counted = batch.trained
         if self._policy is not None:
-            counted = counted & columns.kept_tokens(batch, self._policy.advantage)
+            kept = columns.kept_samples(batch, self._policy.advantage)
+            counted = columns.counted_tokens(batch, kept)
         return counted_units(self._aggregation, batch.response_lengths, counted)
 
     def facts_share(self, batch: UpdateBatch) -> float:
@@ -168,10 +169,11 @@ class UpdateObjective:
             metrics["kl/mean"] = float(distance.sum() / batch.trained.sum())
             if policy.kl.placement == pb.KL_PLACEMENT_REWARD:
                 penalties = self.kl_coefficient * distance
-        advantages = self._advantages(policy, batch, seed, penalties)
-        counted = batch.trained & columns.kept_tokens(batch, policy.advantage)
+        kept = columns.kept_samples(batch, policy.advantage)
+        counted = columns.counted_tokens(batch, kept)
+        advantages = self._advantages(policy, batch, kept, seed, penalties)
         weights = columns.weights_of(batch, policy, counted, parts)
-        metrics["advantages/std"] = float(advantages[batch.trained].std())
+        metrics["advantages/std"] = float(advantages[counted].std()) if counted.any() else 0.0
         metrics["tokens/counted_share"] = float(counted.sum() / batch.trained.sum())
 
         made: Columns = {
@@ -194,14 +196,20 @@ class UpdateObjective:
         return made, metrics
 
     def _advantages(
-        self, policy: pb.PolicyObjective, batch: UpdateBatch, seed: int, penalties: Any
+        self,
+        policy: pb.PolicyObjective,
+        batch: UpdateBatch,
+        kept: NDArray[np.bool_],
+        seed: int,
+        penalties: Any,
     ) -> NDArray[Any]:
         if batch.advantages is not None:
             _check_advantages_stand_alone(batch, policy)
             return batch.advantages
         outcomes = columns.outcomes_of(batch, policy, seed, penalties, self._history)
-        self._seen = self._history.after(outcomes.totals)
-        return columns.advantages_of(outcomes, policy.advantage, self._function, self._advantage.arguments)
+        self._seen = self._history.after(outcomes.totals[kept])
+        arguments = self._advantage.arguments
+        return columns.advantages_of(outcomes, kept, policy.advantage, self._function, arguments)
 
 
 def _check_advantages_stand_alone(batch: UpdateBatch, policy: pb.PolicyObjective) -> None:
