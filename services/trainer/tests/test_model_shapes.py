@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flotilla_core.errors import FailedPrecondition, Mismatch, NotFound
+from flotilla_core.errors import InvalidConfig, Mismatch, NotFound
 from flotilla_trainer.model_shape import check_same_shape, model_digest
 
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 32, "vocab_size": 31, "dtype": "float32"}
@@ -40,5 +40,5 @@ def test_a_folder_that_is_no_model_says_what_it_lacks(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"config\.json"):
         model_digest(tmp_path)
     (tmp_path / "config.json").write_text("{", "utf-8")
-    with pytest.raises(FailedPrecondition, match="cannot be read"):
+    with pytest.raises(InvalidConfig, match=r"config\.json is not JSON"):
         model_digest(tmp_path)

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flotilla_core.errors import NotFound
+from flotilla_core.errors import InvalidConfig, NotFound
+from flotilla_core.json_text import json_object
 
+LONGEST_HEADER = 100 << 20
+"""Bytes; the limit of the format."""
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
 
 
@@ -38,3 +41,21 @@ def model_folder(model: Path | str) -> Path:
             why=str(error).splitlines()[0],
             next_step="check the name, log in with `hf auth login`, or give a local folder",
         ) from error
+
+
+def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a safetensors file, by its header alone."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        content = file.read(length) if length <= LONGEST_HEADER else b""
+    try:
+        header = json_object(content, str(path))
+        return {
+            name: tuple(map(int, entry["shape"])) for name, entry in header.items() if name != "__metadata__"
+        }
+    except (InvalidConfig, KeyError, TypeError, ValueError):
+        raise InvalidConfig(
+            "the file of weights is damaged",
+            where=str(path),
+            why=f"its header is not the JSON of at most {LONGEST_HEADER} bytes that names tensors and shapes",
+        ) from None

@@ -6,15 +6,14 @@ Invariant: reads configuration and safetensors headers only, never a weight.
 from __future__ import annotations
 
 import hashlib
-import json
-import struct
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from flotilla_core.errors import InvalidConfig, NotFound
-from flotilla_core.model_folder import model_folder
+from flotilla_core.json_text import read_json_object
+from flotilla_core.model_folder import model_folder, stored_shapes
 
 HEAD = "lm_head.weight"
 REQUIRED = ("vocab_size", "max_position_embeddings")
@@ -47,7 +46,7 @@ class Checkpoint:
         """Name and shape of every tensor that a whole sync moves; a tied head is not one of them."""
         tensors: dict[str, tuple[int, ...]] = {}
         for file in sorted(self.folder.glob("*.safetensors")):
-            tensors.update(_header(file))
+            tensors.update(stored_shapes(file))
         if not tensors:
             raise NotFound(
                 "the model folder holds no safetensors",
@@ -93,14 +92,6 @@ class Checkpoint:
 
 def _json(folder: Path, name: str) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads((folder / name).read_text("utf-8"))
+        return read_json_object(folder / name)
     except FileNotFoundError:
         raise NotFound(f"the model folder has no {name}", where=str(folder)) from None
-    return content
-
-
-def _header(file: Path) -> dict[str, tuple[int, ...]]:
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        header: dict[str, Any] = json.loads(stream.read(length))
-    return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}

@@ -11,7 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from flotilla_core.errors import FailedPrecondition, Mismatch, NotFound
+from flotilla_core.errors import Mismatch, NotFound
+from flotilla_core.json_text import read_json_object
 
 COSMETIC = {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache", "initializer_range"}
 """Keys that change neither a tensor nor a number that a forward pass computes."""
@@ -33,15 +34,13 @@ def model_shape(folder: Path) -> dict[str, Any]:
     """The keys of config.json that shape the model."""
     path = folder / "config.json"
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = read_json_object(path)
     except FileNotFoundError:
         raise NotFound(
             "the model folder has no config.json",
             where=str(folder),
             next_step="give a folder in Hugging Face layout (config.json, *.safetensors, tokenizer.json)",
         ) from None
-    except (OSError, ValueError) as error:
-        raise FailedPrecondition("config.json cannot be read", where=str(path), why=str(error)) from error
     return {key: value for key, value in content.items() if key not in COSMETIC}
 
 

@@ -9,7 +9,7 @@ from flotilla_core.config.checkpoint import CheckpointConfig
 from flotilla_core.config.critic import CriticConfig
 from flotilla_core.config.data import DataConfig, TrainingSet
 from flotilla_core.config.evaluation import EvaluationConfig, StopConfig
-from flotilla_core.config.loader import load, load_text
+from flotilla_core.config.loader import load, load_text, read_values
 from flotilla_core.config.lora import LoraConfig
 from flotilla_core.config.model import ConfigModel
 from flotilla_core.config.optimizer import OptimizerConfig
@@ -70,4 +70,5 @@ __all__ = [
     "json_schema",
     "load",
     "load_text",
+    "read_values",
 ]

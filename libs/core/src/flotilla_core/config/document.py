@@ -1,45 +1,21 @@
 """YAML with memory: plain values, and where each key was written.
 
 Invariants: the origin of a key path is the last file or override that set it; the same key twice in one
-mapping is an error; 1e-6 is a number; dates stay text.
+mapping is an error.
 """
 
 from __future__ import annotations
 
-import re
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
+from flotilla_core.config.yaml_text import DEEPEST, YamlText, shortened
 from flotilla_core.errors import InvalidConfig
 
 KeyPath = tuple[str | int, ...]
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML 1.1 without its surprises for numbers, dates and words."""
-
-    yaml_implicit_resolvers = {  # noqa: RUF012
-        first: [
-            (tag, pattern)
-            for tag, pattern in resolvers
-            if tag not in ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:bool")
-        ]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-
-# YAML 1.1 reads on, off, yes and no as truth values, where some keys take `on` and `off` beside `auto`.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
-)
-# YAML 1.1 wants a dot in a float and reads 1e-6 as text.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
 
 
 @dataclass
@@ -51,16 +27,11 @@ class Document:
 
     def add_text(self, text: str, source: str) -> None:
         """Merge a YAML text; mappings merge key by key, everything else replaces."""
-        loader = _Loader(text)
-        try:
-            node = loader.get_single_node()
-        except yaml.YAMLError as error:
-            raise _not_yaml(error, source) from None
-        finally:
-            loader.dispose()
+        loader = YamlText(text, source)
+        node = loader.root()
         if node is None:
             raise InvalidConfig("the configuration is empty", where=source)
-        value = _Reader(loader, source, self.origins).read(node, ())
+        value = _Reader(loader, self.origins).read(node, ())
         if not isinstance(value, dict):
             raise InvalidConfig(
                 "a configuration is a mapping of keys to values",
@@ -75,14 +46,20 @@ class Document:
         parts = path_text.strip().split(".")
         if not equals or not all(parts):
             raise InvalidConfig(
-                f"cannot read the override {assignment!r}",
+                f"cannot read the override {shortened(assignment)!r}",
                 next_step="Write key.path=value, for example steps=20.",
             )
-        source = f"override {assignment}"
-        try:
-            value = yaml.load(value_text, Loader=_Loader)
-        except yaml.YAMLError as error:
-            raise _not_yaml(error, source) from None
+        source = f"override {shortened(assignment)}"
+        if len(parts) > DEEPEST:
+            raise InvalidConfig(
+                "the key path is too long",
+                where=source,
+                why=f"it has {len(parts)} parts, and {DEEPEST} is the limit",
+            )
+        loader = YamlText(value_text, source)
+        node = loader.root()
+        # Lines of an override are of no use: its text stands in the message.
+        value = None if node is None else _Reader(loader, {}).read(node, (*parts,))
         self._set([*parts], value, source)
 
     def origin(self, path: KeyPath) -> str:
@@ -98,7 +75,7 @@ class Document:
         for position, part in enumerate(parts):
             key: Any = part
             if isinstance(container, list):
-                if not part.isdigit() or int(part) >= len(container):
+                if not part.isdecimal() or len(part) > 9 or int(part) >= len(container):
                     raise InvalidConfig(
                         f"{join(path)} has no item {part}", where=source, why=f"it has {len(container)} items"
                     )
@@ -118,52 +95,48 @@ class Document:
 class _Reader:
     """Builds plain values from YAML nodes and notes the line of every key."""
 
-    def __init__(self, loader: yaml.SafeLoader, source: str, origins: dict[KeyPath, str]) -> None:
+    def __init__(self, loader: YamlText, origins: dict[KeyPath, str]) -> None:
         self._loader = loader
-        self._source = source
         self._origins = origins
-        self._open: set[int] = set()
+        self._flat: set[int] = set()
 
     def read(self, node: yaml.Node, path: KeyPath) -> Any:
         if isinstance(node, yaml.ScalarNode):
-            try:
-                return self._loader.construct_object(node)
-            except (yaml.YAMLError, ValueError) as error:
-                raise InvalidConfig(
-                    f"cannot read {join(path)}", where=self._line(node), why=str(error)
-                ) from None
-        if id(node) in self._open:
-            raise InvalidConfig("an alias refers to itself", where=self._line(node))
-        self._open.add(id(node))
-        try:
-            if isinstance(node, yaml.MappingNode):
-                return self._read_mapping(node, path)
-            return [self._read_item(item, (*path, index)) for index, item in enumerate(node.value)]
-        finally:
-            self._open.discard(id(node))
+            return self._loader.scalar(node, join(path))
+        if isinstance(node, yaml.MappingNode):
+            return self._read_mapping(node, path)
+        return [self._read_item(item, (*path, index)) for index, item in enumerate(node.value)]
 
     def _read_mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
-        written = [
-            key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"
-        ]
+        self._flatten(node, path)
         values: dict[str, Any] = {}
-        self._loader.flatten_mapping(node)
         for key_node, value_node in node.value:
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise InvalidConfig("a key must be plain text", where=self._line(key_node))
-            key = key_node.value
-            if written.count(key) > 1:
-                raise InvalidConfig(f"{join((*path, key))} is set twice", where=self._line(key_node))
-            self._origins[(*path, key)] = self._line(key_node)
+            key = self._key(key_node)
+            self._origins[(*path, key)] = self._loader.place_of(key_node)
             values[key] = self.read(value_node, (*path, key))
         return values
 
-    def _read_item(self, node: yaml.Node, path: KeyPath) -> Any:
-        self._origins[path] = self._line(node)
-        return self.read(node, path)
+    def _flatten(self, node: yaml.MappingNode, path: KeyPath) -> None:
+        """Put what `<<` names before the keys of the mapping, once: an alias leads to the same node again."""
+        if id(node) in self._flat:
+            return
+        self._flat.add(id(node))
+        written = Counter(self._key(key) for key, _ in node.value if key.value != "<<")
+        for key, _ in node.value:
+            if written[key.value] > 1:
+                raise InvalidConfig(
+                    f"{join((*path, key.value))} is set twice", where=self._loader.place_of(key)
+                )
+        self._loader.flatten_mapping(node)
 
-    def _line(self, node: yaml.Node) -> str:
-        return f"{self._source}:{node.start_mark.line + 1}"
+    def _key(self, node: yaml.Node) -> str:
+        if not isinstance(node, yaml.ScalarNode):
+            raise InvalidConfig("a key must be plain text", where=self._loader.place_of(node))
+        return str(node.value)
+
+    def _read_item(self, node: yaml.Node, path: KeyPath) -> Any:
+        self._origins[path] = self._loader.place_of(node)
+        return self.read(node, path)
 
 
 def join(path: KeyPath) -> str:
@@ -186,7 +159,7 @@ def describe(value: Any) -> str:
         return f"the truth value {str(value).lower()}"
     if isinstance(value, int | float):
         return f"the number {value}"
-    return f"the text {str(value)!r}"
+    return f"the text {shortened(str(value))!r}"
 
 
 def _merge(base: dict[str, Any], top: dict[str, Any]) -> None:
@@ -196,10 +169,3 @@ def _merge(base: dict[str, Any], top: dict[str, Any]) -> None:
             _merge(below, value)
         else:
             base[key] = value
-
-
-def _not_yaml(error: yaml.YAMLError, source: str) -> InvalidConfig:
-    mark = getattr(error, "problem_mark", None)
-    where = source if mark is None else f"{source}:{mark.line + 1}"
-    problem = getattr(error, "problem", None) or str(error)
-    return InvalidConfig("this is not valid YAML", where=where, why=problem)

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from flotilla_core.config.document import Document
 from flotilla_core.config.model import ConfigModel
 from flotilla_core.config.problems import explain
+from flotilla_core.config.yaml_text import read_text_file
 from flotilla_core.errors import InvalidConfig
 
 Model = TypeVar("Model", bound=ConfigModel)
+
+MOST_OVERRIDES = 1000
 
 
 def load(
@@ -33,15 +36,7 @@ def load(
     """
     document = Document()
     for file in files:
-        try:
-            text = Path(file).expanduser().read_text(encoding="utf-8")
-        except OSError as error:
-            raise InvalidConfig(
-                "cannot read the configuration file", where=str(file), why=error.strerror or str(error)
-            ) from None
-        except UnicodeDecodeError:
-            raise InvalidConfig("the configuration file is not UTF-8 text", where=str(file)) from None
-        document.add_text(text, str(file))
+        document.add_text(read_text_file(Path(file)), str(file))
     return _validated(model, document, overrides, resolve_paths)
 
 
@@ -59,9 +54,21 @@ def load_text(
     return _validated(model, document, overrides, resolve_paths)
 
 
+def read_values(text: str, source: str) -> dict[str, Any]:
+    """The plain values of a text, which need fit no model of this release."""
+    document = Document()
+    document.add_text(text, source)
+    return document.values
+
+
 def _validated(
     model: type[Model], document: Document, overrides: Sequence[str], resolve_paths: bool
 ) -> Model:
+    if len(overrides) > MOST_OVERRIDES:
+        raise InvalidConfig(
+            "there are too many overrides",
+            why=f"{len(overrides)} were given, and {MOST_OVERRIDES} is the limit",
+        )
     for assignment in overrides:
         document.override(assignment)
     try:

@@ -16,23 +16,30 @@ from pydantic import ValidationError
 
 from flotilla_core.config.document import Document, KeyPath, describe, join
 from flotilla_core.config.model import ConfigModel
+from flotilla_core.config.yaml_text import shortened
 from flotilla_core.errors import InvalidConfig
+
+MOST_EXPLAINED = 50
+"""Problems of one configuration; a mistake in a long list is a problem for each item."""
 
 
 def explain(failure: ValidationError, model: type[ConfigModel], document: Document) -> InvalidConfig:
     """The error for everything that validation found."""
-    lines: list[str] = []
-    for problem in failure.errors(include_url=False):
+    lines: dict[str, None] = {}
+    problems = failure.errors(include_url=False)
+    for problem in problems[:MOST_EXPLAINED]:
         path = _written_path(problem["loc"], problem["type"], document.values)
         message = _message(problem, path, model)
         place = document.origin(path) or _mentioned_origin(message, document)
-        line = f"{place}: {message}" if place else message
-        if line not in lines:
-            lines.append(line)
+        lines[f"{place}: {message}" if place else message] = None
     if len(lines) == 1:
-        return InvalidConfig(lines[0])
+        return InvalidConfig(*lines)
+    unsaid = max(0, len(problems) - MOST_EXPLAINED)
+    more = f"\n  and {unsaid} more" if unsaid else ""
     return InvalidConfig(
-        f"{len(lines)} problems in the configuration:\n" + "\n".join(f"  {line}" for line in lines)
+        f"{len(lines) + unsaid} problems in the configuration:\n"
+        + "\n".join(f"  {line}" for line in lines)
+        + more
     )
 
 
@@ -60,7 +67,7 @@ def _unknown_key(path: KeyPath, model: type[ConfigModel]) -> str:
     meant = _probably_meant(path, model)
     if meant == join(path):
         return f"unknown key {meant}: another {join(path[:-1])}.type has it, this one does not"
-    return f"unknown key {join(path)}" + (f"; did you mean {meant}?" if meant else "")
+    return f"unknown key {shortened(join(path))}" + (f"; did you mean {meant}?" if meant else "")
 
 
 def _name_of(value: Any) -> Any:
@@ -75,7 +82,7 @@ def _unknown_name(path: KeyPath, kind: str, name: str, context: dict[str, Any]) 
     place = join((*path, "type")) if of_a_section else join(path)
     near = difflib.get_close_matches(name, known, n=1)
     choice = " or ".join(known) if len(known) < 3 else f"one of {', '.join(known)}"
-    return f"{place}: expected {choice}, got the text {name!r}" + (
+    return f"{place}: expected {choice}, got the text {shortened(name)!r}" + (
         f"; did you mean {near[0]}?" if near else ""
     )
 

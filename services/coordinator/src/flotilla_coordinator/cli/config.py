@@ -65,11 +65,12 @@ def _model(kind: Kind) -> type[StackConfig] | type[RunConfig]:
 def _kind_of(files: list[Path]) -> Kind:
     """By the top-level keys that only one of the two has."""
     from flotilla_core.config import RunConfig, StackConfig
+    from flotilla_core.config.yaml_text import read_text_file
 
     keys: set[str] = set()
     for file in files:
         if file.exists():
-            text = file.read_text(encoding="utf-8", errors="replace").splitlines()
+            text = read_text_file(file).splitlines()
             keys |= {line.partition(":")[0] for line in text if line[:1].isalpha()}
     run_keys, stack_keys = (set(model.model_fields) for model in (RunConfig, StackConfig))
     return (

@@ -122,9 +122,9 @@ def show(
     found, config_yaml = ask_or_else(ask(), lambda paths: get_run(paths, run), stack, coordinator)
     values = run_json(found)
     if as_json:
-        import yaml
+        from flotilla_core.config import read_values
 
-        print_json({**values, "config": yaml.safe_load(config_yaml)})
+        print_json({**values, "config": read_values(config_yaml, f"run {found.run_id}")})
         return
     metrics = values.pop("metrics")
     for moment in ("created_at", "ended_at"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,8 +20,12 @@ from flotilla_coordinator.data.answer_pair import AnswerPair
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_core.config import DataConfig
 from flotilla_core.errors import InvalidConfig
+from flotilla_core.json_text import json_object
+from flotilla_core.structs import unfit
 
 ROWS_AT_ONCE = 4096
+LONGEST_LINE = 64 << 20
+"""Bytes; a prompt of a million tokens has a tenth of that."""
 
 T = TypeVar("T")
 
@@ -119,7 +124,7 @@ def _rows(path: Path, config: DataConfig, tokenizer: Tokenizer) -> Iterator[_Row
         if not text:
             raise InvalidConfig("the prompt is empty", where=f"{path}, line {line}")
         answer_text = "" if answer is None else answer if isinstance(answer, str) else json.dumps(answer)
-        yield _Row(line, index, text, bare, answer_text, values, [])
+        yield _Row(line, index, text, bare, answer_text, told_to_rewards(values, f"{path}, line {line}"), [])
 
 
 def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -129,22 +134,27 @@ def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             "the data file does not exist", where=str(path), next_step="set data.train or evaluation.data"
         )
     with path.open("rb") as file:
-        for line, raw in enumerate(file, start=1):
+        for line in count(1):
+            where = f"{path}, line {line}"
+            if not (raw := file.readline(LONGEST_LINE + 1)):
+                return
+            if len(raw) > LONGEST_LINE:
+                raise InvalidConfig(
+                    "the line is too long",
+                    where=where,
+                    why=f"it has more than {LONGEST_LINE} bytes, the limit",
+                )
             if not raw.strip():
                 continue
-            try:
-                values = json.loads(raw)
-            except ValueError as error:
-                raise InvalidConfig(
-                    "the line is not JSON", where=f"{path}, line {line}", why=str(error)
-                ) from error
-            if not isinstance(values, dict):
-                raise InvalidConfig(
-                    "the line is not a JSON object",
-                    where=f"{path}, line {line}",
-                    why=f"it is a {type(values).__name__}",
-                )
-            yield line, values
+            yield line, json_object(raw, where, what="the line", finite=True)
+
+
+def told_to_rewards(columns: dict[str, Any], where: str) -> dict[str, Any]:
+    """The other columns of a line, which go over the wire with its samples."""
+    for name, value in columns.items():
+        if problem := unfit(value, f"column {name}"):
+            raise InvalidConfig("the line holds what no reward can be told", where=where, why=problem)
+    return columns
 
 
 def _prompt_text(raw: object, config: DataConfig, tokenizer: Tokenizer, where: str) -> tuple[str, bool]:

@@ -7,7 +7,6 @@ insides.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from flotilla_core.errors import InvalidConfig, NotFound
+from flotilla_core.json_text import read_json_object
 from flotilla_core.tokenizer_digest import TOKENIZER_FILE, tokenizer_digest
 
 if TYPE_CHECKING:
@@ -128,12 +128,4 @@ def _token_text(setting: object) -> str | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise InvalidConfig(f"{path.name} is not JSON", where=str(path), why=str(error)) from error
-    if not isinstance(content, dict):
-        raise InvalidConfig(f"{path.name} is not a JSON object", where=str(path))
-    return content
+    return read_json_object(path) if path.is_file() else {}

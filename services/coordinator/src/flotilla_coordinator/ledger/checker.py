@@ -12,8 +12,7 @@ import sqlite3
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
+from flotilla_core.config import read_values
 from flotilla_core.errors import NotFound
 
 MOST_NAMED = 20
@@ -166,7 +165,7 @@ def _judge(db: sqlite3.Connection, run_id: str) -> Verdict:
 
 def _max_staleness(config_yaml: str, directory: Path) -> int:
     """The loosest bound that the run ever had: a user may tighten it while older samples are under way."""
-    config = yaml.safe_load(config_yaml) or {}
+    config = read_values(config_yaml, "run") if config_yaml.strip() else {}
     if config.get("loop") == "client":
         return UNBOUNDED
     bounds = [int(config.get("rollout", {}).get("max_staleness", 0))]

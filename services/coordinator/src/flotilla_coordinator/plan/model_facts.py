@@ -6,15 +6,15 @@ are stored, so a tied head counts once.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from flotilla_core.errors import InvalidConfig, NotFound
+from flotilla_core.json_text import read_json_object
+from flotilla_core.model_folder import stored_shapes
 
-LONGEST_HEADER = 100 << 20
 LAYER = ".layers."
 EXPERT = ".experts."
 WEIGHT = ".weight"
@@ -114,16 +114,11 @@ def _matrices(tensors: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
+        return read_json_object(folder / "config.json")
     except FileNotFoundError:
         raise NotFound(
             "the model folder has no config.json", where=str(folder), next_step="give a Hugging Face folder"
         ) from None
-    except ValueError as error:
-        raise InvalidConfig("config.json is not JSON", where=str(folder), why=str(error)) from None
-    if not isinstance(config, dict):
-        raise InvalidConfig("config.json is not a JSON object", where=str(folder))
-    return config
 
 
 def _intermediate_size(config: dict[str, Any]) -> int:
@@ -141,17 +136,4 @@ def _tensors(folder: Path) -> dict[str, tuple[int, ...]]:
             where=str(folder),
             next_step="save the model as safetensors",
         )
-    return {name: shape for file in files for name, shape in _tensors_of_file(file).items()}
-
-
-def _tensors_of_file(path: Path) -> dict[str, tuple[int, ...]]:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        content = file.read(length) if length <= LONGEST_HEADER else b""
-    try:
-        header = json.loads(content)
-    except ValueError:
-        raise InvalidConfig(
-            "the file of weights is damaged", where=str(path), why="its header is not JSON"
-        ) from None
-    return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return {name: shape for file in files for name, shape in stored_shapes(file).items()}

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from flotilla_core.errors import FailedPrecondition, Mismatch, NotFound, Unimplemented
+from flotilla_core.json_text import read_json_object
 from flotilla_trainer.rank.lora import Adapters
 
 FOLDER = "adapter"
@@ -100,15 +101,13 @@ def read_adapters(folder: Path, adapters: Adapters) -> dict[str, torch.Tensor]:
 def _check_config(folder: Path, adapters: Adapters) -> None:
     path = folder / CONFIG_FILE
     try:
-        config = json.loads(path.read_text("utf-8"))
+        config = read_json_object(path)
     except FileNotFoundError:
         raise NotFound(
             "there is no adapter in this folder",
             where=str(path),
             next_step=f"give a folder that peft saved, with {CONFIG_FILE} and {TENSORS_FILE}",
         ) from None
-    except (OSError, ValueError) as error:
-        raise FailedPrecondition("the adapters cannot be read", where=str(path), why=str(error)) from error
     for key, values in PLAIN.items():
         if config.get(key, values[-1]) not in values:
             raise Unimplemented(

@@ -1,0 +1,79 @@
+"""JSON that others wrote, read within limits.
+
+Invariants: a file or a line that is larger than its limit is not read to its end; whatever is wrong is an InvalidConfig
+that names the place and the limit, however the text was made.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NoReturn
+
+from flotilla_core.errors import InvalidConfig
+
+MOST_BYTES = 64 << 20
+"""Of one file; the index of the weights of a very large model has a tenth of that."""
+
+
+def json_object(raw: bytes, where: str, *, what: str = "the text", finite: bool = False) -> dict[str, Any]:
+    """The object that a text holds; `finite` refuses NaN and infinity, which JSON has no words for."""
+    decoder = _FINITE if finite else _ANY
+    try:
+        values = decoder.decode(raw.decode("utf-8"))
+        if b"\\u" in raw:
+            # Escapes can spell half of a surrogate pair, which no text may hold.
+            json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise InvalidConfig(
+            f"{what} is not Unicode", where=where, why="it holds half of a surrogate pair"
+        ) from None
+    except RecursionError:
+        raise InvalidConfig(
+            f"{what} is nested too deeply",
+            where=where,
+            why="its levels are more than Python can follow, about 1000",
+        ) from None
+    except ValueError as error:
+        raise InvalidConfig(f"{what} is not JSON", where=where, why=str(error)) from None
+    if not isinstance(values, dict):
+        raise InvalidConfig(
+            f"{what} is not a JSON object", where=where, why=f"it is a {type(values).__name__}"
+        )
+    return values
+
+
+def read_json_object(path: Path, *, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+    """The object in a file; a missing file stays a FileNotFoundError, for its reader knows what it is for."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(most_bytes + 1)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise InvalidConfig(
+            "the file cannot be read", where=str(path), why=error.strerror or str(error)
+        ) from None
+    if len(content) > most_bytes:
+        raise InvalidConfig(
+            "the file is too large",
+            where=str(path),
+            why=f"it has more than {most_bytes} bytes, the limit of its kind",
+        )
+    return json_object(content, str(path), what=path.name)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite_float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} is too large for a number")
+    return number
+
+
+_ANY = json.JSONDecoder()
+_FINITE = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite_float)
