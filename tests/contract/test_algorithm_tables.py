@@ -20,6 +20,7 @@ from flotilla_core.config.presets import PRESETS
 from flotilla_core.roles import CRITIC, REFERENCE, TEACHER
 from flotilla_trainer.losses.table import LOSSES
 from flotilla_trainer.objective.pair_objective import LOSSES as PAIR_NAMES
+from flotilla_trainer.objective.policy_config import policy_config
 from flotilla_trainer.objective.session_objective import session_objective
 from flotilla_trainer.objective.settings import check_objective, objective_settings
 from flotilla_trainer.objective.value_update import ValueUpdate
@@ -113,6 +114,22 @@ def test_what_the_coordinator_sends_is_what_the_trainer_takes(
     assert (settings.importance or "none") == correction.importance
     assert (settings.sequence_low, settings.fail_at) == (correction.sequence_low, correction.fail_at)
     assert settings.keeps_reference == (config.algorithm.kl.placement != "none")
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.get("type", "everything"))
+def test_no_key_of_a_policy_is_lost_on_the_way_to_the_trainer(
+    algorithm: dict[str, Any], tmp_path: Path
+) -> None:
+    config = run_of(algorithm, tmp_path).algorithm
+    if not isinstance(config, PolicyConfig):
+        return
+    sent = session_spec(run_of(algorithm, tmp_path), tmp_path).objective.policy
+    # The coordinator warns, has the critic, knows the preset and fills in the weights of the rewards.
+    beside = {"type": True, "critic": True, "correction": {"warn_at"}}
+    arrived, written = (each.model_dump(exclude=beside) for each in (policy_config(sent, "spec"), config))
+    for sections in (arrived, written):
+        sections["advantage"].pop("weights", None)
+    assert arrived == written
 
 
 @pytest.mark.parametrize("critic", [{}, {"value_clip": None, "optimizer": {"learning_rate": 1.0e-3}}])

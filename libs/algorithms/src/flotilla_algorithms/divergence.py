@@ -20,8 +20,9 @@ def divergence(estimator: str, logprobs: Floats, reference: Floats) -> Floats:
     if estimator == "k2":
         return 0.5 * difference**2
     if estimator == "k3":
-        bounded = np.maximum(difference, -MAX_LOG_RATIO)
-        return np.expm1(-bounded) + bounded
+        bounded: Floats = np.maximum(difference, -MAX_LOG_RATIO)
+        k3: Floats = np.expm1(-bounded) + bounded
+        return k3
     if estimator == "abs":
         return np.abs(difference)
     raise ValueError(f"there is no estimator {estimator!r}: choose from k1, k2, k3, abs")

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 
-
 MAX_LOG_RATIO = 20.0
 """Of one token; what has moved further has a constant ratio, and so no gradient through it."""
 MAX_MEAN_LOG_RATIO = 10.0
@@ -52,7 +51,7 @@ class PolicyTokens(NamedTuple):
         """
         constant = log_ratio.detach()
         mean = self.sequence_means(constant)
-        return (mean + log_ratio - constant).clamp(max=MAX_MEAN_LOG_RATIO).exp()
+        return (mean + (log_ratio - constant)).clamp(max=MAX_MEAN_LOG_RATIO).exp()
 
     def sequence_sums(self, values: torch.Tensor) -> torch.Tensor:
         """For each token the sum of `values` over the counted tokens of its sequence."""

@@ -8,6 +8,7 @@ from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_core.errors import InvalidRequest
 from flotilla_trainer.objective.pair_objective import LOSSES as PAIR_LOSSES
 from flotilla_trainer.objective.policy_columns import ESTIMATORS
+from flotilla_trainer.objective.policy_config import policy_config
 from flotilla_trainer.objective.sections import ADVANTAGE, LOSS, checked_section
 from flotilla_trainer.objective.user_functions import check_user_function, is_user_function
 from flotilla_trainer.rank.objective_settings import REWARD, VALUE, ObjectiveSettings
@@ -48,6 +49,7 @@ def _check_policy(policy: pb.PolicyObjective, place: str) -> None:
     checked_section(LOSS, policy.loss, f"{place}.loss")
     checked_section(ADVANTAGE, policy.advantage.function, f"{place}.advantage.function")
     _check_rules(_rules(policy), place)
+    policy_config(policy, place)
     for function in (policy.loss, policy.advantage.function):
         if is_user_function(function.name):
             check_user_function(function.name)
