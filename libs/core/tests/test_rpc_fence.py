@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import pytest
 
 from flotilla.common.v1 import operate_pb2 as pb
@@ -12,6 +13,7 @@ from flotilla.common.v1 import operate_pb2_grpc
 from flotilla_core import errors, rpc
 from flotilla_core.config import BindConfig
 from flotilla_core.rpc import Fence
+from flotilla_core.rpc.fence import FENCE_HEADER, NewestFences
 
 SERVICE = "flotilla.common.v1.OperateService"
 
@@ -27,9 +29,9 @@ class Operate(operate_pb2_grpc.OperateServiceServicer):
 class Caller:
     """One coordinator; its fence may change under its channel."""
 
-    def __init__(self, address: str, fence: Fence | None) -> None:
+    def __init__(self, address: str, fence: Fence | None, token: str | None = None) -> None:
         self.fence = fence
-        self.channel = rpc.connect(address, fence=lambda: self.fence)
+        self.channel = rpc.connect(address, token=token, fence=lambda: self.fence)
         self.stub = operate_pb2_grpc.OperateServiceStub(self.channel)
 
     async def check(self) -> None:
@@ -88,3 +90,77 @@ async def test_another_ledger_and_callers_without_a_fence_are_served(address: st
     for caller in callers:
         await caller.check()
         await caller.channel.close()
+
+
+async def test_a_call_that_is_refused_moves_no_fence() -> None:
+    server = rpc.RpcServer(BindConfig(), token="secret")
+    server.add(operate_pb2_grpc.add_OperateServiceServicer_to_server, Operate(), SERVICE)
+    address = await server.start()
+    own = Caller(address, Fence("ledger", 2, "run", 3), token="secret")
+    later = Fence("ledger", 3, "run", 4)
+    stranger, friend = Caller(address, later), Caller(address, later, token="secret")
+    await own.check()
+    with pytest.raises(errors.Unauthenticated):
+        await stranger.check()
+    with pytest.raises(errors.Unauthenticated):
+        await stranger.lines()
+    await own.check()
+    with pytest.raises(errors.InvalidRequest, match="no deadline"):
+        await rpc.unary(_without_deadline(friend.stub.Check), pb.CheckRequest(), timeout_s=5)
+    with pytest.raises(errors.Unimplemented):
+        await rpc.unary(friend.stub.DumpStacks, pb.DumpStacksRequest(), timeout_s=5)
+    with pytest.raises(errors.InvalidRequest, match="not a valid message"):
+        await rpc.unary(friend.channel.unary_unary(f"/{SERVICE}/Check"), b"\xff\xff", timeout_s=5)
+    await own.check()
+    await friend.check()
+    with pytest.raises(errors.StaleVersion):
+        await own.check()
+    for caller in (own, stranger, friend):
+        await caller.channel.close()
+    await server.stop(0)
+
+
+def _without_deadline(method: Any) -> Any:
+    return lambda request, timeout, metadata: method(request, metadata=metadata)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        f"{2**64} 1 ledger run",
+        f"1 {2**64} ledger run",
+        "1" * 5000 + " 1 ledger run",
+        "1002 3 ledger run",
+        "-1 1 ledger run",
+        "1 1 ledger",
+        f"1 1 {'l' * 65} run",
+        f"1 1 ledger {'r' * 129}",
+        "",
+    ],
+    ids=lambda header: header[:24] or "empty",
+)
+async def test_a_fence_that_cannot_be_right_is_refused_and_locks_nobody_out(
+    address: str, header: str
+) -> None:
+    own = Caller(address, Fence("ledger", 1, "run", 1))
+    await own.check()
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = channel.unary_unary(f"/{SERVICE}/Check")
+        with pytest.raises(grpc.aio.AioRpcError, match="flotilla-fence") as caught:
+            await call(b"", timeout=5, metadata=((FENCE_HEADER, header),))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await own.check()
+    await own.channel.close()
+
+
+def test_what_a_service_remembers_of_ledgers_and_runs_is_bounded() -> None:
+    fences = NewestFences()
+    for number in range(3000):
+        fences.admit(Fence("ledger", 1, f"run-{number}", 1), "call")
+        fences.admit(Fence(f"ledger-{number}", 1, "run", 1), "call")
+        fences.admit(Fence("ledger", 1, "run", 2), "call")
+    remembered = fences._ledgers
+    assert len(remembered) <= 16
+    assert len(remembered["ledger"].numbers) <= 1024
+    with pytest.raises(errors.StaleVersion):
+        fences.admit(Fence("ledger", 1, "run", 1), "call")

@@ -2,7 +2,8 @@
 
 Invariants: a servicer raises `FlotillaError` and never touches status codes; bytes that are no message are
 the caller's error and tell nothing of our insides; an exception that nobody expected is logged once, here,
-and travels as INTERNAL with its traceback; a call that answers once has a deadline: nothing waits for ever.
+and travels as INTERNAL with its traceback; a call that answers once has a deadline: nothing waits for ever. A call's
+fence is admitted last, right before the handler: a call that is refused here moves no fence.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from grpc_status import rpc_status
 
 from flotilla_core.errors import FlotillaError, Internal, InvalidRequest, Unimplemented
 from flotilla_core.rpc import status
+from flotilla_core.rpc.fence import Fence, NewestFences
 from flotilla_core.rpc.handlers import behavior_of, is_infrastructure, wrapped
 
 logger = structlog.get_logger()
@@ -31,6 +33,9 @@ GENERATED = "_pb2_grpc"
 class BoundaryInterceptor(grpc.aio.ServerInterceptor):
     """The innermost interceptor of every server."""
 
+    def __init__(self) -> None:
+        self._fences = NewestFences()
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
@@ -40,19 +45,60 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
         # gRPC answers UNIMPLEMENTED for an unknown method, for which there is no handler.
         if handler is None or is_infrastructure(handler_call_details.method):
             return handler
-        return _bounded(handler, handler_call_details.method)
+        return _bounded(handler, _Reception(handler, handler_call_details, self._fences))
 
 
-def _bounded(handler: Any, method: str) -> grpc.RpcMethodHandler[Any, Any]:
-    answer = _answering(handler, method)
+class _Reception:
+    """What happens to one call before its handler sees it."""
+
+    def __init__(self, handler: Any, details: grpc.HandlerCallDetails, fences: NewestFences) -> None:
+        self.method = details.method
+        self._handler = handler
+        self._details = details
+        self._fences = fences
+
+    async def received(self, request: Any, context: Any) -> Any:
+        """Return the message, or the stream of messages, of a call that may reach its handler; raise otherwise."""
+        if behavior_of(self._handler).__module__.endswith(GENERATED):
+            raise Unimplemented("this service does not offer the call", where=self.method)
+        if not self._handler.response_streaming and context.time_remaining() is None:
+            raise InvalidRequest(
+                "the call has no deadline", where=self.method, next_step="Set one; nothing may wait for ever."
+            )
+        fence = Fence.of_call(self._details)
+        message = await self._opened(request) if self._handler.request_streaming else self._decoded(request)
+        if fence is not None:
+            self._fences.admit(fence, self.method)
+        return message
+
+    async def _opened(self, request: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        """Return the messages of a stream whose first one is valid."""
+        stream = aiter(request)
+        data = await anext(stream, None)
+        first = None if data is None else self._decoded(data)
+
+        async def messages() -> AsyncIterator[Any]:
+            if first is None:
+                return
+            yield first
+            async for data in stream:
+                yield self._decoded(data)
+
+        return messages()
+
+    def _decoded(self, data: bytes) -> Any:
+        try:
+            return self._handler.request_deserializer(data)
+        except (DecodeError, ValueError):
+            raise InvalidRequest("the request is not a valid message", where=self.method) from None
+
+
+def _bounded(handler: Any, reception: _Reception) -> grpc.RpcMethodHandler[Any, Any]:
+    behavior, method = behavior_of(handler), reception.method
 
     async def respond(request: Any, context: Any) -> Any:
         try:
-            if context.time_remaining() is None:
-                raise InvalidRequest(
-                    "the call has no deadline", where=method, next_step="Set one; nothing may wait for ever."
-                )
-            return await answer(request, context)
+            return await behavior(await reception.received(request, context), context)
         except grpc.aio.AbortError:
             raise
         # The boundary of the service: whatever a handler raises ends here, as a status.
@@ -61,7 +107,7 @@ def _bounded(handler: Any, method: str) -> grpc.RpcMethodHandler[Any, Any]:
 
     async def respond_stream(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
-            responses = answer(request, context)
+            responses = behavior(await reception.received(request, context), context)
             if inspect.isawaitable(responses):
                 await responses  # A handler in coroutine style writes through the context.
                 return
@@ -75,30 +121,6 @@ def _bounded(handler: Any, method: str) -> grpc.RpcMethodHandler[Any, Any]:
             await abort(context, error, method)
 
     return wrapped(handler, respond, respond_stream)
-
-
-def _answering(handler: Any, method: str) -> Callable[[Any, Any], Any]:
-    """The behaviour of `handler`, taking raw bytes; a refusal where the servicer left the call to its base class."""
-    behavior = behavior_of(handler)
-
-    def decoded(data: bytes) -> Any:
-        try:
-            return handler.request_deserializer(data)
-        except (DecodeError, ValueError):
-            raise InvalidRequest("the request is not a valid message", where=method) from None
-
-    async def decoded_stream(stream: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-        async for data in stream:
-            yield decoded(data)
-
-    def answer(request: Any, context: Any) -> Any:
-        return behavior(decoded_stream(request) if handler.request_streaming else decoded(request), context)
-
-    def refuse(request: Any, context: Any) -> Any:
-        raise Unimplemented("this service does not offer the call", where=method)
-
-    is_offered = not behavior.__module__.endswith(GENERATED)
-    return answer if is_offered else refuse
 
 
 async def abort(context: Any, error: Exception, method: str) -> NoReturn:

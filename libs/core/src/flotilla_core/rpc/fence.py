@@ -3,22 +3,30 @@
 Every beginning of a run has a fence and sends it with each call: the epoch of the coordinator that owns the ledger, the
 run, and a number higher than that of any beginning before it. Invariants: a service refuses a call whose epoch is
 behind the newest that it has seen of the same ledger, or whose number is behind the newest of the same run; calls of
-two runs pass side by side, and calls without a fence (a person's, another stack's) pass.
+two runs pass side by side, and calls without a fence (a person's, another stack's) pass. A call that is refused for
+another reason leaves no trace here: the boundary admits a fence after the token and the message have been accepted.
+What a service remembers is bounded, and so is how far one call can move it.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import re
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
-from flotilla_core.errors import StaleVersion
-from flotilla_core.rpc.boundary import abort
-from flotilla_core.rpc.handlers import is_infrastructure, wrapped
+from flotilla_core.errors import InvalidRequest, StaleVersion
 
 FENCE_HEADER = "flotilla-fence"
+
+_READABLE = re.compile(r"([0-9]{1,10}) ([0-9]{1,10}) (\S{1,64}) (\S{1,128})")
+_LARGEST = 2**31 - 1
+# A coordinator adds one to the epoch at each of its starts, and its restart budget allows a few in ten minutes.
+_LARGEST_LEAP = 1000
+_LEDGERS = 16
+_RUNS_PER_LEDGER = 1024
 
 
 @dataclass(frozen=True)
@@ -37,67 +45,76 @@ class Fence:
 
     @classmethod
     def of_call(cls, details: grpc.HandlerCallDetails) -> Fence | None:
-        """The fence that a call carries, if it carries one that can be read."""
+        """Return the fence that a call carries, or None; raise InvalidRequest for one that cannot be right."""
         for key, value in details.invocation_metadata or ():
             if key != FENCE_HEADER:
                 continue
-            match (value.decode() if isinstance(value, bytes) else value).split(" "):
-                case [epoch, number, ledger, run] if epoch.isdecimal() and number.isdecimal():
-                    return cls(ledger, int(epoch), run, int(number))
+            match = _READABLE.fullmatch(value) if isinstance(value, str) else None
+            if match is None or int(match[1]) > _LARGEST or int(match[2]) > _LARGEST:
+                raise InvalidRequest(
+                    f"the header {FENCE_HEADER} is not a fence",
+                    where=details.method,
+                    why=f"it has to be 'epoch number ledger run', with numbers up to {_LARGEST}",
+                )
+            return cls(match[3], int(match[1]), match[4], int(match[2]))
         return None
 
 
 class _Newest:
-    """What was seen of one ledger."""
+    """The newest fences of one ledger."""
 
-    def __init__(self) -> None:
-        self.epoch = 0
-        self.numbers: dict[str, int] = {}
-        """By run; of this epoch alone, for a later owner begins every run anew."""
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.numbers: OrderedDict[str, int] = OrderedDict()
+        """By run, the one that called last at the end; of this epoch alone, for a later owner begins every run anew."""
 
-    def refusal(self, fence: Fence) -> str:
-        """What is behind in a call, which else is the newest from now on; empty where nothing is."""
+    def admit(self, fence: Fence, method: str) -> None:
+        """Take `fence` for the newest one, or raise."""
+        if fence.epoch - self.epoch > _LARGEST_LEAP:
+            raise InvalidRequest(
+                f"the epoch of the header {FENCE_HEADER} is {fence.epoch}, but the newest one here is {self.epoch}",
+                where=method,
+                why=f"an epoch grows by one at each start of a coordinator, not by more than {_LARGEST_LEAP} at once",
+                next_step="Restart this service if its coordinator really started so often.",
+            )
         if fence.epoch < self.epoch:
-            return f"the caller's coordinator, epoch {fence.epoch}, is behind epoch {self.epoch}"
+            raise _stale(
+                f"the caller's coordinator, epoch {fence.epoch}, is behind epoch {self.epoch}", fence, method
+            )
         if fence.epoch > self.epoch:
-            self.epoch, self.numbers = fence.epoch, {}
+            self.epoch, self.numbers = fence.epoch, OrderedDict()
         newest = self.numbers.get(fence.run, 0)
         if fence.number < newest:
-            return f"the caller's fence {fence.number} is behind {newest}"
+            raise _stale(f"the caller's fence {fence.number} is behind {newest}", fence, method)
         self.numbers[fence.run] = fence.number
-        return ""
+        _forget_oldest(self.numbers, fence.run, _RUNS_PER_LEDGER)
 
 
-class FenceServerInterceptor(grpc.aio.ServerInterceptor):
-    """Remembers the newest fences of each ledger and refuses what is behind them."""
+class NewestFences:
+    """The newest fences that a service has seen, of the ledgers and runs that called last."""
 
     def __init__(self) -> None:
-        self._newest: dict[str, _Newest] = {}
+        self._ledgers: OrderedDict[str, _Newest] = OrderedDict()
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler = await continuation(handler_call_details)
-        method, fence = handler_call_details.method, Fence.of_call(handler_call_details)
-        if handler is None or fence is None or is_infrastructure(method):
-            return handler
-        refusal = self._newest.setdefault(fence.ledger, _Newest()).refusal(fence)
-        if not refusal:
-            return handler
-        error = StaleVersion(
-            refusal,
-            where=method,
-            why=f"a later beginning of run {fence.run}, or another coordinator, has taken over from it",
-            next_step="see `flotilla run list`",
-        )
+    def admit(self, fence: Fence, method: str) -> None:
+        """Remember `fence` as the newest one of its run; raise StaleVersion where a newer one was here."""
+        newest = self._ledgers.get(fence.ledger) or _Newest(fence.epoch)
+        newest.admit(fence, method)
+        self._ledgers[fence.ledger] = newest
+        _forget_oldest(self._ledgers, fence.ledger, _LEDGERS)
 
-        async def refuse(_: Any, context: Any) -> None:
-            await abort(context, error, method)
 
-        async def refuse_stream(_: Any, context: Any) -> AsyncIterator[Any]:
-            await abort(context, error, method)
-            yield
+def _forget_oldest(entries: OrderedDict[str, Any], used: str, limit: int) -> None:
+    """Move the entry that was `used` to the end, and drop the first one where there are more than `limit`."""
+    entries.move_to_end(used)
+    if len(entries) > limit:
+        entries.popitem(last=False)
 
-        return wrapped(handler, refuse, refuse_stream)
+
+def _stale(what: str, fence: Fence, method: str) -> StaleVersion:
+    return StaleVersion(
+        what,
+        where=method,
+        why=f"a later beginning of run {fence.run}, or another coordinator, has taken over from it",
+        next_step="see `flotilla run list`",
+    )

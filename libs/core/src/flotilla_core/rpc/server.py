@@ -18,7 +18,6 @@ from grpc_reflection.v1alpha import reflection
 from flotilla_core.errors import PortInUse
 from flotilla_core.rpc.auth import require_token
 from flotilla_core.rpc.boundary import BoundaryInterceptor
-from flotilla_core.rpc.fence import FenceServerInterceptor
 from flotilla_core.rpc.health import SERVICE_NAME as HEALTH
 from flotilla_core.rpc.health import HealthServicer
 from flotilla_core.rpc.options import SERVER_OPTIONS
@@ -52,10 +51,11 @@ class RpcServer:
     async def start(self) -> str:
         """Listen; returns host:port as peers dial it."""
         require_token(self._bind, self._token)
-        interceptors = [server_interceptor()]
-        if self._token is not None:
-            interceptors.append(TokenServerInterceptor(self._token))
-        interceptors += [FenceServerInterceptor(), BoundaryInterceptor()]
+        # The token comes first: of a call without it nothing acts, neither its fence nor the trace that it names.
+        interceptors: list[grpc.aio.ServerInterceptor] = (
+            [] if self._token is None else [TokenServerInterceptor(self._token)]
+        )
+        interceptors += [server_interceptor(), BoundaryInterceptor()]
         server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         for add_servicer_to_server, servicer in self._adders:
             add_servicer_to_server(servicer, server)
