@@ -444,6 +444,19 @@ def test_a_clip_narrower_than_the_noise_of_an_engine_is_a_warning(
     assert not warned(type="grpo")
 
 
+def test_an_estimator_without_a_gradient_is_warned_of_in_the_loss(
+    run: dict[str, Any], stack: StackConfig
+) -> None:
+    def warned(**kl: str) -> bool:
+        run["algorithm"] = {"kl": kl}
+        return any("estimator k1" in warning for warning in plan(run, stack).warnings)
+
+    assert warned(placement="loss", estimator="k1")
+    assert not warned(placement="loss", estimator="k2")
+    assert not warned(placement="reward", estimator="k1")
+    assert not warned(placement="none", estimator="k1")
+
+
 def test_a_mixture_says_how_often_each_set_is_repeated(
     run: dict[str, Any], stack: StackConfig, tmp_path: Path
 ) -> None:

@@ -285,6 +285,25 @@ def test_the_divergence_of_whole_distributions_and_its_gradient_equal_the_formul
     torch.testing.assert_close(got.detach(), (probabilities * k1).sum(-1))
 
 
+@pytest.mark.parametrize(("estimator", "distance"), [("k1", "none"), ("k2", "of ours"), ("k3", "of theirs")])
+def test_what_the_gradient_of_an_estimator_pulls_at_on_average(estimator: str, distance: str) -> None:
+    rng = np.random.default_rng(8)
+    logits = torch.tensor(rng.normal(size=9), requires_grad=True)
+    theirs = torch.tensor(rng.normal(size=9)).log_softmax(-1)
+    ours = logits.log_softmax(-1)
+    # Every token at once, as often as the policy draws it: the mean over samples without their noise.
+    (ours.detach().exp() * divergence(estimator, ours, theirs)).sum().backward(retain_graph=True)
+    drawn, logits.grad = logits.grad, None
+    exact = {
+        "none": 0.0 * logits.sum(),
+        "of ours": (ours.exp() * (ours - theirs)).sum(),
+        "of theirs": (theirs.exp() * (theirs - ours)).sum(),
+    }[distance]
+    exact.backward()
+    assert drawn is not None and logits.grad is not None
+    torch.testing.assert_close(drawn, logits.grad, atol=1e-12, rtol=1e-9)
+
+
 def test_corrections_equal_their_formulas() -> None:
     differences = 0.3 * np.random.default_rng(2).normal(size=COUNT)
     difference, sequences = torch.tensor(differences), torch.tensor(SEQUENCES)

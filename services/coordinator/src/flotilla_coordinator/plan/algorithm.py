@@ -59,14 +59,21 @@ def algorithm_lines(algorithm: AlgorithmConfig) -> Iterator[Line]:
 
 def algorithm_warnings(algorithm: AlgorithmConfig) -> Iterator[str]:
     """What would run, and teach badly."""
-    if not isinstance(algorithm, PolicyConfig) or not isinstance(algorithm.loss, GspoLoss):
+    if not isinstance(algorithm, PolicyConfig):
         return
-    if algorithm.correction.proximal == "rollout":
+    loss, kl = algorithm.loss, algorithm.kl
+    if isinstance(loss, GspoLoss) and algorithm.correction.proximal == "rollout":
         yield (
             "algorithm.loss gspo clips ratios beyond "
-            f"1 - {algorithm.loss.clip_low:g} and 1 + {algorithm.loss.clip_high:g}, and with "
+            f"1 - {loss.clip_low:g} and 1 + {loss.clip_high:g}, and with "
             "algorithm.correction.proximal rollout they hold what generator and trainer compute differently, which is "
             "more than that on most GPUs: set it to trainer"
+        )
+    if kl.placement == "loss" and kl.estimator == "k1":
+        yield (
+            "algorithm.kl.estimator k1 with algorithm.kl.placement loss adds noise and holds nothing back, for the "
+            "gradient of log p - log q is that of log p, which is zero on average: set the estimator to k2, k3 or "
+            "full, or the placement to reward"
         )
 
 
