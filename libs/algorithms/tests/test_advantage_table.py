@@ -42,23 +42,30 @@ VALUES = [list(RNG.normal(0, 1, n)) for n in LENGTHS]
 TERMS = [[float(x) for x in RNG.normal(place, scale, len(REWARDS))] for place, scale in ((0, 1), (5, 100))]
 GREEDY = [0.0, 1.0, 0.5, 1.0, 0.25]
 LEADS = [list(RNG.normal(0, 1, n)) for n in LENGTHS]
+CUT = [bool(RNG.integers(0, 2)) for _ in LENGTHS]
+AFTER = [float(RNG.normal()) for _ in LENGTHS]
 Rows = list[list[float]]
 
 
-def outcomes(penalties: bool = True) -> Outcomes:
-    flat_penalties = [x for row in PENALTIES for x in row]
-    flat_mask = [x for row in TRAINED for x in row]
+def outcomes_of(samples: list[int], sizes: list[int], groups: list[int]) -> Outcomes:
+    """What these samples came to, cut into groups of these sizes; `groups` names the groups that they are of."""
     return Outcomes.of(
-        REWARDS,
-        SIZES,
-        LENGTHS,
-        flat_mask,
-        flat_penalties if penalties else None,
-        values=[x for row in VALUES for x in row],
-        teacher_lead=[x for row in LEADS for x in row],
-        terms=np.array(TERMS),
-        greedy_rewards=np.array(GREEDY),
+        [REWARDS[i] for i in samples],
+        sizes,
+        [LENGTHS[i] for i in samples],
+        [x for i in samples for x in TRAINED[i]],
+        [x for i in samples for x in PENALTIES[i]],
+        values=[x for i in samples for x in VALUES[i]],
+        value_after=[AFTER[i] for i in samples],
+        truncated=[CUT[i] for i in samples],
+        teacher_lead=[x for i in samples for x in LEADS[i]],
+        terms=np.array(TERMS)[:, samples],
+        greedy_rewards=np.array(GREEDY)[groups],
     )
+
+
+def outcomes() -> Outcomes:
+    return outcomes_of(list(range(len(REWARDS))), SIZES, list(range(len(SIZES))))
 
 
 TOTALS = [reward - math.fsum(row) for reward, row in zip(REWARDS, PENALTIES, strict=True)]
@@ -141,15 +148,17 @@ def returns(gamma: float) -> Rows:
     return rows
 
 
-def sums_of_errors(gamma: float, lam: float) -> Rows:
+def sums_of_errors(gamma: float, lam: float, bootstrap: bool) -> Rows:
     """Generalised advantages by their definition, over the trained tokens of each sample as if they were all of it."""
     rows = []
-    for reward, penalties, values, mask in zip(REWARDS, PENALTIES, VALUES, TRAINED, strict=True):
+    parts = zip(REWARDS, PENALTIES, VALUES, TRAINED, CUT, AFTER, strict=True)
+    for reward, penalties, values, mask, cut, after in parts:
         own = [t for t, is_own in enumerate(mask) if is_own]
         errors = {}
         for place, t in enumerate(own):
             ends = place == len(own) - 1
-            following = 0.0 if ends else values[own[place + 1]]
+            at_the_end = after if bootstrap and cut else 0.0
+            following = at_the_end if ends else values[own[place + 1]]
             errors[t] = (reward if ends else 0.0) - penalties[t] + gamma * following - values[t]
         rows.append(
             [
@@ -207,7 +216,16 @@ TABLE: dict[str, tuple[str, dict[str, Any], Rows]] = {
     "gpg": ("gpg", {"normalize_std": False}, scaled(by_group(centred), speaking_share())),
     "gpg_std": ("gpg", {"normalize_std": True}, scaled(by_group(standardised), speaking_share())),
     "pass_at_2": ("pass_at_k", {"k": 2, "right_at": 0.9}, by_group(teams(2, 0.9), REWARDS)),
-    "gae": ("gae", {"gamma": 0.98, "lam": 0.9}, sums_of_errors(0.98, 0.9)),
+    "gae": (
+        "gae",
+        {"gamma": 0.98, "lam": 0.9, "bootstrap_truncated": True},
+        sums_of_errors(0.98, 0.9, True),
+    ),
+    "gae_ended": (
+        "gae",
+        {"gamma": 0.98, "lam": 0.9, "bootstrap_truncated": False},
+        sums_of_errors(0.98, 0.9, False),
+    ),
     "distill": ("distill", {"coefficient": 2.0, "reward_weight": 0.0}, scaled(LEADS, 2.0)),
     "distill_and_task": (
         "distill",
@@ -238,17 +256,7 @@ def test_the_order_of_groups_changes_no_advantage(row: str) -> None:
     name, parameters, expected = TABLE[row]
     order = [3, 0, 4, 2, 1]
     samples = [i for g in order for i in range(sum(SIZES[:g]), sum(SIZES[: g + 1]))]
-    moved = Outcomes.of(
-        [REWARDS[i] for i in samples],
-        [SIZES[g] for g in order],
-        [LENGTHS[i] for i in samples],
-        [x for i in samples for x in TRAINED[i]],
-        [x for i in samples for x in PENALTIES[i]],
-        values=[x for i in samples for x in VALUES[i]],
-        teacher_lead=[x for i in samples for x in LEADS[i]],
-        terms=np.array(TERMS)[:, samples],
-        greedy_rewards=np.array(GREEDY)[order],
-    )
+    moved = outcomes_of(samples, [SIZES[g] for g in order], order)
     got = token_advantages(ADVANTAGES[name], moved, parameters)
     np.testing.assert_allclose(got, [x for i in samples for x in expected[i]], rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -268,17 +276,7 @@ def test_samples_that_are_left_out_count_nowhere(row: str) -> None:
     kept[5] = False  # one sample of a group that stays
     sizes = [SIZES[0], SIZES[2] - 1, SIZES[4]]
     chosen = [i for i in range(len(REWARDS)) if kept[i]]
-    alone = Outcomes.of(
-        [REWARDS[i] for i in chosen],
-        sizes,
-        [LENGTHS[i] for i in chosen],
-        [x for i in chosen for x in TRAINED[i]],
-        [x for i in chosen for x in PENALTIES[i]],
-        values=[x for i in chosen for x in VALUES[i]],
-        teacher_lead=[x for i in chosen for x in LEADS[i]],
-        terms=np.array(TERMS)[:, chosen],
-        greedy_rewards=np.array(GREEDY)[[0, 2, 4]],
-    )
+    alone = outcomes_of(chosen, sizes, [0, 2, 4])
     expected = token_advantages(ADVANTAGES[name], alone, parameters, whiten=True)
     found = token_advantages(ADVANTAGES[name], outcomes(), parameters, kept=kept, whiten=True)
     of_kept = np.repeat(kept, LENGTHS)
@@ -302,22 +300,41 @@ def test_an_update_of_equal_rewards_teaches_exactly_nothing(row: str) -> None:
     assert not token_advantages(ADVANTAGES[name], equal, parameters).any()
 
 
+@pytest.mark.parametrize("bootstrap", [True, False])
 @pytest.mark.parametrize(("gamma", "decay"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
 def test_gae_equals_the_sum_of_discounted_errors_and_returns_add_the_values(
-    gamma: float, decay: float
+    gamma: float, decay: float, bootstrap: bool
 ) -> None:
-    advantages, targets = gae(outcomes(), [x for row in VALUES for x in row], gamma=gamma, lam=decay)
-    expected = [x for row in sums_of_errors(gamma, decay) for x in row]
+    values = [x for row in VALUES for x in row]
+    advantages, targets = gae(outcomes(), values, gamma=gamma, lam=decay, bootstrap_truncated=bootstrap)
+    expected = [x for row in sums_of_errors(gamma, decay, bootstrap) for x in row]
     np.testing.assert_allclose(advantages, expected, rtol=TOLERANCE, atol=TOLERANCE)
     np.testing.assert_allclose(targets, np.add(expected, [x for row in VALUES for x in row]))
 
 
 def test_gae_passes_over_samples_that_are_context_alone() -> None:
     values = [0.5, 0.25, 0.125]
-    given = Outcomes.of([1.0, 5.0], [2], [2, 1], [True, True, False], values=values)
-    advantages, targets = gae(given, values, gamma=1.0, lam=1.0)
+    given = Outcomes.of(
+        [1.0, 5.0], [2], [2, 1], [True, True, False], truncated=[False, True], value_after=[0.0, 3.0]
+    )
+    advantages, targets = gae(given, values, gamma=1.0, lam=1.0, bootstrap_truncated=True)
     np.testing.assert_allclose(advantages, [0.5, 0.75, 0.0])
     np.testing.assert_allclose(targets, [1.0, 1.0, 0.125])
+
+
+def test_gae_expects_nothing_after_a_response_that_ended_and_the_critics_value_after_one_that_was_cut_off() -> (
+    None
+):
+    given = Outcomes.of(
+        [1.0, 1.0], [2], [2, 2], truncated=[True, False], value_after=[0.5, 0.5], values=[0.25] * 4
+    )
+    found = ADVANTAGES["gae"](given, gamma=1.0, lam=1.0, bootstrap_truncated=True)
+    np.testing.assert_allclose(found, [1.25, 1.25, 0.75, 0.75])
+    ended = ADVANTAGES["gae"](given, gamma=1.0, lam=1.0, bootstrap_truncated=False)
+    np.testing.assert_allclose(ended, [0.75] * 4)
+    unknown = Outcomes.of([1.0], [1], truncated=[True], values=[0.25])
+    with pytest.raises(ValueError, match="after a response that was cut off"):
+        ADVANTAGES["gae"](unknown, gamma=1.0, lam=1.0, bootstrap_truncated=True)
 
 
 NEEDS = [
@@ -331,7 +348,7 @@ NEEDS = [
 @pytest.mark.parametrize(("name", "needs"), NEEDS)
 def test_an_advantage_says_what_it_lacks(name: str, needs: str) -> None:
     parameters = {
-        "gae": {"gamma": 1.0, "lam": 1.0},
+        "gae": {"gamma": 1.0, "lam": 1.0, "bootstrap_truncated": True},
         "distill": {"coefficient": 1.0, "reward_weight": 0.0},
         "gdpo": {"weights": [1.0]},
         "remax": {},

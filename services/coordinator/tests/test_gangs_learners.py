@@ -164,7 +164,7 @@ async def test_every_sample_gets_its_own_values_however_many_calls_that_takes(
         calls.append(len(request.sequences))
         reply = pb.ComputeValuesResponse()
         for sequence in reversed(request.sequences):
-            values = from_tensor(sequence.token_ids).astype(np.float32)
+            values = np.append(from_tensor(sequence.token_ids), 7 if request.after_last else []).astype("f4")
             reply.sequences.add(sequence_id=sequence.sequence_id, values=to_tensor(values))
         return reply
 
@@ -181,9 +181,11 @@ async def test_every_sample_gets_its_own_values_however_many_calls_that_takes(
     assert calls == [2, 2, 1]
     for sample in valued.samples:
         np.testing.assert_array_equal(sample.values, sample.token_ids.astype(np.float32))
+    valued.groups[3].samples[0].truncated = True
     message = pb.TrainGroup()
     group_messages.fill(message, valued.groups[3])
     np.testing.assert_array_equal(from_tensor(message.samples[0].values), [3.0, 4.0, 5.0])
+    assert (message.samples[0].value_after, message.samples[0].truncated) == (7.0, True)
 
 
 async def test_others_get_their_turns_while_a_batch_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

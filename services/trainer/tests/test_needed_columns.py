@@ -49,7 +49,7 @@ def group_with(*columns: str) -> pb.TrainGroup:
     numbers = to_tensor(-0.1 * np.arange(1, COUNT + 1, dtype=np.float32))
     group = pb.TrainGroup(group_id="g", prompt_token_ids=to_tensor(np.array([1, 2], np.int32)))
     for index in range(2):
-        sample = group.samples.add(sample_id=f"g/{index}", reward=float(index))
+        sample = group.samples.add(sample_id=f"g/{index}", reward=float(index), truncated=True)
         sample.token_ids.CopyFrom(to_tensor(np.arange(COUNT, dtype=np.int32)))
         for column in columns:
             getattr(sample, column).CopyFrom(numbers)
@@ -64,6 +64,7 @@ def batch_with(*columns: str) -> UpdateBatch:
     ("advantage", "parameters", "columns", "lacks"),
     [
         ("gae", {"gamma": 1.0, "lam": 1.0}, ("logprobs",), "values"),
+        ("gae", {"gamma": 1.0, "lam": 1.0}, ("logprobs", "values"), "value_after"),
         ("distill", TEACHER, ("logprobs",), "teacher_logprobs"),
         ("gdpo", {"weights": [1.0, 0.5]}, ("logprobs",), "reward_terms"),
         ("remax", {}, ("logprobs",), "greedy_reward"),

@@ -59,7 +59,7 @@ def objective_of(clip: float | None = CLIP, **changes: Any) -> session_pb2.Objec
 
 def make_groups(sizes: list[int]) -> list[pb.TrainGroup]:
     """Unequal lengths, tool results in the midst of some responses, a sample of context alone."""
-    rng, groups = np.random.default_rng(0), []
+    rng, extra, groups = np.random.default_rng(0), np.random.default_rng(1), []
     for index, size in enumerate(sizes):
         prompt = rng.integers(0, VOCABULARY, rng.integers(1, 6)).astype(np.int32)
         group = pb.TrainGroup(group_id=f"g{index}", prompt_token_ids=to_tensor(prompt))
@@ -69,6 +69,8 @@ def make_groups(sizes: list[int]) -> list[pb.TrainGroup]:
             sample.token_ids.CopyFrom(to_tensor(rng.integers(0, VOCABULARY, count).astype(np.int32)))
             for name in ("values", "logprobs", "reference_logprobs"):
                 getattr(sample, name).CopyFrom(to_tensor(rng.normal(-0.5, 0.4, count).astype(np.float32)))
+            sample.value_after = float(extra.normal())
+            sample.truncated = number % 2 == 0
             if number == 1:
                 sample.mask.CopyFrom(to_tensor(np.arange(count) % 3 > 0))
         groups.append(group)
@@ -80,11 +82,11 @@ def own_tokens(sample: pb.TrainSample) -> np.ndarray:
     return from_tensor(sample.mask) if sample.mask.data else np.ones(count, bool)
 
 
-def plain_returns(sample: pb.TrainSample) -> list[float]:
+def plain_returns(sample: pb.TrainSample, bootstrap: bool = True) -> list[float]:
     """Of the trained tokens, by the formula of the estimator, as sums over what comes later."""
     own = own_tokens(sample)
     values = from_tensor(sample.values).astype(np.float64)[own]
-    following = np.append(values[1:], 0.0)
+    following = np.append(values[1:], sample.value_after if bootstrap and sample.truncated else 0.0)
     gains = np.zeros(len(values))
     gains[-1:] = sample.reward
     errors = gains + GAMMA * following - values
@@ -155,6 +157,21 @@ def test_loss_and_gradient_are_those_of_the_formula_for_any_layout(
         np.testing.assert_allclose(got[1], gradient, atol=TOLERANCE, err_msg=str(layout))
 
 
+@pytest.mark.parametrize("bootstrap", [True, False])
+def test_a_response_that_was_cut_off_returns_what_was_still_expected_unless_told_otherwise(
+    bootstrap: bool,
+) -> None:
+    objective, groups = objective_of(), make_groups([3, 2])
+    objective.value.policy.advantage.function.parameters["bootstrap_truncated"] = bootstrap
+    if not bootstrap:
+        for sample in (sample for group in groups for sample in group.samples):
+            sample.ClearField("value_after")
+    batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), Version(0, 0))
+    found = ValueUpdate(objective.value).sequences(batch, 0)[0].columns["returns"]
+    expected = [x for g in groups for sample in g.samples for x in plain_returns(sample, bootstrap)]
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("changes", [{}, SHAPED], ids=["plain", "shaped"])
 def test_returns_are_the_advantages_of_the_policy_upon_the_values(changes: dict[str, Any]) -> None:
     objective = objective_of(**changes)
@@ -173,6 +190,7 @@ def test_values_that_foretell_the_returns_explain_all_of_their_spread() -> None:
     groups = make_groups([3, 2])
     for sample in (sample for group in groups for sample in group.samples):
         sample.mask.CopyFrom(to_tensor(np.arange(len(from_tensor(sample.token_ids))) == 0))
+        sample.truncated = False
         sample.values.CopyFrom(to_tensor(np.full(len(own_tokens(sample)), sample.reward, np.float32)))
     batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), Version(0, 0))
     _, facts = ValueUpdate(objective_of().value).sequences(batch, 0)
@@ -180,7 +198,8 @@ def test_values_that_foretell_the_returns_explain_all_of_their_spread() -> None:
 
 
 @pytest.mark.parametrize(
-    ("column", "changes"), [("values", {}), ("reference_logprobs", SHAPED), ("logprobs", SHAPED)]
+    ("column", "changes"),
+    [("values", {}), ("value_after", {}), ("reference_logprobs", SHAPED), ("logprobs", SHAPED)],
 )
 def test_samples_without_what_a_return_is_made_of_are_refused(column: str, changes: dict[str, Any]) -> None:
     groups = make_groups([2, 1])

@@ -74,19 +74,21 @@ def objective(policy_of: Callable[..., Any], function_of: Callable[..., Any]) ->
 @pytest.fixture
 def groups(groups_of: Callable[..., Groups]) -> Groups:
     """With values and a reference beside what every sample has."""
-    made, rng = groups_of(SIZES), np.random.default_rng(5)
+    made, rng, extra = groups_of(SIZES), np.random.default_rng(5), np.random.default_rng(6)
     for group in made:
         for sample in group.samples:
             count = len(from_tensor(sample.token_ids))
             sample.values.CopyFrom(to_tensor(rng.normal(0, 0.3, count).astype(np.float32)))
             sample.reference_logprobs.CopyFrom(to_tensor(rng.normal(-3.0, 0.5, count).astype(np.float32)))
+            sample.value_after = float(extra.normal(0, 0.3))
+            sample.truncated = count % 2 == 0
     return made
 
 
 def plain_values(model: Any, prompt: np.ndarray, response: np.ndarray) -> torch.Tensor:
-    """What one sequence alone expects before each response token."""
+    """What one sequence alone expects before each response token, and after the last one."""
     tokens = torch.from_numpy(np.concatenate([prompt, response])).long()
-    return model(input_ids=tokens[None]).logits[0, len(prompt) - 1 : -1, 0]
+    return model(input_ids=tokens[None]).logits[0, len(prompt) - 1 :, 0]
 
 
 def plain_returns(sample: pb.TrainSample) -> list[float]:
@@ -95,10 +97,11 @@ def plain_returns(sample: pb.TrainSample) -> list[float]:
     mask = trained_tokens(sample)
     values = from_tensor(sample.values).astype(np.float64).tolist()
     distance = from_tensor(sample.logprobs).astype(np.float64) - from_tensor(sample.reference_logprobs)
-    # At a limit of 20 tokens the last 8 cost up to a half.
-    reward = max(-1.0, min(1.0, sample.reward - 0.5 * max(0, count - 12) / 8))
     own = [place for place in range(count) if mask[place]]
-    returns, carried, following = list(values), 0.0, 0.0
+    # At a limit of 20 tokens of its own the last 8 cost up to a half.
+    reward = max(-1.0, min(1.0, sample.reward - 0.5 * max(0, len(own) - 12) / 8))
+    returns, carried = list(values), 0.0
+    following = sample.value_after if sample.truncated else 0.0
     for place in reversed(own):
         gained = (reward if place == own[-1] else 0.0) - KL * float(distance[place])
         carried = gained + GAMMA * following - values[place] + GAMMA * LAM * carried
@@ -117,7 +120,7 @@ def plain_loss(folder: Path, groups: Groups) -> tuple[float, dict[str, torch.Ten
         prompt = from_tensor(group.prompt_token_ids)
         for sample in group.samples:
             response = from_tensor(sample.token_ids)
-            values = plain_values(model, prompt, response)
+            values = plain_values(model, prompt, response)[:-1]
             old = torch.from_numpy(from_tensor(sample.values).astype(np.float64))
             returns = torch.tensor(plain_returns(sample), dtype=torch.float64)
             plain = (values - returns) ** 2
@@ -135,7 +138,7 @@ def plain_loss(folder: Path, groups: Groups) -> tuple[float, dict[str, torch.Ten
 
 
 async def values_of(critic: Any, groups: Groups) -> dict[str, np.ndarray]:
-    request = pb.ComputeValuesRequest(run_id=critic.run_id, sequences=critic.scored(groups))
+    request = pb.ComputeValuesRequest(run_id=critic.run_id, sequences=critic.scored(groups), after_last=True)
     reply = await critic.call("ComputeValues", request)
     return {item.sequence_id: from_tensor(item.values) for item in reply.sequences}
 

@@ -36,6 +36,10 @@ class Outcomes:
     """One a token, subtracted from the reward where the token stands; zeros unless a reference is kept near."""
     values: Floats | None = None
     """One a token: what a critic expects before it is drawn."""
+    value_after: Floats | None = None
+    """One a sample: what a critic expects after its last token."""
+    truncated: NDArray[np.bool_] | None = None
+    """One a sample: whether it was cut off at a length limit; None where no sample was."""
     teacher_lead: Floats | None = None
     """One a token: log-probability under the teacher less that under the policy that drew it."""
     history: RewardHistory = NO_HISTORY
@@ -56,6 +60,8 @@ class Outcomes:
         *,
         earned: ArrayLike | None = None,
         values: ArrayLike | None = None,
+        value_after: ArrayLike | None = None,
+        truncated: ArrayLike | None = None,
         teacher_lead: ArrayLike | None = None,
         history: RewardHistory = NO_HISTORY,
         terms: Floats | None = None,
@@ -73,6 +79,9 @@ class Outcomes:
         if lengths.shape != totals.shape or (lengths < 1).any():
             raise ValueError(f"{lengths.size} response lengths do not belong to {totals.size} rewards")
         tokens = int(lengths.sum())
+        cut = None if truncated is None else np.asarray(truncated, dtype=np.bool_)
+        if cut is not None and cut.shape != totals.shape:
+            raise ValueError(f"{cut.size} flags of cut-off responses do not belong to {totals.size} rewards")
         mask = np.ones(tokens, np.bool_) if trained is None else np.asarray(trained, dtype=np.bool_)
         cost = np.zeros(tokens) if penalties is None else np.asarray(penalties, dtype=np.float64)
         if mask.shape != (tokens,) or cost.shape != (tokens,):
@@ -84,8 +93,10 @@ class Outcomes:
             lengths,
             mask,
             np.where(mask, cost, 0.0),
-            values=_a_token(values, tokens),
-            teacher_lead=_a_token(teacher_lead, tokens),
+            values=_one_each(values, tokens, "tokens"),
+            value_after=_one_each(value_after, totals.size, "samples"),
+            truncated=cut,
+            teacher_lead=_one_each(teacher_lead, tokens, "tokens"),
             history=history,
             terms=terms,
             greedy_rewards=greedy_rewards,
@@ -105,6 +116,8 @@ class Outcomes:
             trained=self.trained[tokens],
             penalties=self.penalties[tokens],
             values=None if self.values is None else self.values[tokens],
+            value_after=None if self.value_after is None else self.value_after[kept],
+            truncated=None if self.truncated is None else self.truncated[kept],
             teacher_lead=None if self.teacher_lead is None else self.teacher_lead[tokens],
             terms=None if self.terms is None else self.terms[:, kept],
             greedy_rewards=None if self.greedy_rewards is None else self.greedy_rewards[groups],
@@ -133,13 +146,13 @@ class Outcomes:
         return np.repeat(samples, self.response_lengths)
 
 
-def _a_token(column: ArrayLike | None, tokens: int) -> Floats | None:
-    """Finite numbers, one a token, where there are any."""
+def _one_each(column: ArrayLike | None, count: int, of_what: str) -> Floats | None:
+    """Return finite numbers, one each, where there are any."""
     if column is None:
         return None
     numbers = np.asarray(column, dtype=np.float64)
-    if numbers.shape != (tokens,) or not np.isfinite(numbers).all():
-        raise ValueError(f"{numbers.size} numbers do not belong to {tokens} tokens, or are not finite")
+    if numbers.shape != (count,) or not np.isfinite(numbers).all():
+        raise ValueError(f"{numbers.size} numbers do not belong to {count} {of_what}, or are not finite")
     return numbers
 
 

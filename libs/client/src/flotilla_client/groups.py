@@ -81,6 +81,7 @@ class Sample:
             sample_id=self.sample_id,
             token_ids=to_tensor(_int32(self.token_ids)),
             reward=self.reward,
+            truncated=self.truncated,
             version_spans=self.version_spans,
         )
         if self.logprobs is not None:

@@ -71,6 +71,20 @@ def greedy_rewards(groups: Sequence[pb.TrainGroup]) -> NDArray[np.float64] | Non
     return np.array([group.samples[0].greedy_reward for group in groups])
 
 
+def values_after(samples: list[pb.TrainSample]) -> NDArray[np.float64] | None:
+    """Return one finite number a sample, or None where no sample carries one."""
+    if not any(sample.HasField("value_after") for sample in samples):
+        return None
+    for sample in samples:
+        if not sample.HasField("value_after") or not np.isfinite(sample.value_after):
+            raise InvalidRequest(
+                f"`value_after` is {sample.value_after if sample.HasField('value_after') else 'empty'}",
+                where=sample_place(sample.sample_id),
+                why="all samples of an update carry a finite number, or none does",
+            )
+    return np.array([sample.value_after for sample in samples])
+
+
 def trained_mask(samples: list[pb.TrainSample], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Which tokens train: all of a sample that says nothing."""
     masks = []

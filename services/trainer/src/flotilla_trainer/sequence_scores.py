@@ -48,8 +48,10 @@ class SequenceScores:
         return reply
 
     async def values(self, request: pb.ComputeValuesRequest) -> pb.ComputeValuesResponse:
-        """What the critic expects before each response token, in the order of the request."""
-        version, scored = await self._scored(request, self._ranks.values, "computing values")
+        """Return what the critic expects before each response token, in the order of the request."""
+        version, scored = await self._scored(
+            request, self._ranks.values, "computing values", after_last=request.after_last
+        )
         reply = pb.ComputeValuesResponse(policy_version=version.to_proto())
         for sequence_id, scores in scored:
             reply.sequences.add(sequence_id=sequence_id, values=to_tensor(scores["values"]))
@@ -60,9 +62,13 @@ class SequenceScores:
         request: pb.ComputeLogprobsRequest | pb.ComputeValuesRequest,
         score: Callable[[list[list[MicroBatch]], int], Awaitable[Columns]],
         what: str,
+        *,
+        after_last: bool = False,
     ) -> tuple[Version, Iterator[tuple[str, Columns]]]:
         """The version that scored, and what it says of each sequence."""
-        sequence_ids, sequences, lengths = read_scored(request.sequences, self._ranks.limits)
+        sequence_ids, sequences, lengths = read_scored(
+            request.sequences, self._ranks.limits, after_last=after_last
+        )
         packed = self._ranks.pack(sequences)
         async with self._ranks.turn:
             version = self._version()

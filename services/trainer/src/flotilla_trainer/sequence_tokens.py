@@ -30,10 +30,14 @@ class ModelLimits:
     """0 where the model has no limit."""
 
 
+NOTHING_FOLLOWS = 0
+"""Stands after a sequence as the place of what is said after its last token; it is no token and is fed to no model."""
+
+
 def read_scored(
-    sequences: Iterable[pb.ScoredSequence], limits: ModelLimits
+    sequences: Iterable[pb.ScoredSequence], limits: ModelLimits, *, after_last: bool = False
 ) -> tuple[list[str], Sequences, Any]:
-    """Ids, sequences and response lengths of a scoring request."""
+    """Return ids, sequences and how many places of each are scored; with `after_last` one more than response tokens."""
     items = list(sequences)
     if not items:
         raise InvalidRequest("there is nothing to score", where="sequences")
@@ -45,6 +49,9 @@ def read_scored(
     responses = [token_ids(item.token_ids, sample_place(item.sequence_id)) for item in items]
     lengths = np.array([len(response) for response in responses])
     tokens, prompt_lengths = joined_tokens(prompts, responses, ids, limits)
+    if after_last:
+        tokens = np.insert(tokens, np.cumsum(prompt_lengths + lengths), NOTHING_FOLLOWS)
+        lengths = lengths + 1
     scored = response_places(prompt_lengths, lengths)
     return ids, Sequences(tokens=tokens, lengths=prompt_lengths + lengths, scored=scored), lengths
 

@@ -17,7 +17,14 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import InvalidRequest
 from flotilla_core.version import Version
 from flotilla_trainer.packing import Sequences
-from flotilla_trainer.sample_columns import ages, greedy_rewards, numbers, reward_terms, trained_mask
+from flotilla_trainer.sample_columns import (
+    ages,
+    greedy_rewards,
+    numbers,
+    reward_terms,
+    trained_mask,
+    values_after,
+)
 from flotilla_trainer.sequence_tokens import (
     ModelLimits,
     check_ids,
@@ -48,6 +55,10 @@ class UpdateBatch:
     """Where the caller computed them itself."""
     values: NDArray[np.float32] | None
     """What the critic expected before each token."""
+    value_after: NDArray[np.float64] | None
+    """One a sample: what the critic expected after its last token, where it was sent."""
+    truncated: NDArray[np.bool_]
+    """One a sample: whether it was cut off at a length limit."""
     reference_logprobs: NDArray[np.float32] | None
     teacher_logprobs: NDArray[np.float32] | None
     staleness: NDArray[np.int64]
@@ -94,6 +105,8 @@ class UpdateBatch:
             logprobs=numbers("logprobs", samples, lengths),
             advantages=numbers("advantages", samples, lengths),
             values=numbers("values", samples, lengths),
+            value_after=values_after(samples),
+            truncated=np.array([sample.truncated for sample in samples]),
             reference_logprobs=numbers("reference_logprobs", samples, lengths),
             teacher_logprobs=numbers("teacher_logprobs", samples, lengths),
             staleness=staleness,

@@ -167,6 +167,9 @@ class GaeAdvantage(AdvantageConfig):
     """Discount a token."""
     lam: float = Field(default=1.0, ge=0, le=1)
     """Weight of what comes later against what the critic expects; 1 trusts the rewards alone."""
+    bootstrap_truncated: bool = True
+    """After a response that was cut off at the length limit the critic says what would have come; false: nothing would
+    have, as after one that ended."""
 
     @property
     def min_group_samples(self) -> int:

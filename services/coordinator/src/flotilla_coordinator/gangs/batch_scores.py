@@ -37,10 +37,10 @@ async def batch_logprobs(
 
 
 async def batch_values(stub: TrainerServiceAsyncStub, run_id: str, batch: Batch) -> dict[str, np.ndarray]:
-    """What a critic expects before them."""
+    """Return what a critic expects before each of them and, as the last number, after all of them."""
 
     async def ask(sequences: list[pb.ScoredSequence]) -> dict[str, tensor_pb2.Tensor]:
-        request = pb.ComputeValuesRequest(run_id=run_id, sequences=sequences)
+        request = pb.ComputeValuesRequest(run_id=run_id, sequences=sequences, after_last=True)
         reply = await rpc.unary(stub.ComputeValues, request, timeout_s=TRAIN_TIMEOUT_S)
         return {item.sequence_id: item.values for item in reply.sequences}
 

@@ -14,7 +14,8 @@ class Critic(LearningSession):
     """The value model of a run."""
 
     async def value(self, batch: Batch) -> None:
-        """Give every sample of the batch what the critic expects before each of its tokens."""
+        """Give every sample of the batch what the critic expects before each of its tokens, and after the last."""
         values = await batch_values(self.stub, self._run_id, batch)
         for sample in batch.samples:
-            sample.values = values[sample.sample_id]
+            expected = values[sample.sample_id]
+            sample.values, sample.value_after = expected[:-1], float(expected[-1])

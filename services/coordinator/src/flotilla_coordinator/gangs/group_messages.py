@@ -40,6 +40,8 @@ def fill(message: pb.TrainGroup, group: RolloutGroup) -> None:
             token_ids=to_tensor(sample.token_ids),
             logprobs=_column(sample.logprobs),
             values=_column(sample.values),
+            value_after=sample.value_after,
+            truncated=sample.truncated,
             reference_logprobs=_column(sample.reference_logprobs),
             teacher_logprobs=_column(sample.teacher_logprobs),
             reward=sample.reward,

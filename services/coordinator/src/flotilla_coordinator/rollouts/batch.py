@@ -36,6 +36,8 @@ class RolloutSample:
     attempt: int = 0
     values: np.ndarray | None = None
     """What a critic expects before each token, where the run has one."""
+    value_after: float | None = None
+    """What it expects after the last one."""
     reference_logprobs: np.ndarray | None = None
     """Of each token under the first policy, where somebody else than the policy's ranks needs or knows them."""
     teacher_logprobs: np.ndarray | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flotilla.trainer.v1 import session_pb2 as pb
+from flotilla_core.config.advantages import AdvantageConfig, GaeAdvantage
 from flotilla_core.errors import InvalidRequest
 from flotilla_trainer.sequence_tokens import sample_place
 from flotilla_trainer.update_batch import UpdateBatch
@@ -26,21 +26,36 @@ def check_logprobs(batch: UpdateBatch, what: str) -> None:
     _require(batch, "logprobs", f"{what} needs the rollout's log-probabilities")
 
 
-def check_advantage(batch: UpdateBatch, advantage: pb.Advantage) -> None:
+def check_advantage(batch: UpdateBatch, advantage: AdvantageConfig) -> None:
     """Refuse samples that lack what their advantages are made of; advantages that were sent need nothing."""
-    name = advantage.function.name
+    name = advantage.type
     if batch.advantages is not None or name not in ADVANTAGE_NEEDS:
         return
     column, next_step = ADVANTAGE_NEEDS[name]
     _require(batch, column, f"the advantage {name} needs more than rewards", next_step)
     if name == "distill":
         check_logprobs(batch, "the advantage distill")
+    if isinstance(advantage, GaeAdvantage):
+        _check_value_after(batch, advantage)
 
 
-def check_values(batch: UpdateBatch) -> None:
+def check_values(batch: UpdateBatch, advantage: GaeAdvantage) -> None:
     """Refuse samples without the values that returns are made from, whatever else came with them."""
     _, next_step = ADVANTAGE_NEEDS["gae"]
     _require(batch, "values", "a critic needs the values from before the update", next_step)
+    _check_value_after(batch, advantage)
+
+
+def _check_value_after(batch: UpdateBatch, advantage: GaeAdvantage) -> None:
+    """Refuse a response that was cut off where nobody says what would have come."""
+    if not (advantage.bootstrap_truncated and batch.truncated.any()):
+        return
+    _require(
+        batch,
+        "value_after",
+        "a response that was cut off needs what the critic expects after it",
+        "ask for it with ComputeValues (after_last), or set advantage.bootstrap_truncated to false",
+    )
 
 
 def check_reference(batch: UpdateBatch, why: str) -> None:

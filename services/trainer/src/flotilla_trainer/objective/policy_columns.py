@@ -98,6 +98,8 @@ def outcomes_of(
         penalties,
         earned=earned,
         values=batch.values,
+        value_after=batch.value_after,
+        truncated=batch.truncated,
         teacher_lead=lead,
         history=history,
         terms=batch.reward_terms,

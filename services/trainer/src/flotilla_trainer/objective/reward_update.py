@@ -19,11 +19,8 @@ from flotilla_trainer.objective.pair_metrics import pair_metrics
 from flotilla_trainer.objective.pair_objective import check_pairs
 from flotilla_trainer.objective.unchanging import Unchanging
 from flotilla_trainer.packing import Sequences
-from flotilla_trainer.sequence_tokens import sample_place
+from flotilla_trainer.sequence_tokens import NOTHING_FOLLOWS, sample_place
 from flotilla_trainer.update_batch import UpdateBatch
-
-NOTHING_FOLLOWS = 0
-"""Stands after each sequence as the place that its reward belongs to; it is no token and is fed to no model."""
 
 
 class RewardUpdate(Unchanging):

@@ -83,7 +83,7 @@ class UpdateObjective:
             return batch.sequences({"weights": weights}), {}
         if self._needs_rollout_logprobs:
             check_logprobs(batch, f"the loss {self._policy.loss.name}")
-        check_advantage(batch, self._policy.advantage)
+        check_advantage(batch, self._advantage)
         made, metrics = self._policy_columns(self._policy, batch, seed, parts)
         if policy is not None:
             made["proximal_logprobs"] = policy

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_algorithms import counted_units, gae
+from flotilla_core.config.advantages import GaeAdvantage
 from flotilla_trainer.objective import policy_columns as columns
 from flotilla_trainer.objective.needed_columns import check_logprobs, check_reference, check_values
 from flotilla_trainer.objective.sections import ADVANTAGE, checked_section
@@ -36,9 +37,9 @@ class ValueUpdate(Unchanging):
     def __init__(self, objective: pb.ValueObjective) -> None:
         self._policy = objective.policy
         function = objective.policy.advantage.function
-        self._arguments = checked_section(
+        self._advantage: GaeAdvantage = checked_section(
             ADVANTAGE, function, "spec.objective.value.policy.advantage"
-        ).arguments
+        )
 
     def scores_reference(self, batch: UpdateBatch) -> bool:
         """Never: a critic holds no policy, so what it needs of one comes with the samples."""
@@ -56,10 +57,10 @@ class ValueUpdate(Unchanging):
         parts: Sequence[NDArray[np.bool_]] = (),
     ) -> tuple[Sequences, dict[str, float]]:
         """Sequences with old values, returns and weights, each part with its own denominator, and metrics."""
-        check_values(batch)
+        check_values(batch, self._advantage)
         assert batch.values is not None, "checked"
         outcomes = columns.outcomes_of(batch, self._policy, seed, self._penalties(batch))
-        _, returns = gae(outcomes, batch.values, **self._arguments)
+        _, returns = gae(outcomes, batch.values, **self._advantage.arguments)
         made = {
             "old_values": batch.values,
             "returns": returns,

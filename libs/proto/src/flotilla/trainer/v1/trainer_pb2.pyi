@@ -271,10 +271,16 @@ class TrainSample(_message.Message):
     TEACHER_LOGPROBS_FIELD_NUMBER: _builtins.int
     REWARD_TERMS_FIELD_NUMBER: _builtins.int
     GREEDY_REWARD_FIELD_NUMBER: _builtins.int
+    TRUNCATED_FIELD_NUMBER: _builtins.int
+    VALUE_AFTER_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     reward: _builtins.float
     greedy_reward: _builtins.float
     """What the greedy response to the same prompt earned, one number a group; for advantages that compare with it."""
+    truncated: _builtins.bool
+    """Cut off at a length limit: it might have gone on."""
+    value_after: _builtins.float
+    """What the critic expects after the last token, as it was before the update; all samples carry it or none does."""
     @_builtins.property
     def token_ids(self) -> _tensor_pb2.Tensor: ...
     @_builtins.property
@@ -322,14 +328,21 @@ class TrainSample(_message.Message):
         teacher_logprobs: _tensor_pb2.Tensor | None = ...,
         reward_terms: _abc.Iterable[_builtins.float] | None = ...,
         greedy_reward: _builtins.float | None = ...,
+        truncated: _builtins.bool = ...,
+        value_after: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_greedy_reward", b"_greedy_reward", "advantages", b"advantages", "greedy_reward", b"greedy_reward", "logprobs", b"logprobs", "mask", b"mask", "reference_logprobs", b"reference_logprobs", "teacher_logprobs", b"teacher_logprobs", "token_ids", b"token_ids", "values", b"values"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_greedy_reward", b"_greedy_reward", "_value_after", b"_value_after", "advantages", b"advantages", "greedy_reward", b"greedy_reward", "logprobs", b"logprobs", "mask", b"mask", "reference_logprobs", b"reference_logprobs", "teacher_logprobs", b"teacher_logprobs", "token_ids", b"token_ids", "value_after", b"value_after", "values", b"values"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_greedy_reward", b"_greedy_reward", "advantages", b"advantages", "greedy_reward", b"greedy_reward", "logprobs", b"logprobs", "mask", b"mask", "reference_logprobs", b"reference_logprobs", "reward", b"reward", "reward_terms", b"reward_terms", "sample_id", b"sample_id", "teacher_logprobs", b"teacher_logprobs", "token_ids", b"token_ids", "values", b"values", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_greedy_reward", b"_greedy_reward", "_value_after", b"_value_after", "advantages", b"advantages", "greedy_reward", b"greedy_reward", "logprobs", b"logprobs", "mask", b"mask", "reference_logprobs", b"reference_logprobs", "reward", b"reward", "reward_terms", b"reward_terms", "sample_id", b"sample_id", "teacher_logprobs", b"teacher_logprobs", "token_ids", b"token_ids", "truncated", b"truncated", "value_after", b"value_after", "values", b"values", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__greedy_reward: _TypeAlias = _typing.Literal["greedy_reward"]  # noqa: Y015
     _WhichOneofArgType__greedy_reward: _TypeAlias = _typing.Literal["_greedy_reward", b"_greedy_reward"]  # noqa: Y015
+    _WhichOneofReturnType__value_after: _TypeAlias = _typing.Literal["value_after"]  # noqa: Y015
+    _WhichOneofArgType__value_after: _TypeAlias = _typing.Literal["_value_after", b"_value_after"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__greedy_reward) -> _WhichOneofReturnType__greedy_reward | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__value_after) -> _WhichOneofReturnType__value_after | None: ...
 
 Global___TrainSample: _TypeAlias = TrainSample  # noqa: Y015
 
@@ -673,7 +686,10 @@ class ComputeValuesRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
+    AFTER_LAST_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
+    after_last: _builtins.bool
+    """One value more of each sequence, the last one: what is expected after its last token."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoredSequence]: ...
     def __init__(
@@ -681,10 +697,11 @@ class ComputeValuesRequest(_message.Message):
         *,
         run_id: _builtins.str = ...,
         sequences: _abc.Iterable[Global___ScoredSequence] | None = ...,
+        after_last: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "sequences", b"sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_last", b"after_last", "run_id", b"run_id", "sequences", b"sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -699,7 +716,7 @@ class SequenceValues(_message.Message):
     sequence_id: _builtins.str
     @_builtins.property
     def values(self) -> _tensor_pb2.Tensor:
-        """float32, one a response token."""
+        """float32, one a response token; one more where after_last was asked for."""
 
     def __init__(
         self,
