@@ -18,7 +18,6 @@ from flotilla_coordinator.ledger.checker import check
 from flotilla_testing.chaos_run import LIMIT_S, ChaosRun
 from flotilla_testing.extra_generator import NAME, extra_generator
 from flotilla_testing.fault_moments import Moment, reached
-from flotilla_testing.replica_faults import address
 from flotilla_testing.stack import Stack, wait_until
 from flotilla_testing.tcp_proxy import TcpProxy
 
@@ -47,7 +46,7 @@ async def test_a_generator_that_cannot_be_reached(
     stack = fleet_of_faults
     with ChaosRun(stack, arithmetic, tmp_path) as run:
         with extra_generator(stack, tmp_path, {"bind": {"advertise_host": BEHIND_PROXY}}):
-            port = int(address(stack, NAME).rpartition(":")[2])
+            port = int(stack.address(NAME).rpartition(":")[2])
             with TcpProxy((BEHIND_PROXY, port), ("127.0.0.1", port)) as proxy:
                 for moment, there in PARTITIONS:
                     wait_until(f"{NAME} to serve", lambda: _serves(run), LIMIT_S)

@@ -15,6 +15,9 @@ import pytest
 import yaml
 
 from flotilla_core.bus import NatsServer
+from flotilla_core.config import BindConfig
+from flotilla_core.files import make_private_folder
+from flotilla_core.trust import make_token
 from flotilla_testing.stack import wait_until
 
 pytestmark = pytest.mark.timeout(240)
@@ -66,15 +69,18 @@ async def test_coordinator_serves_the_command_line(light_python: Path, tmp_path:
     (model / "tokenizer.json").write_text("{}")
     stack = tmp_path / "stack.yaml"
     stack.write_text(yaml.safe_dump({"name": "light", "model": str(model), "state_dir": str(tmp_path)}))
+    directory = tmp_path / "light"
+    make_private_folder(directory)
+    make_token(BindConfig(), directory)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    nats = await NatsServer.start(tmp_path / "nats")
+    nats = await NatsServer.start(directory / "nats")
     command = [light_python, "-m", "flotilla_coordinator.main", "--name", "coordinator"]
     coordinator = subprocess.Popen(
         [*command, "--stack", str(stack), "--nats", nats.url],
         env=environment,
     )
     try:
-        announced = tmp_path / "light" / "instances" / "coordinator.json"
+        announced = directory / "instances" / "coordinator.json"
         wait_until("the coordinator's address", announced.exists, 60)
         listed = subprocess.run(
             [

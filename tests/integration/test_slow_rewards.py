@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from flotilla_reward.pool import WorkerPool
 from flotilla_reward.servicer import RewardServicer
 
 async def main():
-    server = RpcServer(BindConfig())
+    server = RpcServer(BindConfig(), token="secret")
     servicer = RewardServicer(WorkerPool(0))
     server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, servicer, {SERVICE_NAME!r})
     print(await server.start(), flush=True)
@@ -69,7 +70,10 @@ class Fleet:
         self._stack = stack
         self._known: dict[str, reg.Registration] = {}
         self.replicas: ReplicaPool[reward_pb2_grpc.RewardServiceAsyncStub] = ReplicaPool(
-            reg.SERVICE_KIND_REWARD, reward_pb2_grpc.RewardServiceStub, rpc.connect, size="workers"
+            reg.SERVICE_KIND_REWARD,
+            reward_pb2_grpc.RewardServiceStub,
+            partial(rpc.connect, token="secret"),
+            size="workers",
         )
         stack.push_async_callback(self.replicas.close)
 
@@ -82,7 +86,7 @@ class Fleet:
         return workers
 
     async def serves(self, name: str, servicer: reward_pb2_grpc.RewardServiceServicer) -> None:
-        server = rpc.RpcServer(BindConfig())
+        server = rpc.RpcServer(BindConfig(), token="secret")
         server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, servicer, SERVICE_NAME)
         await self.is_at(name, await server.start())
         self._stack.push_async_callback(server.stop, 0)

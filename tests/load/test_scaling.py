@@ -17,8 +17,7 @@ from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.rewind import RUN_ENDED
-from flotilla_core.rpc import connect, unary
-from flotilla_testing.replica_faults import address
+from flotilla_core.rpc import unary
 from flotilla_testing.stack import Stack, light_stack, wait_until
 
 pytestmark = pytest.mark.timeout(1800)
@@ -87,7 +86,7 @@ def capacity(generators: int) -> float:
 async def _change(stack: Stack, run: dict[str, Any], size: int) -> Change:
     began = time.time()
     scaling = asyncio.create_task(asyncio.to_thread(stack.ok, "scale", "generator", str(size)))
-    async with asyncio.timeout(LIMIT_S), connect(address(stack, "coordinator")) as channel:
+    async with asyncio.timeout(LIMIT_S), stack.channel("coordinator") as channel:
         stub = CoordinatorServiceStub(channel)
         while await _ready(stub) != size:
             await asyncio.sleep(LOOK_EVERY_S)

@@ -30,7 +30,7 @@ from flotilla_core import rpc
 from flotilla_core.config import BindConfig
 
 async def main():
-    server = rpc.RpcServer(BindConfig())
+    server = rpc.RpcServer(BindConfig(), token="secret")
     address = await server.start()
     server.set_serving(True)
     print(address, flush=True)
@@ -64,7 +64,7 @@ async def pool() -> AsyncIterator[Pool]:
 
 @pytest.fixture
 async def server() -> AsyncIterator[tuple[rpc.RpcServer, str]]:
-    one = rpc.RpcServer(BindConfig())
+    one = rpc.RpcServer(BindConfig(), token="secret")
     address = await one.start()
     one.set_serving(True)
     yield one, address

@@ -21,6 +21,8 @@ from flotilla_core.config import BindConfig
 
 SERVICE = "flotilla.common.v1.OperateService"
 
+TOKEN = "secret"
+
 
 class Operate(operate_pb2_grpc.OperateServiceServicer):
     """Behaviour for each kind of ending."""
@@ -64,7 +66,7 @@ class Operate(operate_pb2_grpc.OperateServiceServicer):
 class Peer:
     """A running server and a client for it."""
 
-    def __init__(self, servicer: Operate, server: rpc.RpcServer, address: str, token: str | None) -> None:
+    def __init__(self, servicer: Operate, server: rpc.RpcServer, address: str, token: str) -> None:
         self.servicer, self.server, self.address = servicer, server, address
         self.channel = rpc.connect(address, token=token)
         self.stub = operate_pb2_grpc.OperateServiceStub(self.channel)
@@ -74,7 +76,7 @@ class Peer:
         return health_pb2_grpc.HealthStub(self.channel)
 
 
-async def start(bind: BindConfig | None = None, token: str | None = None) -> Peer:
+async def start(bind: BindConfig | None = None, token: str = TOKEN) -> Peer:
     servicer = Operate()
     server = rpc.RpcServer(bind or BindConfig(), token=token)
     server.add(operate_pb2_grpc.add_OperateServiceServicer_to_server, servicer, SERVICE)
@@ -250,7 +252,7 @@ async def test_health_follows_its_owner(peer: Peer) -> None:
 
 async def test_a_busy_port_names_its_holder(peer: Peer) -> None:
     port = int(peer.address.rpartition(":")[2])
-    caught = await failure(rpc.RpcServer(BindConfig(port=port)).start())
+    caught = await failure(rpc.RpcServer(BindConfig(port=port), token=TOKEN).start())
     assert isinstance(caught, errors.PortInUse)
     assert "python" in caught.why
 
@@ -259,19 +261,20 @@ async def test_a_foreign_port_is_reported_as_taken() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        caught = await failure(rpc.RpcServer(BindConfig(port=taken.getsockname()[1])).start())
+        caught = await failure(rpc.RpcServer(BindConfig(port=taken.getsockname()[1]), token=TOKEN).start())
     assert isinstance(caught, errors.PortInUse)
 
 
-async def test_no_address_beyond_loopback_without_a_token() -> None:
-    caught = await failure(rpc.RpcServer(BindConfig(host="0.0.0.0")).start())
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+async def test_no_address_is_served_without_a_token(host: str) -> None:
+    caught = await failure(rpc.RpcServer(BindConfig(host=host)).start())
     assert isinstance(caught, errors.InvalidConfig)
     assert "bind.token_file" in str(caught)
 
 
 @pytest.mark.parametrize("given", [None, "wrong"])
 async def test_calls_without_the_token_are_refused_but_health_answers(given: str | None) -> None:
-    peer = await start(token="secret")
+    peer = await start()
     stranger = rpc.connect(peer.address, token=given)
     stub = operate_pb2_grpc.OperateServiceStub(stranger)
     assert isinstance(
@@ -294,7 +297,7 @@ async def test_calls_without_the_token_are_refused_but_health_answers(given: str
 async def test_proxies_of_the_environment_are_ignored(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "https_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    channel = rpc.connect(peer.address)
+    channel = rpc.connect(peer.address, token=TOKEN)
     stub = operate_pb2_grpc.OperateServiceStub(channel)
     answer = await rpc.unary(stub.Check, pb.CheckRequest(), timeout_s=5, attempts=1)
     assert isinstance(answer, pb.CheckResponse)
@@ -329,9 +332,9 @@ async def counting() -> AsyncIterator[Any]:
         return str(total).encode()
 
     service = Counting(answer)
-    server = rpc.RpcServer(BindConfig())
+    server = rpc.RpcServer(BindConfig(), token=TOKEN)
     server.add(service.add_to, None, "test.Counting")
-    channel = rpc.connect(await server.start())
+    channel = rpc.connect(await server.start(), token=TOKEN)
     yield channel.stream_unary("/test.Counting/Count")
     await channel.close()
     await server.stop(0)

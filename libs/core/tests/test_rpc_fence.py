@@ -29,7 +29,7 @@ class Operate(operate_pb2_grpc.OperateServiceServicer):
 class Caller:
     """One coordinator; its fence may change under its channel."""
 
-    def __init__(self, address: str, fence: Fence | None, token: str | None = None) -> None:
+    def __init__(self, address: str, fence: Fence | None, token: str | None = "secret") -> None:
         self.fence = fence
         self.channel = rpc.connect(address, token=token, fence=lambda: self.fence)
         self.stub = operate_pb2_grpc.OperateServiceStub(self.channel)
@@ -44,7 +44,7 @@ class Caller:
 
 @pytest.fixture
 async def address() -> AsyncIterator[str]:
-    server = rpc.RpcServer(BindConfig())
+    server = rpc.RpcServer(BindConfig(), token="secret")
     server.add(operate_pb2_grpc.add_OperateServiceServicer_to_server, Operate(), SERVICE)
     yield await server.start()
     await server.stop(0)
@@ -98,7 +98,7 @@ async def test_a_call_that_is_refused_moves_no_fence() -> None:
     address = await server.start()
     own = Caller(address, Fence("ledger", 2, "run", 3), token="secret")
     later = Fence("ledger", 3, "run", 4)
-    stranger, friend = Caller(address, later), Caller(address, later, token="secret")
+    stranger, friend = Caller(address, later, token=None), Caller(address, later, token="secret")
     await own.check()
     with pytest.raises(errors.Unauthenticated):
         await stranger.check()

@@ -18,7 +18,10 @@ from flotilla.common.v1 import registration_pb2 as reg
 from flotilla.common.v1.operate_pb2_grpc import OperateServiceStub
 from flotilla_core import rpc
 from flotilla_core.bus import Bus, NatsServer, Registry
+from flotilla_core.config import BindConfig
+from flotilla_core.files import make_private_folder
 from flotilla_core.subprocess_group import ProcessGroup
+from flotilla_core.trust import make_token, read_token
 
 # What a service's main.py looks like; its behaviour is chosen by the first argument.
 SERVICE = """
@@ -58,6 +61,9 @@ async def nats(tmp_path: Path) -> AsyncIterator[NatsServer]:
 def stack_file(tmp_path: Path) -> Path:
     file = tmp_path / "stack.yaml"
     file.write_text(f"name: toys\nstate_dir: {tmp_path}/state\n")
+    directory = tmp_path / "state" / "toys"
+    make_private_folder(directory)
+    make_token(BindConfig(), directory)
     return file
 
 
@@ -129,7 +135,7 @@ async def test_life_of_a_service_shows_in_registry_and_health(
         assert ready.pid == toy.group.pid
         assert ready.address == await toy.address()
 
-        channel = rpc.connect(ready.address)
+        channel = rpc.connect(ready.address, token=read_token(BindConfig(), toy.directory))
         operate = OperateServiceStub(channel)
         description = await rpc.unary(operate.Describe, pb.DescribeRequest(), timeout_s=5)
         assert description.registration.instance_id == ready.instance_id
@@ -164,7 +170,6 @@ async def test_service_started_by_hand_finds_the_running_stack(
     tmp_path: Path, nats: NatsServer, stack_file: Path
 ) -> None:
     directory = tmp_path / "state" / "toys"
-    directory.mkdir(parents=True)
     (directory / "launcher.json").write_text(json.dumps({"nats_url": nats.url, "otlp": ""}))
     toy = await Toy.start("serves", tmp_path, stack_file)
     await toy.address()

@@ -24,7 +24,7 @@ from flotilla.launcher.v1.launcher_pb2 import (
     PROCESS_STATE_STOPPED,
 )
 from flotilla_core.config import dump_yaml
-from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, Internal, InvalidRequest
+from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, Internal, InvalidConfig, InvalidRequest
 from flotilla_launch import client, local, service_process
 from flotilla_launch.claim import claim
 from flotilla_launch.client import LauncherClient, find
@@ -436,3 +436,52 @@ async def until(launcher: LauncherClient, name: str, condition):
                 if status.name == name and condition(status):
                     return status
             await asyncio.sleep(0.05)
+
+
+def _open_to_others(directory: Path) -> list[str]:
+    """What below a folder, itself included, group or others may open."""
+    entries = [directory, *directory.rglob("*")]
+    return [str(entry) for entry in entries if not entry.is_symlink() and entry.stat().st_mode & 0o077]
+
+
+async def test_nobody_else_can_open_what_a_stack_writes(stacks) -> None:
+    umask = os.umask(0o022)
+    try:
+        await stacks.up(stacks.config())
+    finally:
+        os.umask(umask)
+    directory = stacks.paths().directory
+    assert _open_to_others(directory) == []
+    assert (directory / "token").stat().st_mode & 0o777 == 0o600
+    await local.down(stacks.paths())
+    assert _open_to_others(directory) == []
+
+
+async def test_up_closes_what_an_older_release_left_open_and_says_so_in_one_line(stacks, tmp_path) -> None:
+    directory = stacks.paths().directory
+    (directory / "runs" / "old").mkdir(parents=True)
+    (directory / "ledger.sqlite").write_text("")
+    (directory / "runs" / "old" / "samples").write_text("secret thoughts")
+    (directory / "runs" / "old" / "tool").write_text("")
+    (directory / "runs" / "old" / "tool").chmod(0o755)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("not ours to change")
+    elsewhere.chmod(0o644)
+    (directory / "runs" / "old" / "link").symlink_to(elsewhere)
+    said: list[str] = []
+    for _ in range(2):
+        await local.up(stacks.config(), executables=stacks.executables, on_tightened=said.append)
+        await local.down(stacks.paths())
+    assert len(said) == 1 and str(directory) in said[0], said
+    assert _open_to_others(directory) == []
+    assert (directory / "runs" / "old" / "tool").stat().st_mode & 0o777 == 0o700
+    assert elsewhere.stat().st_mode & 0o777 == 0o644
+
+
+async def test_a_token_file_that_others_can_read_stops_up_before_anything_starts(stacks, tmp_path) -> None:
+    file = tmp_path / "token"
+    file.write_text("secret")
+    file.chmod(0o644)
+    with pytest.raises(InvalidConfig, match=r"0644.*chmod 600"):
+        await stacks.up(stacks.config(bind={"token_file": str(file)}))
+    assert stacks.processes() == set()

@@ -22,7 +22,7 @@ from flotilla_core.rpc import RpcServer
 
 
 async def serve(name: str, kind: str, instances: Path, port: int, behaviour: str) -> None:
-    server = RpcServer(BindConfig(port=port))
+    server = RpcServer(BindConfig(port=port), token="secret")
     address = await server.start()
     if behaviour == "parent":
         sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]

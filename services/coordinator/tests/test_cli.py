@@ -25,8 +25,10 @@ from flotilla_coordinator.cli.progress import progress
 from flotilla_coordinator.timeline import SpanStore
 from flotilla_core.config.stack import BindConfig
 from flotilla_core.errors import NotFound
+from flotilla_core.files import make_private_folder
 from flotilla_core.rpc import RpcServer
 from flotilla_core.telemetry import names
+from flotilla_core.trust import make_token
 from flotilla_launch import client as launcher_client
 
 RUN_YAML = "name: trial\nsteps: 2\ndata: {train: data.jsonl}\nrewards: [{reward: numeric}]\n"
@@ -109,8 +111,14 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[CoordinatorServiceServicer], str]]:
+def serve(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Callable[[CoordinatorServiceServicer], str]]:
     """Starts a coordinator in the background and names it in FLOTILLA_COORDINATOR."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path(".flotilla/local")
+    make_private_folder(folder)
+    token = make_token(BindConfig(), folder)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -118,7 +126,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[CoordinatorServ
 
     def start(servicer: CoordinatorServiceServicer) -> str:
         async def begin() -> str:
-            server = RpcServer(BindConfig())
+            server = RpcServer(BindConfig(), token=token)
             server.add(
                 add_CoordinatorServiceServicer_to_server,
                 servicer,

@@ -171,12 +171,12 @@ async def serve(folder: Path, sim: SimConfig) -> AsyncIterator[Replica]:
     (folder / "config.json").write_text(json.dumps(CONFIG))
     engine = StrictSim(GeneratorConfig(engine="sim", sim=sim), Checkpoint.read(folder))
     servicer = GeneratorServicer(engine, Activities())
-    server = rpc.RpcServer(BindConfig())
+    server = rpc.RpcServer(BindConfig(), token="secret")
     server.add(generator_pb2_grpc.add_GeneratorServiceServicer_to_server, servicer, SERVICE_NAME)
     address = await server.start()
     await engine.start()
     servicer.open()
-    channel = rpc.connect(address)
+    channel = rpc.connect(address, token="secret")
     try:
         yield Replica(engine, servicer, generator_pb2_grpc.GeneratorServiceStub(channel))
     finally:

@@ -16,12 +16,12 @@ from flotilla_reward.service import RewardHostService
 
 async def test_a_group_is_scored_over_grpc_and_errors_keep_their_class() -> None:
     service = RewardHostService(workers=1)
-    server = rpc.RpcServer(BindConfig())
+    server = rpc.RpcServer(BindConfig(), token="secret")
     service.add_to(server)
     address = await server.start()
     await service.start()
     try:
-        async with rpc.connect(address) as channel:
+        async with rpc.connect(address, token="secret") as channel:
             stub = reward_pb2_grpc.RewardServiceStub(channel)
             items = [
                 pb.ScoreItem(sample_id=f"run/0/0/{index}", response=str(index), answer="3")

@@ -299,14 +299,14 @@ async def running_trainer(
     activities = Activities()
     gang = Gang(plan, nursery, lost=on_lost, beyond_help=lost.append)
     holder = SessionHolder(gang, plan, stack, activities)
-    server = rpc.RpcServer(BindConfig())
+    server = rpc.RpcServer(BindConfig(), token="secret")
     server.add(add_TrainerServiceServicer_to_server, TrainerServicer(holder), SERVICE_NAME)
     async with AsyncExitStack() as stack_of_exits:
         address = await server.start()
         stack_of_exits.push_async_callback(server.stop, 0)
         stack_of_exits.push_async_callback(gang.stop)
         await gang.start()
-        channel = rpc.connect(address)
+        channel = rpc.connect(address, token="secret")
         stack_of_exits.push_async_callback(channel.close)
         yield Trainer(gang, holder, activities, TrainerServiceStub(channel), model, lost)
 

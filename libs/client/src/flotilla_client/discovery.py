@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from flotilla_core.config import StackConfig, load
+from flotilla_core.config import BindConfig, StackConfig, load
 from flotilla_core.errors import Unavailable
-from flotilla_core.rpc import read_token
+from flotilla_core.trust import read_token
 
 ENVIRONMENT_VARIABLE = "FLOTILLA_COORDINATOR"
 
@@ -23,7 +23,8 @@ class CoordinatorAddress:
     """What it takes to call the coordinator."""
 
     address: str
-    token: str | None
+    token: str = field(repr=False)
+    """The secret of the stack, which signs calls."""
 
 
 def find_coordinator(
@@ -43,8 +44,18 @@ def find_coordinator(
             f"{ENVIRONMENT_VARIABLE}",
         )
     stack_file = directory / "stack.yaml"
-    token = read_token(load(StackConfig, [stack_file]).bind) if stack_file.exists() else None
-    return CoordinatorAddress(address, token)
+    bind = load(StackConfig, [stack_file]).bind if stack_file.exists() else BindConfig()
+    try:
+        return CoordinatorAddress(address, read_token(bind, directory))
+    except Unavailable as error:
+        if not given:
+            raise
+        raise Unavailable(
+            f"there is no token for the coordinator at {address}",
+            where=str(directory.absolute()),
+            why=f"calls are signed with the token of stack {stack!r}, which is not here",
+            next_step=error.next_step,
+        ) from None
 
 
 def _value(path: Path, key: str) -> str:

@@ -1,6 +1,6 @@
-"""Files that other processes read.
+"""Files that other processes of the same user read.
 
-Invariant: a reader sees the old content or the new one, never a part of it.
+Invariants: a reader sees the old content or the new one, never a part of it; what a stack writes is its owner's alone.
 """
 
 from __future__ import annotations
@@ -10,12 +10,26 @@ import secrets
 from pathlib import Path
 
 
+def keep_private() -> None:
+    """Let this process and its children make files and folders that no other user can open."""
+    os.umask(0o077)
+
+
+def make_private_folder(path: Path) -> None:
+    """Make the folder where it is missing, with its parents, for its owner alone."""
+    for folder in (*reversed(path.parents), path):
+        if not folder.is_dir():
+            folder.mkdir(mode=0o700, exist_ok=True)
+
+
 def write_atomically(path: Path, text: str) -> None:
-    """Write aside, then rename; makes the folder where it is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write aside, for the owner alone, then rename; make the folder where it is missing."""
+    make_private_folder(path.parent)
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        aside.write_text(text, encoding="utf-8")
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
         os.replace(aside, path)
     except OSError:
         aside.unlink(missing_ok=True)

@@ -13,13 +13,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from flotilla_core.files import make_private_folder
+
 _POLL_S = 0.05
 
 
 @contextlib.contextmanager
 def claim(path: Path, *, timeout_s: float) -> Iterator[bool]:
     """Yields whether the lock was had within the time; gives it back at the end of the block."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_private_folder(path.parent)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + timeout_s
     try:

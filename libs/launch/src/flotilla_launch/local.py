@@ -20,6 +20,8 @@ from typing import TypeVar
 from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
 from flotilla_core.config import StackConfig, dump_yaml
 from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, FlotillaError, Internal, Unavailable
+from flotilla_core.files import write_atomically
+from flotilla_core.trust import make_token
 from flotilla_launch.claim import claim
 from flotilla_launch.client import LauncherClient, find
 from flotilla_launch.logs import failure_excerpt
@@ -57,10 +59,14 @@ async def up(
     executables: Path | None = None,
     on_progress: Progress = lambda _: None,
     on_wait: Callable[[str], None] = lambda _: None,
+    on_tightened: Callable[[str], None] = lambda _: None,
 ) -> UpResult:
     """Make the stack run; a stack that runs already and is the same stays untouched."""
     paths = StackPaths.of(stack.state_dir, stack.name)
-    paths.make()
+    tightened = paths.make()
+    if tightened:
+        on_tightened(f"{paths.directory}: closed {tightened} files and folders to other users of this host")
+    make_token(stack.bind, paths.directory)
     async with _one_at_a_time(paths, 2 * stack.ready_timeout_s, on_wait):
         file = find(paths)
         if file is not None:
@@ -95,7 +101,7 @@ async def down(paths: StackPaths, *, on_wait: Callable[[str], None] = lambda _: 
 async def _start_supervisor(
     stack: StackConfig, paths: StackPaths, executables: Path, on_progress: Progress
 ) -> None:
-    paths.stack_file.write_text(dump_yaml(stack), encoding="utf-8")
+    write_atomically(paths.stack_file, dump_yaml(stack))
     log_path = paths.log_file("launcher")
     log_start = log_path.stat().st_size if log_path.exists() else 0
     reading, writing = os.pipe()

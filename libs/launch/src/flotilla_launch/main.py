@@ -24,9 +24,11 @@ def main() -> None:
 
     from flotilla_core.config import StackConfig, load
     from flotilla_core.errors import FlotillaError
+    from flotilla_core.files import keep_private
     from flotilla_launch.report import Report
     from flotilla_launch.serve import serve
 
+    keep_private()
     report = Report(arguments.report_fd)
     try:
         stack = load(StackConfig, [arguments.stack], resolve_paths=True)

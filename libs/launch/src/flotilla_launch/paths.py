@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flotilla_core.errors import FailedPrecondition
+from flotilla_core.files import make_private_folder
 
 
 @dataclass(frozen=True)
@@ -72,17 +73,31 @@ class StackPaths:
         digest = hashlib.blake2b(str(self.directory.resolve()).encode(), digest_size=8).hexdigest()
         return _runtime_directory() / f"{digest}.sock"
 
-    def make(self) -> None:
+    def make(self) -> int:
+        """Make the folders, for their owner alone; return how much of what was there had to be closed to others."""
         for directory in (self.directory, self.instances, self.logs):
-            directory.mkdir(parents=True, exist_ok=True)
+            make_private_folder(directory)
+        if self.directory.stat().st_uid != os.geteuid():
+            raise FailedPrecondition(
+                "the stack's directory belongs to another user",
+                where=str(self.directory),
+                why=f"its owner is uid {self.directory.stat().st_uid}",
+                next_step="work as that user, or give your stack another name or state_dir",
+            )
+        return _close_to_others(self.directory.resolve())
 
 
 def _runtime_directory() -> Path:
     base = os.environ.get("XDG_RUNTIME_DIR")
     directory = Path(base) / "flotilla" if base else Path(f"/tmp/flotilla-{os.getuid()}")
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = directory.stat()
-    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+    make_private_folder(directory)
+    status = directory.lstat()
+    # A link is nobody's to vouch for: in /tmp anybody can make one.
+    if (
+        not stat.S_ISDIR(status.st_mode)
+        or status.st_uid != os.getuid()
+        or stat.S_IMODE(status.st_mode) & 0o077
+    ):
         raise FailedPrecondition(
             "the directory for the launcher's socket is open to other users",
             where=str(directory),
@@ -90,3 +105,33 @@ def _runtime_directory() -> Path:
             next_step=f"remove it, or run: chmod 700 {directory}",
         )
     return directory
+
+
+def _close_to_others(directory: Path) -> int:
+    """Take group and others out of the modes of a folder and all that it holds; return how many had them.
+
+    The outermost folder comes first: from then on nobody else reaches what is inside. Links are not followed.
+    """
+    closed = 0
+    for _, _, files, folder in os.fwalk(directory, follow_symlinks=False):
+        closed += _close(folder)
+        for name in files:
+            try:
+                file = os.open(
+                    name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder
+                )
+            except OSError:
+                continue  # A link, a socket, or gone meanwhile: nothing that others could read.
+            try:
+                closed += _close(file)
+            finally:
+                os.close(file)
+    return closed
+
+
+def _close(descriptor: int) -> bool:
+    status = os.fstat(descriptor)
+    if not status.st_mode & 0o077 or status.st_uid != os.geteuid():
+        return False
+    os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & ~0o077)
+    return True

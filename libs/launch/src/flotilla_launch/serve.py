@@ -17,8 +17,10 @@ from flotilla.launcher.v1.launcher_pb2_grpc import add_LauncherServiceServicer_t
 from flotilla_core.config import StackConfig, dump_yaml
 from flotilla_core.config.stack import BindConfig
 from flotilla_core.errors import FailedPrecondition
+from flotilla_core.files import write_atomically
 from flotilla_core.logs import configure_logs
 from flotilla_core.rpc import RpcServer
+from flotilla_core.trust import make_token
 from flotilla_launch.claim import claim
 from flotilla_launch.gpus import Gpus
 from flotilla_launch.guardian import start_guardian
@@ -39,6 +41,7 @@ async def serve(stack: StackConfig, report: Report, *, executables: Path) -> Non
     configure_logs("launcher")
     paths = StackPaths.of(stack.state_dir, stack.name)
     paths.make()
+    make_token(stack.bind, paths.directory)
     with claim(paths.claim_file, timeout_s=0 if _supervised(paths) else _SWEEP_LIMIT_S) as claimed:
         if not claimed:
             raise FailedPrecondition(
@@ -49,7 +52,7 @@ async def serve(stack: StackConfig, report: Report, *, executables: Path) -> Non
         ended = sweep(paths)
         if ended:
             log.warning("swept what a killed supervisor left", processes=ended)
-        paths.stack_file.write_text(dump_yaml(stack), encoding="utf-8")
+        write_atomically(paths.stack_file, dump_yaml(stack))
         guardian = start_guardian(paths)
         try:
             gpus = await asyncio.to_thread(Gpus.of_host)

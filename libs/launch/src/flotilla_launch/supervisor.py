@@ -19,7 +19,7 @@ from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
 from flotilla_core.config import StackConfig
 from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidRequest, NotFound
-from flotilla_core.rpc import read_token
+from flotilla_core.trust import read_token
 from flotilla_launch.attached import AttachedService
 from flotilla_launch.gpus import Gpus
 from flotilla_launch.nats_process import NatsProcess
@@ -54,7 +54,7 @@ class Supervisor:
         self.nats_url = ""
         self._executables = executables
         self._gpus = gpus
-        self._token = read_token(stack.bind)
+        self._token = read_token(stack.bind, paths.directory)
         self._nats: NatsProcess | None = None
         self._otlp = ""
         self._services: dict[str, ServiceProcess] = {}

@@ -17,7 +17,7 @@ import yaml
 
 from flotilla.coordinator.v1 import coordinator_pb2
 from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from flotilla_core.rpc import connect, unary
+from flotilla_core.rpc import unary
 from flotilla_testing.stack import Stack
 
 LOOK_EVERY_S = 0.005
@@ -27,9 +27,8 @@ LIMIT_S = 120.0
 async def signal_inside(stack: Stack, run_id: str, phase: str, number: signal.Signals) -> None:
     """Send a signal to the coordinator the moment its run is seen in `phase`."""
     process = stack.process("coordinator")
-    announced = json.loads((stack.directory / "instances" / "coordinator.json").read_text())
     request = coordinator_pb2.GetRunRequest(run_id=run_id)
-    async with asyncio.timeout(LIMIT_S), connect(announced["address"]) as channel:
+    async with asyncio.timeout(LIMIT_S), stack.channel("coordinator") as channel:
         stub = CoordinatorServiceStub(channel)
         while (await unary(stub.GetRun, request, timeout_s=10)).run.phase != phase:  # noqa: ASYNC110 - of another process
             await asyncio.sleep(LOOK_EVERY_S)

@@ -19,6 +19,7 @@ from dataclasses import replace
 from importlib import import_module
 
 from flotilla.common.v1.registration_pb2 import ServiceKind
+from flotilla_core.files import keep_private
 from flotilla_core.logs import configure_logs
 from flotilla_core.service import Host, Service
 from flotilla_core.service.arguments import Arguments, parse_arguments
@@ -40,6 +41,7 @@ def main() -> int:
     parser.add_argument("--nice", type=int, default=0, help="how far it stands back for other processes")
     given, rest = parser.parse_known_args()
     os.nice(given.nice)
+    keep_private()
     module, _, function = given.build.partition(":")
     build = getattr(import_module(module), function)
     names = [f"{given.kind}-{slot}" for slot in range(given.first, given.first + given.count)]

@@ -18,8 +18,8 @@ import grpc
 from flotilla.coordinator.v1 import coordinator_pb2
 from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from flotilla.generator.v1 import generator_pb2
-from flotilla_core.rpc import connect, unary
-from flotilla_testing.replica_faults import address, in_weight_phase, owes_work
+from flotilla_core.rpc import unary
+from flotilla_testing.replica_faults import in_weight_phase, owes_work
 from flotilla_testing.stack import Stack
 
 LOOK_EVERY_S = 0.001
@@ -50,7 +50,7 @@ WEIGHT_PHASES = {
 async def reached(stack: Stack, run: dict[str, Any], moment: Moment, generator: str) -> None:
     """Return when the run is at `moment`; where that is about one generator, about this one."""
     where = generator if moment in WEIGHT_PHASES else "coordinator"
-    async with connect(address(stack, where)) as channel:
+    async with stack.channel(where) as channel:
         looks: dict[Moment, Callable[[], Awaitable[bool]]] = {
             Moment.ROLLOUT: partial(owes_work, channel, generator),
             Moment.BEFORE_PUBLISH: partial(_trains, channel, run["run_id"]),

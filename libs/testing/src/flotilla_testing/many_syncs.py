@@ -19,9 +19,9 @@ import psutil
 from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from flotilla_core.errors import Unavailable
-from flotilla_core.rpc import connect, unary
+from flotilla_core.rpc import unary
 from flotilla_core.version import Version
-from flotilla_testing.replica_faults import address, kill_inside
+from flotilla_testing.replica_faults import kill_inside
 from flotilla_testing.stack import Stack
 
 LOOK_EVERY_S = 0.02
@@ -60,7 +60,7 @@ async def watch_syncs(
     A receiver dies in each of the syncs named, or in the first one after it that has another receiver left.
     """
     due, draw, seen = dict(kills or {}), random.Random(syncs), Seen()
-    async with asyncio.timeout(limit_s), connect(address(stack, "coordinator")) as channel:
+    async with asyncio.timeout(limit_s), stack.channel("coordinator") as channel:
         stub = CoordinatorServiceStub(channel)
         while True:
             shown = await unary(stub.ShowWeights, pb.ShowWeightsRequest(), timeout_s=10)

@@ -7,7 +7,6 @@ tests; every wait is bounded.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Collection
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from flotilla.coordinator.v1 import coordinator_pb2
 from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from flotilla.generator.v1 import generator_pb2
 from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceStub
-from flotilla_core.rpc import connect, unary
+from flotilla_core.rpc import unary
 from flotilla_testing.stack import Stack, wait_until
 
 PHASES = ("decoding", "broadcast", "commit")
@@ -38,7 +37,7 @@ async def kill_inside(stack: Stack, name: str, phase: str) -> None:
         partial(owes_work, name=name) if decoding else partial(in_weight_phase, phases=WEIGHT_PHASES[phase])
     )
     where = "coordinator" if decoding else name
-    async with asyncio.timeout(LIMIT_S), connect(address(stack, where)) as channel:
+    async with asyncio.timeout(LIMIT_S), stack.channel(where) as channel:
         while not await look(channel):  # noqa: ASYNC110 - the phase of another process
             await asyncio.sleep(LOOK_EVERY_S)
     process.kill()
@@ -65,9 +64,3 @@ def wait_for_work(stack: Stack, run: dict[str, Any], name: str) -> None:
         lambda: any(f"generator/{name}/samples" in step for step in stack.metrics(run)[done + 1 :]),
         LIMIT_S,
     )
-
-
-def address(stack: Stack, name: str) -> str:
-    """Where a service of the stack listens, by its slot's name."""
-    announced = json.loads((stack.directory / "instances" / f"{name}.json").read_text())
-    return str(announced["address"])

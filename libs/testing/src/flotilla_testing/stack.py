@@ -17,13 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import yaml
 
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_client import SyncClient, connect
+from flotilla_core import rpc
+from flotilla_core.config import StackConfig, load
 from flotilla_core.errors import Unavailable
+from flotilla_core.trust import read_token
 
 FLOTILLA = str(Path(sys.executable).parent / "flotilla")
 COMMAND_TIMEOUT_S = 300.0
@@ -101,6 +105,20 @@ class Stack:
         except Unavailable:
             return False
         return True
+
+    @property
+    def token(self) -> str:
+        """The secret of the stack."""
+        return read_token(load(StackConfig, [self.directory / "stack.yaml"]).bind, self.directory)
+
+    def address(self, name: str) -> str:
+        """Where a service of the stack listens, by its slot's name."""
+        announced = json.loads((self.directory / "instances" / f"{name}.json").read_text())
+        return str(announced["address"])
+
+    def channel(self, name: str) -> grpc.aio.Channel:
+        """A channel to a service of the stack, by its slot's name."""
+        return rpc.connect(self.address(name), token=self.token)
 
     def process(self, name: str) -> psutil.Process:
         """The main process of a service, by its slot's name."""

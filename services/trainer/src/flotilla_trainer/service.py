@@ -43,6 +43,7 @@ class TrainerService:
             model_folder(model_of(host.stack, role_of_process(host.name))),
             host.state_dir / "logs",
             telemetry.endpoints(),
+            host.token,
         )
         self._nursery = RankNursery(self._plan.environment(), self._plan.log_path(0))
         self._gang = Gang(self._plan, self._nursery, lost=self._lost, beyond_help=host.failed)

@@ -32,13 +32,13 @@ class BindConfig(ConfigModel):
     """Where a service listens and what its peers dial."""
 
     host: str = "127.0.0.1"
-    """Address to bind. Anything but loopback needs `token_file`."""
+    """Address to bind. Callers beyond this host need a copy of the stack's token."""
     port: int = Field(default=0, ge=0, le=65535)
     """0 takes a free port; the registry tells peers which."""
     advertise_host: str | None = None
     """Host that peers dial, where it differs from `host`."""
     token_file: Path | None = None
-    """File with the shared bearer token of the stack."""
+    """File with the secret of the stack (mode 0600); empty takes the one that `flotilla up` makes."""
 
 
 class NatsConfig(ConfigModel):

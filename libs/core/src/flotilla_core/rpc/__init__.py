@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flotilla_core.rpc.auth import is_loopback, read_token
+    from flotilla_core.rpc.auth import is_loopback
     from flotilla_core.rpc.calls import client_stream, server_stream, unary
     from flotilla_core.rpc.channel import connect
     from flotilla_core.rpc.fence import Fence
@@ -26,7 +26,6 @@ __all__ = [
     "client_stream",
     "connect",
     "is_loopback",
-    "read_token",
     "server_stream",
     "unary",
 ]
@@ -40,7 +39,6 @@ _MODULES = {
     "client_stream": "calls",
     "connect": "channel",
     "is_loopback": "auth",
-    "read_token": "auth",
     "server_stream": "calls",
     "unary": "calls",
 }

@@ -1,12 +1,11 @@
 """The server of every service.
 
-Invariants: it listens on one port that nobody else has; beyond loopback it asks for a token; its health is
-NOT_SERVING until its owner says otherwise, and becomes so again before it stops.
+Invariants: it listens on one port that nobody else has; it asks each caller for a proof, unless it listens on a socket
+file; its health is NOT_SERVING until its owner says otherwise, and becomes so again before it stops.
 """
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -16,18 +15,17 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from flotilla_core.errors import PortInUse
-from flotilla_core.rpc.auth import require_token
+from flotilla_core.rpc.auth import dialable, is_loopback, joined, own_names, require_token
 from flotilla_core.rpc.boundary import BoundaryInterceptor
 from flotilla_core.rpc.health import SERVICE_NAME as HEALTH
 from flotilla_core.rpc.health import HealthServicer
 from flotilla_core.rpc.options import SERVER_OPTIONS
 from flotilla_core.rpc.token_interceptor import TokenServerInterceptor
 from flotilla_core.telemetry.grpc import server_interceptor
+from flotilla_core.trust import CallVerifier
 
 if TYPE_CHECKING:
     from flotilla_core.config import BindConfig
-
-_ANY_ADDRESS = ("0.0.0.0", "::", "[::]")
 
 
 class RpcServer:
@@ -40,6 +38,7 @@ class RpcServer:
         self._services: list[str] = []
         self._server: grpc.aio.Server | None = None
         self._health: HealthServicer | None = None
+        self._port = 0
 
     def add(
         self, add_servicer_to_server: Callable[[Any, Any], None], servicer: Any, service_name: str
@@ -49,12 +48,17 @@ class RpcServer:
         self._services.append(service_name)
 
     async def start(self) -> str:
-        """Listen; returns host:port as peers dial it."""
+        """Listen; return host:port as peers dial it."""
         require_token(self._bind, self._token)
-        # The token comes first: of a call without it nothing acts, neither its fence nor the trace that it names.
-        interceptors: list[grpc.aio.ServerInterceptor] = (
-            [] if self._token is None else [TokenServerInterceptor(self._token)]
-        )
+        # The proof comes first: of a call without it nothing acts, neither its fence nor the trace that it names.
+        interceptors: list[grpc.aio.ServerInterceptor] = []
+        if self._token is not None:
+            verifier = CallVerifier(
+                self._token,
+                lambda: own_names(self._bind, self._port),
+                shares_our_clock=is_loopback(self._bind.host),
+            )
+            interceptors.append(TokenServerInterceptor(verifier))
         interceptors += [server_interceptor(), BoundaryInterceptor()]
         server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         for add_servicer_to_server, servicer in self._adders:
@@ -62,10 +66,10 @@ class RpcServer:
         self._health = HealthServicer(self._services)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection([*self._services, HEALTH, reflection.SERVICE_NAME], server)
-        port = self._listen(server)
+        self._port = self._listen(server)
         await server.start()
         self._server = server
-        return _joined(self._bind.advertise_host or _dialable(self._bind.host), port)
+        return joined(self._bind.advertise_host or dialable(self._bind.host), self._port)
 
     def set_serving(self, serving: bool) -> None:
         """What grpc.health.v1 answers for every service of this server and for the server itself."""
@@ -79,7 +83,7 @@ class RpcServer:
             await self._server.stop(grace_s)
 
     def _listen(self, server: grpc.aio.Server) -> int:
-        address = _joined(self._bind.host, self._bind.port)
+        address = joined(self._bind.host, self._bind.port)
         try:
             return server.add_insecure_port(address)
         except RuntimeError as error:
@@ -105,22 +109,3 @@ def _holder_of(port: int) -> str:
     except psutil.Error:
         pass  # Other users' processes are hidden from us: then the message stays general.
     return ""
-
-
-def _dialable(host: str) -> str:
-    """`host`, or this machine's outward address where `host` stands for every address."""
-    if host not in _ANY_ADDRESS:
-        return host
-    # Connecting a datagram socket sends nothing: it only chooses the interface towards a reserved address.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("203.0.113.1", 9))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return socket.gethostname()
-
-
-def _joined(host: str, port: int) -> str:
-    if host.startswith("unix:"):
-        return host
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"

@@ -1,28 +1,27 @@
-"""The door of a server that asks for the stack's token.
+"""The door of a server that asks for a proof.
 
-Invariants: a token is compared in constant time; health checks need none, so that anybody may learn whether a
-service is up.
+Invariant: health checks need none, so that anybody may learn whether a service is up.
 """
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
 
-from flotilla_core.errors import Unauthenticated
-from flotilla_core.rpc.auth import TOKEN_HEADER
+from flotilla_core.errors import FlotillaError
 from flotilla_core.rpc.boundary import abort
 from flotilla_core.rpc.handlers import is_open_to_all, wrapped
+from flotilla_core.trust import HEADER, CallVerifier
+from flotilla_core.trust.calls import unproven
 
 
 class TokenServerInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls without the token."""
+    """Refuses calls that do not prove that their caller belongs to the stack."""
 
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}".encode()
+    def __init__(self, verifier: CallVerifier) -> None:
+        self._verifier = verifier
 
     async def intercept_service(
         self,
@@ -31,14 +30,12 @@ class TokenServerInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or is_open_to_all(method) or self._carries_token(handler_call_details):
+        if handler is None or is_open_to_all(method):
             return handler
-        error = Unauthenticated(
-            "the call carries no valid token",
-            where=method,
-            why="this stack asks for one",
-            next_step="Name the stack's token file in bind.token_file.",
-        )
+        refusal = self._refusal(method, handler_call_details)
+        if refusal is None:
+            return handler
+        error = refusal
 
         async def refuse(_: Any, context: Any) -> None:
             await abort(context, error, method)
@@ -49,9 +46,8 @@ class TokenServerInterceptor(grpc.aio.ServerInterceptor):
 
         return wrapped(handler, refuse, refuse_stream)
 
-    def _carries_token(self, details: grpc.HandlerCallDetails) -> bool:
+    def _refusal(self, method: str, details: grpc.HandlerCallDetails) -> FlotillaError | None:
         for key, value in details.invocation_metadata or ():
-            given = value.encode() if isinstance(value, str) else value
-            if key == TOKEN_HEADER and hmac.compare_digest(given, self._expected):
-                return True
-        return False
+            if key == HEADER:
+                return self._verifier.refusal(method, value)
+        return unproven(method)

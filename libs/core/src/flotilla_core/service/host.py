@@ -58,14 +58,15 @@ class Host:
     """`<state_dir>/<stack>`, absolute."""
     bus: Bus
     registry: Registry
-    token: str | None
+    token: str = field(repr=False)
+    """The stack's secret."""
     fail: Callable[[BaseException], None]
     activities: Activities = field(default_factory=Activities)
 
     def connect(
         self, address: str, *, fence: Callable[[], rpc.Fence | None] | None = None
     ) -> grpc.aio.Channel:
-        """A channel to a peer, with the stack's token."""
+        """Return a channel to a peer, whose calls are signed with the stack's token."""
         return rpc.connect(address, token=self.token, fence=fence)
 
     def failed(self, error: BaseException) -> None:

@@ -25,6 +25,7 @@ from flotilla.common.v1 import operate_pb2_grpc
 from flotilla.common.v1 import registration_pb2 as reg
 from flotilla_core import ids, rpc, telemetry
 from flotilla_core.bus import Bus, Registry
+from flotilla_core.files import make_private_folder
 from flotilla_core.protocol import PROTOCOL_VERSION
 from flotilla_core.roles import role_of_process
 from flotilla_core.service import announcement
@@ -32,6 +33,7 @@ from flotilla_core.service.arguments import Arguments
 from flotilla_core.service.host import Host, Service
 from flotilla_core.service.loop_watch import LoopWatch
 from flotilla_core.service.operate import SERVICE_NAME, OperateServicer
+from flotilla_core.trust import read_token
 
 DRAIN_GRACE_S = 5.0
 NATS_TIMEOUT_S = 20.0
@@ -95,9 +97,9 @@ class ServiceProcess:
         given = self._arguments
         instance_id = ids.new_instance_id(given.name)
         structlog.contextvars.bind_contextvars(instance_id=instance_id)
-        token = rpc.read_token(given.stack.bind)
-        given.state_dir.mkdir(parents=True, exist_ok=True)
-        telemetry.start(self._kind_name, instance_id, list(given.otlp))
+        make_private_folder(given.state_dir)
+        token = read_token(given.stack.bind, given.state_dir)
+        telemetry.start(self._kind_name, instance_id, list(given.otlp), token=token)
         try:
             bus = await Bus.connect(given.nats_url, name=instance_id, timeout_s=NATS_TIMEOUT_S)
             try:

@@ -16,6 +16,7 @@ import structlog
 
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla_core.errors import FlotillaError, Internal
+from flotilla_core.files import keep_private
 from flotilla_core.logs import configure_logs
 from flotilla_core.service.arguments import parse_arguments
 from flotilla_core.service.host import Host, Service
@@ -29,6 +30,7 @@ def run_service(
 
     `arguments` are those of the command line where they are not given.
     """
+    keep_private()
     faulthandler.enable()
     # A loop that hangs cannot answer DumpStacks: SIGUSR1 writes the stacks of all threads to stderr.
     faulthandler.register(signal.SIGUSR1, all_threads=True)

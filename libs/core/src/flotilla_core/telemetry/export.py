@@ -18,6 +18,8 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceServiceStub
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 
+from flotilla_core.trust import HEADER, CallSigner, dialled
+
 QUEUE_SPANS = 16_384
 BATCH_SPANS = 256
 SCHEDULE_DELAY_S = 0.5
@@ -34,20 +36,24 @@ _CHANNEL_OPTIONS = (
 # The receiver refuses the batch itself: sending it again cannot help.
 _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAUTHENTICATED)
 
+_EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
+
 logger = logging.getLogger(__name__)
 
 
 class OtlpProcessor(SpanProcessor):
     """The way of every span of this process to one endpoint."""
 
-    def __init__(self, endpoint: str) -> None:
-        self.endpoint = endpoint
+    def __init__(self, endpoint: str, token: str | None = None) -> None:
+        """`token` signs each batch, which the stack's own coordinator asks for."""
+        self.endpoint = endpoint = dialled(endpoint)
         self.dropped = 0
         self._queue: deque[ReadableSpan] = deque()
         self._pending = threading.Event()
         self._stopping = threading.Event()
         self._deadline = float("inf")
         self._away = False
+        self._signer = CallSigner(token, endpoint) if token else None
         self._channel = grpc.insecure_channel(endpoint, options=_CHANNEL_OPTIONS)
         self._stub = TraceServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._thread = threading.Thread(target=self._run, name=f"otlp-{endpoint}", daemon=True)
@@ -109,7 +115,7 @@ class OtlpProcessor(SpanProcessor):
             # Only this thread takes from the left end, so the first `count` spans stay where they are.
             request = encode_spans([self._queue[index] for index in range(count)])
             try:
-                answer = self._stub.Export(request, timeout=timeout_s)
+                answer = self._stub.Export(request, timeout=timeout_s, metadata=self._proof())
             except grpc.RpcError as error:
                 if error.code() not in _REFUSED:
                     self._went_away(error)
@@ -122,6 +128,9 @@ class OtlpProcessor(SpanProcessor):
             for _ in range(count):
                 self._queue.popleft()
         return True
+
+    def _proof(self) -> tuple[tuple[str, str], ...]:
+        return ((HEADER, self._signer.sign(_EXPORT)),) if self._signer is not None else ()
 
     def _went_away(self, error: grpc.RpcError) -> None:
         if not self._away:

@@ -26,9 +26,9 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 class TracedChannel(grpc.aio.Channel):
-    """`channel` with a span around each call; what `metadata` gives goes with the call."""
+    """`channel` with a span around each call; what `metadata` gives for its method goes with it."""
 
-    def __init__(self, channel: grpc.aio.Channel, metadata: Callable[[], Metadata] = tuple) -> None:
+    def __init__(self, channel: grpc.aio.Channel, metadata: Callable[[str], Metadata] = lambda _: ()) -> None:
         self._channel = channel
         self._metadata = metadata
 
@@ -73,7 +73,7 @@ class TracedChannel(grpc.aio.Channel):
 class _TracedMethod:
     """One method of a stub: calling it starts a call and its span."""
 
-    def __init__(self, method: str, start: Callable[..., Any], metadata: Callable[[], Metadata]) -> None:
+    def __init__(self, method: str, start: Callable[..., Any], metadata: Callable[[str], Metadata]) -> None:
         # Under the name that gRPC's own callables have it.
         self._method = method
         self._span_name = span_name(method)
@@ -81,7 +81,7 @@ class _TracedMethod:
         self._metadata = metadata
 
     def __call__(self, request: Any = None, *, metadata: Metadata | None = None, **options: Any) -> Any:
-        sent = (*(metadata or ()), *self._metadata())
+        sent = (*(metadata or ()), *self._metadata(self._method))
         active, name = tracer(), self._span_name
         if active is None or name is None:
             return self._start(request, metadata=sent, **options)

@@ -25,8 +25,11 @@ class _State:
     tracer: Tracer | None = None
 
 
-def start(service: str, instance_id: str, otlp: Sequence[str]) -> None:
-    """Record spans and send them to every `host:port` of `otlp`; where there is none, record nothing."""
+def start(service: str, instance_id: str, otlp: Sequence[str], *, token: str | None = None) -> None:
+    """Record spans and send them to every `host:port` of `otlp`; where there is none, record nothing.
+
+    `token` is the stack's secret: it signs what is sent, and does not travel itself.
+    """
     if not otlp:
         return
     if _State.provider is not None:
@@ -36,7 +39,7 @@ def start(service: str, instance_id: str, otlp: Sequence[str]) -> None:
     from flotilla_core.telemetry.sdk import tracer_provider
 
     provider = tracer_provider(service, instance_id)
-    _State.processors = tuple(OtlpProcessor(endpoint) for endpoint in otlp)
+    _State.processors = tuple(OtlpProcessor(endpoint, token) for endpoint in otlp)
     for processor in _State.processors:
         provider.add_span_processor(processor)
     _State.provider = provider

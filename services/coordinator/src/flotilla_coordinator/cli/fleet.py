@@ -45,7 +45,7 @@ def up(stack: Stack = None, as_json: Json = False) -> None:
     started = time.monotonic()
     with boot_progress() as show:
         result = wait(
-            local.up(config, on_progress=show, on_wait=say),
+            local.up(config, on_progress=show, on_wait=say, on_tightened=say),
             interrupted=f"interrupted: {stays if runs_already else 'everything that was started is stopped again'}",
         )
         if result.changed:

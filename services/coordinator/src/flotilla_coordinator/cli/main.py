@@ -20,6 +20,7 @@ from flotilla_coordinator.cli import (
     weights,
 )
 from flotilla_coordinator.cli.exit_codes import INTERRUPTED, code_of
+from flotilla_core.files import keep_private
 
 app = typer.Typer(
     name="flotilla",
@@ -46,6 +47,7 @@ app.add_typer(config.app, name="config")
 
 def main() -> None:
     """Run one command."""
+    keep_private()
     try:
         app()
     except KeyboardInterrupt:

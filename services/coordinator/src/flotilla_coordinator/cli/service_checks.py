@@ -19,17 +19,18 @@ _CHECK_S = 30.0
 async def service_checks(config: StackConfig) -> list[Finding]:
     """One line a service, and one for every check of its own; a stack that is down is no fault."""
     from flotilla_core.errors import FlotillaError
-    from flotilla_core.rpc import read_token
+    from flotilla_core.trust import read_token
     from flotilla_launch.client import LauncherClient, find
     from flotilla_launch.paths import StackPaths
 
-    file = find(StackPaths.of(config.state_dir, config.name))
+    paths = StackPaths.of(config.state_dir, config.name)
+    file = find(paths)
     if file is None:
         return [passed("services", f"stack {config.name!r} is not running")]
     try:
         async with LauncherClient.open(file) as launcher:
             processes = (await launcher.state()).processes
-        token = read_token(config.bind)
+        token = read_token(config.bind, paths.directory)
     except FlotillaError as error:
         return [failed("launcher", str(error), f"kill -9 {file.pid}, then flotilla up: it cleans up first")]
     services = [process for process in processes if process.kind]

@@ -22,7 +22,7 @@ def stack_checks(given: str | None) -> tuple[StackConfig | None, list[Finding]]:
     except InvalidConfig as error:
         return None, [failed("stack file", str(error), "correct it; see: flotilla config schema stack")]
     found = f"{file}: stack {config.name!r}" if file else f"none: defaults, stack {config.name!r}"
-    return config, [passed("stack file", found), *_models(config), _bind(config)]
+    return config, [passed("stack file", found), *_models(config), _token(config), _bind(config)]
 
 
 def _models(config: StackConfig) -> list[Finding]:
@@ -78,15 +78,25 @@ def _tokenizer(folder: Path) -> Finding:
     return passed("tokenizer", f"{tokenizer.vocabulary_size} entries")
 
 
-def _bind(config: StackConfig) -> Finding:
-    from flotilla_core.errors import FlotillaError
-    from flotilla_core.rpc import is_loopback, read_token
+def _token(config: StackConfig) -> Finding:
+    from flotilla_core.errors import FlotillaError, Unavailable
+    from flotilla_core.trust import read_token
+    from flotilla_launch.paths import StackPaths
 
+    directory = StackPaths.of(config.state_dir, config.name).directory
     try:
-        read_token(config.bind)
+        read_token(config.bind, directory)
+    except Unavailable:
+        return passed("token", "none yet: flotilla up makes it")
     except FlotillaError as error:
-        return failed("bind", str(error), error.next_step or "write a random token to that file, mode 0600")
+        return failed("token", str(error), error.next_step or "write a random token to that file, mode 0600")
+    return passed("token", f"{config.bind.token_file or directory / 'token'}: its owner's alone")
+
+
+def _bind(config: StackConfig) -> Finding:
+    from flotilla_core.rpc import is_loopback
+
     if not is_loopback(config.bind.host):
-        remedy = "use a private network: traffic is authenticated, not encrypted"
+        remedy = "use a private network: calls are signed, and nothing is encrypted"
         return warning("bind", f"{config.bind.host}: other hosts can reach the services", remedy)
     return passed("bind", f"{config.bind.host}: this host only")

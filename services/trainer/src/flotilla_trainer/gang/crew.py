@@ -70,6 +70,7 @@ class Crew:
                 model=str(plan.model),
                 instance_id=plan.instance_id,
                 otlp=plan.otlp,
+                token=plan.token,
             )
             for rank in range(plan.nproc)
         ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from flotilla_core.config import StackConfig
@@ -36,6 +36,8 @@ class GangPlan:
     slow_timeout_s: float
     """Longest standstill where a rank reads or writes whole models."""
     otlp: tuple[str, ...] = ()
+    token: str | None = field(default=None, repr=False)
+    """The stack's secret, which signs the spans of the ranks."""
 
     @classmethod
     def of_stack(
@@ -46,6 +48,7 @@ class GangPlan:
         model: Path,
         log_dir: Path,
         otlp: tuple[str, ...] = (),
+        token: str | None = None,
     ) -> GangPlan:
         """The plan of the gang of a stack that goes by this name."""
         role = role_of_process(name)
@@ -65,6 +68,7 @@ class GangPlan:
             rank_timeout_s=trainer.rank_timeout_s,
             slow_timeout_s=stack.longest_command_s(trainer),
             otlp=otlp,
+            token=token,
         )
 
     def log_path(self, rank: int) -> Path:

@@ -38,7 +38,7 @@ def serve(descriptor: int, stacks_path: Path) -> NoReturn:
     link = FrontLink(descriptor)
     command = link.next_command()
     setup = RankSetup.from_fields(command.fields)
-    telemetry.start("trainer-rank", f"{setup.instance_id}-rank-{setup.rank}", setup.otlp)
+    telemetry.start("trainer-rank", f"{setup.instance_id}-rank-{setup.rank}", setup.otlp, token=setup.token)
     link.urgent("leave", _leave)
     worker = RankWorker(setup, link)
     link.answer(command, {})

@@ -5,7 +5,7 @@ Invariant: everything that differs between two stacks or two ranks is here; a ra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -27,6 +27,8 @@ class RankSetup:
     model: str
     instance_id: str
     otlp: tuple[str, ...]
+    token: str | None = field(repr=False)
+    """The stack's secret, which signs the spans of the rank."""
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> RankSetup:
