@@ -1,10 +1,10 @@
 """How a caller proves to a service that it knows the secret of the stack, without sending it.
 
 Every call carries `authorization: Flotilla TIME SENDER COUNT ADDRESS SIGNATURE`: a keyed BLAKE2b, at a third of the
-cost of an HMAC, by a key derived from the secret, over the call's method and those four fields. Invariants: a signature is
-good once, for one method, at the address that was dialled and for five minutes, so whoever receives it in place of the
-service gains nothing by it; a service keeps a bounded memory for each sender that has proven itself, and none for
-others.
+cost of an HMAC, by a key derived from the secret, over the call's method and those four fields.
+Invariants: a signature is good once, for one method, at the address that was dialled and for five minutes, so whoever
+receives it in place of the service gains nothing by it; a service keeps a bounded memory for each sender that has
+proven itself, and none for others.
 """
 
 from __future__ import annotations
