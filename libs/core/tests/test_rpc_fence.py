@@ -147,7 +147,7 @@ async def test_a_fence_that_cannot_be_right_is_refused_and_locks_nobody_out(
     async with grpc.aio.insecure_channel(address) as channel:
         call = channel.unary_unary(f"/{SERVICE}/Check")
         with pytest.raises(grpc.aio.AioRpcError, match="flotilla-fence") as caught:
-            await call(b"", timeout=5, metadata=((FENCE_HEADER, header),))
+            await call(b"", timeout=5, metadata=((FENCE_HEADER, header), ("authorization", "Bearer secret")))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     await own.check()
     await own.channel.close()
