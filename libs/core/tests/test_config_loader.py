@@ -58,7 +58,7 @@ def test_unknown_key_inside_list_and_union() -> None:
 
 
 def test_all_problems_come_at_once() -> None:
-    message = problem("name: Bad Name\nsteps: many\nrollout: 7\nseeed: 1\n", "optimizer.betas=[1]")
+    message = problem("name: Bad Name\nsteps: many\nrollout: 7\nseeed: 1\n", "optimizer.betas=[0.9]")
     assert message.startswith("6 problems in the configuration:\n")
     for part in (
         "run.yaml:1: name: expected a string that should match pattern",
@@ -66,7 +66,7 @@ def test_all_problems_come_at_once() -> None:
         "run.yaml:3: rollout: expected a mapping of keys to values, got the number 7",
         "run.yaml:4: unknown key seeed; did you mean seed?",
         "data is missing",
-        "override optimizer.betas=[1]: optimizer.betas[1] is missing",
+        "override optimizer.betas=[0.9]: optimizer.betas[1] is missing",
     ):
         assert part in message
 

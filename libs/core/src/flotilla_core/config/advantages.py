@@ -17,9 +17,9 @@ from flotilla_core.config.user_function import UserFunction, kind_of
 class OverlongConfig(ConfigModel):
     """Soft punishment of responses that come near the length limit."""
 
-    buffer_tokens: int = Field(ge=1)
+    buffer_tokens: int = Field(ge=1, le=10_000_000)
     """The punishment begins so many tokens before rollout.sampling.max_response_tokens."""
-    penalty: float = Field(default=1.0, gt=0)
+    penalty: float = Field(default=1.0, gt=0, le=1e6)
     """Taken from the reward at the limit."""
 
 
@@ -30,17 +30,17 @@ class AdvantageConfig(ConfigModel):
     """Its name."""
     whiten: bool = False
     """Centre the advantages of all trained tokens and divide them by their deviation."""
-    clip: float | None = Field(default=None, gt=0)
+    clip: float | None = Field(default=None, gt=0, le=1e6)
     """Largest advantage either way; empty is off."""
-    reward_clip: float | None = Field(default=None, gt=0)
+    reward_clip: float | None = Field(default=None, gt=0, le=1e9)
     """Largest reward either way, before anything is made of it; empty is off."""
     overlong: OverlongConfig | None = None
     """Punish responses that come near the limit; empty is off."""
     drop_uniform_groups: bool = False
     """Leave out groups of equal rewards, denominators included."""
-    keep_mean_above: float | None = None
+    keep_mean_above: float | None = Field(default=None, ge=-1e9, le=1e9)
     """Leave out groups whose mean reward is not above; empty is off."""
-    keep_mean_below: float | None = None
+    keep_mean_below: float | None = Field(default=None, ge=-1e9, le=1e9)
     """Leave out groups whose mean reward is not below; empty is off."""
 
     @property
@@ -140,9 +140,9 @@ class PassAtKAdvantage(AdvantageConfig):
     """Group-relative over all teams of k samples, of which one has to be right."""
 
     type: Literal["pass_at_k"] = "pass_at_k"
-    k: int = Field(default=4, ge=2)
+    k: int = Field(default=4, ge=2, le=10_000)
     """Size of a team."""
-    right_at: float = 1.0
+    right_at: float = Field(default=1.0, ge=-1e9, le=1e9)
     """Reward from which a sample is right."""
 
     @property
@@ -180,9 +180,9 @@ class DistillAdvantage(AdvantageConfig):
     """How much more likely a teacher finds each token than the policy that drew it."""
 
     type: Literal["distill"] = "distill"
-    coefficient: float = Field(default=1.0, gt=0)
+    coefficient: float = Field(default=1.0, gt=0, le=1000)
     """Factor of the teacher's log-probability less the rollout's."""
-    reward_weight: float = Field(default=0.0, ge=0)
+    reward_weight: float = Field(default=0.0, ge=0, le=1000)
     """Factor of the advantage by reward within the group, which is added; 0: rewards may be empty."""
 
     @property
@@ -203,7 +203,7 @@ class GdpoAdvantage(WhitenedAdvantage):
     """Each term of the reward normalised within its group by itself, then their weighted sum whitened."""
 
     type: Literal["gdpo"] = "gdpo"
-    weights: tuple[float, ...] = ()
+    weights: tuple[Annotated[float, Field(ge=-1e6, le=1e6)], ...] = Field(default=(), max_length=64)
     """One for each of `rewards`; empty takes their own."""
 
     @model_validator(mode="after")

@@ -21,7 +21,7 @@ class AggregationConfig(ConfigModel):
         "token_mean"
     )
     """Every token alike; every sequence by its sum; every sequence alike; or by its sum over a constant."""
-    constant_tokens: int | None = Field(default=None, ge=1)
+    constant_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
     """The constant of `constant`; empty takes rollout.sampling.max_response_tokens."""
 
 
@@ -32,11 +32,11 @@ class KlConfig(ConfigModel):
     """Add the divergence to the loss, or take it from the rewards before advantages are made of them."""
     estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k3"
     """log p - log q; half its square; q / p - 1 - log q / p; its absolute value; over the whole vocabulary."""
-    coefficient: float = Field(default=0.001, ge=0)
+    coefficient: float = Field(default=0.001, ge=0, le=1000)
     """Factor of the divergence."""
-    target: float | None = Field(default=None, gt=0)
+    target: float | None = Field(default=None, gt=0, le=1000)
     """Mean divergence a token that the coefficient adapts to; empty keeps the coefficient."""
-    horizon_samples: int = Field(default=10_000, ge=1)
+    horizon_samples: int = Field(default=10_000, ge=1, le=1_000_000_000)
     """An adaptive coefficient changes by at most a fifth over so many samples."""
     reference: Literal["frozen", "service"] = "frozen"
     """Who holds the first policy: a frozen copy inside the trainer's ranks, or a gang of its own (stack: reference)."""
@@ -64,19 +64,19 @@ class CorrectionConfig(ConfigModel):
     estimated without scoring the samples."""
     importance: Literal["none", "token", "sequence", "icepop"] = "none"
     """Weight by trainer over generator: truncated by token, by sequence, or left out where beyond the limits."""
-    importance_cap: float = Field(default=2.0, gt=0)
+    importance_cap: float = Field(default=2.0, gt=0, le=1e6)
     """Largest weight; for `icepop` tokens above it are left out."""
-    importance_floor: float = Field(default=0.5, ge=0)
+    importance_floor: float = Field(default=0.5, ge=0, le=1e6)
     """For `icepop`: tokens with a weight below are left out."""
-    sequence_low: float | None = Field(default=None, ge=0)
+    sequence_low: float | None = Field(default=None, ge=0, le=1e6)
     """Leave out sequences whose geometric mean of trainer over generator is below; empty is off."""
-    sequence_high: float | None = Field(default=None, gt=0)
+    sequence_high: float | None = Field(default=None, gt=0, le=1e6)
     """Leave out sequences whose geometric mean of trainer over generator is above; empty is off."""
     staleness_decay: float = Field(default=1.0, gt=0, le=1)
     """Weight of a token for each version that it is behind the one it trains."""
-    warn_at: float | None = Field(default=0.005, gt=0)
+    warn_at: float | None = Field(default=0.005, gt=0, le=1)
     """Mean difference of token probabilities between generator and trainer, under one version, that is warned of."""
-    fail_at: float | None = Field(default=0.01, gt=0)
+    fail_at: float | None = Field(default=0.01, gt=0, le=1)
     """The same, that refuses the update and fails the run; empty is off, as it is for `warn_at`."""
 
 
@@ -124,7 +124,7 @@ class PolicyConfig(ConfigModel):
     """Distance from the policy that sampled."""
     critic: CriticConfig | None = None
     """The value model, for the advantage `gae` alone (stack: critic)."""
-    entropy_coefficient: float = Field(default=0.0, ge=0)
+    entropy_coefficient: float = Field(default=0.0, ge=0, le=1000)
     """Factor of the entropy that is taken from the loss."""
     shuffle_rewards: bool = False
     """Control experiment: permute the rewards of an update. Such a run must not learn."""

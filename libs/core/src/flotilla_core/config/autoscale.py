@@ -14,13 +14,13 @@ class AutoscaleConfig(ConfigModel):
 
     mode: Literal["advise", "act"] = "advise"
     """`advise` says what would help, `act` has the launcher do it."""
-    min_generators: int = Field(default=1, ge=1)
+    min_generators: int = Field(default=1, ge=1, le=256)
     """Never fewer."""
-    max_generators: int = Field(default=8, ge=1)
+    max_generators: int = Field(default=8, ge=1, le=256)
     """Never more: what the machine, or its GPUs, can take."""
-    window_steps: int = Field(default=5, ge=1)
+    window_steps: int = Field(default=5, ge=1, le=10_000)
     """Steps whose mean decides, all of them with the same number of generators."""
-    cooldown_steps: int = Field(default=10, ge=0)
+    cooldown_steps: int = Field(default=10, ge=0, le=100_000)
     """Steps after a change before anything is decided again."""
     trainer_waits_above: float = Field(default=0.4, gt=0, lt=1)
     """Share of a step that the trainer waits for rollouts; above it one more generator is wanted."""

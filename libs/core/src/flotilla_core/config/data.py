@@ -15,7 +15,7 @@ class TrainingSet(ConfigModel):
 
     path: Path
     """JSONL file with one object a line."""
-    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    weight: float = Field(default=1.0, gt=0, le=1e9)
     """Its share of the draws is this over the sum of all weights, however long the file is."""
     name: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$")
     """Names its metrics; empty takes the name of the file without its ending."""
@@ -26,7 +26,7 @@ def _form(train: Any) -> str | None:
 
 
 TrainingData = Annotated[
-    Annotated[Path, Tag("one")] | Annotated[tuple[TrainingSet, ...], Tag("several")],
+    Annotated[Path, Tag("one")] | Annotated[tuple[TrainingSet, ...], Field(max_length=1000), Tag("several")],
     Discriminator(
         _form,
         custom_error_type="training_data",
@@ -50,7 +50,7 @@ class DataConfig(ConfigModel):
     """Column with the other answer of a pair, in the same form."""
     apply_chat_template: bool = False
     """Render the prompt by the tokenizer's chat template (always done for lists of messages)."""
-    max_prompt_tokens: int = Field(default=1024, ge=1)
+    max_prompt_tokens: int = Field(default=1024, ge=1, le=10_000_000)
     """Longer prompts are handled by `overlong_prompts`."""
     overlong_prompts: Literal["drop", "truncate", "error"] = "drop"
     """What happens to longer prompts; drops and truncations are counted."""

@@ -33,9 +33,9 @@ class PpoLoss(LossConfig):
     type: Literal["ppo"] = "ppo"
     clip_low: float = Field(default=0.2, gt=0, le=1)
     """Ratio floor is 1 - clip_low."""
-    clip_high: float = Field(default=0.2, gt=0)
+    clip_high: float = Field(default=0.2, gt=0, le=1e6)
     """Ratio ceiling is 1 + clip_high."""
-    dual_clip: float | None = Field(default=None, gt=1)
+    dual_clip: float | None = Field(default=None, gt=1, le=1e6)
     """Largest ratio that counts against a negative advantage; empty is off."""
 
 
@@ -55,7 +55,7 @@ class GspoLoss(LossConfig):
     type: Literal["gspo"] = "gspo"
     clip_low: float = Field(default=3e-4, gt=0, le=1)
     """Floor of the sequence's ratio is 1 - clip_low."""
-    clip_high: float = Field(default=4e-4, gt=0)
+    clip_high: float = Field(default=4e-4, gt=0, le=1e6)
     """Ceiling of the sequence's ratio is 1 + clip_high."""
 
 
@@ -63,9 +63,9 @@ class GmpoLoss(LossConfig):
     """Geometric mean of clipped token ratios."""
 
     type: Literal["gmpo"] = "gmpo"
-    clip_low: float = Field(default=0.4, gt=0)
+    clip_low: float = Field(default=0.4, gt=0, le=100)
     """Floor of the log of a token's ratio is -clip_low."""
-    clip_high: float = Field(default=0.4, gt=0)
+    clip_high: float = Field(default=0.4, gt=0, le=100)
     """Ceiling of the log of a token's ratio."""
 
 
@@ -75,7 +75,7 @@ class CispoLoss(LossConfig):
     type: Literal["cispo"] = "cispo"
     clip_low: float = Field(default=1.0, gt=0, le=1)
     """Weight floor is 1 - clip_low; 1 is no floor."""
-    clip_high: float = Field(default=4.0, gt=0)
+    clip_high: float = Field(default=4.0, gt=0, le=1e6)
     """Weight ceiling is 1 + clip_high."""
 
 
@@ -83,9 +83,9 @@ class SapoLoss(LossConfig):
     """Policy gradient with a soft gate in place of the clip."""
 
     type: Literal["sapo"] = "sapo"
-    tau_positive: float = Field(default=1.0, gt=0)
+    tau_positive: float = Field(default=1.0, gt=0, le=1000)
     """How fast the gate closes where the advantage is positive."""
-    tau_negative: float = Field(default=1.05, gt=0)
+    tau_negative: float = Field(default=1.05, gt=0, le=1000)
     """How fast the gate closes elsewhere."""
 
 
@@ -95,13 +95,13 @@ class ClipCovLoss(LossConfig):
     type: Literal["clip_cov"] = "clip_cov"
     clip_low: float = Field(default=0.2, gt=0, le=1)
     """Ratio floor is 1 - clip_low."""
-    clip_high: float = Field(default=0.2, gt=0)
+    clip_high: float = Field(default=0.2, gt=0, le=1e6)
     """Ratio ceiling is 1 + clip_high."""
     share: float = Field(default=2e-4, gt=0, le=1)
     """Share of the update's tokens that are drawn."""
-    covariance_low: float = 1.0
+    covariance_low: float = Field(default=1.0, ge=-1e6, le=1e6)
     """They are drawn from tokens with a covariance above."""
-    covariance_high: float = 5.0
+    covariance_high: float = Field(default=5.0, ge=-1e6, le=1e6)
     """They are drawn from tokens with a covariance below."""
 
 
@@ -111,7 +111,7 @@ class KlCovLoss(LossConfig):
     type: Literal["kl_cov"] = "kl_cov"
     share: float = Field(default=2e-3, gt=0, le=1)
     """Share of the update's tokens that are penalised."""
-    penalty: float = Field(default=1.0, ge=0)
+    penalty: float = Field(default=1.0, ge=0, le=1000)
     """Factor of the log of their ratio, without its sign."""
 
 
@@ -127,7 +127,7 @@ class DppoKlLoss(LossConfig):
     """Policy gradient masked by the KL divergence of a token against all others."""
 
     type: Literal["dppo_kl"] = "dppo_kl"
-    limit: float = Field(default=0.05, gt=0)
+    limit: float = Field(default=0.05, gt=0, le=1000)
     """Largest divergence."""
 
 
@@ -135,7 +135,7 @@ class ToprLoss(LossConfig):
     """REINFORCE for good sequences, tapered by the sequence's ratio for bad ones."""
 
     type: Literal["topr"] = "topr"
-    negative_cap: float = Field(default=1.0, gt=0)
+    negative_cap: float = Field(default=1.0, gt=0, le=1e6)
     """Largest weight of a bad sequence."""
 
 
@@ -143,7 +143,7 @@ class KimiLoss(LossConfig):
     """Policy mirror descent with a quadratic pull towards the policy that sampled."""
 
     type: Literal["kimi"] = "kimi"
-    tau: float = Field(default=0.1, ge=0)
+    tau: float = Field(default=0.1, ge=0, le=1000)
     """Strength of the pull."""
 
 

@@ -15,7 +15,7 @@ class DpoConfig(ConfigModel):
     type: Literal["dpo"] = "dpo"
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """What the margin of a pair becomes; docs/preferences.md has the formulas."""
-    beta: float = Field(default=0.1, gt=0)
+    beta: float = Field(default=0.1, gt=0, le=1000)
     """Strength of the pull towards the first policy: the smaller, the further the policy may go."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     """Share of pairs whose answers are expected to stand the wrong way round; `sigmoid` alone."""
@@ -33,5 +33,5 @@ class RewardModelConfig(ConfigModel):
     """A reward model: the model with a head of one number, which gives the preferred answer the higher one."""
 
     type: Literal["reward_model"] = "reward_model"
-    center_coefficient: float = Field(default=0.0, ge=0)
+    center_coefficient: float = Field(default=0.0, ge=0, le=1000)
     """Factor of the squared sum of both rewards of a pair, which keeps rewards around zero; 0 is off."""

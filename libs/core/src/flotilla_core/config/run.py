@@ -30,13 +30,13 @@ class RunConfig(ConfigModel):
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")
     """Names the run; the id adds date and random digits."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=2**63 - 1)
     """Every other seed derives from it."""
-    steps: int = Field(ge=1)
+    steps: int = Field(ge=1, le=10_000_000)
     """Steps of the loop; one optimizer update each."""
     loop: Literal["coordinator", "client"] = "coordinator"
     """Who makes the steps: the coordinator by itself, or a client of yours, call by call, any number of them."""
-    loop_idle_timeout_s: float = Field(default=1800.0, gt=0)
+    loop_idle_timeout_s: float = Field(default=1800.0, gt=0, le=2_592_000)
     """With `loop: client`: after so long without a call the run saves its state and stops, and frees the fleet."""
     resume: Literal["automatic", "by_user"] = "automatic"
     """After the death of the coordinator: `automatic` goes on as soon as it is back, `by_user` waits for
@@ -49,7 +49,7 @@ class RunConfig(ConfigModel):
     """Training prompts."""
     rollout: RolloutConfig = RolloutConfig()
     """Generation; `sft`, `dpo` and `reward_model` use `prompts_per_step` alone, as answers or pairs a step."""
-    rewards: tuple[RewardTermConfig, ...] = ()
+    rewards: tuple[RewardTermConfig, ...] = Field(default=(), max_length=64)
     """Weighted sum; evaluation uses the same terms."""
     algorithm: AlgorithmConfig = PolicyConfig()
     """What is optimised."""

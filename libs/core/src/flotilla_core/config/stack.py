@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from flotilla_core.config.autoscale import AutoscaleConfig
-from flotilla_core.config.model import ConfigModel
+from flotilla_core.config.model import ConfigModel, expanded
 
 DType = Literal["float32", "bfloat16"]
 
@@ -21,7 +21,7 @@ def _folder_or_name(value: object) -> object:
     """A Path where the folder exists, else the name as it was written."""
     if not isinstance(value, str | Path):
         return value
-    folder = Path(value).expanduser()
+    folder = expanded(Path(value))
     return folder if folder.is_dir() else str(value)
 
 
@@ -60,39 +60,39 @@ class TelemetryConfig(ConfigModel):
 class LatencyConfig(ConfigModel):
     """How long a sample takes."""
 
-    time_to_first_token_s: float = Field(default=0.0, ge=0)
+    time_to_first_token_s: float = Field(default=0.0, ge=0, le=86_400)
     """Wait before the first token of a sample."""
-    seconds_per_token: float = Field(default=0.0, ge=0)
+    seconds_per_token: float = Field(default=0.0, ge=0, le=3600)
     """Wait for each further token."""
 
 
 class SimConfig(LatencyConfig):
     """Latency model of the `sim` engine."""
 
-    commit_s: float = Field(default=0.0, ge=0)
+    commit_s: float = Field(default=0.0, ge=0, le=86_400)
     """Pause of a weight commit."""
-    response_tokens: int | None = Field(default=None, ge=1)
+    response_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
     """Length of every response; empty draws one up to `max_response_tokens`."""
 
 
 class GeneratorConfig(ConfigModel):
     """One generator replica."""
 
-    replicas: int = Field(default=1, ge=0)
+    replicas: int = Field(default=1, ge=0, le=256)
     """Replicas that the launcher starts."""
     engine: Literal["vllm", "sim"] = "vllm"
     """`vllm` decodes; `sim` is for load and fault tests."""
     dtype: DType = "float32"
     """Type of the weights in the engine."""
-    tensor_parallel_size: int = Field(default=1, ge=1)
+    tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
     """Workers that one replica is split over; where there are GPUs each takes one, after those of the trainer."""
-    max_model_tokens: int | None = Field(default=None, ge=8)
+    max_model_tokens: int | None = Field(default=None, ge=8, le=10_000_000)
     """Longest prompt plus response; empty takes the model's own limit."""
-    max_running_samples: int = Field(default=1024, ge=1)
+    max_running_samples: int = Field(default=1024, ge=1, le=1_000_000)
     """Samples that one replica decodes at a time; more wait in its queue."""
     memory_fraction: float = Field(default=0.9, gt=0, le=1)
     """Share of the accelerator's memory for the engine (GPU only)."""
-    kv_cache_gib: float = Field(default=1.0, gt=0)
+    kv_cache_gib: float = Field(default=1.0, gt=0, le=100_000)
     """KV cache of one worker (CPU only)."""
     enforce_eager: bool = True
     """Skip compilation and graph capture: starts in seconds, decodes slower on GPUs."""
@@ -100,21 +100,21 @@ class GeneratorConfig(ConfigModel):
     """Used by the `sim` engine alone."""
     slowed_by: LatencyConfig | None = None
     """Holds back the samples of a real engine until they have taken so long: a slow generator for benches and tests."""
-    attach: tuple[str, ...] = ()
+    attach: tuple[str, ...] = Field(default=(), max_length=256)
     """Addresses of replicas that someone else started."""
 
 
 class TrainerConfig(ConfigModel):
     """The policy trainer: a front process and its ranks."""
 
-    replicas: int = Field(default=1, ge=0)
+    replicas: int = Field(default=1, ge=0, le=256)
     """Whole trainers that the launcher starts; each serves one run at a time. 0: one that is started by hand registers
     itself."""
-    nproc: int = Field(default=1, ge=1)
+    nproc: int = Field(default=1, ge=1, le=1024)
     """FSDP2 ranks; where there are GPUs each takes one, the first of the host."""
-    replicate: int = Field(default=1, ge=1)
+    replicate: int = Field(default=1, ge=1, le=1024)
     """Copies of the weights (HSDP): each is spread over `nproc` / `replicate` ranks, gradients are summed over all."""
-    sequence_parallel: int = Field(default=1, ge=1)
+    sequence_parallel: int = Field(default=1, ge=1, le=1024)
     """Neighbouring ranks that share each micro-batch, every one with its part of the tokens (Ulysses)."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the repeated layers, `auto` where there are GPUs; without a compiler they run as they are."""
@@ -122,7 +122,7 @@ class TrainerConfig(ConfigModel):
     """Collectives of the ranks; `auto` takes nccl where there are GPUs."""
     dtype: DType = "float32"
     """Type of forward and backward; masters and reductions stay float32."""
-    rank_timeout_s: float = Field(default=60.0, gt=0)
+    rank_timeout_s: float = Field(default=60.0, gt=0, le=86_400)
     """A rank that is silent for so long within one command is named, dumped and replaced with its gang."""
     attach: str | None = None
     """Address of a trainer that someone else started."""
@@ -148,9 +148,9 @@ class TrainerConfig(ConfigModel):
 class GangConfig(TrainerConfig):
     """A gang beside the policy's, by the same program."""
 
-    replicas: int = Field(default=0, ge=0)
+    replicas: int = Field(default=0, ge=0, le=256)
     """Whole gangs that the launcher starts, one for each run that needs it at once. Other runs leave them alone."""
-    nproc: int = Field(default=1, ge=1)
+    nproc: int = Field(default=1, ge=1, le=1024)
     """FSDP2 ranks; where there are GPUs each takes one, after those of the sections above."""
     model: ModelName | None = None
     """Hugging Face folder (or hub name) with the stack's tokenizer; empty takes the stack's model."""
@@ -159,22 +159,22 @@ class GangConfig(TrainerConfig):
 class RewardServiceConfig(ConfigModel):
     """One reward replica."""
 
-    replicas: int = Field(default=1, ge=0)
+    replicas: int = Field(default=1, ge=0, le=256)
     """Replicas that the launcher starts."""
-    workers: int = Field(default=2, ge=1)
+    workers: int = Field(default=2, ge=1, le=1024)
     """Killable processes for checkers and user functions."""
-    attach: tuple[str, ...] = ()
+    attach: tuple[str, ...] = Field(default=(), max_length=256)
     """Addresses of replicas that someone else started."""
 
 
 class RetentionConfig(ConfigModel):
     """How much the past may take on disk; the oldest runs that have ended go first."""
 
-    ledger_mib: int = Field(default=8192, ge=1)
+    ledger_mib: int = Field(default=8192, ge=1, le=1 << 30)
     """Above it the ledger forgets the tokens of ended runs, then what happened to their samples."""
-    spans_mib: int = Field(default=2048, ge=1)
+    spans_mib: int = Field(default=2048, ge=1, le=1 << 30)
     """Above it the span store forgets runs; of the last one its oldest spans."""
-    runs_kept: int | None = Field(default=None, ge=1)
+    runs_kept: int | None = Field(default=None, ge=1, le=10_000_000)
     """Ended runs that stay; older ones are removed whole, with directory, checkpoints and model. Empty keeps all."""
 
 
@@ -183,7 +183,7 @@ class CoordinatorConfig(ConfigModel):
 
     attach: str | None = None
     """Address of a coordinator that someone else started."""
-    span_retention_runs: int = Field(default=50, ge=1)
+    span_retention_runs: int = Field(default=50, ge=1, le=10_000_000)
     """Runs whose spans are kept."""
     retention: RetentionConfig = RetentionConfig()
     """Limits of what stays on disk."""
@@ -220,9 +220,9 @@ class StackConfig(ConfigModel):
     """The coordinator."""
     autoscale: AutoscaleConfig | None = None
     """How many generators a run needs, by what it measures; absent: nobody asks."""
-    ready_timeout_s: float = Field(default=180.0, gt=0)
+    ready_timeout_s: float = Field(default=180.0, gt=0, le=86_400)
     """Longest wait for one process to become ready."""
-    restart_budget: int = Field(default=5, ge=0)
+    restart_budget: int = Field(default=5, ge=0, le=1000)
     """Restarts of one process within ten minutes before it is given up."""
 
     def longest_command_s(self, gang: TrainerConfig) -> float:

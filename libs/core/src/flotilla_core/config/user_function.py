@@ -6,21 +6,41 @@ Invariant: ours are plain names, the user's are written path.py:function and nev
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from flotilla_core.config.model import ConfigModel
+from flotilla_core.config.model import ConfigModel, expanded
+from flotilla_core.structs import unfit
 
 PATTERN = r"^.+\.py:[A-Za-z_]\w*$"
+
+
+def _fit_the_wire(parameters: dict[str, Any]) -> dict[str, Any]:
+    for name, value in parameters.items():
+        if problem := unfit(value, name):
+            raise ValueError(problem)
+    return parameters
+
+
+def possible_function(name: str) -> str:
+    """The name, where a file system may have the file in it."""
+    file, colon, _ = name.rpartition(":")
+    if colon and file.endswith(".py"):
+        expanded(Path(file))
+    return name
+
+
+Parameters = Annotated[dict[str, Any], AfterValidator(_fit_the_wire)]
+"""What a function of the user's, or a reward, is called with beside its samples."""
 
 
 class UserFunction(ConfigModel):
     """A function in a file of the user's."""
 
-    type: str = Field(pattern=PATTERN)
+    type: Annotated[str, AfterValidator(possible_function)] = Field(pattern=PATTERN)
     """path.py:function."""
-    parameters: dict[str, Any] = Field(default_factory=dict)
+    parameters: Parameters = Field(default_factory=dict)
     """Passed to the function by keyword."""
 
     @property
@@ -37,7 +57,7 @@ def function_path(name: str, directory: Path) -> str:
     file, colon, function = name.rpartition(":")
     if not (colon and file.endswith(".py")):
         return name
-    return f"{directory / Path(file).expanduser()}:{function}"
+    return f"{directory / expanded(Path(file))}:{function}"
 
 
 def kind_of(section: Any) -> Any:

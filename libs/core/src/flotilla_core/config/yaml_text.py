@@ -150,7 +150,7 @@ def read_text_file(path: Path) -> str:
     try:
         with path.expanduser().open("rb") as file:
             content = file.read(MOST_BYTES + 1)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise InvalidConfig("cannot read the configuration file", where=str(path), why=why) from None
     if len(content) > MOST_BYTES:
