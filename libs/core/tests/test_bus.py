@@ -18,7 +18,7 @@ from flotilla.common.v1.registration_pb2 import (
     INSTANCE_STATE_READY,
     Registration,
 )
-from flotilla_core.bus import Bus, EventStream, NatsServer, Registry
+from flotilla_core.bus import Bus, EventStream, Login, NatsServer, Registry
 from flotilla_core.bus.events import MAX_EVENT_BYTES
 from flotilla_core.errors import InvalidRequest, PortInUse, Unavailable
 
@@ -36,13 +36,13 @@ async def nats(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[NatsSe
 
 @pytest_asyncio.fixture
 async def bus(nats: NatsServer) -> AsyncIterator[Bus]:
-    connection = await Bus.connect(nats.url)
+    connection = await Bus.connect(nats.url, nats.login)
     yield connection
     await connection.close()
 
 
 def registry(bus: Bus) -> Registry:
-    return Registry(bus, ttl_s=TTL_S, heartbeat_s=HEARTBEAT_S)
+    return Registry(bus, "secret", ttl_s=TTL_S, heartbeat_s=HEARTBEAT_S)
 
 
 def instance(instance_id: str) -> Registration:
@@ -131,7 +131,7 @@ async def test_an_instance_without_heartbeat_expires_and_a_living_one_stays(
 ) -> None:
     living = registry(bus)
     await living.announce(instance("living"))
-    doomed_bus = await Bus.connect(nats.url)
+    doomed_bus = await Bus.connect(nats.url, nats.login)
     doomed = registry(doomed_bus)
     await doomed.announce(instance("doomed"))
     await watcher.until(lambda view: {"living", "doomed"} <= view.keys())
@@ -145,7 +145,10 @@ async def test_an_instance_without_heartbeat_expires_and_a_living_one_stays(
 async def test_no_living_instance_leaves_any_view_while_nats_is_away(tmp_path: Path) -> None:
     server = await NatsServer.start(tmp_path)
     port = int(server.url.rsplit(":", 1)[1])
-    owner_bus, watching_bus = await Bus.connect(server.url), await Bus.connect(server.url)
+    owner_bus, watching_bus = (
+        await Bus.connect(server.url, server.login),
+        await Bus.connect(server.url, server.login),
+    )
     owner, dead = registry(owner_bus), registry(watching_bus)
     await owner.announce(instance("gen-b"))
     await dead.announce(instance("dies-meanwhile"))
@@ -197,7 +200,10 @@ async def test_events_arrive_in_order_once_and_from_a_position_on(bus: Bus) -> N
 async def test_events_published_while_nats_is_killed_arrive_once_at_a_subscriber(tmp_path: Path) -> None:
     server = await NatsServer.start(tmp_path)
     port = int(server.url.rsplit(":", 1)[1])
-    writing, reading = await Bus.connect(server.url), await Bus.connect(server.url)
+    writing, reading = (
+        await Bus.connect(server.url, server.login),
+        await Bus.connect(server.url, server.login),
+    )
     stream = EventStream(writing)
     stream.publish("killed", "before", b"before")
     assert await stream.flush(10)
@@ -231,7 +237,7 @@ async def test_publishing_does_not_wait_and_a_huge_event_is_refused_with_its_lim
 
 async def test_a_missing_server_is_named_in_time() -> None:
     with pytest.raises(Unavailable, match=r"nats://127\.0\.0\.1:9"):
-        await Bus.connect("nats://127.0.0.1:9", timeout_s=0.5)
+        await Bus.connect("nats://127.0.0.1:9", Login(None), timeout_s=0.5)
 
 
 async def test_a_taken_port_is_named(nats: NatsServer, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ sys.exit(run_service(reg.SERVICE_KIND_REWARD, Toy))
 
 @pytest.fixture
 async def nats(tmp_path: Path) -> AsyncIterator[NatsServer]:
-    server = await NatsServer.start(tmp_path / "nats")
+    server = await NatsServer.start(tmp_path / "state" / "toys" / "nats")
     yield server
     await server.stop()
 
@@ -127,8 +127,8 @@ async def test_life_of_a_service_shows_in_registry_and_health(
     tmp_path: Path, nats: NatsServer, stack_file: Path
 ) -> None:
     toy = await Toy.start("serves", tmp_path, stack_file, "--nats", nats.url)
-    bus = await Bus.connect(nats.url)
-    async with aclosing(Registry(bus).watch()) as views:
+    bus = await Bus.connect(nats.url, nats.login)
+    async with aclosing(Registry(bus, read_token(BindConfig(), toy.directory)).watch()) as views:
         ready = await state_of(views, reg.INSTANCE_STATE_READY)
         assert ready is not None
         assert ready.capacity["slots"] == 4

@@ -17,6 +17,7 @@ import structlog
 
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
+from flotilla_core.bus import Bus, Login
 from flotilla_core.config import StackConfig
 from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidRequest, NotFound
 from flotilla_core.trust import read_token
@@ -173,7 +174,11 @@ class Supervisor:
 
     async def _start_bus(self) -> None:
         self.nats_url = self.stack.nats.url or ""
-        if not self.nats_url:
+        if self.nats_url:
+            # A server of the user's own that refuses us, or takes anybody, is one error here, not one a service.
+            bus = await Bus.connect(self.nats_url, Login.of_stack(self.stack.nats, self.paths.directory))
+            await bus.close()
+        else:
             self._nats = NatsProcess(
                 self.paths.nats, restart_budget=self.stack.restart_budget, on_change=self._record
             )

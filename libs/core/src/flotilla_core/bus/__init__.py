@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from flotilla_core.bus.connection import Bus
 from flotilla_core.bus.events import Event, EventStream
+from flotilla_core.bus.login import Login
 from flotilla_core.bus.registry import Registry
 from flotilla_core.bus.server import NatsServer
 
-__all__ = ["Bus", "Event", "EventStream", "NatsServer", "Registry"]
+__all__ = ["Bus", "Event", "EventStream", "Login", "NatsServer", "Registry"]

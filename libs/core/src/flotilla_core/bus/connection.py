@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from urllib.parse import urlsplit
 
 import nats.errors
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.errors import APIError
 
-from flotilla_core.errors import Unavailable
+from flotilla_core.bus.login import Login
+from flotilla_core.errors import FailedPrecondition, InvalidConfig, Unauthenticated, Unavailable
 
 REQUEST_TIMEOUT_S = 2.0
 _RECONNECT_WAIT_S = 0.5
@@ -32,13 +34,22 @@ class Bus:
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self._last_error = ""
         self.generation = 0
         self._client = Client()
         self._changed = asyncio.Event()
 
     @classmethod
-    async def connect(cls, url: str, *, name: str = "", timeout_s: float = 10.0) -> Bus:
+    async def connect(cls, url: str, login: Login, *, name: str = "", timeout_s: float = 10.0) -> Bus:
         """Connect, trying for `timeout_s`; then stay connected until `close`."""
+        if "@" in urlsplit(url).netloc:
+            raise InvalidConfig(
+                "the URL of a NATS server carries credentials",
+                where=f"nats.url {url.partition('://')[0]}://...@{url.rpartition('@')[2]}",
+                why="an address is shown on command lines and in logs",
+                next_step="write user:password to a file of mode 0600, and name it in nats.credentials_file",
+            )
+        options = login.options()
         bus = cls(url)
         connecting = bus._client.connect(
             url,
@@ -51,16 +62,34 @@ class Bus:
             error_cb=bus._on_error,
             disconnected_cb=bus._on_disconnect,
             reconnected_cb=bus._on_reconnect,
+            **options,
         )
         try:
             await asyncio.wait_for(connecting, timeout_s)
         except (TimeoutError, OSError, nats.errors.Error) as error:
+            if "authorization" in bus._last_error.lower():
+                raise Unauthenticated(
+                    "NATS refuses this stack",
+                    where=url,
+                    why=bus._last_error,
+                    next_step="set nats.credentials_file in stack.yaml to a file with user:password, or a token, of "
+                    "that server",
+                ) from None
             raise Unavailable(
                 "NATS does not answer",
                 where=url,
                 why=str(error) or f"no connection within {timeout_s:g} s",
                 next_step="start the stack (flotilla up), or set nats.url in stack.yaml",
             ) from None
+        if not login.insecure and await _takes_anybody(url):
+            await bus.close()
+            raise FailedPrecondition(
+                f"the NATS server at {url} takes anybody",
+                where="nats.url",
+                why="whoever reaches it could see and take away the registrations of this stack",
+                next_step="give it users, and name the file with the credentials of this stack in "
+                "nats.credentials_file; or, on a network that only this stack is in, set nats.insecure: true",
+            )
         return bus
 
     @property
@@ -98,6 +127,7 @@ class Bus:
         await self._client.close()
 
     async def _on_error(self, error: Exception) -> None:
+        self._last_error = str(error)
         logger.debug("NATS: %r", error)
 
     async def _on_disconnect(self) -> None:
@@ -109,3 +139,20 @@ class Bus:
         self.generation += 1
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+async def _takes_anybody(url: str) -> bool:
+    """Ask by connecting as nobody: what a server says of itself leaves out users that it takes without a password."""
+    stranger = Client()
+    try:
+        await asyncio.wait_for(
+            stranger.connect(url, allow_reconnect=False, connect_timeout=2, error_cb=_ignore), 5.0
+        )
+    except (TimeoutError, OSError, nats.errors.Error):
+        return False
+    await stranger.close()
+    return True
+
+
+async def _ignore(_: Exception) -> None:
+    """The refusal is the answer that was wanted."""

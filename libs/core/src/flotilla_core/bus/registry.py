@@ -1,8 +1,9 @@
 """Which instances exist: a key-value bucket whose keys live only as long as their owner's heartbeat.
 
-Invariants: the registry is a hint (health decides), so NATS being away changes nothing in any view: known
-instances stay until they miss their heartbeat on a connection that stands. A view is a whole snapshot, a new
-one at every change and never without one. The bucket is in memory; heartbeats fill it again after a restart.
+Invariants: a registration that the secret of the stack did not sign is not there, whoever wrote it; the registry is a
+hint (health decides), so NATS being away changes nothing in any view: known instances stay until they miss their
+heartbeat on a connection that stands. A view is a whole snapshot, a new one at every change and never without one. The
+bucket is in memory; heartbeats fill it again after a restart.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from nats.js.kv import KV_DEL, KV_PURGE, KeyValue
 
 from flotilla.common.v1.registration_pb2 import InstanceState, Registration
 from flotilla_core.bus.connection import BUS_ERRORS, Bus
+from flotilla_core.trust import RegistrationSigner, RegistrationVerifier
 
 BUCKET = "registry"
 TTL_S = 15.0
@@ -26,6 +28,9 @@ _RETRY_S = 1.0
 _TICK_S = 1.0
 # Expiry is the server's business; a view drops a silent instance itself only when the server's word is lost.
 _PATIENCE = 1.5
+# A stranger may write as many keys as it likes.
+_MOST_NAMED = 100
+_LONGEST_KEY = 100
 
 _NO_BUCKET = (NoStreamResponseError, NotFoundError, ServiceUnavailableError)
 
@@ -35,8 +40,12 @@ logger = logging.getLogger(__name__)
 class Registry:
     """Announces this process and watches the others."""
 
-    def __init__(self, bus: Bus, *, ttl_s: float = TTL_S, heartbeat_s: float = HEARTBEAT_S) -> None:
+    def __init__(
+        self, bus: Bus, token: str, *, ttl_s: float = TTL_S, heartbeat_s: float = HEARTBEAT_S
+    ) -> None:
         self._bus = bus
+        self._token = token
+        self._signer = RegistrationSigner(token)
         self._ttl_s = ttl_s
         self._heartbeat_s = heartbeat_s
         self._own: Registration | None = None
@@ -78,7 +87,7 @@ class Registry:
 
     async def watch(self) -> AsyncIterator[dict[str, Registration]]:
         """Every view from now on, the current one first, by instance id. Runs until it is closed."""
-        view = _View(self._ttl_s)
+        view = _View(self._ttl_s, RegistrationVerifier(self._token))
         shown = False
         while True:
             generation = self._bus.generation
@@ -144,7 +153,7 @@ class Registry:
         """One heartbeat; the next one makes up for a failed one, at once when the connection is back."""
         if self._own is None or not self._bus.connected:
             return
-        content = self._own.SerializeToString(deterministic=True)
+        content = self._signer.sign(self._own)
         try:
             try:
                 await self._bus.jetstream().publish(f"$KV.{BUCKET}.{self._own.instance_id}", content)
@@ -172,12 +181,15 @@ class Registry:
 class _View:
     """The instances as one watcher knows them."""
 
-    def __init__(self, ttl_s: float) -> None:
+    def __init__(self, ttl_s: float, verifier: RegistrationVerifier) -> None:
         self.instances: dict[str, Registration] = {}
         self.complete = False
         self._ttl_s = ttl_s
         self._seen: dict[str, float] = {}
         self._trusted_from = 0.0
+        self._verifier = verifier
+        self._named: set[str] = set()
+        """Keys whose refusal was said."""
 
     def opened(self) -> None:
         """A watcher was opened: what was known before gets one lifetime to send its heartbeat again."""
@@ -204,11 +216,19 @@ class _View:
             return False  # it expired while the server was away, not because its owner is
         if entry.operation in (KV_DEL, KV_PURGE):
             return self._remove(entry.key)
-        registration = Registration.FromString(entry.value or b"")
+        registration = self._verifier.read(entry.key, entry.value or b"")
+        if not isinstance(registration, Registration):
+            self._name(entry.key, registration)
+            return False
         changed = self.instances.get(entry.key) != registration
         self.instances[entry.key] = registration
         self._seen[entry.key] = now
         return changed
+
+    def _name(self, key: str, refusal: str | None) -> None:
+        if refusal is not None and key not in self._named and len(self._named) < _MOST_NAMED:
+            self._named.add(key)
+            logger.warning("registration %s is ignored: %s", key[:_LONGEST_KEY], refusal)
 
     def _remove(self, key: str) -> bool:
         self._seen.pop(key, None)

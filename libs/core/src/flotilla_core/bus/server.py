@@ -1,44 +1,53 @@
 """Our own NATS server for a stack without one.
 
-Invariants: it binds loopback only, every acknowledged message is on disk (`sync_interval: always`), it leads a
-process group of its own, so that a Ctrl-C in the terminal does not take it from the services, and it dies with
-the process that started it.
+Invariants: it binds loopback only and takes nobody without its password, which is a new one at each start and is told
+to clients only once the server has its port, so that it is never sent to who else may listen there; every acknowledged
+message is on disk (`sync_interval: always`); it leads a process group of its own, so that a Ctrl-C in the terminal
+does not take it from the services, and it dies with the process that started it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import shutil
 import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from flotilla_core.bus.login import OWN_FILE, Login
 from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, PortInUse
+from flotilla_core.files import make_private_folder, write_atomically
 from flotilla_core.subprocess_group import ProcessGroup
 
 _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 5.0
 _MAX_PAYLOAD_BYTES = 1 << 20
+_USER = "flotilla"
 
 
 class NatsServer:
     """A running `nats-server` process with JetStream."""
 
-    def __init__(self, process: ProcessGroup, url: str, log: Path) -> None:
+    def __init__(self, process: ProcessGroup, url: str, log: Path, login: Login) -> None:
         self._process = process
         self.url = url
         self.log = log
+        self.login = login
 
     @classmethod
     async def start(cls, directory: Path, port: int = 0) -> NatsServer:
         """Start a server that keeps everything in `directory`; port 0 takes a free one."""
         binary = find_binary()
-        directory.mkdir(parents=True, exist_ok=True)
+        make_private_folder(directory)
         for stale in directory.glob("*.ports"):
             stale.unlink()
         config = directory / "nats.conf"
-        config.write_text(_config(directory, port))
+        password = secrets.token_hex(32)
+        write_atomically(config, _config(directory, port, password))
+        credentials = directory / OWN_FILE.name
+        credentials.unlink(missing_ok=True)
         log = directory / "nats.log"
         with log.open("ab") as output:
             process = await ProcessGroup.start(
@@ -56,8 +65,9 @@ class NatsServer:
                     why=f"no ports file after {_START_TIMEOUT_S:g} s",
                     next_step=f"see {log}",
                 ) from None
+            write_atomically(credentials, f"{_USER}:{password}\n")
             unless_owned.pop_all()
-        return cls(process, url, log)
+        return cls(process, url, log, Login(credentials))
 
     @property
     def pid(self) -> int:
@@ -92,7 +102,7 @@ def find_binary() -> str:
     return found
 
 
-def _config(directory: Path, port: int) -> str:
+def _config(directory: Path, port: int, password: str) -> str:
     """One option a line: nats-server reads no other style reliably."""
     store = json.dumps(str((directory / "jetstream").resolve()))
     return "\n".join(
@@ -101,6 +111,10 @@ def _config(directory: Path, port: int) -> str:
             f"port: {port or -1}",
             f"ports_file_dir: {json.dumps(str(directory.resolve()))}",
             f"max_payload: {_MAX_PAYLOAD_BYTES}",
+            "authorization {",
+            f"  user: {_USER}",
+            f"  password: {password}",
+            "}",
             "jetstream {",
             f"  store_dir: {store}",
             "  sync_interval: always",

@@ -46,6 +46,23 @@ class NatsConfig(ConfigModel):
 
     url: str | None = None
     """An existing server; empty starts our own for this stack."""
+    credentials_file: Path | None = None
+    """File (mode 0600) with one line for the server of `url`: user:password, or a token."""
+    insecure: bool = False
+    """Also use a server that takes anybody."""
+
+    @model_validator(mode="after")
+    def _is_about_a_server(self) -> NatsConfig:
+        if self.url is None and (self.credentials_file is not None or self.insecure):
+            raise ValueError(
+                "credentials_file and insecure are about the server of url, which is not set: the stack's own server "
+                "needs neither"
+            )
+        if self.url is not None and "@" in self.url:
+            raise ValueError(
+                "url carries credentials: write them to a file of mode 0600 and name it in credentials_file"
+            )
+        return self
 
 
 class TelemetryConfig(ConfigModel):

@@ -24,7 +24,7 @@ import structlog
 from flotilla.common.v1 import operate_pb2_grpc
 from flotilla.common.v1 import registration_pb2 as reg
 from flotilla_core import ids, rpc, telemetry
-from flotilla_core.bus import Bus, Registry
+from flotilla_core.bus import Bus, Login, Registry
 from flotilla_core.files import make_private_folder
 from flotilla_core.protocol import PROTOCOL_VERSION
 from flotilla_core.roles import role_of_process
@@ -101,7 +101,12 @@ class ServiceProcess:
         token = read_token(given.stack.bind, given.state_dir)
         telemetry.start(self._kind_name, instance_id, list(given.otlp), token=token)
         try:
-            bus = await Bus.connect(given.nats_url, name=instance_id, timeout_s=NATS_TIMEOUT_S)
+            bus = await Bus.connect(
+                given.nats_url,
+                Login.of_stack(given.stack.nats, given.state_dir),
+                name=instance_id,
+                timeout_s=NATS_TIMEOUT_S,
+            )
             try:
                 yield Host(
                     kind=self._kind,
@@ -110,7 +115,7 @@ class ServiceProcess:
                     stack=given.stack,
                     state_dir=given.state_dir,
                     bus=bus,
-                    registry=Registry(bus),
+                    registry=Registry(bus, token),
                     token=token,
                     fail=self._fail,
                 )

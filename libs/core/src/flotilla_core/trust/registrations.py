@@ -1,0 +1,76 @@
+"""Registrations that only a process of the stack can have made.
+
+Invariants: one that was taken, or that is older than one that was taken, is never taken again, so that nobody who can
+write to the registry brings back an instance that is gone; one that is older than the clocks of two hosts may
+differ is not taken by a reader that has just begun either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+
+from google.protobuf.message import DecodeError
+
+from flotilla.common.v1.registration_pb2 import Registration, SignedRegistration
+from flotilla_core.trust.calls import TOLERANCE_MS
+
+_TOLERANCE_NS = TOLERANCE_MS * 1_000_000
+
+
+class RegistrationSigner:
+    """Signs the registrations of one process."""
+
+    def __init__(self, token: str) -> None:
+        self._key = _derived(token)
+        self._last_ns = 0
+
+    def sign(self, registration: Registration) -> bytes:
+        """Return what the registry shall hold; each is newer than those before it."""
+        self._last_ns = max(time.time_ns(), self._last_ns + 1)
+        content = registration.SerializeToString(deterministic=True)
+        signature = _signature(self._key, registration.instance_id, self._last_ns, content)
+        return SignedRegistration(
+            registration=content, signed_at_ns=self._last_ns, signature=signature
+        ).SerializeToString()
+
+
+class RegistrationVerifier:
+    """Judges what one reader finds in the registry."""
+
+    def __init__(self, token: str) -> None:
+        self._key = _derived(token)
+        self._newest_ns: dict[str, int] = {}
+
+    def read(self, key: str, content: bytes) -> Registration | str | None:
+        """Return the registration under `key`, why it is refused, or None for one that is no news."""
+        try:
+            signed = SignedRegistration.FromString(content)
+        except DecodeError:
+            return "it is not a signed registration"
+        moment = signed.signed_at_ns
+        expected = _signature(self._key, key, moment, signed.registration)
+        if not hmac.compare_digest(signed.signature, expected):
+            return "it is not signed with the secret of this stack"
+        now = time.time_ns()
+        if abs(now - moment) > _TOLERANCE_NS:
+            return f"it was signed {abs(now - moment) / 1e9:.0f} s {'ago' if now > moment else 'from now'}"
+        if moment <= self._newest_ns.get(key, 0):
+            return None
+        if key not in self._newest_ns:
+            # What is older than this is refused by its age alone.
+            self._newest_ns = {
+                known: last for known, last in self._newest_ns.items() if now - last <= _TOLERANCE_NS
+            }
+        self._newest_ns[key] = moment
+        return Registration.FromString(signed.registration)
+
+
+def _derived(token: str) -> bytes:
+    return hashlib.blake2b(token.encode(), person=b"flotilla regs", digest_size=32).digest()
+
+
+def _signature(key: bytes, instance_id: str, moment_ns: int, content: bytes) -> bytes:
+    stated = f"{instance_id} {moment_ns} ".encode()
+    return hashlib.blake2b(stated + content, key=key, digest_size=32).digest()
