@@ -39,6 +39,7 @@ def columns(advantage_sign: float = 1.0) -> Columns:
         "rollout_logprobs": -1.0 - torch.rand(count, generator=rng),
         "fresh": torch.ones(count),
         "selected": torch.tensor([0, 1, 0, 1, 0, 0, 1]),
+        "segments": torch.tensor([0, 0, 1, 2, 2, 3, 3]),
         "reference_logprobs": -1.5 * torch.ones(count),
     }
 

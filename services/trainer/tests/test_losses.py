@@ -24,6 +24,7 @@ TOLERANCE = 1e-6
 STEP = 1e-6
 LENGTHS = [3, 1, 7, 5, 4, 6]
 SEQUENCES = [sequence for sequence, length in enumerate(LENGTHS) for _ in range(length)]
+SEGMENTS = [0, 0, 1, 2, 3, 3, 3, 4, 5, 5, 5, 6, 6, 7, 7, 7, 8, 8, 8, 8, 9, 10, 10, 10, 10, 10]
 COUNT = len(SEQUENCES)
 RNG = np.random.default_rng(17)
 NEW = -3 * RNG.random(COUNT) - 0.02
@@ -37,8 +38,8 @@ Token = Callable[[int, np.ndarray], float]
 """The part of a loss that a token is to carry, of all log-probabilities; the mean of these parts is compared."""
 
 
-def of(sequence: int) -> list[int]:
-    return [i for i, s in enumerate(SEQUENCES) if s == sequence]
+def of(sequence: int, cuts: list[int] = SEQUENCES) -> list[int]:
+    return [i for i, s in enumerate(cuts) if s == sequence]
 
 
 def ratio(i: int, new: np.ndarray) -> float:
@@ -60,9 +61,9 @@ def ppo(low: float, high: float, dual: float | None, a: np.ndarray) -> Token:
     return loss
 
 
-def gspo(low: float, high: float) -> Token:
+def gspo(low: float, high: float, cuts: list[int] = SEQUENCES) -> Token:
     def loss(i: int, new: np.ndarray) -> float:
-        tokens = of(SEQUENCES[i])
+        tokens = of(cuts[i], cuts)
         s = math.exp(sum(new[t] - OLD[t] for t in tokens) / len(tokens))
         return -min(s * ADVANTAGES[i], clip(s, 1 - low, 1 + high) * ADVANTAGES[i])
 
@@ -116,11 +117,21 @@ def binary_kl(p: float, q: float) -> float:
     return q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
 
 
-def dppo(distance: Callable[[float, float], float], limit: float) -> Token:
+def dppo(
+    distance: Callable[[float, float], float],
+    limit: float,
+    low: float | None = None,
+    cap: float | None = None,
+) -> Token:
     def loss(i: int, new: np.ndarray) -> float:
-        far = distance(math.exp(NEW[i]), math.exp(OLD[i])) > limit
-        outward = (ratio(i, NEW) > 1) if MIXED[i] > 0 else (ratio(i, NEW) < 1)
-        return 0.0 if far and outward else -ratio(i, new) * MIXED[i]
+        good = MIXED[i] > 0
+        far = distance(math.exp(NEW[i]), math.exp(OLD[i])) > (limit if good or low is None else low)
+        if far and (ratio(i, NEW) > 1) == good:
+            return 0.0
+        if cap is None:
+            return -ratio(i, new) * MIXED[i]
+        # A constant weight, so that the slope is the weight and the value at NEW that of the truncated ratio.
+        return -min(ratio(i, NEW), cap) * MIXED[i] * (1 + new[i] - NEW[i])
 
     return loss
 
@@ -139,6 +150,17 @@ def kimi(tau: float) -> Token:
         tokens = of(SEQUENCES[i])
         whole = sum(new[t] - OLD[t] for t in tokens)
         return (-ADVANTAGES[i] * whole + tau / 2 * whole**2) / len(tokens)
+
+    return loss
+
+
+def dro(beta: float) -> Token:
+    return lambda i, new: -MIXED[i] * new[i] + beta / 2 * (new[i] - OLD[i]) ** 2
+
+
+def raft_plus_plus(low: float, high: float) -> Token:
+    def loss(i: int, new: np.ndarray) -> float:
+        return -min(ratio(i, new), 1 + high) * MIXED[i] if MIXED[i] > 0 else 0.0
 
     return loss
 
@@ -163,8 +185,24 @@ TABLE: dict[str, tuple[str, dict[str, Any], np.ndarray, Token]] = {
         ppo(0.2, 0.2, 1.5, MIXED),
     ),
     "reinforce": ("reinforce", {}, MIXED, lambda i, new: -MIXED[i] * new[i]),
-    "gspo": ("gspo", {"clip_low": 0.01, "clip_high": 0.02}, ADVANTAGES, gspo(0.01, 0.02)),
-    "gspo, wide": ("gspo", {"clip_low": 0.4, "clip_high": 0.4}, ADVANTAGES, gspo(0.4, 0.4)),
+    "gspo": (
+        "gspo",
+        {"clip_low": 0.01, "clip_high": 0.02, "over": "sequence"},
+        ADVANTAGES,
+        gspo(0.01, 0.02),
+    ),
+    "gspo, wide": (
+        "gspo",
+        {"clip_low": 0.4, "clip_high": 0.4, "over": "sequence"},
+        ADVANTAGES,
+        gspo(0.4, 0.4),
+    ),
+    "gspo, by turns": (
+        "gspo",
+        {"clip_low": 0.2, "clip_high": 0.3, "over": "segment"},
+        ADVANTAGES,
+        gspo(0.2, 0.3, SEGMENTS),
+    ),
     "gmpo": ("gmpo", {"clip_low": 0.4, "clip_high": 0.3}, ADVANTAGES, gmpo(0.4, 0.3)),
     "cispo": (
         "cispo",
@@ -175,10 +213,39 @@ TABLE: dict[str, tuple[str, dict[str, Any], np.ndarray, Token]] = {
     "sapo": ("sapo", {"tau_positive": 1.0, "tau_negative": 1.05}, MIXED, sapo(1.0, 1.05)),
     "clip_cov": ("clip_cov", {"clip_low": 0.2, "clip_high": 0.2}, MIXED, clip_cov(0.2, 0.2)),
     "kl_cov": ("kl_cov", {"penalty": 0.7}, MIXED, kl_cov(0.7)),
-    "dppo_tv": ("dppo_tv", {"limit": 0.05}, MIXED, dppo(total_variation, 0.05)),
-    "dppo_kl": ("dppo_kl", {"limit": 0.02}, MIXED, dppo(binary_kl, 0.02)),
+    "dppo_tv": (
+        "dppo_tv",
+        {"limit": 0.05, "limit_low": None, "ratio_cap": None},
+        MIXED,
+        dppo(total_variation, 0.05),
+    ),
+    "dppo_tv, truncated": (
+        "dppo_tv",
+        {"limit": 0.1, "limit_low": 0.02, "ratio_cap": 1.2},
+        MIXED,
+        dppo(total_variation, 0.1, 0.02, 1.2),
+    ),
+    "dppo_kl": (
+        "dppo_kl",
+        {"limit": 0.02, "limit_low": None, "ratio_cap": None},
+        MIXED,
+        dppo(binary_kl, 0.02),
+    ),
+    "dppo_kl, truncated": (
+        "dppo_kl",
+        {"limit": 0.05, "limit_low": 0.002, "ratio_cap": 1.1},
+        MIXED,
+        dppo(binary_kl, 0.05, 0.002, 1.1),
+    ),
     "topr": ("topr", {"negative_cap": 1.0}, ADVANTAGES, topr(1.0)),
     "kimi": ("kimi", {"tau": 0.3}, ADVANTAGES, kimi(0.3)),
+    "dro": ("dro", {"beta": 0.3}, MIXED, dro(0.3)),
+    "raft_plus_plus": (
+        "raft_plus_plus",
+        {"clip_low": 0.2, "clip_high": 0.25},
+        MIXED,
+        raft_plus_plus(0.2, 0.25),
+    ),
 }
 WHOLE_SEQUENCES = {"kimi"}
 """Losses whose tokens carry shares that are only defined together: they are compared by their sums over sequences."""
@@ -191,6 +258,7 @@ def tokens_of(advantages: np.ndarray) -> PolicyTokens:
         advantages=torch.tensor(advantages),
         sequences=torch.tensor(SEQUENCES),
         selected=torch.tensor(SELECTED),
+        segments=torch.tensor(SEGMENTS),
     )
 
 
@@ -224,7 +292,20 @@ def test_no_loss_is_missing_from_the_table() -> None:
 
 
 @pytest.mark.parametrize(
-    "row", ["ppo", "ppo, dual", "gspo, wide", "gmpo", "cispo", "clip_cov", "dppo_tv", "topr"]
+    "row",
+    [
+        "ppo",
+        "ppo, dual",
+        "gspo, wide",
+        "gspo, by turns",
+        "gmpo",
+        "cispo",
+        "clip_cov",
+        "dppo_tv",
+        "dppo_tv, truncated",
+        "topr",
+        "raft_plus_plus",
+    ],
 )
 def test_every_limit_of_the_table_cuts_some_tokens_and_not_all(row: str) -> None:
     name, parameters, advantages, _ = TABLE[row]
@@ -232,7 +313,10 @@ def test_every_limit_of_the_table_cuts_some_tokens_and_not_all(row: str) -> None
     assert 0 < clipped.sum() < COUNT
 
 
-@pytest.mark.parametrize("row", [row for row in TABLE if TABLE[row][0] not in ("clip_cov", "kl_cov")])
+OF_SOME_TOKENS = ("clip_cov", "kl_cov", "raft_plus_plus")
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if TABLE[row][0] not in OF_SOME_TOKENS])
 def test_on_policy_every_loss_has_the_gradient_of_reinforce(row: str) -> None:
     name, parameters, _, _ = TABLE[row]
     tokens = tokens_of(ADVANTAGES)._replace(old_logprobs=torch.tensor(NEW))

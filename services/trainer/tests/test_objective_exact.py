@@ -39,6 +39,7 @@ AGGREGATIONS = {
     "sequence_mean_of_token_sum": session_pb2.AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_SUM,
     "sequence_mean_of_token_mean": session_pb2.AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_MEAN,
     "constant": session_pb2.AGGREGATION_TYPE_CONSTANT,
+    "token_sum": session_pb2.AGGREGATION_TYPE_TOKEN_SUM,
 }
 LAYOUTS = [(1, 37, False), (1, 37, True), (2, 1, False), (2, 150, True), (3, 150, False), (3, 1, True)]
 """Ranks, token budget, packed."""
@@ -213,8 +214,14 @@ def test_a_sample_without_a_trained_token_is_context_alone(preset: str) -> None:
     assert_same(result(objective, groups, budget=1, ranks=2), result(objective, groups))
 
 
-@pytest.mark.parametrize("whiten", [False, True])
-@pytest.mark.parametrize("preset", PRESETS)
+WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")
+"""Refused with `whiten`: their advantages are whitened already."""
+
+
+@pytest.mark.parametrize(
+    ("preset", "whiten"),
+    [(p, whiten) for p in PRESETS for whiten in (False, True) if not (whiten and p in WHITENED)],
+)
 def test_groups_that_are_dropped_leave_every_mean_deviation_and_denominator_too(
     preset: str, whiten: bool
 ) -> None:
@@ -227,6 +234,45 @@ def test_groups_that_are_dropped_leave_every_mean_deviation_and_denominator_too(
     assert np.abs(alone[1]).max() > 1e-4  # There is something to compare.
     assert dropped[0] == pytest.approx(alone[0], abs=TOLERANCE)
     np.testing.assert_allclose(dropped[1], alone[1], atol=TOLERANCE)
+
+
+def test_a_sum_is_the_mean_times_the_tokens_that_count() -> None:
+    groups = make_groups([4, 3, 5], seed=1)
+    for sample in groups[1].samples:
+        sample.reward = 0.5
+    mean = objective_of("dapo")
+    total = objective_of("dapo", aggregation=session_pb2.Aggregation(type=AGGREGATIONS["token_sum"]))
+    batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION)
+    tokens = UpdateObjective(mean).units(batch)
+    np.testing.assert_allclose(result(total, groups)[1], tokens * result(mean, groups)[1], atol=1e-4)
+
+
+def test_turns_have_ratios_of_their_own() -> None:
+    groups = make_groups([3, 4])
+    ours = {"clip_low": 0.05, "clip_high": 0.05}
+    by_turns = objective_of("grpo", loss=function("gspo", over="segment", **ours))
+    whole = objective_of("grpo", loss=function("gspo", over="sequence", **ours))
+    assert_same(result(by_turns, groups, budget=29, ranks=3), result(by_turns, groups))
+    assert np.abs(result(by_turns, groups)[1] - result(whole, groups)[1]).max() > 1e-4
+    for group in groups:
+        for sample in group.samples:
+            sample.ClearField("mask")
+    # Without context in between a response is one turn.
+    assert_same(result(by_turns, groups), result(whole, groups))
+
+
+def test_a_turn_ends_where_context_or_another_response_begins() -> None:
+    groups = make_groups([2])
+    for sample, mask in zip(groups[0].samples, ([1, 1, 0, 1], [1, 0, 0, 1]), strict=True):
+        sample.Clear()
+        sample.sample_id = f"s{mask}"
+        sample.token_ids.CopyFrom(to_tensor(np.ones(4, np.int32)))
+        sample.logprobs.CopyFrom(to_tensor(np.full(4, -1, np.float32)))
+        sample.mask.CopyFrom(to_tensor(np.array(mask, np.bool_)))
+    batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION)
+    objective = objective_of("gspo", loss=function("gspo", over="segment"))
+    sequences, _ = UpdateObjective(objective).sequences(batch, 0)
+    assert sequences.columns["segments"].tolist() == [1, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("baseline", ["batch", "running"])

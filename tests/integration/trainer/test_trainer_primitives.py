@@ -179,6 +179,21 @@ async def test_a_call_may_bring_its_own_loss(
     await optim_step(trainer)
 
 
+async def test_calls_whose_losses_are_sums_add_up_to_the_sum(
+    trainer: Any, groups_of: MakeGroups, policy_of: Callable[..., Any], tmp_path: Path
+) -> None:
+    groups = groups_of(SIZES)
+    sums = session_pb2.Aggregation(type=session_pb2.AGGREGATION_TYPE_TOKEN_SUM)
+    await trainer.open(policy_of(aggregation=sums), **STEP)
+    await trainer.train(0, groups)
+    expected = await weights_of(trainer, tmp_path / "sum", 1)
+    await trainer.open(policy_of(aggregation=sums), **STEP)
+    for part in (groups[:2], groups[2:]):
+        await forward_backward(trainer, part)
+    await optim_step(trainer)
+    assert_equal(await weights_of(trainer, tmp_path / "sums", 1), expected)
+
+
 async def test_a_wrong_call_changes_nothing_and_a_broken_loss_drops_what_waited(
     trainer: Any,
     groups_of: MakeGroups,

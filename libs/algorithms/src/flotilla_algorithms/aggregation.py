@@ -18,7 +18,8 @@ def token_weights(
     """One a token, zero where it is not counted.
 
     token_mean: every token alike. sequence_mean_of_token_sum: every sequence counts by its summed tokens.
-    sequence_mean_of_token_mean: every sequence alike. constant: as the sum, over a fixed number of tokens.
+    sequence_mean_of_token_mean: every sequence alike. constant: as the sum, over a fixed number of tokens. token_sum:
+    every token by itself, over nothing.
     """
     tokens = segment_sums(counted.astype(np.float64), response_lengths)
     sequences = max(int((tokens > 0).sum()), 1)
@@ -27,6 +28,7 @@ def token_weights(
         "sequence_mean_of_token_sum": sequences,
         "sequence_mean_of_token_mean": sequences * np.repeat(np.maximum(tokens, 1.0), response_lengths),
         "constant": sequences * constant_tokens,
+        "token_sum": 1.0,
     }
     if aggregation not in denominators:
         raise ValueError(f"there is no aggregation {aggregation!r}: choose from {', '.join(denominators)}")
@@ -38,8 +40,10 @@ def counted_units(aggregation: str, response_lengths: Ints, counted: NDArray[np.
     """What the weights of an update share: its counted tokens for token_mean, else its sequences with such a token.
 
     Weights times their units depend on nothing else in the update, so parts of it add up; the sum over the sum of their
-    units is the whole.
+    units is the whole. The parts of a token_sum add up as they are: it is one unit, however many parts there are.
     """
+    if aggregation == "token_sum":
+        return float(counted.any())
     if aggregation == "token_mean":
         return float(counted.sum())
     return float((segment_sums(counted.astype(np.float64), response_lengths) > 0).sum())

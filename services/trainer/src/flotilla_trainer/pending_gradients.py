@@ -15,6 +15,8 @@ from flotilla_trainer.once import Once
 KEPT_REPLIES = 4096
 NOT_MEANS = ("advantages/std", "explained_variance")
 """What a batch says about itself that its parts do not add up to."""
+WHOLE_UPDATES = "updates"
+"""What sums are a mean over: the calls of a step are one update, however many they are."""
 
 Respond = Callable[[], Awaitable[pb.ForwardBackwardResponse]]
 
@@ -73,7 +75,7 @@ class PendingGradients:
         """One more call; its facts are means over `share` tokens or pairs."""
         self._kind = kind
         self.calls += 1
-        self.units += units
+        self.units = max(self.units, units) if kind == WHOLE_UPDATES else self.units + units
         self.sample_ids += sample_ids
         self._share += share
         for name, value in facts.items():

@@ -17,10 +17,11 @@ from flotilla_core.config.presets import PRESETS, with_preset
 class AggregationConfig(ConfigModel):
     """How the losses of tokens become one number; every denominator counts over the whole update."""
 
-    type: Literal["token_mean", "sequence_mean_of_token_sum", "sequence_mean_of_token_mean", "constant"] = (
-        "token_mean"
-    )
-    """Every token alike; every sequence by its sum; every sequence alike; or by its sum over a constant."""
+    type: Literal[
+        "token_mean", "sequence_mean_of_token_sum", "sequence_mean_of_token_mean", "constant", "token_sum"
+    ] = "token_mean"
+    """Every token alike; every sequence by its sum; every sequence alike; by its sum over a constant; or the sum of
+    all tokens over nothing."""
     constant_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
     """The constant of `constant`; empty takes rollout.sampling.max_response_tokens."""
 
@@ -108,6 +109,8 @@ class PolicyConfig(ConfigModel):
         "dppo_kl",
         "topr",
         "kimi",
+        "dro",
+        "raft_plus_plus",
         "tis_grpo",
         "icepop_grpo",
     ] = "grpo"

@@ -57,6 +57,8 @@ class GspoLoss(LossConfig):
     """Floor of the sequence's ratio is 1 - clip_low."""
     clip_high: float = Field(default=4e-4, gt=0, le=1e6)
     """Ceiling of the sequence's ratio is 1 + clip_high."""
+    over: Literal["sequence", "segment"] = "sequence"
+    """What has one ratio: the whole response, or each stretch that the policy wrote without context in between."""
 
 
 class GmpoLoss(LossConfig):
@@ -121,6 +123,10 @@ class DppoTvLoss(LossConfig):
     type: Literal["dppo_tv"] = "dppo_tv"
     limit: float = Field(default=0.15, gt=0, le=1)
     """Largest change of the probability."""
+    limit_low: float | None = Field(default=None, gt=0, le=1)
+    """Largest fall of it, where the advantage is not positive; empty takes `limit`."""
+    ratio_cap: float | None = Field(default=None, gt=0, le=1e6)
+    """Largest ratio that a token learns with; empty is off."""
 
 
 class DppoKlLoss(LossConfig):
@@ -129,6 +135,10 @@ class DppoKlLoss(LossConfig):
     type: Literal["dppo_kl"] = "dppo_kl"
     limit: float = Field(default=0.05, gt=0, le=1000)
     """Largest divergence."""
+    limit_low: float | None = Field(default=None, gt=0, le=1e6)
+    """Largest divergence where the advantage is not positive; empty takes `limit`."""
+    ratio_cap: float | None = Field(default=None, gt=0, le=1e6)
+    """Largest ratio that a token learns with; empty is off."""
 
 
 class ToprLoss(LossConfig):
@@ -145,6 +155,24 @@ class KimiLoss(LossConfig):
     type: Literal["kimi"] = "kimi"
     tau: float = Field(default=0.1, ge=0, le=1000)
     """Strength of the pull."""
+
+
+class DroLoss(LossConfig):
+    """REINFORCE with a quadratic pull of every token towards the policy that sampled."""
+
+    type: Literal["dro"] = "dro"
+    beta: float = Field(default=0.05, ge=0, le=1e6)
+    """Strength of the pull."""
+
+
+class RaftPlusPlusLoss(LossConfig):
+    """Clipped policy gradient of samples with a positive advantage alone."""
+
+    type: Literal["raft_plus_plus"] = "raft_plus_plus"
+    clip_low: float = Field(default=0.2, gt=0, le=1)
+    """Ratio floor is 1 - clip_low."""
+    clip_high: float = Field(default=0.2, gt=0, le=1e6)
+    """Ratio ceiling is 1 + clip_high."""
 
 
 class UserLoss(UserFunction, LossConfig):
@@ -168,6 +196,8 @@ LossSection = Annotated[
     | Annotated[DppoKlLoss, Tag("dppo_kl")]
     | Annotated[ToprLoss, Tag("topr")]
     | Annotated[KimiLoss, Tag("kimi")]
+    | Annotated[DroLoss, Tag("dro")]
+    | Annotated[RaftPlusPlusLoss, Tag("raft_plus_plus")]
     | Annotated[UserLoss, Tag("user")],
     Discriminator(kind_of),
 ]

@@ -78,6 +78,17 @@ PRESETS: dict[str, dict[str, Any]] = {
         "loss": {"type": "kimi"},
         "aggregation": {"type": "sequence_mean_of_token_sum"},
     },
+    "dro": {
+        "advantage": {"type": "grpo", "normalize_std": False},
+        "loss": {"type": "dro"},
+        "aggregation": {"type": "sequence_mean_of_token_sum"},
+    },
+    "raft_plus_plus": {
+        # The reward itself: what earned nothing teaches nothing.
+        "advantage": {"type": "reinforce"},
+        "loss": {"type": "raft_plus_plus"},
+        "aggregation": {"type": "sequence_mean_of_token_mean"},
+    },
     "tis_grpo": {
         "advantage": GRPO,
         "loss": PPO,

@@ -16,6 +16,7 @@ AGGREGATIONS = {
     "sequence_mean_of_token_sum": pb.AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_SUM,
     "sequence_mean_of_token_mean": pb.AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_MEAN,
     "constant": pb.AGGREGATION_TYPE_CONSTANT,
+    "token_sum": pb.AGGREGATION_TYPE_TOKEN_SUM,
 }
 PLACEMENTS = {
     "none": pb.KL_PLACEMENT_UNSPECIFIED,

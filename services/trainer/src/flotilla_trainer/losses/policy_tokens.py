@@ -31,6 +31,8 @@ class PolicyTokens(NamedTuple):
     """Tokens that the front chose, for losses that treat some differently."""
     counted: torch.Tensor | None = None
     """Tokens with a weight above 0; without it all of them. Both log-probabilities of the others are 0."""
+    segments: torch.Tensor | None = None
+    """As `sequences`, for the stretches of a sequence that the policy wrote without context in between (turns)."""
 
     @property
     def log_ratio(self) -> torch.Tensor:

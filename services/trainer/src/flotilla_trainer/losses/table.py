@@ -11,12 +11,14 @@ from collections.abc import Callable
 from flotilla_trainer.losses.cispo import cispo
 from flotilla_trainer.losses.clip_cov import clip_cov
 from flotilla_trainer.losses.dppo import dppo_kl, dppo_tv
+from flotilla_trainer.losses.dro import dro
 from flotilla_trainer.losses.gmpo import gmpo
 from flotilla_trainer.losses.gspo import gspo
 from flotilla_trainer.losses.kimi import kimi
 from flotilla_trainer.losses.kl_cov import kl_cov
 from flotilla_trainer.losses.policy_tokens import TokenLosses
 from flotilla_trainer.losses.ppo import ppo
+from flotilla_trainer.losses.raft_plus_plus import raft_plus_plus
 from flotilla_trainer.losses.reinforce import reinforce
 from flotilla_trainer.losses.sapo import sapo
 from flotilla_trainer.losses.topr import topr
@@ -36,4 +38,6 @@ LOSSES: dict[str, PolicyLoss] = {
     "dppo_kl": dppo_kl,
     "topr": topr,
     "kimi": kimi,
+    "dro": dro,
+    "raft_plus_plus": raft_plus_plus,
 }

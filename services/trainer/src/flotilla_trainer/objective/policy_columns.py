@@ -42,6 +42,7 @@ AGGREGATIONS = {
     pb.AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_SUM: "sequence_mean_of_token_sum",
     pb.AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_MEAN: "sequence_mean_of_token_mean",
     pb.AGGREGATION_TYPE_CONSTANT: "constant",
+    pb.AGGREGATION_TYPE_TOKEN_SUM: "token_sum",
 }
 ESTIMATORS = {
     pb.KL_ESTIMATOR_K1: "k1",
@@ -182,6 +183,15 @@ def part_weights(
     for part in parts or [np.ones_like(counted)]:
         weights += token_weights(aggregation, batch.response_lengths, counted & part, constant)
     return weights
+
+
+def segments_of(batch: UpdateBatch) -> NDArray[np.int64]:
+    """Number the stretches of trained tokens with no context in between; a response never shares one with another."""
+    first = np.zeros(batch.trained.size, np.bool_)
+    first[np.cumsum(batch.response_lengths) - batch.response_lengths] = True
+    before = np.concatenate(([False], batch.trained[:-1]))
+    numbers: NDArray[np.int64] = np.cumsum(batch.trained & (first | ~before))
+    return numbers
 
 
 def reference_divergence(batch: UpdateBatch, estimator: int) -> Floats:

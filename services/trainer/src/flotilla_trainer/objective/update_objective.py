@@ -20,11 +20,12 @@ from flotilla_trainer.objective import policy_columns as columns
 from flotilla_trainer.objective.needed_columns import check_advantage, check_logprobs, check_reference
 from flotilla_trainer.objective.sections import ADVANTAGE, LOSS, checked_section
 from flotilla_trainer.packing import Sequences
+from flotilla_trainer.pending_gradients import WHOLE_UPDATES
 from flotilla_trainer.sequence_tokens import sample_place
 from flotilla_trainer.update_batch import UpdateBatch
 
 Columns = dict[str, NDArray[Any]]
-TOKEN_MEAN = "token_mean"
+TOKEN_MEAN, TOKEN_SUM = "token_mean", "token_sum"
 
 
 class UpdateObjective:
@@ -94,7 +95,7 @@ class UpdateObjective:
     @property
     def unit(self) -> str:
         """What its losses are a mean over."""
-        return "tokens" if self._aggregation == TOKEN_MEAN else "sequences"
+        return {TOKEN_MEAN: "tokens", TOKEN_SUM: WHOLE_UPDATES}.get(self._aggregation, "sequences")
 
     def units(self, batch: UpdateBatch) -> float:
         """How many of them a batch has."""
@@ -193,6 +194,8 @@ class UpdateObjective:
         )
         if selected is not None:
             made["selected"] = selected
+        if self._loss.arguments.get("over") == "segment":
+            made["segments"] = columns.segments_of(batch)
         return made, metrics
 
     def _advantages(

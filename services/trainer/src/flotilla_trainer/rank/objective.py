@@ -78,7 +78,7 @@ class Objective:
     ) -> torch.Tensor:
         now, weights, rollout = logprobs.detach(), columns["weights"], columns.get("rollout_logprobs")
         proximal = self._proximal(now, rollout, columns)
-        _, sequences = torch.unique_consecutive(columns["sequences"], return_inverse=True)
+        sequences = _numbered(columns["sequences"])
         if rollout is not None:
             trainer = proximal if self._settings.ratio_to_trainer else now
             correction = self._correction(trainer - rollout, sequences)
@@ -95,6 +95,7 @@ class Objective:
                 sequences=sequences,
                 selected=columns["selected"].bool() if "selected" in columns else None,
                 counted=counted,
+                segments=_numbered(columns["segments"]) if "segments" in columns else None,
             )
         )
         ratio = (now - proximal).clamp(max=MAX_LOG_RATIO).exp()
@@ -151,6 +152,12 @@ class Objective:
             high = float("inf") if settings.sequence_high is None else settings.sequence_high
             weights = weights * geometric_mask(log_ratio, sequences, low=low, high=high)
         return weights
+
+
+def _numbered(sequences: torch.Tensor) -> torch.Tensor:
+    """Sequences of an update by their number within a micro-batch."""
+    _, numbers = torch.unique_consecutive(sequences, return_inverse=True)
+    return numbers
 
 
 def _loss_named(name: str) -> PolicyLoss:

@@ -72,6 +72,8 @@ class _AggregationTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Aggre
     AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_MEAN: _AggregationType.ValueType  # 3
     AGGREGATION_TYPE_CONSTANT: _AggregationType.ValueType  # 4
     """The mean over sequences of their sum over a constant."""
+    AGGREGATION_TYPE_TOKEN_SUM: _AggregationType.ValueType  # 5
+    """Over nothing: the sum of all tokens."""
 
 class AggregationType(_AggregationType, metaclass=_AggregationTypeEnumTypeWrapper): ...
 
@@ -81,6 +83,8 @@ AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_SUM: AggregationType.ValueType  # 2
 AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_MEAN: AggregationType.ValueType  # 3
 AGGREGATION_TYPE_CONSTANT: AggregationType.ValueType  # 4
 """The mean over sequences of their sum over a constant."""
+AGGREGATION_TYPE_TOKEN_SUM: AggregationType.ValueType  # 5
+"""Over nothing: the sum of all tokens."""
 Global___AggregationType: _TypeAlias = AggregationType  # noqa: Y015
 
 class _KlPlacement:
