@@ -105,16 +105,16 @@ async def test_fences_grow_over_all_runs_and_bear_the_name_of_their_ledger(tmp_p
     for ledger in (one, two):
         await ledger.save_run(RECORD)
         await ledger.save_run(replace(RECORD, run_id="other"))
-    fences = [await one.begin(run_id, 0, after_coordinator=False) for run_id in (RUN, "other", RUN)]
+    fences = [await one.begin(run_id, 0) for run_id in (RUN, "other", RUN)]
     assert [(fence.epoch, fence.run, fence.number) for fence in fences] == [
         (1, RUN, 1),
         (1, "other", 2),
         (1, RUN, 3),
     ]
-    assert (await two.begin(RUN, 0, after_coordinator=False)).ledger != fences[0].ledger
+    assert (await two.begin(RUN, 0)).ledger != fences[0].ledger
     one.close()
     one = Ledger.open(tmp_path / "one.sqlite")
-    assert (await one.begin(RUN, 0, after_coordinator=True)).epoch == 2
+    assert (await one.begin(RUN, 0)).epoch == 2
     one.close()
     two.close()
 

@@ -157,7 +157,7 @@ async def test_runs_beyond_the_newest_are_removed_whole_and_those_elsewhere_keep
     assert elsewhere.is_dir()
     with pytest.raises(NotFound):
         await ledger.get_run("first")
-    fence = await ledger.begin("third", 0, after_coordinator=False)
+    fence = await ledger.begin("third", 0)
     assert fence.number == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from flotilla_coordinator.runs import run_starts
 from flotilla_coordinator.runs.beginning import Beginning
 from flotilla_coordinator.runs.execution import Execution
 from flotilla_coordinator.runs.runs import LIST_LIMIT, Runs
-from flotilla_core.errors import FailedPrecondition, NotFound
+from flotilla_core.errors import FailedPrecondition, InvalidConfig, NotFound
 from flotilla_core.version import Version
 
 CONFIG = "name: run\nsteps: 3\ndata: {train: /x.jsonl}\nrewards: [{reward: exact}]\n"
@@ -179,18 +180,83 @@ async def test_a_run_that_is_refused_now_says_why(bench: Bench, monkeypatch: pyt
     assert "no {critic} any more" in (await bench.runs.find(RUN)).reason
 
 
-@pytest.mark.parametrize(("steps_in_between", "goes_on"), [(0, False), (1, True)])
-async def test_a_run_under_which_coordinators_die_again_and_again_ends(
-    bench: Bench, steps_in_between: int, goes_on: bool
-) -> None:
+async def taken_over(bench: Bench) -> run_pb2.Run:
+    """The run, once the coordinator has died and another one is back."""
+    coordinator = Runs(
+        bench.runs._host, Fleet(bench.runs._host, lambda: True), bench.ledger, bench.runs._events
+    )
+    await coordinator.recover()
+    run = await coordinator.find(RUN)
+    going_on = coordinator._starts.active.get(RUN)
+    if going_on is not None and going_on.task is not None:
+        going_on.task.cancel()
+        await asyncio.gather(going_on.task, return_exceptions=True)
+    return run
+
+
+async def test_a_run_under_which_coordinators_die_again_and_again_waits_for_a_user(bench: Bench) -> None:
+    await bench.left(RunState.RUNNING)
+    for _ in range(2):
+        assert (await taken_over(bench)).state != run_pb2.RUN_STATE_FAILED
+    run = await taken_over(bench)
+    assert run.state == run_pb2.RUN_STATE_FAILED
+    assert "taken over 2 times" in run.reason and f"flotilla run resume {RUN}" in run.reason
+    (listed,) = await bench.runs.list(0)
+    assert (listed.state, listed.reason) == (run.state, run.reason)
+    assert (await bench.ledger.get_run(RUN)).reason == run.reason
+
+
+async def test_a_user_who_resumes_a_run_lets_it_be_taken_over_again(bench: Bench) -> None:
     await bench.left(RunState.RUNNING)
     for _ in range(3):
-        await bench.ledger.begin(RUN, 4, after_coordinator=True)
-    await bench.ledger.update_run(RUN, step=2 + steps_in_between)
-    await bench.runs.recover()
-    run = await bench.runs.find(RUN)
-    assert (run.state != run_pb2.RUN_STATE_FAILED) is goes_on
-    assert goes_on or "began again 3 times" in run.reason
+        run = await taken_over(bench)
+    assert run.state == run_pb2.RUN_STATE_FAILED
+    await bench.runs.resume(RUN, "", "r1")
+    assert (await bench.ledger.get_run(RUN)).takeovers == 0
+    await bench.ledger.update_run(RUN, state=RunState.RUNNING)
+    for _ in range(2):
+        assert (await taken_over(bench)).state != run_pb2.RUN_STATE_FAILED
+    assert (await taken_over(bench)).state == run_pb2.RUN_STATE_FAILED
+
+
+async def test_deaths_with_a_step_in_between_never_count(bench: Bench) -> None:
+    await bench.left(RunState.RUNNING)
+    for _ in range(4):
+        assert (await taken_over(bench)).state != run_pb2.RUN_STATE_FAILED
+        # Made again after a fall-back: the number of steps is the one that it was.
+        await bench.ledger.passed_by(RUN, [], "uniform", result=Version(4, 2), step=2, cursor=None)
+
+
+async def test_a_paused_run_is_taken_over_however_often(bench: Bench) -> None:
+    await bench.left(RunState.PAUSED)
+    for _ in range(4):
+        assert (await taken_over(bench)).state != run_pb2.RUN_STATE_FAILED
+
+
+async def test_a_takeover_counts_before_anything_of_the_run_is_looked_at(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its plan alone may be what a coordinator dies of."""
+    counted = []
+
+    def plan(*_: Any) -> run_pb2.Plan:
+        with sqlite3.connect(bench.directory.path.parents[1] / "ledger.sqlite") as db:
+            counted.extend(db.execute("SELECT takeovers FROM runs").fetchone())
+        return run_pb2.Plan()
+
+    monkeypatch.setattr(run_starts, "plan_run", plan)
+    await bench.left(RunState.RUNNING)
+    await taken_over(bench)
+    assert counted == [1]
+
+
+async def test_a_stored_run_that_asks_for_too_much_is_refused_with_the_key(bench: Bench) -> None:
+    await bench.left(RunState.RUNNING, CONFIG + "rollout: {prompts_per_step: 1000000000}\n")
+    run = await taken_over(bench)
+    assert run.state == run_pb2.RUN_STATE_FAILED
+    assert "rollout.prompts_per_step" in run.reason and "1000000" in run.reason
+    with pytest.raises(InvalidConfig, match=r"rollout\.prompts_per_step"):
+        await bench.runs.resume(RUN, "", "r1")
 
 
 async def test_nothing_is_answered_before_it_is_known_which_runs_go_on(bench: Bench) -> None:

@@ -28,6 +28,7 @@ RELEASED = {
         "00cf8dcdc18e4ba7",
         "378cb8d16f20c2da",
         "c76361e2830b122a",
+        "fcbba4eef96e65aa",
     ],
     "spans": ["7552e8ae33ec47e1"],
 }
@@ -79,7 +80,7 @@ async def test_a_run_of_an_old_ledger_is_judged_and_goes_on(tmp_path: Path, numb
     assert check(path, RUN).passed
     voided = await ledger.fall_back(RUN, Version(1, 0), step=0, cursor=None)
     assert [update.update_id for update in voided] == [f"{RUN}/0.1"]
-    fence = await ledger.begin(RUN, 1, after_coordinator=False)
+    fence = await ledger.begin(RUN, 1)
     assert fence.number == 1 and fence.ledger
     states = [record.state for record in await ledger.samples(RUN)]
     assert states == [SampleState.SCORED, SampleState.ISSUED]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,6 +21,7 @@ Arguments = Annotated[
     list[str],
     typer.Argument(metavar="FILE... [key.path=value]...", help="Run files, merged left to right; overrides."),
 ]
+LONGEST_REASON = 70
 _ENDED = ("succeeded", "stopped", "failed")
 Latest = Annotated[str, typer.Argument(metavar="[RUN]", help='Id, unique prefix of an id, or "latest".')]
 
@@ -100,10 +102,16 @@ def list_(
         print_json({"runs": [run_json(run) for run in runs]})
         return
     rows = [
-        (run.run_id, state_name(run), f"{run.step}/{run.total_steps}", age(run.created_at), run.phase)
+        (
+            run.run_id,
+            state_name(run),
+            f"{run.step}/{run.total_steps}",
+            age(run.created_at),
+            run.phase or textwrap.shorten(run.reason, LONGEST_REASON, placeholder="..."),
+        )
         for run in runs
     ]
-    print_table(("RUN", "STATE", "STEP", "AGE", "PHASE"), rows)
+    print_table(("RUN", "STATE", "STEP", "AGE", "PHASE OR REASON"), rows)
 
 
 @app.command()

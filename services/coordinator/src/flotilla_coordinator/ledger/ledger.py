@@ -226,15 +226,17 @@ class Ledger:
         """Admit a run."""
         await self._writer.submit(lambda db: run_rows.insert(db, run))
 
-    async def begin(self, run_id: str, lineage: int, *, after_coordinator: bool) -> Fence:
+    async def begin(self, run_id: str, lineage: int) -> Fence:
         """The fence of a beginning that is about to be made: higher than that of every one before."""
-        return await self._writer.submit(
-            lambda db: beginnings.begin(db, run_id, lineage, after_coordinator=after_coordinator)
-        )
+        return await self._writer.submit(lambda db: beginnings.begin(db, run_id, lineage))
 
-    async def coordinators_lost_in_row(self, run_id: str) -> int:
-        """How often the run went on after the death of a coordinator since it last made a step."""
-        return await self._read(lambda db: beginnings.coordinators_lost_in_row(db, run_id))
+    async def taken_over(self, run_id: str) -> None:
+        """A coordinator is about to go on with what another one left."""
+        await self._writer.submit(lambda db: beginnings.taken_over(db, run_id))
+
+    async def asked_for(self, run_id: str) -> None:
+        """A user wants the run to go on."""
+        await self._writer.submit(lambda db: beginnings.asked_for(db, run_id))
 
     async def stopping(self, run_id: str, reason: str) -> None:
         """A user wants the run to end: should the coordinator die, it does not go on."""

@@ -51,7 +51,7 @@ def went_on(
 ) -> None:
     """The run has made so many steps, which led to `version`; `cursor` is its place in the data set."""
     db.execute(
-        "UPDATE runs SET step = ?, version_lineage = ?, version_step = ?, cursor = ? WHERE run_id = ?",
+        "UPDATE runs SET step = ?, version_lineage = ?, version_step = ?, cursor = ?, takeovers = 0 WHERE run_id = ?",
         (step, version.lineage, version.step, cursor_text(cursor), run_id),
     )
 

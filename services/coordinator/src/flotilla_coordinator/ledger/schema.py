@@ -152,6 +152,13 @@ _STALENESS = """
 ALTER TABLE groups ADD COLUMN max_staleness INTEGER;
 """
 
+# What is counted of a run whose coordinators die is kept with the run: beginnings are many, and say nothing of steps.
+_TAKEOVERS = """
+ALTER TABLE runs ADD COLUMN takeovers INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE beginnings DROP COLUMN steps_done;
+ALTER TABLE beginnings DROP COLUMN after_coordinator;
+"""
+
 MIGRATIONS: tuple[str, ...] = (
     _FIRST,
     _BEGINNINGS,
@@ -160,6 +167,7 @@ MIGRATIONS: tuple[str, ...] = (
     _REWARD_TERMS,
     _GREEDY_REWARD,
     _STALENESS,
+    _TAKEOVERS,
 )
 
 

@@ -85,9 +85,7 @@ class Execution:
             assembly = Assembly(
                 self.host, self.fleet, self.ledger, active.run_id, active.control, active.status
             )
-            fence = await self.ledger.begin(
-                active.run_id, beginning.lineage, after_coordinator=beginning.after_coordinator
-            )
+            fence = await self.ledger.begin(active.run_id, beginning.lineage)
             self.fleet.begin(fence)
             context = await assembly.build(self.directory, beginning.lineage, fence.number)
             active.context = context

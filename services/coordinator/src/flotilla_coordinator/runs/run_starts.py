@@ -98,6 +98,7 @@ class RunStarts:
         if checkpoint:
             CheckpointShelf(directory.checkpoints_path).folder(checkpoint)
         beginning = Beginning(record.version.lineage + 1, checkpoint, by_user=True)
+        await self._ledger.asked_for(run_id)
         return await self._launch(*await self._reopened(record, config, beginning))
 
     async def take_over(self, records: Sequence[RunRecord]) -> None:
@@ -109,10 +110,13 @@ class RunStarts:
 
     async def _left(self, record: RunRecord) -> tuple[ActiveRun, RunDirectory, Beginning] | None:
         """A run that an earlier coordinator left, if it goes on; else it is closed."""
-        why = await why_it_ends(record, self._ledger)
+        why = await asyncio.to_thread(why_it_ends, record)
         if not why:
             beginning = Beginning(record.version.lineage + 1, after_coordinator=True)
             try:
+                # Before anything of it is looked at: its plan alone may be what the coordinator dies of.
+                if record.state is not RunState.PAUSED:
+                    await self._ledger.taken_over(record.run_id)
                 config, _ = await self._checked(record.config_yaml)
                 return await self._reopened(record, config, beginning)
             # A directory that is gone, or full, is its own trouble.
@@ -167,7 +171,7 @@ class RunStarts:
 
     async def _checked(self, config_yaml: str) -> tuple[RunConfig, run_pb2.Plan]:
         """The configuration of a run that would work here, and its plan."""
-        config = load_text(RunConfig, config_yaml, source="run")
+        config = await asyncio.to_thread(load_text, RunConfig, config_yaml, source="run")
         return config, await self.planned(config)
 
     async def _launch(self, active: ActiveRun, directory: RunDirectory, beginning: Beginning) -> run_pb2.Run:

@@ -8,35 +8,37 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs.stored_run import INTERRUPTED
 from flotilla_core.config import RunConfig, load_text
 from flotilla_core.errors import InvalidConfig
 
-MOST_IN_A_ROW = 3
+MOST_IN_A_ROW = 2
 AGAIN_AND_AGAIN = (
-    "the run began again {lost} times after its coordinator had died, without a step in between. See "
-    "`flotilla logs coordinator`, then continue it: flotilla run resume {run_id}"
+    "the run was taken over {times} times after its coordinator had died, without a step in between, and is not taken "
+    "over again by itself. See `flotilla logs coordinator`, then continue it: flotilla run resume {run_id}"
 )
 REFUSED = (
     "the run did not go on after its coordinator had died: {error}. Continue it: flotilla run resume {run_id}"
 )
 
 
-async def why_it_ends(record: RunRecord, ledger: Ledger) -> str:
+def why_it_ends(record: RunRecord) -> str:
     """Why a run does not go on by itself; empty where it does."""
     if record.state is RunState.STOPPING or RunDirectory(Path(record.directory)).read_outcome() is not None:
         return INTERRUPTED
+    if again_and_again(record):
+        return AGAIN_AND_AGAIN.replace("{times}", str(record.takeovers))
     try:
         config = load_text(RunConfig, record.config_yaml, source="run")
-    except InvalidConfig:
-        return INTERRUPTED
+    except InvalidConfig as error:
+        return REFUSED.replace("{error}", str(error).rstrip("."))
     if config.resume == "by_user" or config.loop == "client":
         return INTERRUPTED
-    lost = await ledger.coordinators_lost_in_row(record.run_id)
-    # A run that is paused makes no step, however well its coordinators are.
-    if lost >= MOST_IN_A_ROW and record.state is not RunState.PAUSED:
-        return AGAIN_AND_AGAIN.replace("{lost}", str(lost))
     return ""
+
+
+def again_and_again(record: RunRecord) -> bool:
+    """Whether it was taken over as often as it may be; one that is paused makes no step, however well all goes."""
+    return record.takeovers >= MOST_IN_A_ROW and record.state is not RunState.PAUSED
