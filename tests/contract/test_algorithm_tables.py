@@ -61,6 +61,12 @@ ALGORITHMS = [
     {"type": "dpo", "loss": "hinge", "beta": 0.5},
     {"type": "reward_model", "center_coefficient": 0.01},
     {
+        "advantage": {
+            "drop_truncated": True,
+            "reward_normalization": {"mean": "batch", "std": "running", "clip": 3, "scale": 0.5},
+        }
+    },
+    {
         "advantage": {"overlong": {"buffer_tokens": 4}, "clip": 5, "reward_clip": 2, "keep_mean_above": 0},
         "aggregation": {"type": "constant", "constant_tokens": 7},
         "kl": {"placement": "reward", "estimator": "k1", "target": 0.1},

@@ -18,7 +18,9 @@ from flotilla_algorithms import (
     Step,
     gae,
     gigpo,
+    normalised_rewards,
     remax,
+    step_reinforce,
     token_advantages,
     whitened,
 )
@@ -202,6 +204,58 @@ def beyond_greedy() -> Rows:
     return on_tokens([r - g for rewards, g in zip(grouped(TOTALS), GREEDY, strict=True) for r in rewards])
 
 
+def best_of_group(normalize: bool) -> Rows:
+    """Only the best of a group has an advantage: how far it is ahead of the second best."""
+    rows: list[float] = []
+    for rewards in grouped(TOTALS):
+        ahead = sorted(rewards)[-1] - sorted(rewards)[-2] if len(rewards) > 1 else 0.0
+        scale = statistics.stdev(rewards) + 1e-6 if normalize and len(rewards) > 1 else 1.0
+        best = rewards.index(max(rewards))
+        rows += [ahead / scale if i == best else 0.0 for i in range(len(rewards))]
+    return on_tokens(rows)
+
+
+def turns_of(mask: list[bool]) -> list[list[int]]:
+    """The places of each run of trained tokens."""
+    runs: list[list[int]] = []
+    for place, own in enumerate(mask):
+        if own and (place == 0 or not mask[place - 1]):
+            runs.append([])
+        if own:
+            runs[-1].append(place)
+    return runs
+
+
+def returns_of_turns(gamma: float, baseline: str, normalize: bool) -> Rows:
+    """The return of each turn, less the mean of all turns that it is compared with, over their deviation."""
+    worth: list[list[float]] = []
+    for reward, penalties, mask in zip(REWARDS, PENALTIES, TRAINED, strict=True):
+        gains = [-sum(penalties[place] for place in run) for run in turns_of(mask)]
+        gains[-1] += reward
+        worth.append(
+            [sum(gamma ** (k - j) * gains[k] for k in range(j, len(gains))) for j in range(len(gains))]
+        )
+    group_of = [group for group, size in enumerate(SIZES) for _ in range(size)]
+    rows: Rows = []
+    for sample, mask in enumerate(TRAINED):
+        row = [0.0] * len(mask)
+        others = [
+            value
+            for other, values in enumerate(worth)
+            for value in values
+            if baseline == "batch" or group_of[other] == group_of[sample]
+        ]
+        for number, run in enumerate(turns_of(mask)):
+            value = worth[sample][number]
+            if baseline != "none":
+                deviation = statistics.stdev(others) if len(others) > 1 else 0.0
+                value = (value - statistics.fmean(others)) / (deviation + 1e-6 if normalize else 1.0)
+            for place in run:
+                row[place] = value
+        rows.append(row)
+    return rows
+
+
 TABLE: dict[str, tuple[str, dict[str, Any], Rows]] = {
     "grpo": ("grpo", {"baseline": "group", "normalize_std": True}, by_group(standardised)),
     "dr_grpo": ("grpo", {"baseline": "group", "normalize_std": False}, by_group(centred)),
@@ -234,6 +288,22 @@ TABLE: dict[str, tuple[str, dict[str, Any], Rows]] = {
     ),
     "gdpo": ("gdpo", {"weights": [1.0, 0.5]}, terms_by_themselves([1.0, 0.5])),
     "remax": ("remax", {}, beyond_greedy()),
+    "grpo_passk": ("grpo_passk", {"normalize_std": False}, best_of_group(False)),
+    "grpo_passk_std": ("grpo_passk", {"normalize_std": True}, best_of_group(True)),
+    **{
+        f"step_reinforce_{baseline}{'_std' if normalize else ''}": (
+            "step_reinforce",
+            {"gamma": 0.8, "baseline": baseline, "normalize_std": normalize},
+            returns_of_turns(0.8, baseline, normalize),
+        )
+        for baseline, normalize in [
+            ("none", False),
+            ("group", False),
+            ("group", True),
+            ("batch", False),
+            ("batch", True),
+        ]
+    },
     "pass_at_3": ("pass_at_k", {"k": 3, "right_at": 0.9}, by_group(teams(3, 0.9), REWARDS)),
 }
 
@@ -290,9 +360,14 @@ def test_an_update_of_which_nothing_is_left_has_no_advantages() -> None:
 
 
 NOT_BY_REWARDS_ALONE = ("reinforce", "gae", "distill", "gdpo", "remax")
+COMPARED = [
+    row
+    for row, (name, parameters, _) in TABLE.items()
+    if name not in NOT_BY_REWARDS_ALONE and parameters.get("baseline") != "none"
+]
 
 
-@pytest.mark.parametrize("row", [row for row in TABLE if TABLE[row][0] not in NOT_BY_REWARDS_ALONE])
+@pytest.mark.parametrize("row", COMPARED)
 def test_an_update_of_equal_rewards_teaches_exactly_nothing(row: str) -> None:
     name, parameters, _ = TABLE[row]
     parameters = parameters | ({"gamma": 1.0} if "gamma" in parameters else {})
@@ -421,6 +496,68 @@ def test_gigpo_adds_what_a_step_is_worth_among_those_of_its_group_in_its_state(
             expected += [whole[sample] + weight * place] * step.tokens
     found = gigpo(outcomes(), walks, gamma=gamma, step_weight=weight)
     np.testing.assert_allclose(found, expected, rtol=1e-8, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("baseline", "normalize"), [("none", False), ("group", True), ("batch", False)])
+def test_step_reinforce_compares_what_steps_and_the_later_ones_earned(baseline: str, normalize: bool) -> None:
+    walks = [walk(length) for length in LENGTHS]
+    worth = [
+        [sum(0.7 ** (k - j) * own[k].reward for k in range(j, len(own))) for j in range(len(own))]
+        for own in walks
+    ]
+    group_of = [group for group, size in enumerate(SIZES) for _ in range(size)]
+    expected: list[float] = []
+    for sample, own in enumerate(walks):
+        for number, step in enumerate(own):
+            met = [
+                value
+                for other, values in enumerate(worth)
+                for value in values
+                if baseline == "batch" or group_of[other] == group_of[sample]
+            ]
+            value = worth[sample][number]
+            if baseline != "none":
+                deviation = statistics.stdev(met) if len(met) > 1 else 0.0
+                value = (value - statistics.fmean(met)) / (deviation + 1e-6 if normalize else 1.0)
+            expected += [value] * step.tokens
+    found = step_reinforce(outcomes(), walks, gamma=0.7, baseline=baseline, normalize_std=normalize)
+    np.testing.assert_allclose(found, expected, rtol=1e-8, atol=TOLERANCE)
+    with pytest.raises(ValueError, match="do not belong"):
+        step_reinforce(outcomes(), walks[1:])
+
+
+@pytest.mark.parametrize("std", ["none", "group", "batch", "running"])
+@pytest.mark.parametrize("mean", ["none", "group", "batch", "running"])
+def test_rewards_are_normalised_by_what_is_kept_and_by_nothing_where_they_are_alike(
+    mean: str, std: str
+) -> None:
+    kept = [i != 5 for i in range(len(REWARDS))]
+    history = RewardHistory().after([3.0, 4.0]).after([r for r, k in zip(REWARDS, kept, strict=True) if k])
+    everything = [3.0, 4.0] + [r for r, k in zip(REWARDS, kept, strict=True) if k]
+    expected: list[float] = []
+    group_of = [group for group, size in enumerate(SIZES) for _ in range(size)]
+    for sample, reward in enumerate(REWARDS):
+        parts = {
+            "group": [r for o, r in enumerate(REWARDS) if kept[o] and group_of[o] == group_of[sample]],
+            "batch": [r for o, r in enumerate(REWARDS) if kept[o]],
+            "running": everything,
+        }
+        centre = statistics.fmean(parts[mean] or [reward]) if mean != "none" else 0.0
+        spread = statistics.stdev(parts[std]) if std != "none" and len(parts[std]) > 1 else 0.0
+        value = (reward - centre) / (spread + 1e-6 if spread else 1.0)
+        expected.append(2.0 * max(-0.7, min(0.7, value)))
+    found = normalised_rewards(
+        np.array(REWARDS),
+        np.array(SIZES),
+        np.array(kept),
+        mean=mean,
+        std=std,
+        clip=0.7,
+        scale=2.0,
+        history=history,
+    )
+    of_kept = np.array(kept)
+    np.testing.assert_allclose(found[of_kept], np.array(expected)[of_kept], rtol=1e-9, atol=TOLERANCE)
 
 
 def test_steps_that_do_not_make_up_their_response_are_refused() -> None:

@@ -108,11 +108,29 @@ def test_functions_of_the_user_are_taken_from_the_directory_of_the_command(tmp_p
         ("{kl: {placement: loss, estimator: full, reference: service}}", "set kl.reference to frozen"),
         ("{type: pass_at_k, advantage: {k: 16}}", "set it to 16 or more"),
         ("{type: pass_at_k, kl: {placement: reward}}", "pass_at_k judges the rewards as they came"),
-        ("{type: pass_at_k, advantage: {k: 2, reward_clip: 1}}", "reward_clip and overlong change what it"),
+        (
+            "{type: pass_at_k, advantage: {k: 2, reward_clip: 1}}",
+            "reward_normalization change what it does not",
+        ),
+        (
+            "{type: remax, advantage: {reward_normalization: {mean: batch}}}",
+            "reward_normalization does not centre",
+        ),
+        (
+            "{type: gdpo, advantage: {reward_normalization: {mean: batch}}}",
+            "reward_normalization change their sum",
+        ),
+        ("{type: grpo, advantage: {reward_normalization: {}}}", "names neither mean, std, clip nor scale"),
+        (
+            "{advantage: {baseline: running, reward_normalization: {std: running}}}",
+            "advantage.baseline is running and advantage.reward_normalization is too",
+        ),
+        ("{type: ppo, advantage: {reward_normalization: {std: running}}}", "which a critic could not follow"),
+        ("{type: step_reinforce, advantage: {baseline: none}}", "set normalize_std to false"),
         ("{type: distillation, shuffle_rewards: true}", "shuffle_rewards permutes rewards, which"),
         (
             "{type: distillation, advantage: {reward_clip: 1}}",
-            "reward_clip and overlong would change nothing",
+            "reward_normalization would change nothing",
         ),
         ("{type: reinforce_plus_plus, advantage: {whiten: true}}", "reinforce_plus_plus is whitened already"),
         ("{type: gdpo, advantage: {whiten: true}}", "gdpo is whitened already"),

@@ -82,6 +82,10 @@ def objective_of(preset: str, **changes: Any) -> session_pb2.Objective:
         aggregation=session_pb2.Aggregation(type=AGGREGATIONS[algorithm.aggregation.type]),
         correction=session_pb2.Correction(staleness_decay=1.0),
     )
+    normalization = algorithm.advantage.reward_normalization
+    if normalization is not None:
+        policy.advantage.reward_normalization.mean = f"REWARD_STATISTICS_{normalization.mean.upper()}"
+        policy.advantage.reward_normalization.std = f"REWARD_STATISTICS_{normalization.std.upper()}"
     for name, value in changes.items():
         if isinstance(value, dict):
             getattr(policy, name).MergeFrom(type(getattr(policy, name))(**value))
@@ -110,6 +114,7 @@ def make_groups(sizes: list[int], seed: int = 0) -> list[pb.TrainGroup]:
                 teacher_logprobs=to_tensor(extra.normal(-2.0, 0.4, len(response)).astype(np.float32)),
             )
             sample.reward_terms.extend([sample.reward, float(len(response) % 3)])
+            sample.value_after = float(extra.normal(0, 1))
             sample.greedy_reward = 0.25 * (index % 3)
             if number == 1:
                 sample.mask.CopyFrom(to_tensor(np.arange(len(response)) % 3 > 0))
@@ -293,18 +298,24 @@ def test_groups_that_are_dropped_leave_the_baseline_and_the_history_too(baseline
     assert front.state()["reward_history"]["count"] == 9
 
 
-def test_gpg_makes_up_for_silent_groups_once_and_not_where_they_are_left_out() -> None:
-    groups = make_groups([2, 2], seed=1)
-    for group, rewards in zip(groups, [(1.0, 0.0), (1.0, 1.0)], strict=True):
-        for sample, reward in zip(group.samples, rewards, strict=True):
-            sample.reward = reward
-    batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION)
-    for drop, factor in ((False, 2.0), (True, 1.0)):
-        objective = objective_of("gpg", advantage={"drop_uniform_groups": drop})
-        columns = UpdateObjective(objective).sequences(batch, 0)[0].columns
-        own = columns["sequences"] < 2
-        signs = np.where(columns["sequences"][own] == 0, 1.0, -1.0)
-        np.testing.assert_allclose(columns["advantages"][own], 0.5 * factor * signs)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_responses_that_were_cut_off_leave_every_mean_deviation_and_denominator_too(preset: str) -> None:
+    groups = make_groups([6, 3, 8, 3], seed=1)
+    gone = [groups[0].samples[2], groups[2].samples[0], *groups[3].samples]
+    for sample in gone:
+        sample.truncated = True
+    for group in groups:  # No two best of a group are equal.
+        for number, sample in enumerate(group.samples):
+            sample.reward += 0.01 * number
+    cut = result(objective_of(preset, advantage={"drop_truncated": True}), groups)
+    alone = [pb.TrainGroup(group_id=g.group_id, prompt_token_ids=g.prompt_token_ids) for g in groups[:3]]
+    for group, left in zip(groups, alone, strict=False):
+        left.samples.extend(sample for sample in group.samples if not sample.truncated)
+    expected = result(objective_of(preset), alone)
+    assert np.abs(expected[1]).max() > 1e-4  # There is something to compare.
+    assert cut[0] == pytest.approx(expected[0], abs=TOLERANCE)
+    np.testing.assert_allclose(cut[1], expected[1], atol=TOLERANCE)
+    assert np.abs(cut[1] - result(objective_of(preset), groups)[1]).max() > 1e-4
 
 
 def test_an_update_of_dropped_groups_alone_has_no_gradient() -> None:
@@ -375,6 +386,9 @@ ON_THE_WAY_TO_ADVANTAGES: dict[str, dict[str, Any]] = {
     "advantage.clip": {"advantage": {"clip": 1.0}},
     "advantage.reward_clip": {"advantage": {"reward_clip": 1.0}},
     "advantage.overlong": {"advantage": {"overlong": {"buffer_tokens": 4, "penalty": 1.0}}},
+    "advantage.reward_normalization": {
+        "advantage": {"reward_normalization": {"mean": session_pb2.REWARD_STATISTICS_BATCH}}
+    },
     "shuffle_rewards": {"shuffle_rewards": True},
 }
 
@@ -460,6 +474,12 @@ def test_what_an_objective_cannot_use_is_refused_by_name(
         UpdateObjective(objective_of("grpo")).sequences(batch, 0)
     # Nothing of it matters to a supervised session.
     UpdateObjective(session_pb2.Objective(sft=session_pb2.SftObjective())).sequences(batch, 0)
+
+
+def test_a_reward_that_is_not_finite_is_named_where_groups_are_judged_by_it() -> None:
+    batch = UpdateBatch.read(broken_update("reward"), ModelLimits(VOCABULARY, 0), VERSION)
+    with pytest.raises(NotFinite, match="'g1/1'"):
+        UpdateObjective(objective_of("dapo")).sequences(batch, 0)
 
 
 def test_plain_reinforce_needs_no_logprobs_until_something_compares_with_the_rollout() -> None:

@@ -15,8 +15,10 @@ from flotilla_algorithms.overlong import overlong_penalties
 from flotilla_algorithms.pair_losses import PAIR_LOSSES, PairLosses
 from flotilla_algorithms.remax import remax
 from flotilla_algorithms.reward_history import RewardHistory
+from flotilla_algorithms.reward_normalization import normalised_rewards
 from flotilla_algorithms.rewards import NonFiniteRewardError
 from flotilla_algorithms.shuffle import shuffled_rewards
+from flotilla_algorithms.step_reinforce import step_reinforce
 from flotilla_algorithms.table import ADVANTAGES, AdvantageFunction
 from flotilla_algorithms.token_advantages import token_advantages
 from flotilla_algorithms.whitening import whitened
@@ -41,9 +43,11 @@ __all__ = [
     "group_advantages",
     "highest",
     "kept_groups",
+    "normalised_rewards",
     "overlong_penalties",
     "remax",
     "shuffled_rewards",
+    "step_reinforce",
     "token_advantages",
     "token_weights",
     "whitened",

@@ -34,7 +34,7 @@ def gigpo(
     were taken in the same state; one that is alone in its state says nothing by itself. `steps` has those of every
     sample.
     """
-    _check(outcomes, steps)
+    check_steps(outcomes, steps)
     whole = group_advantages(outcomes.totals, outcomes.group_sizes, normalize_std=normalize_std)
     groups = np.repeat(np.arange(outcomes.group_sizes.size), outcomes.group_sizes)
     places: dict[tuple[int, Hashable], list[int]] = {}
@@ -60,7 +60,8 @@ def _returns(sample: Sequence[Step], gamma: float) -> list[float]:
     return returns[::-1]
 
 
-def _check(outcomes: Outcomes, steps: Sequence[Sequence[Step]]) -> None:
+def check_steps(outcomes: Outcomes, steps: Sequence[Sequence[Step]]) -> None:
+    """Refuse steps that do not make up the responses of their samples."""
     if len(steps) != outcomes.rewards.size:
         raise ValueError(
             f"the steps of {len(steps)} samples do not belong to {outcomes.rewards.size} rewards"

@@ -12,6 +12,7 @@ from flotilla_algorithms.gae import gae_of_values
 from flotilla_algorithms.gdpo import gdpo_of_terms
 from flotilla_algorithms.gpg import gpg
 from flotilla_algorithms.grpo import grpo
+from flotilla_algorithms.grpo_passk import grpo_passk
 from flotilla_algorithms.opo import opo
 from flotilla_algorithms.outcomes import Floats
 from flotilla_algorithms.pass_at_k import pass_at_k
@@ -19,6 +20,7 @@ from flotilla_algorithms.reinforce import reinforce
 from flotilla_algorithms.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
 from flotilla_algorithms.remax import remax_of_greedy_rewards
 from flotilla_algorithms.rloo import rloo
+from flotilla_algorithms.step_reinforce import step_reinforce_of_turns
 
 AdvantageFunction = Callable[..., Floats]
 
@@ -31,6 +33,8 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "opo": opo,
     "gpg": gpg,
     "pass_at_k": pass_at_k,
+    "grpo_passk": grpo_passk,
+    "step_reinforce": step_reinforce_of_turns,
     "gae": gae_of_values,
     "distill": distill,
     "gdpo": gdpo_of_terms,

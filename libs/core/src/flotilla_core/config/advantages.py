@@ -23,6 +23,37 @@ class OverlongConfig(ConfigModel):
     """Taken from the reward at the limit."""
 
 
+class RewardNormalizationConfig(ConfigModel):
+    """Rewards in units of their own spread."""
+
+    mean: Literal["none", "group", "batch", "running"] = "none"
+    """What is taken from a reward: the mean of its prompt's samples, of the update, or of all updates so far."""
+    std: Literal["none", "group", "batch", "running"] = "none"
+    """What it is divided by: the standard deviation of the same."""
+    clip: float | None = Field(default=None, gt=0, le=1e6)
+    """Largest normalised reward either way; empty is off."""
+    scale: float = Field(default=1.0, gt=0, le=1e6)
+    """Factor of what came of it."""
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether samples are compared within their prompt."""
+        return "group" in (self.mean, self.std)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the rewards of earlier updates count."""
+        return "running" in (self.mean, self.std)
+
+    @model_validator(mode="after")
+    def _does_something(self) -> Self:
+        if self.mean == self.std == "none" and self.clip is None and self.scale == 1:
+            raise ValueError(
+                "advantage.reward_normalization names neither mean, std, clip nor scale: set one, or leave it out"
+            )
+        return self
+
+
 class AdvantageConfig(ConfigModel):
     """What every advantage shares."""
 
@@ -36,6 +67,10 @@ class AdvantageConfig(ConfigModel):
     """Largest reward either way, before anything is made of it; empty is off."""
     overlong: OverlongConfig | None = None
     """Punish responses that come near the limit; empty is off."""
+    reward_normalization: RewardNormalizationConfig | None = None
+    """Centre and scale rewards, after `reward_clip` and `overlong`; empty is off."""
+    drop_truncated: bool = False
+    """Leave out responses that were cut off at the length limit, denominators included."""
     drop_uniform_groups: bool = False
     """Leave out groups of equal rewards, denominators included."""
     keep_mean_above: float | None = Field(default=None, ge=-1e9, le=1e9)
@@ -52,6 +87,19 @@ class AdvantageConfig(ConfigModel):
     def min_group_samples(self) -> int:
         """Samples without which a group says nothing."""
         return 2
+
+    @property
+    def needed_group_samples(self) -> int:
+        """The same, with what is done to the rewards before."""
+        normalization = self.reward_normalization
+        return max(
+            self.min_group_samples, 2 if normalization is not None and normalization.compares_groups else 1
+        )
+
+    @property
+    def shapes_rewards(self) -> bool:
+        """Whether rewards are changed before anything is made of them."""
+        return not (self.reward_clip is None and self.overlong is None and self.reward_normalization is None)
 
     @property
     def needs_greedy_reward(self) -> bool:
@@ -84,6 +132,49 @@ class GrpoAdvantage(AdvantageConfig):
     @property
     def min_group_samples(self) -> int:
         return 2 if self.baseline == "group" else 1
+
+    @model_validator(mode="after")
+    def _remembers_once(self) -> Self:
+        normalization = self.reward_normalization
+        if self.baseline == "running" and normalization is not None and normalization.remembers:
+            raise ValueError(
+                "advantage.baseline is running and advantage.reward_normalization is too: rewards would be normalised "
+                "by all updates so far twice; leave one of them out"
+            )
+        return self
+
+
+class GrpoPasskAdvantage(AdvantageConfig):
+    """The best sample of a group is worth its lead over the second best, the others nothing."""
+
+    type: Literal["grpo_passk"] = "grpo_passk"
+    normalize_std: bool = True
+    """Divide the lead by the standard deviation of the group."""
+
+
+class StepReinforceAdvantage(AdvantageConfig):
+    """Return of each turn, compared with all turns of the group or the update."""
+
+    type: Literal["step_reinforce"] = "step_reinforce"
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount a turn."""
+    baseline: Literal["none", "group", "batch"] = "group"
+    """What a return is compared with: nothing, or the mean of the turns of its prompt's samples or of the update."""
+    normalize_std: bool = True
+    """Divide centred returns by their standard deviation (of the group or the update, as `baseline`)."""
+
+    @property
+    def min_group_samples(self) -> int:
+        return 2 if self.baseline == "group" else 1
+
+    @model_validator(mode="after")
+    def _scales_what_it_centres(self) -> Self:
+        if self.baseline == "none" and self.normalize_std:
+            raise ValueError(
+                "advantage.normalize_std divides centred returns, and advantage.baseline none centres nothing: set "
+                "normalize_std to false, or take the baseline group or batch"
+            )
+        return self
 
 
 class RlooAdvantage(AdvantageConfig):
@@ -151,10 +242,11 @@ class PassAtKAdvantage(AdvantageConfig):
 
     @model_validator(mode="after")
     def _judges_outcomes(self) -> PassAtKAdvantage:
-        if self.reward_clip is not None or self.overlong is not None:
+        if self.shapes_rewards:
             raise ValueError(
-                "advantage.type pass_at_k judges the rewards as they came, and reward_clip and overlong change what it "
-                "does not look at: leave them out, or make the punishment one of the rewards"
+                "advantage.type pass_at_k judges the rewards as they came, and reward_clip, overlong and "
+                "reward_normalization change what it does not look at: leave them out, or make the punishment one of "
+                "the rewards"
             )
         return self
 
@@ -191,10 +283,10 @@ class DistillAdvantage(AdvantageConfig):
 
     @model_validator(mode="after")
     def _shapes_what_it_looks_at(self) -> DistillAdvantage:
-        if not self.reward_weight and (self.reward_clip is not None or self.overlong is not None):
+        if not self.reward_weight and self.shapes_rewards:
             raise ValueError(
-                "advantage.type distill looks at no reward while reward_weight is 0, so that reward_clip and overlong "
-                "would change nothing: leave them out, or set reward_weight above 0"
+                "advantage.type distill looks at no reward while reward_weight is 0, so that reward_clip, overlong and "
+                "reward_normalization would change nothing: leave them out, or set reward_weight above 0"
             )
         return self
 
@@ -208,10 +300,10 @@ class GdpoAdvantage(WhitenedAdvantage):
 
     @model_validator(mode="after")
     def _looks_at_terms(self) -> GdpoAdvantage:
-        if self.reward_clip is not None or self.overlong is not None:
+        if self.shapes_rewards:
             raise ValueError(
-                "gdpo looks at the terms of a reward, and reward_clip and overlong change their sum: leave them out, "
-                "or make the punishment one of the rewards"
+                "gdpo looks at the terms of a reward, and reward_clip, overlong and reward_normalization change their "
+                "sum: leave them out, or make the punishment one of the rewards"
             )
         return self
 
@@ -231,10 +323,10 @@ class RemaxAdvantage(AdvantageConfig):
 
     @model_validator(mode="after")
     def _compares_rewards_of_one_kind(self) -> RemaxAdvantage:
-        if self.overlong is not None:
+        if self.overlong is not None or self.reward_normalization is not None:
             raise ValueError(
-                "remax compares with the reward of a greedy response, which overlong does not punish: leave it out, or "
-                "make the punishment one of the rewards"
+                "remax compares with the reward of a greedy response, which overlong does not punish and "
+                "reward_normalization does not centre: leave them out, or make the punishment one of the rewards"
             )
         return self
 
@@ -253,6 +345,8 @@ class UserAdvantage(UserFunction, AdvantageConfig):
 
 AdvantageSection = Annotated[
     Annotated[GrpoAdvantage, Tag("grpo")]
+    | Annotated[GrpoPasskAdvantage, Tag("grpo_passk")]
+    | Annotated[StepReinforceAdvantage, Tag("step_reinforce")]
     | Annotated[RlooAdvantage, Tag("rloo")]
     | Annotated[ReinforceAdvantage, Tag("reinforce")]
     | Annotated[ReinforcePlusPlusAdvantage, Tag("reinforce_plus_plus")]

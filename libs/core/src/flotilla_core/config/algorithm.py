@@ -99,6 +99,9 @@ class PolicyConfig(ConfigModel):
         "pass_at_k",
         "gdpo",
         "remax",
+        "grpo_passk",
+        "step_reinforce",
+        "lite_ppo",
         "gspo",
         "gmpo",
         "sapo",
@@ -197,6 +200,12 @@ class PolicyConfig(ConfigModel):
         if critic is not None and self.kl.target is not None:
             raise ValueError(
                 "kl.target adapts the coefficient, which a critic could not follow: leave it out"
+            )
+        normalization = self.advantage.reward_normalization
+        if critic is not None and normalization is not None and normalization.remembers:
+            raise ValueError(
+                "advantage.reward_normalization running goes by the updates of the policy, which a critic could not "
+                "follow: take group or batch, or leave it out"
             )
         return self
 

@@ -40,6 +40,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gpg": {"advantage": {"type": "gpg"}, "loss": {"type": "reinforce"}},
     "pass_at_k": {"advantage": {"type": "pass_at_k"}, "loss": PPO},
     "gdpo": {"advantage": {"type": "gdpo"}, "loss": PPO},
+    "grpo_passk": {"advantage": {"type": "grpo_passk"}, "loss": PPO},
+    "step_reinforce": {"advantage": {"type": "step_reinforce"}, "loss": PPO},
+    "lite_ppo": {
+        "advantage": {"type": "reinforce", "reward_normalization": {"mean": "group", "std": "batch"}},
+        "loss": PPO,
+    },
     "remax": {
         "advantage": {"type": "remax"},
         "loss": {"type": "reinforce"},

@@ -136,7 +136,7 @@ class RunConfig(ConfigModel):
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         if isinstance(self.algorithm, PolicyConfig):
-            name, least = self.algorithm.type, self.algorithm.advantage.min_group_samples
+            name, least = self.algorithm.type, self.algorithm.advantage.needed_group_samples
             if self.rollout.samples_per_prompt < least:
                 raise ValueError(
                     f"rollout.samples_per_prompt is {self.rollout.samples_per_prompt}, but {name} compares the "

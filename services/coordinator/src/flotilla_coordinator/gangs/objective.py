@@ -8,7 +8,12 @@ from google.protobuf import struct_pb2
 
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_core.config import CriticConfig, DpoConfig, PolicyConfig, RewardModelConfig, RunConfig
-from flotilla_core.config.advantages import AdvantageConfig, AdvantageSection, GdpoAdvantage
+from flotilla_core.config.advantages import (
+    AdvantageConfig,
+    AdvantageSection,
+    GdpoAdvantage,
+    RewardNormalizationConfig,
+)
 from flotilla_core.config.algorithm import CorrectionConfig, KlConfig
 
 AGGREGATIONS = {
@@ -29,6 +34,12 @@ ESTIMATORS = {
     "k3": pb.KL_ESTIMATOR_K3,
     "abs": pb.KL_ESTIMATOR_ABS,
     "full": pb.KL_ESTIMATOR_FULL,
+}
+STATISTICS = {
+    "none": pb.REWARD_STATISTICS_UNSPECIFIED,
+    "group": pb.REWARD_STATISTICS_GROUP,
+    "batch": pb.REWARD_STATISTICS_BATCH,
+    "running": pb.REWARD_STATISTICS_RUNNING,
 }
 PREFERENCE_LOSSES = {
     "sigmoid": pb.PREFERENCE_LOSS_SIGMOID,
@@ -109,6 +120,19 @@ def _advantage(section: AdvantageSection) -> pb.Advantage:
         drop_uniform_groups=shared.drop_uniform_groups,
         keep_mean_above=shared.keep_mean_above,
         keep_mean_below=shared.keep_mean_below,
+        drop_truncated=shared.drop_truncated,
+        reward_normalization=_normalization(shared.reward_normalization),
+    )
+
+
+def _normalization(section: RewardNormalizationConfig | None) -> pb.RewardNormalization | None:
+    if section is None:
+        return None
+    return pb.RewardNormalization(
+        mean=STATISTICS[section.mean],
+        std=STATISTICS[section.std],
+        clip=section.clip,
+        scale=section.scale,
     )
 
 

@@ -51,7 +51,7 @@ def draw_warnings(config: RunConfig) -> Iterator[str]:
     if (
         rollout.dynamic_sampling is not None
         and isinstance(algorithm, PolicyConfig)
-        and algorithm.advantage.min_group_samples < 2
+        and algorithm.advantage.needed_group_samples < 2
     ):
         yield (
             f"rollout.dynamic_sampling drops groups of equal rewards, from which advantage {algorithm.advantage.type} "

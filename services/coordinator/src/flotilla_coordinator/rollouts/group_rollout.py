@@ -88,7 +88,7 @@ class GroupRollout:
         self._scorer = scorer
         self._ledger = ledger
         self._proved = proved
-        self._min_group_samples = advantage.min_group_samples
+        self._min_group_samples = advantage.needed_group_samples
         self._baseline = (
             GreedyBaseline(tokenizer, generation, scorer, proved) if advantage.needs_greedy_reward else None
         )

@@ -45,10 +45,16 @@ def call_objective(objective: pb.Objective, loss: pb.Function) -> pb.Objective:
 
 def check_takes_parts(objective: pb.Objective) -> None:
     """Refuse an objective that has to see an update as a whole."""
-    parameters = objective.policy.advantage.function.parameters.fields
-    if "baseline" in parameters and parameters["baseline"].string_value == "running":
-        raise InvalidRequest(
-            "a call is a part of an update, and the running baseline needs whole ones",
-            where="spec.objective.policy.advantage.baseline",
-            next_step="take the baseline group or batch, or send advantages of your own",
-        )
+    advantage = objective.policy.advantage
+    parameters, normalization = advantage.function.parameters.fields, advantage.reward_normalization
+    running = {
+        "baseline": "baseline" in parameters and parameters["baseline"].string_value == "running",
+        "reward_normalization": pb.REWARD_STATISTICS_RUNNING in (normalization.mean, normalization.std),
+    }
+    for key, is_running in running.items():
+        if is_running:
+            raise InvalidRequest(
+                f"a call is a part of an update, and a running {key} needs whole ones",
+                where=f"spec.objective.policy.advantage.{key}",
+                next_step="take group or batch, or send advantages of your own",
+            )

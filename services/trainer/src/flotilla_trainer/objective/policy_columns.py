@@ -23,6 +23,7 @@ from flotilla_algorithms import (
     drawn_between,
     highest,
     kept_groups,
+    normalised_rewards,
     overlong_penalties,
     shuffled_rewards,
     token_advantages,
@@ -44,6 +45,12 @@ AGGREGATIONS = {
     pb.AGGREGATION_TYPE_CONSTANT: "constant",
     pb.AGGREGATION_TYPE_TOKEN_SUM: "token_sum",
 }
+STATISTICS = {
+    pb.REWARD_STATISTICS_UNSPECIFIED: "none",
+    pb.REWARD_STATISTICS_GROUP: "group",
+    pb.REWARD_STATISTICS_BATCH: "batch",
+    pb.REWARD_STATISTICS_RUNNING: "running",
+}
 ESTIMATORS = {
     pb.KL_ESTIMATOR_K1: "k1",
     pb.KL_ESTIMATOR_K2: "k2",
@@ -61,18 +68,16 @@ def advantage_function(name: str) -> AdvantageFunction:
 def outcomes_of(
     batch: UpdateBatch,
     policy: pb.PolicyObjective,
+    kept: NDArray[np.bool_],
     seed: int,
     penalties: Floats | None,
     history: RewardHistory = NO_HISTORY,
-) -> Outcomes:
-    """The rewards as the advantage sees them: punished, bounded and, in a control, shuffled."""
-    wrong = np.flatnonzero(~np.isfinite(batch.rewards))
-    if wrong.size:
-        raise NotFinite(
-            f"a reward is {batch.rewards[wrong[0]]}",
-            where=sample_place(batch.sample_ids[wrong[0]]),
-            next_step="let the reward function report an error instead of a number",
-        )
+) -> tuple[Outcomes, RewardHistory]:
+    """Return the rewards as the advantage sees them, and the history with this update.
+
+    Rewards are punished, bounded, in a control shuffled, and then normalised by the samples that are kept.
+    """
+    check_rewards(batch)
     rewards, greedy, advantage = batch.rewards, batch.greedy_reward, policy.advantage
     if advantage.HasField("overlong"):
         rewards = rewards + overlong_penalties(
@@ -88,10 +93,14 @@ def outcomes_of(
     if policy.shuffle_rewards:
         # One seed, one permutation: a reward and what was made of it stay together.
         rewards, earned = shuffled_rewards(rewards, seed), shuffled_rewards(earned, seed)
+    seen = None
+    if advantage.HasField("reward_normalization"):
+        seen = history.after(rewards[kept])
+        rewards = _normalised(rewards, batch, kept, advantage.reward_normalization, seen)
     lead = None
     if batch.teacher_logprobs is not None and batch.logprobs is not None:
         lead = batch.teacher_logprobs.astype(np.float64) - batch.logprobs
-    return Outcomes.of(
+    outcomes = Outcomes.of(
         rewards,
         batch.group_sizes,
         batch.response_lengths,
@@ -105,6 +114,38 @@ def outcomes_of(
         history=history,
         terms=batch.reward_terms,
         greedy_rewards=greedy,
+    )
+    # Two things may look at a history, and never both: normalisation at rewards, a baseline at what is left of them.
+    return outcomes, history.after(outcomes.totals[kept]) if seen is None else seen
+
+
+def check_rewards(batch: UpdateBatch) -> None:
+    """Refuse a reward that is not finite, naming its sample."""
+    wrong = np.flatnonzero(~np.isfinite(batch.rewards))
+    if wrong.size:
+        raise NotFinite(
+            f"a reward is {batch.rewards[wrong[0]]}",
+            where=sample_place(batch.sample_ids[wrong[0]]),
+            next_step="let the reward function report an error instead of a number",
+        )
+
+
+def _normalised(
+    rewards: Floats,
+    batch: UpdateBatch,
+    kept: NDArray[np.bool_],
+    normalization: pb.RewardNormalization,
+    seen: RewardHistory,
+) -> Floats:
+    return normalised_rewards(
+        rewards,
+        batch.group_sizes,
+        kept,
+        mean=STATISTICS[normalization.mean],
+        std=STATISTICS[normalization.std],
+        clip=normalization.clip if normalization.HasField("clip") else None,
+        scale=normalization.scale if normalization.HasField("scale") else 1.0,
+        history=seen,
     )
 
 
@@ -140,17 +181,20 @@ def advantages_of(
 
 
 def kept_samples(batch: UpdateBatch, advantage: pb.Advantage) -> NDArray[np.bool_]:
-    """Return which samples the difficulty limits leave in: whole groups, by the rewards as they came."""
+    """Return which samples are left in: not cut off where those are dropped, and of groups within the limits.
+
+    Whole groups stay or go by the rewards of their samples that are left, as these came.
+    """
+    kept = ~batch.truncated if advantage.drop_truncated else np.ones(batch.rewards.size, np.bool_)
     above = advantage.keep_mean_above if advantage.HasField("keep_mean_above") else None
     below = advantage.keep_mean_below if advantage.HasField("keep_mean_below") else None
     if not advantage.drop_uniform_groups and above is None and below is None:
-        return np.ones(batch.rewards.size, np.bool_)
-    outcomes = Outcomes.of(batch.rewards, batch.group_sizes)
-    kept = kept_groups(
-        outcomes, drop_uniform=advantage.drop_uniform_groups, mean_above=above, mean_below=below
-    )
-    samples: NDArray[np.bool_] = np.repeat(kept, batch.group_sizes)
-    return samples
+        return kept
+    check_rewards(batch)
+    left = Outcomes.of(batch.rewards, batch.group_sizes).only(kept)
+    groups = kept_groups(left, drop_uniform=advantage.drop_uniform_groups, mean_above=above, mean_below=below)
+    kept[kept] = np.repeat(groups, left.group_sizes)
+    return kept
 
 
 def counted_tokens(batch: UpdateBatch, kept: NDArray[np.bool_]) -> NDArray[np.bool_]:

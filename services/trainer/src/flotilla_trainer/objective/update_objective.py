@@ -209,8 +209,7 @@ class UpdateObjective:
         if batch.advantages is not None:
             _check_advantages_stand_alone(batch, policy)
             return batch.advantages
-        outcomes = columns.outcomes_of(batch, policy, seed, penalties, self._history)
-        self._seen = self._history.after(outcomes.totals[kept])
+        outcomes, self._seen = columns.outcomes_of(batch, policy, kept, seed, penalties, self._history)
         arguments = self._advantage.arguments
         return columns.advantages_of(outcomes, kept, policy.advantage, self._function, arguments)
 
@@ -224,6 +223,7 @@ def _check_advantages_stand_alone(batch: UpdateBatch, policy: pb.PolicyObjective
         "advantage.clip": advantage.HasField("clip"),
         "advantage.reward_clip": advantage.HasField("reward_clip"),
         "advantage.overlong": advantage.HasField("overlong"),
+        "advantage.reward_normalization": advantage.HasField("reward_normalization"),
         "shuffle_rewards": policy.shuffle_rewards,
     }
     for key, is_asked in asked.items():

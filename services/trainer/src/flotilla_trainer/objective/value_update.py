@@ -59,7 +59,8 @@ class ValueUpdate(Unchanging):
         """Sequences with old values, returns and weights, each part with its own denominator, and metrics."""
         check_values(batch, self._advantage)
         assert batch.values is not None, "checked"
-        outcomes = columns.outcomes_of(batch, self._policy, seed, self._penalties(batch))
+        kept = columns.kept_samples(batch, self._policy.advantage)
+        outcomes, _ = columns.outcomes_of(batch, self._policy, kept, seed, self._penalties(batch))
         _, returns = gae(outcomes, batch.values, **self._advantage.arguments)
         made = {
             "old_values": batch.values,

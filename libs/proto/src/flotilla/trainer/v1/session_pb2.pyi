@@ -60,6 +60,28 @@ PREFERENCE_LOSS_IPO: PreferenceLoss.ValueType  # 2
 PREFERENCE_LOSS_HINGE: PreferenceLoss.ValueType  # 3
 Global___PreferenceLoss: _TypeAlias = PreferenceLoss  # noqa: Y015
 
+class _RewardStatistics:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RewardStatisticsEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RewardStatistics.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REWARD_STATISTICS_UNSPECIFIED: _RewardStatistics.ValueType  # 0
+    REWARD_STATISTICS_GROUP: _RewardStatistics.ValueType  # 1
+    REWARD_STATISTICS_BATCH: _RewardStatistics.ValueType  # 2
+    REWARD_STATISTICS_RUNNING: _RewardStatistics.ValueType  # 3
+    """All rewards that the session has learned from, and those of the update."""
+
+class RewardStatistics(_RewardStatistics, metaclass=_RewardStatisticsEnumTypeWrapper):
+    """Which rewards a mean or a deviation is of; UNSPECIFIED: neither is taken."""
+
+REWARD_STATISTICS_UNSPECIFIED: RewardStatistics.ValueType  # 0
+REWARD_STATISTICS_GROUP: RewardStatistics.ValueType  # 1
+REWARD_STATISTICS_BATCH: RewardStatistics.ValueType  # 2
+REWARD_STATISTICS_RUNNING: RewardStatistics.ValueType  # 3
+"""All rewards that the session has learned from, and those of the update."""
+Global___RewardStatistics: _TypeAlias = RewardStatistics  # noqa: Y015
+
 class _AggregationType:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -541,6 +563,8 @@ class Advantage(_message.Message):
     DROP_UNIFORM_GROUPS_FIELD_NUMBER: _builtins.int
     KEEP_MEAN_ABOVE_FIELD_NUMBER: _builtins.int
     KEEP_MEAN_BELOW_FIELD_NUMBER: _builtins.int
+    DROP_TRUNCATED_FIELD_NUMBER: _builtins.int
+    REWARD_NORMALIZATION_FIELD_NUMBER: _builtins.int
     whiten: _builtins.bool
     """Centre the advantages of all trained tokens and divide them by their deviation."""
     clip: _builtins.float
@@ -550,10 +574,14 @@ class Advantage(_message.Message):
     """Leave out groups of equal rewards, and those whose mean reward is not strictly between."""
     keep_mean_above: _builtins.float
     keep_mean_below: _builtins.float
+    drop_truncated: _builtins.bool
+    """Leave out responses that were cut off at a length limit."""
     @_builtins.property
     def function(self) -> Global___Function: ...
     @_builtins.property
     def overlong(self) -> Global___Overlong: ...
+    @_builtins.property
+    def reward_normalization(self) -> Global___RewardNormalization: ...
     def __init__(
         self,
         *,
@@ -565,10 +593,12 @@ class Advantage(_message.Message):
         drop_uniform_groups: _builtins.bool = ...,
         keep_mean_above: _builtins.float | None = ...,
         keep_mean_below: _builtins.float | None = ...,
+        drop_truncated: _builtins.bool = ...,
+        reward_normalization: Global___RewardNormalization | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip", b"_clip", "_keep_mean_above", b"_keep_mean_above", "_keep_mean_below", b"_keep_mean_below", "_reward_clip", b"_reward_clip", "clip", b"clip", "function", b"function", "keep_mean_above", b"keep_mean_above", "keep_mean_below", b"keep_mean_below", "overlong", b"overlong", "reward_clip", b"reward_clip"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip", b"_clip", "_keep_mean_above", b"_keep_mean_above", "_keep_mean_below", b"_keep_mean_below", "_reward_clip", b"_reward_clip", "clip", b"clip", "function", b"function", "keep_mean_above", b"keep_mean_above", "keep_mean_below", b"keep_mean_below", "overlong", b"overlong", "reward_clip", b"reward_clip", "reward_normalization", b"reward_normalization"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip", b"_clip", "_keep_mean_above", b"_keep_mean_above", "_keep_mean_below", b"_keep_mean_below", "_reward_clip", b"_reward_clip", "clip", b"clip", "drop_uniform_groups", b"drop_uniform_groups", "function", b"function", "keep_mean_above", b"keep_mean_above", "keep_mean_below", b"keep_mean_below", "overlong", b"overlong", "reward_clip", b"reward_clip", "whiten", b"whiten"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip", b"_clip", "_keep_mean_above", b"_keep_mean_above", "_keep_mean_below", b"_keep_mean_below", "_reward_clip", b"_reward_clip", "clip", b"clip", "drop_truncated", b"drop_truncated", "drop_uniform_groups", b"drop_uniform_groups", "function", b"function", "keep_mean_above", b"keep_mean_above", "keep_mean_below", b"keep_mean_below", "overlong", b"overlong", "reward_clip", b"reward_clip", "reward_normalization", b"reward_normalization", "whiten", b"whiten"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__clip: _TypeAlias = _typing.Literal["clip"]  # noqa: Y015
     _WhichOneofArgType__clip: _TypeAlias = _typing.Literal["_clip", b"_clip"]  # noqa: Y015
@@ -588,6 +618,45 @@ class Advantage(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reward_clip) -> _WhichOneofReturnType__reward_clip | None: ...
 
 Global___Advantage: _TypeAlias = Advantage  # noqa: Y015
+
+@_typing.final
+class RewardNormalization(_message.Message):
+    """Rewards become scale times clip((reward - mean) / deviation), before anything else is made of them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEAN_FIELD_NUMBER: _builtins.int
+    STD_FIELD_NUMBER: _builtins.int
+    CLIP_FIELD_NUMBER: _builtins.int
+    SCALE_FIELD_NUMBER: _builtins.int
+    mean: Global___RewardStatistics.ValueType
+    std: Global___RewardStatistics.ValueType
+    clip: _builtins.float
+    """Either way; absent: any."""
+    scale: _builtins.float
+    """Absent: 1."""
+    def __init__(
+        self,
+        *,
+        mean: Global___RewardStatistics.ValueType = ...,
+        std: Global___RewardStatistics.ValueType = ...,
+        clip: _builtins.float | None = ...,
+        scale: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip", b"_clip", "_scale", b"_scale", "clip", b"clip", "scale", b"scale"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip", b"_clip", "_scale", b"_scale", "clip", b"clip", "mean", b"mean", "scale", b"scale", "std", b"std"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__clip: _TypeAlias = _typing.Literal["clip"]  # noqa: Y015
+    _WhichOneofArgType__clip: _TypeAlias = _typing.Literal["_clip", b"_clip"]  # noqa: Y015
+    _WhichOneofReturnType__scale: _TypeAlias = _typing.Literal["scale"]  # noqa: Y015
+    _WhichOneofArgType__scale: _TypeAlias = _typing.Literal["_scale", b"_scale"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip) -> _WhichOneofReturnType__clip | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__scale) -> _WhichOneofReturnType__scale | None: ...
+
+Global___RewardNormalization: _TypeAlias = RewardNormalization  # noqa: Y015
 
 @_typing.final
 class Overlong(_message.Message):

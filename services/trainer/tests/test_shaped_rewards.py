@@ -1,0 +1,112 @@
+"""What is left out and how rewards are normalised, as the front does it to an update."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from flotilla.trainer.v1 import session_pb2
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_core.tensors import to_tensor
+from flotilla_core.version import Version
+from flotilla_trainer.objective.settings import check_objective
+from flotilla_trainer.objective.update_objective import UpdateObjective
+from flotilla_trainer.sequence_tokens import ModelLimits
+from flotilla_trainer.update_batch import UpdateBatch
+
+GROUP = session_pb2.REWARD_STATISTICS_GROUP
+BATCH = session_pb2.REWARD_STATISTICS_BATCH
+RUNNING = session_pb2.REWARD_STATISTICS_RUNNING
+
+
+def function(name: str, **parameters: Any) -> session_pb2.Function:
+    made = session_pb2.Function(name=name)
+    made.parameters.update(parameters)
+    return made
+
+
+def front_of(advantage: session_pb2.Function, **keys: Any) -> UpdateObjective:
+    """Of a run with the loss `ppo` and this advantage."""
+    policy = session_pb2.PolicyObjective(
+        temperature=1.0,
+        max_response_tokens=8,
+        advantage=session_pb2.Advantage(function=advantage, **keys),
+        loss=function("ppo", clip_low=0.2, clip_high=0.2),
+        aggregation=session_pb2.Aggregation(type=session_pb2.AGGREGATION_TYPE_TOKEN_MEAN),
+        correction=session_pb2.Correction(staleness_decay=1.0),
+    )
+    objective = session_pb2.Objective(policy=policy)
+    check_objective(objective)
+    return UpdateObjective(objective)
+
+
+def batch_of(rewards: list[list[float]], cut_off: tuple[str, ...] = ()) -> UpdateBatch:
+    """One prompt for each list of rewards; the answers are one to three tokens long."""
+    groups = []
+    for index, of_group in enumerate(rewards):
+        group = pb.TrainGroup(group_id=f"g{index}", prompt_token_ids=to_tensor(np.array([1, 2], np.int32)))
+        for number, reward in enumerate(of_group):
+            length, name = 1 + (index + number) % 3, f"g{index}/{number}"
+            group.samples.add(
+                sample_id=name,
+                token_ids=to_tensor(np.arange(length, dtype=np.int32)),
+                logprobs=to_tensor(np.full(length, -1.0, np.float32)),
+                reward=reward,
+                truncated=name in cut_off,
+            )
+        groups.append(group)
+    return UpdateBatch.read(groups, ModelLimits(9, 0), Version(0, 0))
+
+
+def by_sample(front: UpdateObjective, batch: UpdateBatch, column: str) -> list[float]:
+    """The number of each sample in a column; all of its tokens have the same."""
+    columns = front.sequences(batch, 0)[0].columns
+    found = {}
+    for sample, value in zip(columns["sequences"].astype(int).tolist(), columns[column], strict=True):
+        assert found.setdefault(sample, value) == value
+    return [float(found[sample]) for sample in sorted(found)]
+
+
+def test_gpg_makes_up_for_silent_groups_once_and_not_where_they_are_left_out() -> None:
+    batch = batch_of([[1.0, 0.0], [1.0, 1.0]])
+    gpg = function("gpg", normalize_std=False)
+    assert by_sample(front_of(gpg), batch, "advantages") == [1.0, -1.0, 0.0, 0.0]
+    left = front_of(gpg, drop_uniform_groups=True)
+    assert by_sample(left, batch, "advantages") == [0.5, -0.5, 0.0, 0.0]
+
+
+def test_a_group_is_judged_by_what_is_left_of_it() -> None:
+    batch = batch_of([[1.0, 1.0, 0.0], [1.0, 0.0]], cut_off=("g0/2",))
+    front = front_of(
+        function("grpo", baseline="group", normalize_std=True), drop_truncated=True, drop_uniform_groups=True
+    )
+    assert np.flatnonzero(by_sample(front, batch, "weights")).tolist() == [3, 4]
+
+
+def test_the_mean_may_be_of_the_group_and_the_deviation_of_the_batch() -> None:
+    rewards = [[1.0, 0.0, 0.5], [2.0, 0.0], [1.0, 1.0]]
+    front = front_of(function("reinforce", gamma=1.0), reward_normalization={"mean": GROUP, "std": BATCH})
+    deviation = np.std([r for group in rewards for r in group], ddof=1) + 1e-6
+    expected = [(r - np.mean(group)) / deviation for group in rewards for r in group]
+    np.testing.assert_allclose(by_sample(front, batch_of(rewards), "advantages"), expected, rtol=1e-6)
+
+
+def test_normalised_rewards_are_bounded_and_then_scaled() -> None:
+    normalization = {"mean": BATCH, "std": BATCH, "clip": 0.4, "scale": 3.0}
+    front = front_of(function("reinforce", gamma=1.0), reward_normalization=normalization)
+    found = by_sample(front, batch_of([[9.0, 0.0, 0.0], [0.0]]), "advantages")
+    np.testing.assert_allclose(found, [1.2, -1.2, -1.2, -1.2])
+
+
+def test_running_normalisation_is_by_the_rewards_of_the_updates_that_were_made() -> None:
+    front = front_of(function("reinforce", gamma=1.0), reward_normalization={"mean": RUNNING, "std": RUNNING})
+    batch = batch_of([[1.0, 0.0, 1.0], [0.0, 0.25]])
+    later = replace(batch, rewards=batch.rewards + 2.0)
+    front.sequences(replace(batch, rewards=batch.rewards + 50.0), 0)  # An update that is not made.
+    front.sequences(batch, 0)
+    front.adapt({}, samples=5)
+    seen = [*batch.rewards, *later.rewards]
+    expected = (later.rewards - np.mean(seen)) / (np.std(seen, ddof=1) + 1e-6)
+    np.testing.assert_allclose(by_sample(front, later, "advantages"), expected, rtol=1e-5)
