@@ -11,8 +11,10 @@ import pytest
 import tokenizers
 
 from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.plan import plan as planning
 from flotilla_coordinator.plan import plan_run, remarks
 from flotilla_coordinator.plan.model_facts import ModelFacts
+from flotilla_coordinator.plan.size_limits import MOST_GROUPS, MOST_SAMPLES
 from flotilla_coordinator.plan.trainer_memory import TrainerMemory
 from flotilla_core.config import RunConfig, StackConfig
 
@@ -492,3 +494,103 @@ def test_draws_that_do_not_fit_the_run_are_warned_of(run: dict[str, Any], stack:
     on_policy, learns_anyway = plan(run, stack, algorithm={"type": "reinforce"}).warnings
     assert "long responses are lost" in on_policy
     assert "from which advantage reinforce would learn as well" in learns_anyway
+
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def long_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StackConfig:
+    """A model of long sequences on a host with 64 GiB."""
+    monkeypatch.setattr(planning, "host_memory", lambda: 64 * GIB)
+    model = make_model(tmp_path / "long-model", max_position_embeddings=20_000_000)
+    return StackConfig(model=model, state_dir=tmp_path / "state")
+
+
+def rollout(**changes: Any) -> dict[str, Any]:
+    return {
+        "prompts_per_step": 16,
+        "samples_per_prompt": 4,
+        "sampling": {"max_response_tokens": 12},
+    } | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"rollout": rollout(prompts_per_step=50_000, max_staleness=4)},
+            [
+                "250,000 groups",
+                f"{MOST_GROUPS:,} is the limit",
+                "prompts_per_step = 50000",
+                "max_staleness = 4",
+            ],
+        ),
+        (
+            {"rollout": rollout(prompts_per_step=1000, samples_per_prompt=10_000)},
+            ["10,000,000 samples", f"{MOST_SAMPLES:,} is the limit", "rollout.samples_per_prompt = 10000"],
+        ),
+        (
+            {"rollout": rollout(prompts_per_step=10_000, sampling={"max_response_tokens": 1_000_000})},
+            ["GiB in the coordinator", "64 GiB", "rollout.sampling.max_response_tokens = 1000000"],
+        ),
+        (
+            {"steps": 10_000_000, "rollout": rollout(prompts_per_step=100_000)},
+            ["the ledger's rows", "steps = 10000000", "rollout.prompts_per_step = 100000"],
+        ),
+    ],
+    ids=["groups", "samples", "memory", "ledger"],
+)
+def test_a_size_that_cannot_fit_is_refused(
+    run: dict[str, Any], long_stack: StackConfig, changes: dict[str, Any], told: list[str]
+) -> None:
+    errors = plan(run, long_stack, **changes).errors
+    assert any(all(words in error for words in told) for error in errors), list(errors)
+
+
+def test_ranks_that_the_host_cannot_hold_are_refused(
+    run: dict[str, Any], long_stack: StackConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "host_memory", lambda: GIB)
+    batching = {"tokens_per_microbatch": 10_000_000, "logprob_chunk_tokens": 10_000_000}
+    error = the_error(plan(run, long_stack, batching=batching))
+    assert "1 trainer rank(s) need about" in error and "1 GiB and no GPU" in error
+    assert "batching.tokens_per_microbatch = 10000000" in error
+
+
+def test_an_evaluation_that_cannot_fit_is_refused(
+    run: dict[str, Any], long_stack: StackConfig, tmp_path: Path
+) -> None:
+    asked = {"data": tmp_path / "heldout.jsonl", "temperature": 1.0, "samples_per_prompt": 10_000}
+    errors = plan(run, long_stack, evaluation=asked | {"max_prompts": 100_000}).errors
+    assert any(
+        "1,000,000,000 answers" in error and "evaluation.max_prompts = 100000" in error for error in errors
+    )
+    errors = plan(
+        run, long_stack, evaluation=asked | {"max_prompts": 10, "max_response_tokens": 10_000_000}
+    ).errors
+    assert any("evaluation.max_response_tokens = 10000000" in error and "64 GiB" in error for error in errors)
+
+
+def test_a_size_beyond_every_host_is_refused_by_the_file_alone() -> None:
+    with pytest.raises(ValueError, match="less than or equal to 100000"):
+        RunConfig.model_validate({"rollout": {"prompts_per_step": 1_000_000_000}})
+
+
+def test_a_large_run_of_real_work_fits(run: dict[str, Any], long_stack: StackConfig) -> None:
+    large = rollout(
+        prompts_per_step=12_500, samples_per_prompt=8, max_staleness=4, sampling={"max_response_tokens": 8192}
+    )
+    planned = plan(run, long_stack, rollout=large)
+    assert not [error for error in planned.errors if "limit" in error or "coordinator" in error]
+
+
+def test_the_disk_counts_whole_so_that_a_run_that_fitted_is_not_refused_later(
+    run: dict[str, Any], long_stack: StackConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = planning.shutil.disk_usage("/")._replace(total=10 * GIB, free=0)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    assert not plan(run, long_stack).errors
+    errors = plan(run, long_stack, steps=1_000_000).errors
+    assert any("10 GiB in all" in error for error in errors)

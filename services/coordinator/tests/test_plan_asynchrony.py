@@ -24,8 +24,8 @@ def run(steps: int = 100, **changes: Any) -> RunConfig:
     return RunConfig.model_validate(description | changes)
 
 
-def warnings(config: RunConfig) -> list[str]:
-    return list(asynchrony.asynchrony_warnings(config, TOKENS_OF_A_STEP))
+def warnings(config: RunConfig, memory: int = 1 << 40) -> list[str]:
+    return list(asynchrony.asynchrony_warnings(config, TOKENS_OF_A_STEP, memory))
 
 
 def test_what_runs_ahead_is_counted() -> None:
@@ -63,9 +63,10 @@ def test_old_samples_that_nothing_weighs_are_a_warning(algorithm: dict[str, Any]
     assert not warnings(run(algorithm=algorithm, rollout=on_policy))
 
 
-def test_more_samples_than_the_host_holds_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asynchrony, "_host_memory", lambda: 1 << 20)
-    (warning,) = warnings(run())
+def test_more_samples_than_a_quarter_of_the_host_holds_are_a_warning() -> None:
+    held = asynchrony.held_bytes(run(), TOKENS_OF_A_STEP)
+    assert not warnings(run(), memory=4 * held)
+    (warning,) = warnings(run(), memory=2 * held)
     assert "lower rollout.max_staleness" in warning
 
 

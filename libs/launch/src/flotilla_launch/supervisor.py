@@ -19,6 +19,7 @@ from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
 from flotilla_core.bus import Bus, Login
 from flotilla_core.config import StackConfig
+from flotilla_core.config.stack import MOST_REPLICAS
 from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidRequest, NotFound
 from flotilla_core.trust import read_token
 from flotilla_launch.attached import AttachedService
@@ -106,6 +107,12 @@ class Supervisor:
                 where="kind",
                 why="a stack has exactly one",
                 next_step=f"scale one of: {', '.join(map(kind_name, SCALABLE))}",
+            )
+        if replicas > MOST_REPLICAS:
+            raise InvalidRequest(
+                f"{replicas} replicas of the {kind_name(kind)} are too many for one host",
+                where="replicas",
+                why=f"{MOST_REPLICAS} is the limit, the same as in stack.yaml",
             )
         async with self._change():
             await self._scale(kind, replicas)

@@ -16,7 +16,7 @@ class EvaluationConfig(ConfigModel):
     """JSONL file with the same columns as the training data."""
     every_steps: int = Field(default=0, ge=0, le=10_000_000)
     """0: only before and after."""
-    max_prompts: int = Field(default=500, ge=1, le=1_000_000)
+    max_prompts: int = Field(default=500, ge=1, le=100_000)
     """Prompts taken from the file."""
     max_response_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
     """Empty takes the rollout's limit."""

@@ -33,7 +33,7 @@ class DynamicSamplingConfig(ConfigModel):
 class RolloutConfig(ConfigModel):
     """What one step generates."""
 
-    prompts_per_step: int = Field(default=64, ge=1, le=1_000_000)
+    prompts_per_step: int = Field(default=64, ge=1, le=100_000)
     """Groups of a batch; prompts drawn for a step where nothing below draws more."""
     samples_per_prompt: int = Field(default=8, ge=1, le=10_000)
     """Size of a group."""

@@ -14,6 +14,8 @@ from pydantic import BeforeValidator, Field, model_validator
 from flotilla_core.config.autoscale import AutoscaleConfig
 from flotilla_core.config.model import ConfigModel, expanded
 
+MOST_REPLICAS = 256
+"""Of one kind on one host."""
 DType = Literal["float32", "bfloat16"]
 
 
@@ -95,7 +97,7 @@ class SimConfig(LatencyConfig):
 class GeneratorConfig(ConfigModel):
     """One generator replica."""
 
-    replicas: int = Field(default=1, ge=0, le=256)
+    replicas: int = Field(default=1, ge=0, le=MOST_REPLICAS)
     """Replicas that the launcher starts."""
     engine: Literal["vllm", "sim"] = "vllm"
     """`vllm` decodes; `sim` is for load and fault tests."""
@@ -124,7 +126,7 @@ class GeneratorConfig(ConfigModel):
 class TrainerConfig(ConfigModel):
     """The policy trainer: a front process and its ranks."""
 
-    replicas: int = Field(default=1, ge=0, le=256)
+    replicas: int = Field(default=1, ge=0, le=MOST_REPLICAS)
     """Whole trainers that the launcher starts; each serves one run at a time. 0: one that is started by hand registers
     itself."""
     nproc: int = Field(default=1, ge=1, le=1024)
@@ -165,7 +167,7 @@ class TrainerConfig(ConfigModel):
 class GangConfig(TrainerConfig):
     """A gang beside the policy's, by the same program."""
 
-    replicas: int = Field(default=0, ge=0, le=256)
+    replicas: int = Field(default=0, ge=0, le=MOST_REPLICAS)
     """Whole gangs that the launcher starts, one for each run that needs it at once. Other runs leave them alone."""
     nproc: int = Field(default=1, ge=1, le=1024)
     """FSDP2 ranks; where there are GPUs each takes one, after those of the sections above."""
@@ -176,7 +178,7 @@ class GangConfig(TrainerConfig):
 class RewardServiceConfig(ConfigModel):
     """One reward replica."""
 
-    replicas: int = Field(default=1, ge=0, le=256)
+    replicas: int = Field(default=1, ge=0, le=MOST_REPLICAS)
     """Replicas that the launcher starts."""
     workers: int = Field(default=2, ge=1, le=1024)
     """Killable processes for checkers and user functions."""

@@ -105,7 +105,7 @@ def ps(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = Fal
 
 def scale(
     kind: Annotated[str, typer.Argument(help="generator or reward")],
-    replicas: Annotated[int, typer.Argument(min=0, help="How many there shall be.")],
+    replicas: Annotated[int, typer.Argument(min=0, max=256, help="How many there shall be.")],
     yes: Annotated[
         bool,
         typer.Option("--yes", help="Also leave a run that goes on without a generator, or without rewards."),

@@ -29,6 +29,12 @@ def taken_over(db: sqlite3.Connection, run_id: str) -> None:
     db.execute("UPDATE runs SET takeovers = takeovers + 1 WHERE key = ?", (run_key(db, run_id),))
 
 
+def takeovers(db: sqlite3.Connection, run_id: str) -> int:
+    """How often a coordinator went on with what another had left, since a step was made or a user asked for it."""
+    (count,) = db.execute("SELECT takeovers FROM runs WHERE key = ?", (run_key(db, run_id),)).fetchone()
+    return int(count)
+
+
 def asked_for(db: sqlite3.Connection, run_id: str) -> None:
     """Forget how often the run was taken over: a user wants it to go on."""
     db.execute("UPDATE runs SET takeovers = 0 WHERE key = ?", (run_key(db, run_id),))

@@ -234,6 +234,10 @@ class Ledger:
         """A coordinator is about to go on with what another one left."""
         await self._writer.submit(lambda db: beginnings.taken_over(db, run_id))
 
+    async def takeovers(self, run_id: str) -> int:
+        """How often coordinators did so since a step was made or a user asked for it."""
+        return await self._read(lambda db: beginnings.takeovers(db, run_id))
+
     async def asked_for(self, run_id: str) -> None:
         """A user wants the run to go on."""
         await self._writer.submit(lambda db: beginnings.asked_for(db, run_id))

@@ -21,7 +21,7 @@ from flotilla_core.version import Version
 
 _RUN_COLUMNS = (
     "run_id, name, state, config_yaml, directory, created_at, ended_at, reason, step, version_lineage, "
-    "version_step, cursor, takeovers"
+    "version_step, cursor"
 )
 _TRAINED = (SampleState.CONSUMED, SampleState.DURABLE)
 
@@ -134,8 +134,7 @@ def samples(
 
 
 def _run_record(row: tuple[object, ...]) -> RunRecord:
-    run_id, name, state, config, directory, created, ended, reason, step, lineage, version_step = row[:11]
-    cursor, takeovers = row[11:]
+    run_id, name, state, config, directory, created, ended, reason, step, lineage, version_step, cursor = row
     return RunRecord(
         run_id=str(run_id),
         name=str(name),
@@ -148,7 +147,6 @@ def _run_record(row: tuple[object, ...]) -> RunRecord:
         step=int(str(step)),
         version=Version(int(str(lineage)), int(str(version_step))),
         cursor=None if cursor is None else json.loads(str(cursor)),
-        takeovers=int(str(takeovers)),
     )
 
 

@@ -202,5 +202,3 @@ class RunRecord:
     version: Version = START
     cursor: dict[str, Any] | None = None
     """Place in the data set after the last step that was recorded."""
-    takeovers: int = 0
-    """Times that a coordinator went on with what another one had left, since a step was made or a user asked for it."""

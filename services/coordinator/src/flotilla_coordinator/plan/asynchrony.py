@@ -5,7 +5,6 @@ Invariant: the bounds are those that `rollouts/rollouts.py` admits by; "at most"
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 from flotilla_coordinator.plan.algorithm import Line
@@ -35,18 +34,17 @@ def policy_line(config: RunConfig) -> Line:
 def groups_line(config: RunConfig, tokens_of_a_step: int) -> Line:
     """What is generated or waits to be trained at one time."""
     rollout, steps = config.rollout, _steps_at_once(config)
-    spare = issued_per_step(rollout) - rollout.prompts_per_step
-    groups = steps * rollout.prompts_per_step + spare
+    spare, groups = issued_per_step(rollout) - rollout.prompts_per_step, groups_under_way(config)
     return (
         "groups under way",
         f"at most {groups:,}",
         f"{steps} step(s) x {rollout.prompts_per_step} prompts{f' and {spare} more' if spare else ''}, "
         f"{groups * rollout.samples_per_prompt:,} samples; "
-        f"about {shown_bytes(_held_bytes(config, tokens_of_a_step))} in the coordinator",
+        f"about {shown_bytes(held_bytes(config, tokens_of_a_step))} in the coordinator",
     )
 
 
-def asynchrony_warnings(config: RunConfig, tokens_of_a_step: int) -> Iterator[str]:
+def asynchrony_warnings(config: RunConfig, tokens_of_a_step: int, memory: int) -> Iterator[str]:
     """A run that is over before its first update counts, old samples that nothing weighs, more than the host holds."""
     ahead = config.rollout.max_staleness
     if ahead and ahead >= config.steps:
@@ -59,8 +57,8 @@ def asynchrony_warnings(config: RunConfig, tokens_of_a_step: int) -> Iterator[st
             f"rollout.max_staleness = {ahead} trains samples of older versions, and nothing in {config.algorithm.type} "
             "as it is set looks at how far the policy has moved since: set algorithm.correction.importance to token"
         )
-    held, memory = _held_bytes(config, tokens_of_a_step), _host_memory()
-    if held > SHARE_OF_HOST * memory:
+    held = held_bytes(config, tokens_of_a_step)
+    if SHARE_OF_HOST * memory < held <= memory:
         yield (
             f"groups under way may take {shown_bytes(held)} in the coordinator, whose host has "
             f"{shown_bytes(memory)}: lower rollout.max_staleness or rollout.prompts_per_step"
@@ -79,11 +77,15 @@ def _steps_at_once(config: RunConfig) -> int:
     return min(1 + steps_ahead(config.rollout), config.steps)
 
 
-def _held_bytes(config: RunConfig, tokens_of_a_step: int) -> int:
+def groups_under_way(config: RunConfig) -> int:
+    """Groups that are generated or wait to be trained at one time, at most."""
+    rollout = config.rollout
+    spare = issued_per_step(rollout) - rollout.prompts_per_step
+    return _steps_at_once(config) * rollout.prompts_per_step + spare
+
+
+def held_bytes(config: RunConfig, tokens_of_a_step: int) -> int:
+    """What they take in the coordinator, at most."""
     samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     of_a_step = tokens_of_a_step * HELD_BYTES_PER_TOKEN + samples * HELD_BYTES_PER_SAMPLE
     return _steps_at_once(config) * of_a_step
-
-
-def _host_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -13,12 +13,13 @@ from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.gangs.session_spec import critic_of, critic_warmup_steps
 from flotilla_coordinator.plan.model_facts import ModelFacts
+from flotilla_coordinator.plan.size_limits import count_errors
 from flotilla_core.config import OptimizerConfig, PolicyConfig, RunConfig, StackConfig
 
 
 def config_errors(config: RunConfig) -> list[str]:
     """Settings that contradict each other."""
-    errors = []
+    errors = list(count_errors(config))
     optimizer, stop = config.optimizer, config.stop
     critic, alone = critic_of(config), critic_warmup_steps(config)
     errors.extend(_schedule_errors("optimizer", optimizer, config.steps - alone))

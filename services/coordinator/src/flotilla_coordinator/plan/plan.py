@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import shutil
-from pathlib import Path
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.data.loaders import held_out_data, training_data
@@ -28,6 +27,13 @@ from flotilla_coordinator.plan.micro_batches import MicroBatches
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.model_lines import model_lines
 from flotilla_coordinator.plan.roles import role_errors
+from flotilla_coordinator.plan.size_limits import (
+    disk_errors,
+    existing,
+    host_memory,
+    memory_errors,
+    trainer_errors,
+)
 from flotilla_coordinator.plan.sizes import shown_bytes
 from flotilla_coordinator.plan.trainer_memory import TrainerMemory
 from flotilla_coordinator.plan.update_lines import update_lines, update_warnings
@@ -92,6 +98,9 @@ class _Planner:
         self._prompts = config.rollout.prompts_per_step
         per_prompt = {"pairs": 2, "answers": 1}.get(self._given, config.rollout.samples_per_prompt)
         self._samples = self._prompts * per_prompt
+        self._memory = host_memory()
+        self._step_tokens = 0
+        """Of what is generated for a step; 0 where nothing is."""
         self._prompt_tokens = checks.longest_prompt(self._data)
         self._response_tokens = config.rollout.sampling.max_response_tokens
         self._longest = longest
@@ -115,6 +124,8 @@ class _Planner:
             self._plan.errors.extend(evaluation_errors(self._config, self._held_out, self._limit))
         self._memory_lines()
         self._disk_lines()
+        held_out = len(self._held_out.prompts) if self._held_out is not None else 0
+        self._plan.errors.extend(memory_errors(self._config, self._step_tokens, held_out, self._memory))
 
     def _data_lines(self) -> None:
         config = self._config
@@ -146,7 +157,7 @@ class _Planner:
         for line in (*draw_lines(rollout), *greedy_lines(config)):
             self._line(*line)
         self._plan.warnings.extend(draw_warnings(config))
-        tokens = self._samples * (self._prompt_tokens + self._response_tokens)
+        self._step_tokens = tokens = self._samples * (self._prompt_tokens + self._response_tokens)
         self._line(
             "tokens of a step",
             f"at most {tokens:,}",
@@ -155,7 +166,7 @@ class _Planner:
         if config.loop == "coordinator":
             self._line(*policy_line(config))
             self._line(*groups_line(config, tokens))
-            self._plan.warnings.extend(asynchrony_warnings(config, tokens))
+            self._plan.warnings.extend(asynchrony_warnings(config, tokens, self._memory))
         self._plan.errors.extend(
             checks.length_errors(
                 self._limit,
@@ -191,6 +202,7 @@ class _Planner:
             )
             + (f", frozen reference {shown_bytes(need.reference)}" if need.reference else ""),
         )
+        self._plan.errors.extend(trainer_errors(self._config, trainer, need.total, self._memory))
         if not self._config.trains_reward_model:
             for line in sync_lines(self._config, self._stack, self._model, self._adapters):
                 self._line(*line)
@@ -207,7 +219,9 @@ class _Planner:
         )
         for line in use.lines():
             self._line(*line)
-        free = shutil.disk_usage(_existing(self._stack.state_dir)).free
+        samples = 0 if self._given else self._samples
+        self._plan.errors.extend(disk_errors(self._config, use, samples, self._stack.state_dir))
+        free = shutil.disk_usage(existing(self._stack.state_dir)).free
         if use.total > free:
             self._plan.warnings.append(
                 f"the run may write {shown_bytes(use.total)}, but {self._stack.state_dir} "
@@ -216,11 +230,3 @@ class _Planner:
 
     def _line(self, name: str, value: str, explanation: str) -> None:
         self._plan.lines.add(name=name, value=value, explanation=explanation)
-
-
-def _existing(path: Path) -> Path:
-    """The nearest folder that is there already."""
-    path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return path

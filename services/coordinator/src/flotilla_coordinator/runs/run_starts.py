@@ -110,7 +110,7 @@ class RunStarts:
 
     async def _left(self, record: RunRecord) -> tuple[ActiveRun, RunDirectory, Beginning] | None:
         """A run that an earlier coordinator left, if it goes on; else it is closed."""
-        why = await asyncio.to_thread(why_it_ends, record)
+        why = await asyncio.to_thread(why_it_ends, record, await self._ledger.takeovers(record.run_id))
         if not why:
             beginning = Beginning(record.version.lineage + 1, after_coordinator=True)
             try:

@@ -24,12 +24,13 @@ REFUSED = (
 )
 
 
-def why_it_ends(record: RunRecord) -> str:
-    """Why a run does not go on by itself; empty where it does."""
+def why_it_ends(record: RunRecord, takeovers: int) -> str:
+    """Why a run that was taken over so often does not go on by itself; empty where it does."""
     if record.state is RunState.STOPPING or RunDirectory(Path(record.directory)).read_outcome() is not None:
         return INTERRUPTED
-    if again_and_again(record):
-        return AGAIN_AND_AGAIN.replace("{times}", str(record.takeovers))
+    # A run that is paused makes no step, however well its coordinators are.
+    if takeovers >= MOST_IN_A_ROW and record.state is not RunState.PAUSED:
+        return AGAIN_AND_AGAIN.replace("{times}", str(takeovers))
     try:
         config = load_text(RunConfig, record.config_yaml, source="run")
     except InvalidConfig as error:
@@ -37,8 +38,3 @@ def why_it_ends(record: RunRecord) -> str:
     if config.resume == "by_user" or config.loop == "client":
         return INTERRUPTED
     return ""
-
-
-def again_and_again(record: RunRecord) -> bool:
-    """Whether it was taken over as often as it may be; one that is paused makes no step, however well all goes."""
-    return record.takeovers >= MOST_IN_A_ROW and record.state is not RunState.PAUSED

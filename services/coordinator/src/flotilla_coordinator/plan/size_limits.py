@@ -1,0 +1,131 @@
+"""Sizes that cannot work: more than the coordinator can have under way, or than its host can hold.
+
+Invariants: each refusal names the keys, the figure, the limit and what to lower. Counts are limited for every host, for
+groups are admitted and evaluated in one turn of the event loop each; bytes by the host's memory and the disk of the
+stack, whole, so that a run which fitted once is not refused because somebody else needs room now.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from functools import reduce
+from pathlib import Path
+
+from flotilla_coordinator.plan.asynchrony import groups_under_way, held_bytes
+from flotilla_coordinator.plan.disk_use import DiskUse
+from flotilla_coordinator.plan.sizes import shown_bytes
+from flotilla_core.config import RunConfig, TrainerConfig
+
+MOST_GROUPS = 100_000
+"""Under way at one time; the event loop needs about 5 s to begin so many."""
+MOST_SAMPLES = 2_000_000
+"""Under way at one time, or of one evaluation."""
+LEDGER_ROW_BYTES = 600
+"""Of a sample and of what happened to it, which stay as long as its run goes on."""
+ANSWER_BYTES_PER_TOKEN = 4 + 6
+"""Token id and text of a held-out answer, all of which are held until they are scored."""
+ANSWER_BYTES = 2048
+ESTIMATE_MAY_BE_WRONG_BY = 2
+_SIZES = ("rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.max_staleness")
+_GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+def count_errors(config: RunConfig) -> Iterator[str]:
+    """Groups and samples at one time, as the configuration alone tells."""
+    if config.loop == "coordinator" and not config.learns_from_pairs and config.algorithm.type != "sft":
+        groups = groups_under_way(config)
+        samples = groups * config.rollout.samples_per_prompt
+        if groups > MOST_GROUPS:
+            lower = _settings(config, "rollout.prompts_per_step", "rollout.max_staleness")
+            yield f"{groups:,} groups would be under way at one time, and {MOST_GROUPS:,} is the limit: lower {lower}"
+        if samples > MOST_SAMPLES:
+            lower = _settings(config, *_SIZES)
+            limit = f"{MOST_SAMPLES:,} is the limit"
+            yield f"{samples:,} samples would be under way at one time, and {limit}: lower {lower}"
+    if config.evaluation is not None:
+        answers = config.evaluation.max_prompts * config.evaluation.samples_per_prompt
+        if answers > MOST_SAMPLES:
+            lower = _settings(config, "evaluation.max_prompts", "evaluation.samples_per_prompt")
+            yield f"an evaluation would ask for {answers:,} answers, and {MOST_SAMPLES:,} is the limit: lower {lower}"
+
+
+def memory_errors(
+    config: RunConfig, tokens_of_a_step: int, held_out_prompts: int, memory: int
+) -> Iterator[str]:
+    """What the coordinator would hold at one time, beside the memory of its host."""
+    evaluation = config.evaluation
+    held = held_bytes(config, tokens_of_a_step)
+    if tokens_of_a_step and held > memory:
+        lower = _settings(config, *_SIZES, "rollout.sampling.max_response_tokens")
+        yield (
+            f"groups under way may take {shown_bytes(held)} in the coordinator, and its host has "
+            f"{shown_bytes(memory)}: lower {lower}"
+        )
+    if evaluation is None or config.evaluates_pairs:
+        return
+    longest = evaluation.max_response_tokens or config.rollout.sampling.max_response_tokens
+    answers = min(evaluation.max_prompts, held_out_prompts) * evaluation.samples_per_prompt
+    need = answers * (longest * ANSWER_BYTES_PER_TOKEN + ANSWER_BYTES)
+    if need > memory:
+        limit = "rollout.sampling" if evaluation.max_response_tokens is None else "evaluation"
+        lower = _settings(
+            config, "evaluation.max_prompts", "evaluation.samples_per_prompt", f"{limit}.max_response_tokens"
+        )
+        yield (
+            f"the answers of an evaluation may take {shown_bytes(need)} in the coordinator, and its host has "
+            f"{shown_bytes(memory)}: lower {lower}"
+        )
+
+
+def trainer_errors(config: RunConfig, trainer: TrainerConfig, rank_bytes: int, memory: int) -> Iterator[str]:
+    """Ranks that share the host's memory, where twice as much of it could not hold them; GPUs have their own."""
+    need = rank_bytes * trainer.nproc
+    if trainer.attach is None and not _GPUS.is_dir() and need > ESTIMATE_MAY_BE_WRONG_BY * memory:
+        lower = _settings(config, "batching.tokens_per_microbatch", "batching.logprob_chunk_tokens")
+        yield (
+            f"{trainer.nproc} trainer rank(s) need about {shown_bytes(need)}, and the host has {shown_bytes(memory)} "
+            f"and no GPU: lower {lower}, or the length of sequences"
+        )
+
+
+def disk_errors(config: RunConfig, use: DiskUse, samples_of_a_step: int, state_dir: Path) -> Iterator[str]:
+    """What is written for certain, however short the responses are, beside the whole disk."""
+    whole = shutil.disk_usage(existing(state_dir)).total
+    disk = f"the disk of {state_dir} has {shown_bytes(whole)} in all"
+    saved = use.export + min(use.made, use.kept + 1) * use.checkpoint
+    if saved > whole:
+        lower = _settings(config, "checkpoint.keep")
+        yield (
+            f"checkpoints and the exported model take {shown_bytes(saved)}, and {disk}: lower {lower}, "
+            "or set state_dir to a larger disk"
+        )
+    rows = config.steps * samples_of_a_step * LEDGER_ROW_BYTES
+    if rows > whole:
+        lower = _settings(config, "steps", "rollout.prompts_per_step", "rollout.samples_per_prompt")
+        yield f"the ledger's rows of the samples take {shown_bytes(rows)}, and {disk}: lower {lower}"
+
+
+def host_memory() -> int:
+    """Bytes that the processes of this host, or of this container, may use."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return physical
+    return min(physical, int(limit)) if limit.isdecimal() else physical
+
+
+def existing(path: Path) -> Path:
+    """The nearest folder that is there already."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _settings(config: RunConfig, *keys: str) -> str:
+    """Keys with their values, the last of them after `or`."""
+    shown = [f"{key} = {reduce(getattr, key.split('.'), config)}" for key in keys]
+    return " or ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
