@@ -257,6 +257,8 @@ async def test_scale_adds_and_removes_the_highest_replicas_only(stacks) -> None:
         assert [status.name for status in shrunk] == ["generator-0"]
         with pytest.raises(InvalidRequest, match="trainer cannot be scaled"):
             await launcher.scale(SERVICE_KIND_TRAINER, 2, timeout_s=5)
+        with pytest.raises(InvalidRequest, match="256 is the limit"):
+            await launcher.scale(SERVICE_KIND_GENERATOR, 257, timeout_s=5)
     assert stacks.identities() == before
 
 
