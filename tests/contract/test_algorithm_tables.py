@@ -61,6 +61,13 @@ ALGORITHMS = [
     {"type": "dpo", "loss": "hinge", "beta": 0.5},
     {"type": "reward_model", "center_coefficient": 0.01},
     {
+        "sample_weights": {
+            "by_reward": "max_random",
+            "by_difficulty": {"easiest": 0.0, "hardest": 3.0},
+            "by_length": {"shortest": 2.0},
+        }
+    },
+    {
         "advantage": {
             "drop_truncated": True,
             "reward_normalization": {"mean": "batch", "std": "running", "clip": 3, "scale": 0.5},

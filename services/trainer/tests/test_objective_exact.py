@@ -86,6 +86,8 @@ def objective_of(preset: str, **changes: Any) -> session_pb2.Objective:
     if normalization is not None:
         policy.advantage.reward_normalization.mean = f"REWARD_STATISTICS_{normalization.mean.upper()}"
         policy.advantage.reward_normalization.std = f"REWARD_STATISTICS_{normalization.std.upper()}"
+    if algorithm.sample_weights.by_reward == "pow":
+        policy.sample_weights.by_reward = session_pb2.REWARD_WEIGHTS_POW
     for name, value in changes.items():
         if isinstance(value, dict):
             getattr(policy, name).MergeFrom(type(getattr(policy, name))(**value))

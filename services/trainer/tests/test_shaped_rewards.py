@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
@@ -27,7 +28,9 @@ def function(name: str, **parameters: Any) -> session_pb2.Function:
     return made
 
 
-def front_of(advantage: session_pb2.Function, **keys: Any) -> UpdateObjective:
+def front_of(
+    advantage: session_pb2.Function, weights: session_pb2.SampleWeights | None = None, **keys: Any
+) -> UpdateObjective:
     """Of a run with the loss `ppo` and this advantage."""
     policy = session_pb2.PolicyObjective(
         temperature=1.0,
@@ -36,6 +39,7 @@ def front_of(advantage: session_pb2.Function, **keys: Any) -> UpdateObjective:
         loss=function("ppo", clip_low=0.2, clip_high=0.2),
         aggregation=session_pb2.Aggregation(type=session_pb2.AGGREGATION_TYPE_TOKEN_MEAN),
         correction=session_pb2.Correction(staleness_decay=1.0),
+        sample_weights=weights,
     )
     objective = session_pb2.Objective(policy=policy)
     check_objective(objective)
@@ -110,3 +114,54 @@ def test_running_normalisation_is_by_the_rewards_of_the_updates_that_were_made()
     seen = [*batch.rewards, *later.rewards]
     expected = (later.rewards - np.mean(seen)) / (np.std(seen, ddof=1) + 1e-6)
     np.testing.assert_allclose(by_sample(front, later, "advantages"), expected, rtol=1e-5)
+
+
+GRPO = function("grpo", baseline="group", normalize_std=True)
+
+
+def test_a_sample_counts_by_its_reward_its_group_and_its_length() -> None:
+    weights = session_pb2.SampleWeights(
+        by_reward=session_pb2.REWARD_WEIGHTS_MAX_MIN,
+        by_difficulty=session_pb2.DifficultyWeights(easiest=0.5, hardest=2.0),
+        by_length=session_pb2.LengthWeights(shortest=1.5, longest=0.5),
+    )
+    batch = batch_of([[1.0, 0.5, 0.0, 0.0], [1.0, 1.0]], cut_off=("g1/1",))
+    front = front_of(GRPO, weights, drop_truncated=True)
+    lengths = [1, 2, 3, 1, 2]
+    by_length = [1.5 - (n - 1) / 2 for n in lengths]
+    by_reward = [2.0, 0.0, 1.0, 1.0, 1.0]
+    by_difficulty = [2.0 - 1.5 * 0.375] * 4 + [0.5]
+    shares = np.prod([by_length, by_reward, by_difficulty], axis=0)
+    expected = [*(shares / (shares @ lengths)), 0.0]
+    np.testing.assert_allclose(by_sample(front, batch, "weights"), expected, rtol=1e-6)
+    assert front.units(batch) == pytest.approx(shares @ lengths)
+    assert front.sequences(batch, 0)[1]["tokens/counted_share"] == pytest.approx(7 / 12)
+
+
+@pytest.mark.parametrize("parts", [((0, 1), (2,)), ((0,), (1,), (2,))])
+def test_the_powers_of_rewards_make_the_same_update_of_parts_as_of_the_whole(
+    parts: tuple[tuple[int, ...], ...],
+) -> None:
+    weights = session_pb2.SampleWeights(by_reward=session_pb2.REWARD_WEIGHTS_POW, power=1.5)
+    rewards = [[1.0, 0.5, 0.0], [2.0, 1.0], [0.25, 4.0, 1.0]]
+    front = front_of(GRPO, weights)
+
+    def loss(batch: UpdateBatch) -> float:
+        columns = front.sequences(batch, 0)[0].columns
+        return float(columns["weights"].astype(float) @ columns["advantages"])
+
+    whole = batch_of(rewards)
+    # Lengths follow from the number of a group: the others stay in their places with rewards that weigh nothing.
+    cut = [
+        batch_of([group if i in part else [0.0] * len(group) for i, group in enumerate(rewards)])
+        for part in parts
+    ]
+    total = sum(front.units(part) * loss(part) for part in cut)
+    assert total / sum(front.units(part) for part in cut) == pytest.approx(loss(whole), rel=1e-5)
+
+
+def test_an_update_whose_samples_all_weigh_nothing_trains_nothing() -> None:
+    front = front_of(GRPO, session_pb2.SampleWeights(by_reward=session_pb2.REWARD_WEIGHTS_POW))
+    batch = batch_of([[0.0, 0.0]])
+    assert not front.sequences(batch, 0)[0].columns["weights"].any()
+    assert front.units(batch) == 0.0

@@ -17,6 +17,7 @@ from flotilla_algorithms.remax import remax
 from flotilla_algorithms.reward_history import RewardHistory
 from flotilla_algorithms.reward_normalization import normalised_rewards
 from flotilla_algorithms.rewards import NonFiniteRewardError
+from flotilla_algorithms.sample_weights import difficulty_weights, length_weights, reward_weights
 from flotilla_algorithms.shuffle import shuffled_rewards
 from flotilla_algorithms.step_reinforce import step_reinforce
 from flotilla_algorithms.table import ADVANTAGES, AdvantageFunction
@@ -35,6 +36,7 @@ __all__ = [
     "adapted_coefficient",
     "counted_units",
     "covariances",
+    "difficulty_weights",
     "divergence",
     "drawn_between",
     "gae",
@@ -43,9 +45,11 @@ __all__ = [
     "group_advantages",
     "highest",
     "kept_groups",
+    "length_weights",
     "normalised_rewards",
     "overlong_penalties",
     "remax",
+    "reward_weights",
     "shuffled_rewards",
     "step_reinforce",
     "token_advantages",

@@ -12,6 +12,7 @@ from flotilla_core.config.losses import LossSection, PpoLoss
 from flotilla_core.config.model import ConfigModel
 from flotilla_core.config.preferences import DpoConfig, RewardModelConfig
 from flotilla_core.config.presets import PRESETS, with_preset
+from flotilla_core.config.sample_weights import SampleWeightsConfig
 
 
 class AggregationConfig(ConfigModel):
@@ -102,6 +103,7 @@ class PolicyConfig(ConfigModel):
         "grpo_passk",
         "step_reinforce",
         "lite_ppo",
+        "pf_ppo",
         "gspo",
         "gmpo",
         "sapo",
@@ -124,6 +126,8 @@ class PolicyConfig(ConfigModel):
     """What the trainer descends on."""
     aggregation: AggregationConfig = AggregationConfig()
     """How tokens are averaged."""
+    sample_weights: SampleWeightsConfig = SampleWeightsConfig()
+    """How much each sample counts."""
     kl: KlConfig = KlConfig()
     """Distance from the first policy."""
     correction: CorrectionConfig = CorrectionConfig()
@@ -186,6 +190,11 @@ class PolicyConfig(ConfigModel):
             raise ValueError(
                 "advantage.type pass_at_k judges the rewards as they came, and kl.placement reward takes the "
                 "divergence from them afterwards: set kl.placement to loss"
+            )
+        if self.sample_weights.look_at_rewards and not self.needs_rewards:
+            raise ValueError(
+                "sample_weights.by_reward and by_difficulty look at rewards, and advantage.type distill learns without "
+                "them while reward_weight is 0: leave them out, or set reward_weight above 0"
             )
         if self.shuffle_rewards and not self.needs_rewards:
             raise ValueError(

@@ -13,6 +13,12 @@ PPO, GRPO = {"type": "ppo"}, {"type": "grpo"}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "ppo": {"advantage": {"type": "gae", "whiten": True}, "loss": PPO, "critic": {}},
+    "pf_ppo": {
+        "advantage": {"type": "gae", "whiten": True},
+        "loss": PPO,
+        "critic": {},
+        "sample_weights": {"by_reward": "pow"},
+    },
     "distillation": {"advantage": {"type": "distill"}, "loss": PPO},
     "grpo": {"advantage": GRPO, "loss": PPO},
     "dr_grpo": {

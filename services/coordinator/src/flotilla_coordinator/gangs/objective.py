@@ -15,6 +15,7 @@ from flotilla_core.config.advantages import (
     RewardNormalizationConfig,
 )
 from flotilla_core.config.algorithm import CorrectionConfig, KlConfig
+from flotilla_core.config.sample_weights import SampleWeightsConfig
 
 AGGREGATIONS = {
     "token_mean": pb.AGGREGATION_TYPE_TOKEN_MEAN,
@@ -40,6 +41,12 @@ STATISTICS = {
     "group": pb.REWARD_STATISTICS_GROUP,
     "batch": pb.REWARD_STATISTICS_BATCH,
     "running": pb.REWARD_STATISTICS_RUNNING,
+}
+REWARD_WEIGHTS = {
+    "none": pb.REWARD_WEIGHTS_UNSPECIFIED,
+    "pow": pb.REWARD_WEIGHTS_POW,
+    "max_min": pb.REWARD_WEIGHTS_MAX_MIN,
+    "max_random": pb.REWARD_WEIGHTS_MAX_RANDOM,
 }
 PREFERENCE_LOSSES = {
     "sigmoid": pb.PREFERENCE_LOSS_SIGMOID,
@@ -103,6 +110,21 @@ def _policy(algorithm: PolicyConfig, temperature: float, max_response_tokens: in
         correction=_correction(algorithm.correction),
         entropy_coefficient=algorithm.entropy_coefficient,
         shuffle_rewards=algorithm.shuffle_rewards,
+        sample_weights=_sample_weights(algorithm.sample_weights),
+    )
+
+
+def _sample_weights(section: SampleWeightsConfig) -> pb.SampleWeights:
+    difficulty, length = section.by_difficulty, section.by_length
+    return pb.SampleWeights(
+        by_reward=REWARD_WEIGHTS[section.by_reward],
+        power=section.power,
+        by_difficulty=None
+        if difficulty is None
+        else pb.DifficultyWeights(easiest=difficulty.easiest, hardest=difficulty.hardest),
+        by_length=None
+        if length is None
+        else pb.LengthWeights(shortest=length.shortest, longest=length.longest),
     )
 
 

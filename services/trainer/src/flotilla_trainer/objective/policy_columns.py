@@ -19,12 +19,15 @@ from flotilla_algorithms import (
     Outcomes,
     RewardHistory,
     covariances,
+    difficulty_weights,
     divergence,
     drawn_between,
     highest,
     kept_groups,
+    length_weights,
     normalised_rewards,
     overlong_penalties,
+    reward_weights,
     shuffled_rewards,
     token_advantages,
     token_weights,
@@ -44,6 +47,11 @@ AGGREGATIONS = {
     pb.AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_MEAN: "sequence_mean_of_token_mean",
     pb.AGGREGATION_TYPE_CONSTANT: "constant",
     pb.AGGREGATION_TYPE_TOKEN_SUM: "token_sum",
+}
+REWARD_WEIGHTS = {
+    pb.REWARD_WEIGHTS_POW: "pow",
+    pb.REWARD_WEIGHTS_MAX_MIN: "max_min",
+    pb.REWARD_WEIGHTS_MAX_RANDOM: "max_random",
 }
 STATISTICS = {
     pb.REWARD_STATISTICS_UNSPECIFIED: "none",
@@ -197,9 +205,34 @@ def kept_samples(batch: UpdateBatch, advantage: pb.Advantage) -> NDArray[np.bool
     return kept
 
 
-def counted_tokens(batch: UpdateBatch, kept: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return the trained tokens of the samples that are kept."""
-    tokens: NDArray[np.bool_] = batch.trained & np.repeat(kept, batch.response_lengths)
+def sample_shares(batch: UpdateBatch, weights: pb.SampleWeights, kept: NDArray[np.bool_]) -> Floats | None:
+    """Return how much each sample counts, by those that are kept; None where all count alike."""
+    if not (weights.by_reward or weights.HasField("by_difficulty") or weights.HasField("by_length")):
+        return None
+    check_rewards(batch)
+    left = Outcomes.of(batch.rewards, batch.group_sizes).only(kept)
+    factors = np.ones(left.rewards.size)
+    if weights.by_reward:
+        power = weights.power if weights.HasField("power") else 2.0
+        kind = REWARD_WEIGHTS[weights.by_reward]
+        factors = factors * reward_weights(left.rewards, left.group_sizes, kind=kind, power=power)
+    if weights.HasField("by_difficulty"):
+        easiest, hardest = weights.by_difficulty.easiest, weights.by_difficulty.hardest
+        factors = factors * difficulty_weights(
+            left.rewards, left.group_sizes, easiest=easiest, hardest=hardest
+        )
+    if weights.HasField("by_length"):
+        shortest, longest = weights.by_length.shortest, weights.by_length.longest
+        factors = factors * length_weights(own_lengths(batch)[kept], shortest=shortest, longest=longest)
+    shares = np.zeros(batch.rewards.size)
+    shares[kept] = factors
+    return shares
+
+
+def counted_tokens(batch: UpdateBatch, kept: NDArray[np.bool_], shares: Floats | None) -> NDArray[np.bool_]:
+    """Return the trained tokens of the samples that are kept and weigh something."""
+    counts = kept if shares is None else kept & (shares > 0)
+    tokens: NDArray[np.bool_] = batch.trained & np.repeat(counts, batch.response_lengths)
     return tokens
 
 
@@ -208,11 +241,12 @@ def weights_of(
     policy: pb.PolicyObjective,
     counted: NDArray[np.bool_],
     parts: Sequence[NDArray[np.bool_]],
+    shares: Floats | None,
 ) -> Floats:
-    """How much each token counts, with the denominator of the mini-batch that it lies in."""
+    """Return how much each token counts, with the denominator of the mini-batch that it lies in."""
     constant = policy.aggregation.constant_tokens or policy.max_response_tokens
     kind = AGGREGATIONS[policy.aggregation.type]
-    return part_weights(kind, batch, counted, parts, constant)
+    return part_weights(kind, batch, counted, parts, constant, shares)
 
 
 def part_weights(
@@ -221,11 +255,12 @@ def part_weights(
     counted: NDArray[np.bool_],
     parts: Sequence[NDArray[np.bool_]],
     constant: int = 0,
+    shares: Floats | None = None,
 ) -> Floats:
     """The weights of the counted tokens, each part with a denominator of its own; without parts the whole is one."""
     weights = np.zeros(counted.size)
     for part in parts or [np.ones_like(counted)]:
-        weights += token_weights(aggregation, batch.response_lengths, counted & part, constant)
+        weights += token_weights(aggregation, batch.response_lengths, counted & part, constant, shares)
     return weights
 
 

@@ -99,11 +99,12 @@ class UpdateObjective:
 
     def units(self, batch: UpdateBatch) -> float:
         """How many of them a batch has."""
-        counted = batch.trained
+        counted, shares = batch.trained, None
         if self._policy is not None:
             kept = columns.kept_samples(batch, self._policy.advantage)
-            counted = columns.counted_tokens(batch, kept)
-        return counted_units(self._aggregation, batch.response_lengths, counted)
+            shares = columns.sample_shares(batch, self._policy.sample_weights, kept)
+            counted = columns.counted_tokens(batch, kept, shares)
+        return counted_units(self._aggregation, batch.response_lengths, counted, shares)
 
     def facts_share(self, batch: UpdateBatch) -> float:
         """What the metrics of a batch are means over: its trained tokens."""
@@ -171,9 +172,10 @@ class UpdateObjective:
             if policy.kl.placement == pb.KL_PLACEMENT_REWARD:
                 penalties = self.kl_coefficient * distance
         kept = columns.kept_samples(batch, policy.advantage)
-        counted = columns.counted_tokens(batch, kept)
+        shares = columns.sample_shares(batch, policy.sample_weights, kept)
+        counted = columns.counted_tokens(batch, kept, shares)
         advantages = self._advantages(policy, batch, kept, seed, penalties)
-        weights = columns.weights_of(batch, policy, counted, parts)
+        weights = columns.weights_of(batch, policy, counted, parts, shares)
         metrics["advantages/std"] = float(advantages[counted].std()) if counted.any() else 0.0
         metrics["tokens/counted_share"] = float(counted.sum() / batch.trained.sum())
 

@@ -60,6 +60,32 @@ PREFERENCE_LOSS_IPO: PreferenceLoss.ValueType  # 2
 PREFERENCE_LOSS_HINGE: PreferenceLoss.ValueType  # 3
 Global___PreferenceLoss: _TypeAlias = PreferenceLoss  # noqa: Y015
 
+class _RewardWeights:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RewardWeightsEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RewardWeights.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REWARD_WEIGHTS_UNSPECIFIED: _RewardWeights.ValueType  # 0
+    REWARD_WEIGHTS_POW: _RewardWeights.ValueType  # 1
+    """By the size of its reward to a power."""
+    REWARD_WEIGHTS_MAX_MIN: _RewardWeights.ValueType  # 2
+    """Half of a group's weight to its best samples, half to its worst."""
+    REWARD_WEIGHTS_MAX_RANDOM: _RewardWeights.ValueType  # 3
+    """Half of a group's weight to its best samples, half to the others."""
+
+class RewardWeights(_RewardWeights, metaclass=_RewardWeightsEnumTypeWrapper):
+    """UNSPECIFIED: a sample counts whatever its reward."""
+
+REWARD_WEIGHTS_UNSPECIFIED: RewardWeights.ValueType  # 0
+REWARD_WEIGHTS_POW: RewardWeights.ValueType  # 1
+"""By the size of its reward to a power."""
+REWARD_WEIGHTS_MAX_MIN: RewardWeights.ValueType  # 2
+"""Half of a group's weight to its best samples, half to its worst."""
+REWARD_WEIGHTS_MAX_RANDOM: RewardWeights.ValueType  # 3
+"""Half of a group's weight to its best samples, half to the others."""
+Global___RewardWeights: _TypeAlias = RewardWeights  # noqa: Y015
+
 class _RewardStatistics:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -455,6 +481,7 @@ class PolicyObjective(_message.Message):
     CORRECTION_FIELD_NUMBER: _builtins.int
     ENTROPY_COEFFICIENT_FIELD_NUMBER: _builtins.int
     SHUFFLE_REWARDS_FIELD_NUMBER: _builtins.int
+    SAMPLE_WEIGHTS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Sampling temperature of the rollouts; logits are divided by it."""
     max_response_tokens: _builtins.int
@@ -473,6 +500,10 @@ class PolicyObjective(_message.Message):
     def kl(self) -> Global___Kl: ...
     @_builtins.property
     def correction(self) -> Global___Correction: ...
+    @_builtins.property
+    def sample_weights(self) -> Global___SampleWeights:
+        """Absent: every sample counts alike."""
+
     def __init__(
         self,
         *,
@@ -485,14 +516,98 @@ class PolicyObjective(_message.Message):
         correction: Global___Correction | None = ...,
         entropy_coefficient: _builtins.float = ...,
         shuffle_rewards: _builtins.bool = ...,
+        sample_weights: Global___SampleWeights | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "aggregation", b"aggregation", "correction", b"correction", "kl", b"kl", "loss", b"loss"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "aggregation", b"aggregation", "correction", b"correction", "kl", b"kl", "loss", b"loss", "sample_weights", b"sample_weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "aggregation", b"aggregation", "correction", b"correction", "entropy_coefficient", b"entropy_coefficient", "kl", b"kl", "loss", b"loss", "max_response_tokens", b"max_response_tokens", "shuffle_rewards", b"shuffle_rewards", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "aggregation", b"aggregation", "correction", b"correction", "entropy_coefficient", b"entropy_coefficient", "kl", b"kl", "loss", b"loss", "max_response_tokens", b"max_response_tokens", "sample_weights", b"sample_weights", "shuffle_rewards", b"shuffle_rewards", "temperature", b"temperature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PolicyObjective: _TypeAlias = PolicyObjective  # noqa: Y015
+
+@_typing.final
+class SampleWeights(_message.Message):
+    """How much each sample counts; the weights of the sections multiply, and every mean divides by their sum."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BY_REWARD_FIELD_NUMBER: _builtins.int
+    POWER_FIELD_NUMBER: _builtins.int
+    BY_DIFFICULTY_FIELD_NUMBER: _builtins.int
+    BY_LENGTH_FIELD_NUMBER: _builtins.int
+    by_reward: Global___RewardWeights.ValueType
+    power: _builtins.float
+    """Of POW; absent: 2."""
+    @_builtins.property
+    def by_difficulty(self) -> Global___DifficultyWeights: ...
+    @_builtins.property
+    def by_length(self) -> Global___LengthWeights: ...
+    def __init__(
+        self,
+        *,
+        by_reward: Global___RewardWeights.ValueType = ...,
+        power: _builtins.float | None = ...,
+        by_difficulty: Global___DifficultyWeights | None = ...,
+        by_length: Global___LengthWeights | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_power", b"_power", "by_difficulty", b"by_difficulty", "by_length", b"by_length", "power", b"power"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_power", b"_power", "by_difficulty", b"by_difficulty", "by_length", b"by_length", "by_reward", b"by_reward", "power", b"power"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__power: _TypeAlias = _typing.Literal["power"]  # noqa: Y015
+    _WhichOneofArgType__power: _TypeAlias = _typing.Literal["_power", b"_power"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__power) -> _WhichOneofReturnType__power | None: ...
+
+Global___SampleWeights: _TypeAlias = SampleWeights  # noqa: Y015
+
+@_typing.final
+class DifficultyWeights(_message.Message):
+    """On a line by the mean reward of the group, from 1 to 0."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EASIEST_FIELD_NUMBER: _builtins.int
+    HARDEST_FIELD_NUMBER: _builtins.int
+    easiest: _builtins.float
+    hardest: _builtins.float
+    def __init__(
+        self,
+        *,
+        easiest: _builtins.float = ...,
+        hardest: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["easiest", b"easiest", "hardest", b"hardest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DifficultyWeights: _TypeAlias = DifficultyWeights  # noqa: Y015
+
+@_typing.final
+class LengthWeights(_message.Message):
+    """On a line between the lengths of the update."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHORTEST_FIELD_NUMBER: _builtins.int
+    LONGEST_FIELD_NUMBER: _builtins.int
+    shortest: _builtins.float
+    longest: _builtins.float
+    def __init__(
+        self,
+        *,
+        shortest: _builtins.float = ...,
+        longest: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["longest", b"longest", "shortest", b"shortest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LengthWeights: _TypeAlias = LengthWeights  # noqa: Y015
 
 @_typing.final
 class ValueObjective(_message.Message):
