@@ -77,7 +77,17 @@ ALGORITHMS = [
         "advantage": {"overlong": {"buffer_tokens": 4}, "clip": 5, "reward_clip": 2, "keep_mean_above": 0},
         "aggregation": {"type": "constant", "constant_tokens": 7},
         "kl": {"placement": "reward", "estimator": "k1", "target": 0.1},
-        "correction": {"proximal": "trainer", "importance": "sequence", "sequence_low": 0.5, "fail_at": 0.2},
+        "correction": {
+            "proximal": "trainer",
+            "importance": "sequence",
+            "normalize_importance": True,
+            "sequence_low": 0.5,
+            "fail_at": 0.2,
+            "rejection": [
+                {"measure": "k1", "low": 0.5, "high": 2},
+                {"measure": "difference", "over": "sequence_mean", "low": -0.1},
+            ],
+        },
         "entropy_coefficient": 0.01,
         "shuffle_rewards": True,
     },

@@ -66,7 +66,7 @@ def test_a_sequence_is_not_clipped_by_what_the_engine_computes_differently() -> 
 
 def test_another_type_starts_from_its_own_defaults() -> None:
     changed = algorithm("{type: dapo, loss: {type: gspo, clip_low: 0.1}}")
-    assert changed.loss.arguments == {"clip_low": 0.1, "clip_high": 4e-4}
+    assert changed.loss.arguments == {"clip_low": 0.1, "clip_high": 4e-4, "over": "sequence"}
 
 
 def test_functions_of_the_user_are_taken_from_the_directory_of_the_command(tmp_path: Path) -> None:
@@ -104,6 +104,19 @@ def test_functions_of_the_user_are_taken_from_the_directory_of_the_command(tmp_p
         ("{aggregation: {type: mean}}", "expected one of token_mean, "),
         ("{aggregation: {constant_tokens: 5}}", "belongs to type constant alone"),
         ("{correction: {importance: token}}", "set correction.proximal to trainer"),
+        ("{correction: {normalize_importance: true}}", "correction.importance is none"),
+        (
+            "{loss: {type: reinforce}, correction: {importance: token, normalize_importance: true}}",
+            "correction.proximal is rollout: set it to trainer",
+        ),
+        (
+            "{correction: {importance: icepop, proximal: trainer, importance_cap: 0.5}}",
+            "importance_floor is not below correction.importance_cap",
+        ),
+        ("{correction: {rejection: [{measure: k3}]}}", "neither low nor high"),
+        ("{correction: {rejection: [{measure: k3, low: 0.1}]}}", "rejection.low is not for measure k3"),
+        ("{correction: {rejection: [{measure: k2, high: -1}]}}", "k2 is never negative"),
+        ("{correction: {rejection: [{measure: k1, low: 2, high: 1}]}}", "low is not below"),
         ("{kl: {placement: reward, estimator: full}}", "set kl.placement to loss"),
         ("{kl: {placement: loss, estimator: full, reference: service}}", "set kl.reference to frozen"),
         ("{type: pass_at_k, advantage: {k: 16}}", "set it to 16 or more"),

@@ -15,9 +15,10 @@ from flotilla_trainer.losses.correction import (
     icepop_weights,
     truncated_sequence_weights,
     truncated_token_weights,
+    within,
 )
 from flotilla_trainer.losses.divergence import divergence, full_divergence
-from flotilla_trainer.losses.policy_tokens import PolicyTokens
+from flotilla_trainer.losses.policy_tokens import PolicyTokens, sequence_sums
 from flotilla_trainer.losses.table import LOSSES
 
 TOLERANCE = 1e-6
@@ -399,13 +400,65 @@ def test_corrections_equal_their_formulas() -> None:
         "sequence": np.minimum(np.exp(sums), 1.2),
         "icepop": np.where((ratios >= 0.7) & (ratios <= 1.2), ratios, 0.0),
         "mask": ((means >= 0.9) & (means <= 1.15)).astype(float),
+        "segment": np.minimum(np.exp(np.bincount(SEGMENTS, weights=differences)[SEGMENTS]), 1.2),
+        "icepop_sequence": np.where((np.exp(sums) >= 0.7) & (np.exp(sums) <= 1.6), np.exp(sums), 0.0),
     }
     got = {
         "token": truncated_token_weights(difference, cap=1.2),
         "sequence": truncated_sequence_weights(difference, sequences, cap=1.2),
         "icepop": icepop_weights(difference, low=0.7, high=1.2),
         "mask": geometric_mask(difference, sequences, low=0.9, high=1.15),
+        "segment": truncated_sequence_weights(difference, torch.tensor(SEGMENTS), cap=1.2),
+        "icepop_sequence": icepop_weights(sequence_sums(difference, sequences), low=0.7, high=1.6),
     }
     for name, values in expected.items():
         assert len(np.unique(values)) > 1, name
         np.testing.assert_allclose(got[name].numpy(), values, rtol=1e-9, err_msg=name)
+
+
+MEASURES: dict[str, Callable[[float, float], float]] = {
+    "k1": lambda p, q: math.log(p / q),
+    "k2": lambda p, q: math.log(p / q) ** 2 / 2,
+    "k3": lambda p, q: p / q - 1 - math.log(p / q),
+    "difference": lambda p, q: p - q,
+}
+REJECTIONS = [
+    ("k1", "token", 0.8, 1.25),
+    ("k1", "sequence_sum", 0.5, 2.0),
+    ("k1", "sequence_mean", 0.9, 1.1),
+    ("k1", "sequence_max", 0.4, 2.0),
+    ("k2", "token", None, 0.05),
+    ("k2", "sequence_sum", None, 0.4),
+    ("k2", "sequence_mean", None, 0.1),
+    ("k2", "sequence_max", None, 0.3),
+    ("k3", "token", None, 0.05),
+    ("k3", "sequence_sum", None, 0.5),
+    ("k3", "sequence_mean", None, 0.1),
+    ("k3", "sequence_max", None, 0.3),
+    ("difference", "token", -0.05, 0.05),
+    ("difference", "sequence_sum", -0.1, 0.2),
+    ("difference", "sequence_mean", None, 0.0),
+    ("difference", "sequence_max", -0.2, None),
+]
+
+
+@pytest.mark.parametrize(("measure", "over", "low", "high"), REJECTIONS)
+def test_rejections_equal_their_formulas(
+    measure: str, over: str, low: float | None, high: float | None
+) -> None:
+    def inside(value: float) -> bool:
+        compared = math.exp(value) if measure == "k1" else value
+        return (low is None or compared >= low) and (high is None or compared <= high)
+
+    each = [MEASURES[measure](math.exp(NEW[i]), math.exp(OLD[i])) for i in range(COUNT)]
+    rows = [[each[i] for i in of(sequence)] for sequence in range(len(LENGTHS))]
+    kept = {
+        "token": [inside(value) for value in each],
+        "sequence_sum": [inside(math.fsum(rows[s])) for s in SEQUENCES],
+        "sequence_mean": [inside(math.fsum(rows[s]) / len(rows[s])) for s in SEQUENCES],
+        "sequence_max": [all(map(inside, rows[s])) for s in SEQUENCES],
+    }[over]
+    assert 0 < sum(kept) < COUNT
+    limits: dict[str, Any] = {"measure": measure, "over": over, "low": low, "high": high}
+    got = within(torch.tensor(NEW), torch.tensor(OLD), torch.tensor(SEQUENCES), **limits)
+    assert got.tolist() == kept

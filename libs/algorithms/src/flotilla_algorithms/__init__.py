@@ -10,6 +10,7 @@ from flotilla_algorithms.gae import gae
 from flotilla_algorithms.gdpo import gdpo
 from flotilla_algorithms.gigpo import Step, gigpo
 from flotilla_algorithms.grpo import group_advantages
+from flotilla_algorithms.importance import mean_importance
 from flotilla_algorithms.outcomes import Outcomes
 from flotilla_algorithms.overlong import overlong_penalties
 from flotilla_algorithms.pair_losses import PAIR_LOSSES, PairLosses
@@ -46,6 +47,7 @@ __all__ = [
     "highest",
     "kept_groups",
     "length_weights",
+    "mean_importance",
     "normalised_rewards",
     "overlong_penalties",
     "remax",

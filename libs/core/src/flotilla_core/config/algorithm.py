@@ -58,18 +58,59 @@ class KlConfig(ConfigModel):
         return self
 
 
+class RejectionConfig(ConfigModel):
+    """Leave out what lies too far from the generator's policy."""
+
+    measure: Literal["k1", "k2", "k3", "difference"]
+    """With r trainer over generator: r itself; (log r)^2 / 2; r - 1 - log r; or the difference of the probabilities."""
+    over: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = "token"
+    """What is left out: a token, or a sequence by the sum, the mean or the farthest of its tokens (for `k1` those of
+    log r: product and geometric mean)."""
+    low: float | None = Field(default=None, ge=-1e6, le=1e6)
+    """Left out below; empty is off. For `k1` and `difference`: the others are never negative."""
+    high: float | None = Field(default=None, ge=-1e6, le=1e6)
+    """Left out above; empty is off."""
+
+    @model_validator(mode="after")
+    def _leaves_something(self) -> RejectionConfig:
+        if self.low is None and self.high is None:
+            raise ValueError(
+                "correction.rejection has neither low nor high, and would leave out nothing: set one"
+            )
+        if self.low is not None and self.measure in ("k2", "k3"):
+            raise ValueError(
+                f"correction.rejection.low is not for measure {self.measure}, which is never negative and 0 where both "
+                "policies agree: set high alone"
+            )
+        if self.high is not None and self.high <= 0 and self.measure != "difference":
+            raise ValueError(
+                f"correction.rejection.high is {self.high:g}, but measure {self.measure} is never negative: nothing "
+                "would be left"
+            )
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            raise ValueError(
+                "correction.rejection.low is not below correction.rejection.high: nothing would be left"
+            )
+        return self
+
+
 class CorrectionConfig(ConfigModel):
     """What is done about the distance of the policy that sampled from the one that learns."""
 
     proximal: Literal["rollout", "trainer", "interpolated"] = "rollout"
     """What the ratio compares with: the generator's log-probabilities, the trainer's own before the update, or these
     estimated without scoring the samples."""
-    importance: Literal["none", "token", "sequence", "icepop"] = "none"
-    """Weight by trainer over generator: truncated by token, by sequence, or left out where beyond the limits."""
+    importance: Literal["none", "token", "segment", "sequence", "icepop", "icepop_sequence"] = "none"
+    """Weight by trainer over generator: truncated by token, by stretch without context in between, by sequence; or
+    left out where beyond the limits, by token or by sequence."""
     importance_cap: float = Field(default=2.0, gt=0, le=1e6)
-    """Largest weight; for `icepop` tokens above it are left out."""
+    """Largest weight; for `icepop` and `icepop_sequence` what is above is left out."""
     importance_floor: float = Field(default=0.5, ge=0, le=1e6)
-    """For `icepop`: tokens with a weight below are left out."""
+    """For `icepop` and `icepop_sequence`: what has a weight below is left out."""
+    normalize_importance: bool = False
+    """Divide the weights of an update by their mean; needs `proximal: trainer`, and scores every update first."""
+    rejection: tuple[RejectionConfig, ...] = ()
+    """Leave out tokens and sequences that any of these finds too far; denominators stay as they are."""
     sequence_low: float | None = Field(default=None, ge=0, le=1e6)
     """Leave out sequences whose geometric mean of trainer over generator is below; empty is off."""
     sequence_high: float | None = Field(default=None, gt=0, le=1e6)
@@ -80,6 +121,24 @@ class CorrectionConfig(ConfigModel):
     """Mean difference of token probabilities between generator and trainer, under one version, that is warned of."""
     fail_at: float | None = Field(default=0.01, gt=0, le=1)
     """The same, that refuses the update and fails the run; empty is off, as it is for `warn_at`."""
+
+    @model_validator(mode="after")
+    def _has_weights_to_bound_and_normalise(self) -> CorrectionConfig:
+        if self.importance.startswith("icepop") and self.importance_floor >= self.importance_cap:
+            raise ValueError(
+                "correction.importance_floor is not below correction.importance_cap, and correction.importance "
+                f"{self.importance} would leave out everything: lower the floor or raise the cap"
+            )
+        if self.normalize_importance and self.importance == "none":
+            raise ValueError(
+                "correction.normalize_importance has no weights to normalise, because correction.importance is none"
+            )
+        if self.normalize_importance and self.proximal != "trainer":
+            raise ValueError(
+                "correction.normalize_importance needs the weights of the whole update before its first gradient, and "
+                f"correction.proximal is {self.proximal}: set it to trainer"
+            )
+        return self
 
 
 class PolicyConfig(ConfigModel):

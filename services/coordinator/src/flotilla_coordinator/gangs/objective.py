@@ -63,6 +63,20 @@ IMPORTANCE = {
     "token": pb.IMPORTANCE_TOKEN,
     "sequence": pb.IMPORTANCE_SEQUENCE,
     "icepop": pb.IMPORTANCE_ICEPOP,
+    "icepop_sequence": pb.IMPORTANCE_ICEPOP_SEQUENCE,
+    "segment": pb.IMPORTANCE_SEGMENT,
+}
+MEASURES = {
+    "k1": pb.REJECTION_MEASURE_K1,
+    "k2": pb.REJECTION_MEASURE_K2,
+    "k3": pb.REJECTION_MEASURE_K3,
+    "difference": pb.REJECTION_MEASURE_DIFFERENCE,
+}
+REJECTED = {
+    "token": pb.REJECTION_OVER_TOKEN,
+    "sequence_sum": pb.REJECTION_OVER_SEQUENCE_SUM,
+    "sequence_mean": pb.REJECTION_OVER_SEQUENCE_MEAN,
+    "sequence_max": pb.REJECTION_OVER_SEQUENCE_MAX,
 }
 
 
@@ -179,6 +193,13 @@ def _correction(section: CorrectionConfig) -> pb.Correction:
         sequence_high=section.sequence_high,
         staleness_decay=section.staleness_decay,
         fail_at=section.fail_at,
+        normalize_importance=section.normalize_importance,
+        rejection=[
+            pb.Rejection(
+                measure=MEASURES[each.measure], over=REJECTED[each.over], low=each.low, high=each.high
+            )
+            for each in section.rejection
+        ],
     )
 
 

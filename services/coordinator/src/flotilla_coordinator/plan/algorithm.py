@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from flotilla_core.config import AlgorithmConfig, DpoConfig, PolicyConfig, RewardModelConfig
-from flotilla_core.config.algorithm import CorrectionConfig, KlConfig
+from flotilla_core.config.algorithm import CorrectionConfig, KlConfig, RejectionConfig
 from flotilla_core.config.losses import GspoLoss
 
 Line = tuple[str, str, str]
@@ -99,6 +99,12 @@ def _settings(values: dict[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " and ".join(_shown(item) for item in value)
+    if isinstance(value, RejectionConfig):
+        low = "" if value.low is None else f" below {value.low:g}"
+        high = "" if value.high is None else f" above {value.high:g}"
+        return f"of {value.measure} over {value.over}{low}{' or' if low and high else ''}{high}"
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:g}" if isinstance(value, float) else str(value)

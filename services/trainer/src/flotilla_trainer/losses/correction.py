@@ -29,6 +29,49 @@ def icepop_weights(log_ratio: torch.Tensor, *, low: float, high: float) -> torch
     return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
 
 
+def within(
+    trainer: torch.Tensor,
+    rollout: torch.Tensor,
+    sequences: torch.Tensor,
+    *,
+    measure: str,
+    over: str,
+    low: float | None,
+    high: float | None,
+) -> torch.Tensor:
+    """Which tokens lie within the limits, or in a sequence that does.
+
+    k1 is compared as a ratio: r, the product of r, its geometric mean. Of `sequence_max` every token has to be within.
+    """
+    values = _measured(trainer, rollout, measure)
+    if over == "sequence_sum":
+        values = sequence_sums(values, sequences)
+    elif over == "sequence_mean":
+        values = sequence_means(values, sequences)
+    if measure == "k1":
+        values = values.exp()
+    kept = torch.ones_like(values, dtype=torch.bool)
+    if low is not None:
+        kept &= values >= low
+    if high is not None:
+        kept &= values <= high
+    if over == "sequence_max":
+        kept = sequence_sums((~kept).to(values.dtype), sequences) == 0
+    return kept
+
+
+def _measured(trainer: torch.Tensor, rollout: torch.Tensor, measure: str) -> torch.Tensor:
+    """One a token; of k1 the log of the ratio."""
+    log_ratio = trainer - rollout
+    if measure == "k2":
+        return 0.5 * log_ratio.square()
+    if measure == "k3":
+        return torch.expm1(log_ratio) - log_ratio
+    if measure == "difference":
+        return trainer.exp() - rollout.exp()
+    return log_ratio
+
+
 def geometric_mask(
     log_ratio: torch.Tensor, sequences: torch.Tensor, *, low: float, high: float
 ) -> torch.Tensor:

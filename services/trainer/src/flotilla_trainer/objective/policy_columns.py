@@ -25,6 +25,7 @@ from flotilla_algorithms import (
     highest,
     kept_groups,
     length_weights,
+    mean_importance,
     normalised_rewards,
     overlong_penalties,
     reward_weights,
@@ -262,6 +263,25 @@ def part_weights(
     for part in parts or [np.ones_like(counted)]:
         weights += token_weights(aggregation, batch.response_lengths, counted & part, constant, shares)
     return weights
+
+
+def importance_mean(
+    batch: UpdateBatch, correction: pb.Correction, policy: NDArray[np.float32], counted: NDArray[np.bool_]
+) -> float:
+    """Return the mean weight of the update, over what has one: a token, a stretch or a sequence."""
+    assert batch.logprobs is not None, "checked before columns are made"
+    by_token = correction.importance in (pb.IMPORTANCE_TOKEN, pb.IMPORTANCE_ICEPOP)
+    units = np.repeat(np.arange(batch.response_lengths.size), batch.response_lengths)
+    if correction.importance == pb.IMPORTANCE_SEGMENT:
+        units = segments_of(batch)
+    bounded = correction.importance in (pb.IMPORTANCE_ICEPOP, pb.IMPORTANCE_ICEPOP_SEQUENCE)
+    return mean_importance(
+        policy.astype(np.float64) - batch.logprobs,
+        np.arange(counted.size) if by_token else units,
+        counted,
+        cap=correction.importance_cap,
+        floor=correction.importance_floor if bounded else None,
+    )
 
 
 def segments_of(batch: UpdateBatch) -> NDArray[np.int64]:

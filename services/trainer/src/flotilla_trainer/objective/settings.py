@@ -18,6 +18,8 @@ IMPORTANCE = {
     pb.IMPORTANCE_TOKEN: "token",
     pb.IMPORTANCE_SEQUENCE: "sequence",
     pb.IMPORTANCE_ICEPOP: "icepop",
+    pb.IMPORTANCE_ICEPOP_SEQUENCE: "icepop_sequence",
+    pb.IMPORTANCE_SEGMENT: "segment",
 }
 PLACE = "spec.objective.policy"
 VALUE_PLACE = "spec.objective.value.policy"
@@ -86,6 +88,7 @@ def objective_settings(objective: pb.Objective) -> ObjectiveSettings:
         importance_floor=correction.importance_floor,
         sequence_low=correction.sequence_low if correction.HasField("sequence_low") else None,
         sequence_high=correction.sequence_high if correction.HasField("sequence_high") else None,
+        rejections=[each.model_dump() for each in policy_config(policy, PLACE).correction.rejection],
         kl_estimator=ESTIMATORS[policy.kl.estimator] if policy.kl.placement else "",
         keeps_reference=bool(policy.kl.placement) and not policy.kl.reference_is_sent,
         entropy_coefficient=policy.entropy_coefficient,

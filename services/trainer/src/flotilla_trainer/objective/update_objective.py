@@ -57,9 +57,10 @@ class UpdateObjective:
     def scores_policy(self, *, several_steps: bool) -> bool:
         """Whether updates have to be scored by the policy before they train it.
 
-        In a single step the forward pass of the step itself says what the policy was.
+        In a single step the forward pass of the step itself says what the policy was; but a mean over the whole update
+        is needed before it.
         """
-        if self._policy is None or not several_steps:
+        if self._policy is None or not (several_steps or self._policy.correction.normalize_importance):
             return False
         return self._policy.correction.proximal == pb.PROXIMAL_TRAINER
 
@@ -88,6 +89,11 @@ class UpdateObjective:
         made, metrics = self._policy_columns(self._policy, batch, seed, parts)
         if policy is not None:
             made["proximal_logprobs"] = policy
+            if self._policy.correction.normalize_importance:
+                counted = made["weights"] > 0
+                mean = columns.importance_mean(batch, self._policy.correction, policy, counted)
+                made["weights"] = made["weights"] / mean
+                metrics["correction/normalized_by"] = mean
         elif self._policy.correction.proximal == pb.PROXIMAL_INTERPOLATED:
             made["staleness"] = batch.staleness
         return batch.sequences(made), metrics
@@ -152,6 +158,7 @@ class UpdateObjective:
             self._loss.has_ratio
             or corrected
             or correction.HasField("sequence_high")
+            or correction.rejection
             or self._policy.kl.placement
         )
 
@@ -196,7 +203,8 @@ class UpdateObjective:
         )
         if selected is not None:
             made["selected"] = selected
-        if self._loss.arguments.get("over") == "segment":
+        by_segment = self._loss.arguments.get("over") == "segment"
+        if by_segment or policy.correction.importance == pb.IMPORTANCE_SEGMENT:
             made["segments"] = columns.segments_of(batch)
         return made, metrics
 

@@ -15,9 +15,16 @@ from flotilla_trainer.losses.correction import (
     icepop_weights,
     truncated_sequence_weights,
     truncated_token_weights,
+    within,
 )
 from flotilla_trainer.losses.divergence import divergence
-from flotilla_trainer.losses.policy_tokens import MAX_LOG_RATIO, PolicyTokens, TokenLosses, not_one
+from flotilla_trainer.losses.policy_tokens import (
+    MAX_LOG_RATIO,
+    PolicyTokens,
+    TokenLosses,
+    not_one,
+    sequence_sums,
+)
 from flotilla_trainer.losses.table import LOSSES, PolicyLoss
 from flotilla_trainer.losses.terms import LossTerms, weighted_sum
 from flotilla_trainer.objective.user_functions import is_user_function, load_user_function
@@ -79,9 +86,10 @@ class Objective:
         now, weights, rollout = logprobs.detach(), columns["weights"], columns.get("rollout_logprobs")
         proximal = self._proximal(now, rollout, columns)
         sequences = _numbered(columns["sequences"])
+        segments = _numbered(columns["segments"]) if "segments" in columns else None
         if rollout is not None:
             trainer = proximal if self._settings.ratio_to_trainer else now
-            correction = self._correction(trainer - rollout, sequences)
+            correction = self._correction(trainer, rollout, sequences, segments)
             sums |= {"correction": correction.sum(), "left_out": (correction == 0).sum()}
             weights = torch.where(weights != 0, weights * correction, 0.0)
             _measure_distance(now, rollout, columns["fresh"], sums, maxima)
@@ -95,7 +103,7 @@ class Objective:
                 sequences=sequences,
                 selected=columns["selected"].bool() if "selected" in columns else None,
                 counted=counted,
-                segments=_numbered(columns["segments"]) if "segments" in columns else None,
+                segments=segments,
             )
         )
         ratio = (now - proximal).clamp(max=MAX_LOG_RATIO).exp()
@@ -137,12 +145,24 @@ class Objective:
             )
         return losses
 
-    def _correction(self, log_ratio: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
+    def _correction(
+        self,
+        trainer: torch.Tensor,
+        rollout: torch.Tensor,
+        sequences: torch.Tensor,
+        segments: torch.Tensor | None,
+    ) -> torch.Tensor:
         """Weights for the distance between trainer and rollout; ones where nothing is asked for."""
+        log_ratio = trainer - rollout
         settings, weights = self._settings, torch.ones_like(log_ratio)
         cap, floor = settings.importance_cap, settings.importance_floor
         if settings.importance == "token":
             weights = truncated_token_weights(log_ratio, cap=cap)
+        elif settings.importance == "segment":
+            assert segments is not None, "the front cuts sequences for these weights"
+            weights = truncated_sequence_weights(log_ratio, segments, cap=cap)
+        elif settings.importance == "icepop_sequence":
+            weights = icepop_weights(sequence_sums(log_ratio, sequences), low=floor, high=cap)
         elif settings.importance == "sequence":
             weights = truncated_sequence_weights(log_ratio, sequences, cap=cap)
         elif settings.importance == "icepop":
@@ -151,6 +171,8 @@ class Objective:
             low = 0.0 if settings.sequence_low is None else settings.sequence_low
             high = float("inf") if settings.sequence_high is None else settings.sequence_high
             weights = weights * geometric_mask(log_ratio, sequences, low=low, high=high)
+        for rejection in settings.rejections:
+            weights = torch.where(within(trainer, rollout, sequences, **rejection), weights, 0.0)
         return weights
 
 

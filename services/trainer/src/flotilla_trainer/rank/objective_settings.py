@@ -25,11 +25,13 @@ class ObjectiveSettings:
     ratio_to_trainer: bool = False
     """The ratio compares with the trainer's own log-probabilities before the update and not with the rollout's."""
     importance: str = ""
-    """token, sequence or icepop; empty is off."""
+    """token, segment, sequence, icepop or icepop_sequence; empty is off."""
     importance_cap: float = 0.0
     importance_floor: float = 0.0
     sequence_low: float | None = None
     sequence_high: float | None = None
+    rejections: list[dict[str, Any]] = field(default_factory=list)
+    """Arguments of `within`, one set for each."""
     kl_estimator: str = ""
     """Of the divergence in the loss."""
     keeps_reference: bool = False

@@ -212,6 +212,8 @@ class _ImportanceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Importance
     IMPORTANCE_TOKEN: _Importance.ValueType  # 1
     IMPORTANCE_SEQUENCE: _Importance.ValueType  # 2
     IMPORTANCE_ICEPOP: _Importance.ValueType  # 3
+    IMPORTANCE_ICEPOP_SEQUENCE: _Importance.ValueType  # 4
+    IMPORTANCE_SEGMENT: _Importance.ValueType  # 5
 
 class Importance(_Importance, metaclass=_ImportanceEnumTypeWrapper): ...
 
@@ -219,7 +221,52 @@ IMPORTANCE_UNSPECIFIED: Importance.ValueType  # 0
 IMPORTANCE_TOKEN: Importance.ValueType  # 1
 IMPORTANCE_SEQUENCE: Importance.ValueType  # 2
 IMPORTANCE_ICEPOP: Importance.ValueType  # 3
+IMPORTANCE_ICEPOP_SEQUENCE: Importance.ValueType  # 4
+IMPORTANCE_SEGMENT: Importance.ValueType  # 5
 Global___Importance: _TypeAlias = Importance  # noqa: Y015
+
+class _RejectionMeasure:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RejectionMeasureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RejectionMeasure.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REJECTION_MEASURE_UNSPECIFIED: _RejectionMeasure.ValueType  # 0
+    REJECTION_MEASURE_K1: _RejectionMeasure.ValueType  # 1
+    REJECTION_MEASURE_K2: _RejectionMeasure.ValueType  # 2
+    REJECTION_MEASURE_K3: _RejectionMeasure.ValueType  # 3
+    REJECTION_MEASURE_DIFFERENCE: _RejectionMeasure.ValueType  # 4
+
+class RejectionMeasure(_RejectionMeasure, metaclass=_RejectionMeasureEnumTypeWrapper):
+    """Of r, trainer over rollout: r; half of (log r)^2; r - 1 - log r; the difference of the probabilities."""
+
+REJECTION_MEASURE_UNSPECIFIED: RejectionMeasure.ValueType  # 0
+REJECTION_MEASURE_K1: RejectionMeasure.ValueType  # 1
+REJECTION_MEASURE_K2: RejectionMeasure.ValueType  # 2
+REJECTION_MEASURE_K3: RejectionMeasure.ValueType  # 3
+REJECTION_MEASURE_DIFFERENCE: RejectionMeasure.ValueType  # 4
+Global___RejectionMeasure: _TypeAlias = RejectionMeasure  # noqa: Y015
+
+class _RejectionOver:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RejectionOverEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RejectionOver.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REJECTION_OVER_UNSPECIFIED: _RejectionOver.ValueType  # 0
+    REJECTION_OVER_TOKEN: _RejectionOver.ValueType  # 1
+    REJECTION_OVER_SEQUENCE_SUM: _RejectionOver.ValueType  # 2
+    REJECTION_OVER_SEQUENCE_MEAN: _RejectionOver.ValueType  # 3
+    REJECTION_OVER_SEQUENCE_MAX: _RejectionOver.ValueType  # 4
+
+class RejectionOver(_RejectionOver, metaclass=_RejectionOverEnumTypeWrapper): ...
+
+REJECTION_OVER_UNSPECIFIED: RejectionOver.ValueType  # 0
+REJECTION_OVER_TOKEN: RejectionOver.ValueType  # 1
+REJECTION_OVER_SEQUENCE_SUM: RejectionOver.ValueType  # 2
+REJECTION_OVER_SEQUENCE_MEAN: RejectionOver.ValueType  # 3
+REJECTION_OVER_SEQUENCE_MAX: RejectionOver.ValueType  # 4
+Global___RejectionOver: _TypeAlias = RejectionOver  # noqa: Y015
 
 class _Schedule:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -863,6 +910,43 @@ class Kl(_message.Message):
 Global___Kl: _TypeAlias = Kl  # noqa: Y015
 
 @_typing.final
+class Rejection(_message.Message):
+    """Tokens or sequences below or above are left out; denominators stay as they are."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEASURE_FIELD_NUMBER: _builtins.int
+    OVER_FIELD_NUMBER: _builtins.int
+    LOW_FIELD_NUMBER: _builtins.int
+    HIGH_FIELD_NUMBER: _builtins.int
+    measure: Global___RejectionMeasure.ValueType
+    over: Global___RejectionOver.ValueType
+    low: _builtins.float
+    high: _builtins.float
+    def __init__(
+        self,
+        *,
+        measure: Global___RejectionMeasure.ValueType = ...,
+        over: Global___RejectionOver.ValueType = ...,
+        low: _builtins.float | None = ...,
+        high: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_high", b"_high", "_low", b"_low", "high", b"high", "low", b"low"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_high", b"_high", "_low", b"_low", "high", b"high", "low", b"low", "measure", b"measure", "over", b"over"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__high: _TypeAlias = _typing.Literal["high"]  # noqa: Y015
+    _WhichOneofArgType__high: _TypeAlias = _typing.Literal["_high", b"_high"]  # noqa: Y015
+    _WhichOneofReturnType__low: _TypeAlias = _typing.Literal["low"]  # noqa: Y015
+    _WhichOneofArgType__low: _TypeAlias = _typing.Literal["_low", b"_low"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__high) -> _WhichOneofReturnType__high | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__low) -> _WhichOneofReturnType__low | None: ...
+
+Global___Rejection: _TypeAlias = Rejection  # noqa: Y015
+
+@_typing.final
 class Correction(_message.Message):
     """What is done about the distance of the policy that sampled from the one that learns."""
 
@@ -876,6 +960,8 @@ class Correction(_message.Message):
     SEQUENCE_HIGH_FIELD_NUMBER: _builtins.int
     STALENESS_DECAY_FIELD_NUMBER: _builtins.int
     FAIL_AT_FIELD_NUMBER: _builtins.int
+    REJECTION_FIELD_NUMBER: _builtins.int
+    NORMALIZE_IMPORTANCE_FIELD_NUMBER: _builtins.int
     proximal: Global___Proximal.ValueType
     importance: Global___Importance.ValueType
     importance_cap: _builtins.float
@@ -887,6 +973,10 @@ class Correction(_message.Message):
     """Weight of a token for each version that it is behind."""
     fail_at: _builtins.float
     """Mean difference of probabilities that refuses the update."""
+    normalize_importance: _builtins.bool
+    """Divide the weights of an update by their mean; with TRAINER alone."""
+    @_builtins.property
+    def rejection(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rejection]: ...
     def __init__(
         self,
         *,
@@ -898,10 +988,12 @@ class Correction(_message.Message):
         sequence_high: _builtins.float | None = ...,
         staleness_decay: _builtins.float = ...,
         fail_at: _builtins.float | None = ...,
+        rejection: _abc.Iterable[Global___Rejection] | None = ...,
+        normalize_importance: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_fail_at", b"_fail_at", "_sequence_high", b"_sequence_high", "_sequence_low", b"_sequence_low", "fail_at", b"fail_at", "sequence_high", b"sequence_high", "sequence_low", b"sequence_low"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fail_at", b"_fail_at", "_sequence_high", b"_sequence_high", "_sequence_low", b"_sequence_low", "fail_at", b"fail_at", "importance", b"importance", "importance_cap", b"importance_cap", "importance_floor", b"importance_floor", "proximal", b"proximal", "sequence_high", b"sequence_high", "sequence_low", b"sequence_low", "staleness_decay", b"staleness_decay"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fail_at", b"_fail_at", "_sequence_high", b"_sequence_high", "_sequence_low", b"_sequence_low", "fail_at", b"fail_at", "importance", b"importance", "importance_cap", b"importance_cap", "importance_floor", b"importance_floor", "normalize_importance", b"normalize_importance", "proximal", b"proximal", "rejection", b"rejection", "sequence_high", b"sequence_high", "sequence_low", b"sequence_low", "staleness_decay", b"staleness_decay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__fail_at: _TypeAlias = _typing.Literal["fail_at"]  # noqa: Y015
     _WhichOneofArgType__fail_at: _TypeAlias = _typing.Literal["_fail_at", b"_fail_at"]  # noqa: Y015
