@@ -151,8 +151,7 @@ def result(
     reference = -2.0 - 0.1 * batch.all_responses().tokens[batch.all_responses().scored].astype(np.float32)
     if front.scores_reference(batch):
         batch = replace(batch, reference_logprobs=reference)
-    scores = policy_scores(batch) if front.scores_policy(several_steps=False) else None
-    sequences, _ = front.sequences(batch, 5, scores)
+    sequences, _ = front.sequences(batch, 5)
     table = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1)).requires_grad_()
     sums: dict[str, float] = {}
     for batches in pack(sequences, Layout(budget, ranks, packed)):
@@ -170,13 +169,6 @@ def result(
     assert table.grad is not None
     totals = {name: sums.get(name, 0.0) for name in [*sums, "clipped", "ratio"]}
     return sums["loss"], table.grad.numpy(), objective_metrics(totals, {}, set(sums))
-
-
-def policy_scores(batch: UpdateBatch) -> np.ndarray:
-    """What the policy says before the update: of a token alone, as the reference."""
-    responses = batch.all_responses()
-    scores: np.ndarray = -2.2 - 0.05 * responses.tokens[responses.scored].astype(np.float32)
-    return scores
 
 
 def assert_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
@@ -249,82 +241,6 @@ def test_groups_that_are_dropped_leave_every_mean_deviation_and_denominator_too(
     assert np.abs(alone[1]).max() > 1e-4  # There is something to compare.
     assert dropped[0] == pytest.approx(alone[0], abs=TOLERANCE)
     np.testing.assert_allclose(dropped[1], alone[1], atol=TOLERANCE)
-
-
-REJECTIONS = [
-    session_pb2.Rejection(measure=session_pb2.REJECTION_MEASURE_K1, low=0.5, high=2.0),
-    session_pb2.Rejection(
-        measure=session_pb2.REJECTION_MEASURE_K3, over=session_pb2.REJECTION_OVER_SEQUENCE_MEAN, high=0.5
-    ),
-]
-WEIGHTS = {
-    "token": session_pb2.IMPORTANCE_TOKEN,
-    "segment": session_pb2.IMPORTANCE_SEGMENT,
-    "sequence": session_pb2.IMPORTANCE_SEQUENCE,
-    "icepop": session_pb2.IMPORTANCE_ICEPOP,
-    "icepop_sequence": session_pb2.IMPORTANCE_ICEPOP_SEQUENCE,
-}
-
-
-def weights_by_hand(batch: UpdateBatch, kind: str, cap: float, floor: float) -> list[float]:
-    """One for each token, stretch or sequence with a trained token, from its definition."""
-    assert batch.logprobs is not None
-    ratios = np.exp(policy_scores(batch).astype(float) - batch.logprobs)
-    products: list[float] = []
-    starts = np.cumsum(batch.response_lengths) - batch.response_lengths
-    for start, length in zip(starts, batch.response_lengths, strict=True):
-        fresh = True
-        for token in range(start, start + length):
-            if not batch.trained[token]:
-                fresh = fresh or kind == "segment"
-                continue
-            if fresh or kind in ("token", "icepop"):
-                products.append(1.0)
-            products[-1] *= ratios[token]
-            fresh = False
-    if kind.startswith("icepop"):
-        return [product if floor <= product <= cap else 0.0 for product in products]
-    return [min(product, cap) for product in products]
-
-
-@pytest.mark.parametrize("kind", WEIGHTS)
-def test_normalised_weights_are_divided_by_their_mean_over_the_update(kind: str) -> None:
-    groups = make_groups([4, 3, 5, 2], seed=2)
-    correction = {
-        "importance": WEIGHTS[kind],
-        "proximal": session_pb2.PROXIMAL_TRAINER,
-        "importance_cap": 3.0,
-        "importance_floor": 0.3,
-    }
-    plain = objective_of("reinforce", correction=correction)
-    normalised = objective_of("reinforce", correction=correction | {"normalize_importance": True})
-    assert not UpdateObjective(plain).scores_policy(several_steps=False)
-    batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION)
-    mean = float(np.mean(weights_by_hand(batch, kind, 3.0, 0.3)))
-    assert abs(mean - 1) > 0.01
-    scores = policy_scores(batch)
-    columns = [
-        UpdateObjective(objective).sequences(batch, 5, scores)[0].columns for objective in (plain, normalised)
-    ]
-    np.testing.assert_allclose(columns[1]["weights"], columns[0]["weights"] / mean, rtol=1e-6)
-    np.testing.assert_array_equal(columns[1]["proximal_logprobs"], scores[batch.trained])
-    assert_same(result(normalised, groups, budget=37, ranks=3), result(normalised, groups))
-
-
-@pytest.mark.parametrize("kind", WEIGHTS)
-def test_weights_and_rejections_do_not_depend_on_the_layout(kind: str) -> None:
-    correction = {
-        "importance": WEIGHTS[kind],
-        "proximal": session_pb2.PROXIMAL_TRAINER,
-        "importance_cap": 50.0 if kind == "icepop_sequence" else 1.5,
-        "importance_floor": 0.001,
-        "rejection": REJECTIONS,
-    }
-    objective, groups = objective_of("grpo", correction=correction), make_groups([4, 3, 5, 2, 3])
-    whole = result(objective, groups)
-    assert 0 < whole[2]["correction/left_out"] < 1
-    assert_same(result(objective, groups, budget=37, ranks=3), whole)
-    assert_same(result(objective, groups, budget=150, ranks=2, packed=True), whole)
 
 
 def test_a_sum_is_the_mean_times_the_tokens_that_count() -> None:

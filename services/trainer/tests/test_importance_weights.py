@@ -1,0 +1,139 @@
+"""Weights and rejections of a whole update: against their definitions, and however the update is cut."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from flotilla.trainer.v1 import session_pb2
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_core.tensors import to_tensor
+from flotilla_core.version import Version
+from flotilla_trainer.objective.settings import check_objective, objective_settings
+from flotilla_trainer.objective.update_objective import UpdateObjective
+from flotilla_trainer.rank.objective import Objective
+from flotilla_trainer.sequence_tokens import ModelLimits
+from flotilla_trainer.update_batch import UpdateBatch
+
+CAP, FLOOR = 3.0, 0.3
+LENGTHS = [[4, 9, 2], [7, 1], [5, 5, 12, 3]]
+REJECTIONS = [
+    session_pb2.Rejection(measure=session_pb2.REJECTION_MEASURE_K1, low=0.5, high=2.0),
+    session_pb2.Rejection(
+        measure=session_pb2.REJECTION_MEASURE_K3, over=session_pb2.REJECTION_OVER_SEQUENCE_MEAN, high=0.5
+    ),
+]
+WEIGHTS = {
+    "token": session_pb2.IMPORTANCE_TOKEN,
+    "segment": session_pb2.IMPORTANCE_SEGMENT,
+    "sequence": session_pb2.IMPORTANCE_SEQUENCE,
+    "icepop": session_pb2.IMPORTANCE_ICEPOP,
+    "icepop_sequence": session_pb2.IMPORTANCE_ICEPOP_SEQUENCE,
+}
+
+
+def batch() -> UpdateBatch:
+    """Groups of uneven responses, every second of them with context in between."""
+    rng = np.random.default_rng(11)
+    groups = []
+    for index, lengths in enumerate(LENGTHS):
+        group = pb.TrainGroup(group_id=f"g{index}", prompt_token_ids=to_tensor(np.array([1], np.int32)))
+        for number, length in enumerate(lengths):
+            sample = group.samples.add(sample_id=f"g{index}/{number}", reward=float(number % 2))
+            sample.token_ids.CopyFrom(to_tensor(rng.integers(0, 9, length).astype(np.int32)))
+            sample.logprobs.CopyFrom(to_tensor(rng.normal(-1.5, 0.5, length).astype(np.float32)))
+            if number % 2:
+                sample.mask.CopyFrom(to_tensor(np.arange(length) % 3 != 1))
+        groups.append(group)
+    return UpdateBatch.read(groups, ModelLimits(9, 0), Version(0, 0))
+
+
+def scores_of(batch: UpdateBatch) -> np.ndarray:
+    """What the policy says of every response token before the update."""
+    noise: np.ndarray = np.random.default_rng(12).normal(-1.5, 0.3, batch.trained.size).astype(np.float32)
+    return noise
+
+
+def objective(kind: str, *, normalize: bool = False, rejects: bool = False) -> session_pb2.Objective:
+    policy = session_pb2.PolicyObjective(
+        temperature=1.0,
+        max_response_tokens=16,
+        advantage=session_pb2.Advantage(function=session_pb2.Function(name="grpo")),
+        loss=session_pb2.Function(name="ppo"),
+        aggregation=session_pb2.Aggregation(type=session_pb2.AGGREGATION_TYPE_TOKEN_MEAN),
+        correction=session_pb2.Correction(
+            importance=WEIGHTS[kind],
+            proximal=session_pb2.PROXIMAL_TRAINER,
+            importance_cap=CAP,
+            importance_floor=FLOOR,
+            staleness_decay=1.0,
+            normalize_importance=normalize,
+            rejection=REJECTIONS if rejects else [],
+        ),
+    )
+    made = session_pb2.Objective(policy=policy)
+    check_objective(made)
+    return made
+
+
+def weights_by_hand(batch: UpdateBatch, kind: str, cap: float, floor: float) -> list[float]:
+    """One for each token, stretch or sequence with a trained token, from its definition."""
+    assert batch.logprobs is not None
+    ratios = np.exp(scores_of(batch).astype(float) - batch.logprobs)
+    products: list[float] = []
+    starts = np.cumsum(batch.response_lengths) - batch.response_lengths
+    for start, length in zip(starts, batch.response_lengths, strict=True):
+        fresh = True
+        for token in range(start, start + length):
+            if not batch.trained[token]:
+                fresh = fresh or kind == "segment"
+                continue
+            if fresh or kind in ("token", "icepop"):
+                products.append(1.0)
+            products[-1] *= ratios[token]
+            fresh = False
+    if kind.startswith("icepop"):
+        return [product if floor <= product <= cap else 0.0 for product in products]
+    return [min(product, cap) for product in products]
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_normalised_weights_are_divided_by_their_mean_over_the_update(kind: str) -> None:
+    plain, normalised = UpdateObjective(objective(kind)), UpdateObjective(objective(kind, normalize=True))
+    assert not plain.scores_policy(several_steps=False)
+    assert normalised.scores_policy(several_steps=False)
+    update = batch()
+    mean = float(np.mean(weights_by_hand(update, kind, CAP, FLOOR)))
+    assert abs(mean - 1) > 0.01
+    scores = scores_of(update)
+    before, after = (front.sequences(update, 5, scores)[0].columns for front in (plain, normalised))
+    np.testing.assert_allclose(after["weights"], before["weights"] / mean, rtol=1e-6)
+    np.testing.assert_array_equal(after["proximal_logprobs"], scores[update.trained])
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_weights_and_rejections_do_not_depend_on_the_cuts(kind: str, normalize: bool) -> None:
+    asked, update = objective(kind, normalize=normalize, rejects=True), batch()
+    columns = UpdateObjective(asked).sequences(update, 5, scores_of(update))[0].columns
+    given = {name: torch.from_numpy(values) for name, values in columns.items()}
+    rank = Objective(objective_settings(asked))
+    now = (given["proximal_logprobs"] + 0.05).requires_grad_()
+    whole = rank(now, torch.zeros_like(now), given)
+    whole.loss.backward()
+    slopes, now.grad = now.grad, None
+    tokens = int(whole.sums["tokens"])
+    assert 0 < int(whole.sums["left_out"]) < tokens
+    _, sizes = torch.unique_consecutive(given["sequences"], return_counts=True)
+    parts = torch.split(torch.arange(tokens), [sum(sizes[:2]), sum(sizes[2:5]), sum(sizes[5:])])
+    loss = 0.0
+    for part in parts:
+        terms = rank(
+            now[part], torch.zeros(part.numel()), {name: column[part] for name, column in given.items()}
+        )
+        terms.loss.backward()
+        loss += terms.loss.item()
+    assert loss == pytest.approx(whole.loss.item(), abs=1e-6)
+    assert now.grad is not None and slopes is not None and slopes.abs().max() > 1e-3
+    torch.testing.assert_close(now.grad, slopes)
