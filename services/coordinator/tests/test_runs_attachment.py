@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -19,6 +19,8 @@ from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs import loop as loop_module
 from flotilla_coordinator.runs.beginning import Beginning, begin
+from flotilla_coordinator.runs.control import RunControl
+from flotilla_coordinator.runs.disk_waits import DiskWaits
 from flotilla_coordinator.runs.progress import Progress
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.errors import Cancelled, DeadlineExceeded, FlotillaError, RankFailed, Unavailable
@@ -79,6 +81,9 @@ class Run:
         self.source = SimpleNamespace(go_on=self._go_on)
         self.status = SimpleNamespace(notice=lambda _level, text: self.told.append(text), run=run_pb2.Run())
         self.told: list[str] = []
+        self.disk = DiskWaits(
+            cast(Any, SimpleNamespace(disk_has_room=lambda _: None)), RunControl(cast(Any, None))
+        )
         self.stands: Progress | None = None
         self.place: tuple[int, Any] | None = None
         self.evaluation_every = 3

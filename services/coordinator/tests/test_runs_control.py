@@ -34,7 +34,7 @@ class Bench:
         self.events: list[run_pb2.RunEvent] = []
         self.taken: list[Any] = []
         self.control = RunControl(CONFIG)
-        collaborator: Any = SimpleNamespace(reconfigure=self.taken.append)
+        collaborator: Any = SimpleNamespace(reconfigure=self.taken.append, full=None)
         sync: Any = SimpleNamespace(keep_serving=self._work)
         nobody: Any = None
         self.run = RunContext(

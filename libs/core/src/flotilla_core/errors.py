@@ -172,4 +172,11 @@ class Damaged(FlotillaError):
     reason = pb.ERROR_REASON_DAMAGED
 
 
+class DiskFull(FlotillaError):
+    """A disk takes no more: it is full, over a quota or read-only; the message names it."""
+
+    reason = pb.ERROR_REASON_DISK_FULL
+    retry = pb.RETRY_VERDICT_AFTER_DELAY
+
+
 BY_REASON: dict[int, type[FlotillaError]] = {kind.reason: kind for kind in FlotillaError.__subclasses__()}

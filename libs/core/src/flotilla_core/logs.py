@@ -2,14 +2,17 @@
 
 Invariants: each line has time, level, service and event; inside a span also its trace_id, and its run_id where
 the span knows it. The standard library's loggers, ours and foreign ones, end in the same lines. Nobody but the
-launcher writes log files.
+launcher writes log files. A line that cannot be written, because the disk of the log is full, is lost: it ends neither
+the call that logs nor the process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
-from typing import Any, TextIO
+from collections.abc import Iterable
+from typing import Any, TextIO, cast
 
 import structlog
 from structlog.typing import EventDict
@@ -53,6 +56,38 @@ def configure_logs(service: str, *, level: str = "INFO", stream: TextIO | None =
     logging.basicConfig(level=level, handlers=[handler], force=True)
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+class LossyStream:
+    """A text stream whose writes never fail: what the disk does not take is lost."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """The length of `text`, written or not."""
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Each of them, as `write` does."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Hand on what is buffered, as far as it is taken."""
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the stream's own."""
+        return getattr(self._stream, name)
+
+
+def tolerate_lost_lines() -> None:
+    """Let this process outlive a log that cannot be written."""
+    sys.stdout, sys.stderr = cast(TextIO, LossyStream(sys.stdout)), cast(TextIO, LossyStream(sys.stderr))
 
 
 def _add_trace(_: Any, __: str, event: EventDict) -> EventDict:

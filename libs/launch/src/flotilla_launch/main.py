@@ -23,6 +23,7 @@ def main() -> None:
     import asyncio
 
     from flotilla_core.config import StackConfig, load
+    from flotilla_core.disk import names_full_disk
     from flotilla_core.errors import FlotillaError
     from flotilla_core.files import keep_private
     from flotilla_launch.report import Report
@@ -32,7 +33,8 @@ def main() -> None:
     report = Report(arguments.report_fd)
     try:
         stack = load(StackConfig, [arguments.stack], resolve_paths=True)
-        asyncio.run(serve(stack, report, executables=Path(sys.argv[0]).absolute().parent))
+        with names_full_disk("the launcher cannot write its files", stack.state_dir):
+            asyncio.run(serve(stack, report, executables=Path(sys.argv[0]).absolute().parent))
     except FlotillaError as error:
         report.failed(error)
         sys.stderr.write(f"error: {error}\n")

@@ -12,6 +12,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from flotilla_core.disk import check_state_directory
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.files import make_private_folder
 
@@ -75,15 +76,15 @@ class StackPaths:
 
     def make(self) -> int:
         """Make the folders, for their owner alone; return how much of what was there had to be closed to others."""
-        for directory in (self.directory, self.instances, self.logs):
-            make_private_folder(directory)
-        if self.directory.stat().st_uid != os.geteuid():
+        if self.directory.exists() and self.directory.stat().st_uid != os.geteuid():
             raise FailedPrecondition(
                 "the stack's directory belongs to another user",
                 where=str(self.directory),
                 why=f"its owner is uid {self.directory.stat().st_uid}",
                 next_step="work as that user, or give your stack another name or state_dir",
             )
+        for directory in (self.directory, self.instances, self.logs):
+            check_state_directory(directory)
         return _close_to_others(self.directory.resolve())
 
 

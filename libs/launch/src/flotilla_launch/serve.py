@@ -18,7 +18,7 @@ from flotilla_core.config import StackConfig, dump_yaml
 from flotilla_core.config.stack import BindConfig
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.files import write_atomically
-from flotilla_core.logs import configure_logs
+from flotilla_core.logs import configure_logs, tolerate_lost_lines
 from flotilla_core.rpc import RpcServer
 from flotilla_core.trust import make_token
 from flotilla_launch.claim import claim
@@ -38,6 +38,7 @@ _SWEEP_LIMIT_S = 20.0
 
 async def serve(stack: StackConfig, report: Report, *, executables: Path) -> None:
     """Returns when the stack was stopped; raises why it did not come up."""
+    tolerate_lost_lines()
     configure_logs("launcher")
     paths = StackPaths.of(stack.state_dir, stack.name)
     paths.make()

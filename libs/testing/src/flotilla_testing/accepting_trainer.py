@@ -25,7 +25,7 @@ from flotilla.common.v1 import operate_pb2, weights_pb2
 from flotilla.common.v1.registration_pb2 import SERVICE_KIND_TRAINER, Registration
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla.trainer.v1 import trainer_pb2_grpc
-from flotilla_core.checkpoint import CheckpointShelf, Manifest
+from flotilla_core.checkpoint import CheckpointShelf, Manifest, on_disk
 from flotilla_core.errors import FailedPrecondition, NotFound, StaleVersion
 from flotilla_core.model_folder import model_folder
 from flotilla_core.rpc import RpcServer
@@ -117,12 +117,21 @@ class AcceptingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         yield pb.SaveCheckpointResponse(snapshot=pb.CheckpointSnapshot())
         path = Path(request.path)
         shelf = CheckpointShelf(path.parent)
-        folder = shelf.begin(path.name)
+        try:
+            manifest = await asyncio.to_thread(on_disk, path, self._written, shelf, path.name, request)
+        finally:
+            shelf.discard(path.name)
+        yield pb.SaveCheckpointResponse(
+            durable=pb.CheckpointDurable(path=request.path, bytes=manifest.nbytes)
+        )
+
+    def _written(self, shelf: CheckpointShelf, name: str, request: pb.SaveCheckpointRequest) -> Manifest:
+        folder = shelf.begin(name)
         (folder / "trainer.json").write_text(json.dumps({"policy_version": list(self._version)}), "utf-8")
         (folder / "coordinator.json").write_bytes(request.coordinator_state)
-        nbytes = (await asyncio.to_thread(Manifest.seal, folder)).nbytes
-        shelf.publish(path.name)
-        yield pb.SaveCheckpointResponse(durable=pb.CheckpointDurable(path=request.path, bytes=nbytes))
+        manifest = Manifest.seal(folder)
+        shelf.publish(name)
+        return manifest
 
     async def LoadCheckpoint(
         self, request: pb.LoadCheckpointRequest, context: Context

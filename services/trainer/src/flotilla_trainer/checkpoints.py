@@ -71,7 +71,7 @@ class Checkpoints:
             )
         self._busy = name
         try:
-            folder = await asyncio.to_thread(on_disk, shelf.begin, name)
+            folder = await asyncio.to_thread(on_disk, shelf.path / name, shelf.begin, name)
             started = time.monotonic()
             async with session.holding(Version.from_proto(request.policy_version), "the checkpoint"):
                 contents = {
@@ -150,9 +150,9 @@ class Checkpoints:
         try:
             with self._activities.doing(f"writing checkpoint {name}", run_id=session.run_id):
                 await self._written(reports, folder)
-                manifest = await asyncio.to_thread(on_disk, _seal, folder, contents)
+                manifest = await asyncio.to_thread(on_disk, folder, _seal, folder, contents)
                 self._publishing = True
-                path = await asyncio.to_thread(on_disk, shelf.publish, name)
+                path = await asyncio.to_thread(on_disk, folder, shelf.publish, name)
         finally:
             _forget(reports)
             await asyncio.to_thread(shelf.discard, name)

@@ -3,7 +3,8 @@
 Invariants: `publish` never waits; an event is stored at most once (its id is the message id, and the server
 drops repeats); the backlog during an outage is bounded and what falls out of it is counted. Events are stored
 in the order of publishing unless the server refuses some for a moment: the sequence inside an event decides.
-Stream `runs`, subjects `run.<id>.events`, kept for 7 days and 256 MiB.
+Stream `runs`, subjects `run.<id>.events`, kept for 7 days and 256 MiB. A server whose disk was full stores nothing more
+in a stream that met that, also when there is room again: such a stream is made anew, and what is waiting goes into it.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ _DUPLICATE_WINDOW_S = 120.0
 _MAX_BACKLOG = 10_000
 _IN_FLIGHT = 64
 _RETRY_S = 1.0
+_SILENT_BATCHES = 5
+"""So many in a row that a server which answers did not store: its stream is broken."""
 _MESSAGE_ID = "Nats-Msg-Id"
 
 logger = logging.getLogger(__name__)
@@ -73,6 +76,7 @@ class EventStream:
         self._sender: asyncio.Task[None] | None = None
         # The connection on which the stream was last seen to exist.
         self._stream_of = -1
+        self._silent = 0
 
     def publish(self, run_id: str, event_id: str, payload: bytes) -> None:
         """Queue an event; a task sends it. A full backlog drops its oldest event."""
@@ -176,9 +180,25 @@ class EventStream:
             if not isinstance(failure, BUS_ERRORS):
                 raise failure
         if not failures:
+            self._silent = 0
             return True
+        self._silent = self._silent + 1 if all(isinstance(f, TimeoutError) for f in failures) else 0
+        if self._silent >= _SILENT_BATCHES:
+            await self._make_anew()
         logger.debug("events did not reach NATS: %r", failures[0])
         return False
+
+    async def _make_anew(self) -> None:
+        """Give up a stream that stores nothing; the run directories have what was in it."""
+        self._silent = 0
+        stream = self._bus.jetstream()
+        try:
+            await stream.stream_info(STREAM)
+            await stream.delete_stream(STREAM)
+            self._stream_of = -1
+            logger.warning("the event stream in NATS stored nothing any more and is made anew")
+        except BUS_ERRORS as error:
+            logger.debug("the event stream cannot be made anew now: %r", error)
 
     async def _ensure_stream(self) -> None:
         config = StreamConfig(

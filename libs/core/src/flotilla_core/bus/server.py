@@ -118,6 +118,8 @@ def _config(directory: Path, port: int, password: str) -> str:
             "jetstream {",
             f"  store_dir: {store}",
             "  sync_interval: always",
+            # Else it is a share of what is free at the start, which may be less than the streams want.
+            "  max_file_store: 1GB",
             "}",
             "",
         ]

@@ -43,6 +43,7 @@ _CODES: dict[int, int] = {
     error_pb2.ERROR_REASON_INTERNAL: code_pb2.INTERNAL,
     error_pb2.ERROR_REASON_UNIMPLEMENTED: code_pb2.UNIMPLEMENTED,
     error_pb2.ERROR_REASON_DAMAGED: code_pb2.DATA_LOSS,
+    error_pb2.ERROR_REASON_DISK_FULL: code_pb2.RESOURCE_EXHAUSTED,
 }
 
 # Codes that come from gRPC itself, or from a peer that is not ours, so without an ErrorInfo.

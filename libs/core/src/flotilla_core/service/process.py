@@ -25,7 +25,7 @@ from flotilla.common.v1 import operate_pb2_grpc
 from flotilla.common.v1 import registration_pb2 as reg
 from flotilla_core import ids, rpc, telemetry
 from flotilla_core.bus import Bus, Login, Registry
-from flotilla_core.files import make_private_folder
+from flotilla_core.disk import check_state_directory
 from flotilla_core.protocol import PROTOCOL_VERSION
 from flotilla_core.roles import role_of_process
 from flotilla_core.service import announcement
@@ -97,7 +97,7 @@ class ServiceProcess:
         given = self._arguments
         instance_id = ids.new_instance_id(given.name)
         structlog.contextvars.bind_contextvars(instance_id=instance_id)
-        make_private_folder(given.state_dir)
+        check_state_directory(given.state_dir)
         token = read_token(given.stack.bind, given.state_dir)
         telemetry.start(self._kind_name, instance_id, list(given.otlp), token=token)
         try:

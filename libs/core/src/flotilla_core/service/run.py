@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from flotilla.common.v1.registration_pb2 import ServiceKind
+from flotilla_core.disk import names_full_disk
 from flotilla_core.errors import FlotillaError, Internal
 from flotilla_core.files import keep_private
-from flotilla_core.logs import configure_logs
+from flotilla_core.logs import configure_logs, tolerate_lost_lines
 from flotilla_core.service.arguments import parse_arguments
 from flotilla_core.service.host import Host, Service
 from flotilla_core.service.process import ServiceProcess
@@ -37,8 +38,10 @@ def run_service(
     kind_name = ServiceKind.Name(kind).removeprefix("SERVICE_KIND_").lower()
     try:
         given = parse_arguments(kind_name, arguments)
+        tolerate_lost_lines()
         configure_logs(given.name)
-        return asyncio.run(ServiceProcess(kind, kind_name, given, build).run())
+        with names_full_disk("the service cannot write its files", given.state_dir):
+            return asyncio.run(ServiceProcess(kind, kind_name, given, build).run())
     except FlotillaError as error:
         return _say(error)
     except KeyboardInterrupt:

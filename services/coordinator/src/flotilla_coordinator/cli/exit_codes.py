@@ -24,7 +24,13 @@ def code_of(error: FlotillaError) -> int:
         (errors.InvalidConfig, errors.InvalidRequest, errors.NotFound, errors.AlreadyExists): USAGE,
         (errors.Unavailable, errors.DeadlineExceeded): UNREACHABLE,
         (errors.Unauthenticated, errors.PermissionDenied): UNAUTHENTICATED,
-        (errors.FailedPrecondition, errors.PortInUse, errors.Mismatch, errors.Exhausted): PREFLIGHT,
+        (
+            errors.FailedPrecondition,
+            errors.PortInUse,
+            errors.Mismatch,
+            errors.Exhausted,
+            errors.DiskFull,
+        ): PREFLIGHT,
         (errors.Cancelled,): INTERRUPTED,
     }
     return next((code for kinds, code in codes.items() if isinstance(error, kinds)), RUN_FAILED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
@@ -21,6 +21,9 @@ from flotilla_coordinator.cli import (
 )
 from flotilla_coordinator.cli.exit_codes import INTERRUPTED, code_of
 from flotilla_core.files import keep_private
+
+if TYPE_CHECKING:
+    from flotilla_core.errors import FlotillaError
 
 app = typer.Typer(
     name="flotilla",
@@ -58,14 +61,40 @@ def main() -> None:
 
 
 def _fail(error: Exception) -> NoReturn:
-    from flotilla_core.errors import FlotillaError
-
-    if not isinstance(error, FlotillaError):
+    failure = _named(error)
+    if failure is None:
         raise error
     from flotilla_coordinator.cli.output import print_error
 
-    print_error(error, as_json="--json" in sys.argv)
-    sys.exit(code_of(error))
+    print_error(failure, as_json="--json" in sys.argv)
+    sys.exit(code_of(failure))
+
+
+def _named(error: Exception) -> FlotillaError | None:
+    """Ours as it is, and what the file system or SQLite refuse as one of ours; None for a defect."""
+    import sqlite3
+    from pathlib import Path
+
+    from flotilla_core.disk import disk_full
+    from flotilla_core.errors import FailedPrecondition, FlotillaError
+
+    if isinstance(error, FlotillaError):
+        return error
+    if isinstance(error, OSError) and error.filename is not None:
+        where = Path(str(error.filename))
+        return disk_full(error, "a file cannot be written", where) or FailedPrecondition(
+            "a file cannot be used",
+            where=str(where),
+            why=error.strerror or str(error),
+            next_step="see whether state_dir in the stack file is a directory that you may read and write",
+        )
+    if isinstance(error, sqlite3.Error):
+        return FailedPrecondition(
+            "the records of the stack cannot be read",
+            why=str(error),
+            next_step="see whether state_dir in the stack file is on a disk that works: flotilla doctor",
+        )
+    return None
 
 
 if __name__ == "__main__":

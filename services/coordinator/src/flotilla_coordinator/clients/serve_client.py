@@ -24,5 +24,4 @@ async def serve_client(loop: ClientLoop, beginning: Beginning, active: ActiveRun
         if silence:
             active.request_stop(silence)
         if run.config.export_final:
-            with run.phase("export"):
-                await run.policy.export(run.directory.model_path)
+            await run.export()

@@ -26,7 +26,7 @@ async def save_jointly(
 ) -> Stages:
     """The policy's checkpoint with those of others inside, each in a folder of its name; stages as of a single one."""
     shelf, name = CheckpointShelf(folder.parent), folder.name
-    aside = await asyncio.to_thread(on_disk, shelf.begin, name)
+    aside = await asyncio.to_thread(on_disk, folder, shelf.begin, name)
     whole = aside / POLICY / name
     parts = {role: aside / role / name for role in beside}
     try:
@@ -38,7 +38,7 @@ async def save_jointly(
             snapshots = await all_of(next_stage(stage) for stage in stages)
             yield max(snapshots, key=lambda one: one.snapshot.stall.ToNanoseconds())
             durables = await all_settled(next_stage(stage) for stage in stages)
-        manifest = await asyncio.to_thread(on_disk, _join, shelf, name, whole, parts)
+        manifest = await asyncio.to_thread(on_disk, folder, _join, shelf, name, whole, parts)
     finally:
         await asyncio.to_thread(shelf.discard, name)
     slowest = max(durables, key=lambda one: one.durable.elapsed.ToNanoseconds())

@@ -2,7 +2,9 @@
 
 Invariants: a call that returned is on disk; the only writer is one thread (group commit), reads have their
 own thread and connection and see everything that has returned. Nothing here decides what happens to a
-sample: the caller asks for a step, the ledger allows it or names what is wrong with it.
+sample: the caller asks for a step, the ledger allows it or names what is wrong with it. Where the disk takes no more,
+what belongs to a run that goes on waits for room; what may as well not happen is refused: a beat, a new run, the cuts
+of retention.
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ from flotilla_coordinator.ledger.records import (
     VoidedUpdate,
 )
 from flotilla_coordinator.ledger.writer import WriterThread
+from flotilla_core.disk import names_full_disk
+from flotilla_core.errors import DiskFull
 from flotilla_core.rpc import Fence
 from flotilla_core.version import Version
 
@@ -57,12 +61,14 @@ class Ledger:
         self._writer = WriterThread(path, owner)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="ledger-reader")
         self._read_db = schema.connect_read_only(path)
+        self._is_full = asyncio.Event()
 
     @classmethod
     def open(cls, path: Path, owner: Owner | None = None) -> Ledger:
         """Open or create the file; an older schema is migrated. One that somebody else owns is refused."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return cls(path, owner or Owner.of_this_process())
+        with names_full_disk("the ledger cannot be opened", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return cls(path, owner or Owner.of_this_process())
 
     def close(self) -> None:
         """Finish what was submitted and close the file."""
@@ -76,6 +82,27 @@ class Ledger:
         return self._writer.backlog
 
     @property
+    def full(self) -> DiskFull | None:
+        """Why nothing is written now, while the disk takes no more."""
+        return self._writer.full
+
+    def watch_disk(self, tell: Callable[[DiskFull | None], None]) -> None:
+        """Call `tell` whenever the disk takes no more, and, with None, when it does again."""
+
+        def told(full: DiskFull | None) -> None:
+            if full is None:
+                self._is_full.clear()
+            else:
+                self._is_full.set()
+            tell(full)
+
+        self._writer.watch_disk(told)
+
+    def give_up_waiting(self) -> None:
+        """The coordinator goes: from now on, what the disk does not take is refused."""
+        self._writer.give_up()
+
+    @property
     def lost(self) -> bool:
         """Whether somebody else was found to own the ledger."""
         return self._writer.lost is not None
@@ -86,7 +113,7 @@ class Ledger:
 
     async def beat(self) -> None:
         """Say that the owner lives; raises StaleVersion where it is another one."""
-        await self._writer.submit(ownership.beat)
+        await self._writer.submit(ownership.beat, waits=False)
 
     async def group_issued(self, group: GroupIssue) -> Recorded:
         """Admit the samples of a group, before anyone is asked to generate them."""
@@ -224,7 +251,7 @@ class Ledger:
 
     async def save_run(self, run: RunRecord) -> None:
         """Admit a run."""
-        await self._writer.submit(lambda db: run_rows.insert(db, run))
+        await self._writer.submit(lambda db: run_rows.insert(db, run), waits=False)
 
     async def begin(self, run_id: str, lineage: int) -> Fence:
         """The fence of a beginning that is about to be made: higher than that of every one before."""
@@ -243,8 +270,11 @@ class Ledger:
         await self._writer.submit(lambda db: beginnings.asked_for(db, run_id))
 
     async def stopping(self, run_id: str, reason: str) -> None:
-        """A user wants the run to end: should the coordinator die, it does not go on."""
-        await self._writer.submit(lambda db: beginnings.stopping(db, run_id, reason))
+        """A user wants the run to end: should the coordinator die, it does not go on.
+
+        Returns as well where that waits for room on the disk.
+        """
+        await self._handed_in(lambda db: beginnings.stopping(db, run_id, reason))
 
     async def shrink(self, most_bytes: int) -> list[str]:
         """Forget tokens, then histories, of the oldest ended runs until the ledger is small enough; whose."""
@@ -257,7 +287,7 @@ class Ledger:
                 run_id = await self._read(oldest)
                 if run_id is None:
                     break
-                await self._writer.submit(partial(_of_run, forget, run_id))
+                await self._writer.submit(partial(_of_run, forget, run_id), waits=False)
                 forgotten[run_id] = None
         return list(forgotten)
 
@@ -267,7 +297,7 @@ class Ledger:
 
     async def forget_run(self, run_id: str) -> None:
         """Remove an ended run from every table."""
-        await self._writer.submit(lambda db: forgetting.forget_run(db, run_id))
+        await self._writer.submit(lambda db: forgetting.forget_run(db, run_id), waits=False)
 
     async def update_run(
         self,
@@ -280,8 +310,9 @@ class Ledger:
         step: int | None = None,
         version: Version | None = None,
         cursor: dict[str, Any] | None = None,
+        stays: bool = True,
     ) -> None:
-        """Change what is given, keep the rest."""
+        """Change what is given, keep the rest; unless it `stays`, return also where that waits for room on the disk."""
         changes = {
             "state": state,
             "reason": reason,
@@ -293,7 +324,11 @@ class Ledger:
             "cursor": run_rows.cursor_text(cursor),
         }
         given = {column: value for column, value in changes.items() if value is not None}
-        await self._writer.submit(lambda db: run_rows.change(db, run_id, given))
+
+        def change(db: sqlite3.Connection) -> None:
+            run_rows.change(db, run_id, given)
+
+        await (self._writer.submit(change) if stays else self._handed_in(change))
 
     async def list_runs(self, limit: int = 100) -> list[RunRecord]:
         """Runs, newest first."""
@@ -311,8 +346,26 @@ class Ledger:
         """A run by its id, a unique prefix of it, or `latest`."""
         return await self._read(lambda db: queries.run(db, reference))
 
+    async def _handed_in(self, operation: Callable[[sqlite3.Connection], None]) -> None:
+        """Return when the operation is durable, or in the queue of a disk that takes no more."""
+        written = self._writer.hand_in(operation)
+        full = asyncio.ensure_future(self._is_full.wait())
+        either: set[asyncio.Future[Any]] = {written, full}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        full.cancel()
+        if written.done():
+            written.result()
+        else:
+            written.add_done_callback(_told_by_full)
+
     async def _read(self, query: Callable[[sqlite3.Connection], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._reader, query, self._read_db)
+
+
+def _told_by_full(written: asyncio.Future[None]) -> None:
+    """Whoever asked was told that the disk is full: a later refusal has nobody to hear it."""
+    if not written.cancelled():
+        written.exception()
 
 
 def _of_run(forget: Callable[[sqlite3.Connection, str], None], run_id: str, db: sqlite3.Connection) -> None:

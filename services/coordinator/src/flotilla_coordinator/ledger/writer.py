@@ -2,7 +2,8 @@
 
 Invariants: nothing is written once somebody else owns the ledger; an operation is all or nothing, also inside a shared
 transaction; its result is delivered only after the commit reached the disk; operations run in the order in which they
-were submitted. A step that many callers take at once is applied to all of them as one operation, and to one after the
+were submitted, also where the disk takes no more: all of them wait until it does, but those that were submitted to be
+refused then. A step that many callers take at once is applied to all of them as one operation, and to one after the
 other where that is refused, so that nobody's answer depends on who was beside them. A caller that is cancelled while it
 waits does not undo what it submitted.
 """
@@ -10,6 +11,7 @@ waits does not undo what it submitted.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import queue
 import sqlite3
@@ -21,7 +23,8 @@ from typing import Any, TypeVar
 
 from flotilla_coordinator.ledger import ownership, schema
 from flotilla_coordinator.ledger.ownership import Owner
-from flotilla_core.errors import Exhausted, FailedPrecondition, FlotillaError, Internal, StaleVersion
+from flotilla_core.disk import disk_full, why_full
+from flotilla_core.errors import DiskFull, FailedPrecondition, FlotillaError, Internal, StaleVersion
 
 T = TypeVar("T")
 Brought = TypeVar("Brought")
@@ -30,6 +33,8 @@ MOST_IN_ONE_COMMIT = 1024
 MOST_TOGETHER = 64
 """Callers, at most, whose step is one operation."""
 MOST_IN_ONE_TURN = 16
+TRY_AGAIN_S = 1.0
+"""While operations wait for room on the disk."""
 
 Step = Callable[[sqlite3.Connection, Sequence[Brought]], Sequence[T]]
 """Applied to what several callers brought; the results in their order."""
@@ -41,6 +46,8 @@ class _Submitted:
     item: Any
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
+    waits: bool
+    """For room on the disk; else it is refused where there is none."""
     result: Any = None
     error: Exception | None = None
 
@@ -58,6 +65,10 @@ class WriterThread:
             raise
         self.lost: StaleVersion | None = None
         """Why nothing is written any more, once somebody else owns the ledger."""
+        self.full: DiskFull | None = None
+        """Why nothing is written now, while the disk takes no more."""
+        self._tell_full: Callable[[DiskFull | None], None] = lambda full: None
+        self._gives_up = False
         self._queue: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="ledger-writer", daemon=True)
@@ -72,23 +83,42 @@ class WriterThread:
         """Raise where somebody else took the ledger over, as any connection sees it."""
         ownership.refuse_former(db, self._epoch, self._path)
 
-    async def submit(self, operation: Callable[[sqlite3.Connection], T]) -> T:
+    def watch_disk(self, tell: Callable[[DiskFull | None], None]) -> None:
+        """Call `tell` in the running loop whenever the disk takes no more, and, with None, when it does again."""
+        loop = asyncio.get_running_loop()
+        self._tell_full = lambda full: _in_loop(loop, tell, full)
+
+    async def submit(self, operation: Callable[[sqlite3.Connection], T], *, waits: bool = True) -> T:
         """Run `operation` in the next transaction; return when it is durable."""
+        return await self.hand_in(operation, waits=waits)
+
+    def hand_in(
+        self, operation: Callable[[sqlite3.Connection], T], *, waits: bool = True
+    ) -> asyncio.Future[T]:
+        """Put `operation` into the queue at once; the future ends when it is durable."""
 
         def alone(db: sqlite3.Connection, _: Sequence[None]) -> list[T]:
             return [operation(db)]
 
-        return await self.submit_step(alone, None)
+        return self._enqueue(alone, None, waits=waits)
 
     async def submit_step(self, step: Step[Brought, T], item: Brought) -> T:
         """Take `step` with `item` in the next transaction, together with others who take it just then."""
+        result: T = await self._enqueue(step, item, waits=True)
+        return result
+
+    def give_up(self) -> None:
+        """From now on nothing waits for room on the disk: what cannot be written is refused."""
+        self._gives_up = True
+        self.hand_in(lambda db: None, waits=False).add_done_callback(_forget)
+
+    def _enqueue(self, step: Step[Brought, T], item: Brought, *, waits: bool) -> asyncio.Future[T]:
         if self._closed:
             raise FailedPrecondition("the ledger is closed", where=str(self._path))
         loop = asyncio.get_running_loop()
-        submitted = _Submitted(step, item, loop, loop.create_future())
+        submitted = _Submitted(step, item, loop, loop.create_future(), waits)
         self._queue.put(submitted)
-        result: T = await submitted.future
-        return result
+        return submitted.future
 
     def close(self) -> None:
         """Finish what was submitted, then close the file."""
@@ -100,21 +130,51 @@ class WriterThread:
         self._db.close()
 
     def _run(self) -> None:
+        waiting: list[_Submitted] = []
         closing = False
         while not closing:
-            batch: list[_Submitted] = []
-            item = self._queue.get()
-            while item is not None:
-                batch.append(item)
-                if len(batch) == MOST_IN_ONE_COMMIT or self._queue.empty():
-                    break
-                item = self._queue.get()
-            closing = item is None
-            if batch:
-                self._commit(batch)
-                self._deliver(batch)
+            new, closing = self._take(TRY_AGAIN_S if waiting else None)
+            waiting += new
+            full = None
+            while waiting and full is None:
+                batch = waiting[:MOST_IN_ONE_COMMIT]
+                full = self._commit(batch)
+                if full is None:
+                    self._deliver(batch)
+                    del waiting[:MOST_IN_ONE_COMMIT]
+            if full is not None:
+                waiting = self._refuse(waiting, full, all_of_them=closing or self._gives_up)
+            self._note(full)
 
-    def _commit(self, batch: list[_Submitted]) -> None:
+    def _take(self, limit_s: float | None) -> tuple[list[_Submitted], bool]:
+        """What was submitted, as soon as there is something or the time is over; whether it was the last."""
+        batch: list[_Submitted] = []
+        try:
+            item = self._queue.get(timeout=limit_s)
+        except queue.Empty:
+            return batch, False
+        while item is not None:
+            batch.append(item)
+            if len(batch) == MOST_IN_ONE_COMMIT or self._queue.empty():
+                return batch, False
+            item = self._queue.get()
+        return batch, True
+
+    def _refuse(self, batch: list[_Submitted], full: DiskFull, *, all_of_them: bool) -> list[_Submitted]:
+        """Tell those that do not wait for room; the others, in their order."""
+        refused = [submitted for submitted in batch if all_of_them or not submitted.waits]
+        for submitted in refused:
+            submitted.error = full
+        self._deliver(refused)
+        return [] if all_of_them else [submitted for submitted in batch if submitted.waits]
+
+    def _note(self, full: DiskFull | None) -> None:
+        before, self.full = self.full, full
+        if (before is None) is not (full is None):
+            self._tell_full(full)
+
+    def _commit(self, batch: list[_Submitted]) -> DiskFull | None:
+        """Write them all, or say why the disk takes none of them."""
         try:
             self._db.execute("BEGIN IMMEDIATE")
             self.check_owner(self._db)
@@ -130,8 +190,13 @@ class WriterThread:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             failure = self._explain(error)
+            if isinstance(failure, DiskFull):
+                for submitted in batch:
+                    submitted.error = None
+                return failure
             for submitted in batch:
                 submitted.error = submitted.error or failure
+        return None
 
     def _apply(self, together: list[_Submitted]) -> None:
         refused = None
@@ -141,7 +206,8 @@ class WriterThread:
             for submitted, result in zip(together, results, strict=True):
                 submitted.result = result
         except Exception as error:  # the caller gets whatever went wrong; the thread must outlive it
-            if not self._db.in_transaction:  # SQLite gave up the whole transaction: disk full, I/O error
+            # A disk that takes no more is nothing that one operation did; and SQLite may have given up all of it.
+            if not self._db.in_transaction or (isinstance(error, sqlite3.Error) and why_full(error)):
                 raise
             refused = self._explain(error) if isinstance(error, sqlite3.Error) else error
             self._db.execute("ROLLBACK TO operation")
@@ -153,14 +219,8 @@ class WriterThread:
                 self._apply([submitted])
 
     def _explain(self, error: sqlite3.Error) -> FlotillaError:
-        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
-            return Exhausted(
-                "the ledger cannot grow",
-                where=str(self._path),
-                why="the disk is full",
-                next_step="free space, then resume the run",
-            )
-        return Internal("the ledger cannot be written", where=str(self._path), why=str(error))
+        full = disk_full(error, "the ledger cannot be written", self._path)
+        return full or Internal("the ledger cannot be written", where=str(self._path), why=str(error))
 
     @staticmethod
     def _deliver(batch: list[_Submitted]) -> None:
@@ -172,6 +232,19 @@ class WriterThread:
                 loop.call_soon_threadsafe(_resolve, loop, items)
             except RuntimeError:  # that loop has ended: nobody waits, and the work is durable
                 continue
+
+
+def _in_loop(
+    loop: asyncio.AbstractEventLoop, tell: Callable[[DiskFull | None], None], full: DiskFull | None
+) -> None:
+    with contextlib.suppress(RuntimeError):  # that loop has ended: nobody listens
+        loop.call_soon_threadsafe(tell, full)
+
+
+def _forget(future: asyncio.Future[None]) -> None:
+    """Nobody asks for this result, nor for its error."""
+    if not future.cancelled():
+        future.exception()
 
 
 def _same_steps(batch: list[_Submitted]) -> Iterator[list[_Submitted]]:

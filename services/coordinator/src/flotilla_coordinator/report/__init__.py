@@ -10,15 +10,17 @@ from pathlib import Path
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.rundir import RunDirectory
-from flotilla_core.errors import FailedPrecondition
+from flotilla_core.disk import names_full_disk
+from flotilla_core.errors import DiskFull, FailedPrecondition
 
 
 def conclude(directory: RunDirectory, run: run_pb2.Run) -> str:
     """Outcome, logs and plots of a run that has ended; a sentence where plots could not be made."""
     directory.finish(run)
     try:
-        write_plots(directory.path)
-    except FailedPrecondition as error:
+        with names_full_disk("the plots cannot be written", directory.path):
+            write_plots(directory.path)
+    except (FailedPrecondition, DiskFull) as error:
         return f"no plots: {error}"
     return ""
 

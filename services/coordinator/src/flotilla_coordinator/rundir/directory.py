@@ -1,27 +1,31 @@
 """Files of one run, for people and for scripts.
 
 Invariants: what an earlier attempt left is never overwritten (a second file of a name gets a number); JSON
-Lines files grow by whole lines, flushed one by one, and half a line goes when the next one comes; everything
-can be read while the run goes on, by ordinary tools (jq, zstdcat).
+Lines files grow by whole lines, flushed one by one, and half a line goes when the next one comes; lines that a full
+disk does not take wait for the next one; everything can be read while the run goes on, by ordinary tools (jq, zstdcat).
 """
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
 import os
 import shutil
+import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import zstandard
 from google.protobuf import json_format
 
 from flotilla.coordinator.v1 import run_pb2
+from flotilla_core.disk import names_full_disk, why_full
 from flotilla_core.errors import AlreadyExists
 from flotilla_core.files import write_atomically
 
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
 
 SAMPLE_FILES = "step-*.jsonl.zst"
 OUTCOME = "outcome.json"
+MOST_WAITING = 10_000
+"""Lines of one file, while its disk is full; the oldest go first."""
 
 
 class RunDirectory:
@@ -37,15 +43,19 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._waiting: dict[str, deque[bytes]] = {}
+        """Lines that the disk did not take, by file."""
+        self._writing = threading.Lock()
 
     @classmethod
     def create(cls, path: Path) -> RunDirectory:
         """A fresh directory; one that exists belongs to another run."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            path.mkdir()
-        except FileExistsError:
-            raise AlreadyExists("the run directory exists already", where=str(path)) from None
+        with names_full_disk("the run directory cannot be made", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                path.mkdir()
+            except FileExistsError:
+                raise AlreadyExists("the run directory exists already", where=str(path)) from None
         return cls(path.absolute())
 
     @property
@@ -60,20 +70,23 @@ class RunDirectory:
 
     def reopen(self, versions: Mapping[str, Any]) -> None:
         """The run goes on: its last end becomes one of several, and who takes part now is noted as well."""
-        outcome = self.path / OUTCOME
-        if outcome.exists():
-            outcome.rename(_free(outcome))
-        if versions:
-            _free(self.path / "versions.json").write_text(_pretty(versions), "utf-8")
+        with names_full_disk("the run directory cannot be written", self.path):
+            outcome = self.path / OUTCOME
+            if outcome.exists():
+                outcome.rename(_free(outcome))
+            if versions:
+                write_atomically(_free(self.path / "versions.json"), _pretty(versions))
 
     def write_configuration(self, config_yaml: str, versions: Mapping[str, Any]) -> None:
         """The resolved configuration, and who took part (versions and digests by service)."""
-        _free(self.path / "run.yaml").write_text(config_yaml, "utf-8")
-        _free(self.path / "versions.json").write_text(_pretty(versions), "utf-8")
+        with names_full_disk("the run directory cannot be written", self.path):
+            write_atomically(_free(self.path / "run.yaml"), config_yaml)
+            write_atomically(_free(self.path / "versions.json"), _pretty(versions))
 
     def write_change(self, step: int, config_yaml: str, changes: Mapping[str, tuple[Any, Any]]) -> None:
         """Other settings from a step on: a line of what changed, and the configuration as it is now."""
-        _free(self.path / "run.yaml").write_text(config_yaml, "utf-8")
+        with names_full_disk("the run directory cannot be written", self.path):
+            write_atomically(_free(self.path / "run.yaml"), config_yaml)
         values = {key: {"from": before, "to": after} for key, (before, after) in changes.items()}
         self._append("changes.jsonl", {"step": step, "time": round(time.time(), 3), "changes": values})
 
@@ -98,19 +111,29 @@ class RunDirectory:
     def write_samples(self, batch: Batch) -> Path:
         """The samples of one step, compressed; complete or not there at all."""
         path = _free(self.path / "samples" / f"step-{batch.step:06d}.jsonl.zst")
-        path.parent.mkdir(exist_ok=True)
         lines = (
             _line(_sample(batch.step, group, sample)) for group in batch.groups for sample in group.samples
         )
         partial = path.with_name(f".{path.name}.partial")
-        partial.write_bytes(zstandard.ZstdCompressor().compress("".join(lines).encode()))
-        partial.rename(path)
+        content = zstandard.ZstdCompressor().compress("".join(lines).encode())
+        with names_full_disk("the samples cannot be written", path):
+            path.parent.mkdir(exist_ok=True)
+            try:
+                partial.write_bytes(content)
+                partial.rename(path)
+            except OSError:
+                partial.unlink(missing_ok=True)
+                raise
         return path
 
     def finish(self, run: run_pb2.Run) -> None:
-        """Outcome and logs of a run that has ended."""
+        """Outcome and logs of a run that has ended; again changes nothing but what is missing."""
         outcome = json_format.MessageToDict(run, preserving_proto_field_name=True)
-        write_atomically(_free(self.path / OUTCOME), _pretty(outcome))
+        with names_full_disk("the outcome cannot be written", self.path):
+            for name in list(self._waiting):
+                self._append_waiting(name)
+            if not (self.path / OUTCOME).exists():
+                write_atomically(self.path / OUTCOME, _pretty(outcome))
         self._keep_logs(sorted((self.path.parent.parent / "logs").glob("*.log")))
 
     def read_outcome(self) -> run_pb2.Run | None:
@@ -173,9 +196,34 @@ class RunDirectory:
                 shutil.copyfile(log, target)
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
-        with (self.path / name).open("a+b") as file:
-            _cut_unfinished_line(file)
-            file.write(_line(record).encode())
+        """Add a line, now or, where the disk is full, with the next one."""
+        lines = self._waiting.setdefault(name, deque(maxlen=MOST_WAITING))
+        lines.append(_line(record).encode())
+        try:
+            self._append_waiting(name)
+        except OSError as error:
+            if not why_full(error):
+                lines.pop()
+                raise
+
+    def _append_waiting(self, name: str) -> None:
+        with self._writing:
+            lines = self._waiting.get(name)
+            if not lines:
+                return
+            with (self.path / name).open("a+b", buffering=0) as file:
+                _cut_unfinished_line(file)
+                end = file.seek(0, os.SEEK_END)
+                whole = b"".join(lines)
+                try:
+                    written = file.write(whole)
+                except OSError:
+                    file.truncate(end)
+                    raise
+                if written < len(whole):
+                    file.truncate(end)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path / name))
+            lines.clear()
 
 
 def _sample(step: int, group: RolloutGroup, sample: RolloutSample) -> dict[str, Any]:
@@ -206,7 +254,7 @@ def _line(record: Mapping[str, Any]) -> str:
     return json.dumps(record, ensure_ascii=False) + "\n"
 
 
-def _cut_unfinished_line(file: BinaryIO) -> None:
+def _cut_unfinished_line(file: IO[bytes]) -> None:
     """Half a line, from a process that was killed or a disk that was full, would spoil the next one; nobody read it."""
     if file.tell() == 0:
         return

@@ -11,6 +11,9 @@ from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.feed import RunFeed
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_core.config import RunConfig
+from flotilla_core.errors import DiskFull
+
+LEDGER = "ledger"
 
 
 @dataclass
@@ -29,17 +32,31 @@ class ActiveRun:
     stop_reason: str = ""
     ending: bool = False
     """From here on the run is closed and recorded, which nothing cuts short."""
+    abandoned: bool = False
+    """The coordinator goes: the record of the end waits no longer for room on the disk."""
 
     @property
     def config(self) -> RunConfig:
         """As it is wanted now."""
         return self.control.config
 
+    def ledger_full(self, full: DiskFull | None) -> None:
+        """The disk of the ledger takes no more, or (None) does again; a run that is told to end waits for neither."""
+        if full is None:
+            self.status.disk_has_room(LEDGER)
+            return
+        self.status.wait_for_disk(LEDGER, str(full))
+        if self.status.ended:
+            self.feed.close()  # its end is told, and only its record waits
+        elif self.control.stop_requested:
+            self.cancel()
+
     def request_stop(self, reason: str) -> None:
-        """End after the current step; before the first step, at once."""
+        """End after the current step; before the first step, and where a full disk holds it up, at once."""
         self.stop_reason = reason or "stopped by request"
+        waits = self.status.waits_for_disk
         self.control.stop()
-        if self.context is None:
+        if self.context is None or waits:
             self.cancel()
         elif self.client is not None:
             self.client.end()

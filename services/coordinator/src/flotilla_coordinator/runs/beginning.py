@@ -14,6 +14,7 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.runs.attachment import attach
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.progress import Progress
+from flotilla_core.checkpoint import on_disk
 from flotilla_core.errors import Damaged
 
 
@@ -42,10 +43,14 @@ async def begin(run: RunContext, beginning: Beginning) -> None:
         run.begun = run.owes_evaluation = True
         return
     with run.phase("load checkpoint"):
+        shelf = run.checkpoints.shelf
         name, progress = await _loaded(run, beginning.checkpoint)
         await run.ledger.check_fall_back(run.run_id, run.policy.version)
         # Before the ledger: were the run cut off in between, no checkpoint may hold updates that the ledger undid.
-        await asyncio.to_thread(run.checkpoints.shelf.fall_back, name, beginning.lineage)
+        await run.disk.until_taken(
+            "checkpoints",
+            lambda: asyncio.to_thread(on_disk, shelf.path, shelf.fall_back, name, beginning.lineage),
+        )
         voided = await run.ledger.fall_back(
             run.run_id,
             run.policy.version,

@@ -35,7 +35,7 @@ class RunChanges:
             return
         active.control.pause()
         try:
-            await self._ledger.update_run(active.run_id, state=RunState.PAUSED)
+            await self._ledger.update_run(active.run_id, state=RunState.PAUSED, stays=False)
         except FlotillaError:
             active.control.go_on()
             raise
@@ -48,7 +48,7 @@ class RunChanges:
                 f"run {active.run_id} is being stopped, or ends by itself",
                 next_step=f"resume it once it has ended: flotilla run resume {active.run_id}",
             )
-        await self._ledger.update_run(active.run_id, state=RunState.RUNNING)
+        await self._ledger.update_run(active.run_id, state=RunState.RUNNING, stays=False)
         active.control.go_on()
 
     async def configure(
@@ -69,7 +69,7 @@ class RunChanges:
         if active is not None:
             active.control.configure(config)
         try:
-            await self._ledger.update_run(record.run_id, config_yaml=text)
+            await self._ledger.update_run(record.run_id, config_yaml=text, stays=False)
         except FlotillaError:
             if active is not None:
                 active.control.configure(before)

@@ -1,7 +1,8 @@
 """When a run's state is saved, and what follows from it.
 
 Invariants: at most one save is under way; the loop waits for its snapshot and for nothing else of it; a save that fails
-is a warning and never the end of a run, and leaves `newest` as it was; an update is called durable when each checkpoint
+is a warning and never the end of a run, and leaves `newest` as it was; one that fails for a full disk is told by
+`full`, so that it can be made again before the run goes on; an update is called durable when each checkpoint
 that is kept covers it.
 """
 
@@ -18,7 +19,8 @@ from flotilla_coordinator.runs.progress import Progress
 from flotilla_core import telemetry
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.config import CheckpointConfig
-from flotilla_core.errors import FlotillaError
+from flotilla_core.disk import free_bytes
+from flotilla_core.errors import DiskFull, FlotillaError
 from flotilla_core.telemetry import names
 
 
@@ -44,6 +46,9 @@ class RunCheckpoints:
         self.shelf = shelf
         self.newest = -1
         """Steps of the newest one that was made or loaded here, or is being written."""
+        self.full: DiskFull | None = None
+        """Why the disk did not take the last one."""
+        self._nbytes = 0
 
     @property
     def wanted(self) -> bool:
@@ -66,6 +71,7 @@ class RunCheckpoints:
     async def save(self, progress: Progress) -> None:
         """Return when the state is in the trainer's host memory; it reaches the disk behind the next steps."""
         await self.settle()
+        self.full = None
         folder = self.shelf.path / CheckpointShelf.name_of(progress.steps_done)
         stages = self._learners.save(folder, progress.to_bytes())
         attributes: dict[str, str | int] = {names.RUN_ID: self._run_id, names.STEP: progress.steps_done}
@@ -80,6 +86,17 @@ class RunCheckpoints:
         self._writing = asyncio.create_task(
             self._follow(stages, progress, before), name=f"checkpoint {folder.name}"
         )
+
+    async def save_whole(self, progress: Progress) -> None:
+        """Return when it is on disk; raises where the disk does not take it."""
+        await self.save(progress)
+        await self.settle()
+        if self.full is not None:
+            raise self.full
+
+    def may_fit(self) -> bool:
+        """Whether another one as large as the last may find room."""
+        return free_bytes(self.shelf.path) >= self._nbytes
 
     async def settle(self) -> None:
         """Wait for the one that is being written, if any."""
@@ -112,6 +129,7 @@ class RunCheckpoints:
             return
         self._measured["checkpoint/write_s"] = durable.elapsed.ToNanoseconds() / 1e9
         self._measured["checkpoint/bytes"] = float(durable.bytes)
+        self._nbytes = durable.bytes
         try:
             await asyncio.to_thread(self.shelf.prune, self._config.keep)
             oldest = await asyncio.to_thread(self._oldest)
@@ -123,4 +141,7 @@ class RunCheckpoints:
         return Progress.of(self.shelf.path / self.shelf.names()[0])
 
     def _refused(self, progress: Progress, error: Exception) -> None:
+        if isinstance(error, DiskFull):
+            self.full = error
+            return
         self._warn(f"the checkpoint after step {progress.steps_done} failed, the run goes on: {error}")

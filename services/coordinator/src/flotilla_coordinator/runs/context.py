@@ -28,6 +28,7 @@ from flotilla_coordinator.rollouts.sample_door import SampleDoor
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs.checkpoints import RunCheckpoints
 from flotilla_coordinator.runs.control import RunControl
+from flotilla_coordinator.runs.disk_waits import DiskWaits
 from flotilla_coordinator.runs.distance import distance_warning, narrow_clip_warning
 from flotilla_coordinator.runs.learned import Learned
 from flotilla_coordinator.runs.live_settings import described, differences
@@ -75,7 +76,12 @@ class RunContext:
     cursor: dict[str, Any] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     lag: LoopLag = field(default_factory=LoopLag)
+    disk: DiskWaits = field(init=False)
+    """How it waits for what it writes."""
     _evaluated_version: Version | None = None
+
+    def __post_init__(self) -> None:
+        self.disk = DiskWaits(self.status, self.control)
 
     @property
     def policy(self) -> PolicyTrainer:
@@ -157,7 +163,7 @@ class RunContext:
             return
         # Before the ledger, for a step that it knows is not made again; and only where the run is still ours.
         await self.ledger.check_owner()
-        await asyncio.to_thread(self.directory.write_samples, batch)
+        await self.disk.until_taken("samples", lambda: asyncio.to_thread(self.directory.write_samples, batch))
         sample_ids = [sample.sample_id for sample in batch.samples]
         if learned.policy is None or learned.policy.skipped:
             reason = CRITIC_ONLY if learned.policy is None else UPDATE_SKIPPED
@@ -179,6 +185,11 @@ class RunContext:
                 step=step + 1,
                 cursor=batch.cursor,
             )
+
+    async def export(self) -> None:
+        """The policy as a folder, once the disk takes it."""
+        with self.phase("export"):
+            await self.disk.until_taken("export", lambda: self.policy.export(self.directory.model_path))
 
     def progress(self, steps_done: int) -> Progress:
         """Where the run stands after so many steps."""

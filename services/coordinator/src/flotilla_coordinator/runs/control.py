@@ -43,6 +43,10 @@ class RunControl:
         self.config = config
         self._wake()
 
+    def try_again(self) -> None:
+        """Look at once whether what the run waits for is there."""
+        self._wake()
+
     @property
     def waits(self) -> bool:
         """Whether the next step has to wait."""

@@ -25,9 +25,10 @@ from flotilla_coordinator.runs.active import ActiveRun
 from flotilla_coordinator.runs.assembly import Assembly
 from flotilla_coordinator.runs.beginning import Beginning
 from flotilla_coordinator.runs.context import RunContext
+from flotilla_coordinator.runs.disk_waits import TRY_AGAIN_S
 from flotilla_coordinator.runs.loop import run_loop
 from flotilla_coordinator.runs.recovery import Recovery
-from flotilla_core.errors import FlotillaError, StaleVersion
+from flotilla_core.errors import DiskFull, FlotillaError, StaleVersion
 from flotilla_core.service import Host
 from flotilla_core.version import Version
 
@@ -62,6 +63,8 @@ class Execution:
                 task.uncancel()  # the request has been met; what follows is the record
         except FlotillaError as error:
             reason = str(error)
+            if isinstance(error, DiskFull) and active.control.stop_requested:
+                state, reason = run_pb2.RUN_STATE_STOPPED, active.stop_reason
             log.error("run failed", run_id=active.run_id, reason=reason, exc_info=True)
         except Exception as error:
             # The task boundary of a run: anything else is a defect, reported as the run's end.
@@ -118,6 +121,8 @@ class Execution:
         active = self.active
         active.context = None
         active.status.set_state(state, reason)
+        if self.ledger.full is not None:
+            active.feed.close()  # the end is told; only its record waits for room on the disk
         try:
             await self.ledger.drop_in_flight(active.run_id, RUN_ENDED)
             await self.ledger.update_run(
@@ -128,7 +133,7 @@ class Execution:
                 step=active.status.run.step,
                 version=Version.from_proto(active.status.run.policy_version),
             )
-            notice = await asyncio.to_thread(conclude, self.directory, active.status.run)
+            notice = await self._concluded()
             if notice:
                 active.status.notice(run_pb2.NOTICE_LEVEL_INFO, notice)
         # Nobody is above: a full disk must not leave watchers waiting for an end that never comes.
@@ -136,6 +141,18 @@ class Execution:
             log.exception("the end of the run could not be recorded whole", run_id=active.run_id)
         finally:
             active.feed.close()
+
+    async def _concluded(self) -> str:
+        """What `conclude` says, once the disk takes it, or the coordinator goes."""
+        active = self.active
+        while True:
+            try:
+                return await asyncio.to_thread(conclude, self.directory, active.status.run)
+            except DiskFull:
+                active.feed.close()
+                if active.abandoned:
+                    raise
+                await asyncio.sleep(TRY_AGAIN_S)
 
 
 async def _close(context: RunContext, *, ours: bool = True) -> None:

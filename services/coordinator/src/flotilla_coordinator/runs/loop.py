@@ -28,6 +28,7 @@ async def run_loop(run: RunContext, beginning: Beginning) -> None:
         # Before the first step too: a run that begins anew may have met the rule in an earlier part of it.
         while not _stop_rule_met(run) and await run.goes_on():
             await _step(run)
+            await _checkpoint_taken(run)
         run.take_no_changes()
 
         if run.sync.version != run.policy.version:
@@ -35,8 +36,7 @@ async def run_loop(run: RunContext, beginning: Beginning) -> None:
         await _evaluate_end(run)
         await _checkpoint_end(run)
         if run.config.export_final:
-            with run.phase("export"):
-                await run.policy.export(run.directory.model_path)
+            await run.export()
 
 
 async def _step(run: RunContext) -> None:
@@ -99,6 +99,23 @@ async def _checkpoint_end(run: RunContext) -> None:
     if run.checkpoints.wanted and run.checkpoints.newest != run.steps_done:
         await _checkpoint(run, run.steps_done)
         await _checkpoint_written(run)
+    await _checkpoint_taken(run)
+
+
+async def _checkpoint_taken(run: RunContext) -> None:
+    """One that a full disk did not take is made once more, of the state as it is now, before the run goes on."""
+    full = run.checkpoints.full
+    if full is None or not run.checkpoints.wanted:
+        return
+    progress = run.progress(run.steps_done)
+    with run.phase("checkpoint"):
+        again = run.disk.until_taken(
+            "checkpoint",
+            lambda: run.checkpoints.save_whole(progress),
+            full=full,
+            may_fit=run.checkpoints.may_fit,
+        )
+        await run.sync.keep_serving(again)
 
 
 async def _checkpoint_written(run: RunContext) -> None:

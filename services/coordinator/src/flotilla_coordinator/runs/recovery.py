@@ -2,7 +2,8 @@
 
 Invariants: only the loss of a session counts, whichever call noticed it; what a user asked a run to begin with is
 asked for until it has begun so; a run that loses a gang again and again without making a step ends, with the reason of
-the last time.
+the last time. One whose loop ended for a full disk, which is where nothing else waits for room, begins again once a
+while has passed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from flotilla_coordinator.leases.run_fleet import RunFleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.runs.beginning import Beginning
 from flotilla_coordinator.runs.context import RunContext
-from flotilla_core.errors import DeadlineExceeded, Exhausted, FlotillaError, RankFailed, Unavailable
+from flotilla_core.errors import DeadlineExceeded, DiskFull, Exhausted, FlotillaError, RankFailed, Unavailable
 
 MOST_IN_A_ROW = 3
 NOT_THERE = (Unavailable, RankFailed, DeadlineExceeded)
@@ -32,6 +33,9 @@ class Recovery:
 
     async def after(self, run: RunContext, error: FlotillaError, beginning: Beginning) -> Beginning:
         """How the run begins anew; raises `error` where no gang was lost."""
+        if isinstance(error, DiskFull) and not run.stop_requested:
+            await run.disk.wait(error)
+            return await self._anew(run, beginning)
         lost = [] if run.stop_requested else await self._lost(run, error, beginning)
         if not lost:
             raise error
@@ -51,6 +55,10 @@ class Recovery:
         run.status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"{what}, the run waits and goes on: {error}")
         for gang in lost:
             await self._fleet.gang_lost(gang.role, gang.instance_id, str(error))
+        return await self._anew(run, beginning)
+
+    async def _anew(self, run: RunContext, beginning: Beginning) -> Beginning:
+        """From its last checkpoint; what a user asked it to begin with is asked for until it has begun so."""
         record = await self._ledger.get_run(run.run_id)
         lineage = record.version.lineage + 1
         return Beginning(lineage) if run.begun else replace(beginning, lineage=lineage)

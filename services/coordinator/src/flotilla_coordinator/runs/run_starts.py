@@ -35,7 +35,7 @@ from flotilla_core import ids
 from flotilla_core.bus import EventStream
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.config import RunConfig, dump_yaml, load_text
-from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidConfig
+from flotilla_core.errors import DiskFull, FailedPrecondition, FlotillaError, InvalidConfig
 from flotilla_core.service import Host
 
 log = structlog.get_logger(__name__)
@@ -80,6 +80,8 @@ class RunStarts:
     async def again(self, record: RunRecord, checkpoint: str) -> run_pb2.Run:
         """Continue a run that ended before its last step, or say why not."""
         run_id, directory = record.run_id, RunDirectory(Path(record.directory))
+        if run_id in self.active and self.active[run_id].status.ended and self._ledger.full is not None:
+            raise self._ledger.full
         if run_id in self.active:
             raise FailedPrecondition(
                 f"run {run_id} has not ended",
@@ -154,11 +156,17 @@ class RunStarts:
         run_id, directory = record.run_id, RunDirectory(Path(record.directory))
         run = await asyncio.to_thread(continued_run, record)
         run.total_steps = config.steps
-        await asyncio.to_thread(directory.reopen, self._versions())
+        try:
+            await asyncio.to_thread(directory.reopen, self._versions())
+        except DiskFull as error:
+            # Who takes part now is told nowhere then; that is no reason to give up a run that waits for room.
+            if not beginning.after_coordinator:
+                raise
+            log.warning("the versions of the services were not written", run_id=run_id, error=str(error))
         # A pause outlives its coordinator; a user who resumes a run takes it back.
         paused = beginning.after_coordinator and record.state is RunState.PAUSED
         state = RunState.PAUSED if paused else RunState.RUNNING
-        await self._ledger.update_run(run_id, state=state, reason="")
+        await self._ledger.update_run(run_id, state=state, reason="", stays=False)
         newest = await asyncio.to_thread(directory.last_sequence)
         feed = RunFeed(lambda event: self._publish(run_id, directory, event), after=newest)
         status = RunStatus(run, feed, learns_by_rewards=config.learns_by_rewards)
@@ -183,6 +191,8 @@ class RunStarts:
     ) -> run_pb2.Run:
         run_id = active.run_id
         self.active[run_id] = active
+        if self._ledger.full is not None:
+            active.ledger_full(self._ledger.full)
         execution = Execution(self._host, fleet, self._ledger, active, directory)
         active.task = asyncio.create_task(execution.execute(beginning), name=f"run {run_id}")
         # What has ended is told from its records: memory is for runs that go on.
@@ -198,6 +208,6 @@ class RunStarts:
             return
         try:
             directory.write_event(event)
-        except OSError as error:  # a full disk: what must not be lost is in the ledger
+        except OSError as error:  # what must not be lost is in the ledger
             log.warning("an event was not written", run_id=run_id, error=str(error))
         self._events.publish(run_id, f"{run_id}/{event.sequence}", event.SerializeToString())

@@ -8,6 +8,7 @@ coordinator left unfinished goes on, or is closed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 
 import structlog
@@ -24,7 +25,7 @@ from flotilla_coordinator.runs.stored_run import stored_run
 from flotilla_coordinator.runs.works import Works
 from flotilla_core.bus import EventStream
 from flotilla_core.config import RunConfig, load_text
-from flotilla_core.errors import FailedPrecondition
+from flotilla_core.errors import DiskFull, FailedPrecondition
 from flotilla_core.service import Host
 from flotilla_core.version import Version
 
@@ -51,6 +52,7 @@ class Runs:
 
     async def recover(self) -> None:
         """Go on with what an earlier coordinator left open, or close it, before anything is answered."""
+        self._ledger.watch_disk(self._disk_changed)
         async with self.admission:
             # Of two runs the earlier one comes first.
             await self._starts.take_over(await self._ledger.unfinished_runs())
@@ -84,8 +86,11 @@ class Runs:
                     return await self.find(self._started[request_id])
                 record = await self._ledger.get_run(run_id)
                 active = self._starts.active.get(record.run_id)
-                if active is not None and active.control.paused and not checkpoint:
-                    await self._changes.go_on(active)
+                held = active is not None and (active.control.paused or active.status.waits_for_disk)
+                if active is not None and held and not checkpoint:
+                    if active.control.paused:
+                        await self._changes.go_on(active)
+                    await self._try_disk(active)
                     run = active.status.run
                 else:
                     run = await self._starts.again(record, checkpoint)
@@ -133,13 +138,24 @@ class Runs:
                 )
             # All in one turn, up to the ledger's queue: who takes a pause back beside it sees the stop, or stands
             # before it in the queue; and the end of the run stands behind it.
-            active.status.set_state(run_pb2.RUN_STATE_STOPPING, reason)
             active.request_stop(reason)
+            active.status.set_state(run_pb2.RUN_STATE_STOPPING, reason)
             asyncio.get_running_loop().call_later(STOP_GRACE_S, active.cancel)
             await self._ledger.stopping(found.run_id, reason)
             return active.status.run
 
         return await self._calls.whole(act())
+
+    async def _try_disk(self, active: ActiveRun) -> None:
+        """Let a run that waits for room on a disk look at once."""
+        active.control.try_again()
+        if self._ledger.full is not None:
+            with contextlib.suppress(DiskFull):
+                await self._ledger.beat()
+
+    def _disk_changed(self, full: DiskFull | None) -> None:
+        for active in list(self._starts.active.values()):
+            active.ledger_full(full)
 
     async def find(self, run_id: str) -> run_pb2.Run:
         """A run by id, by unique prefix of it, or `latest`."""
@@ -176,11 +192,13 @@ class Runs:
 
     async def close(self) -> None:
         """The coordinator goes: every run ends now, recorded."""
+        self._ledger.give_up_waiting()
         await self._calls.settle()  # what is being started or resumed is then among the runs
         tasks = []
         for active in self._starts.active.values():
             if active.task is not None and not active.task.done():
                 active.control.stop_requested, active.stop_reason = True, "the coordinator was stopped"
+                active.abandoned = True
                 active.cancel()
                 tasks.append(active.task)
         if tasks:

@@ -1,7 +1,8 @@
 """The state of one run as users see it.
 
 Invariants: every change is an event in the feed, and the end is in the ledger as well; the estimate of the
-remaining time uses the median of recent steps, so that one slow step does not frighten anybody.
+remaining time uses the median of recent steps, so that one slow step does not frighten anybody. While a disk takes no
+more, a run that goes on shows as PAUSED, with that as its phase and its reason; below that its own state goes on.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from flotilla_coordinator.runs.learning_signal import LearningSignal
 from flotilla_core.version import Version
 
 RECENT_STEPS = 20
+WAITS_FOR_DISK = "wait for disk space"
+GOES_ON = (run_pb2.RUN_STATE_PENDING, run_pb2.RUN_STATE_RUNNING, run_pb2.RUN_STATE_PAUSED)
 TERMINAL = (run_pb2.RUN_STATE_SUCCEEDED, run_pb2.RUN_STATE_STOPPED, run_pb2.RUN_STATE_FAILED)
 
 
@@ -28,23 +31,50 @@ class RunStatus:
         self._feed = feed
         self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
         self._signal = LearningSignal() if learns_by_rewards else None
+        self._state, self._reason, self._phase = run.state, run.reason, run.phase
+        self._full: dict[str, str] = {}
+        """What the disk does not take, and why."""
 
     def enter(self, phase: str) -> None:
         """The loop begins a phase."""
-        self.run.phase = phase
-        self.run.phase_since.FromNanoseconds(time.time_ns())
+        self._phase = phase
+        self._show()
         # Thousands of phases are kept as events, and the steps' own events carry the metrics.
         self._announce(metrics=False)
 
     def set_state(self, state: run_pb2.RunState.ValueType, reason: str = "") -> None:
         """Begin, stop, end."""
-        self.run.state = state
-        self.run.reason = reason
+        self._state, self._reason = state, reason
         if state in TERMINAL:
-            self.run.phase = ""
+            self._phase = ""
             self.run.eta_seconds = 0
             self.run.ended_at.FromNanoseconds(time.time_ns())
+        self._show()
         self._announce()
+
+    def wait_for_disk(self, what: str, why: str) -> None:
+        """The run cannot go on before the disk takes `what`."""
+        is_news = not self._full
+        self._full[what] = why
+        if is_news and self._state in GOES_ON:
+            self.notice(run_pb2.NOTICE_LEVEL_WARNING, f"the run is paused and waits for disk space: {why}")
+        if is_news:
+            self._show()
+            self._announce(metrics=False)
+
+    def disk_has_room(self, what: str) -> None:
+        """The disk took `what`."""
+        if self._full.pop(what, None) is None or self._full:
+            return
+        self._show()
+        if self._state in GOES_ON:
+            self.notice(run_pb2.NOTICE_LEVEL_INFO, "the disk has room again, the run goes on")
+        self._announce(metrics=False)
+
+    @property
+    def waits_for_disk(self) -> bool:
+        """Whether it would go on, were there room on a disk."""
+        return bool(self._full) and self._state in GOES_ON
 
     @property
     def ended(self) -> bool:
@@ -90,6 +120,15 @@ class RunStatus:
     def notice(self, level: run_pb2.NoticeLevel.ValueType, text: str) -> None:
         """Something that a user should read."""
         self._feed.append(run_pb2.RunEvent(notice=run_pb2.Notice(level=level, text=text)))
+
+    def _show(self) -> None:
+        """What goes on, or what keeps it from going on."""
+        state, reason, phase = self._state, self._reason, self._phase
+        if self.waits_for_disk:
+            state, reason, phase = run_pb2.RUN_STATE_PAUSED, next(iter(self._full.values())), WAITS_FOR_DISK
+        if phase != self.run.phase or state != self.run.state:
+            self.run.phase_since.FromNanoseconds(time.time_ns())
+        self.run.state, self.run.reason, self.run.phase = state, reason, phase
 
     def _announce(self, *, metrics: bool = True) -> None:
         snapshot = run_pb2.Run()

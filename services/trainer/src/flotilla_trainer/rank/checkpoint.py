@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from flotilla_core import telemetry
+from flotilla_core.disk import disk_full
 from flotilla_core.errors import FlotillaError, Internal, Mismatch
 from flotilla_core.telemetry import names
 from flotilla_trainer.frames import Frame
@@ -112,8 +113,9 @@ class RankCheckpoints:
             self._link.refuse(report, error)
         # Nobody is above a thread; the front waits for its report, and training goes on without it.
         except Exception as error:  # noqa: BLE001
+            unexpected = Internal("the checkpoint cannot be written", why=repr(error))
+            self._link.refuse(report, disk_full(error, unexpected.what, folder) or unexpected)
             traceback.print_exc()
-            self._link.refuse(report, Internal("the checkpoint cannot be written", why=repr(error)))
         else:
             self._link.answer(report, {})
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, GenerationConfig
 
 from flotilla_core import telemetry
-from flotilla_core.errors import FailedPrecondition
+from flotilla_core.checkpoint import not_written
 from flotilla_core.telemetry import names
 from flotilla_trainer.rank import peft_folder
 from flotilla_trainer.rank.link import FrontLink
@@ -53,12 +53,7 @@ class WholeModel:
             if self._adapters is not None:
                 self._adapters.write(folder / peft_folder.FOLDER)
         except (OSError, SafetensorError) as error:
-            raise FailedPrecondition(
-                "the model cannot be written",
-                where=str(folder),
-                why=str(error),
-                next_step="see whether the disk is full",
-            ) from error
+            raise not_written("the model", folder, error) from error
 
 
 def export(path: Path, source: Path, model: ShardedModel, link: FrontLink) -> dict[str, Any]:
@@ -75,9 +70,7 @@ def export(path: Path, source: Path, model: ShardedModel, link: FrontLink) -> di
             whole.write(aside)
             _replace(path, aside)
         except OSError as error:
-            raise FailedPrecondition(
-                "the model cannot be put in place", where=str(path), why=str(error)
-            ) from error
+            raise not_written("the model", path, error) from error
         finally:
             shutil.rmtree(aside, ignore_errors=True)
     files = sorted(file for file in path.rglob("*") if file.is_file())

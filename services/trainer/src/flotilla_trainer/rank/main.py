@@ -6,6 +6,7 @@ ends the process at once with a traceback in its log, because peers would wait f
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -18,6 +19,7 @@ from typing import NoReturn
 import torch
 
 from flotilla_core import telemetry
+from flotilla_core.logs import tolerate_lost_lines
 from flotilla_trainer.frames import Frame
 from flotilla_trainer.rank.link import FrontLink
 from flotilla_trainer.rank.setup import RankSetup
@@ -26,6 +28,7 @@ from flotilla_trainer.rank.worker import RankWorker
 
 def serve(descriptor: int, stacks_path: Path) -> NoReturn:
     """Serve the front until it goes away, which ends the process."""
+    tolerate_lost_lines()
     stacks = stacks_path.open("a", encoding="utf-8")
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     faulthandler.enable()
@@ -54,7 +57,8 @@ def _leave(frame: Frame) -> None:
 def end_at_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """As `sys.excepthook`: the traceback into the log, and out, whatever other threads do."""
     # Not sys.stderr: torch.distributed puts a buffer there while it calls this, and would print it too late.
-    traceback.print_exception(kind, error, trace, file=sys.__stderr__)
-    if sys.__stderr__ is not None:
-        sys.__stderr__.flush()
+    with contextlib.suppress(OSError):  # a full disk takes no log
+        traceback.print_exception(kind, error, trace, file=sys.__stderr__)
+        if sys.__stderr__ is not None:
+            sys.__stderr__.flush()
     os._exit(1)

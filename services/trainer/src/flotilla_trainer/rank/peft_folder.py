@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from flotilla_core.checkpoint import not_written
 from flotilla_core.errors import FailedPrecondition, Mismatch, NotFound, Unimplemented
 from flotilla_core.json_text import read_json_object
 from flotilla_trainer.rank.lora import Adapters
@@ -67,12 +68,7 @@ class AdapterFolder:
             tensors = {PREFIX + name: tensor for name, tensor in self._tensors.items()}
             save_file(tensors, folder / TENSORS_FILE, {"format": "pt"})
         except (OSError, SafetensorError) as error:
-            raise FailedPrecondition(
-                "the adapters cannot be written",
-                where=str(folder),
-                why=str(error),
-                next_step="see whether the disk is full",
-            ) from error
+            raise not_written("the adapters", folder, error) from error
 
 
 def read_adapters(folder: Path, adapters: Adapters) -> dict[str, torch.Tensor]:

@@ -18,7 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from flotilla_core.errors import Damaged, FailedPrecondition, Mismatch
+from flotilla_core.checkpoint import not_written
+from flotilla_core.errors import Damaged, Mismatch
 
 FOLDER = "shards"
 
@@ -44,12 +45,7 @@ def write_shard(folder: Path, rank: int, ranks: int, pieces: dict[str, Piece], f
             {"places": json.dumps(places), "facts": json.dumps(facts)},
         )
     except (OSError, SafetensorError) as error:
-        raise FailedPrecondition(
-            "the checkpoint cannot be written",
-            where=str(path),
-            why=str(error),
-            next_step="see whether the disk is full; checkpoint.keep says how many stay",
-        ) from error
+        raise not_written("the checkpoint", path, error) from error
 
 
 class _Source(NamedTuple):

@@ -57,6 +57,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_UNIMPLEMENTED: _ErrorReason.ValueType  # 21
     ERROR_REASON_DAMAGED: _ErrorReason.ValueType  # 22
     """Bytes on disk are not those that were written; the message names the file."""
+    ERROR_REASON_DISK_FULL: _ErrorReason.ValueType  # 23
+    """A disk takes no more: it is full, over a quota or read-only; the message names it."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed: the `reason` of google.rpc.ErrorInfo, domain "flotilla"."""
@@ -96,6 +98,8 @@ ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 20
 ERROR_REASON_UNIMPLEMENTED: ErrorReason.ValueType  # 21
 ERROR_REASON_DAMAGED: ErrorReason.ValueType  # 22
 """Bytes on disk are not those that were written; the message names the file."""
+ERROR_REASON_DISK_FULL: ErrorReason.ValueType  # 23
+"""A disk takes no more: it is full, over a quota or read-only; the message names it."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 class _RetryVerdict:
