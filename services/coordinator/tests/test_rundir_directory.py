@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -19,7 +21,7 @@ from flotilla_coordinator.ledger.records import TokenSpan
 from flotilla_coordinator.report import conclude, export_parquet, write_plots
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
 from flotilla_coordinator.rundir import RunDirectory
-from flotilla_core.errors import AlreadyExists
+from flotilla_core.errors import AlreadyExists, DiskFull
 from flotilla_core.version import Version
 
 
@@ -207,3 +209,56 @@ def test_a_run_that_goes_on_keeps_its_earlier_end_aside(directory: RunDirectory)
     assert directory.read_outcome() is None
     assert "the first end" in (directory.path / "outcome-2.json").read_text()
     assert json.loads((directory.path / "versions-2.json").read_text()) == {"trainer": {"torch": "2"}}
+
+
+def test_lines_that_a_full_disk_does_not_take_come_with_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = RunDirectory.create(tmp_path / "run")
+    directory.write_metrics(0, {"loss": 1.0})
+    whole = (directory.path / "metrics.jsonl").read_bytes()
+
+    class Half:
+        """A file whose disk takes half of what it is given."""
+
+        def __init__(self, file: IO[bytes]) -> None:
+            self.file = file
+
+        def __enter__(self) -> Half:
+            return self
+
+        def __exit__(self, *raised: object) -> None:
+            self.file.close()
+
+        def write(self, content: bytes) -> int:
+            return self.file.write(content[: len(content) // 2])
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+    def half(path: Path, *arguments: Any, **options: Any) -> Half:
+        return Half(path_open(path, *arguments, **options))
+
+    path_open = Path.open
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", half)
+        directory.write_metrics(1, {"loss": 0.5})
+        directory.write_metrics(2, {"loss": 0.25})
+    assert (directory.path / "metrics.jsonl").read_bytes() == whole
+    directory.write_metrics(3, {"loss": 0.125})
+    assert [step for step, _ in directory.read_metrics()] == [0, 1, 2, 3]
+
+
+def test_samples_that_a_full_disk_does_not_take_leave_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    directory = RunDirectory.create(tmp_path / "run")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full)
+        with pytest.raises(DiskFull, match="the samples cannot be written"):
+            directory.write_samples(batch(0))
+    assert list((directory.path / "samples").iterdir()) == []
+    assert directory.write_samples(batch(0)).name == "step-000000.jsonl.zst"

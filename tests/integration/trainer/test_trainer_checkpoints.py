@@ -26,6 +26,7 @@ from flotilla_core.checkpoint import CheckpointShelf, Manifest
 from flotilla_core.errors import (
     AlreadyExists,
     Damaged,
+    DiskFull,
     FailedPrecondition,
     FlotillaError,
     InvalidRequest,
@@ -271,7 +272,7 @@ async def test_a_disk_that_fills_up_at_the_seal_leaves_nothing(
     await pair.open()
     with monkeypatch.context() as patch:
         patch.setattr(Manifest, "seal", full)
-        with pytest.raises(FailedPrecondition, match=r"manifest\.json.*No space left"):
+        with pytest.raises(DiskFull, match=r"manifest\.json.*the disk is full"):
             await pair.save(tmp_path / "step-000000", Version(0, 0))
     assert list(tmp_path.iterdir()) == []
     await pair.save(tmp_path / "step-000000", Version(0, 0))

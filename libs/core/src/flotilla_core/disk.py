@@ -81,12 +81,12 @@ def names_full_disk(what: str, where: Path) -> Iterator[None]:
 
 def free_bytes(path: Path) -> int:
     """What the disk of `path` can take; the nearest folder that exists stands for it."""
-    return shutil.disk_usage(_existing(path)).free
+    return shutil.disk_usage(nearest(path)).free
 
 
 def room(path: Path) -> str:
     """The disk of `path` in numbers: where it is mounted, what is free of how much."""
-    mount = _existing(path).resolve()
+    mount = nearest(path).resolve()
     while not mount.is_mount():
         mount = mount.parent
     usage = shutil.disk_usage(mount)
@@ -114,7 +114,18 @@ def check_state_directory(path: Path) -> None:
         ) from error
 
 
-def _existing(path: Path) -> Path:
+def lacks_room(folder: Path) -> DiskFull | None:
+    """Why `folder` takes no file now, where its disk takes no more."""
+    try:
+        check_state_directory(folder)
+    except DiskFull as full:
+        return full
+    except FailedPrecondition:
+        return None  # another trouble, which whoever works there meets and names
+    return None
+
+
+def nearest(path: Path) -> Path:
     """The path itself, or the nearest folder above it that exists."""
     found = path.absolute()
     while not found.exists():

@@ -16,6 +16,7 @@ import structlog
 
 from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
 from flotilla_core.bus import NatsServer
+from flotilla_core.disk import lacks_room
 from flotilla_core.errors import FlotillaError
 from flotilla_launch.placement import reserve_port
 from flotilla_launch.state import ProcessIdentity
@@ -26,6 +27,7 @@ log = structlog.get_logger()
 NAME = "nats"
 _HOST = "127.0.0.1"
 _RESTART_DELAY_S = 0.5
+_LOOK_FOR_ROOM_EVERY_S = 1.0
 
 
 class NatsProcess:
@@ -109,6 +111,8 @@ class NatsProcess:
                 try:
                     self._became(ProcessState.PROCESS_STATE_RESTARTING, why)
                     await asyncio.sleep(_RESTART_DELAY_S)
+                    while lacks_room(self._directory):  # noqa: ASYNC110 - a disk tells nobody
+                        await asyncio.sleep(_LOOK_FOR_ROOM_EVERY_S)
                     server = await self._boot()
                 # Nobody awaits this task: what the system refuses (a full disk) is one failed attempt as well.
                 except (FlotillaError, OSError) as error:

@@ -18,6 +18,7 @@ from pathlib import Path
 import structlog
 
 from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
+from flotilla_core.disk import lacks_room
 from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, FlotillaError, Internal
 from flotilla_launch import shared_memory
 from flotilla_launch.child import Child
@@ -34,6 +35,7 @@ STOP_GRACE_S = 10.0
 _BACKOFF_S = (0.2, 1.0, 3.0, 10.0)
 _POLL_S = 0.1
 _NAME_THE_WAIT_AFTER_S = 10.0
+_LOOK_FOR_ROOM_EVERY_S = 1.0
 
 
 class ServiceProcess:
@@ -171,12 +173,21 @@ class ServiceProcess:
         self._set(ProcessState.PROCESS_STATE_RESTARTING, why)
         log.warning("restarting", process=self.slot.name, why=why, backoff_s=backoff)
         await asyncio.sleep(backoff)
+        await self._room()
         try:
             await self._boot()
         except FlotillaError as error:
             self._status.error = str(error)
             return False
         return True
+
+    async def _room(self) -> None:
+        """Wait until the disk takes what a service writes at its start: one that ends for want of it has no fault."""
+        while full := lacks_room(self._log_path.parent):
+            if self._status.error != str(full):
+                self._set(ProcessState.PROCESS_STATE_RESTARTING, str(full))
+                log.warning("waiting for disk space", process=self.slot.name, why=str(full))
+            await asyncio.sleep(_LOOK_FOR_ROOM_EVERY_S)
 
     async def _boot(self) -> None:
         """Start a child and wait until it is READY; leaves nothing behind when it does not get there."""

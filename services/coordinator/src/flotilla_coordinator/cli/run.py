@@ -192,7 +192,7 @@ def resume(
     as_json: Json = False,
 ) -> None:
     """Take a pause back; continue a run that failed or was stopped, from its newest good checkpoint."""
-    from flotilla_coordinator.cli.output import print_json, say
+    from flotilla_coordinator.cli.output import print_json, say, state_name
     from flotilla_coordinator.cli.running import wait
 
     async def ask() -> Run:
@@ -205,4 +205,5 @@ def resume(
     elif as_json:
         print_json(run_json(found))
     else:
-        say(f"run {found.run_id} goes on\nnext: flotilla run watch {found.run_id}")
+        waits = f"is still paused: {found.reason}" if state_name(found) == "paused" else "goes on"
+        say(f"run {found.run_id} {waits}\nnext: flotilla run watch {found.run_id}")

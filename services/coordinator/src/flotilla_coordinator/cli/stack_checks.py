@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from flotilla_core.config import StackConfig
 
 
+_LEAST_BYTES = 32 << 20
+"""For ledger, samples, spans and logs of a short run."""
+
+
 def stack_checks(given: str | None) -> tuple[StackConfig | None, list[Finding]]:
     """The stack, where its file is valid, and the findings."""
     from flotilla_core.errors import InvalidConfig
@@ -22,7 +26,56 @@ def stack_checks(given: str | None) -> tuple[StackConfig | None, list[Finding]]:
     except InvalidConfig as error:
         return None, [failed("stack file", str(error), "correct it; see: flotilla config schema stack")]
     found = f"{file}: stack {config.name!r}" if file else f"none: defaults, stack {config.name!r}"
-    return config, [passed("stack file", found), *_models(config), _token(config), _bind(config)]
+    return config, [
+        passed("stack file", found),
+        _state(config),
+        *_models(config),
+        _token(config),
+        _bind(config),
+    ]
+
+
+def _state(config: StackConfig) -> Finding:
+    """Whether the state directory takes files, and how many checkpoints of the stack's model."""
+    from flotilla_core.config.checkpoint import CheckpointConfig
+    from flotilla_core.disk import check_state_directory, free_bytes, nearest, room
+    from flotilla_core.errors import FlotillaError
+
+    place = (config.state_dir / config.name).absolute()
+    check = "state directory"
+    try:
+        check_state_directory(nearest(place))  # which `up` would make it in
+    except FlotillaError as error:
+        return failed(check, f"{error.what} ({error.where}): {error.why}", error.next_step)
+    found, free = f"{place}: {room(place)}", free_bytes(place)
+    checkpoint = _checkpoint_bytes(config)
+    kept = CheckpointConfig().keep
+    least, usual = _LEAST_BYTES + checkpoint, _LEAST_BYTES + (kept + 1) * checkpoint
+    if free < least:
+        needed = f"free at least {_mib(least)}: a checkpoint of the model has {_mib(checkpoint)}"
+        return failed(check, found, f"{needed}; or set state_dir to another disk")
+    if free < usual:
+        remedy = f"a run that keeps {kept} checkpoints of {_mib(checkpoint)} fills up to {_mib(usual)}"
+        return warning(check, found, f"{remedy}; `flotilla run plan FILE` says what yours needs")
+    return passed(check, found)
+
+
+def _checkpoint_bytes(config: StackConfig) -> int:
+    """Of the stack's model, all of which learns, as the plan of a run weighs it; 0 where it cannot be read."""
+    from flotilla_coordinator.plan.disk_use import MODEL, STATE
+    from flotilla_coordinator.plan.model_facts import ModelFacts
+    from flotilla_core.errors import FlotillaError
+
+    if not Path(config.model).is_dir():
+        return 0
+    try:
+        return ModelFacts.read(Path(config.model)).parameters * (MODEL + STATE)
+    except (FlotillaError, OSError, ValueError, KeyError):
+        return 0  # what is wrong with the model is a finding of its own
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.0f} MiB"
 
 
 def _models(config: StackConfig) -> list[Finding]:

@@ -139,12 +139,12 @@ class WriterThread:
             while waiting and full is None:
                 batch = waiting[:MOST_IN_ONE_COMMIT]
                 full = self._commit(batch)
+                self._note(full)  # before anybody hears of the batch
                 if full is None:
                     self._deliver(batch)
                     del waiting[:MOST_IN_ONE_COMMIT]
             if full is not None:
                 waiting = self._refuse(waiting, full, all_of_them=closing or self._gives_up)
-            self._note(full)
 
     def _take(self, limit_s: float | None) -> tuple[list[_Submitted], bool]:
         """What was submitted, as soon as there is something or the time is over; whether it was the last."""

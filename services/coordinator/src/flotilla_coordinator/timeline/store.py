@@ -22,6 +22,7 @@ from flotilla_coordinator.timeline import decode, pruning
 from flotilla_coordinator.timeline.decode import ResourceKey, SpanRow
 from flotilla_coordinator.timeline.reader import SpanReader
 from flotilla_coordinator.timeline.schema import NO_STEP, migrate
+from flotilla_core.disk import disk_full, names_full_disk
 from flotilla_core.errors import FailedPrecondition
 
 MAX_QUEUED_SPANS = 100_000
@@ -50,7 +51,8 @@ class SpanStore:
         self._queue: queue.SimpleQueue[tuple[Work, int, Future[int]] | None] = queue.SimpleQueue()
         self._resources: dict[ResourceKey, int] = {}
         self._closed = False
-        self._connection = _open(path)
+        with names_full_disk("the span store cannot be opened", path):
+            self._connection = _open(path)
         self._thread = threading.Thread(target=self._write, name="span-store", daemon=True)
         self._thread.start()
 
@@ -123,7 +125,7 @@ class SpanStore:
                 results = [work(self._connection) for work, _, _ in batch]
         # The thread outlives every failure (a full disk, say): each caller gets it and decides.
         except Exception as error:  # noqa: BLE001
-            failure = error
+            failure = disk_full(error, "spans cannot be stored", self.path) or error
             self._resources.clear()
             logger.warning("spans could not be stored: %s", error)
         spans = sum(count for _, count, _ in batch)
