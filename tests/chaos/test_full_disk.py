@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_testing.coordinator_faults import endless_run
 from flotilla_testing.small_disk import LIMIT_S, RunOnDisk, SmallDisk, small_disk, stack_on
@@ -41,6 +42,13 @@ def fleet(disk: SmallDisk, arithmetic: Path) -> Iterator[Stack]:
         yield running
 
 
+def verdict(run: RunOnDisk) -> str:
+    """Nothing was lost, trained twice or trained too late."""
+    found = check(run.fleet.directory / "ledger.sqlite", run.run["run_id"])
+    assert found.passed and found.lost == found.trained_twice == found.stale == 0, str(found)
+    return str(found)
+
+
 def test_a_run_on_a_full_disk_pauses_and_goes_on_by_itself_twenty_times(
     fleet: Stack, disk: SmallDisk, arithmetic: Path, tmp_path: Path
 ) -> None:
@@ -55,11 +63,11 @@ def test_a_run_on_a_full_disk_pauses_and_goes_on_by_itself_twenty_times(
         went_on_s = full.free()
         sys.stdout.write(
             f"strike {strike}: after step {full.steps}, paused in {noticed_s:.1f} s, "
-            f"two more steps {went_on_s:.1f} s after space was freed, {full.verdict()}: {text}\n"
+            f"two more steps {went_on_s:.1f} s after space was freed, {verdict(full)}: {text}\n"
         )
     fleet.ok("run", "stop", run["run_id"])
     wait_until("the end", lambda: full.now().state == run_pb2.RUN_STATE_STOPPED, LIMIT_S)
-    sys.stdout.write(f"{full.verdict()}\n")
+    sys.stdout.write(f"{verdict(full)}\n")
     steps = [step["step"] for step in fleet.metrics(run)]
     assert steps == list(range(len(steps))), "a step was made twice"
     directory = RunDirectory(Path(run["directory"]))

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.ledger.checker import check
 from flotilla_core.disk import free_bytes
 from flotilla_core.errors import FlotillaError
 from flotilla_testing.stack import Stack, light_stack, wait_until
@@ -125,9 +124,3 @@ class RunOnDisk:
         wait_until("two more steps", lambda: self.steps >= before + 2, LIMIT_S)
         assert self.now().state == run_pb2.RUN_STATE_RUNNING
         return time.monotonic() - freed
-
-    def verdict(self) -> str:
-        """Nothing was lost or trained twice, and every step has its one line."""
-        verdict = check(self.fleet.directory / "ledger.sqlite", self.run["run_id"])
-        assert verdict.passed and verdict.lost == verdict.trained_twice == verdict.stale == 0, str(verdict)
-        return str(verdict)
