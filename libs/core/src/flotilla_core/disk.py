@@ -72,9 +72,8 @@ def names_full_disk(what: str, where: Path) -> Iterator[None]:
     """Raise `DiskFull` for whatever in the block fails because the disk takes no more."""
     try:
         yield
-    # Which errors speak of a disk is the business of `why_full`; every other one goes on as it is.
-    except Exception as error:
-        if isinstance(error, DiskFull) or (full := disk_full(error, what, where)) is None:
+    except (OSError, sqlite3.Error) as error:
+        if (full := disk_full(error, what, where)) is None:
             raise
         raise full from error
 
