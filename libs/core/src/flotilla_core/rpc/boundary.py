@@ -1,7 +1,8 @@
 """The edge of every servicer: bytes become messages, exceptions become statuses.
 
 Invariants: a servicer raises `FlotillaError` and never touches status codes; bytes that are no message are
-the caller's error and tell nothing of our insides; an exception that nobody expected is logged once, here,
+the caller's error and tell nothing of our insides, and so is a message that breaks the rules of its contract
+(`validation`); an exception that nobody expected is logged once, here,
 and travels as INTERNAL with its traceback; a call that answers once has a deadline: nothing waits for ever. A call's
 fence is admitted last, right before the handler: a call that is refused here moves no fence.
 """
@@ -16,13 +17,14 @@ from typing import Any, NoReturn
 
 import grpc
 import structlog
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from grpc_status import rpc_status
 
 from flotilla_core.errors import FlotillaError, Internal, InvalidRequest, Unimplemented
 from flotilla_core.rpc import status
 from flotilla_core.rpc.fence import Fence, NewestFences
 from flotilla_core.rpc.handlers import behavior_of, is_infrastructure, wrapped
+from flotilla_core.rpc.validation import validate
 
 logger = structlog.get_logger()
 
@@ -88,9 +90,12 @@ class _Reception:
 
     def _decoded(self, data: bytes) -> Any:
         try:
-            return self._handler.request_deserializer(data)
+            message = self._handler.request_deserializer(data)
         except (DecodeError, ValueError):
             raise InvalidRequest("the request is not a valid message", where=self.method) from None
+        if isinstance(message, Message):
+            validate(message, self.method)
+        return message
 
 
 def _bounded(handler: Any, reception: _Reception) -> grpc.RpcMethodHandler[Any, Any]:

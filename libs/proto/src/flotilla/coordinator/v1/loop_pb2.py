@@ -22,6 +22,7 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from flotilla.common.v1 import rules_pb2 as flotilla_dot_common_dot_v1_dot_rules__pb2
 from flotilla.common.v1 import tensor_pb2 as flotilla_dot_common_dot_v1_dot_tensor__pb2
 from flotilla.common.v1 import version_pb2 as flotilla_dot_common_dot_v1_dot_version__pb2
 from flotilla.trainer.v1 import session_pb2 as flotilla_dot_trainer_dot_v1_dot_session__pb2
@@ -29,77 +30,87 @@ from flotilla.trainer.v1 import trainer_pb2 as flotilla_dot_trainer_dot_v1_dot_t
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"flotilla/coordinator/v1/loop.proto\x12\x17\x66lotilla.coordinator.v1\x1a\x1f\x66lotilla/common/v1/tensor.proto\x1a flotilla/common/v1/version.proto\x1a!flotilla/trainer/v1/session.proto\x1a!flotilla/trainer/v1/trainer.proto\x1a\x1cgoogle/protobuf/struct.proto\"\x96\x01\n\nLoopPrompt\x12\x0c\n\x04text\x18\x01 \x01(\t\x12-\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x1a.flotilla.common.v1.Tensor\x12\x0e\n\x06\x61nswer\x18\x03 \x01(\t\x12%\n\x04info\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x14\n\x0c\x63onversation\x18\x05 \x01(\t\"\xd5\x01\n\nLoopSample\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12-\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x1a.flotilla.common.v1.Tensor\x12,\n\x08logprobs\x18\x04 \x01(\x0b\x32\x1a.flotilla.common.v1.Tensor\x12\x36\n\rversion_spans\x18\x05 \x03(\x0b\x32\x1f.flotilla.common.v1.VersionSpan\x12\x11\n\ttruncated\x18\x06 \x01(\x08\"\x88\x01\n\tLoopGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x33\n\x06prompt\x18\x02 \x01(\x0b\x32#.flotilla.coordinator.v1.LoopPrompt\x12\x34\n\x07samples\x18\x03 \x03(\x0b\x32#.flotilla.coordinator.v1.LoopSample\"!\n\x0fOpenLoopRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x84\x01\n\x10OpenLoopResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x39\n\x0epolicy_version\x18\x02 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\x12\n\nsteps_done\x18\x03 \x01(\x04\x12\x11\n\tdirectory\x18\x04 \x01(\t\"3\n\x12\x44rawPromptsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"K\n\x13\x44rawPromptsResponse\x12\x34\n\x07prompts\x18\x01 \x03(\x0b\x32#.flotilla.coordinator.v1.LoopPrompt\"\xdb\x01\n\x13SampleGroupsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x34\n\x07prompts\x18\x02 \x03(\x0b\x32#.flotilla.coordinator.v1.LoopPrompt\x12\x1a\n\x12samples_per_prompt\x18\x03 \x01(\r\x12\x18\n\x0btemperature\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12 \n\x13max_response_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x16\n\x14_max_response_tokens\"X\n\x14SampleGroupsResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x31\n\x05group\x18\x02 \x01(\x0b\x32\".flotilla.coordinator.v1.LoopGroup\"X\n\x12ScoreGroupsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x32\n\x06groups\x18\x02 \x03(\x0b\x32\".flotilla.coordinator.v1.LoopGroup\"N\n\tLoopScore\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x10\n\x06reward\x18\x02 \x01(\x01H\x00\x12\x11\n\x07\x66\x61ilure\x18\x03 \x01(\tH\x00\x42\t\n\x07outcome\"I\n\x13ScoreGroupsResponse\x12\x32\n\x06scores\x18\x01 \x03(\x0b\x32\".flotilla.coordinator.v1.LoopScore\"\x86\x01\n\x12ScoreTokensRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x36\n\tsequences\x18\x02 \x03(\x0b\x32#.flotilla.trainer.v1.ScoredSequence\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x0e\n\x0c_temperature\"\x8a\x01\n\x13ScoreTokensResponse\x12\x39\n\x0epolicy_version\x18\x01 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\x38\n\tsequences\x18\x02 \x03(\x0b\x32%.flotilla.trainer.v1.SequenceLogprobs\"\x97\x01\n\x13\x41\x64\x64GradientsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12/\n\x06groups\x18\x03 \x03(\x0b\x32\x1f.flotilla.trainer.v1.TrainGroup\x12+\n\x04loss\x18\x04 \x01(\x0b\x32\x1d.flotilla.trainer.v1.Function\"\xce\x01\n\x14\x41\x64\x64GradientsResponse\x12\x39\n\x0epolicy_version\x18\x01 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12K\n\x07metrics\x18\x02 \x03(\x0b\x32:.flotilla.coordinator.v1.AddGradientsResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"Q\n\x14StepOptimizerRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x15\n\rlearning_rate\x18\x03 \x01(\x01\"\xe1\x01\n\x15StepOptimizerResponse\x12\x39\n\x0epolicy_version\x18\x01 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12L\n\x07metrics\x18\x02 \x03(\x0b\x32;.flotilla.coordinator.v1.StepOptimizerResponse.MetricsEntry\x12\x0f\n\x07skipped\x18\x03 \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"8\n\x12SyncWeightsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"s\n\x13SyncWeightsResponse\x12\x39\n\x0epolicy_version\x18\x01 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x12\n\ngenerators\x18\x03 \x03(\t\"\'\n\x15\x45valuatePolicyRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"e\n\x16\x45valuatePolicyResponse\x12\x39\n\x0epolicy_version\x18\x01 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\x10\n\x08\x61\x63\x63uracy\x18\x02 \x01(\x01\"6\n\x10SaveStateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"!\n\x11SaveStateResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"D\n\x10SaveModelRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\"!\n\x11SaveModelResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"\"\n\x10\x43loseLoopRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x13\n\x11\x43loseLoopResponse2\x81\n\n\x0bLoopService\x12_\n\x08OpenLoop\x12(.flotilla.coordinator.v1.OpenLoopRequest\x1a).flotilla.coordinator.v1.OpenLoopResponse\x12h\n\x0b\x44rawPrompts\x12+.flotilla.coordinator.v1.DrawPromptsRequest\x1a,.flotilla.coordinator.v1.DrawPromptsResponse\x12m\n\x0cSampleGroups\x12,.flotilla.coordinator.v1.SampleGroupsRequest\x1a-.flotilla.coordinator.v1.SampleGroupsResponse0\x01\x12h\n\x0bScoreGroups\x12+.flotilla.coordinator.v1.ScoreGroupsRequest\x1a,.flotilla.coordinator.v1.ScoreGroupsResponse\x12h\n\x0bScoreTokens\x12+.flotilla.coordinator.v1.ScoreTokensRequest\x1a,.flotilla.coordinator.v1.ScoreTokensResponse\x12k\n\x0c\x41\x64\x64Gradients\x12,.flotilla.coordinator.v1.AddGradientsRequest\x1a-.flotilla.coordinator.v1.AddGradientsResponse\x12n\n\rStepOptimizer\x12-.flotilla.coordinator.v1.StepOptimizerRequest\x1a..flotilla.coordinator.v1.StepOptimizerResponse\x12h\n\x0bSyncWeights\x12+.flotilla.coordinator.v1.SyncWeightsRequest\x1a,.flotilla.coordinator.v1.SyncWeightsResponse\x12q\n\x0e\x45valuatePolicy\x12..flotilla.coordinator.v1.EvaluatePolicyRequest\x1a/.flotilla.coordinator.v1.EvaluatePolicyResponse\x12\x62\n\tSaveState\x12).flotilla.coordinator.v1.SaveStateRequest\x1a*.flotilla.coordinator.v1.SaveStateResponse\x12\x62\n\tSaveModel\x12).flotilla.coordinator.v1.SaveModelRequest\x1a*.flotilla.coordinator.v1.SaveModelResponse\x12\x62\n\tCloseLoop\x12).flotilla.coordinator.v1.CloseLoopRequest\x1a*.flotilla.coordinator.v1.CloseLoopResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"flotilla/coordinator/v1/loop.proto\x12\x17\x66lotilla.coordinator.v1\x1a\x1e\x66lotilla/common/v1/rules.proto\x1a\x1f\x66lotilla/common/v1/tensor.proto\x1a flotilla/common/v1/version.proto\x1a!flotilla/trainer/v1/session.proto\x1a!flotilla/trainer/v1/trainer.proto\x1a\x1cgoogle/protobuf/struct.proto\"\xa6\x01\n\nLoopPrompt\x12\x14\n\x04text\x18\x01 \x01(\tB\x06\xea\xe1\x18\x02\x18\x01\x12-\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x1a.flotilla.common.v1.Tensor\x12\x16\n\x06\x61nswer\x18\x03 \x01(\tB\x06\xea\xe1\x18\x02\x18\x01\x12%\n\x04info\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x14\n\x0c\x63onversation\x18\x05 \x01(\t\"\xdd\x01\n\nLoopSample\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x14\n\x04text\x18\x02 \x01(\tB\x06\xea\xe1\x18\x02\x18\x01\x12-\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x1a.flotilla.common.v1.Tensor\x12,\n\x08logprobs\x18\x04 \x01(\x0b\x32\x1a.flotilla.common.v1.Tensor\x12\x36\n\rversion_spans\x18\x05 \x03(\x0b\x32\x1f.flotilla.common.v1.VersionSpan\x12\x11\n\ttruncated\x18\x06 \x01(\x08\"\x88\x01\n\tLoopGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x33\n\x06prompt\x18\x02 \x01(\x0b\x32#.flotilla.coordinator.v1.LoopPrompt\x12\x34\n\x07samples\x18\x03 \x03(\x0b\x32#.flotilla.coordinator.v1.LoopSample\"!\n\x0fOpenLoopRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x84\x01\n\x10OpenLoopResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x39\n\x0epolicy_version\x18\x02 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\x12\n\nsteps_done\x18\x03 \x01(\x04\x12\x11\n\tdirectory\x18\x04 \x01(\t\"B\n\x12\x44rawPromptsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x1c\n\x05\x63ount\x18\x02 \x01(\rB\r\xea\xe1\x18\t\x11\x00\x00\x00\x00\x80\x84.A\"K\n\x13\x44rawPromptsResponse\x12\x34\n\x07prompts\x18\x01 \x03(\x0b\x32#.flotilla.coordinator.v1.LoopPrompt\"\xea\x01\n\x13SampleGroupsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x34\n\x07prompts\x18\x02 \x03(\x0b\x32#.flotilla.coordinator.v1.LoopPrompt\x12)\n\x12samples_per_prompt\x18\x03 \x01(\rB\r\xea\xe1\x18\t\x11\x00\x00\x00\x00\x00j\xf8@\x12\x18\n\x0btemperature\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12 \n\x13max_response_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x16\n\x14_max_response_tokens\"X\n\x14SampleGroupsResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x31\n\x05group\x18\x02 \x01(\x0b\x32\".flotilla.coordinator.v1.LoopGroup\"X\n\x12ScoreGroupsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x32\n\x06groups\x18\x02 \x03(\x0b\x32\".flotilla.coordinator.v1.LoopGroup\"N\n\tLoopScore\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x10\n\x06reward\x18\x02 \x01(\x01H\x00\x12\x11\n\x07\x66\x61ilure\x18\x03 \x01(\tH\x00\x42\t\n\x07outcome\"I\n\x13ScoreGroupsResponse\x12\x32\n\x06scores\x18\x01 \x03(\x0b\x32\".flotilla.coordinator.v1.LoopScore\"\x86\x01\n\x12ScoreTokensRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x36\n\tsequences\x18\x02 \x03(\x0b\x32#.flotilla.trainer.v1.ScoredSequence\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x0e\n\x0c_temperature\"\x8a\x01\n\x13ScoreTokensResponse\x12\x39\n\x0epolicy_version\x18\x01 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\x38\n\tsequences\x18\x02 \x03(\x0b\x32%.flotilla.trainer.v1.SequenceLogprobs\"\x97\x01\n\x13\x41\x64\x64GradientsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12/\n\x06groups\x18\x03 \x03(\x0b\x32\x1f.flotilla.trainer.v1.TrainGroup\x12+\n\x04loss\x18\x04 \x01(\x0b\x32\x1d.flotilla.trainer.v1.Function\"\xce\x01\n\x14\x41\x64\x64GradientsResponse\x12\x39\n\x0epolicy_version\x18\x01 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12K\n\x07metrics\x18\x02 \x03(\x0b\x32:.flotilla.coordinator.v1.AddGradientsResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"Q\n\x14StepOptimizerRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x15\n\rlearning_rate\x18\x03 \x01(\x01\"\xe1\x01\n\x15StepOptimizerResponse\x12\x39\n\x0epolicy_version\x18\x01 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12L\n\x07metrics\x18\x02 \x03(\x0b\x32;.flotilla.coordinator.v1.StepOptimizerResponse.MetricsEntry\x12\x0f\n\x07skipped\x18\x03 \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"8\n\x12SyncWeightsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"s\n\x13SyncWeightsResponse\x12\x39\n\x0epolicy_version\x18\x01 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x12\n\ngenerators\x18\x03 \x03(\t\"\'\n\x15\x45valuatePolicyRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"e\n\x16\x45valuatePolicyResponse\x12\x39\n\x0epolicy_version\x18\x01 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\x10\n\x08\x61\x63\x63uracy\x18\x02 \x01(\x01\"6\n\x10SaveStateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"!\n\x11SaveStateResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"D\n\x10SaveModelRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\"!\n\x11SaveModelResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"\"\n\x10\x43loseLoopRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x13\n\x11\x43loseLoopResponse2\x81\n\n\x0bLoopService\x12_\n\x08OpenLoop\x12(.flotilla.coordinator.v1.OpenLoopRequest\x1a).flotilla.coordinator.v1.OpenLoopResponse\x12h\n\x0b\x44rawPrompts\x12+.flotilla.coordinator.v1.DrawPromptsRequest\x1a,.flotilla.coordinator.v1.DrawPromptsResponse\x12m\n\x0cSampleGroups\x12,.flotilla.coordinator.v1.SampleGroupsRequest\x1a-.flotilla.coordinator.v1.SampleGroupsResponse0\x01\x12h\n\x0bScoreGroups\x12+.flotilla.coordinator.v1.ScoreGroupsRequest\x1a,.flotilla.coordinator.v1.ScoreGroupsResponse\x12h\n\x0bScoreTokens\x12+.flotilla.coordinator.v1.ScoreTokensRequest\x1a,.flotilla.coordinator.v1.ScoreTokensResponse\x12k\n\x0c\x41\x64\x64Gradients\x12,.flotilla.coordinator.v1.AddGradientsRequest\x1a-.flotilla.coordinator.v1.AddGradientsResponse\x12n\n\rStepOptimizer\x12-.flotilla.coordinator.v1.StepOptimizerRequest\x1a..flotilla.coordinator.v1.StepOptimizerResponse\x12h\n\x0bSyncWeights\x12+.flotilla.coordinator.v1.SyncWeightsRequest\x1a,.flotilla.coordinator.v1.SyncWeightsResponse\x12q\n\x0e\x45valuatePolicy\x12..flotilla.coordinator.v1.EvaluatePolicyRequest\x1a/.flotilla.coordinator.v1.EvaluatePolicyResponse\x12\x62\n\tSaveState\x12).flotilla.coordinator.v1.SaveStateRequest\x1a*.flotilla.coordinator.v1.SaveStateResponse\x12\x62\n\tSaveModel\x12).flotilla.coordinator.v1.SaveModelRequest\x1a*.flotilla.coordinator.v1.SaveModelResponse\x12\x62\n\tCloseLoop\x12).flotilla.coordinator.v1.CloseLoopRequest\x1a*.flotilla.coordinator.v1.CloseLoopResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'flotilla.coordinator.v1.loop_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_LOOPPROMPT'].fields_by_name['text']._loaded_options = None
+  _globals['_LOOPPROMPT'].fields_by_name['text']._serialized_options = b'\352\341\030\002\030\001'
+  _globals['_LOOPPROMPT'].fields_by_name['answer']._loaded_options = None
+  _globals['_LOOPPROMPT'].fields_by_name['answer']._serialized_options = b'\352\341\030\002\030\001'
+  _globals['_LOOPSAMPLE'].fields_by_name['text']._loaded_options = None
+  _globals['_LOOPSAMPLE'].fields_by_name['text']._serialized_options = b'\352\341\030\002\030\001'
+  _globals['_DRAWPROMPTSREQUEST'].fields_by_name['count']._loaded_options = None
+  _globals['_DRAWPROMPTSREQUEST'].fields_by_name['count']._serialized_options = b'\352\341\030\t\021\000\000\000\000\200\204.A'
+  _globals['_SAMPLEGROUPSREQUEST'].fields_by_name['samples_per_prompt']._loaded_options = None
+  _globals['_SAMPLEGROUPSREQUEST'].fields_by_name['samples_per_prompt']._serialized_options = b'\352\341\030\t\021\000\000\000\000\000j\370@'
   _globals['_ADDGRADIENTSRESPONSE_METRICSENTRY']._loaded_options = None
   _globals['_ADDGRADIENTSRESPONSE_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_STEPOPTIMIZERRESPONSE_METRICSENTRY']._loaded_options = None
   _globals['_STEPOPTIMIZERRESPONSE_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_LOOPPROMPT']._serialized_start=231
-  _globals['_LOOPPROMPT']._serialized_end=381
-  _globals['_LOOPSAMPLE']._serialized_start=384
-  _globals['_LOOPSAMPLE']._serialized_end=597
-  _globals['_LOOPGROUP']._serialized_start=600
-  _globals['_LOOPGROUP']._serialized_end=736
-  _globals['_OPENLOOPREQUEST']._serialized_start=738
-  _globals['_OPENLOOPREQUEST']._serialized_end=771
-  _globals['_OPENLOOPRESPONSE']._serialized_start=774
-  _globals['_OPENLOOPRESPONSE']._serialized_end=906
-  _globals['_DRAWPROMPTSREQUEST']._serialized_start=908
-  _globals['_DRAWPROMPTSREQUEST']._serialized_end=959
-  _globals['_DRAWPROMPTSRESPONSE']._serialized_start=961
-  _globals['_DRAWPROMPTSRESPONSE']._serialized_end=1036
-  _globals['_SAMPLEGROUPSREQUEST']._serialized_start=1039
-  _globals['_SAMPLEGROUPSREQUEST']._serialized_end=1258
-  _globals['_SAMPLEGROUPSRESPONSE']._serialized_start=1260
-  _globals['_SAMPLEGROUPSRESPONSE']._serialized_end=1348
-  _globals['_SCOREGROUPSREQUEST']._serialized_start=1350
-  _globals['_SCOREGROUPSREQUEST']._serialized_end=1438
-  _globals['_LOOPSCORE']._serialized_start=1440
-  _globals['_LOOPSCORE']._serialized_end=1518
-  _globals['_SCOREGROUPSRESPONSE']._serialized_start=1520
-  _globals['_SCOREGROUPSRESPONSE']._serialized_end=1593
-  _globals['_SCORETOKENSREQUEST']._serialized_start=1596
-  _globals['_SCORETOKENSREQUEST']._serialized_end=1730
-  _globals['_SCORETOKENSRESPONSE']._serialized_start=1733
-  _globals['_SCORETOKENSRESPONSE']._serialized_end=1871
-  _globals['_ADDGRADIENTSREQUEST']._serialized_start=1874
-  _globals['_ADDGRADIENTSREQUEST']._serialized_end=2025
-  _globals['_ADDGRADIENTSRESPONSE']._serialized_start=2028
-  _globals['_ADDGRADIENTSRESPONSE']._serialized_end=2234
-  _globals['_ADDGRADIENTSRESPONSE_METRICSENTRY']._serialized_start=2188
-  _globals['_ADDGRADIENTSRESPONSE_METRICSENTRY']._serialized_end=2234
-  _globals['_STEPOPTIMIZERREQUEST']._serialized_start=2236
-  _globals['_STEPOPTIMIZERREQUEST']._serialized_end=2317
-  _globals['_STEPOPTIMIZERRESPONSE']._serialized_start=2320
-  _globals['_STEPOPTIMIZERRESPONSE']._serialized_end=2545
-  _globals['_STEPOPTIMIZERRESPONSE_METRICSENTRY']._serialized_start=2188
-  _globals['_STEPOPTIMIZERRESPONSE_METRICSENTRY']._serialized_end=2234
-  _globals['_SYNCWEIGHTSREQUEST']._serialized_start=2547
-  _globals['_SYNCWEIGHTSREQUEST']._serialized_end=2603
-  _globals['_SYNCWEIGHTSRESPONSE']._serialized_start=2605
-  _globals['_SYNCWEIGHTSRESPONSE']._serialized_end=2720
-  _globals['_EVALUATEPOLICYREQUEST']._serialized_start=2722
-  _globals['_EVALUATEPOLICYREQUEST']._serialized_end=2761
-  _globals['_EVALUATEPOLICYRESPONSE']._serialized_start=2763
-  _globals['_EVALUATEPOLICYRESPONSE']._serialized_end=2864
-  _globals['_SAVESTATEREQUEST']._serialized_start=2866
-  _globals['_SAVESTATEREQUEST']._serialized_end=2920
-  _globals['_SAVESTATERESPONSE']._serialized_start=2922
-  _globals['_SAVESTATERESPONSE']._serialized_end=2955
-  _globals['_SAVEMODELREQUEST']._serialized_start=2957
-  _globals['_SAVEMODELREQUEST']._serialized_end=3025
-  _globals['_SAVEMODELRESPONSE']._serialized_start=3027
-  _globals['_SAVEMODELRESPONSE']._serialized_end=3060
-  _globals['_CLOSELOOPREQUEST']._serialized_start=3062
-  _globals['_CLOSELOOPREQUEST']._serialized_end=3096
-  _globals['_CLOSELOOPRESPONSE']._serialized_start=3098
-  _globals['_CLOSELOOPRESPONSE']._serialized_end=3117
-  _globals['_LOOPSERVICE']._serialized_start=3120
-  _globals['_LOOPSERVICE']._serialized_end=4401
+  _globals['_LOOPPROMPT']._serialized_start=263
+  _globals['_LOOPPROMPT']._serialized_end=429
+  _globals['_LOOPSAMPLE']._serialized_start=432
+  _globals['_LOOPSAMPLE']._serialized_end=653
+  _globals['_LOOPGROUP']._serialized_start=656
+  _globals['_LOOPGROUP']._serialized_end=792
+  _globals['_OPENLOOPREQUEST']._serialized_start=794
+  _globals['_OPENLOOPREQUEST']._serialized_end=827
+  _globals['_OPENLOOPRESPONSE']._serialized_start=830
+  _globals['_OPENLOOPRESPONSE']._serialized_end=962
+  _globals['_DRAWPROMPTSREQUEST']._serialized_start=964
+  _globals['_DRAWPROMPTSREQUEST']._serialized_end=1030
+  _globals['_DRAWPROMPTSRESPONSE']._serialized_start=1032
+  _globals['_DRAWPROMPTSRESPONSE']._serialized_end=1107
+  _globals['_SAMPLEGROUPSREQUEST']._serialized_start=1110
+  _globals['_SAMPLEGROUPSREQUEST']._serialized_end=1344
+  _globals['_SAMPLEGROUPSRESPONSE']._serialized_start=1346
+  _globals['_SAMPLEGROUPSRESPONSE']._serialized_end=1434
+  _globals['_SCOREGROUPSREQUEST']._serialized_start=1436
+  _globals['_SCOREGROUPSREQUEST']._serialized_end=1524
+  _globals['_LOOPSCORE']._serialized_start=1526
+  _globals['_LOOPSCORE']._serialized_end=1604
+  _globals['_SCOREGROUPSRESPONSE']._serialized_start=1606
+  _globals['_SCOREGROUPSRESPONSE']._serialized_end=1679
+  _globals['_SCORETOKENSREQUEST']._serialized_start=1682
+  _globals['_SCORETOKENSREQUEST']._serialized_end=1816
+  _globals['_SCORETOKENSRESPONSE']._serialized_start=1819
+  _globals['_SCORETOKENSRESPONSE']._serialized_end=1957
+  _globals['_ADDGRADIENTSREQUEST']._serialized_start=1960
+  _globals['_ADDGRADIENTSREQUEST']._serialized_end=2111
+  _globals['_ADDGRADIENTSRESPONSE']._serialized_start=2114
+  _globals['_ADDGRADIENTSRESPONSE']._serialized_end=2320
+  _globals['_ADDGRADIENTSRESPONSE_METRICSENTRY']._serialized_start=2274
+  _globals['_ADDGRADIENTSRESPONSE_METRICSENTRY']._serialized_end=2320
+  _globals['_STEPOPTIMIZERREQUEST']._serialized_start=2322
+  _globals['_STEPOPTIMIZERREQUEST']._serialized_end=2403
+  _globals['_STEPOPTIMIZERRESPONSE']._serialized_start=2406
+  _globals['_STEPOPTIMIZERRESPONSE']._serialized_end=2631
+  _globals['_STEPOPTIMIZERRESPONSE_METRICSENTRY']._serialized_start=2274
+  _globals['_STEPOPTIMIZERRESPONSE_METRICSENTRY']._serialized_end=2320
+  _globals['_SYNCWEIGHTSREQUEST']._serialized_start=2633
+  _globals['_SYNCWEIGHTSREQUEST']._serialized_end=2689
+  _globals['_SYNCWEIGHTSRESPONSE']._serialized_start=2691
+  _globals['_SYNCWEIGHTSRESPONSE']._serialized_end=2806
+  _globals['_EVALUATEPOLICYREQUEST']._serialized_start=2808
+  _globals['_EVALUATEPOLICYREQUEST']._serialized_end=2847
+  _globals['_EVALUATEPOLICYRESPONSE']._serialized_start=2849
+  _globals['_EVALUATEPOLICYRESPONSE']._serialized_end=2950
+  _globals['_SAVESTATEREQUEST']._serialized_start=2952
+  _globals['_SAVESTATEREQUEST']._serialized_end=3006
+  _globals['_SAVESTATERESPONSE']._serialized_start=3008
+  _globals['_SAVESTATERESPONSE']._serialized_end=3041
+  _globals['_SAVEMODELREQUEST']._serialized_start=3043
+  _globals['_SAVEMODELREQUEST']._serialized_end=3111
+  _globals['_SAVEMODELRESPONSE']._serialized_start=3113
+  _globals['_SAVEMODELRESPONSE']._serialized_end=3146
+  _globals['_CLOSELOOPREQUEST']._serialized_start=3148
+  _globals['_CLOSELOOPREQUEST']._serialized_end=3182
+  _globals['_CLOSELOOPRESPONSE']._serialized_start=3184
+  _globals['_CLOSELOOPRESPONSE']._serialized_end=3203
+  _globals['_LOOPSERVICE']._serialized_start=3206
+  _globals['_LOOPSERVICE']._serialized_end=4487
 # @@protoc_insertion_point(module_scope)

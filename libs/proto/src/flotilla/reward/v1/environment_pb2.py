@@ -22,32 +22,35 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from flotilla.common.v1 import rules_pb2 as flotilla_dot_common_dot_v1_dot_rules__pb2
 from flotilla.reward.v1 import reward_pb2 as flotilla_dot_reward_dot_v1_dot_reward__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$flotilla/reward/v1/environment.proto\x12\x12\x66lotilla.reward.v1\x1a\x1f\x66lotilla/reward/v1/reward.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xb0\x01\n\x0bOpenRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\tsample_id\x18\x03 \x01(\t\x12\x13\n\x0b\x65nvironment\x18\x04 \x01(\t\x12+\n\nparameters\x18\x05 \x01(\x0b\x32\x17.google.protobuf.Struct\x12(\n\x05lease\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"M\n\x0cOpenResponse\x12\x0e\n\x06handle\x18\x01 \x01(\t\x12-\n\x08messages\x18\x02 \x03(\x0b\x32\x1b.flotilla.reward.v1.Message\"S\n\x0bStepRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06handle\x18\x03 \x01(\t\x12\x10\n\x08response\x18\x04 \x01(\t\"\xf0\x01\n\x0cStepResponse\x12-\n\x08messages\x18\x01 \x03(\x0b\x32\x1b.flotilla.reward.v1.Message\x12\x0c\n\x04\x64one\x18\x02 \x01(\x08\x12\x30\n\x05value\x18\x03 \x01(\x0b\x32\x1f.flotilla.reward.v1.RewardValueH\x00\x12\x30\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x1f.flotilla.reward.v1.RewardErrorH\x00\x12\x34\n\x07timeout\x18\x05 \x01(\x0b\x32!.flotilla.reward.v1.RewardTimeoutH\x00\x42\t\n\x07outcome\"B\n\x0c\x43loseRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06handle\x18\x03 \x01(\t\"\x0f\n\rCloseResponse2\xf8\x01\n\x12\x45nvironmentService\x12I\n\x04Open\x12\x1f.flotilla.reward.v1.OpenRequest\x1a .flotilla.reward.v1.OpenResponse\x12I\n\x04Step\x12\x1f.flotilla.reward.v1.StepRequest\x1a .flotilla.reward.v1.StepResponse\x12L\n\x05\x43lose\x12 .flotilla.reward.v1.CloseRequest\x1a!.flotilla.reward.v1.CloseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$flotilla/reward/v1/environment.proto\x12\x12\x66lotilla.reward.v1\x1a\x1e\x66lotilla/common/v1/rules.proto\x1a\x1f\x66lotilla/reward/v1/reward.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xb0\x01\n\x0bOpenRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\tsample_id\x18\x03 \x01(\t\x12\x13\n\x0b\x65nvironment\x18\x04 \x01(\t\x12+\n\nparameters\x18\x05 \x01(\x0b\x32\x17.google.protobuf.Struct\x12(\n\x05lease\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"M\n\x0cOpenResponse\x12\x0e\n\x06handle\x18\x01 \x01(\t\x12-\n\x08messages\x18\x02 \x03(\x0b\x32\x1b.flotilla.reward.v1.Message\"[\n\x0bStepRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06handle\x18\x03 \x01(\t\x12\x18\n\x08response\x18\x04 \x01(\tB\x06\xea\xe1\x18\x02\x18\x01\"\xf0\x01\n\x0cStepResponse\x12-\n\x08messages\x18\x01 \x03(\x0b\x32\x1b.flotilla.reward.v1.Message\x12\x0c\n\x04\x64one\x18\x02 \x01(\x08\x12\x30\n\x05value\x18\x03 \x01(\x0b\x32\x1f.flotilla.reward.v1.RewardValueH\x00\x12\x30\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x1f.flotilla.reward.v1.RewardErrorH\x00\x12\x34\n\x07timeout\x18\x05 \x01(\x0b\x32!.flotilla.reward.v1.RewardTimeoutH\x00\x42\t\n\x07outcome\"B\n\x0c\x43loseRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06handle\x18\x03 \x01(\t\"\x0f\n\rCloseResponse2\xf8\x01\n\x12\x45nvironmentService\x12I\n\x04Open\x12\x1f.flotilla.reward.v1.OpenRequest\x1a .flotilla.reward.v1.OpenResponse\x12I\n\x04Step\x12\x1f.flotilla.reward.v1.StepRequest\x1a .flotilla.reward.v1.StepResponse\x12L\n\x05\x43lose\x12 .flotilla.reward.v1.CloseRequest\x1a!.flotilla.reward.v1.CloseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'flotilla.reward.v1.environment_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MESSAGE']._serialized_start=155
-  _globals['_MESSAGE']._serialized_end=195
-  _globals['_OPENREQUEST']._serialized_start=198
-  _globals['_OPENREQUEST']._serialized_end=374
-  _globals['_OPENRESPONSE']._serialized_start=376
-  _globals['_OPENRESPONSE']._serialized_end=453
-  _globals['_STEPREQUEST']._serialized_start=455
-  _globals['_STEPREQUEST']._serialized_end=538
-  _globals['_STEPRESPONSE']._serialized_start=541
-  _globals['_STEPRESPONSE']._serialized_end=781
-  _globals['_CLOSEREQUEST']._serialized_start=783
-  _globals['_CLOSEREQUEST']._serialized_end=849
-  _globals['_CLOSERESPONSE']._serialized_start=851
-  _globals['_CLOSERESPONSE']._serialized_end=866
-  _globals['_ENVIRONMENTSERVICE']._serialized_start=869
-  _globals['_ENVIRONMENTSERVICE']._serialized_end=1117
+  _globals['_STEPREQUEST'].fields_by_name['response']._loaded_options = None
+  _globals['_STEPREQUEST'].fields_by_name['response']._serialized_options = b'\352\341\030\002\030\001'
+  _globals['_MESSAGE']._serialized_start=187
+  _globals['_MESSAGE']._serialized_end=227
+  _globals['_OPENREQUEST']._serialized_start=230
+  _globals['_OPENREQUEST']._serialized_end=406
+  _globals['_OPENRESPONSE']._serialized_start=408
+  _globals['_OPENRESPONSE']._serialized_end=485
+  _globals['_STEPREQUEST']._serialized_start=487
+  _globals['_STEPREQUEST']._serialized_end=578
+  _globals['_STEPRESPONSE']._serialized_start=581
+  _globals['_STEPRESPONSE']._serialized_end=821
+  _globals['_CLOSEREQUEST']._serialized_start=823
+  _globals['_CLOSEREQUEST']._serialized_end=889
+  _globals['_CLOSERESPONSE']._serialized_start=891
+  _globals['_CLOSERESPONSE']._serialized_end=906
+  _globals['_ENVIRONMENTSERVICE']._serialized_start=909
+  _globals['_ENVIRONMENTSERVICE']._serialized_end=1157
 # @@protoc_insertion_point(module_scope)
