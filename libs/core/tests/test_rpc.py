@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from flotilla.common.v1 import operate_pb2 as pb
 from flotilla.common.v1 import operate_pb2_grpc
@@ -248,6 +249,39 @@ async def test_health_follows_its_owner(peer: Peer) -> None:
         assert await asyncio.wait_for(states.get(), 5) == expected[turn % 2]
         peer.server.set_serving(serving)
     watching.cancel()
+
+
+async def test_health_lists_every_service_and_the_server_itself(peer: Peer) -> None:
+    peer.server.set_serving(True)
+    listed = await rpc.unary(peer.health.List, health_pb2.HealthListRequest(), timeout_s=5)
+    serving = health_pb2.HealthCheckResponse.SERVING
+    assert {name: answer.status for name, answer in listed.statuses.items()} == {
+        "": serving,
+        SERVICE: serving,
+    }
+
+
+async def test_health_of_an_absurdly_named_service_is_not_found(peer: Peer) -> None:
+    request = health_pb2.HealthCheckRequest(service="x" * 1_000_000)
+    assert isinstance(await failure(rpc.unary(peer.health.Check, request, timeout_s=5)), errors.NotFound)
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_lists_the_services_and_their_contracts(peer: Peer, version: str) -> None:
+    name = f"grpc.reflection.{version}.ServerReflection"
+    ask = peer.channel.stream_stream(
+        f"/{name}/ServerReflectionInfo",
+        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+    )
+    wanted = [reflection_pb2.ServerReflectionRequest(list_services="")]
+    wanted += [reflection_pb2.ServerReflectionRequest(file_containing_symbol=one) for one in (SERVICE, name)]
+    answers = [answer async for answer in ask(iter(wanted), timeout=5)]
+    services = {service.name for service in answers[0].list_services_response.service}
+    assert {SERVICE, name, "grpc.health.v1.Health"} <= services
+    files = [answer.file_descriptor_response.file_descriptor_proto for answer in answers[1:]]
+    assert b"OperateService" in b"".join(files[0])
+    assert b"ServerReflectionInfo" in b"".join(files[1])
 
 
 async def test_a_busy_port_names_its_holder(peer: Peer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from flotilla.common.v1.operate_pb2_grpc import OperateServiceStub
 from flotilla_core import rpc
 from flotilla_core.bus import Bus, NatsServer, Registry
 from flotilla_core.config import BindConfig
+from flotilla_core.errors import DeadlineExceeded, Exhausted
 from flotilla_core.files import make_private_folder
 from flotilla_core.subprocess_group import ProcessGroup
 from flotilla_core.trust import make_token, read_token
@@ -155,6 +157,16 @@ async def test_life_of_a_service_shows_in_registry_and_health(
         profile.duration.FromMilliseconds(200)
         answer = await rpc.unary(operate.Profile, profile, timeout_s=5)
         assert "MainThread;" in answer.collapsed_stacks
+        # A caller that goes away ends its profile, and the next one may ask.
+        profile.duration.FromMilliseconds(100_000)
+        with pytest.raises(DeadlineExceeded):
+            await rpc.unary(operate.Profile, profile, timeout_s=0.5)
+        profile.duration.FromMilliseconds(1)
+        async with asyncio.timeout(20):
+            while True:
+                with contextlib.suppress(Exhausted):
+                    await rpc.unary(operate.Profile, profile, timeout_s=10)
+                    break
 
         await rpc.unary(operate.Drain, pb.DrainRequest(), timeout_s=5)
         await state_of(views, reg.INSTANCE_STATE_DRAINING)

@@ -220,7 +220,7 @@ async def test_every_sample_comes_back_once_with_ids_logprobs_and_the_same_draw_
         ({"samples": []}, "samples is empty"),
         ({"samples": [pb.SampleSlot(sample_id="x"), pb.SampleSlot(sample_id="x")]}, "differ"),
         ({"sampling": pb.SamplingParams(temperature=-1, max_tokens=4)}, "temperature -1"),
-        ({"sampling": pb.SamplingParams(temperature=float("nan"), max_tokens=4)}, "temperature nan"),
+        ({"sampling": pb.SamplingParams(temperature=float("nan"), max_tokens=4)}, "temperature is nan"),
         ({"sampling": pb.SamplingParams(temperature=1, max_tokens=0)}, "max_tokens is 0"),
         ({"sampling": pb.SamplingParams(temperature=1, max_tokens=4, top_p=2)}, "top_p 2"),
         ({"sampling": pb.SamplingParams(temperature=1, max_tokens=4, min_tokens=5)}, "min_tokens 5"),

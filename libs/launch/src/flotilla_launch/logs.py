@@ -26,15 +26,18 @@ def tail(path: Path, lines: int, *, start: int = 0) -> list[str]:
     try:
         with path.open("rb") as file:
             position = file.seek(0, 2)
-            data = b""
-            while position > start and data.count(b"\n") <= lines:
+            blocks: list[bytes] = []
+            newlines = 0
+            while position > start and newlines <= lines:
                 step = min(_BLOCK, position - start)
                 position -= step
                 file.seek(position)
-                data = file.read(step) + data
+                blocks.append(file.read(step))
+                newlines += blocks[-1].count(b"\n")
     except OSError:
         return []
-    return data.decode("utf-8", errors="replace").splitlines()[-lines:] if lines else []
+    text = b"".join(reversed(blocks)).decode("utf-8", errors="replace")
+    return text.splitlines()[-lines:] if lines else []
 
 
 def failure_excerpt(path: Path, *, start: int = 0, lines: int = 20) -> tuple[str, list[str]]:

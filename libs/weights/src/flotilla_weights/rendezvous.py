@@ -47,7 +47,7 @@ def open_store(host: str, timeout_s: float) -> tuple[TCPStore, int]:
 def reach_store(host: str, port: int, timeout_s: float, check: Callable[[], None]) -> TCPStore:
     """The store of a peer; `check` is called all the while, and what it raises ends the wait.
 
-    Raises OSError or RuntimeError when nobody answers.
+    Raises OSError, RuntimeError or UnicodeError when nobody answers.
     """
     answer: futures.Future[TCPStore] = futures.Future()
 
@@ -57,7 +57,8 @@ def reach_store(host: str, port: int, timeout_s: float, check: Callable[[], None
             socket.create_connection((host, port), timeout_s).close()
             timeout = timedelta(seconds=timeout_s)
             answer.set_result(TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False))
-        except (OSError, RuntimeError) as error:
+        # A host that cannot be a name of one is refused by its encoding.
+        except (OSError, RuntimeError, UnicodeError) as error:
             answer.set_exception(error)
 
     threading.Thread(target=dial, name="weights-dial", daemon=True).start()

@@ -55,7 +55,7 @@ class Link:
         """Reach the sender's store, which is open before anybody is told of it."""
         try:
             client = reach_store(host, port, self.timeout_s, self.check)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, UnicodeError) as error:
             # Nothing of the group's yet: whoever does not reach the sender is the one that fails.
             raise self._end(
                 Unavailable(f"the sender's store at {host}:{port} does not answer", why=_brief(error))

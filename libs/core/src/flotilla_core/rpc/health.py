@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 _Status = health_pb2.HealthCheckResponse
 SERVICE_NAME = "grpc.health.v1.Health"
+_LONGEST_NAME = 200
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):
@@ -32,8 +33,14 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
 
     async def Check(self, request: Any, context: Any) -> health_pb2.HealthCheckResponse:
         if request.service not in self._services:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service} here")
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND, f"no service {request.service[:_LONGEST_NAME]!r} here"
+            )
         return health_pb2.HealthCheckResponse(status=self._status)
+
+    async def List(self, request: Any, context: Any) -> health_pb2.HealthListResponse:
+        answer = health_pb2.HealthCheckResponse(status=self._status)
+        return health_pb2.HealthListResponse(statuses=dict.fromkeys(self._services, answer))
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         known = request.service in self._services

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import psutil
 from grpc_health.v1 import health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from flotilla_core.errors import PortInUse
 from flotilla_core.rpc.auth import dialable, is_loopback, joined, own_names, require_token
@@ -20,6 +19,7 @@ from flotilla_core.rpc.boundary import BoundaryInterceptor
 from flotilla_core.rpc.health import SERVICE_NAME as HEALTH
 from flotilla_core.rpc.health import HealthServicer
 from flotilla_core.rpc.options import SERVER_OPTIONS
+from flotilla_core.rpc.reflection import add_reflection
 from flotilla_core.rpc.token_interceptor import TokenServerInterceptor
 from flotilla_core.telemetry.grpc import server_interceptor
 from flotilla_core.trust import CallVerifier
@@ -65,7 +65,7 @@ class RpcServer:
             add_servicer_to_server(servicer, server)
         self._health = HealthServicer(self._services)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection([*self._services, HEALTH, reflection.SERVICE_NAME], server)
+        add_reflection([*self._services, HEALTH], server)
         self._port = self._listen(server)
         await server.start()
         self._server = server

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from flotilla.common.v1 import operate_pb2 as pb
 from flotilla.common.v1 import operate_pb2_grpc
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla_core.disk import free_bytes, lacks_room, room
-from flotilla_core.errors import InvalidRequest, NotFound
+from flotilla_core.errors import Exhausted, InvalidRequest, NotFound
 from flotilla_core.service.host import Host, Service
 from flotilla_core.service.stacks import format_stacks, sample_stacks
 
@@ -38,6 +39,7 @@ class OperateServicer(operate_pb2_grpc.OperateServiceServicer):
         self._service = service
         self._registration = registration
         self._drain = drain
+        self._profiling = False
 
     async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:
         module = sys.modules[type(self._service).__module__]
@@ -91,7 +93,15 @@ class OperateServicer(operate_pb2_grpc.OperateServiceServicer):
                 "a profile takes up to 120 s at 1 to 1000 samples a second",
                 why=f"asked for {duration_s:g} s at {request.samples_per_second}",
             )
-        stacks = await asyncio.to_thread(sample_stacks, duration_s, request.samples_per_second)
+        # Each takes a thread that other work needs as well.
+        if self._profiling:
+            raise Exhausted("another profile is being taken", next_step="ask again when it has ended")
+        self._profiling, over = True, threading.Event()
+        try:
+            stacks = await asyncio.to_thread(sample_stacks, duration_s, request.samples_per_second, over)
+        finally:
+            over.set()
+            self._profiling = False
         return pb.ProfileResponse(collapsed_stacks=stacks)
 
     def _log_path(self) -> Path:
@@ -130,12 +140,15 @@ class OperateServicer(operate_pb2_grpc.OperateServiceServicer):
 def _last_lines(file: Any, count: int) -> list[str]:
     """The last `count` whole lines; leaves the file at the end of the last one."""
     position = end = file.seek(0, os.SEEK_END)
-    data = b""
-    while position > 0 and data.count(b"\n") <= count:
-        position = max(0, position - _BLOCK_BYTES)
-        file.seek(position)
-        data = file.read(end - position)
-    whole, newline, rest = data.rpartition(b"\n")
+    blocks: list[bytes] = []
+    newlines = 0
+    while position > 0 and newlines <= count:
+        start = max(0, position - _BLOCK_BYTES)
+        file.seek(start)
+        blocks.append(file.read(position - start))
+        newlines += blocks[-1].count(b"\n")
+        position = start
+    whole, newline, rest = b"".join(reversed(blocks)).rpartition(b"\n")
     file.seek(end - len(rest))
     lines = whole.split(b"\n") if newline else []
     return [line.decode(errors="replace") for line in lines[-count:]] if count else []

@@ -27,17 +27,20 @@ def format_stacks() -> str:
     return "\n".join(parts)
 
 
-def sample_stacks(duration_s: float, samples_per_second: int) -> str:
-    """Collapsed stacks of all other threads, "thread;frame;frame count" a line. Blocks: call it in a thread."""
+def sample_stacks(duration_s: float, samples_per_second: int, over: threading.Event) -> str:
+    """Collapsed stacks of all other threads, "thread;frame;frame count" a line, until `over` is set at the latest.
+
+    Blocks: call it in a thread.
+    """
     own = threading.get_ident()
     counts: collections.Counter[str] = collections.Counter()
     end = time.monotonic() + duration_s
-    while time.monotonic() < end:
+    while time.monotonic() < end and not over.is_set():
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         for ident, frame in sys._current_frames().items():
             if ident != own:
                 counts[";".join([names.get(ident, str(ident)), *_frame_names(frame)])] += 1
-        time.sleep(1 / samples_per_second)
+        over.wait(1 / samples_per_second)
     return "\n".join(f"{stack} {count}" for stack, count in counts.most_common())
 
 
