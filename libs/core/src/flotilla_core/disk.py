@@ -25,6 +25,7 @@ _FULL = {
     errno.EDQUOT: "the disk quota is used up",
     errno.EROFS: "the disk is read-only",
 }
+_CURE = {_FULL[errno.EROFS]: "mount it for writing, or use another disk"}
 _SQLITE = {
     sqlite3.SQLITE_FULL: "the disk is full",
     sqlite3.SQLITE_READONLY: "the disk is read-only",
@@ -63,7 +64,7 @@ def disk_full(error: BaseException, what: str, where: Path) -> DiskFull | None:
         what,
         where=str(where),
         why=f"{why}: {room(where)}",
-        next_step="free space there; what waits for it goes on by itself",
+        next_step=f"{_CURE.get(why, 'free space there')}; what waits for it goes on by itself",
     )
 
 
