@@ -107,7 +107,7 @@ class RequestFuzz:
         else:
             self._set(owner, field, _DEEPEST - 1)
 
-    def _set(self, message: Message, field: FieldDescriptor, depth: int) -> None:
+    def _set(self, message: Message, field: Any, depth: int) -> None:
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
             self._set_map(message, field, depth)
         elif field.is_repeated:
@@ -128,7 +128,7 @@ class RequestFuzz:
                 if isinstance(part, tensor_pb2.Tensor) and self._random.random() < 0.5:
                     part.CopyFrom(tensor_pb2.Tensor(data=b"\1\0\0\0" * 3, dtype=tensor_pb2.DATA_TYPE_INT32))
 
-    def _set_map(self, message: Message, field: FieldDescriptor, depth: int) -> None:
+    def _set_map(self, message: Message, field: Any, depth: int) -> None:
         entries, value = getattr(message, field.name), field.message_type.fields_by_name["value"]
         for _ in range(self._random.randint(0, 2)):
             key = self._random.choice(_TEXTS)
@@ -137,7 +137,7 @@ class RequestFuzz:
             elif depth < _DEEPEST + 3:
                 self._drawn(entries[key], depth + 1)
 
-    def _value(self, field: FieldDescriptor) -> Any:
+    def _value(self, field: Any) -> Any:
         kind, choice = field.cpp_type, self._random.choice
         if kind in _INTEGERS:
             return choice(_INTEGERS[kind])
@@ -157,7 +157,8 @@ class RequestFuzz:
         return bytes(changed)
 
 
-def _places(message: Message) -> Iterator[tuple[Message, FieldDescriptor]]:
+# The stubs of protobuf know two classes of field descriptors: fields are left without a type.
+def _places(message: Message) -> Iterator[tuple[Message, Any]]:
     """Every field of a message and of what lies in it."""
     for field in message.DESCRIPTOR.fields:
         yield message, field
@@ -170,7 +171,7 @@ def _places(message: Message) -> Iterator[tuple[Message, FieldDescriptor]]:
             yield from _places(getattr(message, field.name))
 
 
-def _assign(message: Message, field: FieldDescriptor, value: Any) -> None:
+def _assign(message: Message, field: Any, value: Any) -> None:
     if isinstance(value, Message):
         getattr(message, field.name).CopyFrom(value)
     else:

@@ -38,9 +38,12 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
             )
         return health_pb2.HealthCheckResponse(status=self._status)
 
-    async def List(self, request: Any, context: Any) -> health_pb2.HealthListResponse:
+    async def List(self, request: Any, context: Any) -> Any:
         answer = health_pb2.HealthCheckResponse(status=self._status)
-        return health_pb2.HealthListResponse(statuses=dict.fromkeys(self._services, answer))
+        # The type stubs of grpcio-health-checking are older than this call.
+        return health_pb2.HealthListResponse(  # type: ignore[attr-defined]
+            statuses=dict.fromkeys(self._services, answer)
+        )
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         known = request.service in self._services

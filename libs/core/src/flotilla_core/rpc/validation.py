@@ -126,11 +126,13 @@ def _value_check(field: FieldDescriptor) -> _Check | None:
 
 
 def _enum_check(field: FieldDescriptor) -> _Check:
-    known = frozenset(field.enum_type.values_by_number)
+    kind = field.enum_type
+    assert kind is not None, "only called for enums"
+    known, name = frozenset(kind.values_by_number), kind.name
 
     def check(value: int) -> None:
         if value not in known:
-            raise _Fault(f"is {value}, which is no value of {field.enum_type.name}")
+            raise _Fault(f"is {value}, which is no value of {name}")
 
     return check
 
