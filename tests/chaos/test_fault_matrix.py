@@ -12,6 +12,8 @@ with one version hold equal weights; after the last one the run is told its last
 | trainer front  | so, too                                         | a pause is waited for; for long: so, too    |
 | coordinator    | the next one goes on with the sessions there are| it goes on, after a long pause as well      |
 | NATS           | nobody waits for it                             | nobody waits for it                         |
+| launcher       | so, too; the next one adopts all that lives     | nobody waits for it                         |
+| guardian       | so, too; the launcher starts another one        | nobody waits for it                         |
 """
 
 from __future__ import annotations
@@ -33,10 +35,18 @@ import pytest
 
 from flotilla.coordinator.v1.run_pb2 import RUN_STATE_SUCCEEDED
 from flotilla_coordinator.ledger.checker import Verdict, check
+from flotilla_launch.state import ProcessIdentity
 from flotilla_testing.chaos_run import GENERATORS, LIMIT_S, ChaosRun
 from flotilla_testing.coordinator_faults import is_new
 from flotilla_testing.fault_moments import Moment, reached
-from flotilla_testing.fault_victims import Victim, nats_of, process_of
+from flotilla_testing.fault_victims import (
+    Victim,
+    guardian_of,
+    launcher_of,
+    nats_of,
+    process_of,
+    processes_of,
+)
 from flotilla_testing.stack import Stack, wait_until
 
 pytestmark = pytest.mark.timeout(900)
@@ -47,6 +57,7 @@ LONG_S = 25.0
 """Longer than a heartbeat is waited for by anybody."""
 COORDINATOR_BACK_WITHIN_S = 30.0
 ISSUED_AGAIN_WITHIN_S = 2.0
+STARTED_AGAIN_WITHIN_S = 10.0
 
 
 class Fault(StrEnum):
@@ -58,6 +69,8 @@ class Fault(StrEnum):
 
 
 RANKS = (Victim.RANK_0, Victim.RANK_1)
+NOBODY_WAITS = (Victim.GENERATOR, Victim.NATS, Victim.LAUNCHER, Victim.GUARDIAN)
+KEEPERS = {Victim.LAUNCHER: launcher_of, Victim.GUARDIAN: guardian_of}
 # Where a pause is waited for, one that is not.
 LONG_STOPS = {
     Victim.REWARD: Moment.ROLLOUT,
@@ -85,6 +98,8 @@ class Strike:
     steps: int
     lineage: int
     at: float
+    lived: dict[str, ProcessIdentity | None]
+    """Every process that the launcher had written down."""
 
 
 @pytest.mark.parametrize("victim", MATRIX, ids=lambda victim: victim.replace(" ", "-"))
@@ -120,7 +135,8 @@ async def _struck(run: ChaosRun, fault: Fault, victim: Victim, moment: Moment, d
     slot = f"reward-{draw.randrange(2)}" if victim is Victim.REWARD else generator
     process = process_of(run.stack, victim, slot)
     await reached(run.stack, run.started, moment, generator)
-    strike = Strike(fault, victim, slot, process, run.lines, run.lineage, time.time())
+    lived = processes_of(run.stack)
+    strike = Strike(fault, victim, slot, process, run.lines, run.lineage, time.time(), lived)
     process.send_signal(signal.SIGKILL if fault is Fault.KILL else signal.SIGSTOP)
     if fault is not Fault.KILL:
         try:
@@ -138,7 +154,7 @@ def _held(run: ChaosRun, strike: Strike) -> None:
         wait_until("the end of the rank that is stopped", lambda: not strike.process.is_running(), LIMIT_S)
     elif strike.victim is Victim.FRONT and long:
         wait_until("the run to miss its trainer", lambda: _misses_trainer(run), LIMIT_S)
-    elif strike.victim in (Victim.GENERATOR, Victim.NATS) or (strike.victim is Victim.REWARD and long):
+    elif strike.victim in NOBODY_WAITS or (strike.victim is Victim.REWARD and long):
         run.wait_for_steps(2, strike.steps, f"without {strike.slot}")
         if long and strike.victim is Victim.NATS:
             time.sleep(LONG_S)
@@ -150,6 +166,8 @@ def _recovered(run: ChaosRun, strike: Strike) -> float:
     """Seconds from the fault to a whole step that began after it."""
     if strike.victim is Victim.COORDINATOR and strike.fault is Fault.KILL:
         wait_until("a new coordinator", lambda: is_new(run.stack, strike.process.pid), LIMIT_S)
+    if strike.victim in KEEPERS:
+        _kept(run.stack, strike)
     run.wait_for_steps(2, strike.steps, f"after {strike.fault} of {strike.victim}")
     if strike.victim in RANKS or (strike.victim is Victim.FRONT and strike.fault is not Fault.STOP):
         wait_until("a step after the checkpoint", lambda: run.lineage > strike.lineage, LIMIT_S)
@@ -163,10 +181,25 @@ def _recovered(run: ChaosRun, strike: Strike) -> float:
     return seconds
 
 
+def _kept(stack: Stack, strike: Strike) -> None:
+    """The other one of launcher and guardian starts it again, and that costs no other process anything."""
+    found = KEEPERS[strike.victim]
+    if strike.fault is Fault.KILL:
+        left = STARTED_AGAIN_WITHIN_S - (time.time() - strike.at)
+        wait_until(f"another {strike.victim}", lambda: _is_another(found(stack), strike.process), left)
+    else:
+        assert found(stack) == strike.process, f"a {strike.victim} that is only silent is replaced by none"
+    assert processes_of(stack) == strike.lived
+
+
+def _is_another(found: psutil.Process | None, former: psutil.Process) -> bool:
+    return found is not None and found != former
+
+
 def _can_lose_one(run: ChaosRun) -> bool:
-    """The run also goes on while NATS is still being started again."""
+    """The run also goes on while NATS, the launcher or the guardian is still being started again."""
     replicas = len(run.serving()) >= GENERATORS - 1 and len(run.working("reward")) == 2
-    return replicas and nats_of(run.stack) is not None
+    return replicas and all(find(run.stack) is not None for find in (nats_of, launcher_of, guardian_of))
 
 
 def _misses_trainer(run: ChaosRun) -> bool:

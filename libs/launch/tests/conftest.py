@@ -16,8 +16,8 @@ from flotilla_core.config import StackConfig
 from flotilla_launch import local
 from flotilla_launch.client import find
 from flotilla_launch.paths import StackPaths
-from flotilla_launch.state import ProcessIdentity
-from flotilla_launch.sweep import read_records
+from flotilla_launch.records import StackRecord
+from flotilla_launch.state import LauncherFile, ProcessIdentity, read_json
 
 
 class StackUnderTest:
@@ -32,12 +32,16 @@ class StackUnderTest:
         for kind in ("generator", "trainer", "reward", "coordinator"):
             path = f"import sys\nsys.path.insert(0, {str(tests)!r})\n"
             self._write(f"flotilla-{kind}", f"{path}import tiny_service\ntiny_service.main({kind!r})\n")
-        self._write("flotilla-launcher", "from flotilla_launch.main import main\nmain()\n")
+        self.launcher_runs("from flotilla_launch.main import main\nmain()\n")
 
     def _write(self, name: str, script: str) -> None:
         path = self.executables / name
         path.write_text(f"#!{sys.executable}\n{script}")
         path.chmod(0o755)
+
+    def launcher_runs(self, script: str) -> None:
+        """What a launcher does that starts from now on."""
+        self._write("flotilla-launcher", script)
 
     def behave(self, **behaviours: str) -> None:
         """Of services by name, `_` for `-`; for the processes that start from now on."""
@@ -55,8 +59,20 @@ class StackUnderTest:
     async def up(self, stack: StackConfig) -> local.UpResult:
         return await local.up(stack, executables=self.executables)
 
+    def guardian(self) -> ProcessIdentity | None:
+        values = read_json(self.paths().guardian_file)
+        return ProcessIdentity(**values) if values is not None else None
+
+    async def next_launcher(self, killed: int) -> LauncherFile:
+        """The one that the guardian starts in the place of the one that was killed."""
+        await self.wait_for(
+            "another launcher", lambda: (file := find(self.paths())) is not None and file.pid != killed, 10.0
+        )
+        return find(self.paths())
+
     def identities(self, name: str = "tiny") -> dict[str, ProcessIdentity]:
-        return {record.name: record.identity for record in read_records(self.paths(name).processes_file)}
+        record = StackRecord.read(self.paths(name).processes_file)
+        return {process.name: process.identity for process in record.processes}
 
     async def wait_for(self, what: str, condition: Callable[[], object], timeout_s: float = 15.0) -> None:
         deadline = time.monotonic() + timeout_s

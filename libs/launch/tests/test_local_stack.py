@@ -26,6 +26,7 @@ from flotilla.launcher.v1.launcher_pb2 import (
 from flotilla_core.config import dump_yaml
 from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, Internal, InvalidConfig, InvalidRequest
 from flotilla_launch import client, local, service_process
+from flotilla_launch.child import under_lease
 from flotilla_launch.claim import claim
 from flotilla_launch.client import LauncherClient, find
 from flotilla_launch.kin import kin_of
@@ -63,8 +64,8 @@ async def test_down_leaves_no_process_no_port_and_no_shared_memory(stacks) -> No
     stacks.behave(generator_0="parent", trainer="parent")
     result = await stacks.up(stacks.config())
     assert len(stacks.segments()) == 2
-    # Supervisor, guardian, NATS, three services, and two grandchildren of each parent.
-    assert len(stacks.processes()) == 10
+    # Launcher, guardian, NATS and three services with a watcher each, and two grandchildren of each parent.
+    assert len(stacks.processes()) == 14
 
     assert await local.down(stacks.paths())
     assert stacks.processes() == set()
@@ -146,7 +147,7 @@ async def test_nats_whose_record_cannot_be_written_uses_up_its_budget_and_starts
         if full:
             raise OSError("no space left on device")
 
-    nats = NatsProcess(tmp_path, restart_budget=2, on_change=write)
+    nats = NatsProcess(tmp_path, wrapper=under_lease(tmp_path), restart_budget=2, on_change=write)
     await nats.start()
     try:
         full = True
@@ -197,35 +198,6 @@ async def test_up_after_a_repair_that_failed_starts_everything_that_is_down(stac
     repaired = await stacks.up(config)
     assert repaired.changed
     assert {status.state for status in repaired.processes} == {PROCESS_STATE_READY}
-
-
-async def test_killed_supervisor_leaves_no_orphan_and_the_next_up_works(stacks) -> None:
-    stacks.behave(generator_0="parent")
-    first = await stacks.up(stacks.config())
-    os.kill(first.launcher.pid, signal.SIGKILL)
-    await stacks.wait_for("every process to end", lambda: stacks.processes() == set())
-    assert stacks.segments() == set()
-    second = await stacks.up(stacks.config())
-    assert second.changed
-    assert {status.state for status in second.processes} == {PROCESS_STATE_READY}
-
-
-async def test_down_sweeps_what_a_killed_supervisor_and_guardian_left(stacks) -> None:
-    stacks.behave(generator_0="parent")
-    result = await stacks.up(stacks.config())
-    supervisor = ProcessIdentity.of(result.launcher.pid)
-    others = {identity.pid for identity in stacks.identities().values()} | {result.launcher.pid}
-    guardian = next(
-        pid
-        for pid in stacks.processes() - others
-        if b"flotilla_launch.guardian" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    )
-    os.kill(guardian, signal.SIGKILL)
-    os.kill(result.launcher.pid, signal.SIGKILL)
-    await stacks.wait_for("the supervisor to end", lambda: not supervisor.alive())
-    assert stacks.processes(), "nobody was left to end the grandchildren"
-    assert await local.down(stacks.paths())
-    assert stacks.processes() == set()
 
 
 async def test_two_stacks_run_side_by_side(stacks) -> None:
@@ -360,6 +332,7 @@ async def test_an_unforeseen_error_at_start_fails_the_slot_and_whoever_waits_for
     service = ServiceProcess(
         Slot("reward-0", SERVICE_KIND_REWARD),
         command=[sys.executable],
+        wrapper=[],
         variables={},
         log_path=log_path,
         announce_file=tmp_path / "announce.json",
@@ -417,6 +390,7 @@ def reward(stacks) -> ServiceProcess:
     return ServiceProcess(
         Slot("reward-0", SERVICE_KIND_REWARD),
         command=[str(stacks.executables / "flotilla-reward"), *(str(p) for o in options.items() for p in o)],
+        wrapper=under_lease(paths.directory),
         variables={},
         log_path=paths.log_file("reward-0"),
         announce_file=paths.announce_file("reward-0"),

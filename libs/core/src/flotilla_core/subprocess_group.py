@@ -1,7 +1,8 @@
 """A child process with everything that it starts.
 
-Invariants: the child leads a session and process group of its own, so stopping it stops its descendants too; it
-dies with the thread that started it (start from the main thread), even when that process is killed with SIGKILL.
+Invariants: the child leads a session and process group of its own, so stopping it stops its descendants too. Unless a
+wrapper says otherwise it dies with the thread that started it (start from the main thread), even when that process is
+killed with SIGKILL.
 """
 
 from __future__ import annotations
@@ -27,12 +28,21 @@ os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 
+UNKNOWN_STATUS = 256
+"""No process ends with this status: it stands for that of one whose parent was somebody else."""
+
+
 class ProcessGroup:
     """One started command and its descendants."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process | AdoptedProcess) -> None:
         self._process = process
         self._ended = False
+
+    @classmethod
+    def adopt(cls, pid: int) -> ProcessGroup:
+        """The group of a leader that another process started; raises ProcessLookupError where it is gone."""
+        return cls(AdoptedProcess(pid))
 
     @classmethod
     async def start(
@@ -45,10 +55,16 @@ class ProcessGroup:
         stdout: int | IO[bytes] | None = None,
         stderr: int | IO[bytes] | None = None,
         pass_fds: Sequence[int] = (),
+        wrapper: Sequence[str] = (),
     ) -> ProcessGroup:
-        """Start `command`; its output goes where ours goes unless it is redirected."""
+        """Start `command`; its output goes where ours goes unless it is redirected.
+
+        A `wrapper` is a command that becomes the one behind it, and decides what that dies with.
+        """
+        dies_with_us = (sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()))
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command),
+            *(wrapper or dies_with_us),
+            *command,
             env=environment,
             cwd=directory,
             stdin=stdin,
@@ -66,17 +82,25 @@ class ProcessGroup:
 
     @property
     def process(self) -> Process:
-        """For its streams."""
+        """For its streams, which an adopted one has not."""
+        assert isinstance(self._process, Process)
         return self._process
 
     @property
     def returncode(self) -> int | None:
-        """None while the command runs; minus the signal where one ended it."""
+        """None while the command runs; minus the signal where one ended it; UNKNOWN_STATUS of an adopted one."""
         return self._process.returncode
 
     async def wait(self) -> int:
         """Until the command itself ends; its descendants may live on until `stop`."""
         return await self._process.wait()
+
+    def signal_leader(self, signum: signal.Signals) -> None:
+        """Send to the command alone; one that has ended is fine."""
+        try:
+            self._process.send_signal(signum)
+        except ProcessLookupError:
+            pass
 
     async def stop(self, grace_s: float) -> int:
         """SIGTERM to the whole group, and SIGKILL to what is left of it after `grace_s`."""
@@ -102,3 +126,31 @@ class ProcessGroup:
             os.killpg(self._process.pid, signum)
         except ProcessLookupError:
             pass
+
+
+class AdoptedProcess:
+    """A process that is no child of ours, with what a group needs of asyncio's own `Process`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._descriptor = os.pidfd_open(pid)
+        self._loop = asyncio.get_running_loop()
+        self._ended = asyncio.Event()
+        self._loop.add_reader(self._descriptor, self._end)
+
+    async def wait(self) -> int:
+        """Until it has ended; nobody but its parent can learn its exit status."""
+        await self._ended.wait()
+        return UNKNOWN_STATUS
+
+    def send_signal(self, number: int) -> None:
+        """By descriptor, so it never reaches a process that was given the same id."""
+        if self.returncode is None:
+            signal.pidfd_send_signal(self._descriptor, number)
+
+    def _end(self) -> None:
+        self._loop.remove_reader(self._descriptor)
+        os.close(self._descriptor)
+        self.returncode = UNKNOWN_STATUS
+        self._ended.set()

@@ -1,36 +1,64 @@
-"""A child of the supervisor: one service process with its log file.
+"""One service process with its log file, started by this launcher or by one before it.
 
-Invariant: it leads a session of its own and dies with the supervisor (both by `ProcessGroup`), and it and all that
-descends from it carry a mark in their environment that belongs to this start alone.
+Invariants: it leads a session of its own and lives as long as the lease of its stack, whatever happens to the launcher
+that started it; it and all that descends from it carry a mark in their environment that belongs to this start alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
+import signal
+import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.subprocess_group import ProcessGroup
+from flotilla_launch import lease
 from flotilla_launch.kin import MARK
 from flotilla_launch.logs import HEADER
 from flotilla_launch.state import ProcessIdentity, boot_id, stat_fields
 
 
-class Child:
-    """A started process."""
+def new_mark(prefix: Path) -> str:
+    """Of one start of one process."""
+    return f"{prefix}#{secrets.token_hex(8)}"
 
-    def __init__(self, group: ProcessGroup, identity: ProcessIdentity, mark: str) -> None:
+
+def under_lease(directory: Path) -> list[str]:
+    """The wrapper of a command that ends when nobody looks after the stack in `directory` any more."""
+    script = [sys.executable, "-I", "-S", lease.__file__]
+    return [*script, str(os.getpid()), str(directory), str(lease.LEASE_S)]
+
+
+class Child:
+    """A process that runs."""
+
+    def __init__(self, group: ProcessGroup, identity: ProcessIdentity) -> None:
         self.identity = identity
-        self.mark = mark
         self._group = group
 
     @classmethod
+    def adopt(cls, identity: ProcessIdentity) -> Child | None:
+        """The process that a launcher before this one started; None when it has ended."""
+        try:
+            group = ProcessGroup.adopt(identity.pid)
+        except ProcessLookupError:
+            return None
+        # Only now: from here on the id stands for the process that was looked at.
+        return cls(group, identity) if identity.alive() else None
+
+    @classmethod
     async def start(
-        cls, command: list[str], log_path: Path, *, mark_prefix: str, variables: Mapping[str, str]
+        cls,
+        command: list[str],
+        log_path: Path,
+        *,
+        wrapper: list[str],
+        mark: str,
+        variables: Mapping[str, str],
     ) -> Child:
         """Start `command` with `variables` beside our environment; its output goes below a header in `log_path`."""
         if not os.access(command[0], os.X_OK):
@@ -40,27 +68,25 @@ class Child:
                 why="there is no such program",
                 next_step="install the packages into this environment: make setup",
             )
-        mark = f"{mark_prefix}#{secrets.token_hex(8)}"
         with log_path.open("ab") as log_file:
             log_file.write(f"{HEADER} {datetime.now(UTC).isoformat()} start: {' '.join(command)}\n".encode())
             log_file.flush()
             environment = {**os.environ, **variables, MARK: mark}
             group = await ProcessGroup.start(
-                command, environment=environment, stdout=log_file, stderr=log_file
+                command, environment=environment, stdout=log_file, stderr=log_file, wrapper=wrapper
             )
         fields = stat_fields(group.pid)
         # One that died at once may be reaped already; then only its descendants, by the mark, can be left.
         start_ticks = fields.start_ticks if fields is not None else 0
-        return cls(group, ProcessIdentity(group.pid, start_ticks, boot_id()), mark)
+        return cls(group, ProcessIdentity(group.pid, start_ticks, boot_id()))
 
     @property
     def returncode(self) -> int | None:
         return self._group.returncode
 
-    def signal(self, number: int) -> None:
+    def signal(self, number: signal.Signals) -> None:
         """To the service alone: how its own children end in order is its business."""
-        with contextlib.suppress(ProcessLookupError):
-            self._group.process.send_signal(number)
+        self._group.signal_leader(number)
 
     async def wait(self) -> int:
         return await self._group.wait()

@@ -1,19 +1,19 @@
-"""Who may change the processes of a stack: one holder at a time, by a file lock that the kernel frees.
+"""One holder at a time, by a lock file that the kernel frees.
 
-Invariant: a supervisor holds the claim for as long as it lives; a sweep holds it for as long as it takes.
-So a stack has one supervisor at most, and nobody sweeps what a new supervisor has just started.
+Invariant: a launcher holds the claim of its stack for as long as it lives; a sweep holds it for as long as it takes.
+So a stack has one launcher at most, and nobody sweeps what a new launcher has just started.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from flotilla_core.files import make_private_folder
+from flotilla_launch.lease import is_locked, lock
 
 _POLL_S = 0.05
 
@@ -22,19 +22,27 @@ _POLL_S = 0.05
 def claim(path: Path, *, timeout_s: float) -> Iterator[bool]:
     """Yields whether the lock was had within the time; gives it back at the end of the block."""
     make_private_folder(path.parent)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = _open(path)
     deadline = time.monotonic() + timeout_s
     try:
-        while not (held := _try_lock(descriptor)) and time.monotonic() < deadline:
+        while not (held := lock(descriptor)) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         yield held
     finally:
         os.close(descriptor)
 
 
-def _try_lock(descriptor: int) -> bool:
+def is_claimed(path: Path) -> bool:
+    """Whether some process holds the lock now; takes nothing itself."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        descriptor = _open(path)
+    except FileNotFoundError:
         return False
-    return True
+    try:
+        return is_locked(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

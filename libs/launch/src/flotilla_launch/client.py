@@ -13,6 +13,7 @@ from flotilla_core import rpc
 from flotilla_core.config import StackConfig, dump_yaml
 from flotilla_core.errors import Unavailable
 from flotilla_core.ids import new_request_id
+from flotilla_launch.guardian import starts_launcher_again, why_it_ended
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.state import LauncherFile
 
@@ -74,10 +75,18 @@ def find(paths: StackPaths) -> LauncherFile | None:
 def require(paths: StackPaths) -> LauncherFile:
     """The supervisor of the stack, or an error that says how to start it."""
     file = find(paths)
-    if file is None:
+    if file is not None:
+        return file
+    if starts_launcher_again(paths):
         raise Unavailable(
-            f"stack {paths.directory.name!r} is not running",
+            f"the launcher of stack {paths.directory.name!r} is being started again",
             where=str(paths.directory),
-            next_step="start it: flotilla up",
+            why="it was killed; what it had started goes on",
+            next_step="run the command again in a few seconds; see: flotilla logs launcher",
         )
-    return file
+    raise Unavailable(
+        f"stack {paths.directory.name!r} is not running",
+        where=str(paths.directory),
+        why=why_it_ended(paths),
+        next_step="start it: flotilla up",
+    )

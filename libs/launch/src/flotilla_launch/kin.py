@@ -21,24 +21,28 @@ MARK = "FLOTILLA_PROCESS"
 """Environment variable that descendants inherit; its value is unique to one start of one service."""
 
 
-def kin_of(leader: ProcessIdentity, mark: str) -> list[ProcessIdentity]:
-    """The living kin of `leader`, itself included, in no particular order."""
-    if leader.boot_id != boot_id():
+def kin_of(leader: ProcessIdentity | None, mark: str) -> list[ProcessIdentity]:
+    """The living kin of `leader`, itself included, in no particular order.
+
+    Without a leader (its launcher died before it wrote down which process it is) those that carry the mark.
+    """
+    boot = boot_id()
+    if leader is not None and leader.boot_id != boot:
         return []
     table = _process_table()
-    seen = table.get(leader.pid)
-    if seen is not None and seen.start_ticks != leader.start_ticks:
-        # The pid is someone else's now, and with it any session or group of that number.
-        ids: set[int] = set()
-    else:
-        ids = {pid for pid, fields in table.items() if leader.pid in (fields.session, fields.group)}
-    ids |= {pid for pid in table if _carries(pid, mark)}
+    ids = {pid for pid in table if mark and _carries(pid, mark)}
+    if leader is not None:
+        seen = table.get(leader.pid)
+        # A pid that is someone else's now says nothing of a session or group of that number.
+        if seen is None or seen.start_ticks == leader.start_ticks:
+            ids |= {pid for pid, fields in table.items() if leader.pid in (fields.session, fields.group)}
     ids |= _descendants(ids, table)
     ids.discard(os.getpid())
+    oldest = leader.start_ticks if leader is not None else 0
     return [
-        ProcessIdentity(pid, table[pid].start_ticks, leader.boot_id)
+        ProcessIdentity(pid, table[pid].start_ticks, boot)
         for pid in ids
-        if table[pid].state not in "ZX" and table[pid].start_ticks >= leader.start_ticks
+        if table[pid].state not in "ZX" and table[pid].start_ticks >= oldest
     ]
 
 
@@ -49,7 +53,7 @@ def kill_all(processes: Iterable[ProcessIdentity], number: int = signal.SIGKILL)
                 os.kill(process.pid, number)
 
 
-def end_kin(leader: ProcessIdentity, mark: str, *, timeout_s: float = 5.0) -> list[ProcessIdentity]:
+def end_kin(leader: ProcessIdentity | None, mark: str, *, timeout_s: float = 5.0) -> list[ProcessIdentity]:
     """Kill all kin and wait until they are gone. Returns what could not be ended (normally nothing)."""
     deadline = time.monotonic() + timeout_s
     while (left := kin_of(leader, mark)) and time.monotonic() < deadline:

@@ -14,6 +14,7 @@ import sysconfig
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,16 +25,17 @@ from flotilla_core.files import write_atomically
 from flotilla_core.trust import make_token
 from flotilla_launch.claim import claim
 from flotilla_launch.client import LauncherClient, find
+from flotilla_launch.guardian import end_guardian, starts_launcher_again
 from flotilla_launch.logs import failure_excerpt
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.report import read_report
 from flotilla_launch.state import LauncherFile, ProcessIdentity
-from flotilla_launch.sweep import sweep
+from flotilla_launch.sweep import SWEEP_LIMIT_S, sweep
 
 _PROGRESS_EVERY_S = 0.5
 _CLAIM_POLL_S = 0.05
 _STOP_LIMIT_S = 60.0
-_SWEEP_LIMIT_S = 20.0
+_GUARDIAN_LIMIT_S = 30.0
 
 Result = TypeVar("Result")
 Progress = Callable[[list[ProcessStatus]], None]
@@ -67,19 +69,31 @@ async def up(
     if tightened:
         on_tightened(f"{paths.directory}: closed {tightened} files and folders to other users of this host")
     make_token(stack.bind, paths.directory)
-    async with _one_at_a_time(paths, 2 * stack.ready_timeout_s, on_wait):
-        file = find(paths)
-        if file is not None:
-            async with LauncherClient.open(file) as launcher:
-                changed = (await _answered(launcher.apply(stack), file)).changed
-        else:
-            await _start_supervisor(stack, paths, executables or executables_directory(), on_progress)
-            file, changed = find(paths), True
-        if file is None:
-            log_path = paths.log_file("launcher")
-            raise Internal("the supervisor ended as soon as the stack was up", where=str(log_path))
-        async with LauncherClient.open(file) as launcher:
-            return UpResult(changed, file, list((await launcher.state()).processes))
+    while True:
+        # Before the lock, which the guardian takes as well.
+        await _guardian_done(paths, on_wait)
+        async with _one_at_a_time(paths, 2 * stack.ready_timeout_s, on_wait):
+            file = find(paths)
+            if file is None:
+                await _start_supervisor(stack, paths, executables or executables_directory(), on_progress)
+                return await _up_result(paths, changed=True)
+            try:
+                async with LauncherClient.open(file) as launcher:
+                    changed = (await _answered(launcher.apply(stack), file)).changed
+                return await _up_result(paths, changed=changed)
+            except Unavailable:
+                if file.identity.alive():
+                    raise
+        # It was killed meanwhile: the next one is asked the same.
+
+
+async def _up_result(paths: StackPaths, *, changed: bool) -> UpResult:
+    file = find(paths)
+    if file is None:
+        log_path = paths.log_file("launcher")
+        raise Internal("the supervisor ended as soon as the stack was up", where=str(log_path))
+    async with LauncherClient.open(file) as launcher:
+        return UpResult(changed, file, list((await launcher.state()).processes))
 
 
 async def down(paths: StackPaths, *, on_wait: Callable[[str], None] = lambda _: None) -> bool:
@@ -89,13 +103,45 @@ async def down(paths: StackPaths, *, on_wait: Callable[[str], None] = lambda _: 
     async with _one_at_a_time(paths, _STOP_LIMIT_S, on_wait):
         file = find(paths)
         if file is None:
-            stale = paths.launcher_file.exists() or paths.processes_file.exists()
-            with claim(paths.claim_file, timeout_s=_SWEEP_LIMIT_S) as claimed:
-                return bool(claimed and sweep(paths)) or stale
-        async with LauncherClient.open(file) as launcher:
-            await _answered(launcher.stop(), file)
+            return await _swept(paths)
+        try:
+            async with LauncherClient.open(file) as launcher:
+                await _answered(launcher.stop(), file)
+        except Unavailable:
+            if find(paths) is not None:
+                raise
+            # It was killed while it did so; the guardian stands back for as long as we are at work.
+            await _swept(paths)
         await _ended(file.identity, _STOP_LIMIT_S)
         return True
+
+
+async def _swept(paths: StackPaths) -> bool:
+    """End what a launcher that died has left, and its guardian; whether anything was there."""
+    stale = paths.launcher_file.exists() or paths.processes_file.exists()
+    with claim(paths.claim_file, timeout_s=SWEEP_LIMIT_S) as claimed:
+        if not claimed:
+            raise DeadlineExceeded(
+                "somebody else is at work on the processes of the stack",
+                where=str(paths.claim_file),
+                why=f"the file was locked for {SWEEP_LIMIT_S:.0f} s",
+                next_step="see who holds the lock: fuser -v " + str(paths.claim_file),
+            )
+        ended = await asyncio.to_thread(partial(sweep, paths, runs_go_on=False))
+    await asyncio.to_thread(end_guardian, paths)
+    paths.ended_file.unlink(missing_ok=True)
+    return bool(ended) or stale
+
+
+async def _guardian_done(paths: StackPaths, on_wait: Callable[[str], None]) -> None:
+    """Wait while a guardian is about to start the launcher again; one that hangs is not waited for for long."""
+    deadline = time.monotonic() + _GUARDIAN_LIMIT_S
+    waiting = False
+    while find(paths) is None and starts_launcher_again(paths) and time.monotonic() < deadline:
+        if not waiting:
+            waiting = True
+            on_wait("the launcher of this stack was killed: waiting for its guardian to start it again")
+        await asyncio.sleep(_CLAIM_POLL_S)
 
 
 async def _start_supervisor(
@@ -210,7 +256,7 @@ async def _answered(call: Awaitable[Result], file: LauncherFile) -> Result:
             "the supervisor of the stack does not answer",
             where=f"pid {file.pid}, {file.socket}",
             why=error.why or error.what,
-            next_step=f"kill -9 {file.pid}, then run the command again: it cleans up what is left",
+            next_step=f"kill -9 {file.pid}, then run the command again: another launcher goes on with what is there",
         ) from error
     except DeadlineExceeded as error:
         if error.next_step:
@@ -220,7 +266,7 @@ async def _answered(call: Awaitable[Result], file: LauncherFile) -> Result:
             where=f"pid {file.pid}, {file.socket}",
             why=error.what,
             next_step="see what it is doing: flotilla ps, flotilla logs launcher; if it hangs, "
-            f"kill -9 {file.pid} and run the command again: it cleans up what is left",
+            f"kill -9 {file.pid} and run the command again: another launcher goes on with what is there",
         ) from error
 
 

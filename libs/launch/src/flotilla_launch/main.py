@@ -18,6 +18,11 @@ def main() -> None:
     )
     parser.add_argument("--stack", type=Path, required=True, help="stack file")
     parser.add_argument("--report-fd", type=int, help="gets one JSON line when the stack is up or has failed")
+    parser.add_argument(
+        "--take-over",
+        action="store_true",
+        help="go on with the processes that a launcher which died has left",
+    )
     arguments = parser.parse_args()
 
     import asyncio
@@ -33,8 +38,9 @@ def main() -> None:
     report = Report(arguments.report_fd)
     try:
         stack = load(StackConfig, [arguments.stack], resolve_paths=True)
+        executables = Path(sys.argv[0]).absolute().parent
         with names_full_disk("the launcher cannot write its files", stack.state_dir):
-            asyncio.run(serve(stack, report, executables=Path(sys.argv[0]).absolute().parent))
+            asyncio.run(serve(stack, report, executables=executables, take_over=arguments.take_over))
     except FlotillaError as error:
         report.failed(error)
         sys.stderr.write(f"error: {error}\n")

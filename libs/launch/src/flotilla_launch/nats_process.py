@@ -1,26 +1,31 @@
 """The stack's own NATS server, restarted at the same address when it dies.
 
-Invariant: the URL never changes while the stack lives, because every service was started with it.
+Invariants: the URL never changes while the stack lives, because every service was started with it; the server outlives
+the launcher that started it, and the next launcher goes on with it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
-import time
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import structlog
+from google.protobuf.json_format import MessageToDict, ParseDict
 
 from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
 from flotilla_core.bus import NatsServer
 from flotilla_core.disk import lacks_room
 from flotilla_core.errors import FlotillaError
+from flotilla_launch.budget import RestartBudget
+from flotilla_launch.child import new_mark
+from flotilla_launch.kin import MARK, end_kin
 from flotilla_launch.placement import reserve_port
+from flotilla_launch.records import ProcessRecord
 from flotilla_launch.state import ProcessIdentity
-from flotilla_launch.sweep import ProcessRecord
 
 log = structlog.get_logger()
 
@@ -33,32 +38,61 @@ _LOOK_FOR_ROOM_EVERY_S = 1.0
 class NatsProcess:
     """Keeps one `nats-server` alive."""
 
-    def __init__(self, directory: Path, *, restart_budget: int, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        wrapper: Sequence[str],
+        restart_budget: int,
+        on_change: Callable[[], None],
+    ) -> None:
         self._directory = directory
-        self._budget = restart_budget
+        self._wrapper = wrapper
+        self._budget = RestartBudget(restart_budget)
         self._on_change = on_change
-        # Of those that the kernel gives to nobody else: a server that was away finds it free.
-        self._port = reserve_port(_HOST)
+        self._port = 0
         self._server: NatsServer | None = None
+        self._identity: ProcessIdentity | None = None
+        self._mark = ""
         self._task: asyncio.Task[None] | None = None
         self._status = ProcessStatus(name=NAME, state=ProcessState.PROCESS_STATE_STARTING)
         self._status.since.GetCurrentTime()
-        self._mark = secrets.token_hex(8)
 
     async def start(self) -> str:
         """The URL that holds for the life of the stack."""
+        if not self._port:
+            # Of those that the kernel gives to nobody else: a server that was away finds it free.
+            self._port = reserve_port(_HOST)
         server = await self._boot()
-        self._task = asyncio.create_task(self._keep(server), name="supervise nats")
+        self._keep(server)
         return server.url
+
+    def take_over(self, record: ProcessRecord, url: str) -> None:
+        """Go on where the launcher before this one stood: with its server where that lives, else with another one."""
+        self._status = ParseDict(record.status, ProcessStatus())
+        self._budget.refill(record.deaths)
+        self._port = urlsplit(url).port or 0
+        self._mark, self._identity = record.mark, record.identity
+        ready = self._status.state == ProcessState.PROCESS_STATE_READY
+        # One that was being started is ended: nobody was told its password yet.
+        if record.identity is not None and ready:
+            # Opened first, looked at then: from there on the id stands for this process.
+            with contextlib.suppress(ProcessLookupError):
+                server = NatsServer.adopt(self._directory, record.identity.pid, url)
+                self._server = server if record.alive else None
+        if self._status.state != ProcessState.PROCESS_STATE_FAILED:
+            self._keep(self._server)
 
     async def start_again(self) -> bool:
         """Whether it had FAILED; then it is up again, at the same address and with its whole budget."""
         if self._status.state != ProcessState.PROCESS_STATE_FAILED:
             return False
         self._status.restarts = 0
+        self._budget.refill()
         try:
             await self.start()
         except (FlotillaError, OSError) as error:
+            await self._bury()
             self._became(ProcessState.PROCESS_STATE_FAILED, str(error))
             raise
         return True
@@ -69,6 +103,7 @@ class NatsProcess:
             await asyncio.wait([self._task])
         if self._server is not None:
             await self._server.stop()
+        await self._bury()
         self._became(ProcessState.PROCESS_STATE_STOPPED)
 
     def status(self) -> ProcessStatus:
@@ -76,15 +111,25 @@ class NatsProcess:
         copy.CopyFrom(self._status)
         return copy
 
-    def record(self) -> ProcessRecord | None:
-        if self._server is None or not self._server.running:
-            return None
-        identity = ProcessIdentity.of(self._server.pid)
-        return ProcessRecord(NAME, identity, self._mark) if identity else None
+    def record(self) -> ProcessRecord:
+        """What the next launcher must know of it."""
+        return ProcessRecord(
+            NAME,
+            self._identity,
+            self._mark,
+            deaths=self._budget.spent,
+            status=MessageToDict(self._status),
+        )
 
     async def _boot(self) -> NatsServer:
         """Start the server; none is left when not even its record can be written."""
-        server = self._server = await NatsServer.start(self._directory, self._port)
+        self._mark = new_mark(self._directory)
+        # Written down before it begins: whoever comes after us finds it by its mark.
+        self._on_change()
+        server = self._server = await NatsServer.start(
+            self._directory, self._port, wrapper=self._wrapper, environment={**os.environ, MARK: self._mark}
+        )
+        self._identity = ProcessIdentity.of(server.pid)
         self._status.address = urlsplit(server.url).netloc
         self._status.log_path = str(server.log)
         try:
@@ -94,31 +139,38 @@ class NatsProcess:
             raise
         return server
 
-    async def _keep(self, server: NatsServer) -> None:
-        deaths: list[float] = []
+    async def _bury(self) -> None:
+        """End what is left of the server that died, its watcher as well."""
+        if self._mark:
+            await asyncio.to_thread(end_kin, self._identity, self._mark)
+        self._server, self._identity, self._mark = None, None, ""
+
+    def _keep(self, server: NatsServer | None) -> None:
+        self._task = asyncio.create_task(self._kept_up(server), name="supervise nats")
+
+    async def _kept_up(self, server: NatsServer | None) -> None:
+        """Restart the server whenever it dies, until the budget is spent; None where it has already."""
+        why = "nats-server ended while no launcher was there"
         while True:
-            why = f"nats-server ended with status {await server.wait()}"
-            while True:
-                now = time.monotonic()
-                deaths = [death for death in deaths if now - death < 600]
-                if len(deaths) >= self._budget:
-                    log.error("failed", process=NAME, why=why)
-                    self._became(ProcessState.PROCESS_STATE_FAILED, why)
-                    return
-                deaths.append(now)
-                self._status.restarts += 1
-                log.warning("restarting", process=NAME, why=why)
-                try:
-                    self._became(ProcessState.PROCESS_STATE_RESTARTING, why)
-                    await asyncio.sleep(_RESTART_DELAY_S)
-                    while lacks_room(self._directory):  # noqa: ASYNC110 - a disk tells nobody
-                        await asyncio.sleep(_LOOK_FOR_ROOM_EVERY_S)
-                    server = await self._boot()
-                # Nobody awaits this task: what the system refuses (a full disk) is one failed attempt as well.
-                except (FlotillaError, OSError) as error:
-                    why = str(error)
-                    continue
-                break
+            if server is not None:
+                why = f"nats-server ended with status {await server.wait()}"
+                server = None
+            await self._bury()
+            if self._budget.spend() is None:
+                log.error("failed", process=NAME, why=why)
+                self._became(ProcessState.PROCESS_STATE_FAILED, why)
+                return
+            self._status.restarts += 1
+            log.warning("restarting", process=NAME, why=why)
+            try:
+                self._became(ProcessState.PROCESS_STATE_RESTARTING, why)
+                await asyncio.sleep(_RESTART_DELAY_S)
+                while lacks_room(self._directory):  # noqa: ASYNC110 - a disk tells nobody
+                    await asyncio.sleep(_LOOK_FOR_ROOM_EVERY_S)
+                server = await self._boot()
+            # Nobody awaits this task: what the system refuses (a full disk) is one failed attempt as well.
+            except (FlotillaError, OSError) as error:
+                why = str(error)
 
     def _became(self, state: ProcessState.ValueType, error: str = "") -> None:
         running = self._server is not None and self._server.running

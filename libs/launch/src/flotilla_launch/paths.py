@@ -15,6 +15,7 @@ from pathlib import Path
 from flotilla_core.disk import check_state_directory
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.files import make_private_folder
+from flotilla_launch.lease import LOCKS
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,23 @@ class StackPaths:
 
     @property
     def claim_file(self) -> Path:
-        """Locked by whoever may change the stack's processes."""
-        return self.directory / "launcher.lock"
+        """Locked by whoever may change the stack's processes: the launcher, or a sweep."""
+        return self.directory / LOCKS[0]
+
+    @property
+    def guardian_lock_file(self) -> Path:
+        """Locked by the guardian for as long as it lives."""
+        return self.directory / LOCKS[1]
+
+    @property
+    def guardian_file(self) -> Path:
+        """Names the process of the guardian."""
+        return self.directory / "guardian.json"
+
+    @property
+    def ended_file(self) -> Path:
+        """Says why nobody supervises the stack any more, where its guardian gave it up."""
+        return self.directory / "ended.json"
 
     @property
     def up_lock_file(self) -> Path:

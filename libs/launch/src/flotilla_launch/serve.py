@@ -1,7 +1,7 @@
-"""The life of a supervisor process: claim the stack, serve, bring it up, wait for the end, take it down.
+"""The life of a launcher process: claim the stack, serve, bring it up or take it over, wait for the end.
 
-Invariant: however it ends, short of SIGKILL, no process of the stack is left, nor its socket or state
-files; after SIGKILL the guardian sees to that.
+Invariants: however it ends in order, no process of the stack is left, nor its socket or state files; one that is
+killed, or fails with what it took over, leaves the stack as it is, for the guardian to start the next launcher.
 """
 
 from __future__ import annotations
@@ -23,49 +23,67 @@ from flotilla_core.rpc import RpcServer
 from flotilla_core.trust import make_token
 from flotilla_launch.claim import claim
 from flotilla_launch.gpus import Gpus
-from flotilla_launch.guardian import start_guardian
+from flotilla_launch.guardian import GuardianKeeper, end_guardian
 from flotilla_launch.paths import StackPaths
+from flotilla_launch.records import Phase, StackRecord
 from flotilla_launch.report import Report
 from flotilla_launch.servicer import LauncherServicer
 from flotilla_launch.state import LauncherFile
 from flotilla_launch.supervisor import Supervisor
-from flotilla_launch.sweep import sweep
+from flotilla_launch.sweep import SWEEP_LIMIT_S, sweep
 
 log = structlog.get_logger()
 
-_SWEEP_LIMIT_S = 20.0
 
-
-async def serve(stack: StackConfig, report: Report, *, executables: Path) -> None:
+async def serve(stack: StackConfig, report: Report, *, executables: Path, take_over: bool = False) -> None:
     """Returns when the stack was stopped; raises why it did not come up."""
     tolerate_lost_lines()
     configure_logs("launcher")
     paths = StackPaths.of(stack.state_dir, stack.name)
     paths.make()
     make_token(stack.bind, paths.directory)
-    with claim(paths.claim_file, timeout_s=0 if _supervised(paths) else _SWEEP_LIMIT_S) as claimed:
-        if not claimed:
-            raise FailedPrecondition(
-                f"stack {stack.name!r} has a supervisor already",
-                where=str(paths.directory),
-                next_step="run `flotilla ps` to see it, `flotilla down` to stop it",
-            )
-        ended = sweep(paths)
-        if ended:
-            log.warning("swept what a killed supervisor left", processes=ended)
-        write_atomically(paths.stack_file, dump_yaml(stack))
-        guardian = start_guardian(paths)
-        try:
+    guardian = GuardianKeeper(paths, executables / "flotilla-launcher")
+    try:
+        with claim(paths.claim_file, timeout_s=0 if _supervised(paths) else SWEEP_LIMIT_S) as claimed:
+            if not claimed:
+                raise FailedPrecondition(
+                    f"stack {stack.name!r} has a supervisor already",
+                    where=str(paths.directory),
+                    next_step="run `flotilla ps` to see it, `flotilla down` to stop it",
+                )
+            record = _found(paths) if take_over else None
+            if record is None:
+                _begin_anew(stack, paths)
             gpus = await asyncio.to_thread(Gpus.of_host)
-            await _serve_claimed(Supervisor(paths, stack, executables, gpus), paths, report)
-        finally:
-            assert guardian.stdin is not None
-            guardian.stdin.close()
-    guardian.wait()
+            await _serve_claimed(Supervisor(paths, stack, executables, gpus, guardian), paths, report, record)
+    finally:
+        # Outside the claim: the guardian ends when nobody holds it and nothing is there to guard.
+        if not paths.processes_file.exists():
+            guardian.wait_ended()
 
 
-async def _serve_claimed(supervisor: Supervisor, paths: StackPaths, report: Report) -> None:
+def _found(paths: StackPaths) -> StackRecord:
+    record = StackRecord.read(paths.processes_file)
+    if record is None or record.phase is not Phase.UP:
+        raise FailedPrecondition("there is no stack to take over", where=str(paths.processes_file))
+    return record
+
+
+def _begin_anew(stack: StackConfig, paths: StackPaths) -> None:
+    ended = sweep(paths, runs_go_on=True)
+    if ended:
+        log.warning("ended what a launcher that was killed has left", processes=ended)
+    # It would start the launcher of the environment that this stack was started from before.
+    end_guardian(paths, within_s=0)
+    paths.ended_file.unlink(missing_ok=True)
+    write_atomically(paths.stack_file, dump_yaml(stack))
+
+
+async def _serve_claimed(
+    supervisor: Supervisor, paths: StackPaths, report: Report, record: StackRecord | None
+) -> None:
     socket = paths.socket()
+    socket.unlink(missing_ok=True)
     server = RpcServer(BindConfig(host=f"unix:{socket}"))
     server.add(
         add_LauncherServiceServicer_to_server,
@@ -80,12 +98,14 @@ async def _serve_claimed(supervisor: Supervisor, paths: StackPaths, report: Repo
         await server.start()
         socket.chmod(0o600)
         server.set_serving(True)
-        supervisor.write_launcher_file()
-        bring_up = asyncio.create_task(supervisor.bring_up(), name="bring up")
-        await asyncio.wait({bring_up})
-        if not bring_up.cancelled():
-            bring_up.result()
-            log.info("the stack is up", pid=os.getpid())
+        if record is None:
+            supervisor.write_launcher_file()
+        begin = supervisor.bring_up() if record is None else supervisor.take_over(record)
+        beginning = asyncio.create_task(begin, name="bring up or take over")
+        await asyncio.wait({beginning})
+        if not beginning.cancelled():
+            beginning.result()
+            log.info("the stack is up" if record is None else "took the stack over", pid=os.getpid())
             report.up()
         await supervisor.stopped.wait()
     finally:

@@ -2,7 +2,8 @@
 
 Invariants: the child is READY only when its own gRPC health says so at the address that it announced itself;
 at any time at most one child of a slot lives, and before the next one starts (and after the last one) every
-process that descends from the former is gone, with what it left in shared memory.
+process that descends from the former is gone, with what it left in shared memory; `record` tells the next launcher
+enough to go on from any moment.
 """
 
 from __future__ import annotations
@@ -11,28 +12,30 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import structlog
+from google.protobuf.json_format import MessageToDict, ParseDict
 
 from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
 from flotilla_core.disk import lacks_room
 from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, FlotillaError, Internal
+from flotilla_core.subprocess_group import UNKNOWN_STATUS
 from flotilla_launch import shared_memory
-from flotilla_launch.child import Child
+from flotilla_launch.budget import RestartBudget
+from flotilla_launch.child import Child, new_mark
 from flotilla_launch.health import is_serving
 from flotilla_launch.kin import end_kin, kill_all, kin_of
 from flotilla_launch.logs import failure_excerpt
 from flotilla_launch.placement import Slot
-from flotilla_launch.state import read_json
+from flotilla_launch.records import ProcessRecord
+from flotilla_launch.state import ProcessIdentity, read_json
 
 log = structlog.get_logger()
 
-BUDGET_WINDOW_S = 600.0
 STOP_GRACE_S = 10.0
-_BACKOFF_S = (0.2, 1.0, 3.0, 10.0)
 _POLL_S = 0.1
 _NAME_THE_WAIT_AFTER_S = 10.0
 _LOOK_FOR_ROOM_EVERY_S = 1.0
@@ -46,6 +49,7 @@ class ServiceProcess:
         slot: Slot,
         *,
         command: list[str],
+        wrapper: list[str],
         variables: Mapping[str, str],
         log_path: Path,
         announce_file: Path,
@@ -57,25 +61,44 @@ class ServiceProcess:
         self.slot = slot
         self.child: Child | None = None
         self.shared_memory: set[str] = set()
+        self.surplus = False
+        """It is being scaled away."""
         self._command = command
+        self._wrapper = wrapper
         self._variables = variables
         self._log_path = log_path
         self._announce_file = announce_file
         self._ready_timeout_s = ready_timeout_s
-        self._budget = restart_budget
+        self._budget = RestartBudget(restart_budget)
         self._token = token
         self._on_change = on_change
-        self._deaths: deque[float] = deque()
+        self._mark = ""
         self._status = ProcessStatus(name=slot.name, kind=slot.kind, log_path=str(log_path))
         self._task: asyncio.Task[None] | None = None
         self._first_boot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._log_start = 0
-        self._set(ProcessState.PROCESS_STATE_STOPPED)
+        self._status.state = ProcessState.PROCESS_STATE_STOPPED
+        self._status.since.GetCurrentTime()
 
     def status(self) -> ProcessStatus:
         copy = ProcessStatus()
         copy.CopyFrom(self._status)
         return copy
+
+    def record(self) -> ProcessRecord:
+        """What the next launcher must know of it."""
+        return ProcessRecord(
+            self.slot.name,
+            self.child.identity if self.child is not None else None,
+            self._mark,
+            sorted(self.shared_memory),
+            kind=self.slot.kind,
+            index=self.slot.index,
+            surplus=self.surplus,
+            deaths=self._budget.spent,
+            log_start=self._log_start,
+            status=MessageToDict(self._status),
+        )
 
     @property
     def state(self) -> ProcessState.ValueType:
@@ -86,10 +109,23 @@ class ServiceProcess:
         self._first_boot = asyncio.get_running_loop().create_future()
         # Nobody may be waiting when it fails; the status holds the error as well.
         self._first_boot.add_done_callback(lambda future: future.cancelled() or future.exception())
-        self._deaths.clear()
+        self._budget.refill()
         self._status.restarts = 0
         self._set(ProcessState.PROCESS_STATE_STARTING)
-        self._task = asyncio.create_task(self._supervise(), name=f"supervise {self.slot.name}")
+        self._supervise(self._boot_and_keep)
+
+    def take_over(self, record: ProcessRecord) -> None:
+        """Go on where the launcher before this one stood: with its process where that lives, else with another one."""
+        self._status = ParseDict(record.status, ProcessStatus())
+        self._budget.refill(record.deaths)
+        self._log_start = record.log_start
+        self._mark = record.mark
+        self.shared_memory = set(record.shared_memory)
+        self.surplus = record.surplus
+        if record.identity is not None:
+            self.child = Child.adopt(record.identity)
+        self._first_boot.set_result(None)
+        self._supervise(partial(self._keep_adopted, record.identity))
 
     async def ready(self) -> None:
         """Wait for the first boot; raises what went wrong."""
@@ -103,29 +139,37 @@ class ServiceProcess:
             self._task = None
         if not self._first_boot.done():
             self._first_boot.cancel()
-        if self.child is not None:
+        await self._end(grace_s)
+
+    async def _end(self, grace_s: float = STOP_GRACE_S) -> None:
+        failed = self.state == ProcessState.PROCESS_STATE_FAILED
+        if self._mark and not failed:
             self._set(ProcessState.PROCESS_STATE_STOPPING)
+        if self.child is not None:
             await self.note_shared_memory()
             self.child.signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.child.wait(), grace_s)
-            await self._bury()
-        if self.state != ProcessState.PROCESS_STATE_FAILED:
+        await self._bury()
+        if not failed:
             self._set(ProcessState.PROCESS_STATE_STOPPED)
 
     async def note_shared_memory(self) -> None:
         """Remember which shared memory our processes hold while they can still be asked."""
         child = self.child
         if child is not None and shared_memory.any_known():
-            kin = await asyncio.to_thread(kin_of, child.identity, child.mark)
+            kin = await asyncio.to_thread(kin_of, child.identity, self._mark)
             held = shared_memory.held_by(process.pid for process in kin)
             if not held <= self.shared_memory:
                 self.shared_memory |= held
                 self._on_change()
 
-    async def _supervise(self) -> None:
+    def _supervise(self, keep: Callable[[], Awaitable[None]]) -> None:
+        self._task = asyncio.create_task(self._guarded(keep), name=f"supervise {self.slot.name}")
+
+    async def _guarded(self, keep: Callable[[], Awaitable[None]]) -> None:
         try:
-            await self._keep_up()
+            await keep()
         # The end of a task that nobody awaits: an error that is not ours (a full disk, no more processes) must not
         # leave a slot that is neither up nor FAILED, nor somebody who waits for it.
         except Exception as error:
@@ -139,7 +183,7 @@ class ServiceProcess:
                     self._first_boot.set_exception(failure)
                 self._give_up(str(failure))
 
-    async def _keep_up(self) -> None:
+    async def _boot_and_keep(self) -> None:
         try:
             await self._boot()
         except FlotillaError as error:
@@ -147,28 +191,54 @@ class ServiceProcess:
             self._first_boot.set_exception(error)
             return
         self._first_boot.set_result(None)
+        await self._keep_up()
+
+    async def _keep_adopted(self, identity: ProcessIdentity | None) -> None:
+        state = self.state
+        if self.child is None:
+            # Before anything else: what it started may live, under a mark that nobody would know any more.
+            await self._bury(identity)
+        if state in (ProcessState.PROCESS_STATE_STOPPED, ProcessState.PROCESS_STATE_FAILED):
+            return
+        if state == ProcessState.PROCESS_STATE_STOPPING:
+            await self._end()
+            return
+        if self.child is None:
+            await self._keep_up(self._last_words("it ended while no launcher was there"))
+            return
+        log.info("adopted", process=self.slot.name, pid=self._status.pid, state=ProcessState.Name(state))
+        try:
+            if state != ProcessState.PROCESS_STATE_READY:
+                await self._become_ready(self.child)
+        except FlotillaError as error:
+            await self._keep_up(str(error))
+        else:
+            await self._keep_up()
+
+    async def _keep_up(self, died: str = "") -> None:
+        """Restart the child whenever it dies, until the budget is spent; `died` says why it has already."""
         while True:
-            assert self.child is not None
-            code = await self.child.wait()
-            why = self._why_it_died(code, "while it was in use")
-            await self._bury()
+            why = died or await self._death()
             while not await self._restarted(why):
                 why = self._status.error
                 if self.state == ProcessState.PROCESS_STATE_FAILED:
                     return
+            died = ""
+
+    async def _death(self) -> str:
+        """Wait for it; returns how it came."""
+        assert self.child is not None
+        why = self._why_it_died(await self.child.wait(), "while it was in use")
+        await self._bury()
+        return why
 
     async def _restarted(self, why: str) -> bool:
         """One attempt within the budget; False leaves why in the status, FAILED when it was the last."""
-        now = time.monotonic()
-        while self._deaths and now - self._deaths[0] > BUDGET_WINDOW_S:
-            self._deaths.popleft()
-        if len(self._deaths) >= self._budget:
-            self._give_up(
-                f"{why}\nrestarted {len(self._deaths)} times within ten minutes (restart_budget): given up"
-            )
+        backoff = self._budget.spend()
+        if backoff is None:
+            times = len(self._budget.spent)
+            self._give_up(f"{why}\nrestarted {times} times within ten minutes (restart_budget): given up")
             return False
-        backoff = _BACKOFF_S[min(len(self._deaths), len(_BACKOFF_S) - 1)]
-        self._deaths.append(now)
         self._status.restarts += 1
         self._set(ProcessState.PROCESS_STATE_RESTARTING, why)
         log.warning("restarting", process=self.slot.name, why=why, backoff_s=backoff)
@@ -193,16 +263,27 @@ class ServiceProcess:
         """Start a child and wait until it is READY; leaves nothing behind when it does not get there."""
         self._announce_file.unlink(missing_ok=True)
         self._log_start = self._log_path.stat().st_size if self._log_path.exists() else 0
-        self.child = await Child.start(
-            self._command,
-            self._log_path,
-            mark_prefix=str(self._announce_file),
-            variables=self._variables,
-        )
-        self._status.pid = self.child.identity.pid
+        self._mark = new_mark(self._announce_file)
+        # Written down before it begins: whoever comes after us finds it by its mark.
         self._on_change()
         try:
-            await self._until_serving(self.child)
+            self.child = await Child.start(
+                self._command,
+                self._log_path,
+                wrapper=self._wrapper,
+                mark=self._mark,
+                variables=self._variables,
+            )
+        except FlotillaError:
+            await self._bury()
+            raise
+        self._status.pid = self.child.identity.pid
+        self._on_change()
+        await self._become_ready(self.child)
+
+    async def _become_ready(self, child: Child) -> None:
+        try:
+            await self._until_serving(child)
         except FlotillaError:
             await self.note_shared_memory()
             await self._bury()
@@ -241,29 +322,36 @@ class ServiceProcess:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(child.wait(), _POLL_S)
 
-    async def _bury(self) -> None:
-        """End every process of the child and remove what it left; begun again where a cancellation cut it short."""
-        child = self.child
-        if child is None:
+    async def _bury(self, identity: ProcessIdentity | None = None) -> None:
+        """End every process of the child and remove what it left; begun again where a cancellation cut it short.
+
+        `identity` is that of a child which ended before it could be adopted.
+        """
+        if not self._mark:
             return
-        kin = await asyncio.to_thread(kin_of, child.identity, child.mark)
+        leader = self.child.identity if self.child is not None else identity
+        kin = await asyncio.to_thread(kin_of, leader, self._mark)
         kill_all(kin)
-        left = await asyncio.to_thread(end_kin, child.identity, child.mark)
+        left = await asyncio.to_thread(end_kin, leader, self._mark)
         if left:
             log.error("processes could not be ended", process=self.slot.name, pids=[p.pid for p in left])
-        await child.wait()
+        if self.child is not None:
+            await self.child.wait()
         removed = shared_memory.remove(self.shared_memory)
         if removed:
             log.info("removed shared memory", process=self.slot.name, files=removed)
         self.shared_memory.clear()
         # Not before its kin are gone: `stop` buries what a burial that it interrupted has left.
-        self.child = None
+        self.child, self._mark = None, ""
         self._announce_file.unlink(missing_ok=True)
         self._status.pid, self._status.address, self._status.instance_id = 0, "", ""
         self._on_change()
 
     def _why_it_died(self, code: int, when: str) -> str:
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        if code == UNKNOWN_STATUS:
+            how = "ended"
+        else:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         return self._last_words(f"it {how} {when}")
 
     def _last_words(self, what: str) -> str:

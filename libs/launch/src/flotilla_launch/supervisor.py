@@ -1,7 +1,8 @@
 """The local launcher: makes the processes of this host equal to one stack, and keeps them so.
 
-Invariants: a stack comes up whole or not at all; what is running is always written in `processes.json`, so
-that it can be ended even when the supervisor is killed; NATS is the first to start and the last to go.
+Invariants: a stack comes up whole or not at all; what is running, and what is about to, is always written in
+`processes.json`, so that the next launcher goes on with it, or a sweep ends it, whenever this one is killed; NATS is
+the first to start and the last to go.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ import structlog
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
 from flotilla_core.bus import Bus, Login
-from flotilla_core.config import StackConfig
+from flotilla_core.config import StackConfig, dump_yaml
 from flotilla_core.config.stack import MOST_REPLICAS
 from flotilla_core.disk import why_full
 from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidRequest, NotFound
+from flotilla_core.files import write_atomically
 from flotilla_core.trust import read_token
 from flotilla_launch.attached import AttachedService
+from flotilla_launch.child import under_lease
 from flotilla_launch.gpus import Gpus
+from flotilla_launch.guardian import GuardianKeeper
+from flotilla_launch.nats_process import NAME as NATS
 from flotilla_launch.nats_process import NatsProcess
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.placement import (
@@ -37,19 +42,22 @@ from flotilla_launch.placement import (
     reserve_port,
     slots_of,
 )
+from flotilla_launch.records import Phase, ProcessRecord, StackRecord
 from flotilla_launch.service_process import ServiceProcess, start_together
 from flotilla_launch.state import LauncherFile, ProcessIdentity
-from flotilla_launch.sweep import ProcessRecord, write_records
 
 log = structlog.get_logger()
 
 _NOTE_SHARED_MEMORY_EVERY_S = 10.0
+_LOOK_FOR_GUARDIAN_EVERY_S = 1.0
 
 
 class Supervisor:
     """Owns every process of one stack on this host."""
 
-    def __init__(self, paths: StackPaths, stack: StackConfig, executables: Path, gpus: Gpus) -> None:
+    def __init__(
+        self, paths: StackPaths, stack: StackConfig, executables: Path, gpus: Gpus, guardian: GuardianKeeper
+    ) -> None:
         self.paths = paths
         self.stack = stack
         self.stopped = asyncio.Event()
@@ -57,6 +65,8 @@ class Supervisor:
         self.nats_url = ""
         self._executables = executables
         self._gpus = gpus
+        self._guardian = guardian
+        self._phase = Phase.STARTING
         self._token = read_token(stack.bind, paths.directory)
         self._nats: NatsProcess | None = None
         self._otlp = ""
@@ -67,18 +77,41 @@ class Supervisor:
         self._unrecorded = False
         """Whether a full disk kept `processes.json` from being written."""
         self._changer: asyncio.Task[Any] | None = None
-        self._shared_memory_watch: asyncio.Task[None] | None = None
+        self._watches: list[asyncio.Task[None]] = []
 
     async def bring_up(self) -> None:
         """Start the whole stack; when any part fails, take down everything and raise why."""
+        self._record()
+        self._watch()
         async with self._change(), AsyncExitStack() as unless_up:
             # Also when `stop_all` interrupts it: nothing half-started stays.
             unless_up.push_async_callback(self._abandon)
             await self._start_everything()
+            self._phase = Phase.UP
+            self._record()
             unless_up.pop_all()
-        self._shared_memory_watch = asyncio.create_task(
-            self._watch_shared_memory(), name="watch shared memory"
-        )
+
+    async def take_over(self, record: StackRecord) -> None:
+        """Go on with what a launcher that died has left: adopt what lives, start again what died meanwhile."""
+        self._phase = record.phase
+        self.nats_url, self._otlp = record.nats_url, record.otlp
+        self.write_launcher_file()
+        async with self._change():
+            for slot in slots_of(self.stack):
+                if slot.attached is not None:
+                    self._attached[slot.name] = AttachedService(slot, self._token)
+            processes = [process for process in record.processes if process.name != NATS]
+            # Nothing is awaited from here to the last of them: what is written down next must name every one.
+            for process in processes:
+                slot = Slot(process.name, ServiceKind.ValueType(process.kind), index=process.index)
+                self._services[slot.name] = self._process(slot)
+                self._services[slot.name].take_over(process)
+            nats = next((process for process in record.processes if process.name == NATS), None)
+            if nats is not None:
+                self._nats = self._nats_process()
+                self._nats.take_over(nats, record.nats_url)
+            await self._remove([service for service in self._services.values() if service.surplus])
+        self._watch()
 
     async def apply(self, stack: StackConfig) -> bool:
         """Whether anything changed. Only replica counts can change while the stack lives."""
@@ -97,6 +130,7 @@ class Supervisor:
                 if wanted != replicas_of(self.stack, kind):
                     changed |= await self._scale(kind, wanted)
             self.stack = stack
+            write_atomically(self.paths.stack_file, dump_yaml(stack))
             # Also what is STOPPED: a repair that failed has stopped what it had started beside the one that died.
             down = [service.slot for service in self._services.values() if _down(service)]
             await self._start_all(down)
@@ -189,15 +223,14 @@ class Supervisor:
             bus = await Bus.connect(self.nats_url, Login.of_stack(self.stack.nats, self.paths.directory))
             await bus.close()
         else:
-            self._nats = NatsProcess(
-                self.paths.nats, restart_budget=self.stack.restart_budget, on_change=self._record
-            )
+            self._nats = self._nats_process()
             self.nats_url = await self._nats.start()
         host = self.stack.bind.host
         dialled = self.stack.bind.advertise_host or ("127.0.0.1" if host in ("0.0.0.0", "::") else host)
         self._otlp = (
             self.stack.coordinator.attach or f"{dialled}:{self.stack.bind.port or reserve_port(host)}"
         )
+        self._record()
         self.write_launcher_file()
 
     def write_launcher_file(self) -> None:
@@ -240,9 +273,7 @@ class Supervisor:
             self._gpus.require(self.stack, replicas)
         names = {slot.name for slot in wanted}
         surplus = [service for name, service in running.items() if name not in names]
-        await asyncio.gather(*(service.stop() for service in surplus))
-        for service in surplus:
-            del self._services[service.slot.name]
+        await self._remove(surplus)
         missing = [slot for slot in wanted if slot.name not in running or _down(running[slot.name])]
         try:
             await self._start_all(missing)
@@ -250,12 +281,24 @@ class Supervisor:
             for slot in missing:
                 if slot.name not in running:
                     del self._services[slot.name]
+            self._record()
             raise
         return bool(surplus or missing)
 
+    async def _remove(self, surplus: list[ServiceProcess]) -> None:
+        for service in surplus:
+            service.surplus = True
+        self._record()
+        await asyncio.gather(*(service.stop() for service in surplus))
+        for service in surplus:
+            del self._services[service.slot.name]
+        self._record()
+
     async def _take_down(self) -> None:
-        if self._shared_memory_watch is not None:
-            self._shared_memory_watch.cancel()
+        self._phase = Phase.STOPPING
+        self._record()
+        for watch in self._watches:
+            watch.cancel()
         # The coordinator goes after the others, because they send it their last spans.
         coordinator = ServiceKind.SERVICE_KIND_COORDINATOR
         for last in (False, True):
@@ -270,12 +313,21 @@ class Supervisor:
         return ServiceProcess(
             slot,
             command=self._command(slot),
+            wrapper=under_lease(self.paths.directory),
             variables=self._gpus.environment(slot, self.stack),
             log_path=self.paths.log_file(slot.name),
             announce_file=self.paths.announce_file(slot.name),
             ready_timeout_s=self.stack.ready_timeout_s,
             restart_budget=self.stack.restart_budget,
             token=self._token,
+            on_change=self._record,
+        )
+
+    def _nats_process(self) -> NatsProcess:
+        return NatsProcess(
+            self.paths.nats,
+            wrapper=under_lease(self.paths.directory),
+            restart_budget=self.stack.restart_budget,
             on_change=self._record,
         )
 
@@ -291,6 +343,12 @@ class Supervisor:
         executable = self._executables / f"flotilla-{kind_name(slot.kind)}"
         return [str(executable), *(part for option in arguments.items() for part in option)]
 
+    def _watch(self) -> None:
+        self._watches = [
+            asyncio.create_task(self._watch_shared_memory(), name="watch shared memory"),
+            asyncio.create_task(self._watch_guardian(), name="watch the guardian"),
+        ]
+
     async def _watch_shared_memory(self) -> None:
         while True:
             if self._unrecorded:
@@ -299,15 +357,21 @@ class Supervisor:
                 await service.note_shared_memory()
             await asyncio.sleep(_NOTE_SHARED_MEMORY_EVERY_S)
 
+    async def _watch_guardian(self) -> None:
+        while True:
+            try:
+                if self._guardian.keep():
+                    log.info("started a guardian")
+            except OSError as error:
+                log.error("the guardian cannot be started", why=str(error))
+            await asyncio.sleep(_LOOK_FOR_GUARDIAN_EVERY_S)
+
     def _record(self) -> None:
-        records = [
-            ProcessRecord(name, service.child.identity, service.child.mark, sorted(service.shared_memory))
-            for name, service in self._services.items()
-            if service.child is not None
-        ]
-        nats = self._nats.record() if self._nats else None
+        processes = [service.record() for service in self._services.values()]
+        nats: list[ProcessRecord] = [self._nats.record()] if self._nats else []
+        record = StackRecord(self._phase, self.nats_url, self._otlp, [*processes, *nats])
         try:
-            write_records(self.paths.processes_file, [*records, nats] if nats else records)
+            record.write(self.paths.processes_file)
             self._unrecorded = False
         except OSError as error:
             # A full disk costs no service: a sweep finds dead what is gone by then, and no start comes before room.

@@ -1,50 +1,49 @@
-"""Clean up after a supervisor that could not do it itself.
+"""End in order what no launcher looks after any more: `python -m flotilla_launch.sweep DIRECTORY`.
 
-`processes.json` names every process that the supervisor started. Invariant: sweeping twice, or sweeping a
-stack that stopped in order, changes nothing; a running stack is never swept (callers check that its
-supervisor is dead).
+`processes.json` names every process that the launcher started. Invariants: sweeping twice, or sweeping a stack that
+stopped in order, changes nothing; a stack whose launcher lives is never swept (callers hold the claim); NATS is the
+last to go. A coordinator that is told to stop ends its runs, so it is told only where the user took the stack down:
+otherwise it is killed, before it sees the others go, and the next one goes on with the runs.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import os
+import signal
+import sys
+import time
 from pathlib import Path
 
 from flotilla_launch import shared_memory
-from flotilla_launch.kin import end_kin
+from flotilla_launch.claim import claim, is_claimed
+from flotilla_launch.kin import MARK, end_kin, kill_all, kin_of
 from flotilla_launch.paths import StackPaths
-from flotilla_launch.state import ProcessIdentity, read_json, write_json
+from flotilla_launch.records import ProcessRecord, StackRecord
+from flotilla_launch.state import ProcessIdentity, read_json
+
+SWEEP_LIMIT_S = 45.0
+"""Three graces, one after the other, and some time to look around."""
+_GRACE_S = 10.0
+_POLL_S = 0.02
+_COORDINATOR, _NATS = "coordinator", "nats"
 
 
-@dataclass(frozen=True)
-class ProcessRecord:
-    """One child of the supervisor, as much as it takes to end it and all its kin."""
+def sweep(paths: StackPaths, *, runs_go_on: bool) -> list[str]:
+    """End and remove what a dead launcher left; returns the names of the processes that still ran.
 
-    name: str
-    identity: ProcessIdentity
-    mark: str
-    shared_memory: list[str] = field(default_factory=list)
-
-
-def write_records(path: Path, records: list[ProcessRecord]) -> None:
-    write_json(path, {"processes": [asdict(record) for record in records]})
-
-
-def read_records(path: Path) -> list[ProcessRecord]:
-    return [
-        ProcessRecord(**{**values, "identity": ProcessIdentity(**values["identity"])})
-        for values in (read_json(path) or {}).get("processes", [])
-    ]
-
-
-def sweep(paths: StackPaths) -> list[str]:
-    """End and remove what a dead supervisor left; returns the names of the processes that still ran."""
-    ended = []
-    for record in read_records(paths.processes_file):
-        if record.identity.alive():
-            ended.append(record.name)
-        end_kin(record.identity, record.mark)
-        shared_memory.remove(record.shared_memory)
+    `runs_go_on`: the next coordinator goes on with the runs of this one.
+    """
+    record = StackRecord.read(paths.processes_file) or StackRecord()
+    ended = [process.name for process in record.processes if process.alive]
+    coordinator = [process for process in record.processes if process.name == _COORDINATOR]
+    services = [process for process in record.processes if process.name not in (_COORDINATOR, _NATS)]
+    if runs_go_on:
+        _end(coordinator, grace_s=0)
+        _end(services)
+    else:
+        _end(services)
+        _end(coordinator)
+    _end([process for process in record.processes if process.name == _NATS])
     for announce in paths.instances.glob("*.json"):
         pid = (read_json(announce) or {}).get("pid")
         if not isinstance(pid, int) or ProcessIdentity.of(pid) is None:
@@ -52,3 +51,42 @@ def sweep(paths: StackPaths) -> list[str]:
     for path in (paths.socket(), paths.launcher_file, paths.processes_file):
         path.unlink(missing_ok=True)
     return ended
+
+
+def main() -> None:
+    """What the watcher of a lease runs once the lease is over."""
+    paths = StackPaths(Path(sys.argv[1]))
+    with claim(paths.claim_file, timeout_s=SWEEP_LIMIT_S) as claimed:
+        if not claimed or is_claimed(paths.guardian_lock_file):
+            return
+        ended = sweep(paths, runs_go_on=True)
+        if ended:
+            _say(f"launcher and guardian are gone; the stack was ended: {', '.join(ended)}")
+        # Also a service that no file names any more.
+        end_kin(None, os.environ.get(MARK, ""))
+
+
+def _end(processes: list[ProcessRecord], grace_s: float = _GRACE_S) -> None:
+    """SIGTERM to the services alone and a grace for draining, where there is one; SIGKILL of all that is left."""
+    for process in processes:
+        if process.alive:
+            kin = kin_of(process.identity, process.mark)
+            process.shared_memory.extend(shared_memory.held_by(one.pid for one in kin))
+    leaders = [process.identity for process in processes if process.identity is not None]
+    if grace_s:
+        kill_all(leaders, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    while any(leader.alive() for leader in leaders) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    for process in processes:
+        end_kin(process.identity, process.mark)
+        shared_memory.remove(process.shared_memory)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

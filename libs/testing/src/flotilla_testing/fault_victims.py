@@ -12,6 +12,8 @@ from enum import StrEnum
 import psutil
 
 from flotilla.common.v1.registration_pb2 import Registration
+from flotilla_launch.records import StackRecord
+from flotilla_launch.state import LauncherFile, ProcessIdentity, read_json
 from flotilla_testing.stack import Stack
 
 
@@ -25,6 +27,8 @@ class Victim(StrEnum):
     FRONT = "trainer front"
     COORDINATOR = "coordinator"
     NATS = "NATS"
+    LAUNCHER = "launcher"
+    GUARDIAN = "guardian"
 
 
 RANKS = {Victim.RANK_0: 0, Victim.RANK_1: 1}
@@ -39,17 +43,45 @@ def process_of(stack: Stack, victim: Victim, slot: str) -> psutil.Process:
         nats = nats_of(stack)
         assert nats is not None, "NATS is not there: its launcher starts it again"
         return nats
+    if victim is Victim.LAUNCHER:
+        launcher = launcher_of(stack)
+        assert launcher is not None, "the launcher is not there: its guardian starts it again"
+        return launcher
+    if victim is Victim.GUARDIAN:
+        guardian = guardian_of(stack)
+        assert guardian is not None, "the guardian is not there: its launcher starts it again"
+        return guardian
     return stack.process(SLOTS.get(victim, slot))
 
 
 def nats_of(stack: Stack) -> psutil.Process | None:
     """None for a moment after it died."""
-    launcher = psutil.Process(json.loads((stack.directory / "launcher.json").read_text())["pid"])
-    with suppress(psutil.NoSuchProcess):  # one ended between two looks
-        for child in launcher.children(recursive=True):
-            if "nats-server" in child.name() and child.status() != psutil.STATUS_ZOMBIE:
-                return child
+    record = StackRecord.read(stack.directory / "processes.json")
+    for process in record.processes if record is not None else ():
+        if process.name == "nats" and process.identity is not None and process.alive:
+            with suppress(psutil.NoSuchProcess):  # it ended between two looks
+                return psutil.Process(process.identity.pid)
     return None
+
+
+def processes_of(stack: Stack) -> dict[str, ProcessIdentity | None]:
+    """Every process that the launcher looks after, by its slot's name."""
+    record = StackRecord.read(stack.directory / "processes.json")
+    return {process.name: process.identity for process in record.processes} if record is not None else {}
+
+
+def launcher_of(stack: Stack) -> psutil.Process | None:
+    """None from its death until the next one says where it is."""
+    file = LauncherFile.read(stack.directory / "launcher.json")
+    return psutil.Process(file.pid) if file is not None and file.identity.alive() else None
+
+
+def guardian_of(stack: Stack) -> psutil.Process | None:
+    """None from its death until the next one has its lock."""
+    values = read_json(stack.directory / "guardian.json")
+    if values is None or not (identity := ProcessIdentity(**values)).alive():
+        return None
+    return psutil.Process(identity.pid)
 
 
 def lives(stack: Stack, registered: Registration) -> bool:

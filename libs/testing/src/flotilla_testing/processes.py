@@ -7,6 +7,8 @@ from pathlib import Path
 
 import psutil
 
+from flotilla_launch.records import StackRecord
+
 NATS = "nats"
 MIB = 1 << 20
 
@@ -22,8 +24,13 @@ class StackProcesses:
             self._processes.setdefault(announced["kind"], set()).update(
                 {process, *process.children(recursive=True)}
             )
-        launcher = psutil.Process(json.loads((state_dir / "launcher.json").read_text())["pid"])
-        self._processes[NATS] = {p for p in launcher.children(recursive=True) if "nats-server" in p.name()}
+        record = StackRecord.read(state_dir / "processes.json")
+        assert record is not None, "the stack runs"
+        self._processes[NATS] = {
+            psutil.Process(process.identity.pid)
+            for process in record.processes
+            if process.name == NATS and process.identity is not None
+        }
 
     def cpu_seconds(self) -> dict[str, float]:
         """User and system time so far, by kind."""

