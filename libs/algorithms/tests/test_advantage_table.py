@@ -14,13 +14,8 @@ import pytest
 from flotilla_algorithms import (
     ADVANTAGES,
     Outcomes,
-    RewardHistory,
-    Step,
     gae,
-    gigpo,
-    normalised_rewards,
     remax,
-    step_reinforce,
     token_advantages,
     whitened,
 )
@@ -45,6 +40,7 @@ TERMS = [[float(x) for x in RNG.normal(place, scale, len(REWARDS))] for place, s
 GREEDY = [0.0, 1.0, 0.5, 1.0, 0.25]
 LEADS = [list(RNG.normal(0, 1, n)) for n in LENGTHS]
 CUT = [bool(RNG.integers(0, 2)) for _ in LENGTHS]
+SQUARES = [[float(x) for x in RNG.uniform(0, 2, n)] for n in LENGTHS]
 AFTER = [float(RNG.normal()) for _ in LENGTHS]
 Rows = list[list[float]]
 
@@ -60,6 +56,7 @@ def outcomes_of(samples: list[int], sizes: list[int], groups: list[int]) -> Outc
         values=[x for i in samples for x in VALUES[i]],
         value_after=[AFTER[i] for i in samples],
         truncated=[CUT[i] for i in samples],
+        score_squares=[x for i in samples for x in SQUARES[i]],
         teacher_lead=[x for i in samples for x in LEADS[i]],
         terms=np.array(TERMS)[:, samples],
         greedy_rewards=np.array(GREEDY)[groups],
@@ -256,6 +253,25 @@ def returns_of_turns(gamma: float, baseline: str, normalize: bool) -> Rows:
     return rows
 
 
+def beyond_optimal_baselines(by_own: bool, alone: str) -> Rows:
+    """Reward to come less the weighted mean of that of all samples of the group at the same place."""
+    tokens: dict[tuple[int, int], list[tuple[int, int, float, float]]] = {}
+    group_of = [group for group, size in enumerate(SIZES) for _ in range(size)]
+    for sample, mask in enumerate(TRAINED):
+        own, energy = [t for t, is_own in enumerate(mask) if is_own], 0.0
+        for number, t in enumerate(own):
+            energy += SQUARES[sample][t]
+            to_come = REWARDS[sample] - sum(PENALTIES[sample][k] for k in own[number:])
+            key = group_of[sample], number if by_own else t
+            tokens.setdefault(key, []).append((sample, t, to_come, energy))
+    rows = [[0.0] * len(mask) for mask in TRAINED]
+    for met in tokens.values():
+        baseline = sum(g * w for *_, g, w in met) / sum(w for *_, w in met)
+        for sample, t, to_come, _ in met:
+            rows[sample][t] = to_come if len(met) == 1 and alone == "return" else to_come - baseline
+    return rows
+
+
 TABLE: dict[str, tuple[str, dict[str, Any], Rows]] = {
     "grpo": ("grpo", {"baseline": "group", "normalize_std": True}, by_group(standardised)),
     "dr_grpo": ("grpo", {"baseline": "group", "normalize_std": False}, by_group(centred)),
@@ -303,6 +319,15 @@ TABLE: dict[str, tuple[str, dict[str, Any], Rows]] = {
             ("batch", False),
             ("batch", True),
         ]
+    },
+    **{
+        f"{prefix}optimal_token_baseline_{alone}": (
+            f"{prefix}optimal_token_baseline",
+            {"lone_tail": alone},
+            beyond_optimal_baselines(prefix == "tir_", alone),
+        )
+        for prefix in ("", "tir_")
+        for alone in ("silent", "return")
     },
     "pass_at_3": ("pass_at_k", {"k": 3, "right_at": 0.9}, by_group(teams(3, 0.9), REWARDS)),
 }
@@ -363,7 +388,9 @@ NOT_BY_REWARDS_ALONE = ("reinforce", "gae", "distill", "gdpo", "remax")
 COMPARED = [
     row
     for row, (name, parameters, _) in TABLE.items()
-    if name not in NOT_BY_REWARDS_ALONE and parameters.get("baseline") != "none"
+    if name not in NOT_BY_REWARDS_ALONE
+    and "none" not in parameters.values()
+    and "return" not in parameters.values()
 ]
 
 
@@ -371,7 +398,8 @@ COMPARED = [
 def test_an_update_of_equal_rewards_teaches_exactly_nothing(row: str) -> None:
     name, parameters, _ = TABLE[row]
     parameters = parameters | ({"gamma": 1.0} if "gamma" in parameters else {})
-    equal = Outcomes.of([0.3] * 7, [4, 3], [2, 3, 1, 4, 2, 2, 5])
+    squares = RNG.uniform(0, 2, 19)
+    equal = Outcomes.of([0.3] * 7, [4, 3], [2, 3, 1, 4, 2, 2, 5], score_squares=squares)
     assert not token_advantages(ADVANTAGES[name], equal, parameters).any()
 
 
@@ -417,6 +445,8 @@ NEEDS = [
     ("distill", "of a teacher"),
     ("gdpo", "every term"),
     ("remax", "greedy response"),
+    ("optimal_token_baseline", "distribution at each token"),
+    ("tir_optimal_token_baseline", "distribution at each token"),
 ]
 
 
@@ -427,6 +457,8 @@ def test_an_advantage_says_what_it_lacks(name: str, needs: str) -> None:
         "distill": {"coefficient": 1.0, "reward_weight": 0.0},
         "gdpo": {"weights": [1.0]},
         "remax": {},
+        "optimal_token_baseline": {"lone_tail": "silent"},
+        "tir_optimal_token_baseline": {"lone_tail": "return"},
     }
     with pytest.raises(ValueError, match=needs):
         ADVANTAGES[name](Outcomes.of([1.0], [1]), **parameters[name])
@@ -437,135 +469,6 @@ def test_remax_takes_one_greedy_reward_a_group() -> None:
     np.testing.assert_allclose(remax(outcomes(), GREEDY), expected, rtol=TOLERANCE)
     with pytest.raises(ValueError, match="4 greedy rewards do not belong to 5 groups"):
         remax(outcomes(), GREEDY[1:])
-
-
-@pytest.mark.parametrize("normalize_std", [True, False])
-def test_the_running_baseline_is_that_of_all_rewards_so_far(normalize_std: bool) -> None:
-    earlier = [list(RNG.normal(2, 3, n)) for n in (7, 1, 4)]
-    history = RewardHistory()
-    for part in earlier:
-        history = history.after(part)
-    given = Outcomes.of(REWARDS, SIZES, history=history)
-    everything = [reward for part in [*earlier, REWARDS] for reward in part]
-    scale = statistics.stdev(everything) + 1e-6 if normalize_std else 1.0
-    expected = [(reward - statistics.fmean(everything)) / scale for reward in REWARDS]
-    found = ADVANTAGES["grpo"](given, baseline="running", normalize_std=normalize_std)
-    np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
-
-
-def test_a_history_is_the_same_in_whatever_parts_it_grew() -> None:
-    whole, parts = RewardHistory().after(REWARDS), RewardHistory()
-    for group in GROUPS:
-        parts = parts.after(group)
-    assert parts.count == whole.count
-    assert (parts.mean, parts.deviation) == pytest.approx((whole.mean, whole.deviation))
-    assert RewardHistory().after([]) == RewardHistory()
-
-
-def walk(length: int) -> list[Step]:
-    """Steps through few states, so that many of a group meet in one; the whole response is theirs."""
-    cuts = sorted({0, length, *RNG.integers(1, length + 1, 2).tolist()})
-    return [
-        Step(int(RNG.integers(0, 2)), end - begin, float(RNG.normal()))
-        for begin, end in itertools.pairwise(cuts)
-    ]
-
-
-@pytest.mark.parametrize(("gamma", "weight"), [(1.0, 1.0), (0.9, 0.5), (0.5, 0.0)])
-def test_gigpo_adds_what_a_step_is_worth_among_those_of_its_group_in_its_state(
-    gamma: float, weight: float
-) -> None:
-    walks = [walk(length) for length in LENGTHS]
-    expected: list[float] = []
-    whole = [value for group in grouped(TOTALS) for value in standardised(group, [])]
-    group_of = [group for group, size in enumerate(SIZES) for _ in range(size)]
-
-    def worth(sample: int, step: int) -> float:
-        return sum(gamma ** (k - step) * walks[sample][k].reward for k in range(step, len(walks[sample])))
-
-    for sample, own in enumerate(walks):
-        for number, step in enumerate(own):
-            met = [
-                (other, k)
-                for other in range(len(walks))
-                if group_of[other] == group_of[sample]
-                for k in range(len(walks[other]))
-                if walks[other][k].state == step.state
-            ]
-            place = standardised([worth(*one) for one in met], [])[met.index((sample, number))]
-            expected += [whole[sample] + weight * place] * step.tokens
-    found = gigpo(outcomes(), walks, gamma=gamma, step_weight=weight)
-    np.testing.assert_allclose(found, expected, rtol=1e-8, atol=TOLERANCE)
-
-
-@pytest.mark.parametrize(("baseline", "normalize"), [("none", False), ("group", True), ("batch", False)])
-def test_step_reinforce_compares_what_steps_and_the_later_ones_earned(baseline: str, normalize: bool) -> None:
-    walks = [walk(length) for length in LENGTHS]
-    worth = [
-        [sum(0.7 ** (k - j) * own[k].reward for k in range(j, len(own))) for j in range(len(own))]
-        for own in walks
-    ]
-    group_of = [group for group, size in enumerate(SIZES) for _ in range(size)]
-    expected: list[float] = []
-    for sample, own in enumerate(walks):
-        for number, step in enumerate(own):
-            met = [
-                value
-                for other, values in enumerate(worth)
-                for value in values
-                if baseline == "batch" or group_of[other] == group_of[sample]
-            ]
-            value = worth[sample][number]
-            if baseline != "none":
-                deviation = statistics.stdev(met) if len(met) > 1 else 0.0
-                value = (value - statistics.fmean(met)) / (deviation + 1e-6 if normalize else 1.0)
-            expected += [value] * step.tokens
-    found = step_reinforce(outcomes(), walks, gamma=0.7, baseline=baseline, normalize_std=normalize)
-    np.testing.assert_allclose(found, expected, rtol=1e-8, atol=TOLERANCE)
-    with pytest.raises(ValueError, match="do not belong"):
-        step_reinforce(outcomes(), walks[1:])
-
-
-@pytest.mark.parametrize("std", ["none", "group", "batch", "running"])
-@pytest.mark.parametrize("mean", ["none", "group", "batch", "running"])
-def test_rewards_are_normalised_by_what_is_kept_and_by_nothing_where_they_are_alike(
-    mean: str, std: str
-) -> None:
-    kept = [i != 5 for i in range(len(REWARDS))]
-    history = RewardHistory().after([3.0, 4.0]).after([r for r, k in zip(REWARDS, kept, strict=True) if k])
-    everything = [3.0, 4.0] + [r for r, k in zip(REWARDS, kept, strict=True) if k]
-    expected: list[float] = []
-    group_of = [group for group, size in enumerate(SIZES) for _ in range(size)]
-    for sample, reward in enumerate(REWARDS):
-        parts = {
-            "group": [r for o, r in enumerate(REWARDS) if kept[o] and group_of[o] == group_of[sample]],
-            "batch": [r for o, r in enumerate(REWARDS) if kept[o]],
-            "running": everything,
-        }
-        centre = statistics.fmean(parts[mean] or [reward]) if mean != "none" else 0.0
-        spread = statistics.stdev(parts[std]) if std != "none" and len(parts[std]) > 1 else 0.0
-        value = (reward - centre) / (spread + 1e-6 if spread else 1.0)
-        expected.append(2.0 * max(-0.7, min(0.7, value)))
-    found = normalised_rewards(
-        np.array(REWARDS),
-        np.array(SIZES),
-        np.array(kept),
-        mean=mean,
-        std=std,
-        clip=0.7,
-        scale=2.0,
-        history=history,
-    )
-    of_kept = np.array(kept)
-    np.testing.assert_allclose(found[of_kept], np.array(expected)[of_kept], rtol=1e-9, atol=TOLERANCE)
-
-
-def test_steps_that_do_not_make_up_their_response_are_refused() -> None:
-    given = Outcomes.of([1.0, 0.0], [2], [3, 2])
-    with pytest.raises(ValueError, match="sample 1 have 1 tokens, its response has 2"):
-        gigpo(given, [[Step("a", 3, 0.0)], [Step("a", 1, 0.0)]])
-    with pytest.raises(ValueError, match="1 samples do not belong to 2"):
-        gigpo(given, [[Step("a", 3, 0.0)]])
 
 
 def test_whitened_tokens_have_mean_zero_and_deviation_one() -> None:

@@ -151,6 +151,8 @@ def result(
     reference = -2.0 - 0.1 * batch.all_responses().tokens[batch.all_responses().scored].astype(np.float32)
     if front.scores_reference(batch):
         batch = replace(batch, reference_logprobs=reference)
+    if front.scores_distributions(batch):
+        batch = replace(batch, score_squares=0.1 * reference.astype(np.float64) ** 2)
     sequences, _ = front.sequences(batch, 5)
     table = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1)).requires_grad_()
     sums: dict[str, float] = {}

@@ -100,6 +100,56 @@ async def test_every_aggregation_equals_plain_torch_on_three_ranks(
     assert_equal(gradients, wanted)
 
 
+def beyond_optimal_baselines(policy: Any, group: pb.TrainGroup) -> list[list[float]]:
+    """For each trained token its sample's reward less the weighted mean of those that have as many before it."""
+    prompt, energies = from_tensor(group.prompt_token_ids), []
+    for sample in group.samples:
+        response = from_tensor(sample.token_ids)
+        with torch.no_grad():
+            scores = distribution(policy, prompt, response, TEMPERATURE)
+        squares = 1 - 2 * of_tokens(scores, response).exp() + scores.exp().square().sum(-1)
+        energies.append(squares[trained_tokens(sample)].cumsum(0).tolist())
+    rows = []
+    for sample, energy in zip(group.samples, energies, strict=True):
+        row = []
+        for place in range(len(energy)):
+            met = [
+                (other.reward, weights[place])
+                for other, weights in zip(group.samples, energies, strict=True)
+                if len(weights) > place
+            ]
+            row.append(sample.reward - sum(r * w for r, w in met) / sum(w for _, w in met))
+        rows.append(row)
+    return rows
+
+
+async def test_optimal_token_baselines_come_from_the_policys_distribution_at_each_token(
+    trainer: Any, groups_of: MakeGroups, policy_of: Policy
+) -> None:
+    groups = groups_of(SIZES)
+    function = session_pb2.Function(name="tir_optimal_token_baseline")
+    function.parameters["lone_tail"] = "silent"
+    objective = policy_of(advantage=session_pb2.Advantage(function=function))
+    await trainer.open(objective, tokens_per_microbatch=40)
+    loss, gradients, _ = await on_ranks(trainer, groups)
+    policy, losses = plain_model(trainer.model), []
+    for group in groups:
+        rows = beyond_optimal_baselines(policy, group)
+        for sample, row in zip(group.samples, rows, strict=True):
+            response, own = from_tensor(sample.token_ids), trained_tokens(sample)
+            new = of_tokens(
+                distribution(policy, from_tensor(group.prompt_token_ids), response, TEMPERATURE), response
+            )[own]
+            old = torch.from_numpy(from_tensor(sample.logprobs).astype(np.float64))[own]
+            ratio, advantages = (new - old).exp(), torch.tensor(row, dtype=torch.float64)
+            losses.append(-torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages))
+    total = torch.cat(losses).mean()
+    total.backward()
+    assert loss == pytest.approx(total.item(), abs=TOLERANCE)
+    wanted = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+    assert_equal(gradients, wanted)
+
+
 async def test_the_reference_stays_where_the_session_began_and_entropy_earns_a_bonus(
     trainer: Any, groups_of: MakeGroups, policy_of: Policy, tmp_path: Path
 ) -> None:

@@ -40,6 +40,8 @@ class Outcomes:
     """One a sample: what a critic expects after its last token."""
     truncated: NDArray[np.bool_] | None = None
     """One a sample: whether it was cut off at a length limit; None where no sample was."""
+    score_squares: Floats | None = None
+    """One a token: squared length of the gradient of its log-probability by the logits, 1 - 2 p + sum of all p^2."""
     teacher_lead: Floats | None = None
     """One a token: log-probability under the teacher less that under the policy that drew it."""
     history: RewardHistory = NO_HISTORY
@@ -62,6 +64,7 @@ class Outcomes:
         values: ArrayLike | None = None,
         value_after: ArrayLike | None = None,
         truncated: ArrayLike | None = None,
+        score_squares: ArrayLike | None = None,
         teacher_lead: ArrayLike | None = None,
         history: RewardHistory = NO_HISTORY,
         terms: Floats | None = None,
@@ -96,6 +99,7 @@ class Outcomes:
             values=_one_each(values, tokens, "tokens"),
             value_after=_one_each(value_after, totals.size, "samples"),
             truncated=cut,
+            score_squares=_one_each(score_squares, tokens, "tokens"),
             teacher_lead=_one_each(teacher_lead, tokens, "tokens"),
             history=history,
             terms=terms,
@@ -118,6 +122,7 @@ class Outcomes:
             values=None if self.values is None else self.values[tokens],
             value_after=None if self.value_after is None else self.value_after[kept],
             truncated=None if self.truncated is None else self.truncated[kept],
+            score_squares=None if self.score_squares is None else self.score_squares[tokens],
             teacher_lead=None if self.teacher_lead is None else self.teacher_lead[tokens],
             terms=None if self.terms is None else self.terms[:, kept],
             greedy_rewards=None if self.greedy_rewards is None else self.greedy_rewards[groups],

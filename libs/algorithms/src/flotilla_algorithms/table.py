@@ -14,6 +14,7 @@ from flotilla_algorithms.gpg import gpg
 from flotilla_algorithms.grpo import grpo
 from flotilla_algorithms.grpo_passk import grpo_passk
 from flotilla_algorithms.opo import opo
+from flotilla_algorithms.optimal_token_baseline import optimal_token_baseline, tir_optimal_token_baseline
 from flotilla_algorithms.outcomes import Floats
 from flotilla_algorithms.pass_at_k import pass_at_k
 from flotilla_algorithms.reinforce import reinforce
@@ -35,6 +36,8 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "pass_at_k": pass_at_k,
     "grpo_passk": grpo_passk,
     "step_reinforce": step_reinforce_of_turns,
+    "optimal_token_baseline": optimal_token_baseline,
+    "tir_optimal_token_baseline": tir_optimal_token_baseline,
     "gae": gae_of_values,
     "distill": distill,
     "gdpo": gdpo_of_terms,

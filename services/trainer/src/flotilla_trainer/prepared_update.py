@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
+import numpy as np
+
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core import ids
 from flotilla_core.version import Version
@@ -22,6 +24,11 @@ from flotilla_trainer.step_plan import StepPlan
 from flotilla_trainer.update_batch import UpdateBatch
 
 ONE_STEP = StepPlan()
+
+
+def score_squares(logprobs: Array, squares: Array) -> Array:
+    """1 - 2 p + the sum of all p^2: p is the probability of a token, the sum is over the vocabulary."""
+    return 1.0 - 2.0 * np.exp(logprobs.astype(np.float64)) + squares
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,8 @@ class Preparation:
             batch = replace(batch, reference_logprobs=scores)
         asked = objective.scores_policy(several_steps=plan.several)
         policy = await self._own_scores(batch, objective) if asked else None
+        if objective.scores_distributions(batch):
+            batch = replace(batch, score_squares=await self._score_squares(batch, objective))
 
         def lay_out() -> PreparedUpdate:
             seed = self._shuffle_seed(update_id)
@@ -87,6 +96,16 @@ class Preparation:
         if isinstance(objective, RewardUpdate):
             return await self._rewards(batch)
         return await self._logprobs(batch, objective, reference=False)
+
+    async def _score_squares(self, batch: UpdateBatch, objective: SessionObjective) -> Array:
+        """Squared length of the gradient of each token's log-probability by the logits, under the policy as it is."""
+        sequences = batch.all_responses()
+        packed = await asyncio.to_thread(self._ranks.pack, sequences)
+        with self._ranks.doing("scoring with the policy"):
+            scores = await self._ranks.scores(
+                packed, len(sequences.scored), temperature=objective.temperature, squares=True
+            )
+        return score_squares(scores["logprobs"], scores["squares"])
 
     async def _rewards(self, batch: UpdateBatch) -> Array:
         """Of every answer, under the reward model as it is."""

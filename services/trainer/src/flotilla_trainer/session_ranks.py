@@ -109,6 +109,7 @@ class SessionRanks:
         temperature: float,
         top_k: int = 0,
         reference: bool = False,
+        squares: bool = False,
     ) -> dict[str, Array]:
         """Of `count` scored tokens, in their order, under the policy or the one that the session started from."""
         fields = {
@@ -116,6 +117,7 @@ class SessionRanks:
             "chunk_tokens": self._batching.logprob_chunk_tokens,
             "top_k": top_k,
             "reference": reference,
+            "squares": squares,
         }
         return _in_place(await self.work("score", packed, fields), packed, count)
 

@@ -61,6 +61,8 @@ class UpdateBatch:
     """One a sample: whether it was cut off at a length limit."""
     reference_logprobs: NDArray[np.float32] | None
     teacher_logprobs: NDArray[np.float32] | None
+    score_squares: NDArray[np.float64] | None
+    """One a response token, where the ranks were asked: 1 - 2 p + the sum of all p^2 under the policy as it is."""
     staleness: NDArray[np.int64]
     """Versions that lie between the one that wrote a token and the one that it trains."""
     fresh: NDArray[np.bool_]
@@ -109,6 +111,7 @@ class UpdateBatch:
             truncated=np.array([sample.truncated for sample in samples]),
             reference_logprobs=numbers("reference_logprobs", samples, lengths),
             teacher_logprobs=numbers("teacher_logprobs", samples, lengths),
+            score_squares=None,
             staleness=staleness,
             fresh=fresh,
         )

@@ -102,6 +102,11 @@ class AdvantageConfig(ConfigModel):
         return not (self.reward_clip is None and self.overlong is None and self.reward_normalization is None)
 
     @property
+    def needs_distributions(self) -> bool:
+        """Whether every update is scored by the policy before, because its distribution at each token counts."""
+        return False
+
+    @property
     def needs_greedy_reward(self) -> bool:
         """Whether the greedy response to each prompt is generated and scored beside its samples."""
         return False
@@ -150,6 +155,30 @@ class GrpoPasskAdvantage(AdvantageConfig):
     type: Literal["grpo_passk"] = "grpo_passk"
     normalize_std: bool = True
     """Divide the lead by the standard deviation of the group."""
+
+
+class OptimalTokenBaselineAdvantage(AdvantageConfig):
+    """What is earned from each token on, less the optimal baseline of its place in the response."""
+
+    type: Literal["optimal_token_baseline"] = "optimal_token_baseline"
+    lone_tail: Literal["silent", "return"] = "silent"
+    """Of a token at a place that no other sample of its group reaches: it says nothing, or is compared with nothing."""
+
+    @property
+    def needs_distributions(self) -> bool:
+        return True
+
+
+class TirOptimalTokenBaselineAdvantage(AdvantageConfig):
+    """The same with places counted by trained tokens alone, for responses with context in between."""
+
+    type: Literal["tir_optimal_token_baseline"] = "tir_optimal_token_baseline"
+    lone_tail: Literal["silent", "return"] = "return"
+    """Of a token at a place that no other sample of its group reaches: it says nothing, or is compared with nothing."""
+
+    @property
+    def needs_distributions(self) -> bool:
+        return True
 
 
 class StepReinforceAdvantage(AdvantageConfig):
@@ -347,6 +376,8 @@ AdvantageSection = Annotated[
     Annotated[GrpoAdvantage, Tag("grpo")]
     | Annotated[GrpoPasskAdvantage, Tag("grpo_passk")]
     | Annotated[StepReinforceAdvantage, Tag("step_reinforce")]
+    | Annotated[OptimalTokenBaselineAdvantage, Tag("optimal_token_baseline")]
+    | Annotated[TirOptimalTokenBaselineAdvantage, Tag("tir_optimal_token_baseline")]
     | Annotated[RlooAdvantage, Tag("rloo")]
     | Annotated[ReinforceAdvantage, Tag("reinforce")]
     | Annotated[ReinforcePlusPlusAdvantage, Tag("reinforce_plus_plus")]

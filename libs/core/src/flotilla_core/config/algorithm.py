@@ -161,6 +161,8 @@ class PolicyConfig(ConfigModel):
         "remax",
         "grpo_passk",
         "step_reinforce",
+        "optimal_token_baseline",
+        "tir_optimal_token_baseline",
         "lite_ppo",
         "pf_ppo",
         "gspo",

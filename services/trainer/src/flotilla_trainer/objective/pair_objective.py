@@ -47,6 +47,10 @@ class PairObjective(Unchanging):
         """Whether the ranks have to score the batch by the policy that the session started from."""
         return not self._preference.reference_free and batch.reference_logprobs is None
 
+    def scores_distributions(self, batch: UpdateBatch) -> bool:
+        """Never: no advantage is made of them."""
+        return False
+
     def scores_policy(self, *, several_steps: bool) -> bool:
         """Updates are scored by the policy before they train it, always."""
         return True

@@ -119,6 +119,7 @@ def outcomes_of(
         values=batch.values,
         value_after=batch.value_after,
         truncated=batch.truncated,
+        score_squares=batch.score_squares,
         teacher_lead=lead,
         history=history,
         terms=batch.reward_terms,

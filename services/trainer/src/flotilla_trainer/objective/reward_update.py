@@ -39,6 +39,10 @@ class RewardUpdate(Unchanging):
         """Never: rewards are compared with each other alone."""
         return False
 
+    def scores_distributions(self, batch: UpdateBatch) -> bool:
+        """Never: no advantage is made of them."""
+        return False
+
     def scores_policy(self, *, several_steps: bool) -> bool:
         """Updates are scored by the model before they train it, always."""
         return True

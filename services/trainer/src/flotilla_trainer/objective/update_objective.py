@@ -64,6 +64,10 @@ class UpdateObjective:
             return False
         return self._policy.correction.proximal == pb.PROXIMAL_TRAINER
 
+    def scores_distributions(self, batch: UpdateBatch) -> bool:
+        """Whether advantages are made of the policy's distribution at every token, as it is before the update."""
+        return self._policy is not None and self._advantage.needs_distributions and batch.advantages is None
+
     @property
     def temperature(self) -> float:
         """That of the rollouts."""

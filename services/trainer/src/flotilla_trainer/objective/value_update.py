@@ -45,6 +45,10 @@ class ValueUpdate(Unchanging):
         """Never: a critic holds no policy, so what it needs of one comes with the samples."""
         return False
 
+    def scores_distributions(self, batch: UpdateBatch) -> bool:
+        """Never: no advantage is made of them."""
+        return False
+
     def scores_policy(self, *, several_steps: bool) -> bool:
         """Never: a critic holds no policy."""
         return False

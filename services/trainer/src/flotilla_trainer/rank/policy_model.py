@@ -34,6 +34,8 @@ class TokenScores(NamedTuple):
     top_logprobs: torch.Tensor
     divergence: torch.Tensor
     """From the reference, over the whole vocabulary; zero where none was given."""
+    squares: torch.Tensor
+    """Sum of all squared probabilities; zero unless asked for."""
 
 
 class PolicyModel(BodyModel):
@@ -77,18 +79,19 @@ class PolicyModel(BodyModel):
         packed_row: PackedRow | None = None,
         entropy_gradient: bool = False,
         reference: ReferenceStates | None = None,
+        squares: bool = False,
     ) -> TokenScores:
         """Score `targets` where the flattened `positions` predict them."""
         if self._lane is None:
             hidden = self._hidden(tokens, packed_row)[positions]
             return self._scores(
-                hidden, targets, temperature, chunk_tokens, top_k, entropy_gradient, reference
+                hidden, targets, temperature, chunk_tokens, top_k, entropy_gradient, reference, squares
             )
         part = self._lane.part(tokens, packed_row)
         own = part.own(positions)
         hidden = self._hidden_part(part)[positions[own] - part.first]
         mine = self._scores(
-            hidden, targets[own], temperature, chunk_tokens, top_k, entropy_gradient, reference
+            hidden, targets[own], temperature, chunk_tokens, top_k, entropy_gradient, reference, squares
         )
         return TokenScores(*(self._lane.joined(column, own, len(positions)) for column in mine))
 
@@ -101,6 +104,7 @@ class PolicyModel(BodyModel):
         top_k: int,
         entropy_gradient: bool,
         reference: ReferenceStates | None,
+        squares: bool,
     ) -> TokenScores:
         """Score the targets of these hidden states, chunk by chunk."""
         chunks = [
@@ -112,6 +116,7 @@ class PolicyModel(BodyModel):
                 top_k,
                 entropy_gradient,
                 reference_chunk,
+                squares,
                 use_reentrant=False,
                 preserve_rng_state=False,
                 determinism_check="none",
@@ -163,6 +168,7 @@ class PolicyModel(BodyModel):
         top_k: int,
         entropy_gradient: bool,
         reference: ReferenceStates | None,
+        squares: bool,
     ) -> TokenScores:
         logits = self._logits(hidden)
         if temperature != 1.0:
@@ -175,10 +181,11 @@ class PolicyModel(BodyModel):
         with torch.no_grad():
             top = logits.topk(top_k, dim=-1)
             top_logprobs = top.values - normalizer[:, None]
+            lengths = probabilities.square().sum(-1) if squares else torch.zeros_like(normalizer)
         distance = torch.zeros_like(logprobs)
         if reference is not None:
             distance = full_divergence(logits, self._reference_logits(reference) / temperature)
-        return TokenScores(logprobs, entropy, top.indices, top_logprobs, distance)
+        return TokenScores(logprobs, entropy, top.indices, top_logprobs, distance, lengths)
 
 
 def _chunks(

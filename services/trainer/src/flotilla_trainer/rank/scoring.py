@@ -16,7 +16,7 @@ from flotilla_trainer.rank.update import micro_batches
 
 
 def score(command: Frame, model: ShardedModel, link: FrontLink) -> dict[str, Array]:
-    """Scores of this lane's tokens: logprobs and, where asked for, the most likely tokens."""
+    """Return scores of this lane's tokens: logprobs and, where asked for, the likeliest tokens and sums of squares."""
     parts: list[tuple[torch.Tensor, ...]] = []
     total = len(command.fields["idle"])
     with torch.no_grad():
@@ -30,10 +30,11 @@ def score(command: Frame, model: ShardedModel, link: FrontLink) -> dict[str, Arr
                 chunk_tokens=command.fields["chunk_tokens"],
                 top_k=command.fields["top_k"],
                 packed_row=PackedRow.among(columns),
+                squares=command.fields["squares"],
             )
             if not idle and model.mesh.counts_tokens:
-                parts.append((scores.logprobs, scores.top_ids.int(), scores.top_logprobs))
+                parts.append((scores.logprobs, scores.top_ids.int(), scores.top_logprobs, scores.squares))
     if not parts:
         return {}
     joined = [torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)]
-    return dict(zip(("logprobs", "top_ids", "top_logprobs"), joined, strict=True))
+    return dict(zip(("logprobs", "top_ids", "top_logprobs", "squares"), joined, strict=True))

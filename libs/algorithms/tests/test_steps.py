@@ -1,0 +1,100 @@
+"""Advantages of samples that are several steps in an environment, against their formulas in plain Python."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+
+import numpy as np
+import pytest
+
+from flotilla_algorithms import Outcomes, Step, gigpo, step_reinforce
+
+TOLERANCE = 1e-9
+RNG = np.random.default_rng(7)
+SIZES = [4, 1, 5, 3]
+GROUP_OF = [group for group, size in enumerate(SIZES) for _ in range(size)]
+REWARDS = [float(x) for x in RNG.normal(0, 1, len(GROUP_OF))]
+LENGTHS = [int(n) for n in RNG.integers(1, 8, len(GROUP_OF))]
+
+
+def outcomes() -> Outcomes:
+    return Outcomes.of(REWARDS, SIZES, LENGTHS)
+
+
+def standardised(rewards: list[float], place: int) -> float:
+    deviation = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
+    return (rewards[place] - statistics.fmean(rewards)) / (deviation + 1e-6)
+
+
+def walk(length: int) -> list[Step]:
+    """Steps through few states, so that many of a group meet in one; the whole response is theirs."""
+    cuts = sorted({0, length, *RNG.integers(1, length + 1, 2).tolist()})
+    return [
+        Step(int(RNG.integers(0, 2)), end - begin, float(RNG.normal()))
+        for begin, end in itertools.pairwise(cuts)
+    ]
+
+
+@pytest.mark.parametrize(("gamma", "weight"), [(1.0, 1.0), (0.9, 0.5), (0.5, 0.0)])
+def test_gigpo_adds_what_a_step_is_worth_among_those_of_its_group_in_its_state(
+    gamma: float, weight: float
+) -> None:
+    walks = [walk(length) for length in LENGTHS]
+    expected: list[float] = []
+    groups = [
+        [r for r, g in zip(REWARDS, GROUP_OF, strict=True) if g == group] for group in range(len(SIZES))
+    ]
+    whole = [standardised(group, place) for group in groups for place in range(len(group))]
+
+    def worth(sample: int, step: int) -> float:
+        return sum(gamma ** (k - step) * walks[sample][k].reward for k in range(step, len(walks[sample])))
+
+    for sample, own in enumerate(walks):
+        for number, step in enumerate(own):
+            met = [
+                (other, k)
+                for other in range(len(walks))
+                if GROUP_OF[other] == GROUP_OF[sample]
+                for k in range(len(walks[other]))
+                if walks[other][k].state == step.state
+            ]
+            place = standardised([worth(*one) for one in met], met.index((sample, number)))
+            expected += [whole[sample] + weight * place] * step.tokens
+    found = gigpo(outcomes(), walks, gamma=gamma, step_weight=weight)
+    np.testing.assert_allclose(found, expected, rtol=1e-8, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("baseline", "normalize"), [("none", False), ("group", True), ("batch", False)])
+def test_step_reinforce_compares_what_steps_and_the_later_ones_earned(baseline: str, normalize: bool) -> None:
+    walks = [walk(length) for length in LENGTHS]
+    worth = [
+        [sum(0.7 ** (k - j) * own[k].reward for k in range(j, len(own))) for j in range(len(own))]
+        for own in walks
+    ]
+    expected: list[float] = []
+    for sample, own in enumerate(walks):
+        for number, step in enumerate(own):
+            met = [
+                value
+                for other, values in enumerate(worth)
+                for value in values
+                if baseline == "batch" or GROUP_OF[other] == GROUP_OF[sample]
+            ]
+            value = worth[sample][number]
+            if baseline != "none":
+                deviation = statistics.stdev(met) if len(met) > 1 else 0.0
+                value = (value - statistics.fmean(met)) / (deviation + 1e-6 if normalize else 1.0)
+            expected += [value] * step.tokens
+    found = step_reinforce(outcomes(), walks, gamma=0.7, baseline=baseline, normalize_std=normalize)
+    np.testing.assert_allclose(found, expected, rtol=1e-8, atol=TOLERANCE)
+    with pytest.raises(ValueError, match="do not belong"):
+        step_reinforce(outcomes(), walks[1:])
+
+
+def test_steps_that_do_not_make_up_their_response_are_refused() -> None:
+    given = Outcomes.of([1.0, 0.0], [2], [3, 2])
+    with pytest.raises(ValueError, match="sample 1 have 1 tokens, its response has 2"):
+        gigpo(given, [[Step("a", 3, 0.0)], [Step("a", 1, 0.0)]])
+    with pytest.raises(ValueError, match="1 samples do not belong to 2"):
+        gigpo(given, [[Step("a", 3, 0.0)]])
