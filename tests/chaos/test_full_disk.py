@@ -17,7 +17,7 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_testing.coordinator_faults import endless_run
-from flotilla_testing.small_disk import LIMIT_S, RunOnDisk, SmallDisk, small_disk, stack_on
+from flotilla_testing.small_disk import LIMIT_S, STEPS, RunOnDisk, SmallDisk, small_disk, stack_on
 from flotilla_testing.stack import Stack, wait_until
 
 pytestmark = pytest.mark.timeout(900)
@@ -54,7 +54,7 @@ def test_a_run_on_a_full_disk_pauses_and_goes_on_by_itself_twenty_times(
 ) -> None:
     seed = random.SystemRandom().randrange(1 << 32)
     sys.stdout.write(f"seed {seed}\n")
-    run = fleet.ok("run", "start", str(endless_run(arithmetic, tmp_path, 1)))
+    run = fleet.ok("run", "start", str(endless_run(arithmetic, tmp_path, 1)), STEPS)
     full = RunOnDisk(fleet, disk, run, seed)
     wait_until("two steps", lambda: full.steps >= 2, LIMIT_S)
     for strike in range(1, STRIKES + 1):

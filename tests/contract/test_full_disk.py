@@ -15,7 +15,7 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.ledger.checker import check
 from flotilla_core.errors import DiskFull, FlotillaError
 from flotilla_testing.coordinator_faults import endless_run
-from flotilla_testing.small_disk import LIMIT_S, RunOnDisk, SmallDisk, small_disk, stack_on
+from flotilla_testing.small_disk import LIMIT_S, STEPS, RunOnDisk, SmallDisk, small_disk, stack_on
 from flotilla_testing.stack import Stack, wait_until
 
 pytestmark = pytest.mark.timeout(400)
@@ -51,7 +51,7 @@ def run(
 ) -> RunOnDisk:
     """It goes on from one test to the next, the last of which ends it."""
     file = endless_run(arithmetic, tmp_path_factory.mktemp("run"), 1)
-    started = RunOnDisk(fleet, disk, fleet.ok("run", "start", str(file)))
+    started = RunOnDisk(fleet, disk, fleet.ok("run", "start", str(file), STEPS))
     wait_until("two steps", lambda: started.steps >= 2, LIMIT_S)
     return started
 
@@ -70,7 +70,7 @@ def test_a_full_disk_is_told_wherever_a_user_looks_and_the_run_goes_on_by_itself
         doctor.out
     )
     with fleet.client() as client, pytest.raises(DiskFull, match=str(disk.path)):
-        client.start_run(endless_run(arithmetic, tmp_path, 1))
+        client.start_run(endless_run(arithmetic, tmp_path, 1), [STEPS])
     run.free()
     verdict(run)
     events = (Path(run.run["directory"]) / "events.jsonl").read_text()

@@ -25,6 +25,8 @@ LIMIT_S = 60.0
 LATEST_S = 0.5
 MOST_LEFT_BYTES = 128 << 10
 WAITS = "wait for disk space"
+STEPS = "steps=2000"
+"""Of a run whose plan fits on the disk."""
 
 
 class SmallDisk:
