@@ -359,12 +359,41 @@ def test_doctor_names_the_missing_model_and_fails(flotilla: Command) -> None:
     assert checks["nats-server"]["status"] == "passed"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["data.train=nowhere.jsonl"], "data.train: the file"),
+        (["initial_weights=nowhere"], "initial_weights: the folder"),
+        (["rewards.0.reward=exactt"], "rewards[0].reward: there is no reward 'exactt'"),
+        (["rollout.prompts_per_step=1000000000"], "less than or equal to 100000"),
+        (["rollout={prompts_per_step: 100000, max_staleness: 3}"], "200,000 groups would be under way"),
+        (["rollout.sampling.temperature=1e308"], "rollout.sampling.temperature: expected less than"),
+    ],
+)
+def test_config_validate_refuses_what_no_fleet_is_needed_for(
+    flotilla: Command, overrides: list[str], told: str
+) -> None:
+    Path("run.yaml").write_text(RUN_YAML)
+    Path("data.jsonl").write_text("")
+    code, _, err = flotilla("config", "validate", "run.yaml", *overrides)
+    assert code == 2 and told in err and "Traceback" not in err
+
+
+def test_config_validate_looks_for_the_models_of_a_stack(flotilla: Command) -> None:
+    Path("stack.yaml").write_text("model: nowhere/at/all\nbind: {token_file: no-token}\n")
+    code, _, err = flotilla("config", "validate", "stack.yaml")
+    assert code == 2 and "model: there is no such folder" in err and "bind.token_file: the file" in err
+
+
 def test_config_validate_resolves_and_schema_describes(flotilla: Command) -> None:
     Path("run.yaml").write_text(RUN_YAML)
+    Path("data.jsonl").write_text("")
     code, out, _ = flotilla("config", "validate", "run.yaml", "steps=9", "--json")
     assert code == 0
     resolved = json.loads(out)
     assert (resolved["kind"], resolved["config"]["steps"]) == ("run", 9)
+    assert any("data.train" in checked for checked in resolved["checked"])
+    assert any("rewards[0].reward numeric" in checked for checked in resolved["checked"])
     code, out, _ = flotilla("config", "schema", "stack")
     assert code == 0
     assert "ready_timeout_s" in json.loads(out)["properties"]

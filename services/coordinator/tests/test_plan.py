@@ -387,8 +387,9 @@ def test_a_reward_that_its_file_does_not_define_is_refused(
     run: dict[str, Any], stack: StackConfig, tmp_path: Path
 ) -> None:
     file = tmp_path / "mine.py"
-    file.write_text("from math import sqrt\n\ndef score(prompt, response): ...\n")
-    for function in ("score", "sqrt"):
+    file.write_text("from beside import other\n\ndef score(prompt, response, **more): ...\n")
+    (tmp_path / "beside.py").write_text("def other(prompt, response, answer, info): ...\n")
+    for function in ("score", "other"):
         assert plan(run, stack, rewards=[{"reward": f"{file}:{function}"}]).errors == []
     assert "defines no function missing" in the_error(
         plan(run, stack, rewards=[{"reward": f"{file}:missing"}])

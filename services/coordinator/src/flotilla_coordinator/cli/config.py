@@ -32,7 +32,7 @@ def validate(
     kind: KindOption = None,
     as_json: Json = False,
 ) -> None:
-    """Merge files left to right, apply overrides, check, and print the resolved configuration."""
+    """Merge files left to right, apply overrides, check what needs no fleet, print the resolved configuration."""
     from flotilla_coordinator.cli.arguments import split_arguments
     from flotilla_coordinator.cli.output import print_json, print_line, say
     from flotilla_core.config import dump_yaml, load
@@ -40,11 +40,54 @@ def validate(
     files, overrides = split_arguments(arguments)
     chosen = kind or _kind_of(files)
     config = load(_model(chosen), files, overrides, resolve_paths=True)
+    checked, warnings = _checked(config)
     if as_json:
-        print_json({"kind": chosen.value, "valid": True, "config": config.model_dump(mode="json")})
+        values = config.model_dump(mode="json")
+        print_json(
+            {"kind": chosen.value, "valid": True, "checked": checked, "warnings": warnings, "config": values}
+        )
+        return
+    print_line(dump_yaml(config).rstrip())
+    for warning in warnings:
+        say(f"warning: {warning}")
+    say(f"valid {chosen.value} configuration; checked: {'; '.join(checked)}")
+    if chosen is Kind.run:
+        say("not checked: model, tokens, memory and disk, which `flotilla run plan` works out for a stack")
+
+
+def _checked(config: StackConfig | RunConfig) -> tuple[list[str], list[str]]:
+    """What was checked beyond keys and values, and what is to be told; raises where something is wrong."""
+    from flotilla_core.config import RunConfig
+    from flotilla_core.errors import InvalidConfig
+
+    checked = ["keys, types and bounds"]
+    warnings: list[str] = []
+    if isinstance(config, RunConfig):
+        from flotilla_coordinator.plan.checks import config_errors
+        from flotilla_coordinator.plan.functions import functions_of, loading_problems
+        from flotilla_coordinator.plan.paths import paths_of_run
+
+        errors = config_errors(config)
+        paths = paths_of_run(config)
+        checked.append("settings that contradict each other, groups and samples under way")
+        if functions := functions_of(config):
+            problems, warnings = loading_problems(config)
+            errors += problems
+            names = ", ".join(f"{function.key} {function.name}" for function in functions)
+            checked.append(f"functions and their parameters ({names})")
     else:
-        print_line(dump_yaml(config).rstrip())
-        say(f"valid {chosen.value} configuration")
+        from flotilla_coordinator.plan.paths import paths_of_stack
+
+        errors, paths = [], paths_of_stack(config)
+    errors += [f"{key}: {problem}" for key, path, problem in paths if problem]
+    if paths:
+        checked.append(f"paths ({', '.join(f'{key} {path}' for key, path, _ in paths)})")
+    if errors:
+        raise InvalidConfig(
+            f"{len(errors)} problem{'s' if len(errors) > 1 else ''} in the configuration:\n"
+            + "\n".join(f"  {error}" for error in errors)
+        )
+    return checked, warnings
 
 
 @app.command()

@@ -6,12 +6,10 @@ first.
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
-
 from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.gangs.session_spec import critic_of, critic_warmup_steps
+from flotilla_coordinator.plan.functions import file_errors
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.size_limits import count_errors
 from flotilla_core.config import OptimizerConfig, PolicyConfig, RunConfig, StackConfig
@@ -45,11 +43,7 @@ def config_errors(config: RunConfig) -> list[str]:
             )
         if config.loop == "client":
             errors.append("evaluation.pinned is for the coordinator's loop: with loop: client leave it out")
-    functions = [("rewards", term.reward) for term in config.rewards]
-    if isinstance(config.algorithm, PolicyConfig):
-        functions.append(("algorithm.advantage.type", config.algorithm.advantage.type))
-        functions.append(("algorithm.loss.type", config.algorithm.loss.type))
-    errors += [error for key, name in functions for error in _function_errors(key, name)]
+    errors += file_errors(config)
     return errors
 
 
@@ -61,34 +55,6 @@ def _schedule_errors(section: str, optimizer: OptimizerConfig, updates: int) -> 
         f"{optimizer.schedule} schedule: set it below that (on the command line: "
         f"{section}.warmup_updates={updates // 2})"
     ]
-
-
-def _function_errors(key: str, name: str) -> list[str]:
-    """A function of the user's own: does the file define it? Other names are checked by who knows them."""
-    file, colon, function = name.rpartition(":")
-    if not colon or not file.endswith(".py"):
-        return []
-    path = Path(file)
-    if not path.is_file():
-        return [f"{key}: the file {path} does not exist"]
-    try:
-        tree = ast.parse(path.read_text("utf-8"), filename=str(path))
-    except (SyntaxError, UnicodeDecodeError) as error:
-        return [f"{key}: {path} is not Python: {error}"]
-    names = {name for node in tree.body for name in _names_bound_by(node)}
-    if function in names or "*" in names:
-        return []
-    return [f"{key}: {path} defines no function {function} (it defines {', '.join(sorted(names)) or 'none'})"]
-
-
-def _names_bound_by(node: ast.stmt) -> list[str]:
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return [node.name]
-    if isinstance(node, ast.ImportFrom):
-        return [alias.asname or alias.name for alias in node.names]
-    if isinstance(node, ast.Assign):
-        return [target.id for target in node.targets if isinstance(target, ast.Name)]
-    return []
 
 
 def model_errors(

@@ -22,6 +22,7 @@ from flotilla_coordinator.plan.critic import critic_lines, critic_parameters
 from flotilla_coordinator.plan.data_lines import data_lines, draw_lines, draw_warnings, greedy_lines
 from flotilla_coordinator.plan.disk_use import DiskUse
 from flotilla_coordinator.plan.evaluations import evaluation_errors, evaluation_line
+from flotilla_coordinator.plan.functions import loading_problems
 from flotilla_coordinator.plan.mesh import mesh_errors, mesh_line
 from flotilla_coordinator.plan.micro_batches import MicroBatches
 from flotilla_coordinator.plan.model_facts import ModelFacts
@@ -47,6 +48,11 @@ def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:
     """Work out a run on a stack; `errors` is empty when it would start."""
     plan = run_pb2.Plan(errors=checks.config_errors(config), warnings=checks.fleet_warnings(config, stack))
     plan.errors.extend(role_errors(config.algorithm, stack))
+    # A service that someone else started may have more installed than there is here.
+    if not stack.reward.attach and stack.trainer.attach is None:
+        errors, warnings = loading_problems(config)
+        plan.errors.extend(errors)
+        plan.warnings.extend(warnings)
     try:
         folder = model_folder(stack.model)
         model = ModelFacts.read(folder)

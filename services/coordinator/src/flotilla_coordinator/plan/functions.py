@@ -1,0 +1,242 @@
+"""Rewards, advantages and losses by name: whether they are there, and take the parameters that the run gives them.
+
+Invariants: no code of a user's runs in this process: files are parsed here, and imported by a short-lived process of
+the service that will run them; what such a process does not tell in time is a warning, never a refusal, so a busy
+machine refuses no run.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from flotilla_core.config import PolicyConfig, RunConfig
+from flotilla_core.config.user_function import UserFunction
+
+LONGEST_CHECK_S = 12.0
+"""Of all functions of one service together; most of it is Python's start."""
+REWARD_CHECK = "flotilla_reward.spec_check"
+TRAINER_CHECK = "flotilla_trainer.objective.function_check"
+HEAVY = ("torch", "transformers", "vllm")
+"""Imports that take longer than a plan may: such files are parsed, and their other imports looked for."""
+_SAMPLE = ("prompt", "response", "answer", "info")
+
+
+@dataclass(frozen=True)
+class Function:
+    """One name in a configuration."""
+
+    key: str
+    name: str
+    parameters: dict[str, Any]
+    is_reward: bool
+
+    @property
+    def file(self) -> Path | None:
+        """The file of a function of the user's."""
+        file, colon, _ = self.name.rpartition(":")
+        return Path(file) if colon and file.endswith(".py") else None
+
+    @property
+    def arguments(self) -> tuple[tuple[object, ...], dict[str, Any]]:
+        """What it is called with: rewards by name, the others with one thing first."""
+        if self.is_reward:
+            return (), dict.fromkeys(_SAMPLE, "") | self.parameters
+        return (object(),), self.parameters
+
+
+def functions_of(config: RunConfig) -> list[Function]:
+    """Every one that the run names, ours among them only where a service knows more of them than the schema."""
+    found = [
+        Function(f"rewards[{index}].reward", term.reward, term.parameters, True)
+        for index, term in enumerate(config.rewards)
+    ]
+    if isinstance(config.algorithm, PolicyConfig):
+        for section in ("advantage", "loss"):
+            chosen = getattr(config.algorithm, section)
+            if isinstance(chosen, UserFunction):
+                found.append(Function(f"algorithm.{section}.type", chosen.type, chosen.parameters, False))
+    return found
+
+
+def file_errors(config: RunConfig) -> list[str]:
+    """What the files of the user's show without being run."""
+    return [error for function in functions_of(config) if (error := _file_error(function))]
+
+
+def loading_problems(config: RunConfig) -> tuple[list[str], list[str]]:
+    """Errors and warnings of loading each function as its service does, where its file has no errors."""
+    whole = [function for function in functions_of(config) if not _file_error(function)]
+    rewards = [function for function in whole if function.is_reward]
+    heavy = [function for function in whole if not function.is_reward and _imports_heavy(function)]
+    others = [function for function in whole if not function.is_reward and function not in heavy]
+    errors = [error for function in heavy for error in _missing_imports(function)]
+    warnings: list[str] = []
+    for module, name, functions in ((REWARD_CHECK, "reward", rewards), (TRAINER_CHECK, "name", others)):
+        if not functions or importlib.util.find_spec(module.partition(".")[0]) is None:
+            continue
+        asked = json.dumps(
+            [{name: function.name, "parameters": function.parameters} for function in functions]
+        )
+        stamps = tuple(_stamp(function) for function in functions)
+        answer = _ask(module, asked, stamps)
+        if isinstance(answer, str):
+            warnings.append(
+                f"{', '.join(function.key for function in functions)}: not loaded before the run: {answer}"
+            )
+            continue
+        errors += [
+            f"{function.key}: {problem}"
+            for function, problem in zip(functions, answer, strict=True)
+            if problem
+        ]
+    return errors, warnings
+
+
+@lru_cache(maxsize=100)
+def _ask(module: str, asked: str, stamps: tuple[tuple[int, int], ...]) -> tuple[str, ...] | str:
+    """What is wrong with each; a text says why nobody knows. `stamps` are those of the files as they are now."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    try:
+        out, _ = child.communicate(asked, timeout=LONGEST_CHECK_S)
+    except subprocess.TimeoutExpired:
+        return f"their import took longer than {LONGEST_CHECK_S:.0f} s"
+    finally:
+        # Whatever user code started ends with it.
+        try:
+            os.killpg(child.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        child.wait()
+    if out:
+        return tuple(json.loads(out))
+    count = len(json.loads(asked))
+    if child.returncode in (-signal.SIGKILL, -signal.SIGTERM):
+        return "the process that imported them was killed"
+    return (f"its import, or that of another one here, ends the process (code {child.returncode})",) * count
+
+
+def _stamp(function: Function) -> tuple[int, int]:
+    if function.file is None:
+        return 0, 0
+    state = function.file.stat()
+    return state.st_mtime_ns, state.st_size
+
+
+def _file_error(function: Function) -> str:
+    """A function of the user's own: does the file define it, with these parameters? Other names are for its service."""
+    path, name = function.file, function.name.rpartition(":")[2]
+    if path is None:
+        return ""
+    if not path.is_file():
+        return f"{function.key}: the file {path} does not exist"
+    try:
+        tree = ast.parse(path.read_text("utf-8"), filename=str(path))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return f"{function.key}: {path} is not Python: {error}"
+    except OSError as error:
+        return f"{function.key}: {path} cannot be read: {error.strerror}"
+    names = {bound for node in tree.body for bound in _names_bound_by(node)}
+    if name not in names and "*" not in names:
+        return f"{function.key}: {path} defines no function {name} (it defines {', '.join(sorted(names)) or 'none'})"
+    return _signature_error(function, tree, name)
+
+
+def _signature_error(function: Function, tree: ast.Module, name: str) -> str:
+    """Parameters that the definition does not take; one that is decorated is asked when it loads."""
+    written = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    if len(written) != 1 or written[0].decorator_list:
+        return ""
+    signature = _signature(written[0].args)
+    first, named = function.arguments
+    try:
+        signature.bind(*first, **named)
+    except TypeError as error:
+        given = ", ".join([*("one argument" for _ in first), *(f"{key}=" for key in named)])
+        return f"{function.key}: {name}{signature} cannot be called with ({given}): {error}"
+    return ""
+
+
+def _signature(arguments: ast.arguments) -> inspect.Signature:
+    Parameter = inspect.Parameter
+    plain = [*arguments.posonlyargs, *arguments.args]
+    optional = len(plain) - len(arguments.defaults)
+    parameters = [
+        Parameter(
+            argument.arg,
+            Parameter.POSITIONAL_ONLY
+            if argument in arguments.posonlyargs
+            else Parameter.POSITIONAL_OR_KEYWORD,
+            default=Parameter.empty if index < optional else None,
+        )
+        for index, argument in enumerate(plain)
+    ]
+    if arguments.vararg:
+        parameters.append(Parameter(arguments.vararg.arg, Parameter.VAR_POSITIONAL))
+    parameters += [
+        Parameter(argument.arg, Parameter.KEYWORD_ONLY, default=Parameter.empty if default is None else None)
+        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    ]
+    if arguments.kwarg:
+        parameters.append(Parameter(arguments.kwarg.arg, Parameter.VAR_KEYWORD))
+    return inspect.Signature(parameters)
+
+
+def _imports_heavy(function: Function) -> bool:
+    return not _imported(function).isdisjoint(HEAVY)
+
+
+def _missing_imports(function: Function) -> list[str]:
+    return [
+        f"{function.key}: {function.file} imports {module}, which is not installed"
+        for module in sorted(_imported(function).difference(HEAVY))
+        if not _is_there(module)
+    ]
+
+
+def _imported(function: Function) -> set[str]:
+    """Top names of what the file imports as soon as it is imported itself."""
+    assert function.file is not None, "only functions of the user's are asked for"
+    found: set[str] = set()
+    for node in ast.parse(function.file.read_text("utf-8")).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return module in sys.modules or importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return True
+
+
+def _names_bound_by(node: ast.stmt) -> Sequence[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.ImportFrom):
+        return [alias.asname or alias.name for alias in node.names]
+    if isinstance(node, ast.Assign):
+        return [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return []
