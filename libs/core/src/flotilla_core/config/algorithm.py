@@ -109,7 +109,7 @@ class CorrectionConfig(ConfigModel):
     """For `icepop` and `icepop_sequence`: what has a weight below is left out."""
     normalize_importance: bool = False
     """Divide the weights of an update by their mean; needs `proximal: trainer`, and scores every update first."""
-    rejection: tuple[RejectionConfig, ...] = ()
+    rejection: tuple[RejectionConfig, ...] = Field(default=(), max_length=16)
     """Leave out tokens and sequences that any of these finds too far; denominators stay as they are."""
     sequence_low: float | None = Field(default=None, ge=0, le=1e6)
     """Leave out sequences whose geometric mean of trainer over generator is below; empty is off."""
