@@ -1,0 +1,161 @@
+"""Another user of the machine, without the token, and a stack that runs: it gains nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from flotilla_launch.paths import StackPaths
+from flotilla_testing.stack import Stack, light_stack
+from flotilla_testing.stranger import Targets
+
+NOBODY = 65534
+AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--inh-caps=-all")
+STRANGER = (sys.executable, "-m", "flotilla_testing.stranger")
+SERVICES = ("coordinator", "generator-0", "reward-0", "trainer")
+
+
+@pytest.fixture(scope="module")
+def reachable() -> Iterator[Path]:
+    """A folder that everybody can enter, unlike those of pytest; files that are made in it are open by default."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can act as another user")
+    if shutil.which("setpriv") is None:
+        pytest.skip("setpriv is not installed")
+    tried = subprocess.run([*AS_NOBODY, sys.executable, "-c", "import grpc, nats"], check=False, timeout=60)
+    if tried.returncode:
+        pytest.skip("another user cannot run this interpreter")
+    umask = os.umask(0o022)
+    folder = Path(tempfile.mkdtemp(prefix="flotilla-stranger-"))
+    folder.chmod(0o755)
+    yield folder
+    os.umask(umask)
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def stack(reachable: Path, arithmetic: Path) -> Iterator[Stack]:
+    with light_stack(arithmetic / "model", reachable) as running:
+        yield running
+
+
+def processes(stack: Stack) -> list[psutil.Process]:
+    """All of the stack: the launcher with all that it started, and the trainer that was started by hand."""
+    launcher = psutil.Process(json.loads((stack.directory / "launcher.json").read_text())["pid"])
+    mains = [launcher, *(stack.process(name) for name in SERVICES)]
+    every = {child.pid: child for main in mains for child in (main, *main.children(recursive=True))}
+    return list(every.values())
+
+
+def test_a_stranger_reads_calls_registers_and_stops_nothing(
+    stack: Stack, reachable: Path, tiny_run: Callable[[str, int], dict[str, Any]]
+) -> None:
+    file = reachable / "run.yaml"
+    file.write_text(yaml.safe_dump(tiny_run("watched", 2)))
+    stack.run(file)
+    ours = processes(stack)
+    launcher = json.loads((stack.directory / "launcher.json").read_text())
+    nats = str(launcher["nats_url"])
+    written = {stack.directory, *stack.directory.rglob("*"), *_open_files(ours)}
+    addresses = [stack.address(name) for name in SERVICES]
+    targets = Targets(
+        paths=sorted(str(path) for path in written if not path.is_socket()),
+        pids=[process.pid for process in ours],
+        addresses=addresses,
+        nats=nats,
+        sockets=[str(StackPaths(stack.directory).socket())],
+    )
+    assert len(targets.paths) > 30 and any(path.endswith(".jsonl.zst") for path in targets.paths)
+    # Nothing else listens, beside what was handed to the stranger.
+    known = {int(address.rpartition(":")[2]) for address in (*addresses, nats)}
+    assert _ports(ours) == known
+    done = subprocess.run(
+        [*AS_NOBODY, *STRANGER],
+        input=json.dumps(asdict(targets)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd="/",
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["gained"] == []
+    assert sorted(found["healthy"]) == sorted(addresses)
+    refused = found["refused"]
+    assert refused["read"] >= len(targets.paths) - 2 and refused["signal"] >= 4 * len(ours) - 4
+    for address in addresses:
+        assert refused[f"UNAUTHENTICATED {address}"] >= 5 * 8, refused
+    assert refused["nats"] == 4 and refused["connect to socket"] == 1 and refused["read process"] > len(ours)
+    # Nobody was disturbed.
+    assert {process.pid for process in processes(stack)} == {process.pid for process in ours}
+    stack.run(file)
+
+
+def test_what_everybody_can_see_of_a_process_names_no_secret(stack: Stack) -> None:
+    secrets = [stack.token, (stack.directory / "nats" / "credentials").read_text().strip().partition(":")[2]]
+    for process in processes(stack):
+        for name in ("cmdline", "environ"):
+            content = Path(f"/proc/{process.pid}/{name}").read_bytes().decode(errors="replace")
+            assert not [secret for secret in secrets if secret in content], (process, name)
+    for log in (
+        *stack.directory.rglob("*.log"),
+        stack.directory / "launcher.json",
+        stack.directory / "stack.yaml",
+    ):
+        assert not [secret for secret in secrets if secret in log.read_text(errors="replace")], log
+
+
+def test_what_a_stack_wrote_is_its_owners_alone(stack: Stack) -> None:
+    modes = {path: path.lstat().st_mode & 0o777 for path in (stack.directory, *stack.directory.rglob("*"))}
+    assert {
+        str(path): oct(mode) for path, mode in modes.items() if mode & 0o077 and not path.is_symlink()
+    } == {}
+    assert modes[stack.directory] == 0o700 and modes[stack.directory / "ledger.sqlite"] == 0o600
+
+
+def test_another_user_cannot_command_the_stack_with_the_command_line(stack: Stack, reachable: Path) -> None:
+    for command in (("ps",), ("run", "list"), ("down",), ("up",)):
+        done = subprocess.run(
+            [*AS_NOBODY, str(Path(sys.executable).parent / "flotilla"), *command, "--stack", str(stack.file)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            cwd="/",
+        )
+        assert done.returncode != 0, (command, done.stdout)
+        assert "Traceback" not in done.stderr, (command, done.stderr)
+    assert stack.answers()
+
+
+def _open_files(processes: list[psutil.Process]) -> set[Path]:
+    """What they hold open for writing, wherever it is: shared memory and temporary files among it."""
+    return {
+        Path(file.path)
+        for process in processes
+        for file in process.open_files()
+        if file.mode != "r" and Path(file.path).exists() and not file.path.startswith("/dev/null")
+    }
+
+
+def _ports(processes: list[psutil.Process]) -> set[int]:
+    return {
+        connection.laddr.port
+        for process in processes
+        for connection in process.net_connections(kind="tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.family in (socket.AF_INET, socket.AF_INET6)
+    }
