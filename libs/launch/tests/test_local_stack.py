@@ -461,3 +461,14 @@ async def test_a_token_file_that_others_can_read_stops_up_before_anything_starts
     with pytest.raises(InvalidConfig, match=r"0644.*chmod 600"):
         await stacks.up(stacks.config(bind={"token_file": str(file)}))
     assert stacks.processes() == set()
+
+
+def test_the_launchers_socket_never_lies_in_a_folder_that_somebody_else_linked(
+    stacks, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "anywhere").mkdir(mode=0o700)
+    (tmp_path / "runtime").mkdir()
+    (tmp_path / "runtime" / "flotilla").symlink_to(tmp_path / "anywhere")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+    with pytest.raises(FailedPrecondition, match="open to other users"):
+        stacks.paths().socket()

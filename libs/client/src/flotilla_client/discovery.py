@@ -44,7 +44,7 @@ def find_coordinator(
             f"{ENVIRONMENT_VARIABLE}",
         )
     stack_file = directory / "stack.yaml"
-    bind = load(StackConfig, [stack_file]).bind if stack_file.exists() else BindConfig()
+    bind = load(StackConfig, [stack_file]).bind if os.access(stack_file, os.R_OK) else BindConfig()
     try:
         return CoordinatorAddress(address, read_token(bind, directory))
     except Unavailable as error:

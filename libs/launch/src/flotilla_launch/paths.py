@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flotilla_core.disk import check_state_directory
-from flotilla_core.errors import FailedPrecondition
+from flotilla_core.errors import FailedPrecondition, PermissionDenied
 from flotilla_core.files import make_private_folder
 from flotilla_launch.lease import LOCKS
 
@@ -89,6 +89,19 @@ class StackPaths:
         """The supervisor's socket, named by a digest of the stack's directory: no two stacks share it."""
         digest = hashlib.blake2b(str(self.directory.resolve()).encode(), digest_size=8).hexdigest()
         return _runtime_directory() / f"{digest}.sock"
+
+    def check_access(self) -> None:
+        """Raise PermissionDenied where this user cannot enter the stack's directory."""
+        try:
+            # Only whoever may search the directory gets to know what is not in it.
+            (self.directory / "any").exists()
+        except PermissionError as error:
+            raise PermissionDenied(
+                f"stack {self.directory.name!r} belongs to another user",
+                where=str(self.directory),
+                why=str(error.strerror),
+                next_step="work as that user, or give your stack another name or state_dir",
+            ) from None
 
     def make(self) -> int:
         """Make the folders, for their owner alone; return how much of what was there had to be closed to others."""

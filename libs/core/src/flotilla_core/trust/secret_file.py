@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flotilla_core.errors import FlotillaError, InvalidConfig, Unavailable
+from flotilla_core.errors import FlotillaError, InvalidConfig, PermissionDenied, Unavailable
 
 if TYPE_CHECKING:
     from flotilla_core.config import BindConfig
@@ -70,8 +70,11 @@ def read_secret(path: Path, key: str) -> str:
     except FileNotFoundError:
         raise _missing(key, path) from None
     except OSError as error:
-        raise InvalidConfig(
-            "the file of a secret cannot be read", where=where, why=str(error.strerror)
+        raise PermissionDenied(
+            "the file of a secret cannot be read",
+            where=where,
+            why=str(error.strerror),
+            next_step="work as the user who owns it",
         ) from None
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)

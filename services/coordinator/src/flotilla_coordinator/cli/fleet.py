@@ -32,15 +32,14 @@ def up(stack: Stack = None, as_json: Json = False) -> None:
     from flotilla_coordinator.cli.output import print_json, print_table, say
     from flotilla_coordinator.cli.processes import COLUMNS, process_json, process_row
     from flotilla_coordinator.cli.running import wait
-    from flotilla_coordinator.cli.stack_choice import load_stack, stack_file
+    from flotilla_coordinator.cli.stack_choice import load_stack, stack_file, stack_paths
     from flotilla_launch import local
     from flotilla_launch.client import find
-    from flotilla_launch.paths import StackPaths
 
     make_example(stack_file(stack))
     config = load_stack(stack)
     # A stack that runs already stays, and its launcher ends by itself what it was asked for.
-    runs_already = find(StackPaths.of(config.state_dir, config.name)) is not None
+    runs_already = find(stack_paths(stack)) is not None
     stays = "the stack stays up, and its launcher goes on with what it was asked for; see: flotilla ps"
     started = time.monotonic()
     with boot_progress() as show:

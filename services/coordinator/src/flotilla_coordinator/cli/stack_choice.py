@@ -43,7 +43,9 @@ def stack_paths(given: str | None) -> StackPaths:
     from flotilla_launch.paths import StackPaths
 
     stack = load_stack(given)
-    return StackPaths.of(stack.state_dir, stack.name)
+    paths = StackPaths.of(stack.state_dir, stack.name)
+    paths.check_access()
+    return paths
 
 
 def client_of(given: str | None, coordinator: str | None) -> Client:
