@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
@@ -31,14 +32,22 @@ class SharedFleet:
         self._until_down.close()
 
 
+def _folder_for_all(parent: str) -> Path:
+    folder = Path(tempfile.mkdtemp(dir=parent))
+    folder.chmod(0o755)
+    return folder
+
+
 @pytest.fixture(scope="session")
-def shared_fleet(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedFleet]:
+def shared_fleet(arithmetic: Path) -> Iterator[SharedFleet]:
     def boot() -> AbstractContextManager[Stack]:
         # A run that goes on leaves time to the commands that look at it.
         sim = {"seconds_per_token": 0.01}
-        return light_stack(arithmetic / "model", tmp_path_factory.mktemp("light"), sim=sim)
+        return light_stack(arithmetic / "model", _folder_for_all(folder), sim=sim)
 
-    with closing(SharedFleet(boot)) as shared:
+    # Not below a folder of pytest, which keeps other users out by itself: the stack has to do so.
+    with tempfile.TemporaryDirectory(prefix="flotilla-") as folder, closing(SharedFleet(boot)) as shared:
+        Path(folder).chmod(0o755)
         yield shared
 
 

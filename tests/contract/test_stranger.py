@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,18 +17,17 @@ import pytest
 import yaml
 
 from flotilla_launch.paths import StackPaths
-from flotilla_testing.stack import Stack, light_stack
+from flotilla_testing.stack import Stack
 from flotilla_testing.stranger import Targets
 
 NOBODY = 65534
 AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--inh-caps=-all")
 STRANGER = (sys.executable, "-m", "flotilla_testing.stranger")
-SERVICES = ("coordinator", "generator-0", "reward-0", "trainer")
 
 
 @pytest.fixture(scope="module")
-def reachable() -> Iterator[Path]:
-    """A folder that everybody can enter, unlike those of pytest; files that are made in it are open by default."""
+def stack(fleet: Stack) -> Stack:
+    """The fleet, in a folder that everybody can enter."""
     if os.geteuid() != 0:
         pytest.skip("only root can act as another user")
     if shutil.which("setpriv") is None:
@@ -38,39 +35,34 @@ def reachable() -> Iterator[Path]:
     tried = subprocess.run([*AS_NOBODY, sys.executable, "-c", "import grpc, nats"], check=False, timeout=60)
     if tried.returncode:
         pytest.skip("another user cannot run this interpreter")
-    umask = os.umask(0o022)
-    folder = Path(tempfile.mkdtemp(prefix="flotilla-stranger-"))
-    folder.chmod(0o755)
-    yield folder
-    os.umask(umask)
-    shutil.rmtree(folder)
+    return fleet
 
 
-@pytest.fixture(scope="module")
-def stack(reachable: Path, arithmetic: Path) -> Iterator[Stack]:
-    with light_stack(arithmetic / "model", reachable) as running:
-        yield running
+def services(stack: Stack) -> list[str]:
+    return [file.stem for file in (stack.directory / "instances").glob("*.json")]
 
 
 def processes(stack: Stack) -> list[psutil.Process]:
     """All of the stack: the launcher with all that it started, and the trainer that was started by hand."""
     launcher = psutil.Process(json.loads((stack.directory / "launcher.json").read_text())["pid"])
-    mains = [launcher, *(stack.process(name) for name in SERVICES)]
+    mains = [launcher, *(stack.process(name) for name in services(stack))]
     every = {child.pid: child for main in mains for child in (main, *main.children(recursive=True))}
     return list(every.values())
 
 
 def test_a_stranger_reads_calls_registers_and_stops_nothing(
-    stack: Stack, reachable: Path, tiny_run: Callable[[str, int], dict[str, Any]]
+    stack: Stack, tmp_path: Path, tiny_run: Callable[[str, int], dict[str, Any]]
 ) -> None:
-    file = reachable / "run.yaml"
+    file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(tiny_run("watched", 2)))
     stack.run(file)
     ours = processes(stack)
     launcher = json.loads((stack.directory / "launcher.json").read_text())
     nats = str(launcher["nats_url"])
     written = {stack.directory, *stack.directory.rglob("*"), *_open_files(ours)}
-    addresses = [stack.address(name) for name in SERVICES]
+    # Where the output of a service that is started by hand goes is its user's choice.
+    written -= set(stack.file.parent.glob("*.log"))
+    addresses = [stack.address(name) for name in services(stack)]
     targets = Targets(
         paths=sorted(str(path) for path in written if not path.is_socket()),
         pids=[process.pid for process in ours],
@@ -79,9 +71,8 @@ def test_a_stranger_reads_calls_registers_and_stops_nothing(
         sockets=[str(StackPaths(stack.directory).socket())],
     )
     assert len(targets.paths) > 30 and any(path.endswith(".jsonl.zst") for path in targets.paths)
-    # Nothing else listens, beside what was handed to the stranger.
-    known = {int(address.rpartition(":")[2]) for address in (*addresses, nats)}
-    assert _ports(ours) == known
+    # What else listens are the doors of weight groups: docs/known-limits.md says what they leave open.
+    assert _listening(ours) == {"127.0.0.1"}
     done = subprocess.run(
         [*AS_NOBODY, *STRANGER],
         input=json.dumps(asdict(targets)),
@@ -127,8 +118,8 @@ def test_what_a_stack_wrote_is_its_owners_alone(stack: Stack) -> None:
     assert modes[stack.directory] == 0o700 and modes[stack.directory / "ledger.sqlite"] == 0o600
 
 
-def test_another_user_cannot_command_the_stack_with_the_command_line(stack: Stack, reachable: Path) -> None:
-    for command in (("ps",), ("run", "list"), ("down",), ("up",)):
+def test_another_user_cannot_command_the_stack_with_the_command_line(stack: Stack) -> None:
+    for command in (("run", "list"), ("down",), ("up",)):
         done = subprocess.run(
             [*AS_NOBODY, str(Path(sys.executable).parent / "flotilla"), *command, "--stack", str(stack.file)],
             capture_output=True,
@@ -152,10 +143,11 @@ def _open_files(processes: list[psutil.Process]) -> set[Path]:
     }
 
 
-def _ports(processes: list[psutil.Process]) -> set[int]:
+def _listening(processes: list[psutil.Process]) -> set[str]:
+    """The addresses on which any of them does."""
     return {
-        connection.laddr.port
+        connection.laddr.ip.removeprefix("::ffff:")
         for process in processes
         for connection in process.net_connections(kind="tcp")
-        if connection.status == psutil.CONN_LISTEN and connection.family in (socket.AF_INET, socket.AF_INET6)
+        if connection.status == psutil.CONN_LISTEN
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import stat
@@ -11,10 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
+)
 
 from flotilla.common.v1 import operate_pb2 as pb
 from flotilla.common.v1 import operate_pb2_grpc
-from flotilla_core import errors, rpc
+from flotilla_core import errors, rpc, telemetry
 from flotilla_core.config import BindConfig
 from flotilla_core.trust import HEADER, CallSigner, CallVerifier, make_token, read_token
 from flotilla_core.trust import calls as trust_calls
@@ -232,3 +238,30 @@ async def test_a_service_of_another_stack_refuses_ours(serve: Any) -> None:
     with pytest.raises(errors.Unauthenticated):
         await check(address, token="secret")
     assert service.calls == 0
+
+
+class Traces(TraceServiceServicer):
+    """Counts the spans that reach a server which asks for a proof."""
+
+    def __init__(self) -> None:
+        self.spans = 0
+
+    async def Export(self, request: Any, context: Any) -> ExportTraceServiceResponse:
+        self.spans += sum(len(scope.spans) for one in request.resource_spans for scope in one.scope_spans)
+        return ExportTraceServiceResponse()
+
+
+@pytest.mark.parametrize(("token", "arrive"), [("secret", 1), (None, 0), ("another", 0)])
+async def test_spans_reach_the_coordinator_only_with_the_secret_of_its_stack(
+    token: str | None, arrive: int
+) -> None:
+    traces, server = Traces(), rpc.RpcServer(BindConfig(), token="secret")
+    server.add(
+        add_TraceServiceServicer_to_server, traces, "opentelemetry.proto.collector.trace.v1.TraceService"
+    )
+    address = await server.start()
+    telemetry.start("trainer", "trainer-0", [address.replace("127.0.0.1", "localhost")], token=token)
+    telemetry.start_span("one").end()
+    await asyncio.to_thread(telemetry.stop)
+    assert traces.spans == arrive
+    await server.stop(0)

@@ -14,19 +14,19 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
-from google.protobuf import descriptor_pool
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
+from flotilla.common.v1 import operate_pb2
 from flotilla.coordinator.v1 import coordinator_pb2, loop_pb2
 from flotilla.generator.v1 import generator_pb2
 from flotilla.launcher.v1 import launcher_pb2
@@ -35,6 +35,7 @@ from flotilla.trainer.v1 import trainer_pb2
 
 CALL_TIMEOUT_S = 5
 _MODULES = (
+    operate_pb2,
     coordinator_pb2,
     loop_pb2,
     generator_pb2,
@@ -44,7 +45,6 @@ _MODULES = (
     trace_service_pb2,
     reflection_pb2,
 )
-_OPERATE = "flotilla.common.v1.OperateService"
 _HEADERS: tuple[tuple[tuple[str, str], ...], ...] = (
     (),
     (("authorization", "Bearer "),),
@@ -98,7 +98,7 @@ def main() -> None:
     for path in targets.sockets:
         _attempt(found, "connect to socket", path, partial(_connect, path))
     asyncio.run(_try_nats(found, targets.nats))
-    json.dump(asdict(found), sys.stdout)
+    json.dump(vars(found), sys.stdout)
 
 
 def _attempt(found: Findings, kind: str, what: str, act: Callable[[], object]) -> None:
@@ -121,7 +121,10 @@ def _read(path: Path) -> None:
 
 
 def _write(path: str) -> None:
-    os.close(os.open(path, os.O_WRONLY))
+    if Path(path).is_dir():
+        Path(path, "stranger").touch()
+    else:
+        os.close(os.open(path, os.O_WRONLY))
 
 
 def _connect(path: str) -> None:
@@ -132,7 +135,6 @@ def _connect(path: str) -> None:
 def _methods() -> Iterator[tuple[str, bool, bool]]:
     """Every call of every contract: /service/method, and which way it streams."""
     services = [service for module in _MODULES for service in module.DESCRIPTOR.services_by_name.values()]
-    services.append(descriptor_pool.Default().FindServiceByName(_OPERATE))
     for service in services:
         for method in service.methods:
             yield f"/{service.full_name}/{method.name}", method.client_streaming, method.server_streaming

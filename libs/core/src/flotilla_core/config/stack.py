@@ -6,6 +6,7 @@ What a run may choose is in `run.py`.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -24,7 +25,8 @@ def _folder_or_name(value: object) -> object:
     if not isinstance(value, str | Path):
         return value
     folder = expanded(Path(value))
-    return folder if folder.is_dir() else str(value)
+    # Also for who may not enter the folder that it is in: that is for whoever reads it to say.
+    return folder if os.path.isdir(folder) else str(value)
 
 
 ModelName = Annotated[Path | str, BeforeValidator(_folder_or_name)]
