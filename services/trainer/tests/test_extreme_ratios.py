@@ -59,7 +59,7 @@ def gradient(applied: Objective, logprobs: torch.Tensor, given: Columns) -> tupl
 
 @pytest.mark.parametrize("weight", [0.0, 1.0])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-@pytest.mark.parametrize("distance", [-1e4, -89.0, -21.0, 21.0, 89.0, 1e4])
+@pytest.mark.parametrize("distance", [-1e4, -89.0, 89.0, 1e4])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_no_distance_between_two_policies_makes_a_loss_or_its_gradient_infinite(
     loss: str, distance: float, sign: float, weight: float

@@ -222,6 +222,27 @@ async def test_the_divergence_over_the_vocabulary_equals_plain_torch_in_any_chun
     assert_equal(gradients, wanted)
 
 
+async def test_weights_are_normalised_by_the_mean_that_the_ranks_find(
+    trainer: Any, groups_of: MakeGroups, policy_of: Policy
+) -> None:
+    correction = {
+        "proximal": session_pb2.PROXIMAL_TRAINER,
+        "importance": session_pb2.IMPORTANCE_TOKEN,
+        "importance_cap": 1.5,
+        "staleness_decay": 1.0,
+    }
+    groups = groups_of(SIZES)
+    await trainer.open(policy_of(correction=session_pb2.Correction(**correction)))
+    _, plain, found = await on_ranks(trainer, groups)
+    await trainer.open(policy_of(correction=session_pb2.Correction(**correction, normalize_importance=True)))
+    _, normalised, metrics = await on_ranks(trainer, groups)
+    mean = metrics["correction/normalized_by"]
+    assert mean == pytest.approx(found["correction/weight_mean"], rel=1e-5)
+    assert abs(mean - 1) > 1e-3
+    for name, gradient in plain.items():
+        np.testing.assert_allclose(mean * normalised[name], gradient, atol=TOLERANCE, err_msg=name)
+
+
 async def test_rollouts_beyond_the_limit_are_refused_and_change_nothing(
     trainer: Any, groups_of: MakeGroups, policy_of: Policy
 ) -> None:

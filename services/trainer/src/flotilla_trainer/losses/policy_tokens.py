@@ -32,7 +32,8 @@ class PolicyTokens(NamedTuple):
     counted: torch.Tensor | None = None
     """Tokens with a weight above 0; without it all of them. Both log-probabilities of the others are 0."""
     segments: torch.Tensor | None = None
-    """As `sequences`, for the stretches of a sequence that the policy wrote without context in between (turns)."""
+    """As `sequences`, for the stretches of a sequence that the policy wrote without context in between (turns); there
+    where the loss or a correction asks for them."""
 
     @property
     def log_ratio(self) -> torch.Tensor:
