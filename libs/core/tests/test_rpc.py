@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import subprocess
 import sys
@@ -132,6 +133,33 @@ async def test_bytes_that_are_no_message_tell_nothing_of_our_insides(peer: Peer)
         await peer.channel.unary_unary(f"/{SERVICE}/Drain")(b"\xff\xff\xff", timeout=5)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert caught.value.details() == f"the request is not a valid message (/{SERVICE}/Drain)"
+
+
+async def test_a_refused_call_leaves_nothing_to_the_garbage_collector(peer: Peer) -> None:
+    wrong = peer.channel.unary_unary(f"/{SERVICE}/Drain")
+
+    async def refused(request: bytes) -> None:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await wrong(request, timeout=5)
+        with pytest.raises(errors.Unimplemented):
+            await rpc.unary(peer.stub.GetActivity, pb.GetActivityRequest(), timeout_s=5)
+        with pytest.raises(errors.InvalidRequest):
+            stream = rpc.server_stream(peer.stub.TailLog, pb.TailLogRequest(lines=2**31), idle_timeout_s=5)
+            await anext(stream)
+
+    def calls_alive() -> int:
+        return sum(type(one).__name__ == "_ServicerContext" for one in gc.get_objects())
+
+    await refused(b"\xff")
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(20):
+            await refused(b"\xff" * 1000)
+        await asyncio.sleep(0)
+        assert calls_alive() < 5
+    finally:
+        gc.enable()
 
 
 async def test_a_call_without_a_deadline_is_refused(peer: Peer) -> None:

@@ -28,7 +28,11 @@ class Once(Generic[T]):
             task = asyncio.ensure_future(_awaited(work))
             self._tasks[key] = task
             task.add_done_callback(lambda done: self._ended(key, done))
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        finally:
+            # A failed task holds its exception, whose traceback holds this frame: together they would keep the request.
+            del task
 
     def get(self, key: str) -> asyncio.Task[T] | None:
         """The run of a key, done or not."""

@@ -13,7 +13,7 @@ import inspect
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 import structlog
@@ -128,8 +128,8 @@ def _bounded(handler: Any, reception: _Reception) -> grpc.RpcMethodHandler[Any, 
     return wrapped(handler, respond, respond_stream)
 
 
-async def abort(context: Any, error: Exception, method: str) -> NoReturn:
-    """End the call with `error`; anything but a FlotillaError is a defect and is logged."""
+async def abort(context: Any, error: Exception, method: str) -> None:
+    """End the call with `error`; anything but a FlotillaError is a defect and is logged. The handler returns then."""
     trace = ""
     if isinstance(error, FlotillaError):
         known = error
@@ -138,5 +138,9 @@ async def abort(context: Any, error: Exception, method: str) -> NoReturn:
         known = Internal("the service failed", where=method, why=f"{type(error).__name__}: {error}")
         logger.error("call failed unexpectedly", method=method, traceback=trace)
     ending = rpc_status.to_status(status.encode(known, traceback=trace))
-    await context.abort(ending.code, ending.details, ending.trailing_metadata)
-    raise AssertionError("abort returned")
+    try:
+        await context.abort(ending.code, ending.details, ending.trailing_metadata)
+    except grpc.aio.AbortError as aborted:
+        # gRPC keeps this exception with the call, and raises it once the handler has returned. The frames of its
+        # traceback hold the call, and with it the request: such a circle stays until a full garbage collection.
+        aborted.__traceback__ = aborted.__context__ = None

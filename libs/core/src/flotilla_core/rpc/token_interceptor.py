@@ -42,6 +42,7 @@ class TokenServerInterceptor(grpc.aio.ServerInterceptor):
 
         async def refuse_stream(_: Any, context: Any) -> AsyncIterator[Any]:
             await abort(context, error, method)
+            return
             yield
 
         return wrapped(handler, refuse, refuse_stream)
