@@ -39,7 +39,10 @@ def test_remax_refuses_what_its_greedy_rewards_cannot_follow() -> None:
     ("algorithm", "says"),
     [
         ({"advantage": {"weights": [1.0]}}, "has 1 numbers, rewards has 2 terms"),
-        ({"advantage": {"overlong": {"buffer_tokens": 4}}}, "overlong and reward_normalization change their sum"),
+        (
+            {"advantage": {"overlong": {"buffer_tokens": 4}}},
+            "overlong and reward_normalization change their sum",
+        ),
         ({"shuffle_rewards": True}, "shuffle_rewards and kl.placement reward"),
         ({"kl": {"placement": "reward", "coefficient": 0.1}}, "shuffle_rewards and kl.placement reward"),
     ],
