@@ -249,6 +249,19 @@ async def test_sampling_that_cannot_be_is_refused_by_name_before_anything_is_dra
     assert (await bench.ledger.counts(RUN)).admitted == 0
 
 
+async def test_a_call_that_asks_for_too_much_is_refused_with_its_limit(bench: Bench) -> None:
+    loop = bench.loop()
+    with pytest.raises(InvalidRequest, match=r"4,294,967,295 prompts.*\(count\): 100,000 is the limit"):
+        loop.draw(2**32 - 1)
+    with pytest.raises(InvalidRequest, match=r"\(samples_per_prompt\): 2,000,000 is the limit"):
+        _ = [group async for group in loop.groups([PROMPT], 2**32 - 1, {})]
+    with pytest.raises(InvalidRequest, match="temperature"):
+        _ = [group async for group in loop.groups([PROMPT], 2, {"temperature": 1e308})]
+    for rate in (1000.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(InvalidRequest, match="learning rate"):
+            await loop.step_optimizer("step", rate)
+
+
 async def test_samples_of_a_skipped_step_are_recorded_with_the_step_that_trains_them(bench: Bench) -> None:
     loop = bench.loop()
     group = await sample(loop)

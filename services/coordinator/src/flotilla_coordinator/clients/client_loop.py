@@ -31,6 +31,10 @@ from flotilla_core.config import SamplingConfig
 from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidRequest, Unavailable
 from flotilla_core.version import Version
 
+MOST_GROUPS, MOST_SAMPLES = 100_000, 2_000_000
+"""Of one call; the event loop begins them in one turn, as it does for the built-in loop."""
+LARGEST_RATE = 1
+
 
 class ClientLoop:
     """What a client may do with one run."""
@@ -88,6 +92,7 @@ class ClientLoop:
     def draw(self, count: int) -> list[Prompt]:
         """The next prompts of the data set."""
         self._calls.check_open()
+        _refuse_above(MOST_GROUPS, count, "count", "prompts")
         return [self._prompts.next() for _ in range(count)]
 
     async def groups(
@@ -95,6 +100,8 @@ class ClientLoop:
     ) -> AsyncGenerator[tuple[int, RolloutGroup]]:
         """Groups from the weights that the generators serve, as they are complete."""
         self._calls.check_open()
+        _refuse_above(MOST_GROUPS, len(prompts), "prompts", "groups")
+        _refuse_above(MOST_SAMPLES, len(prompts) * count, "samples_per_prompt", "samples")
         sampling = self._sampling_with(changes)
         version = self._run.sync.version
         assert version is not None, "the first version was published before the first call"
@@ -149,6 +156,12 @@ class ClientLoop:
 
     async def step_optimizer(self, request_id: str, rate: float) -> train.OptimStepResponse:
         """One optimizer step, recorded as a step of the run."""
+        if not 0 <= rate <= LARGEST_RATE:
+            raise InvalidRequest(
+                f"a learning rate of {rate} is not between 0 and {LARGEST_RATE}",
+                where="learning_rate",
+                next_step="optimizer.learning_rate of a run file has the same bounds",
+            )
         request_id = request_id or ids.new_request_id()
 
         async def act() -> train.OptimStepResponse:
@@ -232,3 +245,13 @@ class ClientLoop:
                 why="; ".join(problems),
                 next_step="the limits are those of `rollout.sampling` in a run file",
             ) from error
+
+
+def _refuse_above(limit: int, asked: int, where: str, what: str) -> None:
+    if asked > limit:
+        raise InvalidRequest(
+            f"{asked:,} {what} of one call are too many",
+            where=where,
+            why=f"{limit:,} is the limit",
+            next_step="ask for them in several calls",
+        )
