@@ -31,13 +31,12 @@ class Report:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None:
             return
-        with os.fdopen(descriptor, "w", encoding="utf-8") as pipe:
-            try:
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as pipe:
                 pipe.write(json.dumps(values) + "\n")
-                pipe.flush()
-            except BrokenPipeError:
-                # Whoever started us has gone; the stack lives on without it.
-                return
+        except BrokenPipeError:
+            # Whoever started us has gone; the stack lives on without it. Closing the pipe may say so as well.
+            return
 
 
 def read_report(line: bytes) -> FlotillaError | None:
