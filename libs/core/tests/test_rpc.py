@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from flotilla.common.v1 import operate_pb2 as pb
 from flotilla.common.v1 import operate_pb2_grpc
+from flotilla.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from flotilla_core import errors, rpc
 from flotilla_core.config import BindConfig
 
@@ -429,3 +430,30 @@ def test_importing_rpc_loads_nothing_heavy() -> None:
     code = f"import flotilla_core.rpc, sys; print([name for name in {heavy} if name in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown == "[]\n"
+
+
+async def test_a_caller_that_is_refused_while_it_still_sends_hears_why() -> None:
+    class Trainer(trainer_pb2_grpc.TrainerServiceServicer):
+        async def Train(self, requests: Any, context: Any) -> trainer_pb2.TrainResponse:
+            await anext(aiter(requests))
+            raise errors.StaleVersion("too late")
+
+    async def requests(number: int) -> AsyncIterator[trainer_pb2.TrainRequest]:
+        header = trainer_pb2.TrainHeader(run_id="run", update_id="run/0.0")
+        yield trainer_pb2.TrainRequest(header=header)
+        # Each call writes at another moment, some of them in the one in which the refusal arrives.
+        await asyncio.sleep(number * 2e-5)
+        for _ in range(4):
+            yield trainer_pb2.TrainRequest(chunk=trainer_pb2.TrainChunk())
+
+    server = rpc.RpcServer(BindConfig(), token=TOKEN)
+    server.add(
+        trainer_pb2_grpc.add_TrainerServiceServicer_to_server, Trainer(), "flotilla.trainer.v1.TrainerService"
+    )
+    channel = rpc.connect(await server.start(), token=TOKEN)
+    train = trainer_pb2_grpc.TrainerServiceStub(channel).Train
+    for number in range(200):
+        with pytest.raises(errors.StaleVersion, match="too late"):
+            await rpc.client_stream(train, requests(number), timeout_s=20)
+    await channel.close()
+    await server.stop(0)

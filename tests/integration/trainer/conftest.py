@@ -283,6 +283,16 @@ def make_groups(sizes: list[int], seed: int = 0) -> list[pb.TrainGroup]:
     return groups
 
 
+def overflowing(groups: list[pb.TrainGroup]) -> list[pb.TrainGroup]:
+    """Give `groups` finite numbers whose products, and with them loss and gradient, are infinite in float32."""
+    for group in groups:
+        for sample in group.samples:
+            tokens = len(sample.token_ids.data) // 4
+            sample.logprobs.CopyFrom(to_tensor(np.full(tokens, -1e4, np.float32)))
+            sample.advantages.CopyFrom(to_tensor(np.full(tokens, -1e37, np.float32)))
+    return groups
+
+
 @asynccontextmanager
 async def running_trainer(
     model: Path, logs: Path, nursery: RankNursery, *, name: str = "trainer", **gang_config: Any
@@ -358,6 +368,11 @@ def trainer(request: pytest.FixtureRequest) -> Trainer:
 @pytest.fixture(scope="session")
 def groups_of() -> Callable[..., list[pb.TrainGroup]]:
     return make_groups
+
+
+@pytest.fixture(scope="session")
+def wild_groups_of() -> Callable[..., list[pb.TrainGroup]]:
+    return lambda *arguments: overflowing(make_groups(*arguments))
 
 
 @pytest.fixture(scope="session")

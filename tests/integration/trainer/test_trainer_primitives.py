@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,7 +13,6 @@ from safetensors.torch import load_file
 from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import FailedPrecondition, InvalidRequest, UserCodeError
-from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
 
 TOLERANCE = 1e-6
@@ -139,14 +137,10 @@ async def test_train_and_gradients_take_turns_and_closing_drops_them(
 
 
 async def test_a_step_on_numbers_that_are_not_finite_is_skipped_and_keeps_the_weights(
-    trainer: Any, groups_of: MakeGroups, tmp_path: Path
+    trainer: Any, groups_of: MakeGroups, wild_groups_of: MakeGroups, tmp_path: Path
 ) -> None:
     groups = groups_of(SIZES)
-    wild = groups_of(SIZES)
-    response = len(from_tensor(wild[0].samples[1].token_ids))
-    wild[0].samples[1].logprobs.CopyFrom(to_tensor(np.full(response, -1e4, np.float32)))
-    for sample in wild[0].samples:
-        sample.reward = -float(sample.sample_id == "g0/1")
+    wild = wild_groups_of(SIZES)
     await trainer.open(**STEP)
     before = await weights_of(trainer, tmp_path / "before", 0)
     await forward_backward(trainer, groups)

@@ -78,15 +78,20 @@ async def test_a_step_that_is_not_finite_is_left_out_by_name_and_the_others_stan
     trainer: Any, groups_of: MakeGroups, tmp_path: Path
 ) -> None:
     groups = groups_of(SIZES)
+    # Finite advantages that overflow in a product with the ratio of an impossible token.
+    for group in groups:
+        for sample in group.samples:
+            tokens = len(sample.token_ids.data) // 4
+            advantage = -1e37 if group is groups[1] else 1.0
+            sample.advantages.CopyFrom(to_tensor(np.full(tokens, advantage, np.float32)))
+    for sample in groups[1].samples:
+        tokens = len(sample.token_ids.data) // 4
+        sample.logprobs.CopyFrom(to_tensor(np.full(tokens, -1000.0, np.float32)))
     await trainer.open(learning_rate=1e-3)
     for step, part in enumerate([groups[:1], groups[2:]]):
         await trainer.train(step, part)
     expected = await weights(trainer, tmp_path / "without", 2)
 
-    # An impossible token under the rollout makes its ratio infinite.
-    for sample in groups[1].samples:
-        tokens = len(sample.token_ids.data) // 4
-        sample.logprobs.CopyFrom(to_tensor(np.full(tokens, -1000.0, np.float32)))
     await trainer.open(learning_rate=1e-3, steps_per_update=3)
     made = await trainer.train(0, groups)
     assert Version.from_proto(made.policy_version) == Version(0, 1) and not made.skipped

@@ -9,6 +9,7 @@ fence is admitted last, right before the handler: a call that is refused here mo
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -28,6 +29,7 @@ from flotilla_core.rpc.validation import validate
 
 logger = structlog.get_logger()
 
+_REFUSED_STREAM_S = 2.0
 GENERATED = "_pb2_grpc"
 """How the modules are called whose base classes hold a place for every call of a contract."""
 
@@ -108,6 +110,8 @@ def _bounded(handler: Any, reception: _Reception) -> grpc.RpcMethodHandler[Any, 
             raise
         # The boundary of the service: whatever a handler raises ends here, as a status.
         except Exception as error:  # noqa: BLE001
+            if handler.request_streaming:
+                await _read_to_its_end(request)
             await abort(context, error, method)
 
     async def respond_stream(request: Any, context: Any) -> AsyncIterator[Any]:
@@ -126,6 +130,20 @@ def _bounded(handler: Any, reception: _Reception) -> grpc.RpcMethodHandler[Any, 
             await abort(context, error, method)
 
     return wrapped(handler, respond, respond_stream)
+
+
+async def _read_to_its_end(request: AsyncIterator[bytes]) -> None:
+    """Take what a refused caller still sends, for a moment and without looking at it.
+
+    A Python client that writes when the refusal arrives tells its caller of an internal error in place of the refusal
+    (grpc issue 36066).
+    """
+    try:
+        async with asyncio.timeout(_REFUSED_STREAM_S):
+            async for _ in request:
+                pass
+    except (TimeoutError, grpc.aio.BaseError):
+        pass  # The caller hears of its refusal all the same.
 
 
 async def abort(context: Any, error: Exception, method: str) -> None:
