@@ -83,7 +83,7 @@ async def test_a_run_that_an_earlier_coordinator_left_is_failed_and_listed(
     )
     await runs.recover()
     (listed,) = await runs.list(0)
-    assert listed.state == run_pb2.RUN_STATE_FAILED and "coordinator stopped" in listed.reason
+    assert listed.state == run_pb2.RUN_STATE_FAILED and "its coordinator had died" in listed.reason
 
 
 async def test_an_ended_run_is_kept_in_its_records_alone(runs: Runs) -> None:

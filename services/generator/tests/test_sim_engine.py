@@ -23,7 +23,7 @@ WAIT_S = 10.0
 @pytest.fixture
 async def engine(tmp_path: Path) -> SimEngine:
     """The first token of a sample is there at once, the second never."""
-    return await serving(tmp_path, SimConfig(seconds_per_token=1e6))
+    return await serving(tmp_path, SimConfig(seconds_per_token=3600))
 
 
 async def serving(folder: Path, sim: SimConfig) -> SimEngine:
@@ -84,7 +84,7 @@ async def test_in_flight_a_sample_goes_on_under_the_new_version(engine: SimEngin
 
 async def test_samples_beyond_the_places_of_the_engine_wait_for_one(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 64, "max_position_embeddings": 128}))
-    config = GeneratorConfig(engine="sim", sim=SimConfig(seconds_per_token=1e6), max_running_samples=4)
+    config = GeneratorConfig(engine="sim", sim=SimConfig(seconds_per_token=3600), max_running_samples=4)
     engine = SimEngine(config, Checkpoint.read(tmp_path))
     await engine.start()
     first = generating(engine, "first")

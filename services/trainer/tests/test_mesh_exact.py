@@ -61,7 +61,9 @@ OBJECTIVES = {
         entropy_coefficient=0.01,
         kl_estimator="k3",
     ),
-    "gspo": ObjectiveSettings("gspo", CLIP, sequence_low=0.5, sequence_high=0.9, kl_estimator="k2"),
+    "gspo": ObjectiveSettings(
+        "gspo", {**CLIP, "over": "sequence"}, sequence_low=0.5, sequence_high=0.9, kl_estimator="k2"
+    ),
     "gmpo": ObjectiveSettings("gmpo", CLIP, importance="sequence", importance_cap=1.1, kl_estimator="k1"),
     "kimi": ObjectiveSettings("kimi", {"tau": 0.1}, kl_estimator="abs"),
     "value": ObjectiveSettings("value", {"clip": 0.5}),
@@ -241,7 +243,7 @@ def outcome(model: ShardedModel, case: Case) -> dict[str, Any]:
     lanes = torch.distributed.get_world_size() // case.sequence_parallel
     lane = torch.distributed.get_rank() // case.sequence_parallel
     per_lane = pack(work(case.lengths), Layout(case.budget, lanes, case.packed))
-    asked = command(per_lane[lane], temperature=0.7, chunk_tokens=5, top_k=2)
+    asked = command(per_lane[lane], temperature=0.7, chunk_tokens=5, top_k=2, squares=False)
     ask = values_of if case.objective in HEADS else score
     scores = ask(asked, model, line)
     settings = session(OBJECTIVES[case.objective])

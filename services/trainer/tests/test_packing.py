@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flotilla_trainer.packing import Layout, MicroBatch, Sequences, fed_tokens, pack, padding_share
@@ -35,6 +35,7 @@ LAYOUTS = st.builds(
 
 
 @given(LENGTHS, LAYOUTS)
+@settings(deadline=None)
 def test_every_scored_token_is_scored_once_with_its_own_context(lengths: list[int], layout: Layout) -> None:
     sequences = sequences_of(lengths)
     working = [batch for batches in pack(sequences, layout) for batch in batches if not batch.idle]
@@ -48,6 +49,7 @@ def test_every_scored_token_is_scored_once_with_its_own_context(lengths: list[in
 
 
 @given(LENGTHS, LAYOUTS)
+@settings(deadline=None)
 def test_micro_batches_fit_the_budget_and_ranks_walk_in_step(lengths: list[int], layout: Layout) -> None:
     per_rank = pack(sequences_of(lengths), layout)
     assert len(per_rank) == layout.ranks
@@ -58,6 +60,7 @@ def test_micro_batches_fit_the_budget_and_ranks_walk_in_step(lengths: list[int],
 
 
 @given(LENGTHS, LAYOUTS)
+@settings(deadline=None)
 def test_packed_rows_hold_no_padding_and_say_where_their_sequences_lie(
     lengths: list[int], layout: Layout
 ) -> None:
@@ -72,6 +75,7 @@ def test_packed_rows_hold_no_padding_and_say_where_their_sequences_lie(
 
 
 @given(LENGTHS, LAYOUTS)
+@settings(deadline=None)
 def test_packed_rows_need_no_more_micro_batches_than_padded_ones(lengths: list[int], layout: Layout) -> None:
     sequences = sequences_of(lengths)
     packed, padded = (pack(sequences, replace(layout, packed=packed)) for packed in (True, False))
