@@ -1,9 +1,10 @@
 """`make demo`: a small model learns to add, through the whole fleet.
 
 Makes the model and the data if they are not there, starts the fleet, teaches the untrained model about half of the
-sums by imitation, then trains it with GRPO. Everything goes through the `flotilla` command, as a user would do it.
-Exits with 0 only when held-out accuracy rises from at most 0.65 to at least 0.90; with `--control`, where rewards
-are shuffled, only when it ends at or below its start. A fleet that this script started is always stopped again.
+sums by imitation, then trains it by rewards alone. Everything goes through the `flotilla` command, as a user would do
+it. Exits with 0 only when held-out accuracy rises from at most 0.65 to at least 0.93 (0.90 with adapters or another
+algorithm); with `--control`, where rewards are shuffled, only when it ends at or below its start. A fleet that this
+script started is always stopped again.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 EXAMPLE = HERE.relative_to(ROOT)
 FLOTILLA = Path(sys.executable).with_name("flotilla")
-FILES = {"ppo": ("stack-ppo.yaml", "ppo.yaml")}
+FILES = {"topr": ("stack.yaml", "topr.yaml"), "ppo": ("stack-ppo.yaml", "ppo.yaml")}
 """The stack and the run of algorithms that need others than GRPO's."""
 
 HIGHEST_START = 0.65
-LOWEST_END = 0.90
+LOWEST_END = 0.93
+LOWEST_END_OF_OTHERS = 0.90
+"""With adapters or another algorithm than the demo's own."""
+DEFAULT = "topr"
 
 
 class DemoFailed(Exception):
@@ -72,7 +76,7 @@ def demo(seed: int, algorithm: str, *, lora: bool, control: bool) -> None:
     stack = ("--stack", str(EXAMPLE / stack_file))
     chapter(1, f"fleet: generator, trainer, rewards and coordinator on this machine ({stack_file})")
     with fleet(stack):
-        chapter(2, f"warm-up: imitation, until held-out accuracy is 0.45 or more (seed {seed})")
+        chapter(2, f"warm-up: imitation, until held-out accuracy is 0.5 or more (seed {seed})")
         warm = train(stack, ["sft.yaml"], f"seed={seed}")
 
         if control:
@@ -80,15 +84,16 @@ def demo(seed: int, algorithm: str, *, lora: bool, control: bool) -> None:
         else:
             learner = "adapters beside the warmed-up weights" if lora else "from the warmed-up weights"
             chapter(3, f"{algorithm}: {learner}, by rewards alone")
-        longer = lora or algorithm not in ("grpo", "ppo")
-        files = [file, *["longer.yaml"] * longer, *["lora.yaml"] * lora, *["grpo-control.yaml"] * control]
+        longer = lora or algorithm not in ("grpo", *FILES)
+        files = [file, *["longer.yaml"] * longer, *["lora.yaml"] * lora, *["control.yaml"] * control]
         start = f"initial_weights={warm['directory']}/model"
         run = train(stack, files, f"seed={seed}", start, f"algorithm.type={algorithm}")
         timeline = Path(run["directory"]) / "timeline.json"
         flotilla("timeline", run["run_id"], "-o", str(timeline), *stack)
     chapter(4, "what came of it")
     report(run, timeline)
-    judge(run["metrics"]["eval/accuracy_before"], run["metrics"]["eval/accuracy"], control=control)
+    lowest_end = LOWEST_END if algorithm == DEFAULT else LOWEST_END_OF_OTHERS
+    judge(run["metrics"], lowest_end, control=control)
 
 
 def report(run: dict[str, Any], timeline: Path) -> None:
@@ -101,8 +106,9 @@ def report(run: dict[str, Any], timeline: Path) -> None:
     print(f"everything else           {directory}", flush=True)
 
 
-def judge(before: float, after: float, *, control: bool) -> None:
+def judge(metrics: dict[str, float], lowest_end: float, *, control: bool) -> None:
     """Raise unless the run showed what it should."""
+    before, after = metrics["eval/accuracy_before"], metrics["eval/accuracy"]
     if control:
         if after > before:
             raise DemoFailed(
@@ -111,8 +117,8 @@ def judge(before: float, after: float, *, control: bool) -> None:
         return
     if before > HIGHEST_START:
         raise DemoFailed(f"accuracy before is {before:.3f}, above {HIGHEST_START}: nothing is left to learn")
-    if after < LOWEST_END:
-        raise DemoFailed(f"accuracy after is {after:.3f}, below {LOWEST_END}")
+    if after < lowest_end:
+        raise DemoFailed(f"accuracy after is {after:.3f}, below {lowest_end}")
 
 
 def chapter(number: int, title: str) -> None:
@@ -127,14 +133,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, help="seed of both runs (%(default)s)")
     parser.add_argument(
-        "--algorithm", default="grpo", help="a preset of docs/algorithms.md to train with (%(default)s)"
+        "--algorithm", help=f"a preset of docs/algorithms.md to train with ({DEFAULT}, with --lora grpo)"
     )
     parser.add_argument("--lora", action="store_true", help="train adapters, the weights stay")
     parser.add_argument("--control", action="store_true", help="shuffle the rewards: must not learn")
     arguments = parser.parse_args()
     started = time.monotonic()
     try:
-        demo(arguments.seed, arguments.algorithm, lora=arguments.lora, control=arguments.control)
+        algorithm = arguments.algorithm or ("grpo" if arguments.lora else DEFAULT)
+        demo(arguments.seed, algorithm, lora=arguments.lora, control=arguments.control)
     except DemoFailed as failure:
         print(f"demo failed: {failure}", file=sys.stderr)
         return 1
