@@ -69,6 +69,7 @@ ALGORITHMS = [
     },
     {
         "advantage": {
+            "normalize_std": False,
             "drop_truncated": True,
             "reward_normalization": {"mean": "batch", "std": "running", "clip": 3, "scale": 0.5},
         }

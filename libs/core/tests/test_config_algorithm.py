@@ -102,7 +102,7 @@ def test_functions_of_the_user_are_taken_from_the_directory_of_the_command(tmp_p
         ),
         ("{type: reward_model, beta: 0.1}", "another algorithm.type has it, this one does not"),
         ("{aggregation: {type: mean}}", "expected one of token_mean, "),
-        ("{aggregation: {constant_tokens: 5}}", "belongs to type constant alone"),
+        ("{aggregation: {constant_tokens: 5}}", "belongs to aggregation.type constant alone"),
         ("{correction: {importance: token}}", "set correction.proximal to trainer"),
         ("{correction: {normalize_importance: true}}", "correction.importance is none"),
         (
@@ -149,6 +149,26 @@ def test_functions_of_the_user_are_taken_from_the_directory_of_the_command(tmp_p
         ),
         ("{type: reinforce_plus_plus, advantage: {whiten: true}}", "reinforce_plus_plus is whitened already"),
         ("{type: gdpo, advantage: {whiten: true}}", "gdpo is whitened already"),
+        ("{kl: {coefficient: 0.1}}", "kl.placement is none, and kl.coefficient would change nothing"),
+        ("{kl: {reference: service}}", "kl.placement is none, and kl.reference would change nothing"),
+        ("{kl: {placement: loss, horizon_samples: 5}}", "moves towards kl.target, which is empty"),
+        ("{correction: {importance_cap: 3}}", "is none, which correction.importance_cap does not bound"),
+        (
+            "{type: tis_grpo, correction: {importance_floor: 0.1}}",
+            "is token, which correction.importance_floor does not bound",
+        ),
+        (
+            "{loss: {type: reinforce}, correction: {proximal: trainer}}",
+            "loss.type reinforce has no ratio that would compare with it",
+        ),
+        (
+            "{type: distillation, advantage: {whiten: true, coefficient: 2}}",
+            "advantage.whiten takes any scale away",
+        ),
+        (
+            "{type: distillation, advantage: {drop_uniform_groups: true}}",
+            "advantage.drop_uniform_groups leaves groups out by their rewards, which may be empty",
+        ),
         ("{loss: {clip_low: 2}}", "algorithm.loss.clip_low: expected less than or equal to 1"),
     ],
 )

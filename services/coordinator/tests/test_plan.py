@@ -457,7 +457,7 @@ def test_an_estimator_without_a_gradient_is_warned_of_in_the_loss(
     assert warned(placement="loss", estimator="k1")
     assert not warned(placement="loss", estimator="k2")
     assert not warned(placement="reward", estimator="k1")
-    assert not warned(placement="none", estimator="k1")
+    assert not warned()
 
 
 def test_a_mixture_says_how_often_each_set_is_repeated(

@@ -159,7 +159,7 @@ def dro(beta: float) -> Token:
     return lambda i, new: -MIXED[i] * new[i] + beta / 2 * (new[i] - OLD[i]) ** 2
 
 
-def raft_plus_plus(low: float, high: float) -> Token:
+def raft_plus_plus(high: float) -> Token:
     def loss(i: int, new: np.ndarray) -> float:
         return -min(ratio(i, new), 1 + high) * MIXED[i] if MIXED[i] > 0 else 0.0
 
@@ -243,9 +243,9 @@ TABLE: dict[str, tuple[str, dict[str, Any], np.ndarray, Token]] = {
     "dro": ("dro", {"beta": 0.3}, MIXED, dro(0.3)),
     "raft_plus_plus": (
         "raft_plus_plus",
-        {"clip_low": 0.2, "clip_high": 0.25},
+        {"clip_high": 0.25},
         MIXED,
-        raft_plus_plus(0.2, 0.25),
+        raft_plus_plus(0.25),
     ),
 }
 WHOLE_SEQUENCES = {"kimi"}

@@ -55,9 +55,13 @@ class StepPlan:
 
 def _at(step: Sequences, number: int, steps: int) -> Sequences:
     """The step with what its place among the steps of the update says about its tokens."""
-    if "staleness" not in step.columns:
-        return step
     columns = dict(step.columns)
+    if number == 0:
+        # The first forward pass is that of the policy before the update: what another one says of it differs by
+        # rounding, whose sign would be the gradient of a distance.
+        columns.pop("proximal_logprobs", None)
+    if "staleness" not in columns:
+        return replace(step, columns=columns)
     columns["proximal_share"] = proximal_share(columns.pop("staleness"), number / steps)
     return replace(step, columns=columns)
 

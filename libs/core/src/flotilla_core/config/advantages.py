@@ -107,6 +107,16 @@ class AdvantageConfig(ConfigModel):
         return False
 
     @property
+    def compares_over(self) -> Literal["none", "group", "batch"]:
+        """What rewards are compared over, so that a constant added to all of it changes no advantage."""
+        return "none"
+
+    @property
+    def scales_over(self) -> Literal["none", "group", "batch"]:
+        """What rewards are measured over, so that a factor of all of it changes no advantage."""
+        return "batch" if self.whiten else "none"
+
+    @property
     def needs_greedy_reward(self) -> bool:
         """Whether the greedy response to each prompt is generated and scored beside its samples."""
         return False
@@ -124,6 +134,10 @@ class WhitenedAdvantage(AdvantageConfig):
             )
         return self
 
+    @property
+    def scales_over(self) -> Literal["none", "group", "batch"]:
+        return "batch"
+
 
 class GrpoAdvantage(AdvantageConfig):
     """Reward minus a mean, over a deviation."""
@@ -137,6 +151,14 @@ class GrpoAdvantage(AdvantageConfig):
     @property
     def min_group_samples(self) -> int:
         return 2 if self.baseline == "group" else 1
+
+    @property
+    def compares_over(self) -> Literal["none", "group", "batch"]:
+        return "none" if self.baseline == "running" else self.baseline
+
+    @property
+    def scales_over(self) -> Literal["none", "group", "batch"]:
+        return self.compares_over if self.normalize_std else super().scales_over
 
     @model_validator(mode="after")
     def _remembers_once(self) -> Self:
@@ -155,6 +177,14 @@ class GrpoPasskAdvantage(AdvantageConfig):
     type: Literal["grpo_passk"] = "grpo_passk"
     normalize_std: bool = True
     """Divide the lead by the standard deviation of the group."""
+
+    @property
+    def compares_over(self) -> Literal["none", "group", "batch"]:
+        return "group"
+
+    @property
+    def scales_over(self) -> Literal["none", "group", "batch"]:
+        return "group" if self.normalize_std else super().scales_over
 
 
 class OptimalTokenBaselineAdvantage(AdvantageConfig):
@@ -196,6 +226,14 @@ class StepReinforceAdvantage(AdvantageConfig):
     def min_group_samples(self) -> int:
         return 2 if self.baseline == "group" else 1
 
+    @property
+    def compares_over(self) -> Literal["none", "group", "batch"]:
+        return self.baseline if self.gamma == 1 else "none"
+
+    @property
+    def scales_over(self) -> Literal["none", "group", "batch"]:
+        return self.baseline if self.normalize_std else super().scales_over
+
     @model_validator(mode="after")
     def _scales_what_it_centres(self) -> Self:
         if self.baseline == "none" and self.normalize_std:
@@ -211,6 +249,10 @@ class RlooAdvantage(AdvantageConfig):
 
     type: Literal["rloo"] = "rloo"
 
+    @property
+    def compares_over(self) -> Literal["none", "group", "batch"]:
+        return "group"
+
 
 class ReinforceAdvantage(AdvantageConfig):
     """Discounted return from each token on."""
@@ -218,6 +260,10 @@ class ReinforceAdvantage(AdvantageConfig):
     type: Literal["reinforce"] = "reinforce"
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount a token."""
+
+    @property
+    def compares_over(self) -> Literal["none", "group", "batch"]:
+        return "batch" if self.whiten and self.gamma == 1 else "none"
 
     @property
     def min_group_samples(self) -> int:
@@ -232,6 +278,10 @@ class ReinforcePlusPlusAdvantage(WhitenedAdvantage):
     """Discount a token."""
 
     @property
+    def compares_over(self) -> Literal["none", "group", "batch"]:
+        return "batch" if self.gamma == 1 else "none"
+
+    @property
     def min_group_samples(self) -> int:
         return 1
 
@@ -241,11 +291,19 @@ class ReinforcePlusPlusBaselineAdvantage(WhitenedAdvantage):
 
     type: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
 
+    @property
+    def compares_over(self) -> Literal["none", "group", "batch"]:
+        return "group"
+
 
 class OpoAdvantage(AdvantageConfig):
     """Reward minus the mean of its group weighted by length."""
 
     type: Literal["opo"] = "opo"
+
+    @property
+    def compares_over(self) -> Literal["none", "group", "batch"]:
+        return "group"
 
 
 class GpgAdvantage(AdvantageConfig):
@@ -254,6 +312,14 @@ class GpgAdvantage(AdvantageConfig):
     type: Literal["gpg"] = "gpg"
     normalize_std: bool = False
     """Divide centred rewards by the standard deviation of their group."""
+
+    @property
+    def compares_over(self) -> Literal["none", "group", "batch"]:
+        return "group"
+
+    @property
+    def scales_over(self) -> Literal["none", "group", "batch"]:
+        return "group" if self.normalize_std else super().scales_over
 
 
 class PassAtKAdvantage(AdvantageConfig):
@@ -273,9 +339,9 @@ class PassAtKAdvantage(AdvantageConfig):
     def _judges_outcomes(self) -> PassAtKAdvantage:
         if self.shapes_rewards:
             raise ValueError(
-                "advantage.type pass_at_k judges the rewards as they came, and reward_clip, overlong and "
-                "reward_normalization change what it does not look at: leave them out, or make the punishment one of "
-                "the rewards"
+                "advantage.type pass_at_k judges the rewards as they came, and advantage.reward_clip, "
+                "advantage.overlong and advantage.reward_normalization change what it does not look at: leave them "
+                "out, or make the punishment one of the rewards"
             )
         return self
 
@@ -293,6 +359,15 @@ class GaeAdvantage(AdvantageConfig):
     have, as after one that ended."""
 
     @property
+    def compares_over(self) -> Literal["none", "group", "batch"]:
+        return "batch" if self.whiten and self.gamma == self.lam == 1 else "none"
+
+    @property
+    def scales_over(self) -> Literal["none", "group", "batch"]:
+        # What the critic expects has a scale of its own.
+        return "none"
+
+    @property
     def min_group_samples(self) -> int:
         return 1
 
@@ -307,6 +382,14 @@ class DistillAdvantage(AdvantageConfig):
     """Factor of the advantage by reward within the group, which is added; 0: rewards may be empty."""
 
     @property
+    def compares_over(self) -> Literal["none", "group", "batch"]:
+        return "group"
+
+    @property
+    def scales_over(self) -> Literal["none", "group", "batch"]:
+        return "group"
+
+    @property
     def min_group_samples(self) -> int:
         return 2 if self.reward_weight else 1
 
@@ -314,8 +397,34 @@ class DistillAdvantage(AdvantageConfig):
     def _shapes_what_it_looks_at(self) -> DistillAdvantage:
         if not self.reward_weight and self.shapes_rewards:
             raise ValueError(
-                "advantage.type distill looks at no reward while reward_weight is 0, so that reward_clip, overlong and "
-                "reward_normalization would change nothing: leave them out, or set reward_weight above 0"
+                "advantage.type distill looks at no reward while advantage.reward_weight is 0, so that "
+                "advantage.reward_clip, advantage.overlong and advantage.reward_normalization would change nothing: "
+                "leave them out, or set advantage.reward_weight above 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _keeps_its_scale(self) -> DistillAdvantage:
+        usual = DistillAdvantage.model_fields["coefficient"].default
+        if self.whiten and not self.reward_weight and self.coefficient != usual:
+            raise ValueError(
+                f"advantage.coefficient {self.coefficient:g} scales all advantages alike while advantage.reward_weight "
+                "is 0, and advantage.whiten takes any scale away: leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _leaves_out_by_what_it_looks_at(self) -> DistillAdvantage:
+        asked = {
+            "drop_uniform_groups": self.drop_uniform_groups,
+            "keep_mean_above": self.keep_mean_above is not None,
+            "keep_mean_below": self.keep_mean_below is not None,
+        }
+        if not self.reward_weight and any(asked.values()):
+            keys = " and ".join(f"advantage.{key}" for key, is_asked in asked.items() if is_asked)
+            raise ValueError(
+                f"{keys} leaves groups out by their rewards, which may be empty for advantage.type distill while "
+                "advantage.reward_weight is 0: leave it out, or set advantage.reward_weight above 0"
             )
         return self
 
@@ -331,8 +440,9 @@ class GdpoAdvantage(WhitenedAdvantage):
     def _looks_at_terms(self) -> GdpoAdvantage:
         if self.shapes_rewards:
             raise ValueError(
-                "gdpo looks at the terms of a reward, and reward_clip, overlong and reward_normalization change their "
-                "sum: leave them out, or make the punishment one of the rewards"
+                "advantage.type gdpo looks at the terms of a reward, and advantage.reward_clip, advantage.overlong and "
+                "advantage.reward_normalization change their sum: leave them out, or make the punishment one of the "
+                "rewards"
             )
         return self
 
@@ -354,8 +464,9 @@ class RemaxAdvantage(AdvantageConfig):
     def _compares_rewards_of_one_kind(self) -> RemaxAdvantage:
         if self.overlong is not None or self.reward_normalization is not None:
             raise ValueError(
-                "remax compares with the reward of a greedy response, which overlong does not punish and "
-                "reward_normalization does not centre: leave them out, or make the punishment one of the rewards"
+                "advantage.type remax compares with the reward of a greedy response, which advantage.overlong does not "
+                "punish and advantage.reward_normalization does not centre: leave them out, or make the punishment one "
+                "of the rewards"
             )
         return self
 
@@ -366,6 +477,11 @@ class UserAdvantage(UserFunction, AdvantageConfig):
     @property
     def arguments(self) -> dict[str, Any]:
         return self.parameters
+
+    @property
+    def scales_over(self) -> Literal["none", "group", "batch"]:
+        # What the function makes of a factor is its own affair.
+        return "none"
 
     @property
     def min_group_samples(self) -> int:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from flotilla_core.config.advantages import AdvantageSection, DistillAdvantage, GrpoAdvantage
+from flotilla_core.config.advantages import AdvantageConfig, AdvantageSection, DistillAdvantage, GrpoAdvantage
 from flotilla_core.config.critic import CriticConfig
 from flotilla_core.config.losses import LossSection, PpoLoss
 from flotilla_core.config.model import ConfigModel
@@ -27,6 +27,16 @@ class AggregationConfig(ConfigModel):
     """The constant of `constant`; empty takes rollout.sampling.max_response_tokens."""
 
 
+def _changed(section: ConfigModel, beside: tuple[str, ...] = ()) -> set[str]:
+    """The keys of a section that are not at their defaults."""
+    fields = type(section).model_fields
+    return {name for name, value in section if name not in beside and value != fields[name].default}
+
+
+def _keys(section: str, names: set[str]) -> str:
+    return " and ".join(f"{section}.{name}" for name in sorted(names))
+
+
 class KlConfig(ConfigModel):
     """Stay near the policy that the run started from."""
 
@@ -42,6 +52,20 @@ class KlConfig(ConfigModel):
     """An adaptive coefficient changes by at most a fifth over so many samples."""
     reference: Literal["frozen", "service"] = "frozen"
     """Who holds the first policy: a frozen copy inside the trainer's ranks, or a gang of its own (stack: reference)."""
+
+    @model_validator(mode="after")
+    def _is_placed(self) -> KlConfig:
+        if self.placement == "none" and (idle := _changed(self, beside=("placement",))):
+            raise ValueError(
+                f"kl.placement is none, and {_keys('kl', idle)} would change nothing: set kl.placement to loss or "
+                "reward, or leave it out"
+            )
+        if self.target is None and "horizon_samples" in _changed(self):
+            raise ValueError(
+                "kl.horizon_samples says how fast the coefficient moves towards kl.target, which is empty: set "
+                "kl.target, or leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _full_is_a_loss(self) -> KlConfig:
@@ -140,6 +164,26 @@ class CorrectionConfig(ConfigModel):
             )
         return self
 
+    @property
+    def looks_at_proximal(self) -> bool:
+        """Whether it weighs or leaves out tokens, by the policy that `proximal` names over the one that sampled."""
+        limited = self.sequence_low is not None or self.sequence_high is not None
+        return self.importance != "none" or limited or bool(self.rejection)
+
+    @model_validator(mode="after")
+    def _limits_what_it_weighs(self) -> CorrectionConfig:
+        idle = _changed(self) & {"importance_cap", "importance_floor"}
+        if self.importance != "none":
+            idle -= {"importance_cap"}
+        if self.importance.startswith("icepop"):
+            idle -= {"importance_floor"}
+        if idle:
+            raise ValueError(
+                f"correction.importance is {self.importance}, which {_keys('correction', idle)} does not bound: set "
+                "correction.importance to icepop, or for a cap alone to token or sequence, or leave it out"
+            )
+        return self
+
 
 class PolicyConfig(ConfigModel):
     """Reinforcement learning on rollouts of the policy."""
@@ -234,8 +278,17 @@ class PolicyConfig(ConfigModel):
                 f"correction.importance is {self.correction.importance}, but the ratio of "
                 f"{self.loss.type} compares with the rollout already: set correction.proximal to trainer"
             )
+        proximal = self.correction.proximal
+        if proximal != "rollout" and not self.loss.has_ratio and not self.correction.looks_at_proximal:
+            raise ValueError(
+                f"correction.proximal is {proximal}, but loss.type {self.loss.type} has no ratio that would compare "
+                "with it, and no correction weighs by it: set correction.proximal to rollout, or correction.importance"
+            )
         if self.aggregation.constant_tokens is not None and self.aggregation.type != "constant":
-            raise ValueError("aggregation.constant_tokens belongs to type constant alone")
+            raise ValueError(
+                "aggregation.constant_tokens belongs to aggregation.type constant alone, and that is "
+                f"{self.aggregation.type}: leave it out"
+            )
         name, critic = self.advantage.type, self.critic
         if (critic is None) == (name == "gae"):
             raise ValueError(
@@ -254,8 +307,13 @@ class PolicyConfig(ConfigModel):
             )
         if self.sample_weights.look_at_rewards and not self.needs_rewards:
             raise ValueError(
-                "sample_weights.by_reward and by_difficulty look at rewards, and advantage.type distill learns without "
-                "them while reward_weight is 0: leave them out, or set reward_weight above 0"
+                "sample_weights.by_reward and sample_weights.by_difficulty look at rewards, and advantage.type distill "
+                "learns without them while advantage.reward_weight is 0: leave them out, or set it above 0"
+            )
+        if name == "grpo_passk" and self.loss.type == "raft_plus_plus" and not self.advantage.whiten:
+            raise ValueError(
+                "loss.type raft_plus_plus leaves out what has a negative advantage, and advantage.type grpo_passk has "
+                "none: take the loss ppo"
             )
         if self.shuffle_rewards and not self.needs_rewards:
             raise ValueError(
@@ -271,6 +329,7 @@ class PolicyConfig(ConfigModel):
             raise ValueError(
                 "kl.target adapts the coefficient, which a critic could not follow: leave it out"
             )
+        self._normalises_what_counts()
         normalization = self.advantage.reward_normalization
         if critic is not None and normalization is not None and normalization.remembers:
             raise ValueError(
@@ -278,6 +337,34 @@ class PolicyConfig(ConfigModel):
                 "follow: take group or batch, or leave it out"
             )
         return self
+
+    def _normalises_what_counts(self) -> None:
+        """Refuse a normalisation of rewards that the advantage undoes."""
+        advantage: AdvantageConfig = self.advantage
+        normalization = advantage.reward_normalization
+        if normalization is None:
+            return
+        idle = set()
+        bounded = normalization.clip is not None
+        if not bounded and _undone(normalization.mean, advantage.compares_over):
+            idle.add("mean")
+        # A divergence that is taken from the rewards keeps its own scale.
+        if self.kl.placement != "reward":
+            if not bounded and _undone(normalization.std, advantage.scales_over):
+                idle.add("std")
+            if normalization.scale != 1 and advantage.scales_over != "none":
+                idle.add("scale")
+        if idle:
+            raise ValueError(
+                f"{_keys('advantage.reward_normalization', idle)} would change nothing: advantage.type "
+                f"{advantage.type}{' with advantage.whiten' if advantage.whiten else ''} centres or scales what comes "
+                "of the rewards by itself; leave it out"
+            )
+
+
+def _undone(statistic: str, over: str) -> bool:
+    """Whether a statistic of the rewards falls out where these are compared or scaled over the group or the batch."""
+    return statistic != "none" and (over == "group" or (over == "batch" and statistic != "group"))
 
 
 class SftConfig(ConfigModel):

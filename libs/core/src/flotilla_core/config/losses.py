@@ -169,8 +169,6 @@ class RaftPlusPlusLoss(LossConfig):
     """Clipped policy gradient of samples with a positive advantage alone."""
 
     type: Literal["raft_plus_plus"] = "raft_plus_plus"
-    clip_low: float = Field(default=0.2, gt=0, le=1)
-    """Ratio floor is 1 - clip_low."""
     clip_high: float = Field(default=0.2, gt=0, le=1e6)
     """Ratio ceiling is 1 + clip_high."""
 

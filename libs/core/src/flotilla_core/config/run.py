@@ -154,8 +154,9 @@ class RunConfig(ConfigModel):
                 raise ValueError(f"rewards is empty: {name} needs at least one reward term")
             if self.rollout.dynamic_sampling is not None and not self.algorithm.needs_rewards:
                 raise ValueError(
-                    f"rollout.dynamic_sampling leaves out groups of equal rewards, and {name} learns without rewards: "
-                    "leave it out"
+                    "rollout.dynamic_sampling leaves out groups of equal rewards, which may be empty for "
+                    f"algorithm.advantage.type {advantage.type} while advantage.reward_weight is 0: leave it out, or "
+                    "set advantage.reward_weight above 0"
                 )
             if self.rollout.sampling.temperature == 0:
                 raise ValueError("rollout.sampling.temperature is 0: greedy samples of a group are all equal")

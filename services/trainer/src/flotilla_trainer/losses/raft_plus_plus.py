@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 
 from flotilla_trainer.losses.policy_tokens import PolicyTokens, TokenLosses
-from flotilla_trainer.losses.ppo import ppo
 
 
-def raft_plus_plus(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> TokenLosses:
-    """The clipped loss where A > 0, and 0 elsewhere: bad samples are not unlearnt."""
-    loss, clipped = ppo(tokens, clip_low=clip_low, clip_high=clip_high, dual_clip=None)
-    good = tokens.advantages > 0
-    return TokenLosses(torch.where(good, loss, 0.0), clipped & good)
+def raft_plus_plus(tokens: PolicyTokens, *, clip_high: float) -> TokenLosses:
+    """-min(r, 1 + high) A where A > 0, and 0 elsewhere: bad samples are not unlearnt, so no floor is needed."""
+    good, ratio = tokens.advantages > 0, tokens.ratio
+    bounded = ratio.clamp(max=1.0 + clip_high)
+    return TokenLosses(torch.where(good, -bounded * tokens.advantages, 0.0), good & (bounded < ratio))

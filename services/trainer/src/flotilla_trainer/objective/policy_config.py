@@ -19,7 +19,13 @@ from flotilla_core.structs import to_json
 from flotilla_trainer.objective.user_functions import is_user_function
 
 OF_THE_ROLLOUTS = ("temperature", "max_response_tokens")
-ZERO_IS_THE_DEFAULT = ("constant_tokens", "horizon_samples", "importance_cap")
+ZERO_IS_THE_DEFAULT = (
+    "constant_tokens",
+    "horizon_samples",
+    "importance_cap",
+    "importance_floor",
+    "coefficient",
+)
 """Numbers that mean nothing unless another field is set."""
 
 

@@ -96,7 +96,8 @@ class UpdateObjective:
             if self._policy.correction.normalize_importance:
                 counted = made["weights"] > 0
                 mean = columns.importance_mean(batch, self._policy.correction, policy, counted)
-                made["weights"] = made["weights"] / mean
+                # The weights of the correction alone: neither the entropy nor a divergence is weighed by them.
+                made["importance_scale"] = np.full(counted.size, 1.0 / mean)
                 metrics["correction/normalized_by"] = mean
         elif self._policy.correction.proximal == pb.PROXIMAL_INTERPOLATED:
             made["staleness"] = batch.staleness

@@ -90,6 +90,8 @@ class Objective:
         if rollout is not None:
             trainer = proximal if self._settings.ratio_to_trainer else now
             correction = self._correction(trainer, rollout, sequences, segments)
+            if "importance_scale" in columns:
+                correction = correction * columns["importance_scale"]
             sums |= {"correction": correction.sum(), "left_out": (correction == 0).sum()}
             weights = torch.where(weights != 0, weights * correction, 0.0)
             _measure_distance(now, rollout, columns["fresh"], sums, maxima)

@@ -1,0 +1,125 @@
+"""The updates of a scene as the trainer makes them: the way of front and ranks, without a gang."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from flotilla_coordinator.gangs.objective import objective, value_objective
+from flotilla_coordinator.gangs.session_spec import critic_warmup_steps
+from flotilla_core.config import PolicyConfig, RunConfig
+from flotilla_trainer.losses.divergence import full_divergence
+from flotilla_trainer.objective.session_objective import session_objective
+from flotilla_trainer.objective.settings import check_objective, objective_settings
+from flotilla_trainer.objective.update_objective import UpdateObjective
+from flotilla_trainer.objective.value_update import ValueUpdate
+from flotilla_trainer.packing import Layout, Sequences, pack
+from flotilla_trainer.prepared_update import score_squares
+from flotilla_trainer.rank.objective import Objective
+from flotilla_trainer.rank.objective_metrics import objective_metrics
+from flotilla_trainer.rank.rank_objective import rank_objective
+from flotilla_trainer.rank.step_metrics import metrics_of_steps
+from flotilla_trainer.step_plan import StepPlan
+from flotilla_trainer.update_batch import UpdateBatch
+from option_pairs.made import Made
+from option_pairs.scenes import SCENES, Drawn, chosen, part_of, read_batch, scores
+
+SEED = 11
+LAYOUT = Layout(budget=1000, ranks=1)
+"""How an update is laid out changes nothing; that is tested elsewhere."""
+
+
+def trained_update(config: RunConfig, number: int, updates: int) -> Made:
+    """The first updates of a scene, by the path that the front and the ranks take."""
+    algorithm = config.algorithm
+    assert isinstance(algorithm, PolicyConfig)
+    wanted = objective(config)
+    check_objective(wanted)
+    front, settings = session_objective(wanted), objective_settings(wanted)
+    assert isinstance(front, UpdateObjective)
+    rank = rank_objective(settings)
+    made = Made()
+    for place, given in enumerate(SCENES[number][:updates]):
+        groups = chosen(number, place, config.rollout.dynamic_sampling)
+        part = part_of(number, place, groups)
+        if place >= critic_warmup_steps(config):
+            policy_update(front, rank, part, (number, place, groups), made)
+        if algorithm.critic is not None:
+            asked = value_objective(config, algorithm.critic)
+            check_objective(asked)
+            critic_update(
+                asked, given.plan, part, read_batch(number, place, groups, has_reference=True), made
+            )
+    return made
+
+
+def policy_update(
+    front: UpdateObjective, rank: Any, part: Drawn, batch_of: tuple[int, int, tuple[int, ...]], made: Made
+) -> None:
+    batch = read_batch(*batch_of, has_reference=False)
+    if front.scores_reference(batch):
+        batch = read_batch(*batch_of, has_reference=True)
+    if front.scores_distributions(batch):
+        before = part.policies.steps[0]
+        squares = torch.softmax(before, -1).square().sum(-1).numpy().astype(np.float32)
+        batch = replace(batch, score_squares=score_squares(scores(part, before), squares))
+    policy = None
+    if front.scores_policy(several_steps=part.plan.several):
+        policy = scores(part, part.policies.steps[0])
+    sequences, facts = front.sequences(batch, SEED, policy, part.plan.parts(batch))
+    trained = np.flatnonzero(part.rollouts.trained)
+    metrics = []
+    for step, logits in zip(part.plan.steps(sequences, batch), part.policies.steps, strict=False):
+        inside = np.isin(part.rollouts.sample_of_token[trained], step.columns["sequences"])
+        metrics.append(policy_step(rank, step, trained[inside], logits, part.policies.reference, made))
+    if metrics:
+        front.adapt(metrics_of_steps(metrics) | facts, len(batch.sample_ids))
+
+
+def policy_step(
+    rank: Objective,
+    step: Sequences,
+    scored: np.ndarray,
+    logits: torch.Tensor,
+    reference: torch.Tensor,
+    made: Made,
+) -> dict[str, float]:
+    """One optimizer step on the scored tokens, as far as its gradient."""
+    leaf = logits.clone().requires_grad_()
+    sums: dict[str, float] = {}
+    for micro in pack(step, LAYOUT)[0]:
+        rows = torch.from_numpy(scored[micro.places])
+        distribution = torch.log_softmax(leaf[rows], -1)
+        logprobs = distribution.gather(-1, torch.from_numpy(micro.targets).long()[:, None])[:, 0]
+        columns = {name: torch.from_numpy(values).double() for name, values in micro.columns.items()}
+        if "kl_weights" in columns and "reference_logprobs" not in columns:
+            columns["divergence"] = full_divergence(leaf[rows], reference[rows])
+        terms = rank(logprobs, -(distribution.exp() * distribution).sum(-1), columns)
+        terms.loss.backward()
+        for name, value in terms.sums.items():
+            sums[name] = sums.get(name, 0.0) + value.item()
+    assert leaf.grad is not None
+    made.losses.append(sums["loss"])
+    made.gradients.append(leaf.grad.numpy())
+    return objective_metrics(sums, {}, set(sums))
+
+
+def critic_update(wanted: Any, plan: StepPlan, part: Drawn, batch: UpdateBatch, made: Made) -> None:
+    """The steps of the critic, as far as their gradients by its values."""
+    front, rank = session_objective(wanted), rank_objective(objective_settings(wanted))
+    assert isinstance(front, ValueUpdate)
+    sequences, _ = front.sequences(batch, SEED, None, plan.parts(batch))
+    rollouts, parts = part.rollouts, plan.parts(batch)
+    for step, values, inside in zip(plan.steps(sequences, batch), part.policies.critic, parts, strict=False):
+        scored = np.flatnonzero(rollouts.trained & inside)
+        leaf = values.clone().requires_grad_()
+        for micro in pack(step, LAYOUT)[0]:
+            columns = {name: torch.from_numpy(column).double() for name, column in micro.columns.items()}
+            terms = rank(leaf[torch.from_numpy(scored[micro.places])], columns)
+            terms.loss.backward()
+        assert leaf.grad is not None
+        made.losses.append(terms.loss.item())
+        made.gradients.append(leaf.grad.numpy())
