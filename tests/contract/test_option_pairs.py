@@ -36,6 +36,8 @@ def test_every_option_alone_is_what_its_formula_says(choice: Choice, tried: Trie
 def needed_of(choice: Choice) -> list[str]:
     """The keys that it means nothing without, beside the section that it stands in."""
     own = (f"{A}.type", f"{L}.type", f"{A}.overlong", f"{A}.overlong.buffer_tokens")
+    # Each key of this section means something by itself; the others only make its effect visible.
+    own += (f"{A}.reward_normalization.mean", f"{A}.reward_normalization.clip")
     return [key for key in choice.needs[0] if key not in own and not choice.key.startswith(f"{key}.")]
 
 

@@ -139,7 +139,7 @@ def test_functions_of_the_user_are_taken_from_the_directory_of_the_command(tmp_p
             "advantage.baseline is running and advantage.reward_normalization is too",
         ),
         ("{type: ppo, advantage: {reward_normalization: {std: running}}}", "which a critic could not follow"),
-        ("{sample_weights: {by_reward: max_min, power: 3}}", "power belongs to by_reward pow"),
+        ("{sample_weights: {by_reward: max_min, power: 3}}", "power belongs to sample_weights.by_reward pow"),
         ("{type: distillation, sample_weights: {by_difficulty: {}}}", "by_difficulty look at rewards"),
         ("{type: step_reinforce, advantage: {baseline: none}}", "set normalize_std to false"),
         ("{type: distillation, shuffle_rewards: true}", "shuffle_rewards permutes rewards, which"),

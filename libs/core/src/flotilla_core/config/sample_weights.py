@@ -49,6 +49,6 @@ class SampleWeightsConfig(ConfigModel):
     def _power_has_a_use(self) -> Self:
         if self.by_reward != "pow" and self.power != 2.0:
             raise ValueError(
-                f"sample_weights.power belongs to by_reward pow, and by_reward is {self.by_reward}: leave it out"
+                f"sample_weights.power belongs to sample_weights.by_reward pow, which is {self.by_reward}: leave it out"
             )
         return self
