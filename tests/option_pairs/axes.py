@@ -78,8 +78,8 @@ AXES = Axes(
         f"{C}.staleness_decay": [0.5],
         # Each measure and each of what it is taken over.
         f"{C}.rejection": [
-            ({"measure": "k1", "over": "token", "low": 0.7, "high": 1.4},),
-            ({"measure": "k2", "over": "sequence_sum", "high": 0.15},),
+            ({"measure": "k1", "over": "token", "low": 0.55, "high": 1.7},),
+            ({"measure": "k2", "over": "sequence_sum", "high": 0.25},),
             ({"measure": "k3", "over": "sequence_mean", "high": 0.08},),
             ({"measure": "difference", "over": "sequence_max", "low": -0.15, "high": 0.2},),
         ],
@@ -156,6 +156,18 @@ for _choice in CHOICES:
         if _choice.key.startswith(f"{_section}.") and f"{_section}.type" in _choice.needs[0]:
             OWNERS.setdefault(_choice.key, set()).add(_choice.needs[0][f"{_section}.type"])
 
+BELOW_ZERO = {
+    "ppo": ("clip_low", "dual_clip"),
+    "gspo": ("clip_low",),
+    "gmpo": ("clip_low",),
+    "clip_cov": ("clip_low",),
+    "sapo": ("tau_negative",),
+    "dppo_tv": ("limit_low",),
+    "dppo_kl": ("limit_low",),
+    "topr": ("negative_cap",),
+}
+"""What each loss does with negative advantages alone, which a few advantages never are."""
+
 ASKED_FOR_BY = {f"{A}.drop_uniform_groups": "rollout.dynamic_sampling"}
 """What a key asks for, another one sees to already: both may stand there, as the preset `dapo` has it."""
 
@@ -205,7 +217,9 @@ def makes_no_sense(settings: Settings) -> bool:
             kind == "step_reinforce" and baseline == "none" and divides,
             kind == "grpo" and baseline == "running" and running,
             has_critic and running,
-            kind == "grpo_passk" and loss == "raft_plus_plus" and not has(f"{A}.whiten"),
+            kind == "grpo_passk"
+            and not has(f"{A}.whiten")
+            and (loss == "raft_plus_plus" or any(has(f"{L}.{key}") for key in BELOW_ZERO.get(loss, ()))),
             has(f"{A}.reward_normalization.scale") and own_scale and placement != "reward",
             imitates and (chosen or dynamic),
             imitates and any(key.startswith((f"{W}.by_reward", f"{W}.by_difficulty")) for key in settings),
@@ -253,9 +267,9 @@ def without(key: str, settings: Settings) -> Settings:
 
 
 def refines(choice: Choice) -> bool:
-    """Whether it is a number of another option, as a limit is one of a loss."""
-    is_number = not isinstance(choice.value, str | bool) and choice.value != {}
-    return is_number and bool(choice.needs[0])
+    """Whether it is a detail of another option, as a limit is one of a loss and an estimator one of a divergence."""
+    stands_alone = (f"{A}.type", f"{L}.type", f"{C}.importance", "algorithm.critic")
+    return choice.key not in stands_alone and any(choice.needs)
 
 
 def together(one: Choice, other: Choice) -> Settings:
@@ -286,9 +300,11 @@ def cannot_stand_together(one: Choice, other: Choice) -> bool:
         return True
     for mine, theirs in ((one, other), (other, one)):
         for key in (f"{A}.type", f"{L}.type"):
-            wanted, there = mine.needs[0].get(key), theirs.settings.get(key)
-            if theirs.needs[0].get(key, wanted) != wanted:
+            wanted, there = mine.needs[0].get(key), theirs.needs[0].get(key)
+            if wanted is None:
+                continue
+            if there not in (None, wanted):
                 return True
-            if theirs.key == key and wanted not in (None, there) and there in OWNERS.get(mine.key, ()):
+            if theirs.key == key and theirs.value != wanted and theirs.value in OWNERS.get(mine.key, ()):
                 return True
     return False

@@ -129,7 +129,8 @@ def scene(seed: int, less: float) -> list[Drawn]:
     ]
 
 
-SCENES = [scene(3, 0.0), scene(17, 0.7), scene(29, 0.0)]
+SCENES = [scene(3, 0.0), scene(17, 0.7), scene(29, 0.0), scene(41, 0.5), scene(53, 0.3), scene(67, 0.6)]
+"""The first is compared with the formulas; where an option changes nothing in one scene, the next one is looked at."""
 
 
 @cache

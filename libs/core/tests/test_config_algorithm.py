@@ -149,6 +149,8 @@ def test_functions_of_the_user_are_taken_from_the_directory_of_the_command(tmp_p
         ),
         ("{type: reinforce_plus_plus, advantage: {whiten: true}}", "reinforce_plus_plus is whitened already"),
         ("{type: gdpo, advantage: {whiten: true}}", "gdpo is whitened already"),
+        ("{type: grpo_passk, loss: {type: raft_plus_plus}}", "advantage.type grpo_passk has none"),
+        ("{type: grpo_passk, loss: {clip_low: 0.1}}", "loss.clip_low acts on negative advantages alone"),
         ("{kl: {coefficient: 0.1}}", "kl.placement is none, and kl.coefficient would change nothing"),
         ("{kl: {reference: service}}", "kl.placement is none, and kl.reference would change nothing"),
         ("{kl: {placement: loss, horizon_samples: 5}}", "moves towards kl.target, which is empty"),

@@ -310,11 +310,6 @@ class PolicyConfig(ConfigModel):
                 "sample_weights.by_reward and sample_weights.by_difficulty look at rewards, and advantage.type distill "
                 "learns without them while advantage.reward_weight is 0: leave them out, or set it above 0"
             )
-        if name == "grpo_passk" and self.loss.type == "raft_plus_plus" and not self.advantage.whiten:
-            raise ValueError(
-                "loss.type raft_plus_plus leaves out what has a negative advantage, and advantage.type grpo_passk has "
-                "none: take the loss ppo"
-            )
         if self.shuffle_rewards and not self.needs_rewards:
             raise ValueError(
                 "shuffle_rewards permutes rewards, which advantage.type distill looks at with a reward_weight above 0 "
@@ -335,6 +330,23 @@ class PolicyConfig(ConfigModel):
             raise ValueError(
                 "advantage.reward_normalization running goes by the updates of the policy, which a critic could not "
                 "follow: take group or batch, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_what_its_loss_looks_at(self) -> PolicyConfig:
+        """Refuse what a loss does with negative advantages where there are none."""
+        if self.advantage.type != "grpo_passk" or self.advantage.whiten:
+            return self
+        if self.loss.type == "raft_plus_plus":
+            raise ValueError(
+                "loss.type raft_plus_plus leaves out what has a negative advantage, and advantage.type grpo_passk has "
+                "none: take the loss ppo"
+            )
+        if idle := _changed(self.loss) & set(self.loss.below_zero):
+            raise ValueError(
+                f"{_keys('loss', idle)} acts on negative advantages alone, and advantage.type grpo_passk has none: "
+                "leave it out, or set advantage.whiten"
             )
         return self
 

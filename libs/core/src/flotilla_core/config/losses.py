@@ -26,6 +26,11 @@ class LossConfig(ConfigModel):
         """Whether it compares the policy with the one that sampled."""
         return True
 
+    @property
+    def below_zero(self) -> tuple[str, ...]:
+        """The keys that act where an advantage is negative alone."""
+        return ()
+
 
 class PpoLoss(LossConfig):
     """Clipped policy gradient, also that of GRPO and DAPO."""
@@ -37,6 +42,10 @@ class PpoLoss(LossConfig):
     """Ratio ceiling is 1 + clip_high."""
     dual_clip: float | None = Field(default=None, gt=1, le=1e6)
     """Largest ratio that counts against a negative advantage; empty is off."""
+
+    @property
+    def below_zero(self) -> tuple[str, ...]:
+        return ("clip_low", "dual_clip")
 
 
 class ReinforceLoss(LossConfig):
@@ -60,6 +69,10 @@ class GspoLoss(LossConfig):
     over: Literal["sequence", "segment"] = "sequence"
     """What has one ratio: the whole response, or each stretch that the policy wrote without context in between."""
 
+    @property
+    def below_zero(self) -> tuple[str, ...]:
+        return ("clip_low",)
+
 
 class GmpoLoss(LossConfig):
     """Geometric mean of clipped token ratios."""
@@ -69,6 +82,10 @@ class GmpoLoss(LossConfig):
     """Floor of the log of a token's ratio is -clip_low."""
     clip_high: float = Field(default=0.4, gt=0, le=100)
     """Ceiling of the log of a token's ratio."""
+
+    @property
+    def below_zero(self) -> tuple[str, ...]:
+        return ("clip_low",)
 
 
 class CispoLoss(LossConfig):
@@ -90,6 +107,10 @@ class SapoLoss(LossConfig):
     tau_negative: float = Field(default=1.05, gt=0, le=1000)
     """How fast the gate closes elsewhere."""
 
+    @property
+    def below_zero(self) -> tuple[str, ...]:
+        return ("tau_negative",)
+
 
 class ClipCovLoss(LossConfig):
     """PPO that takes the gradient from tokens of high covariance of log-probability and advantage."""
@@ -105,6 +126,10 @@ class ClipCovLoss(LossConfig):
     """They are drawn from tokens with a covariance above."""
     covariance_high: float = Field(default=5.0, ge=-1e6, le=1e6)
     """They are drawn from tokens with a covariance below."""
+
+    @property
+    def below_zero(self) -> tuple[str, ...]:
+        return ("clip_low",)
 
 
 class KlCovLoss(LossConfig):
@@ -128,6 +153,10 @@ class DppoTvLoss(LossConfig):
     ratio_cap: float | None = Field(default=None, gt=0, le=1e6)
     """Largest ratio that a token learns with; empty is off."""
 
+    @property
+    def below_zero(self) -> tuple[str, ...]:
+        return ("limit_low",)
+
 
 class DppoKlLoss(LossConfig):
     """Policy gradient masked by the KL divergence of a token against all others."""
@@ -140,6 +169,10 @@ class DppoKlLoss(LossConfig):
     ratio_cap: float | None = Field(default=None, gt=0, le=1e6)
     """Largest ratio that a token learns with; empty is off."""
 
+    @property
+    def below_zero(self) -> tuple[str, ...]:
+        return ("limit_low",)
+
 
 class ToprLoss(LossConfig):
     """REINFORCE for good sequences, tapered by the sequence's ratio for bad ones."""
@@ -147,6 +180,10 @@ class ToprLoss(LossConfig):
     type: Literal["topr"] = "topr"
     negative_cap: float = Field(default=1.0, gt=0, le=1e6)
     """Largest weight of a bad sequence."""
+
+    @property
+    def below_zero(self) -> tuple[str, ...]:
+        return ("negative_cap",)
 
 
 class KimiLoss(LossConfig):

@@ -1,4 +1,4 @@
-"""Every number of an option beside every other option, by the rules of the contract tests of option pairs."""
+"""Every detail of an option beside every other option, by the rules of the contract tests of option pairs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def tried() -> Tried:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("place", range(len(CHOICES)), ids=lambda place: str(CHOICES[place]))
-def test_every_pair_with_a_number_is_what_both_say_or_is_refused_by_both_names(
+def test_every_pair_with_a_detail_is_what_both_say_or_is_refused_by_both_names(
     place: int, tried: Tried
 ) -> None:
     one = CHOICES[place]
