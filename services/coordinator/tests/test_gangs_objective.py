@@ -29,7 +29,7 @@ def test_gdpo_weighs_the_rewards_as_they_are_weighed_unless_it_is_told_otherwise
 
 
 def test_remax_refuses_what_its_greedy_rewards_cannot_follow() -> None:
-    with pytest.raises(ValueError, match="which overlong does not punish"):
+    with pytest.raises(ValueError, match="which advantage.overlong does not punish"):
         config(type="remax", advantage={"overlong": {"buffer_tokens": 4}})
     with pytest.raises(ValueError, match="loop is client, which asks no greedy responses"):
         RunConfig.model_validate(config(type="remax").model_dump() | {"loop": "client"})
@@ -41,7 +41,7 @@ def test_remax_refuses_what_its_greedy_rewards_cannot_follow() -> None:
         ({"advantage": {"weights": [1.0]}}, "has 1 numbers, rewards has 2 terms"),
         (
             {"advantage": {"overlong": {"buffer_tokens": 4}}},
-            "overlong and reward_normalization change their sum",
+            "advantage.overlong and advantage.reward_normalization change their sum",
         ),
         ({"shuffle_rewards": True}, "shuffle_rewards and kl.placement reward"),
         ({"kl": {"placement": "reward", "coefficient": 0.1}}, "shuffle_rewards and kl.placement reward"),

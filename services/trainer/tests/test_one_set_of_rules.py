@@ -69,7 +69,7 @@ def on_the_wire(algorithm: dict[str, Any]) -> pb.Objective:
                 placement=f"KL_PLACEMENT_{kl.pop('placement').upper()}",
                 estimator=f"KL_ESTIMATOR_{kl.pop('estimator').upper()}",
                 reference_is_sent=kl.pop("reference", "frozen") == "service",
-                horizon_samples=100,
+                horizon_samples=10_000,
                 **kl,
             )
         )
@@ -111,7 +111,10 @@ def test_an_objective_reads_as_the_section_that_a_run_would_write() -> None:
     objective = on_the_wire({"advantage": {"type": "reinforce", "overlong": OVERLONG, "clip": 2.0}})
     objective.policy.kl.MergeFrom(
         pb.Kl(
-            placement=pb.KL_PLACEMENT_LOSS, estimator=pb.KL_ESTIMATOR_K2, coefficient=0.5, horizon_samples=7
+            placement=pb.KL_PLACEMENT_LOSS,
+            estimator=pb.KL_ESTIMATOR_K2,
+            coefficient=0.5,
+            horizon_samples=10_000,
         )
     )
     objective.policy.correction.MergeFrom(
@@ -119,7 +122,7 @@ def test_an_objective_reads_as_the_section_that_a_run_would_write() -> None:
     )
     written = {
         "advantage": {"type": "reinforce", "overlong": OVERLONG, "clip": 2.0},
-        "kl": {"placement": "loss", "estimator": "k2", "coefficient": 0.5, "horizon_samples": 7},
+        "kl": {"placement": "loss", "estimator": "k2", "coefficient": 0.5},
         "correction": {
             "proximal": "interpolated",
             "staleness_decay": 0.5,
