@@ -127,7 +127,6 @@ def test_an_objective_reads_as_the_section_that_a_run_would_write() -> None:
             "proximal": "interpolated",
             "staleness_decay": 0.5,
             "sequence_low": 0.9,
-            "importance_floor": 0.0,
             "warn_at": None,
             "fail_at": None,
         },
