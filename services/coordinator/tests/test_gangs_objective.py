@@ -29,7 +29,7 @@ def test_gdpo_weighs_the_rewards_as_they_are_weighed_unless_it_is_told_otherwise
 
 
 def test_remax_refuses_what_its_greedy_rewards_cannot_follow() -> None:
-    with pytest.raises(ValueError, match="which advantage.overlong does not punish"):
+    with pytest.raises(ValueError, match=r"which advantage\.overlong does not punish"):
         config(type="remax", advantage={"overlong": {"buffer_tokens": 4}})
     with pytest.raises(ValueError, match="loop is client, which asks no greedy responses"):
         RunConfig.model_validate(config(type="remax").model_dump() | {"loop": "client"})
