@@ -112,6 +112,7 @@ async def test_a_raise_is_an_error_with_its_traceback(pool: WorkerPool) -> None:
     [
         ("not_a_number", "nan", "returned nan, expected a finite number"),
         ("not_a_number", "-inf", "returned -inf, expected a finite number"),
+        ("not_a_number", "-1e200", "returned -1e+200, expected at most 1e+38 either way"),
         ("nothing", "4", "returned None of type NoneType, expected a number"),
         ("exits", "4", "SystemExit: 3"),
         ("dies", "exit", "the worker exited with status 7 while it scored"),

@@ -8,13 +8,13 @@ goes away, the work stops; while it waits, it hears that the work goes on.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from google.protobuf.duration_pb2 import Duration
 
 from flotilla.reward.v1 import reward_pb2 as pb
+from flotilla_core.config import LARGEST_REWARD
 from flotilla_core.errors import InvalidRequest
 from flotilla_core.structs import to_json
 from flotilla_reward import catalog
@@ -83,11 +83,13 @@ async def _score(item: pb.ScoreItem, terms: Sequence[Term], pool: WorkerPool, ru
     for term in terms:
         outcome, elapsed_s = await _run(term, sample, pool, run_id)
         spent_s += elapsed_s
+        if isinstance(outcome, Value) and abs(outcome.value) > LARGEST_REWARD:
+            outcome = Failure(f"returned {outcome.value:g}, expected at most {LARGEST_REWARD:g} either way")
         if not isinstance(outcome, Value):
             return _unscored(item.sample_id, term, outcome, spent_s)
         value.components.add(reward=term.name, weight=term.weight, value=outcome.value)
     value.total = sum(component.weight * component.value for component in value.components)
-    if not math.isfinite(value.total):
+    if not abs(value.total) <= LARGEST_REWARD:
         parts = ", ".join(f"{c.weight:g} x {c.value:g} ({c.reward})" for c in value.components)
         overflow = Failure(f"the weighted sum is {value.total}: {parts}")
         return _unscored(item.sample_id, terms[-1], overflow, spent_s)

@@ -15,7 +15,7 @@ from flotilla_core.config.model import ConfigModel
 from flotilla_core.config.optimizer import OptimizerConfig
 from flotilla_core.config.output import dump_yaml, json_schema
 from flotilla_core.config.preferences import DpoConfig, RewardModelConfig
-from flotilla_core.config.reward import RewardTermConfig
+from flotilla_core.config.reward import LARGEST_REWARD, RewardTermConfig
 from flotilla_core.config.rollout import DynamicSamplingConfig, RolloutConfig, SamplingConfig
 from flotilla_core.config.run import RunConfig
 from flotilla_core.config.stack import (
@@ -33,6 +33,7 @@ from flotilla_core.config.stack import (
 from flotilla_core.config.weights import CanaryConfig, WeightSyncConfig
 
 __all__ = [
+    "LARGEST_REWARD",
     "AlgorithmConfig",
     "AutoscaleConfig",
     "BatchingConfig",

@@ -10,6 +10,9 @@ from pydantic import AfterValidator, Field
 from flotilla_core.config.model import ConfigModel
 from flotilla_core.config.user_function import Parameters, function_path, possible_function
 
+LARGEST_REWARD = 1e38
+"""Either way; sums and squares of such rewards are still numbers. The contract of the trainer has the same bound."""
+
 
 class RewardTermConfig(ConfigModel):
     """One term of the weighted sum."""

@@ -7,7 +7,6 @@ it is slow: it gives signs of life while samples wait, and holds each one to its
 
 from __future__ import annotations
 
-import math
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ from google.protobuf.struct_pb2 import Struct
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_coordinator.rollouts.score_gathering import ScoreGathering, Take
 from flotilla_core import ids, rpc, telemetry
-from flotilla_core.config import RewardTermConfig
+from flotilla_core.config import LARGEST_REWARD, RewardTermConfig
 from flotilla_core.errors import DeadlineExceeded, Unavailable
 from flotilla_core.rpc import Load, ReplicaPool
 from flotilla_core.telemetry import names
@@ -112,10 +111,12 @@ class Scorer:
 
 def _outcome(reply: pb.ScoreOutcome) -> Outcome:
     kind = reply.WhichOneof("outcome")
-    if kind == "value" and math.isfinite(reply.value.total):
+    if kind == "value" and abs(reply.value.total) <= LARGEST_REWARD:
         return Outcome(reply.value.total, terms=tuple(one.value for one in reply.value.components))
     if kind == "value":
-        return Outcome(None, f"the reward is {reply.value.total}, not a finite number")
+        return Outcome(
+            None, f"the reward is {reply.value.total}, and at most {LARGEST_REWARD:g} is taken either way"
+        )
     if kind == "timeout":
         limit_s = reply.timeout.limit.ToNanoseconds() / 1e9
         return Outcome(None, f"{reply.timeout.reward} took longer than {limit_s:g} s", timed_out=True)
