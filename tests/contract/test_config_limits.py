@@ -20,6 +20,8 @@ from flotilla_core.config.user_function import UserFunction
 from flotilla_core.errors import InvalidConfig
 
 NUMBERS = ("integer", "number")
+MAPPED = "patternProperties"
+"""What a mapping of names of the user's holds."""
 
 
 def sections(model: type[ConfigModel] = ConfigModel) -> Iterator[type[ConfigModel]]:
@@ -46,6 +48,7 @@ def parts(schema: dict[str, Any], *, deep: bool) -> Iterator[dict[str, Any]]:
     if deep:
         below += schema.get("prefixItems", [])
         below += [schema["items"]] if isinstance(schema.get("items"), dict) else []
+        below += schema.get(MAPPED, {}).values()
     for each in below:
         yield from parts(each, deep=deep)
 
@@ -122,7 +125,11 @@ def test_a_number_takes_nothing_but_a_number_within_its_bounds(
     whole = schema_of(section)["properties"][name]
     alone = any(part.get("type") in NUMBERS for part in parts(whole, deep=False))
     taken = [
-        wrong for wrong in WRONG_NUMBERS if not problems_of(section, name, wrong if alone else [wrong, wrong])
+        wrong
+        for wrong in WRONG_NUMBERS
+        if not problems_of(
+            section, name, wrong if alone else {"a": wrong} if MAPPED in whole else [wrong, wrong]
+        )
     ]
     assert not taken, f"{section.__name__}.{name} takes {taken}"
 
@@ -139,6 +146,15 @@ def test_a_truth_value_takes_no_number_and_no_text(
 def test_a_list_has_a_longest_length(section: type[ConfigModel], name: str, schema: dict[str, Any]) -> None:
     assert "maxItems" in schema, f"{section.__name__}.{name} lacks Field(max_length=...)"
     assert schema["maxItems"] <= 1000
+
+
+MAPPINGS = [found for found in keys("object") if MAPPED in found[2]]
+
+
+@pytest.mark.parametrize(("section", "name", "schema"), MAPPINGS, ids=named(MAPPINGS))
+def test_a_mapping_has_a_most_of_names(section: type[ConfigModel], name: str, schema: dict[str, Any]) -> None:
+    assert "maxProperties" in schema, f"{section.__name__}.{name} lacks Field(max_length=...)"
+    assert schema["maxProperties"] <= 1000
 
 
 @pytest.mark.parametrize(("section", "name", "schema"), keys("string"), ids=named(keys("string")))

@@ -171,6 +171,31 @@ def test_functions_of_the_user_are_taken_from_the_directory_of_the_command(tmp_p
             "{type: distillation, advantage: {drop_uniform_groups: true}}",
             "advantage.drop_uniform_groups leaves groups out by their rewards, which may be empty",
         ),
+        (
+            "{type: distillation, advantage: {teacher_field: domain}}",
+            "teacher_field chooses among advantage.teachers, which names none",
+        ),
+        (
+            "{type: distillation, advantage: {teacher_field: domain, teachers: {math: 1}}}",
+            "teacher_field chooses among advantage.teachers, which names 1",
+        ),
+        (
+            "{type: distillation, advantage: {teacher_field: domain, teachers: {math: 1, code: 2}}}",
+            "teacher_field gives each prompt one teacher, and the weights of advantage.teachers differ",
+        ),
+        (
+            "{type: distillation, advantage: {teachers: {math: 0}}}",
+            "algorithm.advantage.teachers.math: expected greater than 0, got the number 0",
+        ),
+        (
+            "{type: distillation, advantage: {teachers: {math: true}}}",
+            "algorithm.advantage.teachers: expected a valid number, got the truth value true",
+        ),
+        (
+            "{type: distillation, advantage: {teachers: {Math: 1}}}",
+            "algorithm.advantage.teachers.Math: expected a string that should match pattern",
+        ),
+        ("{advantage: {teachers: {math: 1}}}", "another algorithm.advantage.type has it"),
         ("{loss: {clip_low: 2}}", "algorithm.loss.clip_low: expected less than or equal to 1"),
     ],
 )
@@ -208,3 +233,27 @@ def test_what_a_reward_model_has_no_use_for_is_refused(written: str, said: str) 
     assert load_text(RunConfig, asked).learns_from_pairs
     with pytest.raises(InvalidConfig, match=said):
         load_text(RunConfig, f"{asked}{written}\n")
+
+
+@pytest.mark.parametrize(
+    ("advantage", "shares"),
+    [
+        ("{}", {"teacher": 1.0}),
+        ("{teachers: {math: 5}}", {"teacher-math": 1.0}),
+        ("{teachers: {math: 3, code: 1}}", {"teacher-math": 0.75, "teacher-code": 0.25}),
+        (
+            "{teachers: {math: 2, code: 2}, teacher_field: domain}",
+            {"teacher-math": 0.5, "teacher-code": 0.5},
+        ),
+    ],
+)
+def test_a_run_needs_the_teachers_that_it_names_with_weights_whose_sum_is_one(
+    advantage: str, shares: dict[str, float]
+) -> None:
+    config = load_text(RunConfig, f"{RUN}algorithm: {{type: distillation, advantage: {advantage}}}")
+    assert isinstance(config.algorithm, PolicyConfig)
+    asked = config.algorithm.asked_teachers
+    assert asked is not None and asked.teacher_shares == shares
+    assert config.algorithm.gangs_beside_the_policy == config.algorithm.teachers_needed == [*shares]
+    assert config.algorithm.advantage.arguments == {"coefficient": 1.0, "reward_weight": 0.0}
+    assert load_text(RunConfig, dump_yaml(config)) == config

@@ -45,6 +45,23 @@ def test_each_of_several_trainers_has_its_own_gpus_and_a_single_one_keeps_its_na
         gpus.require(stack, 2)
 
 
+def test_named_teachers_have_their_gpus_after_the_teacher_in_the_order_of_the_file() -> None:
+    teachers = {"math": {"replicas": 2, "nproc": 2}, "code": {"replicas": 1}, "idle": {}}
+    stack = stack_of(teacher={"replicas": 1}, teachers=teachers, generator={"replicas": 1})
+    gpus = Gpus(tuple("01234567"))
+    gpus.require(stack, 1)
+    found = placed(gpus, stack)
+    assert [found[name] for name in ("trainer", "teacher", "teacher-math-0", "teacher-math-1")] == [
+        "0",
+        "1",
+        "2,3",
+        "4,5",
+    ]
+    assert (found["teacher-code"], found["generator-0"]) == ("6", "7") and "teacher-idle" not in found
+    with pytest.raises(FailedPrecondition, match=r"teacher-math-0 takes 2 \(teachers\.math\.nproc\)"):
+        gpus.require(stack, 2)
+
+
 def test_replicas_that_come_later_move_nobody() -> None:
     few, many = stack_of(generator={"replicas": 1}), stack_of(generator={"replicas": 3})
     gpus = Gpus(tuple("0123"))

@@ -9,10 +9,11 @@ import pytest
 import tokenizers
 
 from flotilla_coordinator.data.chat import ChatTemplate
+from flotilla_coordinator.data.loaders import training_data
 from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.data.prompts import load_prompts
 from flotilla_coordinator.data.tokenizer import Tokenizer
-from flotilla_core.config import DataConfig, TrainingSet
+from flotilla_core.config import DataConfig, RunConfig, TrainingSet
 from flotilla_core.errors import FailedPrecondition, InvalidConfig
 
 CHARACTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz<>|\n"
@@ -184,6 +185,48 @@ def test_a_curriculum_needs_a_number_in_every_row(
     config = data(tmp_path, {"prompt": "1", "level": 1}, second, order="by_field", difficulty_field="level")
     with pytest.raises(InvalidConfig, match=rf"column 'level' is {what} \(.*row 2\)"):
         PromptSource(config, tokenizer, seed=1)
+
+
+def choosing(field: str) -> RunConfig:
+    advantage = {"teachers": {"math": 1, "code": 1}, "teacher_field": field}
+    algorithm = {"type": "distillation", "advantage": advantage}
+    return RunConfig.model_validate(
+        {"name": "run", "steps": 1, "data": {"train": "train.jsonl"}, "algorithm": algorithm}
+    )
+
+
+def test_a_prompt_has_the_teacher_that_its_column_names(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rows = [{"prompt": "1", "domain": "code"}, {"prompt": "2", "domain": "math"}]
+    config = data(tmp_path, *rows)
+    loaded = training_data(choosing("domain"))(config.train, config, tokenizer).prompts
+    assert [prompt.teacher for prompt in loaded] == ["teacher-code", "teacher-math"]
+    assert loaded[0].info == {"domain": "code"}
+    assert {prompt.teacher for prompt in load_prompts(config.train, config, tokenizer).prompts} == {""}
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"prompt": "2"}, "is missing"),
+        ({"prompt": "2", "domain": "maths"}, "is the text 'maths', which names no teacher of the run"),
+        ({"prompt": "2", "domain": ["math"]}, "is a list, which names no teacher of the run"),
+        ({"prompt": "2", "domain": None}, "is nothing, which names no teacher of the run"),
+    ],
+)
+def test_a_prompt_without_a_teacher_of_the_run_is_refused_before_it_is_drawn(
+    tmp_path: Path, tokenizer: Tokenizer, row: dict[str, object], what: str
+) -> None:
+    right = {"prompt": "1", "domain": "code"}
+    first = tmp_path / "first.jsonl"
+    first.write_text(json.dumps(right))
+    second = data(tmp_path, right, row).train
+    assert isinstance(second, Path)
+    config = DataConfig(train=(TrainingSet(path=first), TrainingSet(path=second)))
+    with pytest.raises(InvalidConfig) as caught:
+        PromptSource(config, tokenizer, seed=1, load=training_data(choosing("domain")))
+    said = str(caught.value)
+    assert f"column 'domain' {what}" in said and f"({second}, row 2)" in said
+    assert "algorithm.advantage.teachers names math, code" in said
 
 
 def test_overlong_prompts_are_dropped_truncated_or_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:

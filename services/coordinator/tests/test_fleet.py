@@ -17,11 +17,12 @@ from flotilla_coordinator.leases.lease_file import LeaseFile
 from flotilla_coordinator.leases.needs import Needs
 from flotilla_core import rpc
 from flotilla_core.errors import FailedPrecondition, NotFound, Unavailable
-from flotilla_core.roles import POLICY
+from flotilla_core.roles import POLICY, role_of_process
 from flotilla_core.rpc import Load
 
 KINDS = {
     "trainer": reg.SERVICE_KIND_TRAINER,
+    "teacher": reg.SERVICE_KIND_TRAINER,
     "generator": reg.SERVICE_KIND_GENERATOR,
     "reward": reg.SERVICE_KIND_REWARD,
 }
@@ -59,6 +60,7 @@ async def register(fleet: Fleet, *names: str, **states: reg.InstanceState.ValueT
             address="127.0.0.1:1",
             state=states.get(name.replace("-", "_"), reg.INSTANCE_STATE_READY),
             protocol_version="1.0",
+            role=role_of_process(name),
         )
         for name in names
     }
@@ -228,6 +230,31 @@ async def test_a_gang_of_another_protocol_is_leased_to_no_run_and_named_to_who_f
         await run.gang(POLICY, 0.1)
     with pytest.raises(FailedPrecondition, match=refused):
         fleet.require_place(Needs())
+
+
+async def test_a_run_has_the_gang_of_the_very_teacher_that_it_asks_for(fleet: Fleet) -> None:
+    names = ("trainer-0", "trainer-1", "generator-0", "generator-1")
+    await register(fleet, *names, "teacher", "teacher-math", "teacher-code-0", "teacher-code-1")
+    both = Needs(roles=(POLICY, "teacher-math", "teacher-code"))
+    first = await fleet.admit("first", both)
+    assert [(await first.gang(role, 5.0)).name for role in both.roles[1:]] in (
+        ["teacher-math", "teacher-code-0"],
+        ["teacher-math", "teacher-code-1"],
+    )
+    with pytest.raises(
+        FailedPrecondition, match=r"run first is using the teacher-math.*`teachers\.math\.replicas`"
+    ):
+        fleet.require_place(both)
+    other = Needs(roles=(POLICY, "teacher", "teacher-code"))
+    fleet.require_place(other)
+    second = await fleet.admit("second", other)
+    assert (await second.gang("teacher", 5.0)).name == "teacher"
+    held = {(await run.gang("teacher-code", 5.0)).name for run in (first, second)}
+    assert held == {"teacher-code-0", "teacher-code-1"}
+    lost = await first.gang("teacher-math", 5.0)
+    await first.gang_lost("teacher-math", lost.instance_id, "it is gone")
+    with pytest.raises(Unavailable, match="for a teacher-math"):
+        await first.gang("teacher-math", 0.1)
 
 
 async def test_a_run_that_lost_its_gang_goes_on_with_one_that_is_free(fleet: Fleet) -> None:

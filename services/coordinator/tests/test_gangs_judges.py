@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +18,12 @@ from flotilla_coordinator.gangs.frozen_role import FrozenRole
 from flotilla_coordinator.gangs.gang_session import Gang
 from flotilla_coordinator.gangs.policy import PolicyTrainer
 from flotilla_coordinator.gangs.session_spec import critic_needs_start, frozen_roles_of
+from flotilla_coordinator.gangs.teachers import Teachers, mean_logprobs
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
 from flotilla_coordinator.rollouts.scoring import Scorer
 from flotilla_core import rpc
 from flotilla_core.config import RunConfig
+from flotilla_core.config.advantages import DistillAdvantage
 from flotilla_core.roles import POLICY, REFERENCE, TEACHER
 from flotilla_core.tensors import from_tensor, to_tensor
 
@@ -45,12 +49,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[pb.ComputeLogprobsRequest]:
     return []
 
 
-def gang(role: str, asked: list[pb.ComputeLogprobsRequest]) -> Gang:
+def gang(role: str, asked: list[pb.ComputeLogprobsRequest], times: float = 1.0) -> Gang:
     async def compute(request: pb.ComputeLogprobsRequest) -> pb.ComputeLogprobsResponse:
         asked.append(request)
         reply = pb.ComputeLogprobsResponse()
         for sequence in reversed(request.sequences):
-            numbers = -from_tensor(sequence.token_ids).astype(np.float32)
+            numbers = -from_tensor(sequence.token_ids).astype(np.float32) * np.float32(times)
             reply.sequences.add(sequence_id=sequence.sequence_id, logprobs=to_tensor(numbers))
         return reply
 
@@ -73,6 +77,108 @@ async def test_a_frozen_gang_fills_its_own_column_however_many_calls_that_takes(
     np.testing.assert_array_equal(from_tensor(getattr(message.samples[0], column)), [-3.0, -4.0, -5.0])
     others = {"values", "reference_logprobs", "teacher_logprobs"} - {column}
     assert not any(message.samples[0].HasField(other) for other in others)
+
+
+def teachers_of(
+    advantage: dict[str, Any], asked: dict[str, list[pb.ComputeLogprobsRequest]], **said: float
+) -> Teachers:
+    """Teachers that say so many times -id of every token, each with its own list of what it was asked."""
+    section = DistillAdvantage.model_validate(advantage)
+    gangs = [gang(f"teacher-{name}", asked.setdefault(name, []), times) for name, times in said.items()]
+    spec = session_pb2.SessionSpec()
+    return Teachers(section, [FrozenRole("run", spec, one, nobody, 0, temperature=1.0) for one in gangs])
+
+
+async def test_several_teachers_say_the_weighted_mean_of_what_each_of_them_says(
+    asked: list[pb.ComputeLogprobsRequest],
+) -> None:
+    by_name: dict[str, list[pb.ComputeLogprobsRequest]] = {}
+    teachers = teachers_of({"teachers": {"math": 7, "code": 3}}, by_name, math=1 / 3, code=1.1)
+    batch = a_batch()
+    await teachers.score(batch)
+    for sample in batch.samples:
+        said = [
+            -0.7 * float(np.float32(token * np.float32(1 / 3)))
+            - 0.3 * float(np.float32(token * np.float32(1.1)))
+            for token in sample.token_ids.tolist()
+        ]
+        assert sample.teacher_logprobs is not None and sample.teacher_logprobs.dtype == np.float32
+        # Rounded once, from float64.
+        np.testing.assert_array_equal(sample.teacher_logprobs, np.array(said).astype(np.float32))
+    asked_for = {name: [s.sequence_id for r in calls for s in r.sequences] for name, calls in by_name.items()}
+    assert asked_for["math"] == asked_for["code"] == [sample.sample_id for sample in batch.samples]
+    assert {"time/teacher_math_s", "time/teacher_code_s"} == batch.metrics.keys()
+
+
+async def test_a_teacher_is_asked_about_the_samples_of_its_own_prompts_alone(
+    asked: list[pb.ComputeLogprobsRequest],
+) -> None:
+    by_name: dict[str, list[pb.ComputeLogprobsRequest]] = {}
+    advantage = {"teachers": {"math": 1, "code": 1, "law": 1}, "teacher_field": "domain"}
+    teachers = teachers_of(advantage, by_name, math=1.0, code=2.0, law=3.0)
+    batch = a_batch()
+    for group, name in zip(batch.groups, ("math", "code", "code", "math", "code"), strict=True):
+        group.teacher = f"teacher-{name}"
+    await teachers.score(batch)
+    asked_for = {name: [s.sequence_id for r in calls for s in r.sequences] for name, calls in by_name.items()}
+    assert asked_for == {
+        "math": ["run/0/0", "run/3/0"],
+        "code": ["run/1/0", "run/2/0", "run/4/0"],
+        "law": [],
+    }
+    np.testing.assert_array_equal(batch.samples[3].teacher_logprobs, [-3.0, -4.0, -5.0])
+    np.testing.assert_array_equal(batch.samples[4].teacher_logprobs, [-8.0, -10.0, -12.0])
+    assert {"time/teacher_math_s", "time/teacher_code_s"} == batch.metrics.keys()
+
+
+async def test_teachers_are_asked_side_by_side(asked: list[pb.ComputeLogprobsRequest]) -> None:
+    meeting = asyncio.Barrier(2)
+    sessions = []
+    for name in ("math", "code"):
+        stub: Any = SimpleNamespace(ComputeLogprobs=waits_for_the_other(meeting))
+        one = Gang(f"teacher-{name}", stub, f"{name}-1", 1.0, f"teacher-{name}")
+        sessions.append(FrozenRole("run", session_pb2.SessionSpec(), one, nobody, 0, temperature=1.0))
+    section = DistillAdvantage(teachers={"math": 1, "code": 1})
+    async with asyncio.timeout(10):  # One after the other, the first would wait for ever.
+        await Teachers(section, sessions).score(a_batch(1))
+
+
+def waits_for_the_other(meeting: asyncio.Barrier) -> Callable[[pb.ComputeLogprobsRequest], Any]:
+    async def compute(request: pb.ComputeLogprobsRequest) -> pb.ComputeLogprobsResponse:
+        await meeting.wait()
+        reply = pb.ComputeLogprobsResponse()
+        for sequence in request.sequences:
+            reply.sequences.add(sequence_id=sequence.sequence_id, logprobs=to_tensor(np.zeros(3, np.float32)))
+        return reply
+
+    return compute
+
+
+def test_the_mean_of_teachers_leads_to_their_normalised_geometric_mean() -> None:
+    rng = np.random.default_rng(7)
+    policy, math, code = rng.normal(size=(3, 6))
+    shares = {"teacher-math": 0.7, "teacher-code": 0.3}
+    geometric = log_softmax(0.7 * log_softmax(math) + 0.3 * log_softmax(code))
+
+    def divergence(logits: np.ndarray) -> float:
+        now = log_softmax(logits)
+        return float(np.sum(np.exp(now) * (now - geometric)))
+
+    step = 1e-6
+    descent = [
+        (divergence(policy - step * unit) - divergence(policy + step * unit)) / (2 * step)
+        for unit in np.eye(len(policy))
+    ]
+    now = log_softmax(policy)
+    said = {"teacher-math": log_softmax(math), "teacher-code": log_softmax(code)}
+    lead = mean_logprobs(said, shares) - now
+    # Each token as often as the policy draws it, weighted by its advantage.
+    expected = np.exp(now) * (lead - np.sum(np.exp(now) * lead))
+    np.testing.assert_allclose(expected, descent, atol=1e-6)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    return logits - np.log(np.sum(np.exp(logits)))
 
 
 async def test_no_call_outgrows_a_message_however_often_a_long_prompt_stands_in_it(
@@ -108,6 +214,15 @@ async def test_the_copy_of_the_policys_ranks_speaks_as_the_first_policy(
         ({"type": "ppo", "kl": {"placement": "reward"}}, [], True),
         ({"type": "ppo", "kl": {"placement": "reward", "reference": "service"}}, [REFERENCE], False),
         ({"type": "distillation"}, [TEACHER], False),
+        (
+            {
+                "type": "distillation",
+                "advantage": {"teachers": {"math": 1, "code": 1}},
+                "kl": {"placement": "loss", "reference": "service"},
+            },
+            [REFERENCE, "teacher-math", "teacher-code"],
+            False,
+        ),
         ({"type": "sft"}, [], False),
     ],
     ids=str,

@@ -5,7 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 from flotilla_core.config import GangConfig, StackConfig, TrainerConfig
-from flotilla_core.roles import CRITIC, POLICY, REFERENCE, TEACHER, process_name
+from flotilla_core.errors import FailedPrecondition
+from flotilla_core.roles import (
+    CRITIC,
+    KINDS,
+    POLICY,
+    REFERENCE,
+    TEACHER,
+    process_name,
+    section_of,
+    teacher_name,
+    teacher_role,
+)
+
+
+def roles_of(stack: StackConfig) -> tuple[str, ...]:
+    """All roles that gangs of a stack may have, named teachers last and in the order of the file."""
+    return (*KINDS, *map(teacher_role, stack.teachers))
 
 
 def gang_of(stack: StackConfig, role: str) -> TrainerConfig:
@@ -23,6 +39,8 @@ def model_of(stack: StackConfig, role: str) -> Path | str:
 
 def started(stack: StackConfig, role: str) -> bool:
     """Whether the stack has a gang of this role, ours or somebody else's."""
+    if role not in roles_of(stack):
+        return False
     gang = gang_of(stack, role)
     return bool(gang.replicas or gang.attach)
 
@@ -37,4 +55,12 @@ def slots_of_role(stack: StackConfig, role: str) -> list[str]:
 
 def _beside(stack: StackConfig, role: str) -> GangConfig:
     gangs = {CRITIC: stack.critic, REFERENCE: stack.reference, TEACHER: stack.teacher}
+    gangs |= {teacher_role(name): gang for name, gang in stack.teachers.items()}
+    if role not in gangs:
+        raise FailedPrecondition(
+            f"the stack has no teacher {teacher_name(role)!r}",
+            where=f"stack {stack.name!r}, teachers",
+            why=f"it names {', '.join(stack.teachers) or 'none'}",
+            next_step=f"write {section_of(role)} into stack.yaml, or take another name",
+        )
     return gangs[role]

@@ -1,6 +1,7 @@
 """What a gang of ranks holds for a run.
 
-Invariant: the first part of a process's name says its role, so a gang that is started by hand needs no other word.
+Invariant: a process's name says its role, so a gang that is started by hand needs no other word. The role is the first
+part of the name; a teacher with a name of its own has a role of its own, the first two parts.
 """
 
 from __future__ import annotations
@@ -10,17 +11,47 @@ CRITIC = "critic"
 REFERENCE = "reference"
 TEACHER = "teacher"
 
-ROLES = (POLICY, CRITIC, REFERENCE, TEACHER)
+KINDS = (POLICY, CRITIC, REFERENCE, TEACHER)
+"""What a role is one of: every named teacher is a teacher."""
 BESIDE_THE_POLICY = (CRITIC, REFERENCE, TEACHER)
 LEARNING = (POLICY, CRITIC)
 
+TEACHER_NAME = r"^[a-z][a-z0-9_]{0,30}$"
+MOST_TEACHERS = 16
+
+
+def teacher_role(name: str) -> str:
+    """The role of the teacher of this name."""
+    return f"{TEACHER}-{name}"
+
+
+def teacher_name(role: str) -> str:
+    """The name of a teacher that has one; empty for any other role."""
+    return role.partition("-")[2]
+
+
+def kind_of_role(role: str) -> str:
+    """`teacher` for `teacher-math`; any other role is its own kind."""
+    return role.partition("-")[0]
+
 
 def role_of_process(name: str) -> str:
-    """`critic` for critic and critic-a; `policy` for trainer and for any name that says nothing."""
-    first = name.partition("-")[0]
+    """`critic` for critic and critic-a, `teacher` for teacher-0, `teacher-math` for teacher-math and teacher-math-0;
+    `policy` for trainer and for any name that says nothing."""
+    first, _, rest = name.partition("-")
+    second = rest.partition("-")[0]
+    # A number tells replicas apart and begins no teacher's name.
+    if first == TEACHER and second and not second[0].isdigit():
+        return teacher_role(second)
     return first if first in BESIDE_THE_POLICY else POLICY
 
 
 def process_name(role: str) -> str:
-    """The slot of a role, which its section of the stack file is called after."""
+    """The slot of a role."""
     return "trainer" if role == POLICY else role
+
+
+def section_of(role: str) -> str:
+    """Where the stack file describes the gangs of a role."""
+    name = teacher_name(role)
+    return f"teachers.{name}" if name else process_name(role)

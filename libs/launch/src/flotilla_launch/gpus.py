@@ -1,10 +1,10 @@
 """Which GPUs of this host each process of a stack gets.
 
-Invariants: the trainers have the first GPUs, `trainer.nproc` each, the gangs beside them (critic, reference, teacher)
-the next ones in this order, and generator i the i-th `tensor_parallel_size` after them, so a process keeps its GPUs
-over restarts and while other replicas come and go; a process sees its own GPUs and no others; a stack that needs more
-than there are is refused before anything starts. On a host without GPUs nothing is set. CUDA_VISIBLE_DEVICES of the
-launcher narrows what there is: empty hides all GPUs, a number given twice is shared.
+Invariants: the trainers have the first GPUs, `trainer.nproc` each, the gangs beside them (critic, reference, teacher,
+named teachers) the next ones in this order, and generator i the i-th `tensor_parallel_size` after them, so a process
+keeps its GPUs over restarts and while other replicas come and go; a process sees its own GPUs and no others; a stack
+that needs more than there are is refused before anything starts. On a host without GPUs nothing is set.
+CUDA_VISIBLE_DEVICES of the launcher narrows what there is: empty hides all GPUs, a number given twice is shared.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla_core.config import StackConfig, TrainerConfig
 from flotilla_core.errors import FailedPrecondition
-from flotilla_core.gangs import gang_of, slots_of_role
-from flotilla_core.roles import ROLES
+from flotilla_core.gangs import gang_of, roles_of, slots_of_role
+from flotilla_core.roles import role_of_process, section_of
 from flotilla_launch.placement import Slot
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -54,7 +54,7 @@ class Gpus:
             f"the stack needs {needed} GPUs and this host has {len(self.names)}",
             where=f"stack {stack.name!r}",
             why=", ".join(
-                f"{name} takes {count} ({name.partition('-')[0]}.nproc)"
+                f"{name} takes {count} ({section_of(role_of_process(name))}.nproc)"
                 for name, count in gangs.items()
                 if count
             )
@@ -81,7 +81,9 @@ class Gpus:
 
 def _gangs(stack: StackConfig) -> dict[str, int]:
     """GPUs of each gang by its slot, in the order in which they are dealt."""
-    return {slot: _ranks(gang_of(stack, role)) for role in ROLES for slot in slots_of_role(stack, role)}
+    return {
+        slot: _ranks(gang_of(stack, role)) for role in roles_of(stack) for slot in slots_of_role(stack, role)
+    }
 
 
 def _ranks(gang: TrainerConfig) -> int:

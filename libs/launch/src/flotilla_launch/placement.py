@@ -16,8 +16,7 @@ from pathlib import Path
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla_core.config import StackConfig
 from flotilla_core.errors import Exhausted
-from flotilla_core.gangs import gang_of, slots_of_role
-from flotilla_core.roles import ROLES
+from flotilla_core.gangs import gang_of, roles_of, slots_of_role
 
 SCALABLE = (ServiceKind.SERVICE_KIND_GENERATOR, ServiceKind.SERVICE_KIND_REWARD)
 
@@ -95,7 +94,7 @@ def reserve_port(host: str) -> int:
 
 def _gangs(stack: StackConfig) -> Iterator[Slot]:
     """The trainers and the gangs beside them; none where someone else starts it and lets it register itself."""
-    for role in ROLES:
+    for role in roles_of(stack):
         for name in slots_of_role(stack, role):
             yield Slot(name, ServiceKind.SERVICE_KIND_TRAINER, gang_of(stack, role).attach)
 

@@ -172,7 +172,7 @@ class Fleet:
         self._gangs.claim(run_id, needs.roles, gangs)
         if needs.generates:
             self._generators.claim(Claim(run_id, needs.most_generators), generators)
-        run = self._runs[run_id] = RunFleet(run_id, self._connect, self)
+        run = self._runs[run_id] = RunFleet(run_id, self._connect, self, needs.roles)
         return run
 
     def _deal(self) -> None:

@@ -33,7 +33,7 @@ FROM_SCORES = ("preference", "reward_model")
 def check_spec(spec: pb.SessionSpec, role: str = roles.POLICY) -> None:
     """Refuse a specification that a gang of this role cannot serve, naming the field."""
     asked = ROLE_NAMES.get(spec.role)
-    if asked != role:
+    if asked != roles.kind_of_role(role):
         raise FailedPrecondition(
             f"this gang is the {role}'s, the session is for {asked or spec.role}",
             where="spec.role",

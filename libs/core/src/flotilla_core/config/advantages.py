@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from flotilla_core.config.model import ConfigModel
+from flotilla_core.config.teachers import AskedTeachers
 from flotilla_core.config.user_function import UserFunction, kind_of
 
 
@@ -372,7 +373,7 @@ class GaeAdvantage(AdvantageConfig):
         return 1
 
 
-class DistillAdvantage(AdvantageConfig):
+class DistillAdvantage(AskedTeachers, AdvantageConfig):
     """How much more likely a teacher finds each token than the policy that drew it."""
 
     type: Literal["distill"] = "distill"
@@ -380,6 +381,12 @@ class DistillAdvantage(AdvantageConfig):
     """Factor of the teacher's log-probability less the rollout's."""
     reward_weight: float = Field(default=0.0, ge=0, le=1000)
     """Factor of the advantage by reward within the group, which is added; 0: rewards may be empty."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        # Who is asked is done with before the function looks at what was said.
+        asked = AskedTeachers.model_fields
+        return {name: value for name, value in super().arguments.items() if name not in asked}
 
     @property
     def compares_over(self) -> Literal["none", "group", "batch"]:

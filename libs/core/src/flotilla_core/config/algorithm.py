@@ -13,6 +13,8 @@ from flotilla_core.config.model import ConfigModel
 from flotilla_core.config.preferences import DpoConfig, RewardModelConfig
 from flotilla_core.config.presets import PRESETS, with_preset
 from flotilla_core.config.sample_weights import SampleWeightsConfig
+from flotilla_core.config.teachers import AskedTeachers
+from flotilla_core.roles import CRITIC, REFERENCE
 
 
 class AggregationConfig(ConfigModel):
@@ -246,13 +248,19 @@ class PolicyConfig(ConfigModel):
 
     @property
     def gangs_beside_the_policy(self) -> list[str]:
-        """The sections of stack.yaml that the run needs beside `trainer`."""
-        wanted = {
-            "critic": self.critic is not None,
-            "reference": self.asks_reference_service,
-            "teacher": self.advantage.type == "distill",
-        }
-        return [role for role, is_wanted in wanted.items() if is_wanted]
+        """The roles that the run needs a gang of beside the policy."""
+        wanted = {CRITIC: self.critic is not None, REFERENCE: self.asks_reference_service}
+        return [*(role for role, is_wanted in wanted.items() if is_wanted), *self.teachers_needed]
+
+    @property
+    def asked_teachers(self) -> AskedTeachers | None:
+        """The section that says which teachers score the samples; None where none does."""
+        return self.advantage if isinstance(self.advantage, DistillAdvantage) else None
+
+    @property
+    def teachers_needed(self) -> list[str]:
+        """The roles of the teachers that score the samples."""
+        return [] if self.asked_teachers is None else [*self.asked_teachers.teacher_shares]
 
     @property
     def needs_rewards(self) -> bool:

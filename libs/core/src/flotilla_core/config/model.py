@@ -40,6 +40,8 @@ class ConfigModel(BaseModel):
         kinds = _kinds(cls, info.field_name)
         number = "a valid number" if float in kinds else "a valid integer"
         items = value if isinstance(value, list | tuple) else (value,)
+        if isinstance(value, dict) and dict in kinds:
+            items = tuple(value.values())
         for item in items:
             if isinstance(item, bool) and kinds.isdisjoint({bool, Any}) and kinds & {int, float}:
                 raise ValueError(f"expected {number}, got the truth value {str(item).lower()}")
@@ -76,18 +78,23 @@ def _absolute(value: Any, directory: Path) -> Any:
         return directory / expanded(value)
     if isinstance(value, tuple):
         return tuple(_absolute(item, directory) for item in value)
+    if isinstance(value, dict):
+        return {key: _absolute(item, directory) for key, item in value.items()}
     return value
 
 
 @cache
 def _kinds(model: type[ConfigModel], key: str | None) -> frozenset[Any]:
-    """Types of plain values that a key takes, by itself or as the items of its list."""
+    """Types of plain values that a key takes, by itself or as the items of its list or mapping."""
     found: set[Any] = set()
     pending: list[Any] = [model.model_fields[key].annotation] if key else []
     while pending:
         annotation = pending.pop()
         origin = typing.get_origin(annotation)
-        if origin in (typing.Union, types.UnionType, tuple, typing.Annotated):
+        if origin is dict:
+            found.add(dict)
+            pending.append(typing.get_args(annotation)[1])
+        elif origin in (typing.Union, types.UnionType, tuple, typing.Annotated):
             pending.extend(typing.get_args(annotation))
         elif origin is typing.Literal:
             found.update(map(type, typing.get_args(annotation)))

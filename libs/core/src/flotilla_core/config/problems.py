@@ -110,7 +110,8 @@ def _probably_meant(path: KeyPath, model: type[ConfigModel]) -> str:
     models = {model}
     for part in around:
         if isinstance(part, str):
-            models = {below for one in models if part in one.model_fields for below in _models_of(one, part)}
+            below = {each for one in models if part in one.model_fields for each in _models_of(one, part)}
+            models = below or models  # the names in a mapping are the user's
     siblings = [name for one in models for name in one.model_fields]
     near = difflib.get_close_matches(str(key), siblings, n=1)
     if near:

@@ -14,6 +14,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from flotilla_core.config.autoscale import AutoscaleConfig
 from flotilla_core.config.model import ConfigModel, expanded
+from flotilla_core.config.teachers import TeacherName
+from flotilla_core.roles import MOST_TEACHERS
 
 MOST_REPLICAS = 256
 """Of one kind on one host."""
@@ -235,6 +237,8 @@ class StackConfig(ConfigModel):
     """Holds the first policy of runs with algorithm.kl.reference: service."""
     teacher: GangConfig = GangConfig()
     """Holds the model that runs with algorithm.advantage.type: distill learn from."""
+    teachers: dict[TeacherName, GangConfig] = Field(default={}, max_length=MOST_TEACHERS)
+    """Teachers with names, for runs that learn from several or choose one: a section as `teacher` for each name."""
     reward: RewardServiceConfig = RewardServiceConfig()
     """Reward replicas."""
     coordinator: CoordinatorConfig = CoordinatorConfig()

@@ -80,14 +80,14 @@ def _mib(count: int) -> str:
 
 def _models(config: StackConfig) -> list[Finding]:
     """The stack's, and those of gangs that have one of their own."""
-    from flotilla_core.gangs import model_of, started
-    from flotilla_core.roles import BESIDE_THE_POLICY
+    from flotilla_core.gangs import model_of, roles_of, started
+    from flotilla_core.roles import POLICY, section_of
 
     findings = _model("model", config.model)
-    for role in BESIDE_THE_POLICY:
+    for role in (role for role in roles_of(config) if role != POLICY):
         model = model_of(config, role)
         if started(config, role) and model != config.model:
-            findings += _model(f"{role}.model", model)
+            findings += _model(f"{section_of(role)}.model", model)
     return findings
 
 

@@ -46,6 +46,8 @@ class Prompt:
     """Where the data set says which of two answers is better."""
     data_set: str = ""
     """The name of the one that it is from, where the run has several."""
+    teacher: str = ""
+    """The role of the teacher that scores its samples, where a column of the line names one."""
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+import numpy as np
+
 from flotilla.trainer.v1 import session_pb2
 from flotilla_coordinator.gangs.batch_scores import batch_logprobs
 from flotilla_coordinator.gangs.gang_session import Gang, GangSession
 from flotilla_coordinator.rollouts.batch import Batch
-from flotilla_core.roles import TEACHER
+from flotilla_core.roles import TEACHER, kind_of_role
 
 
 class FrozenRole(GangSession):
@@ -30,11 +32,15 @@ class FrozenRole(GangSession):
         super().__init__(run_id, spec, gang, known_runs, lineage)
         self._temperature = temperature
 
+    async def logprobs(self, batch: Batch) -> dict[str, np.ndarray]:
+        """What this model says of each token of the batch, by the id of its sample."""
+        return await batch_logprobs(self.stub, self._run_id, batch, self._temperature)
+
     async def score(self, batch: Batch) -> None:
         """Give every sample of the batch what this model says of each of its tokens."""
-        found = await batch_logprobs(self.stub, self._run_id, batch, self._temperature)
+        found = await self.logprobs(batch)
         for sample in batch.samples:
-            if self.gang.role == TEACHER:
+            if kind_of_role(self.gang.role) == TEACHER:
                 sample.teacher_logprobs = found[sample.sample_id]
             else:
                 sample.reference_logprobs = found[sample.sample_id]

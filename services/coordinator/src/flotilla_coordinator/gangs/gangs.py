@@ -23,12 +23,13 @@ from flotilla_coordinator.gangs.session_spec import (
     frozen_spec,
     session_spec,
 )
+from flotilla_coordinator.gangs.teachers import Teachers
 from flotilla_coordinator.leases.run_fleet import RunFleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.weights.same_tokenizer import require_same_tokenizer
-from flotilla_core.config import CriticConfig, RunConfig, StackConfig
+from flotilla_core.config import CriticConfig, PolicyConfig, RunConfig, StackConfig
 from flotilla_core.gangs import gang_of, model_of
-from flotilla_core.roles import CRITIC, POLICY, REFERENCE
+from flotilla_core.roles import CRITIC, POLICY, REFERENCE, TEACHER, kind_of_role
 
 
 class Gangs:
@@ -49,7 +50,7 @@ class Gangs:
         spec = session_spec(config, dump_dir)
         policy = PolicyTrainer(self._run_id, spec, gang, self._ledger.run_ids, self._lineage)
         frozen = [await self._frozen(role, config, tokenizer) for role in frozen_roles_of(config)]
-        judges: dict[str, Judge] = {session.gang.name: session.score for session in frozen}
+        judges = _judges(config, frozen)
         critic = critic_of(config)
         if critic is None:
             return Learners(policy, frozen=frozen, judges=judges)
@@ -71,7 +72,7 @@ class Gangs:
     async def _frozen(self, role: str, config: RunConfig, tokenizer: Tokenizer) -> FrozenRole:
         gang = await self._gang(role, tokenizer)
         start = config.initial_weights if role == REFERENCE and self._stack.reference.model is None else None
-        spec = frozen_spec(config, FROZEN_ROLES[role], str(start or ""))
+        spec = frozen_spec(config, FROZEN_ROLES[kind_of_role(role)], str(start or ""))
         temperature = config.rollout.sampling.temperature
         return FrozenRole(self._run_id, spec, gang, self._ledger.run_ids, self._lineage, temperature)
 
@@ -81,3 +82,15 @@ class Gangs:
         require_same_tokenizer(replica, tokenizer, model_of(self._stack, role))
         longest_s = self._stack.longest_command_s(section)
         return Gang(role, replica.stub, replica.instance_id, longest_s, replica.name)
+
+
+def _judges(config: RunConfig, frozen: list[FrozenRole]) -> dict[str, Judge]:
+    """The reference by itself, and all teachers as one."""
+    algorithm = config.algorithm
+    teachers = [session for session in frozen if kind_of_role(session.gang.role) == TEACHER]
+    judges: dict[str, Judge] = {
+        session.gang.name: session.score for session in frozen if session not in teachers
+    }
+    if isinstance(algorithm, PolicyConfig) and algorithm.asked_teachers is not None:
+        judges[TEACHER] = Teachers(algorithm.asked_teachers, teachers).score
+    return judges

@@ -7,7 +7,7 @@ from pathlib import Path
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_coordinator.gangs.objective import objective, value_objective
 from flotilla_core.config import CriticConfig, LoraConfig, OptimizerConfig, PolicyConfig, RunConfig
-from flotilla_core.roles import REFERENCE, TEACHER
+from flotilla_core.roles import REFERENCE, TEACHER, kind_of_role
 
 SCHEDULES = {
     "constant": pb.SCHEDULE_CONSTANT,
@@ -67,10 +67,10 @@ def critic_of(config: RunConfig) -> CriticConfig | None:
 
 
 def frozen_roles_of(config: RunConfig) -> list[str]:
-    """The gangs that only score for the run."""
+    """The roles of gangs that only score for the run."""
     algorithm = config.algorithm
     wanted = algorithm.gangs_beside_the_policy if isinstance(algorithm, PolicyConfig) else []
-    return [role for role in wanted if role in FROZEN_ROLES]
+    return [role for role in wanted if kind_of_role(role) in FROZEN_ROLES]
 
 
 def critic_needs_start(config: RunConfig) -> bool:

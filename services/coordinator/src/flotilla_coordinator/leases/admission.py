@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from flotilla_core.errors import FailedPrecondition
-from flotilla_core.roles import process_name
+from flotilla_core.roles import process_name, section_of
 
 
 def require_gang(
@@ -27,7 +27,8 @@ def require_gang(
     raise FailedPrecondition(
         ", ".join(users),
         why=", ".join([f"each run needs a {name} of its own, and there is no other one", *refused]),
-        next_step=f"{_wait_or_stop(claimants)}, or start the stack with more (`{name}.replicas` in stack.yaml)",
+        next_step=f"{_wait_or_stop(claimants)}, or start the stack with more (`{section_of(role)}.replicas` in "
+        "stack.yaml)",
     )
 
 

@@ -7,7 +7,7 @@ ended and no weights are on their way to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
@@ -16,7 +16,7 @@ from flotilla.common.v1 import registration_pb2 as reg
 from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceStub
 from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
 from flotilla.trainer.v1.trainer_pb2_grpc import TrainerServiceStub
-from flotilla_core.roles import POLICY, ROLES, process_name
+from flotilla_core.roles import POLICY, process_name
 from flotilla_core.rpc import Fence, Replica, ReplicaPool
 
 if TYPE_CHECKING:
@@ -63,7 +63,10 @@ class RunFleet:
         run_id: str,
         connect: Callable[[str, Callable[[], Fence | None]], grpc.aio.Channel],
         lessor: Lessor,
+        roles: Collection[str],
     ) -> None:
+        """`roles` are those that it needs a gang of."""
+
         def channel(address: str) -> grpc.aio.Channel:
             return connect(address, lambda: self.fence)
 
@@ -90,7 +93,7 @@ class RunFleet:
         )
         self.gangs: dict[str, ReplicaPool[TrainerServiceAsyncStub]] = {
             role: ReplicaPool(reg.SERVICE_KIND_TRAINER, TrainerServiceStub, channel, role=role, on_wait=waits)
-            for role in ROLES
+            for role in roles
         }
         self.rewards: ReplicaPool[RewardServiceAsyncStub] = ReplicaPool(
             reg.SERVICE_KIND_REWARD, RewardServiceStub, channel, size="workers", on_wait=waits

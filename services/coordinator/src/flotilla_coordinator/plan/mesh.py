@@ -5,22 +5,21 @@ from __future__ import annotations
 from flotilla_coordinator.plan.algorithm import Line
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_core.config import AlgorithmConfig, PolicyConfig, StackConfig, TrainerConfig
-from flotilla_core.gangs import gang_of, model_of
+from flotilla_core.gangs import gang_of, model_of, roles_of
 from flotilla_core.model_folder import model_folder
-from flotilla_core.roles import POLICY
+from flotilla_core.roles import POLICY, section_of
 
 
 def mesh_errors(algorithm: AlgorithmConfig, stack: StackConfig) -> list[str]:
     """Heads that the ranks on one row cannot share evenly, for each gang that the run needs."""
     beside = algorithm.gangs_beside_the_policy if isinstance(algorithm, PolicyConfig) else ()
     errors = []
-    for role in (POLICY, *beside):
+    for role in (role for role in (POLICY, *beside) if role in roles_of(stack)):
         width = gang_of(stack, role).sequence_parallel
         heads = ModelFacts.read(model_folder(model_of(stack, role))).heads if width > 1 else 0
         if heads % width:
-            section = "trainer" if role == POLICY else role
             errors.append(
-                f"{section}.sequence_parallel is {width}, but the model has {heads} attention heads "
+                f"{section_of(role)}.sequence_parallel is {width}, but the model has {heads} attention heads "
                 f"= {heads // width} x {width} + {heads % width}: each rank takes as many as the others"
             )
     return errors

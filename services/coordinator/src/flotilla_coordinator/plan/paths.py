@@ -46,6 +46,7 @@ def _of_run(config: RunConfig) -> Iterator[Found]:
 def _of_stack(config: StackConfig) -> Iterator[Found]:
     models = {"model": config.model, "critic.model": config.critic.model}
     models |= {"reference.model": config.reference.model, "teacher.model": config.teacher.model}
+    models |= {f"teachers.{name}.model": gang.model for name, gang in config.teachers.items()}
     for key, model in models.items():
         if isinstance(model, Path):
             yield _folder(key, model, "config.json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flotilla_core.config import AlgorithmConfig, PolicyConfig, StackConfig
 from flotilla_core.gangs import started
+from flotilla_core.roles import section_of, teacher_name
 
 WHY = {
     "critic": "algorithm.critic is set (advantage gae)",
@@ -17,8 +18,20 @@ def role_errors(algorithm: AlgorithmConfig, stack: StackConfig) -> list[str]:
     if not isinstance(algorithm, PolicyConfig):
         return []
     return [
-        f"{WHY[role]}, but the stack has no {role}: write `{role}: {{replicas: 1}}` into its stack.yaml "
-        "(nproc, dtype and model as for trainer), then flotilla down and flotilla up"
+        f"{_why(algorithm, role)}, but the stack has no {section_of(role)}: write `{_section(role)}` into its "
+        "stack.yaml (nproc, dtype and model as for trainer), then flotilla down and flotilla up"
         for role in algorithm.gangs_beside_the_policy
         if not started(stack, role)
     ]
+
+
+def _why(algorithm: PolicyConfig, role: str) -> str:
+    asked, name = algorithm.asked_teachers, teacher_name(role)
+    if asked is None or not name:
+        return WHY[role]
+    return f"algorithm.{asked.asked_by}.teachers names {name}"
+
+
+def _section(role: str) -> str:
+    name = teacher_name(role)
+    return f"teachers: {{{name}: {{replicas: 1}}}}" if name else f"{role}: {{replicas: 1}}"

@@ -69,6 +69,8 @@ class RolloutGroup:
     span: SpanContext | None = None
     data_set: str = ""
     """Where its prompt is from, where the run has several data sets."""
+    teacher: str = ""
+    """The role of the teacher that scores its samples, where its prompt names one."""
 
     @property
     def nbytes(self) -> int:

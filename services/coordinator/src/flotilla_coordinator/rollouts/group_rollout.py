@@ -207,7 +207,12 @@ class GroupRollout:
         """Write what is new of a group to the ledger, then hand on what may train, in the order of the slots."""
         prompt = ticket.prompt
         group = RolloutGroup(
-            ticket.group_id, prompt.prompt_text, prompt.token_ids, [], data_set=prompt.data_set
+            ticket.group_id,
+            prompt.prompt_text,
+            prompt.token_ids,
+            [],
+            data_set=prompt.data_set,
+            teacher=prompt.teacher,
         )
         trainable = [item for item in scored if item.outcome.total is not None]
         too_few = len(recorded) + len(trainable) < self._min_group_samples

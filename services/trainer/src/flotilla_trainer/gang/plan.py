@@ -21,7 +21,7 @@ class GangPlan:
 
     name: str
     role: str
-    """policy, critic, reference or teacher."""
+    """policy, critic, reference or teacher, or teacher-math for the one called math."""
     instance_id: str
     nproc: int
     replicate: int

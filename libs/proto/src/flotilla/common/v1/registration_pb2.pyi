@@ -142,7 +142,9 @@ class Registration(_message.Message):
     """Digest of the tokenizer and of the model's shape, where the service has one."""
     model_digest: _builtins.str
     role: _builtins.str
-    """What a trainer holds for a run: policy (also when empty), critic, reference or teacher."""
+    """What a trainer holds for a run: policy (also when empty), critic, reference or teacher, or
+    teacher-NAME for a teacher that has a name.
+    """
     @_builtins.property
     def started_at(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property

@@ -1,0 +1,54 @@
+"""A run whose teachers nobody starts is refused, by the keys to change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flotilla_coordinator.plan.paths import paths_of_stack
+from flotilla_coordinator.plan.roles import role_errors
+from flotilla_core.config import PolicyConfig, StackConfig
+
+
+def stack_of(**teachers: dict[str, Any]) -> StackConfig:
+    return StackConfig.model_validate({"teachers": teachers})
+
+
+@pytest.mark.parametrize(
+    ("advantage", "said"),
+    [
+        (
+            {},
+            "algorithm.advantage.type is distill, but the stack has no teacher: write `teacher: {replicas: 1}`",
+        ),
+        ({"teachers": {"math": 1, "far": 1}}, ""),
+        (
+            {"teachers": {"math": 1, "code": 1}},
+            "algorithm.advantage.teachers names code, but the stack has no teachers.code: write "
+            "`teachers: {code: {replicas: 1}}`",
+        ),
+        (
+            {"teachers": {"idle": 1}},
+            "algorithm.advantage.teachers names idle, but the stack has no teachers.idle: write ",
+        ),
+    ],
+)
+def test_a_run_whose_teachers_the_stack_does_not_start_is_refused_by_their_keys(
+    advantage: dict[str, Any], said: str
+) -> None:
+    algorithm = PolicyConfig.model_validate({"type": "distillation", "advantage": advantage})
+    stack = stack_of(math={"replicas": 1}, far={"attach": "elsewhere:1"}, idle={})
+    errors = role_errors(algorithm, stack)
+    assert [error.startswith(said) for error in errors] == ([True] if said else [])
+
+
+def test_the_model_folder_of_every_named_teacher_is_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    stack = stack_of(math={"model": tmp_path / "empty"}, code={"model": "./absent"}, same={})
+    found = {key: problem for key, _, problem in paths_of_stack(stack) if key.startswith("teachers.")}
+    assert found == {
+        "teachers.math.model": f"{tmp_path / 'empty'} has no config.json",
+        "teachers.code.model": "there is no such folder, and a name of the hub is organisation/model",
+    }
