@@ -46,6 +46,8 @@ AXES = Axes(
         f"{A}.coefficient": [0.6],
         f"{A}.reward_weight": [0.5],
         f"{A}.weights": [(0.3, 1.2)],
+        f"{A}.teachers": [{"math": 0.7, "code": 0.3}, {"code": 1.0}],
+        f"{A}.teacher_field": ["domain"],
         f"{L}.type": [f"{USER}:soft"],
         f"{L}.parameters of {USER}:soft": [{"power": 2.0}],
         f"{L}.clip_low": [0.1],
@@ -96,6 +98,7 @@ AXES = Axes(
     needs={
         f"{A}.type=gae": [{"algorithm.critic": {}}],
         "algorithm.critic": [{f"{A}.type": "gae"}],
+        f"{A}.teacher_field": [{f"{A}.teachers": {"math": 1.0, "code": 1.0}}],
         f"{A}.overlong": [{f"{A}.overlong.buffer_tokens": 4}],
         "algorithm.aggregation.constant_tokens": [{"algorithm.aggregation.type": "constant"}],
         f"{K}.estimator": PLACED,
@@ -223,6 +226,8 @@ def makes_no_sense(settings: Settings) -> bool:
             has(f"{A}.reward_normalization.scale") and own_scale and placement != "reward",
             imitates and (chosen or dynamic),
             imitates and any(key.startswith((f"{W}.by_reward", f"{W}.by_difficulty")) for key in settings),
+            # One for each prompt, of several that count alike.
+            has(f"{A}.teacher_field") and [*settings.get(f"{A}.teachers", {}).values()] != [1.0, 1.0],
             has(f"{W}.power") and settings.get(f"{W}.by_reward") != "pow",
             has(f"{C}.normalize_importance") and (importance == "none" or proximal != "trainer"),
             importance != "none" and has_ratio and proximal == "rollout",

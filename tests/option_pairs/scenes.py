@@ -16,6 +16,7 @@ from flotilla_coordinator.gangs.group_messages import fill
 from flotilla_coordinator.ledger.records import TokenSpan
 from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample
 from flotilla_core.config.rollout import DynamicSamplingConfig
+from flotilla_core.roles import teacher_role
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 from flotilla_testing.exact_update import Policies, Rollouts
@@ -26,6 +27,7 @@ from option_pairs.axes import LIMIT
 
 VOCABULARY = 5
 VERSION = Version(0, 3)
+TEACHERS = ("math", "code")
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +70,8 @@ def drawn(rewards: list[list[float]], wanted: int, plan: StepPlan, seed: int) ->
     before = moved(0.4)
     steps = [before, before + torch.from_numpy(0.7 * rng.normal(size=(count, VOCABULARY)))]
     values = rng.normal(size=count)
+    # Other numbers than the rest, so that these stay as they were.
+    named = np.random.default_rng(seed + 1000)
     return Drawn(
         rollouts=Rollouts(
             group_of_sample=np.repeat(np.arange(len(sizes)), sizes),
@@ -77,6 +81,8 @@ def drawn(rewards: list[list[float]], wanted: int, plan: StepPlan, seed: int) ->
             staleness=np.concatenate([np.where(np.arange(n) < n // 2, n % 3, 0) for n in lengths]),
             rollout_logprobs=single(own),
             teacher_logprobs=single(own + rng.normal(0, 0.7, count)),
+            named_teachers={name: single(own + named.normal(0, 0.7, count)) for name in TEACHERS},
+            teacher_of_group=np.array([TEACHERS[group % 2] for group in range(len(sizes))]),
             values=single(values),
             values_after=single(rng.normal(size=samples)),
             truncated=rng.random(samples) < 0.4,
@@ -177,6 +183,7 @@ def whole_groups(given: Drawn) -> list[RolloutGroup]:
                     teacher_logprobs=rollouts.teacher_logprobs[own].astype(np.float32),
                 )
             )
+        group.teacher = teacher_role(str(rollouts.teacher_of_group[number]))
         groups.append(group)
     return groups
 

@@ -11,6 +11,7 @@ import torch
 from flotilla_coordinator.gangs.objective import objective, value_objective
 from flotilla_coordinator.gangs.session_spec import critic_warmup_steps
 from flotilla_core.config import PolicyConfig, RunConfig
+from flotilla_core.config.teachers import AskedTeachers
 from flotilla_trainer.losses.divergence import full_divergence
 from flotilla_trainer.objective.session_objective import session_objective
 from flotilla_trainer.objective.settings import check_objective, objective_settings
@@ -26,6 +27,7 @@ from flotilla_trainer.step_plan import StepPlan
 from flotilla_trainer.update_batch import UpdateBatch
 from option_pairs.made import Made
 from option_pairs.scenes import SCENES, Drawn, chosen, part_of, read_batch, scores
+from option_pairs.teachers import taught
 
 SEED = 11
 LAYOUT = Layout(budget=1000, ranks=1)
@@ -46,7 +48,7 @@ def trained_update(config: RunConfig, number: int, updates: int) -> Made:
         groups = chosen(number, place, config.rollout.dynamic_sampling)
         part = part_of(number, place, groups)
         if place >= critic_warmup_steps(config):
-            policy_update(front, rank, part, (number, place, groups), made)
+            policy_update(front, rank, part, (number, place, groups), algorithm.asked_teachers, made)
         if algorithm.critic is not None:
             asked = value_objective(config, algorithm.critic)
             check_objective(asked)
@@ -57,11 +59,18 @@ def trained_update(config: RunConfig, number: int, updates: int) -> Made:
 
 
 def policy_update(
-    front: UpdateObjective, rank: Any, part: Drawn, batch_of: tuple[int, int, tuple[int, ...]], made: Made
+    front: UpdateObjective,
+    rank: Any,
+    part: Drawn,
+    batch_of: tuple[int, int, tuple[int, ...]],
+    asked: AskedTeachers | None,
+    made: Made,
 ) -> None:
     batch = read_batch(*batch_of, has_reference=False)
     if front.scores_reference(batch):
         batch = read_batch(*batch_of, has_reference=True)
+    if asked is not None and asked.teachers:
+        batch = replace(batch, teacher_logprobs=taught(asked, part))
     if front.scores_distributions(batch):
         before = part.policies.steps[0]
         squares = torch.softmax(before, -1).square().sum(-1).numpy().astype(np.float32)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from flotilla_testing.exact_update.rewards import Judgement
-from flotilla_testing.exact_update.rollouts import Floats
+from flotilla_testing.exact_update.rollouts import Floats, Rollouts
 
 
 def advantages_of(
@@ -29,6 +29,8 @@ def advantages_of(
         arguments["weights"] = arguments["weights"] or term_weights
     formula = own if ":" in section.type else FORMULAS[section.type]
     stays = judgement.of_kept()
+    if section.type == "distill":
+        arguments["taught"] = taught(section, stays.rollouts)
     given = formula(stays, **arguments)
     by_token = given if len(given) == len(stays.penalties) else given[stays.rollouts.sample_of_token]
     if section.whiten:
@@ -216,10 +218,25 @@ def gae(judgement: Judgement, *, gamma: float, lam: float, bootstrap_truncated: 
     return made
 
 
-def distill(judgement: Judgement, *, coefficient: float, reward_weight: float) -> Floats:
+def taught(section: Any, rollouts: Rollouts) -> Floats:
+    """log p_teacher at each token: of the one without a name, of the one of its prompt, or the mean by weight."""
+    if not section.teachers:
+        return rollouts.teacher_logprobs
+    if section.teacher_field is not None:
+        names = rollouts.teacher_of_group[rollouts.group_of_token]
+        said = [rollouts.named_teachers[name][place] for place, name in enumerate(names)]
+        return np.array(said)
+    total = sum(section.teachers.values())
+    mean: Floats = sum(
+        weight / total * rollouts.named_teachers[name] for name, weight in section.teachers.items()
+    )
+    return mean
+
+
+def distill(judgement: Judgement, *, coefficient: float, reward_weight: float, taught: Floats) -> Floats:
     """coefficient (log p_teacher - log p_rollout) at each token, and the group's comparison of rewards beside it."""
     rollouts = judgement.rollouts
-    lead = coefficient * (rollouts.teacher_logprobs - rollouts.rollout_logprobs)
+    lead = coefficient * (taught - rollouts.rollout_logprobs)
     compared = _by_group(judgement, judgement.totals, _standardised)
     return lead + reward_weight * compared[rollouts.sample_of_token]
 

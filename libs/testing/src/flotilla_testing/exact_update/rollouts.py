@@ -32,6 +32,11 @@ class Rollouts:
     rollout_logprobs: Floats
     """Of each token, as the generator said."""
     teacher_logprobs: Floats
+    """Of each token, as the teacher without a name said."""
+    named_teachers: dict[str, Floats]
+    """The same of each teacher with a name."""
+    teacher_of_group: npt.NDArray[np.str_]
+    """The name of the teacher that each prompt is for."""
     values: Floats
     """What the critic expected before each token."""
     values_after: Floats
@@ -103,6 +108,8 @@ class Rollouts:
             staleness=self.staleness[tokens],
             rollout_logprobs=self.rollout_logprobs[tokens],
             teacher_logprobs=self.teacher_logprobs[tokens],
+            named_teachers={name: said[tokens] for name, said in self.named_teachers.items()},
+            teacher_of_group=self.teacher_of_group[groups],
             values=self.values[tokens],
             values_after=self.values_after[chosen],
             truncated=self.truncated[chosen],
