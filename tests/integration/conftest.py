@@ -43,7 +43,7 @@ def gangs(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         trainer={"nproc": 2},
         generator={"sim": {"response_tokens": 1000}, "max_model_tokens": 64},
         critic={"replicas": 1},
-        teacher={"replicas": 1},
+        teachers={"math": {"replicas": 1}, "code": {"replicas": 1}},
         reference={"replicas": 1},
     ) as running:
         yield running

@@ -1,7 +1,9 @@
-"""On-policy distillation on a fleet with real ranks: the student learns from a teacher, held near a reference."""
+"""On-policy distillation on a fleet with real ranks: the student learns from teachers, held near a reference."""
 
 from __future__ import annotations
 
+import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,16 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture
 def run_file(arithmetic: Path, tmp_path: Path) -> Path:
-    """Two small steps without a reward term."""
+    """Two small steps without a reward term; every other prompt is for another teacher."""
+    rows = (arithmetic / "data" / "rl.jsonl").read_text("utf-8").splitlines()[:8]
+    names = itertools.cycle(("math", "code"))
+    named = [{**json.loads(row), "domain": name} for row, name in zip(rows, names, strict=False)]
+    data = tmp_path / "domains.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in named))
     run: dict[str, Any] = {
         "name": "distil",
         "steps": 2,
-        "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
+        "data": {"train": str(data), "order": "as_written"},
         "rollout": {
             "prompts_per_step": 4,
             "samples_per_prompt": 2,
@@ -29,9 +36,10 @@ def run_file(arithmetic: Path, tmp_path: Path) -> Path:
         "optimizer": {"learning_rate": 1.0e-3, "schedule": "constant", "epsilon": 1.0e-3},
         "algorithm": {
             "type": "distillation",
+            "advantage": {"teachers": {"math": 1, "code": 1}, "teacher_field": "domain"},
             "kl": {"placement": "loss", "reference": "service"},
-            # The simulated engine's log-probabilities are not those of any policy.
-            "correction": {"warn_at": None, "fail_at": None},
+            # The simulated engine's log-probabilities are not those of any policy: most ratios would be clipped.
+            "correction": {"proximal": "trainer", "warn_at": None, "fail_at": None},
         },
         "weights": {"canary": {"prompts": 0}},
         "export_final": False,
@@ -41,16 +49,19 @@ def run_file(arithmetic: Path, tmp_path: Path) -> Path:
     return path
 
 
-def test_a_student_learns_from_a_teacher_near_a_reference_without_a_reward(
+def test_a_student_learns_from_the_teacher_of_each_prompt_near_a_reference_without_a_reward(
     gangs: Stack, run_file: Path
 ) -> None:
-    assert {"trainer", "teacher", "reference"} <= {one["name"] for one in gangs.ok("ps")["processes"]}
+    wanted = {"trainer", "teacher-math", "teacher-code", "reference"}
+    assert wanted <= {one["name"] for one in gangs.ok("ps")["processes"]}
     run = gangs.run(run_file)
     assert run["state"] == "succeeded", run["reason"]
     assert run["policy_version"] == "0.2"
     for line in gangs.metrics(run):
         assert line["advantages/std"] > 0 and line["grad_norm"] > 0 and line["kl/mean"] > 0
         assert line["time/teacher_s"] > 0 and line["time/reference_s"] > 0
+        each = [line["time/teacher_math_s"], line["time/teacher_code_s"]]
+        assert 0 < min(each) <= max(each) <= line["time/teacher_s"]
         assert line["reward/mean"] == 0
     verdict = check(gangs.directory / "ledger.sqlite", run["run_id"])
     assert verdict.passed and not verdict.dropped, str(verdict)

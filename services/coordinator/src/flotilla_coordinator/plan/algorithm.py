@@ -101,6 +101,8 @@ def _settings(values: dict[str, Any]) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, tuple):
         return " and ".join(_shown(item) for item in value)
+    if isinstance(value, dict):
+        return " and ".join(f"{name} {_shown(item)}" for name, item in value.items())
     if isinstance(value, RejectionConfig):
         low = "" if value.low is None else f" below {value.low:g}"
         high = "" if value.high is None else f" above {value.high:g}"
