@@ -38,6 +38,7 @@ def run_file(arithmetic: Path, tmp_path: Path) -> Path:
             "type": "distillation",
             "advantage": {"teachers": {"math": 1, "code": 1}, "teacher_field": "domain"},
             "kl": {"placement": "loss", "reference": "service"},
+            "teacher": {"top_k": 8, "divergence": "reverse"},
             # The simulated engine's log-probabilities are not those of any policy: most ratios would be clipped.
             "correction": {"proximal": "trainer", "warn_at": None, "fail_at": None},
         },
@@ -59,6 +60,7 @@ def test_a_student_learns_from_the_teacher_of_each_prompt_near_a_reference_witho
     assert run["policy_version"] == "0.2"
     for line in gangs.metrics(run):
         assert line["advantages/std"] > 0 and line["grad_norm"] > 0 and line["kl/mean"] > 0
+        assert line["teacher/divergence"] > 0 and 0 < line["teacher/mass"] < 1
         assert line["time/teacher_s"] > 0 and line["time/reference_s"] > 0
         each = [line["time/teacher_math_s"], line["time/teacher_code_s"]]
         assert 0 < min(each) <= max(each) <= line["time/teacher_s"]

@@ -20,6 +20,7 @@ USER = Path(__file__).with_name("functions_of_a_user.py")
 USERS = (f"{USER}:powered",)
 
 A, L, C, K = "algorithm.advantage", "algorithm.loss", "algorithm.correction", "algorithm.kl"
+T = "algorithm.teacher"
 W = "algorithm.sample_weights"
 WEIGHTED = [
     {f"{C}.importance": kind, f"{C}.proximal": "trainer"}
@@ -73,6 +74,9 @@ AXES = Axes(
         f"{K}.coefficient": [0.3],
         f"{K}.target": [0.05],
         f"{K}.horizon_samples": [50],
+        # The scenes have five tokens.
+        f"{T}.top_k": [2],
+        f"{T}.coefficient": [0.4],
         f"{C}.importance_cap": [1.2],
         f"{C}.importance_floor": [0.9],
         f"{C}.sequence_low": [0.9],
@@ -131,10 +135,14 @@ AXES = Axes(
         f"{K}.estimator": {f"{K}.coefficient": 0.2},
         f"{K}.target": {f"{K}.coefficient": 0.2, f"{K}.horizon_samples": 100},
         f"{K}.horizon_samples": {f"{K}.coefficient": 0.2},
+        # Where all tokens come there are no others.
+        f"{T}.tail": {f"{T}.top_k": 3},
     },
     outside={
         "algorithm.type": "fills in the other keys, and every one of these is tried",
         f"{K}.reference": "says who holds the reference, not what comes of it",
+        f"{T}.teachers": "says who answers, not what comes of it",
+        f"{T}.teacher_field": "the same",
         f"{C}.warn_at": "tells of a distance and changes no update",
         f"{C}.fail_at": "refuses an update and changes none",
         "algorithm.critic.optimizer": "takes the step that these gradients are for",
@@ -228,6 +236,10 @@ def makes_no_sense(settings: Settings) -> bool:
             imitates and any(key.startswith((f"{W}.by_reward", f"{W}.by_difficulty")) for key in settings),
             # One for each prompt, of several that count alike.
             has(f"{A}.teacher_field") and [*settings.get(f"{A}.teachers", {}).values()] != [1.0, 1.0],
+            # Of several for one sample nobody has the likeliest tokens.
+            any(key.startswith(T) for key in settings)
+            and len(settings.get(f"{A}.teachers", {})) > 1
+            and not has(f"{A}.teacher_field"),
             has(f"{W}.power") and settings.get(f"{W}.by_reward") != "pow",
             has(f"{C}.normalize_importance") and (importance == "none" or proximal != "trainer"),
             importance != "none" and has_ratio and proximal == "rollout",

@@ -72,6 +72,9 @@ def drawn(rewards: list[list[float]], wanted: int, plan: StepPlan, seed: int) ->
     values = rng.normal(size=count)
     # Other numbers than the rest, so that these stay as they were.
     named = np.random.default_rng(seed + 1000)
+    teacher = torch.log_softmax(
+        sampled + torch.from_numpy(np.random.default_rng(seed + 2000).normal(0, 0.8, sampled.shape)), -1
+    ).sort(-1, descending=True)
     return Drawn(
         rollouts=Rollouts(
             group_of_sample=np.repeat(np.arange(len(sizes)), sizes),
@@ -83,6 +86,8 @@ def drawn(rewards: list[list[float]], wanted: int, plan: StepPlan, seed: int) ->
             teacher_logprobs=single(own + rng.normal(0, 0.7, count)),
             named_teachers={name: single(own + named.normal(0, 0.7, count)) for name in TEACHERS},
             teacher_of_group=np.array([TEACHERS[group % 2] for group in range(len(sizes))]),
+            teacher_ids=teacher.indices.numpy(),
+            teacher_id_logprobs=single(teacher.values.numpy()),
             values=single(values),
             values_after=single(rng.normal(size=samples)),
             truncated=rng.random(samples) < 0.4,
@@ -181,6 +186,8 @@ def whole_groups(given: Drawn) -> list[RolloutGroup]:
                     value_after=float(rollouts.values_after[sample]),
                     truncated=bool(rollouts.truncated[sample]),
                     teacher_logprobs=rollouts.teacher_logprobs[own].astype(np.float32),
+                    teacher_top_token_ids=rollouts.teacher_ids[own].astype(np.int32),
+                    teacher_top_logprobs=rollouts.teacher_id_logprobs[own].astype(np.float32),
                 )
             )
         group.teacher = teacher_role(str(rollouts.teacher_of_group[number]))

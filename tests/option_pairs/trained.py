@@ -11,8 +11,8 @@ import torch
 from flotilla_coordinator.gangs.objective import objective, value_objective
 from flotilla_coordinator.gangs.session_spec import critic_warmup_steps
 from flotilla_core.config import PolicyConfig, RunConfig
-from flotilla_core.config.teachers import AskedTeachers
 from flotilla_trainer.losses.divergence import full_divergence
+from flotilla_trainer.losses.teacher_divergence import teacher_divergence
 from flotilla_trainer.objective.session_objective import session_objective
 from flotilla_trainer.objective.settings import check_objective, objective_settings
 from flotilla_trainer.objective.update_objective import UpdateObjective
@@ -48,7 +48,7 @@ def trained_update(config: RunConfig, number: int, updates: int) -> Made:
         groups = chosen(number, place, config.rollout.dynamic_sampling)
         part = part_of(number, place, groups)
         if place >= critic_warmup_steps(config):
-            policy_update(front, rank, part, (number, place, groups), algorithm.asked_teachers, made)
+            policy_update(front, rank, part, (number, place, groups), algorithm, made)
         if algorithm.critic is not None:
             asked = value_objective(config, algorithm.critic)
             check_objective(asked)
@@ -63,18 +63,25 @@ def policy_update(
     rank: Any,
     part: Drawn,
     batch_of: tuple[int, int, tuple[int, ...]],
-    asked: AskedTeachers | None,
+    algorithm: PolicyConfig,
     made: Made,
 ) -> None:
     batch = read_batch(*batch_of, has_reference=False)
     if front.scores_reference(batch):
         batch = read_batch(*batch_of, has_reference=True)
+    asked = algorithm.asked_teachers
     if asked is not None and asked.teachers:
         batch = replace(batch, teacher_logprobs=taught(asked, part))
     if front.scores_distributions(batch):
         before = part.policies.steps[0]
         squares = torch.softmax(before, -1).square().sum(-1).numpy().astype(np.float32)
         batch = replace(batch, score_squares=score_squares(scores(part, before), squares))
+    if algorithm.teacher is not None:
+        # What a teacher answers who is asked for so many.
+        top = np.s_[:, : algorithm.teacher.top_k]
+        ids, logprobs = batch.teacher_top_token_ids, batch.teacher_top_logprobs
+        assert ids is not None and logprobs is not None
+        batch = replace(batch, teacher_top_token_ids=ids[top], teacher_top_logprobs=logprobs[top])
     policy = None
     if front.scores_policy(several_steps=part.plan.several):
         policy = scores(part, part.policies.steps[0])
@@ -106,6 +113,8 @@ def policy_step(
         columns = {name: torch.from_numpy(values).double() for name, values in micro.columns.items()}
         if "kl_weights" in columns and "reference_logprobs" not in columns:
             columns["divergence"] = full_divergence(leaf[rows], reference[rows])
+        if (teacher := rank.teacher(columns)) is not None:
+            columns["teacher_divergence"] = teacher_divergence(leaf[rows], teacher)
         terms = rank(logprobs, -(distribution.exp() * distribution).sum(-1), columns)
         terms.loss.backward()
         for name, value in terms.sums.items():

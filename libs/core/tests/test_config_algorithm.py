@@ -196,6 +196,36 @@ def test_functions_of_the_user_are_taken_from_the_directory_of_the_command(tmp_p
             "algorithm.advantage.teachers.Math: expected a string that should match pattern",
         ),
         ("{advantage: {teachers: {math: 1}}}", "another algorithm.advantage.type has it"),
+        (
+            "{type: distillation, advantage: {coefficient: 0}}",
+            "advantage.coefficient is 0, so that advantage.type distill asks a teacher and learns nothing",
+        ),
+        (
+            "{type: distillation, teacher: {}, advantage: {coefficient: 0, clip: 2}}",
+            "advantage.clip acts on advantages, and all are 0 while advantage.coefficient and advantage.rew",
+        ),
+        (
+            "{type: distillation, teacher: {}, advantage: {coefficient: 0}, "
+            "correction: {sequence_low: 0.5, sequence_high: 2}}",
+            "correction.sequence_low and correction.sequence_high acts on advantages, and all are 0",
+        ),
+        (
+            "{type: distillation, teacher: {}, advantage: {teachers: {math: 1, code: 1}}}",
+            "advantage.teachers names 2 for every sample: set advantage.teacher_field, or name one teacher",
+        ),
+        (
+            "{teacher: {teachers: {math: 1, code: 1}}}",
+            "teacher.teachers names 2 for every sample: set teacher.teacher_field, or name one teacher",
+        ),
+        (
+            "{type: distillation, teacher: {teachers: {math: 1}}}",
+            "teacher.teachers and teacher.teacher_field are not for advantage.type distill",
+        ),
+        ("{teacher: {coefficient: 0}}", "algorithm.teacher.coefficient: expected greater than 0"),
+        ("{teacher: {top_k: 1025}}", "algorithm.teacher.top_k: expected less than or equal to 1024"),
+        ("{teacher: {divergence: both}}", "algorithm.teacher.divergence: expected forward or reverse"),
+        ("{type: sft, teacher: {}}", "another algorithm.type has it, this one does not"),
+        ("{type: dpo, teacher: {}}", "another algorithm.type has it, this one does not"),
         ("{loss: {clip_low: 2}}", "algorithm.loss.clip_low: expected less than or equal to 1"),
     ],
 )
@@ -257,3 +287,33 @@ def test_a_run_needs_the_teachers_that_it_names_with_weights_whose_sum_is_one(
     assert config.algorithm.gangs_beside_the_policy == config.algorithm.teachers_needed == [*shares]
     assert config.algorithm.advantage.arguments == {"coefficient": 1.0, "reward_weight": 0.0}
     assert load_text(RunConfig, dump_yaml(config)) == config
+
+
+def test_a_policy_may_learn_from_its_teachers_likeliest_tokens_alone() -> None:
+    text = "algorithm: {type: distillation, advantage: {coefficient: 0}, teacher: {top_k: 8}}"
+    config = load_text(RunConfig, RUN + text)
+    assert isinstance(config.algorithm, PolicyConfig) and not config.algorithm.needs_rewards
+    assert config.algorithm.gangs_beside_the_policy == ["teacher"]
+
+
+def test_any_advantage_may_have_a_teacher_beside_it_that_is_named_in_the_section_of_the_teacher() -> None:
+    config = load_text(
+        RunConfig,
+        f"{RUN}algorithm: {{teacher: {{teachers: {{math: 1, code: 1}}, teacher_field: domain}}}}\n",
+    )
+    assert isinstance(config.algorithm, PolicyConfig)
+    assert config.algorithm.teachers_needed == ["teacher-math", "teacher-code"]
+
+
+def test_a_sample_that_no_message_holds_with_its_likeliest_tokens_is_refused() -> None:
+    def run_of(top_k: int) -> str:
+        return (
+            f"{RUN}algorithm: {{teacher: {{top_k: {top_k}}}}}\n"
+            "rollout: {sampling: {max_response_tokens: 98304}}\n"
+        )
+
+    assert load_text(RunConfig, run_of(64))
+    with pytest.raises(InvalidConfig) as caught:
+        load_text(RunConfig, run_of(65))
+    assert "algorithm.teacher.top_k is 65" in str(caught.value)
+    assert "at most 96,791 tokens, but rollout.sampling.max_response_tokens is 98,304" in str(caught.value)

@@ -55,7 +55,11 @@ def gang(role: str, asked: list[pb.ComputeLogprobsRequest], times: float = 1.0) 
         reply = pb.ComputeLogprobsResponse()
         for sequence in reversed(request.sequences):
             numbers = -from_tensor(sequence.token_ids).astype(np.float32) * np.float32(times)
-            reply.sequences.add(sequence_id=sequence.sequence_id, logprobs=to_tensor(numbers))
+            said = reply.sequences.add(sequence_id=sequence.sequence_id, logprobs=to_tensor(numbers))
+            if request.top_k:
+                top = np.repeat(from_tensor(sequence.token_ids)[:, None], request.top_k, 1)
+                said.top_token_ids.CopyFrom(to_tensor(top + np.arange(request.top_k, dtype=np.int32)))
+                said.top_logprobs.CopyFrom(to_tensor(-top.astype(np.float32)))
         return reply
 
     stub: Any = SimpleNamespace(ComputeLogprobs=compute)
@@ -191,6 +195,48 @@ async def test_no_call_outgrows_a_message_however_often_a_long_prompt_stands_in_
     await session.score(batch)
     assert [len(request.sequences) for request in asked] == [1] * 8
     assert all(sample.teacher_logprobs is not None for sample in batch.samples)
+
+
+async def test_a_teacher_that_is_asked_for_them_also_says_which_tokens_it_finds_likeliest(
+    asked: list[pb.ComputeLogprobsRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_messages, "PART_BYTES", 1000)
+    # What is said of three tokens, and not of six.
+    monkeypatch.setattr(group_messages, "PIECE_BYTES", 3 * 4 * 8)
+    spec = session_pb2.SessionSpec()
+    session = FrozenRole("run", spec, gang(TEACHER, asked), nobody, 0, temperature=0.5, top_k=4)
+    batch = a_batch()
+    await session.score(batch)
+    assert [(request.top_k, request.temperature) for request in asked] == [(4, 0.5)] * 5
+    message = pb.TrainGroup()
+    group_messages.fill(message, batch.groups[3])
+    (sample,) = message.samples
+    ids = from_tensor(sample.teacher_top_token_ids)
+    assert ids.tolist() == [[3, 4, 5, 6], [4, 5, 6, 7], [5, 6, 7, 8]]
+    assert from_tensor(sample.teacher_top_logprobs).tolist() == [[-3.0] * 4, [-4.0] * 4, [-5.0] * 4]
+    np.testing.assert_array_equal(from_tensor(sample.teacher_logprobs), [-3.0, -4.0, -5.0])
+    assert batch.samples[3].nbytes == 4 * 3 + 4 * 3 + 3 * 4 * 8
+
+
+def test_a_group_that_no_message_holds_is_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_messages, "PART_BYTES", 40)
+    monkeypatch.setattr(group_messages, "PIECE_BYTES", 60)
+    (small,) = a_batch(1).groups
+    tokens = small.prompt_token_ids
+    samples = [RolloutSample(f"run/1/{i}", tokens + i, None, "text") for i in range(9)]
+    large = RolloutGroup("run/1", "prompt", tokens, samples)
+    messages = []
+    for part in group_messages.parts([small, large]):
+        messages.append(pb.TrainChunk())
+        for group in part:
+            group_messages.fill(messages[-1].groups.add(), group)
+    sent = [[(g.group_id, len(g.samples), bool(g.prompt_token_ids.data)) for g in m.groups] for m in messages]
+    assert sent == [
+        [("run/0", 1, True), ("run/1", 4, True)],
+        [("run/1", 5, False)],
+    ]
+    ids = [sample.sample_id for m in messages for g in m.groups for sample in g.samples]
+    assert ids == ["run/0/0", *(f"run/1/{i}" for i in range(9))]
 
 
 async def test_the_copy_of_the_policys_ranks_speaks_as_the_first_policy(

@@ -250,16 +250,17 @@ def test_a_mesh_changes_micro_batches_and_memory(run: dict[str, Any], stack: Sta
     assert "2 attention heads = 0 x 4 + 2" in the_error(refused)
 
 
-def test_comparing_whole_distributions_needs_more_memory_than_sampled_tokens(
+def test_comparing_whole_distributions_or_likeliest_tokens_needs_memory(
     run: dict[str, Any], stack: StackConfig
 ) -> None:
-    def need(estimator: str) -> TrainerMemory:
-        run["algorithm"] = {"kl": {"placement": "loss", "estimator": estimator}}
-        return TrainerMemory.of(
-            ModelFacts.read(Path(stack.model)), RunConfig.model_validate(run), stack.trainer, 64
-        )
+    def need(**algorithm: Any) -> TrainerMemory:
+        config = RunConfig.model_validate(run | {"algorithm": algorithm})
+        return TrainerMemory.of(ModelFacts.read(Path(stack.model)), config, stack.trainer, 64)
 
-    assert need("full").reference > need("k3").reference > 0
+    sampled, whole = (need(kl={"placement": "loss", "estimator": one}) for one in ("k3", "full"))
+    assert whole.reference > sampled.reference > 0
+    named, others = (need(teacher={"top_k": 2, "tail": tail}) for tail in (False, True))
+    assert need(teacher={"top_k": 4}).logits > others.logits > named.logits > need().logits
 
 
 @pytest.fixture

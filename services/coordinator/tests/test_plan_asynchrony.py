@@ -70,6 +70,12 @@ def test_more_samples_than_a_quarter_of_the_host_holds_are_a_warning() -> None:
     assert "lower rollout.max_staleness" in warning
 
 
+def test_only_the_batch_that_is_trained_holds_what_a_teacher_finds_likeliest() -> None:
+    plain = asynchrony.held_bytes(run(), TOKENS_OF_A_STEP)
+    taught = asynchrony.held_bytes(run(algorithm={"teacher": {"top_k": 32}}), TOKENS_OF_A_STEP)
+    assert taught - plain == TOKENS_OF_A_STEP * 32 * 8
+
+
 def test_an_evaluation_beside_the_training_needs_a_second_generator() -> None:
     pinned = {"evaluation": {"data": "heldout.jsonl", "pinned": True}}
     (warning,) = checks.fleet_warnings(run(**pinned), StackConfig())

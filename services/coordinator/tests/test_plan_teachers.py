@@ -20,30 +20,35 @@ def stack_of(**teachers: dict[str, Any]) -> StackConfig:
 
 
 @pytest.mark.parametrize(
-    ("advantage", "said"),
+    ("algorithm", "said"),
     [
         (
-            {},
+            {"type": "distillation"},
             "algorithm.advantage.type is distill, but the stack has no teacher: write `teacher: {replicas: 1}`",
         ),
-        ({"teachers": {"math": 1, "far": 1}}, ""),
+        ({"type": "distillation", "advantage": {"teachers": {"math": 1, "far": 1}}}, ""),
         (
-            {"teachers": {"math": 1, "code": 1}},
+            {"type": "distillation", "advantage": {"teachers": {"math": 1, "code": 1}}},
             "algorithm.advantage.teachers names code, but the stack has no teachers.code: write "
             "`teachers: {code: {replicas: 1}}`",
         ),
         (
-            {"teachers": {"idle": 1}},
+            {"type": "distillation", "advantage": {"teachers": {"idle": 1}}},
             "algorithm.advantage.teachers names idle, but the stack has no teachers.idle: write ",
+        ),
+        ({"teacher": {}}, "algorithm.teacher is set, but the stack has no teacher: write `teacher: "),
+        (
+            {"teacher": {"teachers": {"idle": 1}}},
+            "algorithm.teacher.teachers names idle, but the stack has no ",
         ),
     ],
 )
 def test_a_run_whose_teachers_the_stack_does_not_start_is_refused_by_their_keys(
-    advantage: dict[str, Any], said: str
+    algorithm: dict[str, Any], said: str
 ) -> None:
-    algorithm = PolicyConfig.model_validate({"type": "distillation", "advantage": advantage})
+    asking = PolicyConfig.model_validate(algorithm)
     stack = stack_of(math={"replicas": 1}, far={"attach": "elsewhere:1"}, idle={})
-    errors = role_errors(algorithm, stack)
+    errors = role_errors(asking, stack)
     assert [error.startswith(said) for error in errors] == ([True] if said else [])
 
 
@@ -73,3 +78,25 @@ def test_doctor_looks_at_the_model_of_every_teacher_that_is_started(tmp_path: Pa
     _, findings = stack_checks(str(file))
     found = {one.check: one.finding for one in findings if one.check.startswith("teachers.")}
     assert found == {"teachers.math.model": f"{tmp_path / 'empty'} has no config.json"}
+
+
+@pytest.mark.parametrize(
+    ("teacher", "told"),
+    [
+        (
+            {"divergence": "reverse"},
+            "reverse divergence over its 8 likeliest tokens, all others as one more, ",
+        ),
+        (
+            {"tail": False, "teachers": {"math": 1, "code": 1}, "teacher_field": "domain"},
+            "forward divergence over its 8 likeliest tokens, coefficient 1; asked: math and code by domain",
+        ),
+    ],
+)
+def test_the_plan_tells_what_is_learned_from_the_likeliest_tokens_of_a_teacher(
+    teacher: dict[str, Any], told: str
+) -> None:
+    algorithm = PolicyConfig.model_validate({"teacher": {"top_k": 8, **teacher}})
+    lines = {name: (value, explanation) for name, value, explanation in algorithm_lines(algorithm)}
+    assert lines["teacher"][0] == "in the loss"
+    assert lines["teacher"][1].startswith(told)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from flotilla_trainer.losses.correction import (
 from flotilla_trainer.losses.divergence import divergence, full_divergence
 from flotilla_trainer.losses.policy_tokens import PolicyTokens, sequence_sums
 from flotilla_trainer.losses.table import LOSSES
+from flotilla_trainer.losses.teacher_divergence import TeacherTop, teacher_divergence
 
 TOLERANCE = 1e-6
 STEP = 1e-6
@@ -368,6 +370,108 @@ def test_the_divergence_of_whole_distributions_and_its_gradient_equal_the_formul
     probabilities = logits.detach().softmax(-1)
     k1 = divergence("k1", logits.detach().log_softmax(-1), torch.tensor(theirs).log_softmax(-1))
     torch.testing.assert_close(got.detach(), (probabilities * k1).sum(-1))
+
+
+def top_of(theirs: np.ndarray, k: int, *, forward: bool, tail: bool) -> TeacherTop:
+    """What a teacher with these logits answers who is asked for `k` tokens."""
+    top = torch.tensor(theirs).log_softmax(-1).topk(k, dim=-1)
+    return TeacherTop(top.indices, top.values, forward, tail)
+
+
+def by_outcomes(row: np.ndarray, other: np.ndarray, k: int, *, forward: bool, tail: bool) -> float:
+    """The divergence from the teacher `other` as its formula is written, one outcome after the other."""
+    p, q = (np.exp(logits - logits.max()) for logits in (row, other))
+    p, q = p / math.fsum(p), q / math.fsum(q)
+    named = sorted(range(len(q)), key=lambda token: -q[token])[:k]
+    outcomes = [(p[token], q[token]) for token in named]
+    if tail and k < len(q):
+        rest = [token for token in range(len(q)) if token not in named]
+        outcomes.append((math.fsum(p[token] for token in rest), math.fsum(q[token] for token in rest)))
+    return math.fsum(
+        theirs * math.log(theirs / mine) if forward else mine * math.log(mine / theirs)
+        for mine, theirs in outcomes
+    )
+
+
+@pytest.mark.parametrize("k", [1, 4, 11])
+@pytest.mark.parametrize("tail", [True, False])
+@pytest.mark.parametrize("forward", [True, False])
+def test_the_divergence_from_a_teacher_and_its_gradient_equal_the_formula(
+    forward: bool, tail: bool, k: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = np.random.default_rng(6)
+    ours, theirs = 2 * rng.normal(size=(COUNT, 11)), 2 * rng.normal(size=(COUNT, 11))
+
+    def value(row: int, logits: np.ndarray) -> float:
+        return by_outcomes(logits, theirs[row], k, forward=forward, tail=tail)
+
+    steps = STEP * np.eye(11)
+    slopes = [
+        [(value(i, row + step) - value(i, row - step)) / (2 * STEP) for step in steps]
+        for i, row in enumerate(ours)
+    ]
+    logits = torch.tensor(ours, requires_grad=True)
+    got = teacher_divergence(logits, top_of(theirs, k, forward=forward, tail=tail))
+    got.sum().backward()
+    assert logits.grad is not None
+    apart = np.abs(got.detach().numpy() - [value(i, row) for i, row in enumerate(ours)]).max()
+    apart_in_slope = np.abs(logits.grad.numpy() - slopes).max()
+    with capsys.disabled():
+        sys.stdout.write(f" value {apart:.0e}, gradient {apart_in_slope:.0e} apart ")
+    assert apart < 1e-12 and apart_in_slope < 1e-7
+    assert np.abs(slopes).max() > 0.1  # There is something to compare.
+    if tail:
+        assert got.min() > 0
+
+
+@pytest.mark.parametrize("forward", [True, False])
+def test_a_teacher_that_tells_of_the_whole_vocabulary_gives_the_divergence_of_whole_distributions(
+    forward: bool,
+) -> None:
+    rng = np.random.default_rng(7)
+    ours, theirs = 2 * rng.normal(size=(COUNT, 11)), 2 * rng.normal(size=(COUNT, 11))
+    gradients, values = [], []
+    for tail in (False, True, None):
+        logits = torch.tensor(ours, requires_grad=True)
+        other = torch.tensor(theirs)
+        if tail is not None:
+            got = teacher_divergence(logits, top_of(theirs, 11, forward=forward, tail=tail))
+        else:
+            got = full_divergence(other, logits) if forward else full_divergence(logits, other)
+        got.sum().backward()
+        assert logits.grad is not None
+        gradients.append(logits.grad)
+        values.append(got.detach())
+    for value, gradient in zip(values[:2], gradients[:2], strict=True):
+        torch.testing.assert_close(value, values[2], atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(gradient, gradients[2], atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("policy", ["sure of the same", "sure of another", "undecided"])
+@pytest.mark.parametrize("tail", [True, False])
+@pytest.mark.parametrize("forward", [True, False])
+def test_a_teacher_that_is_sure_to_the_last_digit_gives_finite_values_and_gradients(
+    forward: bool, tail: bool, policy: str
+) -> None:
+    theirs = torch.tensor([[90.0, 0.0, -5.0, 1.0, -3000.0, 2.0]])
+    ours = {
+        "sure of the same": theirs.clone(),
+        "sure of another": theirs.roll(3, -1),
+        "undecided": torch.zeros_like(theirs),
+    }[policy].requires_grad_()
+    top = theirs.log_softmax(-1).topk(2, dim=-1)
+    assert top.values.exp().sum() == 1  # Nothing is left for the others.
+    got = teacher_divergence(ours, TeacherTop(top.indices, top.values, forward, tail))
+    got.sum().backward()
+    assert ours.grad is not None and ours.dtype == torch.float32
+    assert torch.isfinite(got).all() and torch.isfinite(ours.grad).all()
+    if policy == "sure of the same":
+        # Up to what float32 can tell of a probability of nothing.
+        assert abs(got.item()) < 1e-4
+    elif policy == "sure of another" and (tail or forward):
+        assert got.item() > 10
+        # The likelier the teacher's token becomes, the smaller it is.
+        assert (ours.grad[0, 0] < 0) or not forward
 
 
 @pytest.mark.parametrize(("estimator", "distance"), [("k1", "none"), ("k2", "of ours"), ("k3", "of theirs")])

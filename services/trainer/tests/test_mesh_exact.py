@@ -68,6 +68,14 @@ OBJECTIVES = {
     "kimi": ObjectiveSettings("kimi", {"tau": 0.1}, kl_estimator="abs"),
     "value": ObjectiveSettings("value", {"clip": 0.5}),
     "reward": ObjectiveSettings("reward"),
+    "teacher": ObjectiveSettings(
+        "ppo",
+        CLIP | {"dual_clip": None},
+        0.7,
+        kl_estimator="k3",
+        teacher_divergence="forward",
+        teacher_tail=True,
+    ),
     "full": ObjectiveSettings("ppo", CLIP | {"dual_clip": None}, kl_estimator="full", keeps_reference=True),
 }
 
@@ -107,6 +115,7 @@ FOUR = [
     Case(2, 2, packed=True, objective="reward"),
     Case(2, 2, packed=True, recompute=True, objective="full"),
     Case(2, 2, lora=True),
+    Case(2, 2, packed=True, recompute=True, objective="teacher"),
 ]
 TWO = [
     Case(),
@@ -116,6 +125,7 @@ TWO = [
     Case(2, lora=True),
     Case(1, 2, lora=True, packed=True, objective="sft"),
     Case(1, 2, objective="kimi", packed=True, recompute=True, compiled=True),
+    Case(2, lora=True, objective="teacher"),
 ]
 HEADS = {"value": ValueModel, "reward": RewardModel}
 """What the model is where it is no policy."""
@@ -153,6 +163,8 @@ def work(lengths: tuple[int, ...]) -> Sequences:
     def numbers(mean: float, spread: float) -> Any:
         return rng.normal(mean, spread, total).astype(np.float32)
 
+    teacher = torch.randn(total, VOCABULARY, generator=torch.Generator().manual_seed(4))
+    top = teacher.log_softmax(-1).topk(5, dim=-1)
     return Sequences(
         rng.integers(0, VOCABULARY, int(counts.sum())).astype(np.int32),
         counts,
@@ -167,6 +179,9 @@ def work(lengths: tuple[int, ...]) -> Sequences:
             "old_values": numbers(0.0, 1.0),
             "answer_tokens": np.full(total, 2, np.float32),
             "kl_weights": np.full(total, 0.1 / total, np.float32),
+            "teacher_weights": np.full(total, 0.5 / total, np.float32),
+            "teacher_top_ids": top.indices.int().numpy(),
+            "teacher_top_logprobs": top.values.numpy(),
             "sequences": np.repeat(
                 np.arange(len(counts)), np.diff(np.searchsorted(scored, [0, *ends]))
             ).astype(np.float32),

@@ -78,6 +78,86 @@ def test_an_advantage_without_what_it_is_made_of_is_refused(
         front_of(advantage, parameters).sequences(batch_with(*columns), 0)
 
 
+TAUGHT = session_pb2.Teacher(
+    top_k=3, divergence=session_pb2.TEACHER_DIVERGENCE_FORWARD, coefficient=0.5, tail=True
+)
+
+
+def taught_group(k: int) -> pb.TrainGroup:
+    """Tokens 0 to k - 1 in every place, each half as likely as the one before."""
+    group = group_with("logprobs")
+    for sample in group.samples:
+        ids = np.tile(np.arange(k, dtype=np.int32), (COUNT, 1))
+        sample.teacher_top_token_ids.CopyFrom(to_tensor(ids))
+        sample.teacher_top_logprobs.CopyFrom(to_tensor(np.log(0.5 ** (ids + 1)).astype(np.float32)))
+    return group
+
+
+def test_samples_without_the_likeliest_tokens_of_a_teacher_or_with_too_many_are_refused() -> None:
+    front = front_of("grpo", {"baseline": "group", "normalize_std": True}, teacher=TAUGHT)
+    with pytest.raises(InvalidRequest, match=r"sample 'g/0'.*`teacher_top_token_ids` is empty"):
+        front.sequences(batch_with("logprobs"), 0)
+    many = UpdateBatch.read([taught_group(4)], ModelLimits(9, 0), Version(0, 0))
+    with pytest.raises(InvalidRequest, match=r"has 4 tokens at each.*algorithm\.teacher\.top_k is 3"):
+        front.sequences(many, 0)
+
+
+def test_likeliest_tokens_reach_the_ranks_as_they_came_with_the_weights_of_the_update() -> None:
+    batch = UpdateBatch.read([taught_group(3)], ModelLimits(9, 0), Version(0, 0))
+    front = front_of("grpo", {"baseline": "group", "normalize_std": True}, teacher=TAUGHT)
+    sequences, metrics = front.sequences(batch, 0)
+    columns = sequences.columns
+    assert columns["teacher_top_ids"].dtype == np.int32
+    np.testing.assert_array_equal(columns["teacher_top_ids"], batch.teacher_top_token_ids)
+    np.testing.assert_array_equal(columns["teacher_top_logprobs"], batch.teacher_top_logprobs)
+    np.testing.assert_allclose(columns["teacher_weights"], 0.5 * columns["weights"])
+    assert metrics["teacher/mass"] == pytest.approx(0.875)
+
+
+def table(array: Any, dtype: Any = np.float32) -> Any:
+    return to_tensor(np.array(array, dtype))
+
+
+@pytest.mark.parametrize(
+    ("field", "tensor", "said"),
+    [
+        ("teacher_top_logprobs", table([]), "`teacher_top_logprobs` is empty"),
+        ("teacher_top_token_ids", table([], np.int32), "`teacher_top_token_ids` is empty"),
+        ("teacher_top_logprobs", table([[-1.0, -2.0]] * 4), r"is float32\[4, 2\], not numbers \[5, k\]"),
+        ("teacher_top_logprobs", table([-1.0] * 5), r"is float32\[5\], not numbers \[5, k\]"),
+        ("teacher_top_token_ids", table([[0.0, 1.0]] * 5), r"is float32\[5, 2\], not token ids \[5, k\]"),
+        ("teacher_top_token_ids", table([[0, 1, 2]] * 5, np.int32), "has 3 tokens at each.*and `.*` 2"),
+        (
+            "teacher_top_token_ids",
+            table([[0, 9]] * 5, np.int32),
+            "a token that the model does not have.*0 to 8",
+        ),
+        ("teacher_top_token_ids", table([[0, -1]] * 5, np.int32), "a token that the model does not have"),
+        ("teacher_top_token_ids", table([[3, 3]] * 5, np.int32), "names a token twice"),
+        ("teacher_top_logprobs", table([[-1.0, np.nan]] * 5), "`teacher_top_logprobs`.*is not finite"),
+        ("teacher_top_logprobs", table([[-np.inf, -1.0]] * 5), "`teacher_top_logprobs`.*is not finite"),
+        ("teacher_top_logprobs", table([[-1.0, 0.5]] * 5), "holds 0.5, and no logarithm of a probability"),
+        ("teacher_top_logprobs", table([[-0.1, -0.1]] * 5), "a probability of 1.80967 together"),
+    ],
+)
+def test_likeliest_tokens_that_cannot_be_are_refused_by_sample_and_field(
+    field: str, tensor: Any, said: str
+) -> None:
+    group = taught_group(2)
+    getattr(group.samples[1], field).CopyFrom(tensor)
+    with pytest.raises(InvalidRequest, match=f"{said}.*") as caught:
+        UpdateBatch.read([group], ModelLimits(9, 0), Version(0, 0))
+    assert "sample 'g/1'" in str(caught.value) and field in str(caught.value)
+
+
+def test_every_position_of_an_update_comes_with_as_many_likeliest_tokens() -> None:
+    group = taught_group(2)
+    for field in ("teacher_top_token_ids", "teacher_top_logprobs"):
+        getattr(group.samples[1], field).CopyFrom(getattr(taught_group(3).samples[1], field))
+    with pytest.raises(InvalidRequest, match=r"has 3 tokens at each.*sample 'g/1'.*first sample.*has 2"):
+        UpdateBatch.read([group], ModelLimits(9, 0), Version(0, 0))
+
+
 @pytest.mark.parametrize(("limit", "greedy"), [(None, 0.75), (0.5, 0.5)])
 def test_remax_is_what_a_sample_earns_beyond_the_greedy_reward_on_the_wire(
     limit: float | None, greedy: float

@@ -21,6 +21,7 @@ from flotilla_core.errors import FlotillaError, InvalidRequest, NotFinite, NotFo
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
 from flotilla_trainer.losses.divergence import full_divergence
+from flotilla_trainer.losses.teacher_divergence import teacher_divergence
 from flotilla_trainer.objective.settings import check_objective, objective_settings
 from flotilla_trainer.objective.update_objective import UpdateObjective
 from flotilla_trainer.packing import Layout, pack
@@ -30,8 +31,7 @@ from flotilla_trainer.sequence_tokens import ModelLimits
 from flotilla_trainer.update_batch import UpdateBatch
 
 VOCABULARY = 13
-TOLERANCE = 1e-5
-LIMIT = 24
+TOLERANCE, LIMIT = 1e-5, 24
 VERSION = Version(0, 3)
 REFERENCE_TABLE = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(2))
 AGGREGATIONS = {
@@ -57,6 +57,7 @@ EVERYTHING = {
         "estimator": session_pb2.KL_ESTIMATOR_K3,
         "coefficient": 0.1,
     },
+    "teacher": {"top_k": 4, "divergence": session_pb2.TEACHER_DIVERGENCE_REVERSE, "coefficient": 0.3},
     "entropy_coefficient": 0.01,
 }
 
@@ -101,6 +102,7 @@ def objective_of(preset: str, **changes: Any) -> session_pb2.Objective:
 def make_groups(sizes: list[int], seed: int = 0) -> list[pb.TrainGroup]:
     """Unequal lengths, masks, versions and some groups of equal rewards."""
     rng, extra = np.random.default_rng(seed), np.random.default_rng(seed + 1)
+    top = REFERENCE_TABLE.log_softmax(-1).topk(4, dim=-1)
     groups = []
     for index, size in enumerate(sizes):
         prompt = rng.integers(0, VOCABULARY, rng.integers(1, 6)).astype(np.int32)
@@ -120,6 +122,8 @@ def make_groups(sizes: list[int], seed: int = 0) -> list[pb.TrainGroup]:
             sample.greedy_reward = 0.25 * (index % 3)
             if number == 1:
                 sample.mask.CopyFrom(to_tensor(np.arange(len(response)) % 3 > 0))
+            sample.teacher_top_token_ids.CopyFrom(to_tensor(top.indices[response].int().numpy()))
+            sample.teacher_top_logprobs.CopyFrom(to_tensor(top.values[response].numpy()))
             span = sample.version_spans.add(start=0, end=len(response) // 2)
             span.version.CopyFrom(Version(0, 2).to_proto())
         groups.append(group)
@@ -163,6 +167,8 @@ def result(
             distribution = torch.log_softmax(table[before], -1)
             logprobs = distribution.gather(-1, torch.from_numpy(micro.targets)[:, None].long())[:, 0]
             columns["divergence"] = full_divergence(table[before], REFERENCE_TABLE[before])
+            if (teacher := rank.teacher(columns)) is not None:
+                columns["teacher_divergence"] = teacher_divergence(table[before], teacher)
             terms = rank(logprobs, -(distribution.exp() * distribution).sum(-1), columns)
             (terms.loss * 0.0 if micro.idle else terms.loss).backward()
             if not micro.idle:
@@ -201,7 +207,7 @@ def test_corrections_divergence_and_entropy_do_not_depend_on_the_layout_either(
     objective.policy.kl.estimator = estimator
     groups = make_groups([4, 3, 5, 2, 3])
     whole = result(objective, groups)
-    assert 0 < whole[2]["correction/left_out"] < 1
+    assert 0 < whole[2]["correction/left_out"] < 1 and "teacher/divergence" in whole[2]
     for ranks, budget, packed in LAYOUTS:
         assert_same(result(objective, groups, budget=budget, ranks=ranks, packed=packed), whole)
     assert_same(result(objective, reordered(groups), budget=37, ranks=3), whole)

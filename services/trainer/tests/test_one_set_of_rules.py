@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_core.config import PolicyConfig
+from flotilla_core.config.teacher import TeacherConfig
 from flotilla_core.errors import InvalidRequest
 from flotilla_trainer.objective.call_objective import call_objective
 from flotilla_trainer.objective.policy_config import policy_config
@@ -88,6 +89,45 @@ def test_a_session_refuses_what_a_run_refuses(case: str) -> None:
         check_objective(on_the_wire(algorithm))
     for key in keys:
         assert key in str(refused.value)
+
+
+def taught(**section: Any) -> pb.Objective:
+    objective = on_the_wire({})
+    asked = {"top_k": 4, "coefficient": 1.0, "divergence": pb.TEACHER_DIVERGENCE_FORWARD, "tail": True}
+    objective.policy.teacher.CopyFrom(pb.Teacher(**asked | section))
+    return objective
+
+
+def test_a_session_whose_policy_learns_from_a_teacher_reads_as_the_section_of_a_run() -> None:
+    assert policy_config(taught(tail=False).policy, "here").teacher == TeacherConfig(top_k=4, tail=False)
+
+
+@pytest.mark.parametrize(
+    ("section", "field"),
+    [
+        ({"top_k": 0}, "teacher.top_k"),
+        ({"top_k": 1025}, "teacher.top_k"),
+        ({"coefficient": 0.0}, "teacher.coefficient"),
+        ({"coefficient": float("nan")}, "teacher.coefficient"),
+        ({"divergence": pb.TEACHER_DIVERGENCE_UNSPECIFIED}, "teacher.divergence"),
+        ({"divergence": 7}, "teacher.divergence"),
+    ],
+)
+def test_a_session_that_says_half_of_a_teacher_is_refused_by_the_field(
+    section: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=field.replace(".", r"\.")):
+        check_objective(taught(**section))
+
+
+def test_a_session_learns_from_the_teacher_alone_where_a_run_may() -> None:
+    alone, nothing = taught(), on_the_wire({})
+    for objective in (alone, nothing):
+        objective.policy.advantage.function.name = "distill"
+        objective.policy.advantage.function.parameters["coefficient"] = 0.0
+    check_objective(alone)
+    with pytest.raises(InvalidRequest, match=r"advantage\.coefficient is 0.*`teacher: \{\}`"):
+        check_objective(nothing)
 
 
 def test_a_call_whose_loss_does_not_go_with_its_session_is_refused() -> None:

@@ -222,6 +222,59 @@ async def test_the_divergence_over_the_vocabulary_equals_plain_torch_in_any_chun
     assert_equal(gradients, wanted)
 
 
+@pytest.mark.parametrize(
+    ("packing", "tail"), [(session_pb2.PACKING_OFF, False), (session_pb2.PACKING_ON, True)]
+)
+async def test_what_a_teacher_finds_likeliest_pulls_as_plain_torch_says(
+    trainer: Any, groups_of: MakeGroups, policy_of: Policy, tmp_path: Path, packing: int, tail: bool
+) -> None:
+    groups, top_k, coefficient = groups_of(SIZES), 6, 0.7
+    asked = session_pb2.Teacher(
+        top_k=top_k,
+        divergence=session_pb2.TEACHER_DIVERGENCE_FORWARD if tail else session_pb2.TEACHER_DIVERGENCE_REVERSE,
+        coefficient=coefficient,
+        tail=tail,
+    )
+    cut = {"tokens_per_microbatch": 40, "logprob_chunk_tokens": 7, "packing": packing}
+    await trainer.open(policy_of(teacher=asked), learning_rate=1e-2, **cut)
+    samples = {sample.sample_id: sample for group in groups for sample in group.samples}
+    # The model teaches itself of a step later.
+    for item in (await trainer.logprobs(groups, temperature=TEMPERATURE, top_k=top_k)).sequences:
+        samples[item.sequence_id].teacher_top_token_ids.CopyFrom(item.top_token_ids)
+        samples[item.sequence_id].teacher_top_logprobs.CopyFrom(item.top_logprobs)
+    first = await trainer.train(0, groups)
+    assert not first.skipped and 0 < first.metrics["teacher/mass"] < 1
+    assert first.metrics["teacher/divergence"] == pytest.approx(0, abs=1e-5)
+    now = await trainer.export(tmp_path / "now", 1)
+    loss, gradients, metrics = await on_ranks(trainer, groups)
+    policy, rows, distances = plain_model(now), [], []
+    for group in groups:
+        prompt = from_tensor(group.prompt_token_ids)
+        rewards = np.array([sample.reward for sample in group.samples])
+        for sample in group.samples:
+            response, own = from_tensor(sample.token_ids), trained_tokens(sample)
+            scores = distribution(policy, prompt, response, TEMPERATURE)
+            ids = torch.from_numpy(from_tensor(sample.teacher_top_token_ids).astype(np.int64))
+            q = torch.from_numpy(from_tensor(sample.teacher_top_logprobs).astype(np.float64)).exp()
+            p = scores.exp().gather(-1, ids)
+            if tail:
+                p = torch.cat([p, 1 - p.sum(-1, keepdim=True)], -1)
+                q = torch.cat([q, 1 - q.sum(-1, keepdim=True)], -1)
+            distance = (q * (q / p).log() if tail else p * (p / q).log()).sum(-1)
+            advantage = (sample.reward - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+            new = of_tokens(scores, response)
+            ratio = (new - torch.from_numpy(from_tensor(sample.logprobs).astype(np.float64))).exp()
+            plain = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+            rows.append((plain + coefficient * distance)[own])
+            distances.append(distance[own])
+    total = torch.cat(rows).mean()
+    total.backward()
+    assert loss == pytest.approx(total.item(), rel=TOLERANCE, abs=TOLERANCE)
+    assert metrics["teacher/divergence"] == pytest.approx(torch.cat(distances).mean().item(), rel=1e-4)
+    assert abs(metrics["teacher/divergence"]) > 1e-4
+    assert_equal(gradients, {name: p.grad for name, p in policy.named_parameters() if p.grad is not None})
+
+
 async def test_weights_are_normalised_by_the_mean_that_the_ranks_find(
     trainer: Any, groups_of: MakeGroups, policy_of: Policy
 ) -> None:

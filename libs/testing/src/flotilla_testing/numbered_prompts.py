@@ -23,14 +23,7 @@ class NumberedPrompts:
         """One that was drawn before."""
         tokens = np.array([index], dtype=np.int32)
         return SimpleNamespace(
-            epoch=epoch,
-            index=index,
-            prompt_text="",
-            token_ids=tokens,
-            answer="",
-            info={},
-            data_set="",
-            teacher="",
+            epoch=epoch, index=index, prompt_text="", token_ids=tokens, answer="", info={}, data_set=""
         )
 
     @property

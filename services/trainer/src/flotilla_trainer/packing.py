@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,8 +49,8 @@ class Sequences:
     lengths: Ints
     scored: Ints
     """Places within `tokens`, ascending; never the first token of a sequence, which nothing predicts."""
-    columns: dict[str, NDArray[np.float32]] = field(default_factory=dict)
-    """Numbers that belong to the scored tokens, for example advantages."""
+    columns: dict[str, NDArray[Any]] = field(default_factory=dict)
+    """What belongs to the scored tokens, one row a token: numbers, for example advantages, and ids of other tokens."""
 
     @property
     def starts(self) -> Ints:
@@ -78,7 +79,7 @@ class MicroBatch:
     positions: Ints
     """Places in the flattened rows whose hidden states predict the scored tokens."""
     targets: NDArray[np.int32]
-    columns: dict[str, NDArray[np.float32]]
+    columns: dict[str, NDArray[Any]]
     places: Ints
     """Index of each scored token within the update."""
     packed_lengths: Ints
@@ -171,7 +172,9 @@ def _idle(sequences: Sequences, packed: bool) -> MicroBatch:
         tokens=tokens,
         positions=np.zeros(1, np.int64),
         targets=np.zeros(1, np.int32),
-        columns={name: np.zeros(1, np.float32) for name in sequences.columns},
+        columns={
+            name: np.zeros((1, *column.shape[1:]), column.dtype) for name, column in sequences.columns.items()
+        },
         places=NOTHING,
         packed_lengths=np.array([tokens.size]) if packed else NOTHING,
         sequence_tokens=0,

@@ -18,6 +18,7 @@ from flotilla_core.errors import Cancelled, InvalidRequest
 from flotilla_core.version import Version
 from flotilla_trainer.once import Once
 from flotilla_trainer.session_holder import SessionHolder
+from flotilla_trainer.train_stream import read_groups, read_header
 
 KEPT_REPLIES = 256
 
@@ -45,12 +46,12 @@ class TrainerServicer(TrainerServiceServicer):
         )
 
     async def Train(self, requests: AsyncIterator[pb.TrainRequest], context: Any) -> pb.TrainResponse:
-        header = await _header(requests)
+        header = await read_header(requests)
         session = self._holder.learner(header.run_id)
         if (done := session.updates.finished(header.update_id)) is not None:
             return pb.TrainResponse(result=done)
         session.check_version(Version.from_proto(header.policy_version), f"update {header.update_id}")
-        groups = [group async for request in requests for group in _chunk(request).groups]
+        groups = await read_groups(requests)
         if len(groups) != header.groups:
             raise InvalidRequest(
                 f"the stream held {len(groups)} groups, its header announced {header.groups}",
@@ -143,17 +144,3 @@ class TrainerServicer(TrainerServiceServicer):
     async def _once(self, kind: str, request: Any, act: Callable[[], Awaitable[T]]) -> T:
         reply: T = await self._replies.run(f"{kind} {request.request_id or ids.new_request_id()}", act)
         return reply
-
-
-async def _header(requests: AsyncIterator[pb.TrainRequest]) -> pb.TrainHeader:
-    async for request in requests:
-        if request.WhichOneof("part") == "header" and request.header.update_id:
-            return request.header
-        break
-    raise InvalidRequest("an update starts with a header that names it", where="Train")
-
-
-def _chunk(request: pb.TrainRequest) -> pb.TrainChunk:
-    if request.WhichOneof("part") != "chunk":
-        raise InvalidRequest("after the header come chunks of groups", where="Train")
-    return request.chunk

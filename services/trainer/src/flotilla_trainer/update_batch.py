@@ -33,6 +33,7 @@ from flotilla_trainer.sequence_tokens import (
     sample_place,
     token_ids,
 )
+from flotilla_trainer.teacher_tokens import teacher_tokens
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,10 @@ class UpdateBatch:
     """One a sample: whether it was cut off at a length limit."""
     reference_logprobs: NDArray[np.float32] | None
     teacher_logprobs: NDArray[np.float32] | None
+    teacher_top_token_ids: NDArray[np.int32] | None
+    """[response tokens, k]: those that the teacher finds likeliest."""
+    teacher_top_logprobs: NDArray[np.float32] | None
+    """[response tokens, k]."""
     score_squares: NDArray[np.float64] | None
     """One a response token, where the ranks were asked: 1 - 2 p + the sum of all p^2 under the policy as it is."""
     staleness: NDArray[np.int64]
@@ -94,6 +99,7 @@ class UpdateBatch:
             [prompts[index] for index in prompt_of], responses, ids, limits
         )
         staleness, fresh = ages(samples, lengths, version)
+        top_ids, top_logprobs = teacher_tokens(samples, lengths, limits.vocabulary)
         batch = cls(
             sample_ids=ids,
             group_sizes=sizes,
@@ -111,6 +117,8 @@ class UpdateBatch:
             truncated=np.array([sample.truncated for sample in samples]),
             reference_logprobs=numbers("reference_logprobs", samples, lengths),
             teacher_logprobs=numbers("teacher_logprobs", samples, lengths),
+            teacher_top_token_ids=top_ids,
+            teacher_top_logprobs=top_logprobs,
             score_squares=None,
             staleness=staleness,
             fresh=fresh,
@@ -120,13 +128,17 @@ class UpdateBatch:
         return batch
 
     def sequences(self, columns: dict[str, NDArray[Any]] | None = None) -> Sequences:
-        """What the ranks need; `columns` cover all response tokens and are cut down to those that are trained."""
+        """What the ranks need; `columns` cover all response tokens and are cut down to those that are trained.
+
+        Numbers become float32; ids of tokens, which are int32 from the wire on, stay what they are.
+        """
         return Sequences(
             tokens=self.tokens,
             lengths=self.prompt_lengths + self.response_lengths,
             scored=response_places(self.prompt_lengths, self.response_lengths)[self.trained],
             columns={
-                name: column[self.trained].astype(np.float32) for name, column in (columns or {}).items()
+                name: column[self.trained].astype(np.int32 if column.dtype == np.int32 else np.float32)
+                for name, column in (columns or {}).items()
             },
         )
 

@@ -377,8 +377,8 @@ class DistillAdvantage(AskedTeachers, AdvantageConfig):
     """How much more likely a teacher finds each token than the policy that drew it."""
 
     type: Literal["distill"] = "distill"
-    coefficient: float = Field(default=1.0, gt=0, le=1000)
-    """Factor of the teacher's log-probability less the rollout's."""
+    coefficient: float = Field(default=1.0, ge=0, le=1000)
+    """Factor of the teacher's log-probability less the rollout's; 0 beside `algorithm.teacher` alone."""
     reward_weight: float = Field(default=0.0, ge=0, le=1000)
     """Factor of the advantage by reward within the group, which is added; 0: rewards may be empty."""
 

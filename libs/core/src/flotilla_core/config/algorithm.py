@@ -13,6 +13,7 @@ from flotilla_core.config.model import ConfigModel
 from flotilla_core.config.preferences import DpoConfig, RewardModelConfig
 from flotilla_core.config.presets import PRESETS, with_preset
 from flotilla_core.config.sample_weights import SampleWeightsConfig
+from flotilla_core.config.teacher import TeacherConfig
 from flotilla_core.config.teachers import AskedTeachers
 from flotilla_core.roles import CRITIC, REFERENCE
 
@@ -237,6 +238,8 @@ class PolicyConfig(ConfigModel):
     """How much each sample counts."""
     kl: KlConfig = KlConfig()
     """Distance from the first policy."""
+    teacher: TeacherConfig | None = None
+    """Distance from a teacher over its likeliest tokens (stack: teacher)."""
     correction: CorrectionConfig = CorrectionConfig()
     """Distance from the policy that sampled."""
     critic: CriticConfig | None = None
@@ -255,7 +258,7 @@ class PolicyConfig(ConfigModel):
     @property
     def asked_teachers(self) -> AskedTeachers | None:
         """The section that says which teachers score the samples; None where none does."""
-        return self.advantage if isinstance(self.advantage, DistillAdvantage) else None
+        return self.advantage if isinstance(self.advantage, DistillAdvantage) else self.teacher
 
     @property
     def teachers_needed(self) -> list[str]:
@@ -355,6 +358,50 @@ class PolicyConfig(ConfigModel):
             raise ValueError(
                 f"{_keys('loss', idle)} acts on negative advantages alone, and advantage.type grpo_passk has none: "
                 "leave it out, or set advantage.whiten"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_one_teacher_for_each_sample(self) -> PolicyConfig:
+        """Refuse likeliest tokens of several teachers, which differ, and teachers that are named twice."""
+        asked, named = self.asked_teachers, self.teacher
+        if named is None or asked is None:
+            return self
+        if asked is not named and (named.teachers or named.teacher_field is not None):
+            raise ValueError(
+                "teacher.teachers and teacher.teacher_field are not for advantage.type distill, which says itself who "
+                "is asked: write advantage.teachers and advantage.teacher_field instead"
+            )
+        if asked.averages_teachers:
+            raise ValueError(
+                f"teacher compares with what one teacher finds likeliest, and {asked.asked_by}.teachers names "
+                f"{len(asked.teachers)} for every sample: set {asked.asked_by}.teacher_field, or name one teacher"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _learns_something_from_the_teacher(self) -> PolicyConfig:
+        """Refuse advantages that are all zero where nothing else teaches, and what would act on them alone."""
+        advantage, correction = self.advantage, self.correction
+        if not isinstance(advantage, DistillAdvantage) or advantage.coefficient:
+            return self
+        if self.teacher is None:
+            raise ValueError(
+                "advantage.coefficient is 0, so that advantage.type distill asks a teacher and learns nothing from it: "
+                "set it above 0, or write `teacher: {}` to learn from the tokens that the teacher finds likeliest"
+            )
+        acting = {
+            "advantage.clip": advantage.clip is not None,
+            "correction.importance": correction.importance != "none",
+            "correction.rejection": bool(correction.rejection),
+            "correction.sequence_low": correction.sequence_low is not None,
+            "correction.sequence_high": correction.sequence_high is not None,
+        }
+        idle = " and ".join(key for key, is_set in acting.items() if is_set)
+        if idle and not advantage.reward_weight:
+            raise ValueError(
+                f"{idle} acts on advantages, and all are 0 while advantage.coefficient and advantage.reward_weight "
+                "are: leave it out, or set one of both above 0"
             )
         return self
 

@@ -22,6 +22,7 @@ from flotilla_core.config.optimizer import OptimizerConfig
 from flotilla_core.config.preferences import DpoConfig, RewardModelConfig
 from flotilla_core.config.reward import RewardTermConfig
 from flotilla_core.config.rollout import RolloutConfig
+from flotilla_core.config.teacher import MOST_SAMPLE_BYTES
 from flotilla_core.config.weights import WeightSyncConfig
 
 
@@ -130,6 +131,18 @@ class RunConfig(ConfigModel):
             raise ValueError(
                 f"loop is client, which asks no {' and no '.join(asked)}: "
                 "send advantages of your own, or leave the steps to the coordinator"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sends_each_sample_in_one_message(self) -> RunConfig:
+        teacher = self.algorithm.teacher if isinstance(self.algorithm, PolicyConfig) else None
+        longest = self.rollout.sampling.max_response_tokens
+        if teacher is not None and teacher.bytes_per_token * longest > MOST_SAMPLE_BYTES:
+            limit = MOST_SAMPLE_BYTES // teacher.bytes_per_token
+            raise ValueError(
+                f"algorithm.teacher.top_k is {teacher.top_k}, and with it one message holds a sample of at most "
+                f"{limit:,} tokens, but rollout.sampling.max_response_tokens is {longest:,}: lower one of them"
             )
         return self
 

@@ -236,7 +236,7 @@ class StackConfig(ConfigModel):
     reference: GangConfig = GangConfig()
     """Holds the first policy of runs with algorithm.kl.reference: service."""
     teacher: GangConfig = GangConfig()
-    """Holds the model that runs with algorithm.advantage.type: distill learn from."""
+    """Holds the model that runs with algorithm.advantage.type: distill or algorithm.teacher learn from."""
     teachers: dict[TeacherName, GangConfig] = Field(default={}, max_length=MOST_TEACHERS)
     """Teachers with names, for runs that learn from several or choose one: a section as `teacher` for each name."""
     reward: RewardServiceConfig = RewardServiceConfig()

@@ -1,8 +1,13 @@
-"""How far a policy is from the reference: Schulman's estimators on sampled tokens, or the divergence itself."""
+"""How far a policy is from the reference: Schulman's estimators on sampled tokens, or the divergence itself.
+
+From a teacher: over the tokens that it finds likeliest.
+"""
 
 from __future__ import annotations
 
 import torch
+
+from flotilla_core.config.teacher import TeacherConfig
 
 
 def estimated(estimator: str, logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
@@ -21,6 +26,21 @@ def whole(logits: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """One a token: the expectation under p of log p - log q."""
     p, q = torch.softmax(logits, dim=-1), torch.softmax(reference, dim=-1)
     return (p * (torch.log(p) - torch.log(q))).sum(-1)
+
+
+def from_teacher(
+    section: TeacherConfig, logits: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor
+) -> torch.Tensor:
+    """One a token, over the first `top_k` of the ids, which a teacher q finds likeliest and which name every token."""
+    p = torch.softmax(logits, dim=-1).gather(-1, ids)
+    q = torch.exp(logprobs)
+    named = min(section.top_k, logits.shape[-1])
+    outcomes = [(p[:, place], q[:, place]) for place in range(named)]
+    if section.tail and named < logits.shape[-1]:
+        outcomes.append((p[:, named:].sum(-1), 1 - q[:, :named].sum(-1)))
+    if section.divergence == "forward":
+        return torch.stack([theirs * torch.log(theirs / ours) for ours, theirs in outcomes]).sum(0)
+    return torch.stack([ours * torch.log(ours / theirs) for ours, theirs in outcomes]).sum(0)
 
 
 def adapted(

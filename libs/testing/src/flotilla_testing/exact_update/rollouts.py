@@ -37,6 +37,10 @@ class Rollouts:
     """The same of each teacher with a name."""
     teacher_of_group: npt.NDArray[np.str_]
     """The name of the teacher that each prompt is for."""
+    teacher_ids: Ints
+    """[tokens, vocabulary], the likeliest first."""
+    teacher_id_logprobs: Floats
+    """[tokens, vocabulary], of these."""
     values: Floats
     """What the critic expected before each token."""
     values_after: Floats
@@ -110,6 +114,8 @@ class Rollouts:
             teacher_logprobs=self.teacher_logprobs[tokens],
             named_teachers={name: said[tokens] for name, said in self.named_teachers.items()},
             teacher_of_group=self.teacher_of_group[groups],
+            teacher_ids=self.teacher_ids[tokens],
+            teacher_id_logprobs=self.teacher_id_logprobs[tokens],
             values=self.values[tokens],
             values_after=self.values_after[chosen],
             truncated=self.truncated[chosen],

@@ -73,8 +73,8 @@ class Gangs:
         gang = await self._gang(role, tokenizer)
         start = config.initial_weights if role == REFERENCE and self._stack.reference.model is None else None
         spec = frozen_spec(config, FROZEN_ROLES[kind_of_role(role)], str(start or ""))
-        temperature = config.rollout.sampling.temperature
-        return FrozenRole(self._run_id, spec, gang, self._ledger.run_ids, self._lineage, temperature)
+        temperature, top_k = config.rollout.sampling.temperature, _top_k(config, role)
+        return FrozenRole(self._run_id, spec, gang, self._ledger.run_ids, self._lineage, temperature, top_k)
 
     async def _gang(self, role: str, tokenizer: Tokenizer) -> Gang:
         section = gang_of(self._stack, role)
@@ -82,6 +82,12 @@ class Gangs:
         require_same_tokenizer(replica, tokenizer, model_of(self._stack, role))
         longest_s = self._stack.longest_command_s(section)
         return Gang(role, replica.stub, replica.instance_id, longest_s, replica.name)
+
+
+def _top_k(config: RunConfig, role: str) -> int:
+    """Tokens that a gang is asked for in each place beside the sampled one."""
+    teacher = config.algorithm.teacher if isinstance(config.algorithm, PolicyConfig) else None
+    return teacher.top_k if teacher is not None and kind_of_role(role) == TEACHER else 0
 
 
 def _judges(config: RunConfig, frozen: list[FrozenRole]) -> dict[str, Judge]:

@@ -1,11 +1,13 @@
 """Groups as messages to a gang, in parts that one message holds.
 
-Invariants: a group is never cut; a part holds at least one; what a sample does not have stays empty in its message.
+Invariants: a sample is never cut, and a group only where one message does not hold it; a part holds at least one of
+them; what a sample does not have stays empty in its message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,19 +17,34 @@ from flotilla_coordinator.rollouts.batch import RolloutGroup
 from flotilla_core.rpc.options import PART_BYTES
 from flotilla_core.tensors import to_tensor
 
+PIECE_BYTES = 16 << 20
+"""What a message holds beside one sample; a sample has up to three times as much (algorithm.teacher)."""
+NO_PROMPT = np.zeros(0, np.int32)
+
 
 def parts(groups: Iterable[RolloutGroup]) -> Iterator[list[RolloutGroup]]:
-    """Whole groups, about two mebibytes at a time."""
+    """Groups, about two mebibytes at a time, those that are too large for one message in pieces."""
     part: list[RolloutGroup] = []
     size = 0
-    for group in groups:
-        part.append(group)
-        size += group.nbytes
+    for piece in (piece for group in groups for piece in _pieces(group)):
+        part.append(piece)
+        size += piece.nbytes
         if size >= PART_BYTES:
             yield part
             part, size = [], 0
     if part:
         yield part
+
+
+def _pieces(group: RolloutGroup) -> Iterator[RolloutGroup]:
+    """The group; where it is large some samples at a time, the first of them alone with the prompt."""
+    piece = replace(group, samples=[])
+    for sample in group.samples:
+        if piece.samples and piece.nbytes + sample.nbytes > PIECE_BYTES:
+            yield piece
+            piece = replace(group, prompt_token_ids=NO_PROMPT, samples=[])
+        piece.samples.append(sample)
+    yield piece
 
 
 def fill(message: pb.TrainGroup, group: RolloutGroup) -> None:
@@ -44,6 +61,8 @@ def fill(message: pb.TrainGroup, group: RolloutGroup) -> None:
             truncated=sample.truncated,
             reference_logprobs=_column(sample.reference_logprobs),
             teacher_logprobs=_column(sample.teacher_logprobs),
+            teacher_top_token_ids=_column(sample.teacher_top_token_ids),
+            teacher_top_logprobs=_column(sample.teacher_top_logprobs),
             reward=sample.reward,
             reward_terms=sample.reward_terms,
             greedy_reward=sample.greedy_reward,
@@ -54,16 +73,21 @@ def fill(message: pb.TrainGroup, group: RolloutGroup) -> None:
         )
 
 
-def scored_parts(groups: Iterable[RolloutGroup]) -> Iterator[list[pb.ScoredSequence]]:
-    """Every sample as a sequence that a gang is to say something of, about two mebibytes at a time.
+def scored_parts(groups: Iterable[RolloutGroup], answer_bytes: int = 4) -> Iterator[list[pb.ScoredSequence]]:
+    """Every sample as a sequence that a gang is to say something of, so many bytes a token.
 
-    Each takes its prompt along, so long prompts with many short answers are far larger here than as groups.
+    About two mebibytes at a time, or fewer, where the answers would be larger than a message. Each takes its prompt
+    along, so long prompts with many short answers are far larger here than as groups.
     """
     part: list[pb.ScoredSequence] = []
-    size = 0
+    size = answers = 0
     for group in groups:
         prompt = to_tensor(group.prompt_token_ids)
         for sample in group.samples:
+            answer = answer_bytes * sample.token_ids.size
+            if part and answers + answer > PIECE_BYTES:
+                yield part
+                part, size, answers = [], 0, 0
             part.append(
                 pb.ScoredSequence(
                     sequence_id=sample.sample_id,
@@ -72,9 +96,10 @@ def scored_parts(groups: Iterable[RolloutGroup]) -> Iterator[list[pb.ScoredSeque
                 )
             )
             size += group.prompt_token_ids.nbytes + sample.token_ids.nbytes
+            answers += answer
             if size >= PART_BYTES:
                 yield part
-                part, size = [], 0
+                part, size, answers = [], 0, 0
     if part:
         yield part
 

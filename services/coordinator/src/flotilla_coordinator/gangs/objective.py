@@ -16,6 +16,7 @@ from flotilla_core.config.advantages import (
 )
 from flotilla_core.config.algorithm import CorrectionConfig, KlConfig
 from flotilla_core.config.sample_weights import SampleWeightsConfig
+from flotilla_core.config.teacher import TeacherConfig
 
 AGGREGATIONS = {
     "token_mean": pb.AGGREGATION_TYPE_TOKEN_MEAN,
@@ -65,6 +66,10 @@ IMPORTANCE = {
     "icepop": pb.IMPORTANCE_ICEPOP,
     "icepop_sequence": pb.IMPORTANCE_ICEPOP_SEQUENCE,
     "segment": pb.IMPORTANCE_SEGMENT,
+}
+TEACHER_DIVERGENCES = {
+    "forward": pb.TEACHER_DIVERGENCE_FORWARD,
+    "reverse": pb.TEACHER_DIVERGENCE_REVERSE,
 }
 MEASURES = {
     "k1": pb.REJECTION_MEASURE_K1,
@@ -125,6 +130,7 @@ def _policy(algorithm: PolicyConfig, temperature: float, max_response_tokens: in
         entropy_coefficient=algorithm.entropy_coefficient,
         shuffle_rewards=algorithm.shuffle_rewards,
         sample_weights=_sample_weights(algorithm.sample_weights),
+        teacher=None if algorithm.teacher is None else _teacher(algorithm.teacher),
     )
 
 
@@ -180,6 +186,15 @@ def _kl(section: KlConfig) -> pb.Kl:
         target=section.target,
         horizon_samples=section.horizon_samples,
         reference_is_sent=section.reference == "service",
+    )
+
+
+def _teacher(section: TeacherConfig) -> pb.Teacher:
+    return pb.Teacher(
+        top_k=section.top_k,
+        divergence=TEACHER_DIVERGENCES[section.divergence],
+        coefficient=section.coefficient,
+        tail=section.tail,
     )
 
 

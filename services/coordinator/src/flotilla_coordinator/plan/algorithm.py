@@ -8,6 +8,7 @@ from typing import Any
 from flotilla_core.config import AlgorithmConfig, DpoConfig, PolicyConfig, RewardModelConfig
 from flotilla_core.config.algorithm import CorrectionConfig, KlConfig, RejectionConfig
 from flotilla_core.config.losses import GspoLoss
+from flotilla_core.config.teacher import TeacherConfig
 
 Line = tuple[str, str, str]
 """Name, value, explanation."""
@@ -55,6 +56,8 @@ def algorithm_lines(algorithm: AlgorithmConfig) -> Iterator[Line]:
     )
     yield from _correction(algorithm.correction)
     yield from _divergence(algorithm.kl)
+    if algorithm.teacher is not None:
+        yield _taught(algorithm.teacher)
 
 
 def algorithm_warnings(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -92,6 +95,18 @@ def _divergence(kl: KlConfig) -> Iterator[Line]:
             f"in the {kl.placement}",
             f"{kl.estimator} from the first policy, coefficient {kl.coefficient:g}{adaptive}",
         )
+
+
+def _taught(teacher: TeacherConfig) -> Line:
+    others = ", all others as one more" if teacher.tail else ""
+    by = "" if teacher.teacher_field is None else f" by {teacher.teacher_field}"
+    asked = f"; asked: {' and '.join(teacher.teachers)}{by}" if teacher.teachers else ""
+    return (
+        "teacher",
+        "in the loss",
+        f"{teacher.divergence} divergence over its {teacher.top_k} likeliest tokens{others}, coefficient "
+        f"{teacher.coefficient:g}{asked}",
+    )
 
 
 def _settings(values: dict[str, Any]) -> str:

@@ -88,4 +88,10 @@ def held_bytes(config: RunConfig, tokens_of_a_step: int) -> int:
     """What they take in the coordinator, at most."""
     samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     of_a_step = tokens_of_a_step * HELD_BYTES_PER_TOKEN + samples * HELD_BYTES_PER_SAMPLE
-    return _steps_at_once(config) * of_a_step
+    return _steps_at_once(config) * of_a_step + tokens_of_a_step * _teacher_bytes(config)
+
+
+def _teacher_bytes(config: RunConfig) -> int:
+    """Of a token of the batch that is trained, which alone has what a teacher finds likeliest."""
+    teacher = config.algorithm.teacher if isinstance(config.algorithm, PolicyConfig) else None
+    return 0 if teacher is None else teacher.bytes_per_token

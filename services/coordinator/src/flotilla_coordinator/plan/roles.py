@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flotilla_core.config import AlgorithmConfig, PolicyConfig, StackConfig
 from flotilla_core.gangs import started
-from flotilla_core.roles import section_of, teacher_name
+from flotilla_core.roles import TEACHER, kind_of_role, section_of, teacher_name
 
 WHY = {
     "critic": "algorithm.critic is set (advantage gae)",
@@ -27,8 +27,10 @@ def role_errors(algorithm: AlgorithmConfig, stack: StackConfig) -> list[str]:
 
 def _why(algorithm: PolicyConfig, role: str) -> str:
     asked, name = algorithm.asked_teachers, teacher_name(role)
-    if asked is None or not name:
+    if asked is None or kind_of_role(role) != TEACHER:
         return WHY[role]
+    if not name:
+        return WHY[role] if asked is algorithm.advantage else f"algorithm.{asked.asked_by} is set"
     return f"algorithm.{asked.asked_by}.teachers names {name}"
 
 

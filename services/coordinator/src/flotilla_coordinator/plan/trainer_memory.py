@@ -29,6 +29,10 @@ MASTER = 4
 MOMENTS = 8
 LOGIT_COPIES = 4
 """Scaled logits, probabilities, their product and a gradient, in float32."""
+TAUGHT_COPIES = {True: 3, False: 1}
+"""The same for a divergence from a teacher, whose tail takes the logits without its tokens."""
+TAUGHT_BYTES = 4 + 8 + 4
+"""An id as it came and as an index, and a log-probability."""
 VISITING_BYTES = 512 << 20
 """Moments that an offloaded optimizer has on the device at one time."""
 
@@ -74,7 +78,9 @@ class TrainerMemory:
             # Weights of two layers, one of them fetched ahead, and of the outer part, whose gradient comes whole.
             gathered=(2 * layer + (2 if adapters is None else 1) * model.outer_parameters) * size,
             activations=tokens * _token_activations(model, size, adapters, batching),
-            logits=0 if config.trains_reward_model else chunk * model.vocabulary_size * 4 * LOGIT_COPIES,
+            logits=0
+            if config.trains_reward_model
+            else chunk * model.vocabulary_size * 4 * LOGIT_COPIES + _taught(model, config, row, chunk),
             reference=(learning * MASTER if _keeps_reference(config.algorithm) else 0)
             + (_compared(model, size, tokens, chunk) if _compares_wholly(config.algorithm) else 0),
         )
@@ -103,6 +109,16 @@ def _compares_wholly(algorithm: AlgorithmConfig) -> bool:
     if not isinstance(algorithm, PolicyConfig) or algorithm.kl.placement == "none":
         return False
     return algorithm.kl.estimator == "full"
+
+
+def _taught(model: ModelFacts, config: RunConfig, tokens: int, chunk: int) -> int:
+    """What a teacher said of a micro-batch, and the logits that are compared with it."""
+    teacher = config.algorithm.teacher if isinstance(config.algorithm, PolicyConfig) else None
+    if teacher is None:
+        return 0
+    named = min(teacher.top_k, model.vocabulary_size)
+    copies = TAUGHT_COPIES[teacher.tail and named < model.vocabulary_size]
+    return tokens * named * TAUGHT_BYTES + chunk * model.vocabulary_size * 4 * copies
 
 
 def _compared(model: ModelFacts, size: int, tokens: int, chunk: int) -> int:

@@ -41,11 +41,22 @@ class RolloutSample:
     reference_logprobs: np.ndarray | None = None
     """Of each token under the first policy, where somebody else than the policy's ranks needs or knows them."""
     teacher_logprobs: np.ndarray | None = None
+    teacher_top_token_ids: np.ndarray | None = None
+    """[tokens, k]: those that the teacher finds likeliest, where the run learns from them."""
+    teacher_top_logprobs: np.ndarray | None = None
+    """[tokens, k]."""
 
     @property
     def nbytes(self) -> int:
         """Its tokens and what comes with them."""
-        columns = (self.logprobs, self.values, self.reference_logprobs, self.teacher_logprobs)
+        columns = (
+            self.logprobs,
+            self.values,
+            self.reference_logprobs,
+            self.teacher_logprobs,
+            self.teacher_top_token_ids,
+            self.teacher_top_logprobs,
+        )
         return self.token_ids.nbytes + sum(column.nbytes for column in columns if column is not None)
 
     def oldest_version(self) -> Version | None:

@@ -66,6 +66,22 @@ def check_reference(batch: UpdateBatch, why: str) -> None:
     _require(batch, "reference_logprobs", f"{why} needs the reference's log-probabilities", next_step)
 
 
+def check_teacher_tokens(batch: UpdateBatch, top_k: int) -> None:
+    """Refuse samples without the tokens that the teacher finds likeliest, or with more of them than were asked for."""
+    next_step = "ask the teacher for them with ComputeLogprobs (top_k)"
+    what = "algorithm.teacher needs the likeliest tokens of the teacher"
+    _require(batch, "teacher_top_token_ids", what, next_step)
+    assert batch.teacher_top_token_ids is not None, "required above"
+    sent = batch.teacher_top_token_ids.shape[1]
+    if sent > top_k:
+        raise InvalidRequest(
+            f"`teacher_top_token_ids` has {sent} tokens at each position",
+            where=sample_place(batch.sample_ids[0]),
+            why=f"algorithm.teacher.top_k is {top_k}",
+            next_step="send the likeliest ones alone",
+        )
+
+
 def _require(batch: UpdateBatch, column: str, what: str, next_step: str = "") -> None:
     if getattr(batch, column) is None:
         raise InvalidRequest(

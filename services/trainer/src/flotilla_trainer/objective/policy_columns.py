@@ -304,6 +304,24 @@ def reference_divergence(batch: UpdateBatch, estimator: int) -> Floats:
     return np.where(batch.trained, values, 0.0)
 
 
+def teacher_columns(batch: UpdateBatch, teacher: pb.Teacher, weights: Floats) -> dict[str, NDArray[Any]]:
+    """What the ranks need of a divergence from the teacher; it counts as a divergence from the reference does."""
+    assert batch.teacher_top_token_ids is not None and batch.teacher_top_logprobs is not None, (
+        "checked before columns are made"
+    )
+    return {
+        "teacher_weights": teacher.coefficient * weights,
+        "teacher_top_ids": batch.teacher_top_token_ids,
+        "teacher_top_logprobs": batch.teacher_top_logprobs,
+    }
+
+
+def teacher_mass(batch: UpdateBatch) -> float:
+    """How much of the teacher's probability lies on the tokens that came, mean over the trained positions."""
+    assert batch.teacher_top_logprobs is not None, "checked before columns are made"
+    return float(np.exp(batch.teacher_top_logprobs[batch.trained]).sum(-1).mean(dtype=np.float64))
+
+
 def selected_tokens(
     batch: UpdateBatch,
     loss: str,

@@ -11,7 +11,7 @@ from flotilla_trainer.objective.policy_columns import ESTIMATORS
 from flotilla_trainer.objective.policy_config import policy_config
 from flotilla_trainer.objective.sections import ADVANTAGE, LOSS, checked_section
 from flotilla_trainer.objective.user_functions import check_user_function, is_user_function
-from flotilla_trainer.rank.objective_settings import REWARD, VALUE, ObjectiveSettings
+from flotilla_trainer.rank.objective_settings import FORWARD, REVERSE, REWARD, VALUE, ObjectiveSettings
 
 IMPORTANCE = {
     pb.IMPORTANCE_UNSPECIFIED: "",
@@ -20,6 +20,11 @@ IMPORTANCE = {
     pb.IMPORTANCE_ICEPOP: "icepop",
     pb.IMPORTANCE_ICEPOP_SEQUENCE: "icepop_sequence",
     pb.IMPORTANCE_SEGMENT: "segment",
+}
+TEACHER_DIVERGENCES = {
+    pb.TEACHER_DIVERGENCE_UNSPECIFIED: "",
+    pb.TEACHER_DIVERGENCE_FORWARD: FORWARD,
+    pb.TEACHER_DIVERGENCE_REVERSE: REVERSE,
 }
 PLACE = "spec.objective.policy"
 VALUE_PLACE = "spec.objective.value.policy"
@@ -91,6 +96,8 @@ def objective_settings(objective: pb.Objective) -> ObjectiveSettings:
         rejections=[each.model_dump() for each in policy_config(policy, PLACE).correction.rejection],
         kl_estimator=ESTIMATORS[policy.kl.estimator] if policy.kl.placement else "",
         keeps_reference=bool(policy.kl.placement) and not policy.kl.reference_is_sent,
+        teacher_divergence=TEACHER_DIVERGENCES[policy.teacher.divergence],
+        teacher_tail=policy.teacher.tail,
         entropy_coefficient=policy.entropy_coefficient,
         fail_at=correction.fail_at if correction.HasField("fail_at") else None,
     )
@@ -109,6 +116,7 @@ def _preference_rules(preference: pb.PreferenceObjective) -> dict[str, bool]:
 def _rules(policy: pb.PolicyObjective) -> dict[str, bool]:
     """What has to hold, by the name of the field."""
     kl, correction, overlong = policy.kl, policy.correction, policy.advantage.overlong
+    teacher, has_teacher = policy.teacher, policy.HasField("teacher")
     constant = policy.aggregation.constant_tokens or policy.max_response_tokens
     return {
         "temperature": _positive(policy.temperature),
@@ -125,6 +133,9 @@ def _rules(policy: pb.PolicyObjective) -> dict[str, bool]:
         "kl.target": not kl.HasField("target") or (_positive(kl.target) and kl.horizon_samples > 0),
         "correction.importance_cap": not correction.importance or _positive(correction.importance_cap),
         "correction.staleness_decay": 0 < correction.staleness_decay <= 1,
+        "teacher.divergence": not has_teacher or bool(teacher.divergence),
+        "teacher.top_k": not has_teacher or teacher.top_k > 0,
+        "teacher.coefficient": not has_teacher or _positive(teacher.coefficient),
         "entropy_coefficient": math.isfinite(policy.entropy_coefficient) and policy.entropy_coefficient >= 0,
     }
 

@@ -17,7 +17,12 @@ from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_algorithms import RewardHistory, adapted_coefficient, counted_units
 from flotilla_core.errors import InvalidRequest
 from flotilla_trainer.objective import policy_columns as columns
-from flotilla_trainer.objective.needed_columns import check_advantage, check_logprobs, check_reference
+from flotilla_trainer.objective.needed_columns import (
+    check_advantage,
+    check_logprobs,
+    check_reference,
+    check_teacher_tokens,
+)
 from flotilla_trainer.objective.sections import ADVANTAGE, LOSS, checked_section
 from flotilla_trainer.packing import Sequences
 from flotilla_trainer.pending_gradients import WHOLE_UPDATES
@@ -90,6 +95,8 @@ class UpdateObjective:
         if self._needs_rollout_logprobs:
             check_logprobs(batch, f"the loss {self._policy.loss.name}")
         check_advantage(batch, self._advantage)
+        if self._policy.HasField("teacher"):
+            check_teacher_tokens(batch, self._policy.teacher.top_k)
         made, metrics = self._policy_columns(self._policy, batch, seed, parts)
         if policy is not None:
             made["proximal_logprobs"] = policy
@@ -203,6 +210,9 @@ class UpdateObjective:
             if self._samples_divergence:
                 assert batch.reference_logprobs is not None, "sent, or scored by the ranks"
                 made["reference_logprobs"] = batch.reference_logprobs
+        if policy.HasField("teacher"):
+            made |= columns.teacher_columns(batch, policy.teacher, weights)
+            metrics["teacher/mass"] = columns.teacher_mass(batch)
         selected = columns.selected_tokens(
             batch, policy.loss.name, self._loss.arguments, advantages, counted, seed
         )

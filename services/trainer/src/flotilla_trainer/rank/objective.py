@@ -1,8 +1,8 @@
 """The objective of one micro-batch: loss, corrections and bonuses, weighted and summed.
 
 Invariants: weights come from the front and hold the denominators of the whole update, so nothing is averaged here; the
-gradient flows through `logprobs`, through `entropy` where it earns a bonus, through the divergence of whole
-distributions where that is asked for, and through nothing else.
+gradient flows through `logprobs`, through `entropy` where it earns a bonus, through the divergences of whole
+distributions and from a teacher where these are asked for, and through nothing else.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from flotilla_trainer.losses.policy_tokens import (
     sequence_sums,
 )
 from flotilla_trainer.losses.table import LOSSES, PolicyLoss
+from flotilla_trainer.losses.teacher_divergence import TeacherTop
 from flotilla_trainer.losses.terms import LossTerms, weighted_sum
 from flotilla_trainer.objective.user_functions import is_user_function, load_user_function
-from flotilla_trainer.rank.objective_settings import ObjectiveSettings
+from flotilla_trainer.rank.objective_settings import FORWARD, ObjectiveSettings
 from flotilla_trainer.rank.packed_row import PackedRow
 from flotilla_trainer.rank.policy_model import PolicyModel
 from flotilla_trainer.rank.reference_distribution import ReferenceDistribution
@@ -61,10 +62,21 @@ class Objective:
             packed_row=PackedRow.among(columns),
             entropy_gradient=self.entropy_gradient,
             reference=reference,
+            teacher=self.teacher(columns),
         )
         if reference is not None:
             columns = columns | {"divergence": scores.divergence}
+        if self._settings.teacher_divergence:
+            columns = columns | {"teacher_divergence": scores.teacher_divergence}
         return self(scores.logprobs, scores.entropy, columns)
+
+    def teacher(self, columns: Columns) -> TeacherTop | None:
+        """What the teacher says of the scored tokens, where the policy is held to it."""
+        direction = self._settings.teacher_divergence
+        if not direction:
+            return None
+        ids, logprobs = columns["teacher_top_ids"].long(), columns["teacher_top_logprobs"]
+        return TeacherTop(ids, logprobs, direction == FORWARD, self._settings.teacher_tail)
 
     def __call__(self, logprobs: torch.Tensor, entropy: torch.Tensor, columns: Columns) -> LossTerms:
         """The weighted sum over the tokens of a micro-batch, and what it says about itself."""
@@ -113,6 +125,8 @@ class Objective:
         loss = weighted_sum(weights, losses.loss)
         if "kl_weights" in columns:
             loss = loss + weighted_sum(columns["kl_weights"], self._divergence(logprobs, columns, sums))
+        if self._settings.teacher_divergence:
+            loss = loss + _taught(columns, sums)
         return loss
 
     def _proximal(self, now: torch.Tensor, rollout: torch.Tensor | None, columns: Columns) -> torch.Tensor:
@@ -186,6 +200,17 @@ def _numbered(sequences: torch.Tensor) -> torch.Tensor:
 
 def _loss_named(name: str) -> PolicyLoss:
     return load_user_function(name) if is_user_function(name) else LOSSES[name]
+
+
+def _taught(columns: Columns, sums: Columns) -> torch.Tensor:
+    """The divergence from the teacher, by the weights of the front."""
+    weights, distance = columns["teacher_weights"], columns["teacher_divergence"]
+    counted = weights != 0
+    sums |= {
+        "teacher_tokens": counted.sum(),
+        "teacher_divergence": torch.where(counted, distance, 0.0).detach().sum(),
+    }
+    return weighted_sum(weights, distance)
 
 
 def _measure_distance(

@@ -16,6 +16,8 @@ SUMS = (
     "correction",
     "left_out",
     "divergence",
+    "teacher_divergence",
+    "teacher_tokens",
     "logprob_diff",
     "probs_diff",
     "fresh",
@@ -41,6 +43,9 @@ def objective_metrics(totals: dict[str, float], peaks: dict[str, float], names: 
     metrics |= {said: totals[name] / tokens for name, said in shares.items() if name in names}
     if "divergence" in names:
         metrics["kl/mean"] = totals["divergence"] / tokens
+    if "teacher_divergence" in names:
+        # Nothing may count in one of several mini-batches.
+        metrics["teacher/divergence"] = totals["teacher_divergence"] / max(1.0, totals["teacher_tokens"])
     if "probs_diff" in names:
         for name, peak in peaks.items():
             metrics |= {f"{name}/mean": totals[name] / tokens, f"{name}/max": peak}

@@ -12,6 +12,8 @@ SUPERVISED = "sft"
 VALUE = "value"
 REWARD = "reward"
 FULL_DIVERGENCE = "full"
+FORWARD, REVERSE = "forward", "reverse"
+"""Of a divergence from a teacher: by the teacher's probabilities, or by the policy's."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,10 @@ class ObjectiveSettings:
     """Of the divergence in the loss."""
     keeps_reference: bool = False
     """Whether the ranks keep the weights that the session started from."""
+    teacher_divergence: str = ""
+    """forward or reverse, over the tokens that a teacher finds likeliest; empty is off."""
+    teacher_tail: bool = False
+    """Whether all other tokens count as one more there."""
     entropy_coefficient: float = 0.0
     fail_at: float | None = None
     """Mean difference of probabilities from which an update is refused."""

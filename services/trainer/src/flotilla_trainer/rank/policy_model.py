@@ -8,7 +8,6 @@ whole when they are needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from flotilla_trainer.losses.divergence import full_divergence
+from flotilla_trainer.losses.teacher_divergence import TeacherTop, teacher_divergence
 from flotilla_trainer.rank.body_model import ROW_ATTENTION, BodyModel
 from flotilla_trainer.rank.packed_row import PackedRow
 from flotilla_trainer.rank.reference_states import ReferenceStates
@@ -36,6 +36,8 @@ class TokenScores(NamedTuple):
     """From the reference, over the whole vocabulary; zero where none was given."""
     squares: torch.Tensor
     """Sum of all squared probabilities; zero unless asked for."""
+    teacher_divergence: torch.Tensor
+    """From a teacher, over the tokens that it finds likeliest; zero where none was given."""
 
 
 class PolicyModel(BodyModel):
@@ -80,51 +82,54 @@ class PolicyModel(BodyModel):
         entropy_gradient: bool = False,
         reference: ReferenceStates | None = None,
         squares: bool = False,
+        teacher: TeacherTop | None = None,
     ) -> TokenScores:
         """Score `targets` where the flattened `positions` predict them."""
+        asked = temperature, chunk_tokens, top_k, entropy_gradient, squares
         if self._lane is None:
             hidden = self._hidden(tokens, packed_row)[positions]
-            return self._scores(
-                hidden, targets, temperature, chunk_tokens, top_k, entropy_gradient, reference, squares
-            )
+            return self._scores(hidden, targets, reference, teacher, *asked)
         part = self._lane.part(tokens, packed_row)
         own = part.own(positions)
         hidden = self._hidden_part(part)[positions[own] - part.first]
-        mine = self._scores(
-            hidden, targets[own], temperature, chunk_tokens, top_k, entropy_gradient, reference, squares
-        )
+        taught = None if teacher is None else teacher.rows(own)
+        mine = self._scores(hidden, targets[own], reference, taught, *asked)
         return TokenScores(*(self._lane.joined(column, own, len(positions)) for column in mine))
 
     def _scores(
         self,
         hidden: torch.Tensor,
         targets: torch.Tensor,
+        reference: ReferenceStates | None,
+        teacher: TeacherTop | None,
         temperature: float,
         chunk_tokens: int,
         top_k: int,
         entropy_gradient: bool,
-        reference: ReferenceStates | None,
         squares: bool,
     ) -> TokenScores:
         """Score the targets of these hidden states, chunk by chunk."""
+        nothing = [None] * max(1, math.ceil(len(hidden) / chunk_tokens))
         chunks = [
             checkpoint(
                 self._score,
                 hidden_chunk,
                 target_chunk,
+                reference_chunk,
+                teacher_chunk,
                 temperature,
                 top_k,
                 entropy_gradient,
-                reference_chunk,
                 squares,
                 use_reentrant=False,
                 preserve_rng_state=False,
                 determinism_check="none",
             )
-            for hidden_chunk, target_chunk, reference_chunk in zip(
+            for hidden_chunk, target_chunk, reference_chunk, teacher_chunk in zip(
                 hidden.split(chunk_tokens),
                 targets.split(chunk_tokens),
-                _chunks(reference, len(hidden), chunk_tokens),
+                nothing if reference is None else reference.split(chunk_tokens),
+                nothing if teacher is None else teacher.split(chunk_tokens),
                 strict=True,
             )
         ]
@@ -164,10 +169,11 @@ class PolicyModel(BodyModel):
         self,
         hidden: torch.Tensor,
         targets: torch.Tensor,
+        reference: ReferenceStates | None,
+        teacher: TeacherTop | None,
         temperature: float,
         top_k: int,
         entropy_gradient: bool,
-        reference: ReferenceStates | None,
         squares: bool,
     ) -> TokenScores:
         logits = self._logits(hidden)
@@ -185,13 +191,5 @@ class PolicyModel(BodyModel):
         distance = torch.zeros_like(logprobs)
         if reference is not None:
             distance = full_divergence(logits, self._reference_logits(reference) / temperature)
-        return TokenScores(logprobs, entropy, top.indices, top_logprobs, distance, lengths)
-
-
-def _chunks(
-    reference: ReferenceStates | None, tokens: int, chunk_tokens: int
-) -> Sequence[ReferenceStates | None]:
-    """What is known of each chunk; as many as so many tokens have."""
-    if reference is None:
-        return [None] * max(1, math.ceil(tokens / chunk_tokens))
-    return [reference._replace(hidden=hidden) for hidden in reference.hidden.split(chunk_tokens)]
+        taught = torch.zeros_like(logprobs) if teacher is None else teacher_divergence(logits, teacher)
+        return TokenScores(logprobs, entropy, top.indices, top_logprobs, distance, lengths, taught)

@@ -19,3 +19,7 @@ class ReferenceStates(NamedTuple):
     weight: torch.Tensor
     """The head, whole."""
     bias: torch.Tensor | None
+
+    def split(self, tokens: int) -> list[ReferenceStates]:
+        """So many tokens at a time."""
+        return [self._replace(hidden=hidden) for hidden in self.hidden.split(tokens)]

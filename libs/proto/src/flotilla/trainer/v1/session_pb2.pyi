@@ -60,6 +60,28 @@ PREFERENCE_LOSS_IPO: PreferenceLoss.ValueType  # 2
 PREFERENCE_LOSS_HINGE: PreferenceLoss.ValueType  # 3
 Global___PreferenceLoss: _TypeAlias = PreferenceLoss  # noqa: Y015
 
+class _TeacherDivergence:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TeacherDivergenceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TeacherDivergence.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TEACHER_DIVERGENCE_UNSPECIFIED: _TeacherDivergence.ValueType  # 0
+    TEACHER_DIVERGENCE_FORWARD: _TeacherDivergence.ValueType  # 1
+    """The sum of q (log q - log p)."""
+    TEACHER_DIVERGENCE_REVERSE: _TeacherDivergence.ValueType  # 2
+    """The sum of p (log p - log q)."""
+
+class TeacherDivergence(_TeacherDivergence, metaclass=_TeacherDivergenceEnumTypeWrapper):
+    """Of a teacher q and the policy p, both at the temperature of the rollouts."""
+
+TEACHER_DIVERGENCE_UNSPECIFIED: TeacherDivergence.ValueType  # 0
+TEACHER_DIVERGENCE_FORWARD: TeacherDivergence.ValueType  # 1
+"""The sum of q (log q - log p)."""
+TEACHER_DIVERGENCE_REVERSE: TeacherDivergence.ValueType  # 2
+"""The sum of p (log p - log q)."""
+Global___TeacherDivergence: _TypeAlias = TeacherDivergence  # noqa: Y015
+
 class _RewardWeights:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -529,6 +551,7 @@ class PolicyObjective(_message.Message):
     ENTROPY_COEFFICIENT_FIELD_NUMBER: _builtins.int
     SHUFFLE_REWARDS_FIELD_NUMBER: _builtins.int
     SAMPLE_WEIGHTS_FIELD_NUMBER: _builtins.int
+    TEACHER_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Sampling temperature of the rollouts; logits are divided by it."""
     max_response_tokens: _builtins.int
@@ -551,6 +574,10 @@ class PolicyObjective(_message.Message):
     def sample_weights(self) -> Global___SampleWeights:
         """Absent: every sample counts alike."""
 
+    @_builtins.property
+    def teacher(self) -> Global___Teacher:
+        """Absent: what a teacher finds likeliest is no part of the loss."""
+
     def __init__(
         self,
         *,
@@ -564,14 +591,47 @@ class PolicyObjective(_message.Message):
         entropy_coefficient: _builtins.float = ...,
         shuffle_rewards: _builtins.bool = ...,
         sample_weights: Global___SampleWeights | None = ...,
+        teacher: Global___Teacher | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "aggregation", b"aggregation", "correction", b"correction", "kl", b"kl", "loss", b"loss", "sample_weights", b"sample_weights"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "aggregation", b"aggregation", "correction", b"correction", "kl", b"kl", "loss", b"loss", "sample_weights", b"sample_weights", "teacher", b"teacher"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "aggregation", b"aggregation", "correction", b"correction", "entropy_coefficient", b"entropy_coefficient", "kl", b"kl", "loss", b"loss", "max_response_tokens", b"max_response_tokens", "sample_weights", b"sample_weights", "shuffle_rewards", b"shuffle_rewards", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "aggregation", b"aggregation", "correction", b"correction", "entropy_coefficient", b"entropy_coefficient", "kl", b"kl", "loss", b"loss", "max_response_tokens", b"max_response_tokens", "sample_weights", b"sample_weights", "shuffle_rewards", b"shuffle_rewards", "teacher", b"teacher", "temperature", b"temperature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PolicyObjective: _TypeAlias = PolicyObjective  # noqa: Y015
+
+@_typing.final
+class Teacher(_message.Message):
+    """Distance from a teacher over the tokens that it finds likeliest, which come with the samples; a term of the loss."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOP_K_FIELD_NUMBER: _builtins.int
+    DIVERGENCE_FIELD_NUMBER: _builtins.int
+    COEFFICIENT_FIELD_NUMBER: _builtins.int
+    TAIL_FIELD_NUMBER: _builtins.int
+    top_k: _builtins.int
+    """Most tokens that a position may come with."""
+    divergence: Global___TeacherDivergence.ValueType
+    coefficient: _builtins.float
+    tail: _builtins.bool
+    """All other tokens together count as one more."""
+    def __init__(
+        self,
+        *,
+        top_k: _builtins.int = ...,
+        divergence: Global___TeacherDivergence.ValueType = ...,
+        coefficient: _builtins.float = ...,
+        tail: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coefficient", b"coefficient", "divergence", b"divergence", "tail", b"tail", "top_k", b"top_k"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Teacher: _TypeAlias = Teacher  # noqa: Y015
 
 @_typing.final
 class SampleWeights(_message.Message):

@@ -273,6 +273,8 @@ class TrainSample(_message.Message):
     GREEDY_REWARD_FIELD_NUMBER: _builtins.int
     TRUNCATED_FIELD_NUMBER: _builtins.int
     VALUE_AFTER_FIELD_NUMBER: _builtins.int
+    TEACHER_TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TEACHER_TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     reward: _builtins.float
     greedy_reward: _builtins.float
@@ -313,6 +315,16 @@ class TrainSample(_message.Message):
     def reward_terms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """What each term of the reward gave by itself, in the order of the terms; for advantages that weigh them themselves."""
 
+    @_builtins.property
+    def teacher_top_token_ids(self) -> _tensor_pb2.Tensor:
+        """[tokens, k] (int32): those that the teacher finds likeliest at each position, none of them twice; k is one number in
+        an update.
+        """
+
+    @_builtins.property
+    def teacher_top_logprobs(self) -> _tensor_pb2.Tensor:
+        """[tokens, k] (float32), of the tokens above at the temperature of the rollouts."""
+
     def __init__(
         self,
         *,
@@ -330,10 +342,12 @@ class TrainSample(_message.Message):
         greedy_reward: _builtins.float | None = ...,
         truncated: _builtins.bool = ...,
         value_after: _builtins.float | None = ...,
+        teacher_top_token_ids: _tensor_pb2.Tensor | None = ...,
+        teacher_top_logprobs: _tensor_pb2.Tensor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_greedy_reward", b"_greedy_reward", "_value_after", b"_value_after", "advantages", b"advantages", "greedy_reward", b"greedy_reward", "logprobs", b"logprobs", "mask", b"mask", "reference_logprobs", b"reference_logprobs", "teacher_logprobs", b"teacher_logprobs", "token_ids", b"token_ids", "value_after", b"value_after", "values", b"values"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_greedy_reward", b"_greedy_reward", "_value_after", b"_value_after", "advantages", b"advantages", "greedy_reward", b"greedy_reward", "logprobs", b"logprobs", "mask", b"mask", "reference_logprobs", b"reference_logprobs", "teacher_logprobs", b"teacher_logprobs", "teacher_top_logprobs", b"teacher_top_logprobs", "teacher_top_token_ids", b"teacher_top_token_ids", "token_ids", b"token_ids", "value_after", b"value_after", "values", b"values"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_greedy_reward", b"_greedy_reward", "_value_after", b"_value_after", "advantages", b"advantages", "greedy_reward", b"greedy_reward", "logprobs", b"logprobs", "mask", b"mask", "reference_logprobs", b"reference_logprobs", "reward", b"reward", "reward_terms", b"reward_terms", "sample_id", b"sample_id", "teacher_logprobs", b"teacher_logprobs", "token_ids", b"token_ids", "truncated", b"truncated", "value_after", b"value_after", "values", b"values", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_greedy_reward", b"_greedy_reward", "_value_after", b"_value_after", "advantages", b"advantages", "greedy_reward", b"greedy_reward", "logprobs", b"logprobs", "mask", b"mask", "reference_logprobs", b"reference_logprobs", "reward", b"reward", "reward_terms", b"reward_terms", "sample_id", b"sample_id", "teacher_logprobs", b"teacher_logprobs", "teacher_top_logprobs", b"teacher_top_logprobs", "teacher_top_token_ids", b"teacher_top_token_ids", "token_ids", b"token_ids", "truncated", b"truncated", "value_after", b"value_after", "values", b"values", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__greedy_reward: _TypeAlias = _typing.Literal["greedy_reward"]  # noqa: Y015
     _WhichOneofArgType__greedy_reward: _TypeAlias = _typing.Literal["_greedy_reward", b"_greedy_reward"]  # noqa: Y015
@@ -352,7 +366,11 @@ class TrainChunk(_message.Message):
 
     GROUPS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrainGroup]: ...
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrainGroup]:
+        """A group that is too large for one message comes in pieces, one after the other: each with some of its samples and its
+        id, the first one alone with the prompt.
+        """
+
     def __init__(
         self,
         *,

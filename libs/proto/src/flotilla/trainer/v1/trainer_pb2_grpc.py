@@ -159,7 +159,7 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Train(self, request_iterator, context):
-        """One optimizer update: a header, then chunks of whole groups. Nothing changes unless the stream
+        """One optimizer update: a header, then chunks of groups. Nothing changes unless the stream
         ends well. A repeat with the same update_id returns the first result and trains nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -41,7 +41,7 @@ class TrainerServiceStub:
     GetSession: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.GetSessionRequest, _trainer_pb2.GetSessionResponse]
     """Where a run's session stands; FAILED_PRECONDITION says why it has none (any more)."""
     Train: _grpc.StreamUnaryMultiCallable[_trainer_pb2.TrainRequest, _trainer_pb2.TrainResponse]
-    """One optimizer update: a header, then chunks of whole groups. Nothing changes unless the stream
+    """One optimizer update: a header, then chunks of groups. Nothing changes unless the stream
     ends well. A repeat with the same update_id returns the first result and trains nothing.
     """
     GetUpdate: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.GetUpdateRequest, _trainer_pb2.GetUpdateResponse]
@@ -89,7 +89,7 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     GetSession: _aio.UnaryUnaryMultiCallable[_trainer_pb2.GetSessionRequest, _trainer_pb2.GetSessionResponse]  # type: ignore[assignment]
     """Where a run's session stands; FAILED_PRECONDITION says why it has none (any more)."""
     Train: _aio.StreamUnaryMultiCallable[_trainer_pb2.TrainRequest, _trainer_pb2.TrainResponse]  # type: ignore[assignment]
-    """One optimizer update: a header, then chunks of whole groups. Nothing changes unless the stream
+    """One optimizer update: a header, then chunks of groups. Nothing changes unless the stream
     ends well. A repeat with the same update_id returns the first result and trains nothing.
     """
     GetUpdate: _aio.UnaryUnaryMultiCallable[_trainer_pb2.GetUpdateRequest, _trainer_pb2.GetUpdateResponse]  # type: ignore[assignment]
@@ -158,7 +158,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_trainer_pb2.TrainRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.TrainResponse, _abc.Awaitable[_trainer_pb2.TrainResponse]]:
-        """One optimizer update: a header, then chunks of whole groups. Nothing changes unless the stream
+        """One optimizer update: a header, then chunks of groups. Nothing changes unless the stream
         ends well. A repeat with the same update_id returns the first result and trains nothing.
         """
 
