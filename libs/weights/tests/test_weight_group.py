@@ -158,6 +158,15 @@ def receiver_at(port: int, timeout_s: float) -> Receiver:
     return Receiver(group, 1, manifest_of(model()))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_nccl_is_refused_by_both_ends_where_there_is_no_gpu():
+    with pytest.raises(FailedPrecondition, match="weights cannot travel by nccl here"):
+        Sender.listen("127.0.0.1", 1, 2, "nccl", 5.0)
+    group = weights_pb2.WeightGroup(epoch=1, backend=weights_pb2.WEIGHT_BACKEND_NCCL, world_size=2)
+    with pytest.raises(FailedPrecondition, match="weights cannot travel by nccl here"):
+        Receiver(group, 1, manifest_of(model()))
+
+
 def test_a_wrong_address_fails_at_once_and_is_no_fault_of_the_group():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

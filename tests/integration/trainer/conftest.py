@@ -174,13 +174,16 @@ class Trainer:
         )
 
     async def open_group(
-        self, epoch: int, timeout_s: int = int(CALL_TIMEOUT_S)
+        self,
+        epoch: int,
+        timeout_s: int = int(CALL_TIMEOUT_S),
+        backend: weights_pb2.WeightBackend.ValueType = weights_pb2.WEIGHT_BACKEND_GLOO,
     ) -> pb.OpenWeightGroupResponse:
         """A weight group of the trainer and one receiver."""
         request = pb.OpenWeightGroupRequest(
             run_id=self.run_id,
             epoch=epoch,
-            backend=weights_pb2.WEIGHT_BACKEND_GLOO,
+            backend=backend,
             world_size=2,
             bucket_bytes=4096,
             timeout=Duration(seconds=timeout_s),

@@ -16,6 +16,7 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
+from flotilla.common.v1 import weights_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import (
     Cancelled,
@@ -52,6 +53,14 @@ def join(opened: pb.OpenWeightGroupResponse) -> Receiver:
 
 def receive(receiver: Receiver, into: dict[str, torch.Tensor]) -> list[int]:
     return receiver.receive(into.update)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+async def test_a_weight_group_by_nccl_is_refused_by_ranks_without_gpus_and_costs_them_nothing(pair: Any) -> None:
+    await pair.open()
+    with pytest.raises(FailedPrecondition, match="nccl"):
+        await pair.open_group(1, backend=weights_pb2.WEIGHT_BACKEND_NCCL)
+    assert (await pair.open_group(1)).group.epoch == 1
 
 
 async def test_published_weights_are_those_of_the_export(

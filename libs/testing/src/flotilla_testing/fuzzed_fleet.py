@@ -51,8 +51,7 @@ MADE_UP_SAMPLES = (
 )
 """The simulated engine's log-probabilities are not those of any policy."""
 ENDED = (run_pb2.RUN_STATE_SUCCEEDED, run_pb2.RUN_STATE_STOPPED, run_pb2.RUN_STATE_FAILED)
-MOST_GROWTH_MIB = 150.0
-"""The coordinator grows by 105 to 108 MiB, other services by at most 19: docs/known-limits.md. The aim is 100."""
+MOST_GROWTH_MIB = 100.0
 MEMORY_RETURNS_S = 20.0
 AT_ONCE = 16
 UNARY_S = 3.0

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, TCPStore
 
-from flotilla_core.errors import FlotillaError, InvalidRequest, Unavailable, WeightGroupFailed
+from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidRequest, Unavailable, WeightGroupFailed
 from flotilla_weights.process_group import connected_group, let_go, pause_over
 from flotilla_weights.rendezvous import open_store, reach_store
 
@@ -31,6 +31,13 @@ class Link:
     def __init__(self, epoch: int, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
         if backend not in ("gloo", "nccl"):
             raise InvalidRequest(f"no weight backend {backend!r}", next_step="use gloo or nccl")
+        if backend == "nccl" and not torch.cuda.is_available():
+            raise FailedPrecondition(
+                "weights cannot travel by nccl here",
+                where="backend",
+                why="nccl moves the memory of GPUs, and this process sees none",
+                next_step="use gloo",
+            )
         if not 0 <= rank < world_size or world_size < 2:
             raise InvalidRequest(f"rank {rank} does not fit into a weight group of {world_size}")
         self.epoch = epoch

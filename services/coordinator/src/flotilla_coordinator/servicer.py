@@ -21,7 +21,7 @@ from flotilla.launcher.v1 import launcher_pb2
 from flotilla_coordinator.fleet import Fleet
 from flotilla_coordinator.launcher_link import LauncherLink
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.report import export_parquet
+from flotilla_coordinator.report.export import Exporter
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs.ledger_view import list_samples
 from flotilla_coordinator.runs.past_events import all_events, past_events
@@ -49,6 +49,7 @@ class CoordinatorServicer(CoordinatorServiceServicer):
         self._ledger = ledger
         self._spans = spans
         self._launcher = launcher
+        self._exporter = Exporter()
 
     async def PlanRun(self, request: pb.PlanRunRequest, context: Context) -> pb.PlanRunResponse:
         """Check a run without starting it."""
@@ -112,7 +113,7 @@ class CoordinatorServicer(CoordinatorServiceServicer):
         if request.format not in (pb.EXPORT_FORMAT_UNSPECIFIED, pb.EXPORT_FORMAT_PARQUET):
             raise InvalidRequest("only Parquet is exported", next_step="JSONL files are in the run directory")
         run = await self._runs.find(request.run_id)
-        files = await asyncio.to_thread(export_parquet, Path(run.directory))
+        files = await self._exporter.export(Path(run.directory))
         return pb.ExportRunResponse(files=[str(file) for file in files])
 
     async def ListServices(

@@ -1,11 +1,12 @@
 """Metrics, evaluations and samples as Parquet files, one a kind.
 
 Invariants: a metric that a step lacks is null, never 0; a file appears whole or not at all, in place of an
-older one.
+older one, whoever else exports the same run at the same time.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -27,12 +28,13 @@ def export_parquet(run_dir: Path) -> list[Path]:
     metrics = [{"step": step, **values} for step, values in run.read_metrics()]
     columns = sorted({name for row in metrics for name in row} - {"step"})
     schema = pa.schema([("step", pa.int64()), *((name, pa.float64()) for name in columns)])
-    written = [
-        _write(target / "metrics.parquet", metrics, schema),
-        _write(target / "evaluations.parquet", run.read_evaluations(), None),
-        _write(target / "samples.parquet", run.read_samples(), SAMPLES),
-    ]
-    return [path for path in written if path is not None]
+    with tempfile.TemporaryDirectory(dir=target, prefix=".writing-") as folder:
+        written = [
+            _write(Path(folder) / "metrics.parquet", metrics, schema),
+            _write(Path(folder) / "evaluations.parquet", run.read_evaluations(), None),
+            _write(Path(folder) / "samples.parquet", run.read_samples(), SAMPLES),
+        ]
+        return [path.replace(target / path.name) for path in written if path is not None]
 
 
 SAMPLES = pa.schema(
@@ -58,17 +60,15 @@ SAMPLES = pa.schema(
 
 
 def _write(path: Path, rows: Iterable[dict[str, Any]], schema: pa.Schema | None) -> Path | None:
-    partial = path.with_name(f".{path.name}.partial")
     writer = None
     for chunk in _chunks(iter(rows)):
         table = pa.Table.from_pylist(chunk, schema=schema)
         if writer is None:
-            writer = pq.ParquetWriter(partial, table.schema, compression="zstd")
+            writer = pq.ParquetWriter(path, table.schema, compression="zstd")
         writer.write_table(table)
     if writer is None:
         return None
     writer.close()
-    partial.replace(path)
     return path
 
 

@@ -1,0 +1,64 @@
+"""Exports go through a process of their own, which costs the coordinator nothing and shares nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from flotilla_coordinator.report.export import Exporter
+from flotilla_coordinator.report.parquet import export_parquet
+from flotilla_coordinator.rundir import RunDirectory
+from flotilla_core.errors import Internal
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    directory = RunDirectory.create(tmp_path / "run")
+    for step in range(3):
+        directory.write_metrics(step, {"reward/mean": step / 2})
+    return directory.path
+
+
+async def test_exports_of_one_run_at_once_all_end_with_whole_files(run_dir: Path) -> None:
+    exporter = Exporter()
+    answers = await asyncio.gather(*(exporter.export(run_dir) for _ in range(3)))
+    assert answers == [[run_dir / "parquet" / "metrics.parquet"]] * 3
+    assert len(pq.read_table(answers[0][0])) == 3
+    assert [file.name for file in (run_dir / "parquet").iterdir()] == ["metrics.parquet"]
+
+
+async def test_two_coordinators_that_export_one_run_do_not_take_each_others_files(run_dir: Path) -> None:
+    for _ in range(10):
+        first, second = await asyncio.gather(
+            *(asyncio.to_thread(export_parquet, run_dir) for _ in range(2)), return_exceptions=True
+        )
+        assert first == second == [run_dir / "parquet" / "metrics.parquet"]
+
+
+async def test_a_caller_that_gives_up_takes_the_process_with_it(run_dir: Path) -> None:
+    exporter = Exporter()
+    call = asyncio.create_task(exporter.export(run_dir))
+    async with asyncio.timeout(20):
+        while not _exports():
+            await asyncio.sleep(0.01)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert not _exports()
+    assert await exporter.export(run_dir)
+
+
+async def test_a_process_that_fails_is_an_error_that_names_the_run(tmp_path: Path) -> None:
+    with pytest.raises(Internal, match=r"the export failed .*nowhere"):
+        await Exporter().export(tmp_path / "nowhere")
+
+
+def _exports() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "flotilla_coordinator.report.export" in " ".join(child.cmdline())]
