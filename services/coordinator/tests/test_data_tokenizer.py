@@ -6,6 +6,7 @@ import hashlib
 import json
 from pathlib import Path
 
+import psutil
 import pytest
 import tokenizers
 
@@ -78,3 +79,24 @@ def test_no_chat_template_is_said_when_it_is_needed(tmp_path: Path) -> None:
     ]
     tokenizer = Tokenizer.load(make(tmp_path, chat_template=named))
     assert tokenizer.render_chat([{"role": "user", "content": "1"}]) == "1<eos>"
+
+
+def test_runs_that_read_the_same_tokenizer_do_not_each_keep_what_it_has_cached(tmp_path: Path) -> None:
+    vocabulary = {text: index for index, text in enumerate("0123456789+=")}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    texts = [f"{number}+{number}=" for number in range(10_000)]
+    Tokenizer.load(tmp_path).encode_many(texts)
+    before = psutil.Process().memory_info().rss
+    for _ in range(20):
+        Tokenizer.load(tmp_path).encode_many(texts)
+    assert psutil.Process().memory_info().rss - before < 20 * 2**20
+
+
+def test_a_tokenizer_that_was_written_again_is_read_again(tmp_path: Path) -> None:
+    first = Tokenizer.load(make(tmp_path))
+    file = tmp_path / "tokenizer.json"
+    file.write_text(file.read_text().replace('"="', '"-"'))
+    second = Tokenizer.load(tmp_path)
+    assert (first.encode("="), second.encode("-")) == ([6], [6])
+    assert first.digest != second.digest

@@ -8,6 +8,7 @@ insides.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,18 @@ from flotilla_core.tokenizer_digest import TOKENIZER_FILE, tokenizer_digest
 
 if TYPE_CHECKING:
     from flotilla_coordinator.data.chat import ChatTemplate
+
+
+@lru_cache(maxsize=8)
+def _backend(file: Path, digest: str) -> tokenizers.Tokenizer:
+    """Read a file with these contents, once: the library frees what a tokenizer has cached only with the process."""
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the Rust reader raises plain Exception whatever is wrong with the file
+        raise InvalidConfig(f"{file.name} cannot be read", where=str(file.parent), why=str(error)) from error
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
 
 
 class Tokenizer:
@@ -37,15 +50,7 @@ class Tokenizer:
     def load(cls, folder: Path) -> Tokenizer:
         """Read the tokenizer of a Hugging Face folder."""
         digest = tokenizer_digest(folder)
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER_FILE))
-        except Exception as error:  # the Rust reader raises plain Exception whatever is wrong with the file
-            raise InvalidConfig(
-                f"{TOKENIZER_FILE} cannot be read", where=str(folder), why=str(error)
-            ) from error
-        backend.no_truncation()
-        backend.no_padding()
-        return cls(folder, backend, digest)
+        return cls(folder, _backend(folder / TOKENIZER_FILE, digest), digest)
 
     @property
     def vocabulary_size(self) -> int:
