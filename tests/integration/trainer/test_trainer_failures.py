@@ -56,7 +56,9 @@ def receive(receiver: Receiver, into: dict[str, torch.Tensor]) -> list[int]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-async def test_a_weight_group_by_nccl_is_refused_by_ranks_without_gpus_and_costs_them_nothing(pair: Any) -> None:
+async def test_a_weight_group_by_nccl_is_refused_by_ranks_without_gpus_and_costs_them_nothing(
+    pair: Any,
+) -> None:
     await pair.open()
     with pytest.raises(FailedPrecondition, match="nccl"):
         await pair.open_group(1, backend=weights_pb2.WEIGHT_BACKEND_NCCL)

@@ -16,7 +16,13 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, TCPStore
 
-from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidRequest, Unavailable, WeightGroupFailed
+from flotilla_core.errors import (
+    FailedPrecondition,
+    FlotillaError,
+    InvalidRequest,
+    Unavailable,
+    WeightGroupFailed,
+)
 from flotilla_weights.process_group import connected_group, let_go, pause_over
 from flotilla_weights.rendezvous import open_store, reach_store
 
