@@ -34,7 +34,7 @@ class Bus:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._last_error = ""
+        self._refusal = ""
         self.generation = 0
         self._client = Client()
         self._changed = asyncio.Event()
@@ -67,11 +67,11 @@ class Bus:
         try:
             await asyncio.wait_for(connecting, timeout_s)
         except (TimeoutError, OSError, nats.errors.Error) as error:
-            if "authorization" in bus._last_error.lower():
+            if bus._refusal:
                 raise Unauthenticated(
                     "NATS refuses this stack",
                     where=url,
-                    why=bus._last_error,
+                    why=bus._refusal,
                     next_step="set nats.credentials_file in stack.yaml to a file with user:password, or a token, of "
                     "that server",
                 ) from None
@@ -127,7 +127,8 @@ class Bus:
         await self._client.close()
 
     async def _on_error(self, error: Exception) -> None:
-        self._last_error = str(error)
+        if "authorization" in str(error).lower():
+            self._refusal = str(error)  # Some tries of a login that is refused end in a reset connection instead.
         logger.debug("NATS: %r", error)
 
     async def _on_disconnect(self) -> None:
