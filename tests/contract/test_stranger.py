@@ -18,6 +18,8 @@ import yaml
 from flotilla_launch.paths import StackPaths
 from flotilla_testing.stack import Stack
 
+pytestmark = pytest.mark.timeout(200)
+
 NOBODY = 65534
 AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--inh-caps=-all")
 STRANGER = (sys.executable, str(Path(__file__).with_name("stranger.py")))
