@@ -128,7 +128,9 @@ class Bus:
 
     async def _on_error(self, error: Exception) -> None:
         if "authorization" in str(error).lower():
-            self._refusal = str(error)  # Some tries of a login that is refused end in a reset connection instead.
+            self._refusal = str(
+                error
+            )  # Some tries of a login that is refused end in a reset connection instead.
         logger.debug("NATS: %r", error)
 
     async def _on_disconnect(self) -> None:
