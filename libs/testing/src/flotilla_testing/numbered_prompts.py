@@ -23,7 +23,14 @@ class NumberedPrompts:
         """One that was drawn before."""
         tokens = np.array([index], dtype=np.int32)
         return SimpleNamespace(
-            epoch=epoch, index=index, prompt_text="", token_ids=tokens, answer="", info={}, data_set=""
+            epoch=epoch,
+            index=index,
+            prompt_text="",
+            token_ids=tokens,
+            answer="",
+            info={},
+            data_set="",
+            teacher="",
         )
 
     @property
