@@ -114,6 +114,7 @@ async def test_a_server_of_the_users_own_is_used_with_its_credentials(
     async with foreign_server(tmp_path, SETTINGS[settings]) as url:
         bus = await Bus.connect(url, login(tmp_path, text))
         await Registry(bus, "secret").announce(Registration(instance_id="a"))
+        assert bus.connected
         await bus.close()
 
 

@@ -142,9 +142,10 @@ async def test_teachers_are_asked_side_by_side(asked: list[pb.ComputeLogprobsReq
         stub: Any = SimpleNamespace(ComputeLogprobs=waits_for_the_other(meeting))
         one = Gang(f"teacher-{name}", stub, f"{name}-1", 1.0, f"teacher-{name}")
         sessions.append(FrozenRole("run", session_pb2.SessionSpec(), one, nobody, 0, temperature=1.0))
-    section = DistillAdvantage(teachers={"math": 1, "code": 1})
+    section, batch = DistillAdvantage(teachers={"math": 1, "code": 1}), a_batch(1)
     async with asyncio.timeout(10):  # One after the other, the first would wait for ever.
-        await Teachers(section, sessions).score(a_batch(1))
+        await Teachers(section, sessions).score(batch)
+    np.testing.assert_array_equal(batch.samples[0].teacher_logprobs, np.zeros(3))
 
 
 def waits_for_the_other(meeting: asyncio.Barrier) -> Callable[[pb.ComputeLogprobsRequest], Any]:

@@ -127,10 +127,9 @@ class Bus:
         await self._client.close()
 
     async def _on_error(self, error: Exception) -> None:
+        # Some tries of a login that is refused end in a reset connection instead: the last error may not say it.
         if "authorization" in str(error).lower():
-            self._refusal = str(
-                error
-            )  # Some tries of a login that is refused end in a reset connection instead.
+            self._refusal = str(error)
         logger.debug("NATS: %r", error)
 
     async def _on_disconnect(self) -> None:
