@@ -35,6 +35,17 @@ def test_remax_refuses_what_its_greedy_rewards_cannot_follow() -> None:
         RunConfig.model_validate(config(type="remax").model_dump() | {"loop": "client"})
 
 
+def test_a_loop_of_a_client_that_would_ask_a_teacher_is_told_which_key_asks_it() -> None:
+    with pytest.raises(
+        ValueError, match=r"asks no teacher: leave algorithm\.teacher out, or leave the steps to"
+    ):
+        RunConfig.model_validate(config(type="grpo", teacher={}).model_dump() | {"loop": "client"})
+    with pytest.raises(
+        ValueError, match="asks no teacher: send advantages of your own, or leave the steps to"
+    ):
+        RunConfig.model_validate(config(type="distillation").model_dump() | {"loop": "client"})
+
+
 @pytest.mark.parametrize(
     ("algorithm", "says"),
     [

@@ -64,7 +64,7 @@ def disk_full(error: BaseException, what: str, where: Path) -> DiskFull | None:
         what,
         where=str(where),
         why=f"{why}: {room(where)}",
-        next_step=f"{_CURE.get(why, 'free space there')}; what waits for it goes on by itself",
+        next_step=_CURE.get(why, "free space there"),
     )
 
 

@@ -13,8 +13,7 @@ from flotilla_core.config.model import ConfigModel
 from flotilla_core.config.preferences import DpoConfig, RewardModelConfig
 from flotilla_core.config.presets import PRESETS, with_preset
 from flotilla_core.config.sample_weights import SampleWeightsConfig
-from flotilla_core.config.teacher import TeacherConfig
-from flotilla_core.config.teachers import AskedTeachers
+from flotilla_core.config.teachers import AskedTeachers, TeacherConfig
 from flotilla_core.roles import CRITIC, REFERENCE
 
 

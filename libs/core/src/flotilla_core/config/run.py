@@ -22,7 +22,7 @@ from flotilla_core.config.optimizer import OptimizerConfig
 from flotilla_core.config.preferences import DpoConfig, RewardModelConfig
 from flotilla_core.config.reward import RewardTermConfig
 from flotilla_core.config.rollout import RolloutConfig
-from flotilla_core.config.teacher import MOST_SAMPLE_BYTES
+from flotilla_core.config.teachers import MOST_SAMPLE_BYTES
 from flotilla_core.config.weights import WeightSyncConfig
 
 
@@ -128,9 +128,13 @@ class RunConfig(ConfigModel):
         if self.algorithm.advantage.needs_greedy_reward:
             asked.append("greedy responses")
         if asked:
+            cure = (
+                "send advantages of your own"
+                if self.algorithm.teacher is None
+                else "leave algorithm.teacher out"
+            )
             raise ValueError(
-                f"loop is client, which asks no {' and no '.join(asked)}: "
-                "send advantages of your own, or leave the steps to the coordinator"
+                f"loop is client, which asks no {' and no '.join(asked)}: {cure}, or leave the steps to the coordinator"
             )
         return self
 

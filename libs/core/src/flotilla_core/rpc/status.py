@@ -86,7 +86,7 @@ def encode(error: errors.FlotillaError, *, traceback: str = "") -> status_pb2.St
 def decode(failure: grpc.aio.AioRpcError, where: str) -> errors.FlotillaError:
     """The error behind a failed call; `where` names the call for errors that do not say it themselves."""
     details = _details_of(failure)
-    error = None if details is None else _from_status(details)
+    error = None if details is None else from_status(details)
     if error is not None:
         return error
     kind = _FOREIGN.get(failure.code(), errors.Internal)
@@ -94,19 +94,8 @@ def decode(failure: grpc.aio.AioRpcError, where: str) -> errors.FlotillaError:
     return kind(f"the call failed: {code}", where=where, why=failure.details() or "")
 
 
-def is_own_deadline(failure: grpc.aio.AioRpcError) -> bool:
-    """Whether this side's deadline ended the call, not a service that reports one of its own."""
-    return failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED and _details_of(failure) is None
-
-
-def _details_of(failure: grpc.aio.AioRpcError) -> bytes | None:
-    for key, value in failure.trailing_metadata() or ():
-        if key == DETAILS_KEY and isinstance(value, bytes):
-            return value
-    return None
-
-
-def _from_status(serialized: bytes) -> errors.FlotillaError | None:
+def from_status(serialized: bytes) -> errors.FlotillaError | None:
+    """The error that a serialized status carries; None where it is none of ours."""
     status = status_pb2.Status.FromString(serialized)
     error: errors.FlotillaError | None = None
     for detail in status.details:
@@ -124,6 +113,18 @@ def _from_status(serialized: bytes) -> errors.FlotillaError | None:
         elif error is not None and detail.Unpack(debug):
             error.add_note(f"Traceback of the service:\n{debug.detail}")
     return error
+
+
+def is_own_deadline(failure: grpc.aio.AioRpcError) -> bool:
+    """Whether this side's deadline ended the call, not a service that reports one of its own."""
+    return failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED and _details_of(failure) is None
+
+
+def _details_of(failure: grpc.aio.AioRpcError) -> bytes | None:
+    for key, value in failure.trailing_metadata() or ():
+        if key == DETAILS_KEY and isinstance(value, bytes):
+            return value
+    return None
 
 
 def _reason(name: str) -> int:

@@ -12,7 +12,7 @@ from flotilla_coordinator.gangs.group_messages import scored_parts
 from flotilla_coordinator.gangs.learning_session import TRAIN_TIMEOUT_S
 from flotilla_coordinator.rollouts.batch import Batch
 from flotilla_core import rpc
-from flotilla_core.config.teacher import TOP_BYTES
+from flotilla_core.config.teachers import TOP_BYTES
 from flotilla_core.tensors import from_tensor
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from flotilla_core.config.advantages import (
 )
 from flotilla_core.config.algorithm import CorrectionConfig, KlConfig
 from flotilla_core.config.sample_weights import SampleWeightsConfig
-from flotilla_core.config.teacher import TeacherConfig
+from flotilla_core.config.teachers import TeacherConfig
 
 AGGREGATIONS = {
     "token_mean": pb.AGGREGATION_TYPE_TOKEN_MEAN,

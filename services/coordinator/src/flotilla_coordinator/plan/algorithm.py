@@ -8,7 +8,7 @@ from typing import Any
 from flotilla_core.config import AlgorithmConfig, DpoConfig, PolicyConfig, RewardModelConfig
 from flotilla_core.config.algorithm import CorrectionConfig, KlConfig, RejectionConfig
 from flotilla_core.config.losses import GspoLoss
-from flotilla_core.config.teacher import TeacherConfig
+from flotilla_core.config.teachers import TeacherConfig
 
 Line = tuple[str, str, str]
 """Name, value, explanation."""

@@ -13,8 +13,12 @@ from pathlib import Path
 
 from flotilla_coordinator.report import export_parquet
 from flotilla_core.disk import names_full_disk
-from flotilla_core.errors import BY_REASON, FlotillaError, Internal
+from flotilla_core.errors import FlotillaError, Internal
+from flotilla_core.rpc.status import encode, from_status
 from flotilla_core.subprocess_group import ProcessGroup
+
+_REFUSED = 3
+"""Exit code of a process that printed the status of an error."""
 
 
 class Exporter:
@@ -32,32 +36,28 @@ class Exporter:
                 told, _ = await child.process.communicate()
             finally:
                 code = await child.kill()
-        if not told:
-            raise Internal(
-                "the export failed",
-                where=str(run_dir),
-                why=f"its process ended with code {code}",
-                next_step="the log of the coordinator says more",
-            )
-        answer = json.loads(told)
-        if "reason" in answer:
-            raise BY_REASON[answer.pop("reason")](**answer)
-        return [Path(file) for file in answer["files"]]
+        if code == 0:
+            return [Path(file) for file in json.loads(told)]
+        raise (from_status(told) if code == _REFUSED else None) or Internal(
+            "the export failed",
+            where=str(run_dir),
+            why=f"its process ended with code {code}",
+            next_step="the log of the coordinator says more",
+        )
 
 
-def main() -> None:
-    """Export the run directory that the command line names; print the files, or the error, as JSON."""
+def main() -> int:
+    """Export the run directory that the command line names; print its files as JSON, or the status of the error."""
     run_dir = Path(sys.argv[1])
     try:
         with names_full_disk("the Parquet files cannot be written", run_dir):
             files = export_parquet(run_dir)
     except FlotillaError as error:
-        answer: dict[str, object] = {"reason": error.reason, "what": error.what, "where": error.where}
-        answer |= {"why": error.why, "next_step": error.next_step}
-    else:
-        answer = {"files": [str(file) for file in files]}
-    sys.stdout.write(json.dumps(answer))
+        sys.stdout.buffer.write(encode(error).SerializeToString())
+        return _REFUSED
+    sys.stdout.write(json.dumps([str(file) for file in files]))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

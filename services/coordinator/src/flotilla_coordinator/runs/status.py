@@ -57,7 +57,8 @@ class RunStatus:
         is_news = not self._full
         self._full[what] = why
         if is_news and self._state in GOES_ON:
-            self.notice(run_pb2.NOTICE_LEVEL_WARNING, f"the run is paused and waits for disk space: {why}")
+            text = f"the run is paused and goes on by itself when the disk has room: {why}"
+            self.notice(run_pb2.NOTICE_LEVEL_WARNING, text)
         if is_news:
             self._show()
             self._announce(metrics=False)
