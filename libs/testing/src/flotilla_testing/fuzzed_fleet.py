@@ -102,6 +102,8 @@ class Report:
     growth_mib: dict[str, float] = field(default_factory=dict)
     """By process, of those that live as long as their service."""
     last_run: dict[str, Any] = field(default_factory=dict)
+    runs: list[str] = field(default_factory=list)
+    """All that the coordinator knows in the end, those that malformed requests started among them."""
 
     def judge(self, stack: Stack) -> None:
         """Compare the stack with what it was before."""
@@ -250,6 +252,8 @@ def fuzz_fleet(stack: Stack, example: Path, folder: Path, requests: int, seed: i
     _end_all_runs(stack)
     report.last_run = stack.run(run_file, *MADE_UP_SAMPLES)
     report.judge(stack)
+    with stack.client() as client:
+        report.runs = [run.run_id for run in client.list_runs(1000)]
     return report
 
 
