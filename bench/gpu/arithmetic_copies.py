@@ -1,0 +1,244 @@
+"""The settings of `make demo`, tried with many seeds at once: what a run of the example would learn, in seconds.
+
+Trains copies of the example's model on one GPU, as `sft.yaml` and then `topr.yaml` say, by a few lines of torch of its
+own. It takes nothing from Flotilla, so it checks the trainer as well: both go through the same losses.
+
+    python bench/gpu/arithmetic_copies.py MODEL DATA --try "steps=220" --try "rollout.samples_per_prompt=4"
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from many_qwen3 import Cache, Shape, Weights, load, logits
+from torch import Tensor
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "arithmetic"
+PAD, END, FIRST_CHARACTER = 0, 1, 3
+ALPHABET = "0123456789+-="
+PROMPT_PLACES = 6
+ANSWER_PLACES = 5
+"""One more than the longest answer and its end: what is longer is wrong."""
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Rows(NamedTuple):
+    """Prompts, which end at the last place, and answers with their end."""
+
+    prompts: Tensor
+    answers: Tensor
+
+
+class Copies:
+    """One model for each seed, and its optimizer."""
+
+    def __init__(self, weights: Weights, shape: Shape, optimizer: dict[str, Any], updates: int) -> None:
+        self.weights, self.shape = weights, shape
+        self._settings, self._updates = optimizer, updates
+        self._first = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        self._second = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        self._steps = 0
+
+    def step(self, losses: Tensor, update: int) -> None:
+        """Go down the gradient of each copy's own loss."""
+        gradients = torch.autograd.grad(losses.sum(), list(self.weights.values()))
+        norms = torch.stack([one.flatten(1).pow(2).sum(1) for one in gradients]).sum(0).sqrt()
+        factors = (1.0 / (norms + 1e-6)).clamp(max=1.0)
+        self._steps += 1
+        rate = self._rate(update)
+        for (name, weight), gradient in zip(self.weights.items(), gradients, strict=True):
+            clipped = gradient * factors.view(-1, *[1] * (gradient.dim() - 1))
+            first = self._first[name].lerp_(clipped, 0.1)
+            second = self._second[name].lerp_(clipped.square(), 0.001)
+            size = (second / (1 - 0.999**self._steps)).sqrt() + 1e-8
+            weight.data -= rate / (1 - 0.9**self._steps) * first / size
+
+    def _rate(self, update: int) -> float:
+        peak, last = self._settings["learning_rate"], self._settings["final_lr_ratio"]
+        warm_up = self._settings["warmup_updates"]
+        if update < warm_up:
+            return float(peak * (update + 1) / warm_up)
+        done = (update - warm_up) / (self._updates - warm_up)
+        return float(peak * (last + (1 - last) * (1 - done)))
+
+    def logprobs(self, prompts: Tensor, answers: Tensor) -> Tensor:
+        """Of the tokens of `answers`; the gradient of the weights goes through them."""
+        for weight in self.weights.values():
+            weight.requires_grad_(True)
+        tokens = torch.cat([prompts, answers], 2)[:, :, :-1]
+        counts = torch.ones_like(tokens, dtype=torch.bool)
+        counts[:, :, :PROMPT_PLACES] = prompts != PAD
+        told = logits(self.weights, self.shape, tokens, counts)[:, :, PROMPT_PLACES - 1 :].log_softmax(-1)
+        return told.gather(-1, answers[..., None])[..., 0]
+
+    @torch.no_grad()
+    def answers(self, prompts: Tensor, *, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Answers to `prompts`, their log-probabilities, and which of their tokens count."""
+        cache: Cache = {}
+        counts = prompts != PAD
+        next_tokens, going_on = prompts, torch.ones_like(prompts[:, :, 0], dtype=torch.bool)
+        drawn: list[tuple[Tensor, Tensor, Tensor]] = []
+        for _ in range(ANSWER_PLACES):
+            scores = logits(self.weights, self.shape, next_tokens, counts, cache)[:, :, -1]
+            noise = torch.empty_like(scores).exponential_().log()
+            token = (scores if greedy else scores - noise).argmax(-1)
+            logprob = scores.log_softmax(-1).gather(-1, token[..., None])[..., 0]
+            drawn.append((torch.where(going_on, token, PAD), logprob, going_on))
+            going_on = going_on & (token != END)
+            next_tokens = token[..., None]
+            counts = torch.cat([counts, torch.ones_like(counts[:, :, :1])], 2)
+        tokens, logprobs, on = (torch.stack(part, 2) for part in zip(*drawn, strict=True))
+        return tokens, logprobs, on
+
+    def accuracy(self, rows: Rows, most: int) -> Tensor:
+        """Share of the first held-out sums that each copy gets right."""
+        asked = rows.prompts[:most].expand(self.weights["norm"].shape[0], -1, -1)
+        given, _, _ = self.answers(asked, greedy=True)
+        return (given == rows.answers[:most]).all(-1).float().mean(1)
+
+
+def read(file: Path) -> Rows:
+    """Read the sums of a file of the example."""
+    sums = [json.loads(line) for line in file.read_text().splitlines()]
+    prompts = torch.full((len(sums), PROMPT_PLACES), PAD)
+    answers = torch.full((len(sums), ANSWER_PLACES), PAD)
+    for row, one in enumerate(sums):
+        prompt = [FIRST_CHARACTER + ALPHABET.index(character) for character in one["prompt"]]
+        answer = [FIRST_CHARACTER + ALPHABET.index(character) for character in one["answer"]] + [END]
+        prompts[row, PROMPT_PLACES - len(prompt) :] = torch.tensor(prompt)
+        answers[row, : len(answer)] = torch.tensor(answer)
+    return Rows(prompts.to(DEVICE), answers.to(DEVICE))
+
+
+def drawn(rows: int, seeds: list[int], size: int) -> Iterator[Tensor]:
+    """`size` rows for each seed, which goes through all of them in its own order before it begins again."""
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    left = torch.empty(len(seeds), 0, dtype=torch.long)
+    while True:
+        while left.shape[1] < size:
+            orders = torch.stack([torch.randperm(rows, generator=one) for one in generators])
+            left = torch.cat([left, orders], 1)
+        yield left[:, :size].to(DEVICE)
+        left = left[:, size:]
+
+
+def warm_up(
+    run: dict[str, Any], model: Path, train: Rows, held_out: Rows, seeds: list[int]
+) -> tuple[Weights, Shape]:
+    """Return each copy as it was when an evaluation of `sft.yaml` first found enough accuracy."""
+    weights, shape = load(model, len(seeds), DEVICE)
+    copies = Copies(weights, shape, run["optimizer"], run["steps"])
+    reached = {name: weight.clone() for name, weight in weights.items()}
+    found = torch.zeros(len(seeds), device=DEVICE)
+    updates = torch.zeros(len(seeds), dtype=torch.long, device=DEVICE)
+    for update, rows in zip(
+        range(run["steps"]),
+        drawn(len(train.prompts), seeds, run["rollout"]["prompts_per_step"]),
+        strict=False,
+    ):
+        answers = train.answers[rows]
+        counted = answers != PAD
+        logprobs = copies.logprobs(train.prompts[rows], answers)
+        copies.step(-(logprobs * counted).sum((1, 2)) / counted.sum((1, 2)), update)
+        if (update + 1) % run["evaluation"]["every_steps"]:
+            continue
+        accuracy = copies.accuracy(held_out, run["evaluation"]["max_prompts"])
+        now = (accuracy >= run["stop"]["accuracy_at_least"]) & (found == 0)
+        for name, weight in copies.weights.items():
+            reached[name][now] = weight.detach()[now]
+        found[now], updates[now] = accuracy[now], update + 1
+        if found.all():
+            break
+    print(
+        json.dumps(
+            {"warm-up ended after": updates.tolist(), "with": [round(one, 3) for one in found.tolist()]}
+        ),
+        flush=True,
+    )
+    return {name: weight[found > 0] for name, weight in reached.items()}, shape
+
+
+def learn(
+    run: dict[str, Any], start: tuple[Weights, Shape], train: Rows, held_out: Rows, seeds: list[int]
+) -> Tensor:
+    """Train every copy by rewards alone, as `topr.yaml` does; returns the accuracy of each."""
+    rollout, optimizer, loss = run["rollout"], run["optimizer"], run["algorithm"]["loss"]
+    samples, parts = rollout["samples_per_prompt"], optimizer["steps_per_update"]
+    copies = Copies({name: one.clone() for name, one in start[0].items()}, start[1], optimizer, run["steps"])
+    for update, rows in zip(
+        range(run["steps"]), drawn(len(train.prompts), seeds, rollout["prompts_per_step"]), strict=False
+    ):
+        asked = rows.repeat_interleave(samples, 1)
+        prompts = train.prompts[asked]
+        given, before, on = copies.answers(prompts, greedy=False)
+        rewards = (given == train.answers[asked]).all(-1).float()
+        compared = (
+            rewards
+            if run["algorithm"]["advantage"]["baseline"] == "batch"
+            else rewards.unflatten(1, (-1, samples))
+        )
+        beyond = compared - compared.mean(-1, keepdim=True)
+        advantages = (beyond / (compared.std(-1, keepdim=True) + 1e-6)).view_as(rewards)
+        for part in (
+            torch.arange(rewards.shape[1], device=DEVICE).chunk(parts) * optimizer["epochs_per_update"]
+        ):
+            logprobs = copies.logprobs(prompts[:, part], given[:, part])
+            counted, advantage = on[:, part], advantages[:, part]
+            ratio = ((logprobs.detach() - before[:, part]) * counted).sum(-1).clamp(max=20).exp()
+            weight = torch.where(advantage >= 0, 1.0, ratio.clamp(max=loss["negative_cap"]))
+            lost = -(weight * advantage)[..., None] * logprobs * counted
+            copies.step(lost.sum((1, 2)) / counted.sum((1, 2)), update)
+    return copies.accuracy(held_out, run["evaluation"]["max_prompts"])
+
+
+def changed(run: dict[str, Any], settings: str) -> dict[str, Any]:
+    """Return a run with keys such as `rollout.samples_per_prompt=4` set."""
+    run = copy.deepcopy(run)
+    for setting in settings.split():
+        path, value = setting.split("=", 1)
+        *sections, key = path.split(".")
+        place = run
+        for section in sections:
+            place = place[section]
+        place[key] = yaml.safe_load(value)
+    return run
+
+
+def main() -> None:
+    """Warm up once, then train by each of the settings that were asked for."""
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("model", type=Path, help="what make_model.py wrote")
+    cli.add_argument("data", type=Path, help="what make_data.py wrote")
+    cli.add_argument("--seeds", type=int, default=24)
+    cli.add_argument("--warm-up", default="", help="keys of sft.yaml, such as optimizer.learning_rate=5.0e-4")
+    cli.add_argument("--try", action="append", dest="settings", help="keys of topr.yaml; once for each try")
+    asked = cli.parse_args()
+    torch.set_float32_matmul_precision("high")
+    train, preferred, held_out = (read(asked.data / f"{name}.jsonl") for name in ("rl", "sft", "heldout"))
+    imitation = changed(yaml.safe_load((EXAMPLE / "sft.yaml").read_text()), asked.warm_up)
+    start = warm_up(imitation, asked.model, preferred, held_out, list(range(asked.seeds)))
+    seeds = list(range(len(start[0]["norm"])))
+    rewarded = yaml.safe_load((EXAMPLE / "topr.yaml").read_text())
+    for settings in asked.settings or [""]:
+        began = time.monotonic()
+        ends = learn(changed(rewarded, settings), start, train, held_out, seeds).cpu()
+        spread = {"mean": ends.mean(), "deviation": ends.std(correction=0), "least": ends.min()}
+        told = {name: round(float(value), 4) for name, value in spread.items()}
+        below = {"below 0.93": int((ends < 0.93).sum()), "of": len(seeds)}
+        tell({"try": settings, **told, **below, "s": round(time.monotonic() - began)})
+
+
+def tell(what: dict[str, Any]) -> None:
+    print(json.dumps(what), flush=True)
+
+
+if __name__ == "__main__":
+    main()
