@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -12,7 +15,8 @@ import pytest
 from flotilla_coordinator.report.export import Exporter
 from flotilla_coordinator.report.parquet import export_parquet
 from flotilla_coordinator.rundir import RunDirectory
-from flotilla_core.errors import Internal
+from flotilla_core.errors import DiskFull, Internal
+from flotilla_testing.small_disk import SmallDisk, small_disk
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -57,6 +61,29 @@ async def test_a_caller_that_gives_up_takes_the_process_with_it(run_dir: Path) -
 async def test_a_process_that_fails_is_an_error_that_names_the_run(tmp_path: Path) -> None:
     with pytest.raises(Internal, match=r"the export failed .*nowhere"):
         await Exporter().export(tmp_path / "nowhere")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a small disk")
+    try:
+        with small_disk(tmp_path / "disk", mib=1) as mounted:
+            yield mounted
+    except PermissionError as error:
+        pytest.skip(str(error))
+
+
+async def test_an_export_that_finds_no_room_tells_its_caller_which_disk_is_full(
+    run_dir: Path, disk: SmallDisk
+) -> None:
+    run_dir = Path(shutil.copytree(run_dir, disk.path / "run"))
+    disk.fill()
+    with pytest.raises(DiskFull, match="the Parquet files cannot be written") as refused:
+        await Exporter().export(run_dir)
+    assert str(disk.path) in refused.value.why and refused.value.next_step == "free space there"
+    disk.free()
+    assert await Exporter().export(run_dir)
 
 
 def _exports() -> list[psutil.Process]:

@@ -38,7 +38,8 @@ class Exporter:
                 code = await child.kill()
         if code == 0:
             return [Path(file) for file in json.loads(told)]
-        raise (from_status(told) if code == _REFUSED else None) or Internal(
+        refused = from_status(told) if code == _REFUSED else None
+        raise refused or Internal(
             "the export failed",
             where=str(run_dir),
             why=f"its process ended with code {code}",
