@@ -1,7 +1,7 @@
 """The settings of `make demo`, tried with many seeds at once: what a run of the example would learn, in seconds.
 
 Trains copies of the example's model on one GPU, as `sft.yaml` and then `topr.yaml` say, by a few lines of torch of its
-own. It takes nothing from Flotilla, so it checks the trainer as well: both go through the same losses.
+own. It takes nothing from Flotilla. A key that it does not obey is refused.
 
     python bench/gpu/arithmetic_copies.py MODEL DATA --try "steps=220" --try "rollout.samples_per_prompt=4"
 """
@@ -27,6 +27,21 @@ ALPHABET = "0123456789+-="
 PROMPT_PLACES = 6
 ANSWER_PLACES = 5
 """One more than the longest answer and its end: what is longer is wrong."""
+OBEYED = {
+    "steps",
+    "rollout.prompts_per_step",
+    "rollout.samples_per_prompt",
+    "algorithm.advantage.baseline",
+    "algorithm.loss.negative_cap",
+    "optimizer.learning_rate",
+    "optimizer.warmup_updates",
+    "optimizer.final_lr_ratio",
+    "optimizer.steps_per_update",
+    "optimizer.epochs_per_update",
+    "evaluation.every_steps",
+    "evaluation.max_prompts",
+    "stop.accuracy_at_least",
+}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -157,12 +172,7 @@ def warm_up(
         found[now], updates[now] = accuracy[now], update + 1
         if found.all():
             break
-    print(
-        json.dumps(
-            {"warm-up ended after": updates.tolist(), "with": [round(one, 3) for one in found.tolist()]}
-        ),
-        flush=True,
-    )
+    tell({"warm-up ended after": updates.tolist(), "with": [round(one, 3) for one in found.tolist()]})
     return {name: weight[found > 0] for name, weight in reached.items()}, shape
 
 
@@ -204,6 +214,8 @@ def changed(run: dict[str, Any], settings: str) -> dict[str, Any]:
     run = copy.deepcopy(run)
     for setting in settings.split():
         path, value = setting.split("=", 1)
+        if path not in OBEYED:
+            raise SystemExit(f"{path} is not obeyed here; what is: {', '.join(sorted(OBEYED))}")
         *sections, key = path.split(".")
         place = run
         for section in sections:

@@ -5,7 +5,6 @@ Simulated engine, everything else real; where no checkpoint is struck the traine
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 from collections.abc import Iterator
@@ -33,8 +32,6 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallDisk]:
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount a small disk")
     try:
         with small_disk(tmp_path_factory.mktemp("full") / "state") as mounted:
             yield mounted
@@ -87,8 +84,6 @@ def learning_fleet(
     tmp_path_factory: pytest.TempPathFactory, arithmetic: Path
 ) -> Iterator[tuple[Stack, SmallDisk]]:
     """Real ranks, whose checkpoints and exports have weights."""
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount a small disk")
     folder = tmp_path_factory.mktemp("weights")
     try:
         with small_disk(folder / "state", mib=256) as disk, sim_stack(arithmetic / "model", folder) as fleet:

@@ -83,8 +83,10 @@ def test_a_value_that_breaks_a_rule_is_refused_with_its_field(request_: Message,
     ],
     ids=lambda request: request.DESCRIPTOR.name,
 )
-def test_a_good_request_passes(request_: Message) -> None:
+def test_a_good_request_passes_as_it_is(request_: Message) -> None:
+    before = request_.SerializeToString(deterministic=True)
     validate(request_, "/service/Call")
+    assert request_.SerializeToString(deterministic=True) == before
 
 
 def test_the_check_of_a_large_chunk_costs_little_beside_reading_its_arrays() -> None:
