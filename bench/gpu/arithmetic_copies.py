@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import yaml
 from many_qwen3 import Cache, Shape, Weights, load, logits
@@ -29,6 +30,7 @@ ANSWER_PLACES = 5
 """One more than the longest answer and its end: what is longer is wrong."""
 OBEYED = {
     "steps",
+    "data.rest_epochs",
     "rollout.prompts_per_step",
     "rollout.samples_per_prompt",
     "algorithm.advantage.baseline",
@@ -133,16 +135,39 @@ def read(file: Path) -> Rows:
     return Rows(prompts.to(DEVICE), answers.to(DEVICE))
 
 
+class Draws:
+    """The rows that one seed draws, epoch by epoch in its own order; solved ones rest as `data.rest_epochs` says."""
+
+    def __init__(self, rows: int, seed: int, rest_epochs: int = 0) -> None:
+        self._random = np.random.default_rng(seed)
+        self._rest_epochs = rest_epochs
+        self._epoch = -1
+        self._left = np.zeros(0, np.int64)
+        self._solved_in_a_row = np.zeros(rows, np.int64)
+        self._drawn_again_in = np.zeros(rows, np.int64)
+
+    def take(self, size: int) -> np.ndarray:
+        """The next rows."""
+        while len(self._left) < size:
+            self._epoch += 1
+            order = self._random.permutation(len(self._solved_in_a_row))
+            self._left = np.concatenate([self._left, order[self._drawn_again_in[order] <= self._epoch]])
+        taken, self._left = self._left[:size], self._left[size:]
+        return taken
+
+    def note(self, rows: np.ndarray, solved: np.ndarray) -> None:
+        """Which of the rows that were taken last were solved."""
+        times = np.where(solved, self._solved_in_a_row[rows] + 1, 0)
+        self._solved_in_a_row[rows] = times
+        rest = np.minimum(2 ** np.minimum(times, 10) - 1, self._rest_epochs)
+        self._drawn_again_in[rows] = self._epoch + 1 + rest
+
+
 def drawn(rows: int, seeds: list[int], size: int) -> Iterator[Tensor]:
-    """`size` rows for each seed, which goes through all of them in its own order before it begins again."""
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    left = torch.empty(len(seeds), 0, dtype=torch.long)
+    """`size` rows for each seed, without end."""
+    draws = [Draws(rows, seed) for seed in seeds]
     while True:
-        while left.shape[1] < size:
-            orders = torch.stack([torch.randperm(rows, generator=one) for one in generators])
-            left = torch.cat([left, orders], 1)
-        yield left[:, :size].to(DEVICE)
-        left = left[:, size:]
+        yield torch.tensor(np.stack([one.take(size) for one in draws]), device=DEVICE)
 
 
 def warm_up(
@@ -183,13 +208,17 @@ def learn(
     rollout, optimizer, loss = run["rollout"], run["optimizer"], run["algorithm"]["loss"]
     samples, parts = rollout["samples_per_prompt"], optimizer["steps_per_update"]
     copies = Copies({name: one.clone() for name, one in start[0].items()}, start[1], optimizer, run["steps"])
-    for update, rows in zip(
-        range(run["steps"]), drawn(len(train.prompts), seeds, rollout["prompts_per_step"]), strict=False
-    ):
+    draws = [Draws(len(train.prompts), seed, run["data"]["rest_epochs"]) for seed in seeds]
+    for update in range(run["steps"]):
+        taken = [one.take(rollout["prompts_per_step"]) for one in draws]
+        rows = torch.tensor(np.stack(taken), device=DEVICE)
         asked = rows.repeat_interleave(samples, 1)
         prompts = train.prompts[asked]
         given, before, on = copies.answers(prompts, greedy=False)
         rewards = (given == train.answers[asked]).all(-1).float()
+        solved = rewards.unflatten(1, (-1, samples)).all(2).cpu().numpy()
+        for one, own, right in zip(draws, taken, solved, strict=True):
+            one.note(own, right)
         compared = (
             rewards
             if run["algorithm"]["advantage"]["baseline"] == "batch"

@@ -55,6 +55,20 @@ def test_a_mistake_about_data_sets_is_named(data: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("algorithm: {type: sft}", "algorithm.type sft generates no answers"),
+        ("loop: client\nrewards: [{reward: exact}]", "the client decides what it trains"),
+        ("algorithm: {type: distillation}", "rewards is empty"),
+    ],
+)
+def test_prompts_rest_only_where_answers_to_them_are_scored(text: str, message: str) -> None:
+    data = "name: run\nsteps: 3\ndata: {train: /a.jsonl, rest_epochs: 3}"
+    with pytest.raises(InvalidConfig, match=f"data.rest_epochs.*{message}"):
+        load_text(RunConfig, f"{data}\n{text}\n", source="run.yaml")
+
+
+@pytest.mark.parametrize(
     ("rollout", "message"),
     [
         ("{prompts_per_step: 8, dynamic_sampling: {max_prompts_per_step: 7}}", "no batch could be full"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,31 @@ def test_a_mixture_goes_on_exactly_where_its_cursor_was_taken(
     restored.restore(json.loads(json.dumps(source.cursor)))
     following = [(p.epoch, p.index, p.data_set) for p in (source.next() for _ in range(30))]
     assert [(p.epoch, p.index, p.data_set) for p in (restored.next() for _ in range(30))] == following
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_mixture_whose_solved_prompts_rest_goes_on_behind_what_was_drawn(
+    tmp_path: Path, tokenizer: Tokenizer, seed: int
+) -> None:
+    chance = random.Random(seed)
+    config = mixture(tmp_path, {"a": 3, "b": 7, "c": 11}, {"a": 1.0, "b": 2.0, "c": 0.5}, rest_epochs=7)
+    source = PromptSource(config, tokenizer, seed=seed)
+    outcomes = []
+    for _ in range(chance.randrange(60)):
+        prompt = source.next()
+        outcomes.append((prompt.epoch, prompt.index, chance.random() < 0.6))
+        source.note(prompt.epoch, prompt.index, solved=outcomes[-1][2])
+    cursor = json.loads(json.dumps(source.cursor))
+    since = [(p.epoch, p.index) for p in (source.next() for _ in range(chance.randrange(20)))]
+
+    restored = PromptSource(config, tokenizer, seed=seed)
+    restored.restore(cursor)
+    restored.pass_by(since)
+    for epoch, index, solved in outcomes:
+        restored.note(epoch, index, solved=solved)
+    following = [(p.epoch, p.index) for p in (source.next() for _ in range(40))]
+    assert [(p.epoch, p.index) for p in (restored.next() for _ in range(40))] == following
+    assert len({*following, *since}) == len(following) + len(since)
 
 
 def test_the_first_set_keeps_the_order_that_it_has_alone(tmp_path: Path, tokenizer: Tokenizer) -> None:

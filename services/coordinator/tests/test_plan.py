@@ -99,6 +99,12 @@ def test_the_arithmetic_of_a_run(run: dict[str, Any], stack: StackConfig) -> Non
     assert "40.00 epochs" in next(line.explanation for line in planned.lines if line.name == "data")
 
 
+def test_a_plan_says_that_solved_prompts_rest(run: dict[str, Any], stack: StackConfig) -> None:
+    run["data"]["rest_epochs"] = 15
+    (data,) = (line.explanation for line in plan(run, stack).lines if line.name == "data")
+    assert data.endswith("solved prompts rest for up to 15 epochs")
+
+
 def test_a_greedy_response_beside_each_prompt_is_told_of_and_counts_for_no_update(
     run: dict[str, Any], stack: StackConfig
 ) -> None:

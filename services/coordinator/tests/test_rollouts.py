@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from flotilla.generator.v1 import generator_pb2 as gen
+from flotilla_coordinator.data.prompt_source import PromptSource
+from flotilla_coordinator.data.prompts import Prompt, PromptFile
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState, SampleState
@@ -22,9 +24,10 @@ from flotilla_coordinator.rollouts.generation import Generated, GenerationReques
 from flotilla_coordinator.rollouts.group_rollout import GroupRollout
 from flotilla_coordinator.rollouts.rollouts import RolloutSource
 from flotilla_coordinator.rollouts.scoring import Outcome
-from flotilla_core.config import DynamicSamplingConfig, RolloutConfig
+from flotilla_core.config import DataConfig, DynamicSamplingConfig, RolloutConfig
 from flotilla_core.config.advantages import GrpoAdvantage
 from flotilla_core.errors import FailedPrecondition
+from flotilla_core.ids import prompt_of_group
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 from flotilla_testing.numbered_prompts import NumberedPrompts
@@ -37,8 +40,15 @@ TIMEOUT_S = 30.0
 class Task:
     """Generators and a reward: some prompts are slow, and some teach nothing."""
 
-    def __init__(self, uniform: set[int] | None = None, slow: set[int] | None = None, turns: int = 0) -> None:
+    def __init__(
+        self,
+        uniform: set[int] | None = None,
+        slow: set[int] | None = None,
+        turns: int = 0,
+        solved: set[int] | None = None,
+    ) -> None:
         self.uniform = uniform or set()
+        self.solved = solved or set()
         self.slow = slow or set()
         self.turns = random.Random(turns) if turns else None
         self.asked: list[int] = []
@@ -69,16 +79,19 @@ class Task:
         outcomes = {}
         for item in items:
             prompt, number = map(int, item.sample_id.split("/")[-2:])
-            outcomes[item.sample_id] = Outcome(0.0 if prompt in self.uniform else float(number))
+            reward = 0.0 if prompt in self.uniform else 1.0 if prompt in self.solved else float(number)
+            outcomes[item.sample_id] = Outcome(reward)
         return outcomes
 
 
 class Run:
     """A run on a real ledger, which can be cut off and go on."""
 
-    def __init__(self, ledger: Ledger, steps: int, **rollout: Any) -> None:
+    def __init__(self, ledger: Ledger, steps: int, rows: int = 0, **rollout: Any) -> None:
         self.ledger = ledger
         self.steps = steps
+        self.rows = rows
+        """Of a data set whose solved prompts rest; 0 is one without end."""
         self.config = RolloutConfig(samples_per_prompt=SAMPLES, **rollout)
         self.batches: dict[int, Batch] = {}
         self.lineage = 0
@@ -95,7 +108,7 @@ class Run:
 
     async def begin(self, task: Task, at: int | None = None) -> None:
         """From the start, or once more from after so many steps."""
-        prompts: Any = NumberedPrompts()
+        prompts: Any = resting_prompts(self.rows) if self.rows else NumberedPrompts()
         parts: Any = (SimpleNamespace(decode=str), task, task)
         groups = GroupRollout(RUN, self.config, *parts, self.ledger, GrpoAdvantage(), self.proved)
         self.source = RolloutSource(RUN, self.config, self.steps, prompts, groups, self.ledger)
@@ -146,6 +159,20 @@ class Run:
         return sorted({prompt_of(r.sample_id) for r in records if r.drop_reason == reason})
 
 
+def resting_prompts(rows: int) -> PromptSource:
+    def load(path: Path, config: DataConfig, tokenizer: Any) -> PromptFile:
+        tokens = [np.array([index], dtype=np.int32) for index in range(rows)]
+        prompts = [Prompt(0, index, "", tokens[index], "", {}) for index in range(rows)]
+        return PromptFile(prompts, dropped=0, truncated=0)
+
+    unread: Any = None
+    return PromptSource(DataConfig(train=Path("sums.jsonl"), rest_epochs=3), unread, 7, load)
+
+
+def drawn_of(batch: Batch) -> list[tuple[int, int]]:
+    return [prompt_of_group(group.group_id) for group in batch.groups]
+
+
 def prompt_of(sample_id: str) -> int:
     return int(sample_id.split("/")[-2])
 
@@ -167,10 +194,10 @@ async def ledger(tmp_path: Path) -> AsyncIterator[Ledger]:
     ledger.close()
 
 
-async def started(ledger: Ledger, task: Task, steps: int = 6, **rollout: Any) -> Run:
+async def started(ledger: Ledger, task: Task, steps: int = 6, rows: int = 0, **rollout: Any) -> Run:
     written = f"rollout: {{max_staleness: {rollout.get('max_staleness', 0)}}}\n"
     await ledger.save_run(RunRecord(RUN, "run", RunState.RUNNING, written, "", time.time()))
-    run = Run(ledger, steps, **rollout)
+    run = Run(ledger, steps, rows, **rollout)
     await run.begin(task)
     return run
 
@@ -303,3 +330,67 @@ async def test_steps_that_are_made_again_have_the_batches_that_they_had(ledger: 
     drawn = [prompt for batch in run.batches.values() for prompt in prompts(batch)]
     assert len(set(drawn)) == len(drawn), "no prompt trains twice"
     await run.end()
+
+
+async def test_solved_prompts_rest_and_come_back(ledger: Ledger) -> None:
+    task = Task(solved={0, 1, 2, 3})
+    run = await started(ledger, task, steps=12, rows=6, prompts_per_step=2)
+    batches = [await run.train(step) for step in range(12)]
+    asked = [place for batch in batches for place in drawn_of(batch)]
+    epochs = [sorted(index for of, index in asked if of == epoch) for epoch in range(6)]
+    # Solved once they rest for one epoch, solved twice in a row for three, which is the most here.
+    assert epochs == [[0, 1, 2, 3, 4, 5], [4, 5], [0, 1, 2, 3, 4, 5], [4, 5], [4, 5], [4, 5]]
+    assert batches[2].metrics["data/resting"] == pytest.approx(4 / 6)
+    await run.end()
+
+
+async def test_a_prompt_that_is_missed_again_rests_no_more(ledger: Ledger) -> None:
+    task = Task(solved={0, 1})
+    run = await started(ledger, task, steps=8, rows=4, prompts_per_step=2)
+    for step in range(3):
+        await run.train(step)
+    task.solved = set()
+    drawn = [place for step in range(3, 8) for place in drawn_of(await run.train(step))]
+    assert [sum(of == epoch for of, _ in drawn) for epoch in (2, 3)] == [4, 4]
+    await run.end()
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_a_run_that_goes_on_lets_the_same_prompts_rest(ledger: Ledger, seed: int) -> None:
+    chance = random.Random(seed)
+    staleness = seed % 3
+    rollout: dict[str, Any] = {"prompts_per_step": 3, "max_staleness": staleness}
+    rollout["over_issue"] = chance.choice([0.0, 0.4]) if staleness else 0.0
+    solved = {prompt for prompt in range(17) if chance.random() < 0.6}
+    run = await started(ledger, Task(solved=solved, turns=seed + 1), steps=14, rows=17, **rollout)
+    done = 0
+    for _ in range(3):
+        for step in range(done, min(14, done + chance.randrange(3, 6))):
+            await run.train(step)
+            done = step + 1
+        run.source.admit(done, Version(run.lineage, done)) if done < 14 else None
+        await asyncio.sleep(0)
+        await run.cut_off()
+        trained = {step: content(batch) for step, batch in run.batches.items()}
+        again = chance.randrange(done + 1)
+        await run.begin(Task(solved=solved, turns=chance.randrange(1, 1000)), at=again)
+        for step in range(again, done):
+            assert content(await run.train(step)) == trained[step], f"step {step} with {rollout}"
+    for step in range(done, 14):
+        await run.train(step)
+    drawn = [place for step in range(14) for place in drawn_of(run.batches[step])]
+    assert len(set(drawn)) == len(drawn), "no prompt trains twice in one epoch"
+    if not rollout["over_issue"]:
+        assert drawn == await uninterrupted(ledger.path.with_name("whole.sqlite"), solved, rollout)
+    await run.end()
+
+
+async def uninterrupted(path: Path, solved: set[int], rollout: dict[str, Any]) -> list[tuple[int, int]]:
+    ledger = Ledger.open(path)
+    try:
+        run = await started(ledger, Task(solved=solved), steps=14, rows=17, **rollout)
+        drawn = [place for step in range(14) for place in drawn_of(await run.train(step))]
+        await run.end()
+        return drawn
+    finally:
+        ledger.close()

@@ -11,6 +11,8 @@ import numpy as np
 class NumberedPrompts:
     """Prompt n is the nth that was drawn, and its only token is n."""
 
+    rest_epochs = 0
+
     def __init__(self) -> None:
         self.drawn = 0
 
@@ -32,6 +34,10 @@ class NumberedPrompts:
             data_set="",
             teacher="",
         )
+
+    def pass_by(self, drawn: list[tuple[int, int]]) -> None:
+        """Go behind prompts that were drawn before."""
+        self.drawn = max(self.drawn, *(index + 1 for _, index in drawn), 0)
 
     @property
     def cursor(self) -> dict[str, int]:

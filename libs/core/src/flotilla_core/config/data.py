@@ -58,6 +58,9 @@ class DataConfig(ConfigModel):
     """A new order every epoch, derived from the run's seed; that of the file; or ascending by `difficulty_field`."""
     difficulty_field: str = ""
     """Column with the number that `order: by_field` goes by, the same in every epoch; equal ones as in the file."""
+    rest_epochs: int = Field(default=0, ge=0, le=1023)
+    """Most epochs that a prompt rests after it was solved: 1, after the second time in a row 3, then 7, 15, and so on.
+    0 draws every prompt in every epoch."""
 
     @model_validator(mode="after")
     def _has_prompts_in_an_order(self) -> DataConfig:

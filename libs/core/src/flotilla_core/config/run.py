@@ -151,6 +151,23 @@ class RunConfig(ConfigModel):
         return self
 
     @model_validator(mode="after")
+    def _solved_prompts_are_known(self) -> RunConfig:
+        if not self.data.rest_epochs:
+            return self
+        why = ""
+        if not isinstance(self.algorithm, PolicyConfig):
+            why = f"algorithm.type {self.algorithm.type} generates no answers"
+        elif self.loop == "client":
+            why = "with loop: client the client decides what it trains"
+        elif not self.rewards:
+            why = "rewards is empty"
+        if why:
+            raise ValueError(
+                f"data.rest_epochs lets prompts rest whose answers earn a reward of 1, and {why}: leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         if isinstance(self.algorithm, PolicyConfig):
             name, least = self.algorithm.type, self.algorithm.advantage.needed_group_samples

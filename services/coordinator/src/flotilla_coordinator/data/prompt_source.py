@@ -1,12 +1,14 @@
 """Prompts of a run without end, in an order that a restart repeats exactly.
 
-Invariants: which data set the n-th draw takes depends on the seed and n alone, so shares hold from the first draws on;
-each set goes through its own epochs; a saved cursor fits only the very data that it was saved with.
+Invariants: which data set a draw takes depends on the seed and the places alone, so shares hold from the first draws
+on; each set goes through its own epochs, and no prompt is drawn twice in one; everything before a cursor was drawn or
+rested; a saved cursor fits only the very data that it was saved with.
 """
 
 from __future__ import annotations
 
 from bisect import bisect
+from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import accumulate
@@ -23,22 +25,49 @@ from flotilla_core.errors import FailedPrecondition
 from flotilla_core.ids import derive_seed
 
 SEEDS = 1 << 63
+MOST_DOUBLINGS = 10
 
 
 class _Stream:
     """Where one data set stands; no seed keeps the order of its prompts in every epoch."""
 
-    def __init__(self, prompts: list[Prompt], seed: int | None) -> None:
-        self._prompts = prompts
+    def __init__(self, prompts: list[Prompt], seed: int | None, rest_epochs: int) -> None:
+        self.prompts = prompts
         self._seed = seed
+        self._rest_epochs = rest_epochs
+        self._solved_in_a_row = np.zeros(len(prompts), np.int64)
+        self._drawn_again_in = np.zeros(len(prompts), np.int64)
+        """The first epoch in which a prompt does not rest."""
         self.enter(0, 0)
 
     def next(self) -> Prompt:
-        if self._position == len(self._prompts):
-            self.enter(self._epoch + 1, 0)
-        prompt: Prompt = self._prompts[self._order[self._position]]
-        self._position += 1
-        return replace(prompt, epoch=self._epoch)
+        # It ends: no prompt rests for ever.
+        while True:
+            if self._position == len(self.prompts):
+                self.enter(self._epoch + 1, 0)
+            number = int(self._order[self._position])
+            self._position += 1
+            if self._drawn_again_in[number] <= self._epoch:
+                return replace(self.prompts[number], epoch=self._epoch)
+
+    def note(self, epoch: int, number: int, *, solved: bool) -> None:
+        """The more often in a row a prompt was solved, the longer it rests."""
+        times = self._solved_in_a_row[number] + 1 if solved else 0
+        self._solved_in_a_row[number] = times
+        rest = min(2 ** min(times, MOST_DOUBLINGS) - 1, self._rest_epochs)
+        self._drawn_again_in[number] = epoch + 1 + rest
+
+    @property
+    def resting(self) -> int:
+        return int((self._drawn_again_in > self._epoch + 1).sum())
+
+    def pass_by(self, drawn: list[tuple[int, int]]) -> None:
+        """Go behind the last of these prompts, by epoch and number, where it stands before it."""
+        epoch = max(epoch for epoch, _ in drawn)
+        numbers = [number for of, number in drawn if of == epoch]
+        last = int(np.flatnonzero(np.isin(self._order_of(epoch), numbers))[-1])
+        if (epoch, last) >= (self._epoch, self._position):
+            self.enter(epoch, last + 1)
 
     def enter(self, epoch: int, position: int) -> None:
         self._epoch, self._position, self._order = epoch, position, self._order_of(epoch)
@@ -49,13 +78,13 @@ class _Stream:
 
     @property
     def drawn(self) -> int:
-        return self._epoch * len(self._prompts) + self._position
+        return self._epoch * len(self.prompts) + self._position
 
     def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
         """Sorted by random keys: raw Philox numbers are the same in every numpy version."""
         if self._seed is None:
-            return np.arange(len(self._prompts))
-        keys = np.random.Philox(derive_seed(self._seed, "data order", epoch)).random_raw(len(self._prompts))
+            return np.arange(len(self.prompts))
+        keys = np.random.Philox(derive_seed(self._seed, "data order", epoch)).random_raw(len(self.prompts))
         return np.argsort(keys, kind="stable")
 
 
@@ -65,15 +94,21 @@ class PromptSource:
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, seed: int, load: Load | None = None) -> None:
         sets = read_sets(config, tokenizer, load or load_prompts)
         self.file = joined(sets)
-        self._by_index = {prompt.index: prompt for prompt in self.file.prompts}
+        self.rest_epochs = config.rest_epochs
         self._seed = seed
         self._fingerprint = _fingerprint(self.file.prompts)
         # The first set's order is that of a run that has no other.
         seeds = [derive_seed(seed, "data set", place) if place else seed for place in range(len(sets))]
         shuffled = config.order == "shuffled"
         self._streams = [
-            _Stream(one.file.prompts, own if shuffled else None) for one, own in zip(sets, seeds, strict=True)
+            _Stream(one.file.prompts, own if shuffled else None, config.rest_epochs)
+            for one, own in zip(sets, seeds, strict=True)
         ]
+        self._found_at = {
+            prompt.index: (stream, number)
+            for stream in self._streams
+            for number, prompt in enumerate(stream.prompts)
+        }
         self._bounds = list(accumulate(one.share for one in sets[:-1]))
 
     def __len__(self) -> int:
@@ -81,14 +116,32 @@ class PromptSource:
         return len(self.file.prompts)
 
     def next(self) -> Prompt:
-        """The next prompt; the next epoch of its data set begins where one ends."""
+        """The next prompt that does not rest; the next epoch of its data set begins where one ends."""
         return self._drawn_from(sum(stream.drawn for stream in self._streams)).next()
 
     def known(self, epoch: int, index: int) -> Prompt:
         """A prompt that was drawn before."""
-        if index not in self._by_index:
+        if index not in self._found_at:
             raise other_data(f"there is no prompt {index} any more")
-        return replace(self._by_index[index], epoch=epoch)
+        stream, number = self._found_at[index]
+        return replace(stream.prompts[number], epoch=epoch)
+
+    def note(self, epoch: int, index: int, *, solved: bool) -> None:
+        """How the answers to a prompt were; the one after the other in the order of the steps that they count for."""
+        stream, number = self._found_at[index]
+        stream.note(epoch, number, solved=solved)
+
+    @property
+    def resting_share(self) -> float:
+        """Of all prompts, those that the next epoch of their data set leaves out."""
+        return sum(stream.resting for stream in self._streams) / len(self)
+
+    def pass_by(self, drawn: Sequence[tuple[int, int]]) -> None:
+        """Go behind prompts, by epoch and index, that were drawn since the cursor was taken; others there rested."""
+        for stream in self._streams:
+            places = [(epoch, self._found_at[index]) for epoch, index in drawn]
+            if own := [(epoch, number) for epoch, (of, number) in places if of is stream]:
+                stream.pass_by(own)
 
     @property
     def cursor(self) -> dict[str, Any]:

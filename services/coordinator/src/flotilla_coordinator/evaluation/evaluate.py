@@ -17,7 +17,7 @@ from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.evaluation.evaluation import Evaluation
 from flotilla_coordinator.rollouts.generation import EVALUATION, Generation, GenerationRequest
 from flotilla_coordinator.rollouts.score_item import score_item
-from flotilla_coordinator.rollouts.scoring import Outcome, Scorer
+from flotilla_coordinator.rollouts.scoring import RIGHT_AT, Outcome, Scorer
 from flotilla_coordinator.runs.together import all_of
 from flotilla_core import telemetry
 from flotilla_core.config import SamplingConfig
@@ -28,7 +28,6 @@ from flotilla_core.version import Version
 
 ANSWERS_PER_SCORE_CALL = 64
 CONCURRENT_ANSWERS = 256
-RIGHT_AT = 1.0
 
 
 def evaluation_span(run_id: str, version: Version, step: int) -> AbstractContextManager[Any]:

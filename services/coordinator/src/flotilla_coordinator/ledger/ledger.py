@@ -36,6 +36,7 @@ from flotilla_coordinator.ledger.records import (
     Conservation,
     GeneratedSample,
     GroupIssue,
+    GroupOutcome,
     Recorded,
     RunRecord,
     RunState,
@@ -232,6 +233,12 @@ class Ledger:
     async def admitted_groups(self, run_id: str, first_step: int) -> list[AdmittedGroup]:
         """Every group that counts for `first_step` or a later one, in the order of admission."""
         return await self._read(lambda db: queries.admitted_groups(db, run_id, first_step))
+
+    async def outcomes(
+        self, run_id: str, first_step: int, end_step: int, *, right_at: float
+    ) -> list[GroupOutcome]:
+        """What was scored of the groups that count for `first_step` up to `end_step`, without it."""
+        return await self._read(lambda db: queries.outcomes(db, run_id, first_step, end_step, right_at))
 
     async def counts(self, run_id: str) -> Conservation:
         """Where the admitted samples of a run are."""

@@ -10,6 +10,7 @@ import numpy as np
 from flotilla_coordinator.ledger.records import (
     AdmittedGroup,
     Conservation,
+    GroupOutcome,
     RunRecord,
     RunState,
     SampleRecord,
@@ -102,6 +103,19 @@ def admitted_groups(db: sqlite3.Connection, run_id: str, first_step: int) -> lis
         AdmittedGroup(step, group_id, np.frombuffer(tokens, "<i4"), bound)
         for step, group_id, tokens, bound in rows
     ]
+
+
+def outcomes(
+    db: sqlite3.Connection, run_id: str, first_step: int, end_step: int, right_at: float
+) -> list[GroupOutcome]:
+    """What was scored of the groups that count for `first_step` up to `end_step`, without it; in the order of steps."""
+    rows = db.execute(
+        "SELECT g.group_id, min(s.reward) >= ? FROM samples s JOIN groups g ON g.key = s.grp "
+        "WHERE s.run = (SELECT key FROM runs WHERE run_id = ?) AND s.step >= ? AND s.step < ? "
+        "AND s.reward IS NOT NULL GROUP BY s.grp ORDER BY min(s.step), min(s.key)",
+        (right_at, run_id, first_step, end_step),
+    )
+    return [GroupOutcome(group_id, bool(solved)) for group_id, solved in rows]
 
 
 def samples(

@@ -92,6 +92,15 @@ class AdmittedGroup:
 
 
 @dataclass(frozen=True)
+class GroupOutcome:
+    """What the answers to one prompt earned."""
+
+    group_id: str
+    solved: bool
+    """Whether every answer that was scored was right."""
+
+
+@dataclass(frozen=True)
 class GeneratedSample:
     """A finished response."""
 

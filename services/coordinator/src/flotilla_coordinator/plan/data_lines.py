@@ -65,10 +65,13 @@ def data_lines(config: RunConfig, sets: Sequence[LoadedSet], longest: int) -> It
     draws, rows = steps * prompts, sum(len(one.file.prompts) for one in sets)
     order = ORDERS[config.data.order].format(field=config.data.difficulty_field)
     epochs = f" = {draws / rows:.2f} epochs" if len(sets) == 1 else ""
+    rest = (
+        f"; solved prompts rest for up to {config.data.rest_epochs} epochs" if config.data.rest_epochs else ""
+    )
     yield (
         "data",
         f"{rows:,} prompts",
-        f"longest {longest} tokens; {steps} steps x {prompts} prompts{epochs}, {order}",
+        f"longest {longest} tokens; {steps} steps x {prompts} prompts{epochs}, {order}{rest}",
     )
     if len(sets) == 1:
         return

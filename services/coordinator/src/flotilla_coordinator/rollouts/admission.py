@@ -63,7 +63,6 @@ class Admission:
         self._places = count()
         self._steps: dict[int, list[Admitted]] = {}
         self._recorded: dict[int, list[tuple[Prompt, AdmittedGroup]]] = {}
-        self._drawn_before: set[tuple[int, int]] = set()
         self._next_step = 0
 
     async def go_on(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
@@ -71,14 +70,16 @@ class Admission:
         if cursor is not None:
             self._prompts.restore(cursor)
         self._next_step = steps_done
+        places = []
         for group in await self._ledger.admitted_groups(self._run_id, steps_done):
             place = ids.prompt_of_group(group.group_id)
             prompt = self._prompts.known(*place)
             if not np.array_equal(prompt.token_ids, group.prompt_token_ids):
                 raise other_data(f"prompt {place[1]} is another one than the run's samples answer")
             self._recorded.setdefault(group.step, []).append((prompt, group))
-            self._drawn_before.add(place)
-        self._pass_by_what_was_drawn()
+            places.append(place)
+        # A cursor that is saved from now on lies behind the prompts that the ledger holds for steps to come.
+        self._prompts.pass_by(places)
 
     def reconfigure(self, config: RolloutConfig, total_steps: int) -> None:
         """From the next admission on."""
@@ -103,7 +104,7 @@ class Admission:
         """Issue so many more groups for a step, as far as its limit goes."""
         groups = self._steps[step]
         room = most_prompts_per_step(self._config) - len(groups)
-        drawn = [self._admitted(self._draw(), step, version, ahead) for _ in range(min(number, room))]
+        drawn = [self._admitted(self._prompts.next(), step, version, ahead) for _ in range(min(number, room))]
         groups += drawn
         return drawn
 
@@ -150,18 +151,3 @@ class Admission:
             bound = recorded.max_staleness
         ticket = Ticket(prompt, group_id, step, version, limit_s, bound, recorded is not None)
         return Admitted(ticket, next(self._places), self._start(ticket))
-
-    def _draw(self) -> Prompt:
-        while True:
-            prompt = self._prompts.next()
-            if (prompt.epoch, prompt.index) not in self._drawn_before:
-                return prompt
-
-    def _pass_by_what_was_drawn(self) -> None:
-        """A cursor that is saved from now on lies behind the prompts that the ledger holds for steps to come."""
-        while True:
-            place = self._prompts.cursor
-            prompt = self._prompts.next()
-            if (prompt.epoch, prompt.index) not in self._drawn_before:
-                self._prompts.restore(place)
-                return

@@ -24,7 +24,9 @@ from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup
 from flotilla_coordinator.rollouts.batch_metrics import batch_metrics
 from flotilla_coordinator.rollouts.group_rollout import FinishedGroup, GroupRollout, Ticket
 from flotilla_coordinator.rollouts.reward_failures import failure_rate, refuse_failing_rewards
+from flotilla_coordinator.rollouts.scoring import RIGHT_AT
 from flotilla_coordinator.runs.replay import Replay
+from flotilla_core import ids
 from flotilla_core.config import RolloutConfig, RunConfig
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.version import Version
@@ -46,6 +48,7 @@ class RolloutSource:
     ) -> None:
         self._run_id = run_id
         self._config = config
+        self._prompts = prompts
         self._ledger = ledger
         self._replay = Replay(run_id, ledger)
         self._groups = groups
@@ -54,6 +57,7 @@ class RolloutSource:
     async def go_on(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
         """Begin after so many steps; the ledger's samples of later ones come before any new sample."""
         await self._admission.go_on(steps_done, cursor)
+        await self._note_outcomes(0, steps_done)
 
     def reconfigure(self, config: RunConfig) -> None:
         """Admit by another bound, up to another last step; what is admitted keeps the bound that it was admitted by."""
@@ -80,6 +84,7 @@ class RolloutSource:
         refuse_failing_rewards(self._run_id, step, finished, self._config)
         self._refuse_a_step_without_lessons(step, finished)
         left_over = await self._pass_on(step, in_batch, version)
+        await self._note_outcomes(step, step + 1)
         groups = [await self._within_staleness(item, version) for item in chosen]
         batch = Batch(step, [group for group in groups if group.samples], self._admission.cursor)
         self._refuse_a_step_too_old(batch)
@@ -90,6 +95,13 @@ class RolloutSource:
     async def close(self) -> None:
         """Cancel what is under way."""
         await _cancel(self._admission.close())
+
+    async def _note_outcomes(self, first_step: int, end_step: int) -> None:
+        """Let the data know what was solved, from the ledger, so that a run that goes on knows the same."""
+        if self._prompts.rest_epochs:
+            outcomes = await self._ledger.outcomes(self._run_id, first_step, end_step, right_at=RIGHT_AT)
+            for outcome in outcomes:
+                self._prompts.note(*ids.prompt_of_group(outcome.group_id), solved=outcome.solved)
 
     def _start(self, ticket: Ticket) -> asyncio.Task[FinishedGroup]:
         return asyncio.create_task(self._run(ticket))
@@ -186,6 +198,8 @@ class RolloutSource:
         if self._config.dynamic_sampling is not None:
             metrics["rollout/ended_groups"] = float(len(finished))
             metrics["rollout/uniform_groups"] = float(sum(item.uniform for item in finished))
+        if self._prompts.rest_epochs:
+            metrics["data/resting"] = self._prompts.resting_share
         return metrics
 
     async def _within_staleness(self, item: Admitted, version: Version) -> RolloutGroup:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from flotilla.reward.v1.reward_pb2_grpc import RewardServiceAsyncStub
 
 
+RIGHT_AT = 1.0
+"""An answer that earns as much is right."""
 MAX_CALLS = 5
 SILENT_S = 40.0
 """Several signs of life of a reward replica, and as long as a connection may be silent."""
