@@ -85,6 +85,7 @@ def the_error(planned: run_pb2.Plan) -> str:
 
 def test_the_arithmetic_of_a_run(run: dict[str, Any], stack: StackConfig) -> None:
     stack = stack.model_copy(update={"trainer": stack.trainer.model_copy(update={"nproc": 2})})
+    run["data"]["rest_epochs"] = 15
     planned = plan(run, stack)
     assert (list(planned.errors), list(planned.warnings)) == ([], [])
     values = {line.name: line.value for line in planned.lines}
@@ -96,13 +97,8 @@ def test_the_arithmetic_of_a_run(run: dict[str, Any], stack: StackConfig) -> Non
     assert values["updates"] == "100"
     assert values["micro-batches of an update"] == "at most 8 a rank"  # 64 // 16 fed = 4 together
     assert values["evaluations"] == "5 x 10 prompts"  # before, at 30, 60 and 90, after
-    assert "40.00 epochs" in next(line.explanation for line in planned.lines if line.name == "data")
-
-
-def test_a_plan_says_that_solved_prompts_rest(run: dict[str, Any], stack: StackConfig) -> None:
-    run["data"]["rest_epochs"] = 15
-    (data,) = (line.explanation for line in plan(run, stack).lines if line.name == "data")
-    assert data.endswith("solved prompts rest for up to 15 epochs")
+    data = next(line.explanation for line in planned.lines if line.name == "data")
+    assert "40.00 epochs" in data and data.endswith("solved prompts rest for up to 15 epochs")
 
 
 def test_a_greedy_response_beside_each_prompt_is_told_of_and_counts_for_no_update(
