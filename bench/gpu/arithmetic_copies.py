@@ -136,7 +136,10 @@ def read(file: Path) -> Rows:
 
 
 class Draws:
-    """The rows that one seed draws, epoch by epoch in its own order; solved ones rest as `data.rest_epochs` says."""
+    """The rows that one seed draws, epoch by epoch in its own order; solved ones rest as `data.rest_epochs` says.
+
+    What rests is looked up when an epoch begins, not at each draw as in Flotilla.
+    """
 
     def __init__(self, rows: int, seed: int, rest_epochs: int = 0) -> None:
         self._random = np.random.default_rng(seed)

@@ -98,7 +98,7 @@ def test_the_arithmetic_of_a_run(run: dict[str, Any], stack: StackConfig) -> Non
     assert values["micro-batches of an update"] == "at most 8 a rank"  # 64 // 16 fed = 4 together
     assert values["evaluations"] == "5 x 10 prompts"  # before, at 30, 60 and 90, after
     data = next(line.explanation for line in planned.lines if line.name == "data")
-    assert "40.00 epochs" in data and data.endswith("solved prompts rest for up to 15 epochs")
+    assert "at least 40.00 epochs" in data and data.endswith("solved prompts rest for up to 15 epochs")
 
 
 def test_a_greedy_response_beside_each_prompt_is_told_of_and_counts_for_no_update(

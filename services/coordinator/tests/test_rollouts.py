@@ -173,6 +173,10 @@ def drawn_of(batch: Batch) -> list[tuple[int, int]]:
     return [prompt_of_group(group.group_id) for group in batch.groups]
 
 
+def resting(batch: Batch) -> float:
+    return batch.metrics["data/resting"]
+
+
 def prompt_of(sample_id: str) -> int:
     return int(sample_id.split("/")[-2])
 
@@ -371,11 +375,12 @@ async def test_a_run_that_goes_on_lets_the_same_prompts_rest(ledger: Ledger, see
         run.source.admit(done, Version(run.lineage, done)) if done < 14 else None
         await asyncio.sleep(0)
         await run.cut_off()
-        trained = {step: content(batch) for step, batch in run.batches.items()}
+        trained = {step: (content(batch), resting(batch)) for step, batch in run.batches.items()}
         again = chance.randrange(done + 1)
         await run.begin(Task(solved=solved, turns=chance.randrange(1, 1000)), at=again)
         for step in range(again, done):
-            assert content(await run.train(step)) == trained[step], f"step {step} with {rollout}"
+            batch = await run.train(step)
+            assert (content(batch), resting(batch)) == trained[step], f"step {step} with {rollout}"
     for step in range(done, 14):
         await run.train(step)
     drawn = [place for step in range(14) for place in drawn_of(run.batches[step])]

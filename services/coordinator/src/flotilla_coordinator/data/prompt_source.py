@@ -25,7 +25,6 @@ from flotilla_core.errors import FailedPrecondition
 from flotilla_core.ids import derive_seed
 
 SEEDS = 1 << 63
-MOST_DOUBLINGS = 10
 
 
 class _Stream:
@@ -35,34 +34,37 @@ class _Stream:
         self.prompts = prompts
         self._seed = seed
         self._rest_epochs = rest_epochs
-        self._solved_in_a_row = np.zeros(len(prompts), np.int64)
+        self._last_rest = np.zeros(len(prompts), np.int64)
+        """For how many epochs a prompt rested when it was drawn last."""
         self._drawn_again_in = np.zeros(len(prompts), np.int64)
         """The first epoch in which a prompt does not rest."""
+        self._noted_epoch = -1
+        """The newest epoch of which an outcome is known."""
         self.enter(0, 0)
 
     def next(self) -> Prompt:
-        # It ends: no prompt rests for ever.
         while True:
             if self._position == len(self.prompts):
-                self.enter(self._epoch + 1, 0)
+                # An epoch in which every prompt rests has nothing to draw.
+                self.enter(max(self._epoch + 1, int(self._drawn_again_in.min())), 0)
             number = int(self._order[self._position])
             self._position += 1
             if self._drawn_again_in[number] <= self._epoch:
                 return replace(self.prompts[number], epoch=self._epoch)
 
     def note(self, epoch: int, number: int, *, solved: bool) -> None:
-        """The more often in a row a prompt was solved, the longer it rests."""
-        times = self._solved_in_a_row[number] + 1 if solved else 0
-        self._solved_in_a_row[number] = times
-        rest = min(2 ** min(times, MOST_DOUBLINGS) - 1, self._rest_epochs)
+        """Let a prompt rest for longer each time in a row that it was solved."""
+        rest = min(2 * int(self._last_rest[number]) + 1, self._rest_epochs) if solved else 0
+        self._last_rest[number] = rest
         self._drawn_again_in[number] = epoch + 1 + rest
+        self._noted_epoch = max(self._noted_epoch, epoch)
 
     @property
     def resting(self) -> int:
-        return int((self._drawn_again_in > self._epoch + 1).sum())
+        return int((self._drawn_again_in > self._noted_epoch + 1).sum())
 
     def pass_by(self, drawn: list[tuple[int, int]]) -> None:
-        """Go behind the last of these prompts, by epoch and number, where it stands before it."""
+        """Move past the last of these prompts, given by epoch and number, unless it is past it already."""
         epoch = max(epoch for epoch, _ in drawn)
         numbers = [number for of, number in drawn if of == epoch]
         last = int(np.flatnonzero(np.isin(self._order_of(epoch), numbers))[-1])
@@ -127,19 +129,22 @@ class PromptSource:
         return replace(stream.prompts[number], epoch=epoch)
 
     def note(self, epoch: int, index: int, *, solved: bool) -> None:
-        """How the answers to a prompt were; the one after the other in the order of the steps that they count for."""
+        """Take note of whether a prompt was solved; call it in the order of the steps that the answers count for."""
         stream, number = self._found_at[index]
         stream.note(epoch, number, solved=solved)
 
     @property
     def resting_share(self) -> float:
-        """Of all prompts, those that the next epoch of their data set leaves out."""
+        """Say which share of all prompts rests, by the outcomes that are known."""
         return sum(stream.resting for stream in self._streams) / len(self)
 
     def pass_by(self, drawn: Sequence[tuple[int, int]]) -> None:
-        """Go behind prompts, by epoch and index, that were drawn since the cursor was taken; others there rested."""
+        """Move past prompts, given by epoch and index, that were drawn since the cursor was taken.
+
+        Any prompt between them rested.
+        """
+        places = [(epoch, self._found_at[index]) for epoch, index in drawn]
         for stream in self._streams:
-            places = [(epoch, self._found_at[index]) for epoch, index in drawn]
             if own := [(epoch, number) for epoch, (of, number) in places if of is stream]:
                 stream.pass_by(own)
 

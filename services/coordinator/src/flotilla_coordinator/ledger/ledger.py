@@ -237,7 +237,7 @@ class Ledger:
     async def outcomes(
         self, run_id: str, first_step: int, end_step: int, *, right_at: float
     ) -> list[GroupOutcome]:
-        """What was scored of the groups that count for `first_step` up to `end_step`, without it."""
+        """What the groups earned that count for a step from `first_step` to before `end_step`."""
         return await self._read(lambda db: queries.outcomes(db, run_id, first_step, end_step, right_at))
 
     async def counts(self, run_id: str) -> Conservation:

@@ -108,7 +108,7 @@ def admitted_groups(db: sqlite3.Connection, run_id: str, first_step: int) -> lis
 def outcomes(
     db: sqlite3.Connection, run_id: str, first_step: int, end_step: int, right_at: float
 ) -> list[GroupOutcome]:
-    """What was scored of the groups that count for `first_step` up to `end_step`, without it; in the order of steps."""
+    """What the groups earned that count for a step from `first_step` to before `end_step`, in the order of steps."""
     rows = db.execute(
         "SELECT g.group_id, min(s.reward) >= ? FROM samples s JOIN groups g ON g.key = s.grp "
         "WHERE s.run = (SELECT key FROM runs WHERE run_id = ?) AND s.step >= ? AND s.step < ? "

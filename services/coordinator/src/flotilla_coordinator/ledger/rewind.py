@@ -97,9 +97,10 @@ def _reopen(db: sqlite3.Connection, run: int, step: int, reasons: tuple[str, ...
 
 
 def _return_to(db: sqlite3.Connection, run: int, samples: list[Known], state: State) -> None:
+    forgotten = ", reward = NULL" if state is State.ISSUED else ""
     for_all(
         db,
-        f"UPDATE samples SET state = {state:d}, drop_reason = '' WHERE key IN (VALUES {{rows}})",
+        f"UPDATE samples SET state = {state:d}, drop_reason = ''{forgotten} WHERE key IN (VALUES {{rows}})",
         keys(samples),
     )
     log(db, [Event(run, s.sample_id, s.attempt, s.state, state, detail="run_goes_on") for s in samples])
