@@ -1,0 +1,46 @@
+"""The tree stays as easy to enter as it is: these numbers only fall."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL_WITH_ONE_IMPORTER = 105
+FRAGMENTS = 631
+LARGEST_IMPORT_SHARE = {"services/coordinator": 0.109, "services/trainer": 0.104}
+MOST_MODULES = {"services/coordinator": 187, "services/trainer": 120}
+
+
+@pytest.fixture(scope="module")
+def tree_figures() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("tree_figures", ROOT / "scripts" / "tree_figures.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_small_module_with_one_importer_belongs_to_its_importer(tree_figures: ModuleType) -> None:
+    small = tree_figures.small_with_one_importer(tree_figures.read_tree(ROOT))
+    names = "\n".join(str(module.path) for module in small)
+    assert len(small) == SMALL_WITH_ONE_IMPORTER, f"put it into its importer, or lower the number:\n{names}"
+
+
+def test_docstrings_become_sentences(tree_figures: ModuleType) -> None:
+    count = sum(len(module.fragments) for module in tree_figures.read_tree(ROOT))
+    assert count == FRAGMENTS, "write a sentence (scripts/tree_figures.py --fragments), or lower the number"
+
+
+@pytest.mark.parametrize("package", sorted(MOST_MODULES))
+def test_a_service_is_spread_over_no_more_modules(tree_figures: ModuleType, package: str) -> None:
+    modules = tree_figures.read_tree(ROOT)
+    small = tree_figures.small_with_one_importer(modules)
+    now = tree_figures.figures([module for module in modules if module.package == package], small)
+    assert now.modules <= MOST_MODULES[package]
+    assert now.import_share <= LARGEST_IMPORT_SHARE[package]
