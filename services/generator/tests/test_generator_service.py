@@ -24,7 +24,6 @@ from flotilla_core.errors import (
     FlotillaError,
     InvalidRequest,
     StaleVersion,
-    Unimplemented,
     WeightGroupFailed,
     WeightsMismatch,
 )
@@ -475,11 +474,6 @@ async def test_a_replica_that_nobody_asks_for_its_load_remembers_recent_samples_
     for number in range(5):
         await replica.samples(ask(f"request-{number}", samples=8))
     assert len(replica.servicer._delivered) <= 1
-
-
-async def test_what_is_not_supported_says_so(replica):
-    with pytest.raises(Unimplemented, match="adapters"):
-        await replica.call("LoadAdapter", pb.LoadAdapterRequest(run_id="run"))
 
 
 async def until(replica: Replica, phase: int) -> None:

@@ -27,7 +27,7 @@ from flotilla_coordinator.runs.ledger_view import list_samples
 from flotilla_coordinator.runs.past_events import all_events, past_events
 from flotilla_coordinator.runs.runs import Runs
 from flotilla_coordinator.timeline import SpanStore, chrome_trace
-from flotilla_core.errors import InvalidRequest, NotFound, Unimplemented
+from flotilla_core.errors import InvalidRequest, NotFound
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -178,14 +178,6 @@ class CoordinatorServicer(CoordinatorServiceServicer):
         """Go on by other settings."""
         return pb.UpdateRunResponse(run=await self._runs.configure(request.run_id, request.overrides))
 
-    async def ForkRun(self, request: pb.ForkRunRequest, context: Context) -> pb.ForkRunResponse:
-        """Not in this release."""
-        raise _not_yet("ForkRun")
-
-    async def Evaluate(self, request: pb.EvaluateRequest, context: Context) -> pb.EvaluateResponse:
-        """Not in this release."""
-        raise _not_yet("Evaluate")
-
     def _service(self, registration: Registration) -> pb.Service:
         run_id = self._fleet.holder(registration)
         version = self._runs.version_on(run_id, registration.instance_id)
@@ -209,7 +201,3 @@ class CoordinatorServicer(CoordinatorServiceServicer):
             return list(chrome_trace(spans))
         finally:
             reader.close()
-
-
-def _not_yet(call: str) -> Unimplemented:
-    return Unimplemented(f"{call} is not in this release", where="flotilla.coordinator.v1.CoordinatorService")

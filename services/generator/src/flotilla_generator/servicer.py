@@ -18,7 +18,7 @@ from flotilla.common.v1 import weights_pb2
 from flotilla.generator.v1 import generator_pb2 as pb
 from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceServicer
 from flotilla_core import telemetry
-from flotilla_core.errors import AlreadyExists, InvalidRequest, Unavailable, Unimplemented
+from flotilla_core.errors import AlreadyExists, InvalidRequest, Unavailable
 from flotilla_core.service import Activities
 from flotilla_core.telemetry import names
 from flotilla_core.version import Version
@@ -200,18 +200,6 @@ class GeneratorServicer(GeneratorServiceServicer):
         await self.weights.leave(request.run_id)
         return pb.LeaveWeightGroupResponse()
 
-    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Any) -> pb.LoadAdapterResponse:
-        raise _not_yet("adapters")
-
-    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Any) -> pb.UnloadAdapterResponse:
-        raise _not_yet("adapters")
-
-    async def Sleep(self, request: pb.SleepRequest, context: Any) -> pb.SleepResponse:
-        raise _not_yet("sleeping")
-
-    async def Wake(self, request: pb.WakeRequest, context: Any) -> pb.WakeResponse:
-        raise _not_yet("sleeping")
-
     async def WatchLoad(
         self, request: pb.WatchLoadRequest, context: Any
     ) -> AsyncIterator[pb.WatchLoadResponse]:
@@ -254,7 +242,3 @@ class GeneratorServicer(GeneratorServiceServicer):
     def _require_run(self, run_id: str) -> None:
         if not run_id:
             raise InvalidRequest("run_id is empty", next_step="weights belong to a run")
-
-
-def _not_yet(what: str) -> Unimplemented:
-    return Unimplemented(f"this replica does not support {what}")

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class TrainerServicer(TrainerServiceServicer):
-    """The calls of this release: all but Sleep and Wake, which are refused as UNIMPLEMENTED."""
+    """Answers the calls of the trainer's contract."""
 
     def __init__(self, holder: SessionHolder) -> None:
         self._holder = holder

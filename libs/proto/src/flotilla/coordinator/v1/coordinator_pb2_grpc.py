@@ -46,11 +46,6 @@ class CoordinatorServiceStub:
                 request_serializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.StartRunRequest.SerializeToString,
                 response_deserializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.StartRunResponse.FromString,
                 _registered_method=True)
-        self.ForkRun = channel.unary_unary(
-                '/flotilla.coordinator.v1.CoordinatorService/ForkRun',
-                request_serializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.ForkRunRequest.SerializeToString,
-                response_deserializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.ForkRunResponse.FromString,
-                _registered_method=True)
         self.GetRun = channel.unary_unary(
                 '/flotilla.coordinator.v1.CoordinatorService/GetRun',
                 request_serializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.GetRunRequest.SerializeToString,
@@ -85,11 +80,6 @@ class CoordinatorServiceStub:
                 '/flotilla.coordinator.v1.CoordinatorService/UpdateRun',
                 request_serializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.UpdateRunRequest.SerializeToString,
                 response_deserializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.UpdateRunResponse.FromString,
-                _registered_method=True)
-        self.Evaluate = channel.unary_unary(
-                '/flotilla.coordinator.v1.CoordinatorService/Evaluate',
-                request_serializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.EvaluateRequest.SerializeToString,
-                response_deserializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.EvaluateResponse.FromString,
                 _registered_method=True)
         self.ListSamples = channel.unary_unary(
                 '/flotilla.coordinator.v1.CoordinatorService/ListSamples',
@@ -152,12 +142,6 @@ class CoordinatorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ForkRun(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def GetRun(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -201,12 +185,6 @@ class CoordinatorServiceServicer:
     def UpdateRun(self, request, context):
         """Change settings from the next step on; of a run that ended early, for when it is resumed.
         """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Evaluate(self, request, context):
-        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -277,11 +255,6 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     request_deserializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.StartRunRequest.FromString,
                     response_serializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.StartRunResponse.SerializeToString,
             ),
-            'ForkRun': grpc.unary_unary_rpc_method_handler(
-                    servicer.ForkRun,
-                    request_deserializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.ForkRunRequest.FromString,
-                    response_serializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.ForkRunResponse.SerializeToString,
-            ),
             'GetRun': grpc.unary_unary_rpc_method_handler(
                     servicer.GetRun,
                     request_deserializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.GetRunRequest.FromString,
@@ -316,11 +289,6 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.UpdateRun,
                     request_deserializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.UpdateRunRequest.FromString,
                     response_serializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.UpdateRunResponse.SerializeToString,
-            ),
-            'Evaluate': grpc.unary_unary_rpc_method_handler(
-                    servicer.Evaluate,
-                    request_deserializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.EvaluateRequest.FromString,
-                    response_serializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.EvaluateResponse.SerializeToString,
             ),
             'ListSamples': grpc.unary_unary_rpc_method_handler(
                     servicer.ListSamples,
@@ -419,33 +387,6 @@ class CoordinatorService:
             '/flotilla.coordinator.v1.CoordinatorService/StartRun',
             flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.StartRunRequest.SerializeToString,
             flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.StartRunResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ForkRun(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/flotilla.coordinator.v1.CoordinatorService/ForkRun',
-            flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.ForkRunRequest.SerializeToString,
-            flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.ForkRunResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -635,33 +576,6 @@ class CoordinatorService:
             '/flotilla.coordinator.v1.CoordinatorService/UpdateRun',
             flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.UpdateRunRequest.SerializeToString,
             flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.UpdateRunResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Evaluate(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/flotilla.coordinator.v1.CoordinatorService/Evaluate',
-            flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.EvaluateRequest.SerializeToString,
-            flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.EvaluateResponse.FromString,
             options,
             channel_credentials,
             insecure,

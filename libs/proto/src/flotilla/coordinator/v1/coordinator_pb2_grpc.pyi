@@ -39,7 +39,6 @@ class CoordinatorServiceStub:
     """Resolve and check a run without starting it."""
     StartRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StartRunRequest, _coordinator_pb2.StartRunResponse]
     """Returns as soon as the run is admitted."""
-    ForkRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ForkRunRequest, _coordinator_pb2.ForkRunResponse]
     GetRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetRunRequest, _coordinator_pb2.GetRunResponse]
     ListRuns: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListRunsRequest, _coordinator_pb2.ListRunsResponse]
     WatchRun: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.WatchRunResponse]
@@ -52,7 +51,6 @@ class CoordinatorServiceStub:
     """End after the current step; samples in flight are dropped with a reason."""
     UpdateRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.UpdateRunRequest, _coordinator_pb2.UpdateRunResponse]
     """Change settings from the next step on; of a run that ended early, for when it is resumed."""
-    Evaluate: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.EvaluateRequest, _coordinator_pb2.EvaluateResponse]
     ListSamples: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListSamplesRequest, _coordinator_pb2.ListSamplesResponse]
     StreamMetrics: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.StreamMetricsRequest, _coordinator_pb2.StreamMetricsResponse]
     ExportRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ExportRunRequest, _coordinator_pb2.ExportRunResponse]
@@ -79,7 +77,6 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """Resolve and check a run without starting it."""
     StartRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StartRunRequest, _coordinator_pb2.StartRunResponse]  # type: ignore[assignment]
     """Returns as soon as the run is admitted."""
-    ForkRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ForkRunRequest, _coordinator_pb2.ForkRunResponse]  # type: ignore[assignment]
     GetRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetRunRequest, _coordinator_pb2.GetRunResponse]  # type: ignore[assignment]
     ListRuns: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListRunsRequest, _coordinator_pb2.ListRunsResponse]  # type: ignore[assignment]
     WatchRun: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.WatchRunResponse]  # type: ignore[assignment]
@@ -92,7 +89,6 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """End after the current step; samples in flight are dropped with a reason."""
     UpdateRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.UpdateRunRequest, _coordinator_pb2.UpdateRunResponse]  # type: ignore[assignment]
     """Change settings from the next step on; of a run that ended early, for when it is resumed."""
-    Evaluate: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.EvaluateRequest, _coordinator_pb2.EvaluateResponse]  # type: ignore[assignment]
     ListSamples: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListSamplesRequest, _coordinator_pb2.ListSamplesResponse]  # type: ignore[assignment]
     StreamMetrics: _aio.UnaryStreamMultiCallable[_coordinator_pb2.StreamMetricsRequest, _coordinator_pb2.StreamMetricsResponse]  # type: ignore[assignment]
     ExportRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ExportRunRequest, _coordinator_pb2.ExportRunResponse]  # type: ignore[assignment]
@@ -128,13 +124,6 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.StartRunResponse, _abc.Awaitable[_coordinator_pb2.StartRunResponse]]:
         """Returns as soon as the run is admitted."""
-
-    @_abc_1.abstractmethod
-    def ForkRun(
-        self,
-        request: _coordinator_pb2.ForkRunRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_coordinator_pb2.ForkRunResponse, _abc.Awaitable[_coordinator_pb2.ForkRunResponse]]: ...
 
     @_abc_1.abstractmethod
     def GetRun(
@@ -189,13 +178,6 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.UpdateRunResponse, _abc.Awaitable[_coordinator_pb2.UpdateRunResponse]]:
         """Change settings from the next step on; of a run that ended early, for when it is resumed."""
-
-    @_abc_1.abstractmethod
-    def Evaluate(
-        self,
-        request: _coordinator_pb2.EvaluateRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_coordinator_pb2.EvaluateResponse, _abc.Awaitable[_coordinator_pb2.EvaluateResponse]]: ...
 
     @_abc_1.abstractmethod
     def ListSamples(

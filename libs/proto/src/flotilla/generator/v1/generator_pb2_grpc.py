@@ -85,26 +85,6 @@ class GeneratorServiceStub:
                 request_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.LeaveWeightGroupRequest.SerializeToString,
                 response_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.LeaveWeightGroupResponse.FromString,
                 _registered_method=True)
-        self.LoadAdapter = channel.unary_unary(
-                '/flotilla.generator.v1.GeneratorService/LoadAdapter',
-                request_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.LoadAdapterRequest.SerializeToString,
-                response_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.LoadAdapterResponse.FromString,
-                _registered_method=True)
-        self.UnloadAdapter = channel.unary_unary(
-                '/flotilla.generator.v1.GeneratorService/UnloadAdapter',
-                request_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.UnloadAdapterRequest.SerializeToString,
-                response_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.UnloadAdapterResponse.FromString,
-                _registered_method=True)
-        self.Sleep = channel.unary_unary(
-                '/flotilla.generator.v1.GeneratorService/Sleep',
-                request_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.SleepRequest.SerializeToString,
-                response_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.SleepResponse.FromString,
-                _registered_method=True)
-        self.Wake = channel.unary_unary(
-                '/flotilla.generator.v1.GeneratorService/Wake',
-                request_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.WakeRequest.SerializeToString,
-                response_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.WakeResponse.FromString,
-                _registered_method=True)
         self.WatchLoad = channel.unary_stream(
                 '/flotilla.generator.v1.GeneratorService/WatchLoad',
                 request_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.WatchLoadRequest.SerializeToString,
@@ -186,31 +166,6 @@ class GeneratorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def LoadAdapter(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def UnloadAdapter(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Sleep(self, request, context):
-        """Give accelerator memory back while a colocated trainer works.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Wake(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def WatchLoad(self, request, context):
         """Load of the replica, whenever it changes, at most ten times a second.
         """
@@ -270,26 +225,6 @@ def add_GeneratorServiceServicer_to_server(servicer, server):
                     servicer.LeaveWeightGroup,
                     request_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.LeaveWeightGroupRequest.FromString,
                     response_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.LeaveWeightGroupResponse.SerializeToString,
-            ),
-            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
-                    servicer.LoadAdapter,
-                    request_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.LoadAdapterRequest.FromString,
-                    response_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.LoadAdapterResponse.SerializeToString,
-            ),
-            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
-                    servicer.UnloadAdapter,
-                    request_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.UnloadAdapterRequest.FromString,
-                    response_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.UnloadAdapterResponse.SerializeToString,
-            ),
-            'Sleep': grpc.unary_unary_rpc_method_handler(
-                    servicer.Sleep,
-                    request_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.SleepRequest.FromString,
-                    response_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.SleepResponse.SerializeToString,
-            ),
-            'Wake': grpc.unary_unary_rpc_method_handler(
-                    servicer.Wake,
-                    request_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.WakeRequest.FromString,
-                    response_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.WakeResponse.SerializeToString,
             ),
             'WatchLoad': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchLoad,
@@ -568,114 +503,6 @@ class GeneratorService:
             '/flotilla.generator.v1.GeneratorService/LeaveWeightGroup',
             flotilla_dot_generator_dot_v1_dot_generator__pb2.LeaveWeightGroupRequest.SerializeToString,
             flotilla_dot_generator_dot_v1_dot_generator__pb2.LeaveWeightGroupResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def LoadAdapter(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/flotilla.generator.v1.GeneratorService/LoadAdapter',
-            flotilla_dot_generator_dot_v1_dot_generator__pb2.LoadAdapterRequest.SerializeToString,
-            flotilla_dot_generator_dot_v1_dot_generator__pb2.LoadAdapterResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def UnloadAdapter(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/flotilla.generator.v1.GeneratorService/UnloadAdapter',
-            flotilla_dot_generator_dot_v1_dot_generator__pb2.UnloadAdapterRequest.SerializeToString,
-            flotilla_dot_generator_dot_v1_dot_generator__pb2.UnloadAdapterResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Sleep(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/flotilla.generator.v1.GeneratorService/Sleep',
-            flotilla_dot_generator_dot_v1_dot_generator__pb2.SleepRequest.SerializeToString,
-            flotilla_dot_generator_dot_v1_dot_generator__pb2.SleepResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Wake(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/flotilla.generator.v1.GeneratorService/Wake',
-            flotilla_dot_generator_dot_v1_dot_generator__pb2.WakeRequest.SerializeToString,
-            flotilla_dot_generator_dot_v1_dot_generator__pb2.WakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

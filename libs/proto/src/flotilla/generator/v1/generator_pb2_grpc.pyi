@@ -56,11 +56,6 @@ class GeneratorServiceStub:
     AbortWeights: _grpc.UnaryUnaryMultiCallable[_generator_pb2.AbortWeightsRequest, _generator_pb2.AbortWeightsResponse]
     """Drop what is staged or being received, and the group with it; the live weights stay."""
     LeaveWeightGroup: _grpc.UnaryUnaryMultiCallable[_generator_pb2.LeaveWeightGroupRequest, _generator_pb2.LeaveWeightGroupResponse]
-    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_generator_pb2.LoadAdapterRequest, _generator_pb2.LoadAdapterResponse]
-    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_generator_pb2.UnloadAdapterRequest, _generator_pb2.UnloadAdapterResponse]
-    Sleep: _grpc.UnaryUnaryMultiCallable[_generator_pb2.SleepRequest, _generator_pb2.SleepResponse]
-    """Give accelerator memory back while a colocated trainer works."""
-    Wake: _grpc.UnaryUnaryMultiCallable[_generator_pb2.WakeRequest, _generator_pb2.WakeResponse]
     WatchLoad: _grpc.UnaryStreamMultiCallable[_generator_pb2.WatchLoadRequest, _generator_pb2.WatchLoadResponse]
     """Load of the replica, whenever it changes, at most ten times a second."""
 
@@ -92,11 +87,6 @@ class GeneratorServiceAsyncStub(GeneratorServiceStub):
     AbortWeights: _aio.UnaryUnaryMultiCallable[_generator_pb2.AbortWeightsRequest, _generator_pb2.AbortWeightsResponse]  # type: ignore[assignment]
     """Drop what is staged or being received, and the group with it; the live weights stay."""
     LeaveWeightGroup: _aio.UnaryUnaryMultiCallable[_generator_pb2.LeaveWeightGroupRequest, _generator_pb2.LeaveWeightGroupResponse]  # type: ignore[assignment]
-    LoadAdapter: _aio.UnaryUnaryMultiCallable[_generator_pb2.LoadAdapterRequest, _generator_pb2.LoadAdapterResponse]  # type: ignore[assignment]
-    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_generator_pb2.UnloadAdapterRequest, _generator_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
-    Sleep: _aio.UnaryUnaryMultiCallable[_generator_pb2.SleepRequest, _generator_pb2.SleepResponse]  # type: ignore[assignment]
-    """Give accelerator memory back while a colocated trainer works."""
-    Wake: _aio.UnaryUnaryMultiCallable[_generator_pb2.WakeRequest, _generator_pb2.WakeResponse]  # type: ignore[assignment]
     WatchLoad: _aio.UnaryStreamMultiCallable[_generator_pb2.WatchLoadRequest, _generator_pb2.WatchLoadResponse]  # type: ignore[assignment]
     """Load of the replica, whenever it changes, at most ten times a second."""
 
@@ -185,35 +175,6 @@ class GeneratorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generator_pb2.LeaveWeightGroupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generator_pb2.LeaveWeightGroupResponse, _abc.Awaitable[_generator_pb2.LeaveWeightGroupResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def LoadAdapter(
-        self,
-        request: _generator_pb2.LoadAdapterRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_generator_pb2.LoadAdapterResponse, _abc.Awaitable[_generator_pb2.LoadAdapterResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def UnloadAdapter(
-        self,
-        request: _generator_pb2.UnloadAdapterRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_generator_pb2.UnloadAdapterResponse, _abc.Awaitable[_generator_pb2.UnloadAdapterResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def Sleep(
-        self,
-        request: _generator_pb2.SleepRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_generator_pb2.SleepResponse, _abc.Awaitable[_generator_pb2.SleepResponse]]:
-        """Give accelerator memory back while a colocated trainer works."""
-
-    @_abc_1.abstractmethod
-    def Wake(
-        self,
-        request: _generator_pb2.WakeRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_generator_pb2.WakeResponse, _abc.Awaitable[_generator_pb2.WakeResponse]]: ...
 
     @_abc_1.abstractmethod
     def WatchLoad(

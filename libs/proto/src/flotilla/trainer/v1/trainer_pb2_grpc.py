@@ -121,16 +121,6 @@ class TrainerServiceStub:
                 request_serializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.ExportModelRequest.SerializeToString,
                 response_deserializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.ExportModelResponse.FromString,
                 _registered_method=True)
-        self.Sleep = channel.unary_unary(
-                '/flotilla.trainer.v1.TrainerService/Sleep',
-                request_serializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.SleepRequest.SerializeToString,
-                response_deserializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.SleepResponse.FromString,
-                _registered_method=True)
-        self.Wake = channel.unary_unary(
-                '/flotilla.trainer.v1.TrainerService/Wake',
-                request_serializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.WakeRequest.SerializeToString,
-                response_deserializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.WakeResponse.FromString,
-                _registered_method=True)
 
 
 class TrainerServiceServicer:
@@ -258,18 +248,6 @@ class TrainerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Sleep(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Wake(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_TrainerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -357,16 +335,6 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.ExportModel,
                     request_deserializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.ExportModelRequest.FromString,
                     response_serializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.ExportModelResponse.SerializeToString,
-            ),
-            'Sleep': grpc.unary_unary_rpc_method_handler(
-                    servicer.Sleep,
-                    request_deserializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.SleepRequest.FromString,
-                    response_serializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.SleepResponse.SerializeToString,
-            ),
-            'Wake': grpc.unary_unary_rpc_method_handler(
-                    servicer.Wake,
-                    request_deserializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.WakeRequest.FromString,
-                    response_serializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.WakeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -830,60 +798,6 @@ class TrainerService:
             '/flotilla.trainer.v1.TrainerService/ExportModel',
             flotilla_dot_trainer_dot_v1_dot_trainer__pb2.ExportModelRequest.SerializeToString,
             flotilla_dot_trainer_dot_v1_dot_trainer__pb2.ExportModelResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Sleep(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/flotilla.trainer.v1.TrainerService/Sleep',
-            flotilla_dot_trainer_dot_v1_dot_trainer__pb2.SleepRequest.SerializeToString,
-            flotilla_dot_trainer_dot_v1_dot_trainer__pb2.SleepResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Wake(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/flotilla.trainer.v1.TrainerService/Wake',
-            flotilla_dot_trainer_dot_v1_dot_trainer__pb2.WakeRequest.SerializeToString,
-            flotilla_dot_trainer_dot_v1_dot_trainer__pb2.WakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

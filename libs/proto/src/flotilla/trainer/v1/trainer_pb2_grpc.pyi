@@ -73,8 +73,6 @@ class TrainerServiceStub:
     """Put the open session back to a checkpoint, under a new lineage. Nothing changes unless all of it is verified and fits."""
     ExportModel: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelResponse]
     """Write a Hugging Face folder that transformers and vLLM load unchanged."""
-    Sleep: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SleepRequest, _trainer_pb2.SleepResponse]
-    Wake: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.WakeRequest, _trainer_pb2.WakeResponse]
 
 @_typing.type_check_only
 class TrainerServiceAsyncStub(TrainerServiceStub):
@@ -121,8 +119,6 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """Put the open session back to a checkpoint, under a new lineage. Nothing changes unless all of it is verified and fits."""
     ExportModel: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelResponse]  # type: ignore[assignment]
     """Write a Hugging Face folder that transformers and vLLM load unchanged."""
-    Sleep: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SleepRequest, _trainer_pb2.SleepResponse]  # type: ignore[assignment]
-    Wake: _aio.UnaryUnaryMultiCallable[_trainer_pb2.WakeRequest, _trainer_pb2.WakeResponse]  # type: ignore[assignment]
 
 class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     """A gang of ranks that holds one role of one run: policy, critic, reference or a teacher.
@@ -268,19 +264,5 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.ExportModelResponse, _abc.Awaitable[_trainer_pb2.ExportModelResponse]]:
         """Write a Hugging Face folder that transformers and vLLM load unchanged."""
-
-    @_abc_1.abstractmethod
-    def Sleep(
-        self,
-        request: _trainer_pb2.SleepRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_trainer_pb2.SleepResponse, _abc.Awaitable[_trainer_pb2.SleepResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def Wake(
-        self,
-        request: _trainer_pb2.WakeRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_trainer_pb2.WakeResponse, _abc.Awaitable[_trainer_pb2.WakeResponse]]: ...
 
 def add_TrainerServiceServicer_to_server(servicer: TrainerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,56 @@
+"""A contract lists what its service does, and nothing that it may do one day."""
+
+from __future__ import annotations
+
+import pytest
+from google.protobuf.descriptor import ServiceDescriptor
+
+from flotilla.common.v1 import operate_pb2
+from flotilla.coordinator.v1 import coordinator_pb2, loop_pb2
+from flotilla.generator.v1 import generator_pb2
+from flotilla.launcher.v1 import launcher_pb2
+from flotilla.reward.v1 import reward_pb2
+from flotilla.trainer.v1 import trainer_pb2
+from flotilla_coordinator.loop_servicer import LoopServicer
+from flotilla_coordinator.servicer import CoordinatorServicer
+from flotilla_core.service.operate import OperateServicer
+from flotilla_generator.servicer import GeneratorServicer
+from flotilla_launch.servicer import LauncherServicer
+from flotilla_reward.servicer import RewardServicer
+from flotilla_trainer.servicer import TrainerServicer
+
+SERVICERS = (
+    OperateServicer,
+    CoordinatorServicer,
+    LoopServicer,
+    GeneratorServicer,
+    LauncherServicer,
+    RewardServicer,
+    TrainerServicer,
+)
+CONTRACTS = [
+    service
+    for contract in (
+        operate_pb2,
+        coordinator_pb2,
+        loop_pb2,
+        generator_pb2,
+        launcher_pb2,
+        reward_pb2,
+        trainer_pb2,
+    )
+    for service in contract.DESCRIPTOR.services_by_name.values()
+]
+
+
+def test_every_service_of_the_contracts_is_known_here() -> None:
+    assert len(CONTRACTS) == len(SERVICERS)
+
+
+@pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.name)
+def test_every_call_of_a_contract_is_served(contract: ServiceDescriptor) -> None:
+    (servicer,) = (
+        one for one in SERVICERS if any(base.__name__ == f"{contract.name}Servicer" for base in one.mro())
+    )
+    inherited = [call.name for call in contract.methods if call.name not in vars(servicer)]
+    assert inherited == [], "a call that nobody serves does not belong in the contract"
