@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL_WITH_ONE_IMPORTER = 105
-FRAGMENTS = 631
+FRAGMENTS = 629
 LARGEST_IMPORT_SHARE = {"services/coordinator": 0.109, "services/trainer": 0.104}
 MOST_MODULES = {"services/coordinator": 187, "services/trainer": 120}
 
