@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from pathlib import Path
+
 import pytest
 from google.protobuf.descriptor import ServiceDescriptor
 
-from flotilla.common.v1 import operate_pb2
-from flotilla.coordinator.v1 import coordinator_pb2, loop_pb2
-from flotilla.generator.v1 import generator_pb2
-from flotilla.launcher.v1 import launcher_pb2
-from flotilla.reward.v1 import reward_pb2
-from flotilla.trainer.v1 import trainer_pb2
+import flotilla
 from flotilla_coordinator.loop_servicer import LoopServicer
 from flotilla_coordinator.servicer import CoordinatorServicer
 from flotilla_core.service.operate import OperateServicer
@@ -28,18 +26,13 @@ SERVICERS = (
     RewardServicer,
     TrainerServicer,
 )
+ROOT = Path(flotilla.__path__[0])
 CONTRACTS = [
     service
-    for contract in (
-        operate_pb2,
-        coordinator_pb2,
-        loop_pb2,
-        generator_pb2,
-        launcher_pb2,
-        reward_pb2,
-        trainer_pb2,
-    )
-    for service in contract.DESCRIPTOR.services_by_name.values()
+    for path in sorted(ROOT.rglob("*_pb2.py"))
+    for service in import_module(
+        ".".join(("flotilla", *path.relative_to(ROOT).with_suffix("").parts))
+    ).DESCRIPTOR.services_by_name.values()
 ]
 
 

@@ -64,11 +64,10 @@ def data_lines(config: RunConfig, sets: Sequence[LoadedSet], longest: int) -> It
     steps, prompts = config.steps, config.rollout.prompts_per_step
     draws, rows = steps * prompts, sum(len(one.file.prompts) for one in sets)
     order = ORDERS[config.data.order].format(field=config.data.difficulty_field)
-    least = "at least " if config.data.rest_epochs else ""
+    least, rest = "", ""
+    if rest_epochs := config.data.rest_epochs:
+        least, rest = "at least ", f"; solved prompts rest for up to {rest_epochs} epochs"
     epochs = f" = {least}{draws / rows:.2f} epochs" if len(sets) == 1 else ""
-    rest = (
-        f"; solved prompts rest for up to {config.data.rest_epochs} epochs" if config.data.rest_epochs else ""
-    )
     yield (
         "data",
         f"{rows:,} prompts",
