@@ -20,6 +20,7 @@ async def endings(tasks: Sequence[asyncio.Task[T]]) -> AsyncGenerator[list[async
     """Those that ended since the last time, together; none at all is a sign of life."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Queue[asyncio.Task[T] | None] = asyncio.Queue()
+    timer: asyncio.TimerHandle
 
     # One timer for all tasks: it costs nothing where they end fast.
     def sign() -> None:
