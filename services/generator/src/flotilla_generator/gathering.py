@@ -8,13 +8,13 @@ together; an engine that fails does so only after what it had yielded was handed
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from flotilla_generator.engine.base import Sample
 
 
-async def gathered(endings: AsyncGenerator[list[Sample]], wait_s: float) -> AsyncIterator[list[Sample]]:
+async def gathered(endings: AsyncGenerator[list[Sample]], wait_s: float) -> AsyncGenerator[list[Sample]]:
     """What ends within `wait_s` after the first, together; closing it closes `endings`."""
     if not wait_s:
         async with aclosing(endings):

@@ -128,7 +128,7 @@ class GeneratorServicer(GeneratorServiceServicer):
         self._require_open()
         self._require_run(request.run_id)
         group, manifest = request.group, Manifest.from_proto(request.manifest)
-        attributes = {names.RUN_ID: request.run_id, names.EPOCH: group.epoch}
+        attributes: dict[str, str | int] = {names.RUN_ID: request.run_id, names.EPOCH: group.epoch}
         with (
             telemetry.span(names.GENERATOR_JOIN, attributes=attributes),
             self._activities.doing(f"joining weight group epoch {group.epoch}", run_id=request.run_id),

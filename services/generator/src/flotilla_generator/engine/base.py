@@ -9,7 +9,7 @@ that touches live weights.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -175,7 +175,7 @@ class Engine(ABC):
         """Wait until the engine can serve no more, and say why."""
 
     @abstractmethod
-    def generate(self, request: GenerationRequest) -> AsyncIterator[list[Sample]]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[list[Sample]]:
         """Samples in the order in which they end; those that end together come together."""
 
     @abstractmethod

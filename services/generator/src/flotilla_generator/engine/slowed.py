@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 from flotilla.common.v1 import weights_pb2
 from flotilla_core.config.stack import LatencyConfig
@@ -39,7 +40,7 @@ class SlowedEngine(Engine):
         self._aborted: dict[str, asyncio.Event] = {}
         self._held = 0
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[list[Sample]]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[Sample]]:
         started = time.monotonic()
         aborted = self._aborted[request.request_id] = asyncio.Event()
         held: set[asyncio.Future[Sample]] = set()
@@ -47,9 +48,9 @@ class SlowedEngine(Engine):
             arriving: asyncio.Future[list[Sample]] | None = asyncio.ensure_future(anext(samples, []))
             try:
                 while arriving is not None or held:
-                    awaited = held if arriving is None else {arriving, *held}
+                    awaited: set[asyncio.Future[Any]] = held if arriving is None else {arriving, *held}
                     done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-                    if arriving in done:
+                    if arriving is not None and arriving in done:
                         arrived = arriving.result()
                         arriving = None
                         if arrived:
@@ -63,7 +64,7 @@ class SlowedEngine(Engine):
                         yield [one.result() for one in ended]
             finally:
                 del self._aborted[request.request_id]
-                left = held if arriving is None else {arriving, *held}
+                left: set[asyncio.Future[Any]] = held if arriving is None else {arriving, *held}
                 for task in left:
                     task.cancel()
                 await asyncio.gather(*left, return_exceptions=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import numpy as np
 import torch
@@ -79,7 +79,7 @@ class SimEngine(Engine):
         await asyncio.Event().wait()
         return ""
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[list[Sample]]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[Sample]]:
         decoding = [self._decoding(slot, request) for slot in request.samples]
         self._requests[request.request_id] = decoding
         schedule = self._schedule

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,7 @@ class Decoding:
         """Every sample that has not ended."""
         return [one for group in self._requests.values() for one in group]
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[list[Sample]]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[Sample]]:
         """Decode all samples of `request`; those that ended together come together."""
         done: asyncio.Queue[Sample | BaseException] = asyncio.Queue()
         running = {

@@ -7,7 +7,7 @@ Invariants: the service answers while vLLM starts; a stop is never taken for the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flotilla.common.v1 import weights_pb2
@@ -98,7 +98,7 @@ class VllmEngine(Engine):
             await asyncio.sleep(HEALTH_POLL_S)
         return "vLLM's engine process died"
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[list[Sample]]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[list[Sample]]:
         return self._decoding.generate(request)
 
     async def abort(self, request_ids: Sequence[str]) -> int:

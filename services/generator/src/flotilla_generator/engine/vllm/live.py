@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,7 +120,7 @@ class LiveModel:
             if source is not layer:
                 layer.cpu_linear = source.cpu_linear
 
-    def load(self, model: torch.nn.Module, staged: StagedModel) -> None:
+    def load(self, model: Any, staged: StagedModel) -> None:
         """Have vLLM load and pack every layer."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import (
@@ -128,10 +128,11 @@ class LiveModel:
             initialize_layerwise_reload,
         )
 
+        finalize: Callable[..., None] = finalize_layerwise_reload  # vLLM gives it no types
         with set_current_vllm_config(self._worker.vllm_config):
             initialize_layerwise_reload(model)
             model.load_weights(staged.tensors(self._worker.device))
-            finalize_layerwise_reload(model, self._worker.model_runner.model_config)
+            finalize(model, self._worker.model_runner.model_config)
 
     @torch.no_grad()
     def _load_in_place(self, staged: StagedModel, seed: int) -> dict[str, Any]:
@@ -170,7 +171,7 @@ class LiveModel:
         from vllm.model_executor.model_loader.reload import layerwise
 
         for layer in model.modules():
-            info = layerwise.get_layerwise_info(layer)
+            info: Any = layerwise.get_layerwise_info(layer)
             if info.can_load():
                 layerwise._place_kernel_tensors(layer, info)
             info.reset()

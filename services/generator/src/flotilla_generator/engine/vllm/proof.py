@@ -11,13 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from flotilla_weights.inbox import StagedModel
 
 PROBED_COLUMNS = 8
+
+
+class MatrixLayer(Protocol):
+    """What vLLM gives a layer that multiplies by one matrix; torch does not know it of its modules."""
+
+    weight: torch.Tensor
+    quant_method: Any
 
 
 class Columns:
@@ -34,7 +41,7 @@ class Columns:
         index = torch.randperm(weight.shape[1], generator=random)[:count]
         return cls(index, weight.index_select(1, index.to(weight.device)))
 
-    def agree_with(self, layer: torch.nn.Module) -> bool:
+    def agree_with(self, layer: MatrixLayer) -> bool:
         """Feed one-hot rows: each output must be the column, exactly; a table that is looked up is compared as well."""
         if hasattr(layer, "embedding_dim"):
             live = layer.weight.index_select(1, self.index.to(self.values.device))
@@ -54,7 +61,7 @@ def recording(model: torch.nn.Module, random: torch.Generator) -> Iterator[dict[
     methods = {id(layer.quant_method): layer.quant_method for _, layer in matrix_layers(model)}
 
     def recorder(original: Any) -> Any:
-        def process(layer: torch.nn.Module) -> None:
+        def process(layer: MatrixLayer) -> None:
             recorded[id(layer)] = Columns.of(layer.weight, random)
             original(layer)
 

@@ -69,7 +69,9 @@ class WorkerWeights:
 
         def receive() -> None:
             inbox.receive()
-            prepared = self._live.prepare(inbox.take(), seed=sum(inbox.digests) % SEEDS)
+            staged = inbox.take()
+            assert staged is not None, "just received"
+            prepared = self._live.prepare(staged, seed=sum(inbox.digests) % SEEDS)
             if self._inbox is inbox:
                 self._next = prepared
 
