@@ -213,7 +213,8 @@ class RankWorker:
         metrics, _ = update.reduced()
         arrays = {}
         for name, parameter in self._model.trainable().items():
-            whole = gathered(parameter.grad)
+            # What no sample of the batch reaches, an expert say, has none.
+            whole = gathered(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
             if self._setup.rank == 0:
                 arrays[name] = whole.cpu().numpy()
         optimizer.discard_gradients()
