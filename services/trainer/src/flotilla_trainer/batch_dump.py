@@ -19,7 +19,7 @@ def dump_batch(
     stem = directory / re.sub(r"[^A-Za-z0-9.-]+", "_", update_id)
     arrays = {name: value for name, value in vars(batch).items() if isinstance(value, np.ndarray)}
     path = Path(f"{stem}.npz")
-    np.savez(path, **arrays)
+    np.savez(path, allow_pickle=False, **arrays)
     summary = {"update_id": update_id, "why": why, "metrics": metrics, "sample_ids": batch.sample_ids}
     Path(f"{stem}.json").write_text(json.dumps(summary, indent=1), "utf-8")
     return path

@@ -40,7 +40,7 @@ def encode(frame: Frame) -> list[bytes | memoryview]:
             "arrays": [[name, array.dtype.str, array.shape] for name, array in arrays.items()],
         }
     ).encode()
-    body = [memoryview(array.reshape(-1).view(np.uint8)) for array in arrays.values()]
+    body = [array.reshape(-1).view(np.uint8).data for array in arrays.values()]
     size = sum(part.nbytes for part in body)
     return [_LENGTHS.pack(len(header), size) + header, *body]
 

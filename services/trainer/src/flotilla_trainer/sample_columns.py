@@ -38,7 +38,8 @@ def numbers(
                 f"`{name}` holds a number that is not finite", where=sample_place(sample.sample_id)
             )
         arrays.append(values)
-    return np.concatenate(arrays).astype(np.float32)
+    column: NDArray[np.float32] = np.concatenate(arrays).astype(np.float32)
+    return column
 
 
 def reward_terms(samples: list[pb.TrainSample]) -> NDArray[np.float64] | None:

@@ -63,7 +63,8 @@ def response_places(
     ends = np.cumsum(prompt_lengths + response_lengths)
     before = np.cumsum(response_lengths) - response_lengths
     offset = ends - response_lengths - before
-    return np.arange(int(response_lengths.sum())) + np.repeat(offset, response_lengths)
+    places: NDArray[np.int64] = np.arange(int(response_lengths.sum())) + np.repeat(offset, response_lengths)
+    return places
 
 
 def joined_tokens(
@@ -74,12 +75,13 @@ def joined_tokens(
     tokens = np.concatenate(parts)
     prompt_lengths = np.array([len(prompt) for prompt in prompts])
     lengths = prompt_lengths + np.array([len(response) for response in responses])
-    too_long = np.flatnonzero(lengths > limits.max_sequence_tokens) if limits.max_sequence_tokens else ()
+    limit = limits.max_sequence_tokens
+    too_long = np.flatnonzero(lengths > limit) if limit else np.zeros(0, np.intp)
     if len(too_long):
         raise InvalidRequest(
             f"a sequence of {lengths[too_long[0]]} tokens does not fit the model",
             where=sample_place(ids[too_long[0]]),
-            why=f"the model takes {limits.max_sequence_tokens}",
+            why=f"the model takes {limit}",
             next_step="lower rollout.sampling.max_response_tokens or drop long prompts",
         )
     wrong = np.flatnonzero((tokens < 0) | (tokens >= limits.vocabulary))

@@ -66,7 +66,7 @@ class Session:
 
     @property
     def _learner(self) -> str:
-        return LOSSES_OF_THEIR_OWN.get(self._spec.objective.WhichOneof("kind"), A_POLICY)
+        return LOSSES_OF_THEIR_OWN.get(self._spec.objective.WhichOneof("kind") or "", A_POLICY)
 
     @property
     def version(self) -> Version:

@@ -17,7 +17,7 @@ LOSSES_OF_THEIR_OWN = {"value": "a critic", "reward_model": "a reward model"}
 
 def call_objective(objective: pb.Objective, loss: pb.Function) -> pb.Objective:
     """`objective` with `loss` in its place; checked."""
-    learner = LOSSES_OF_THEIR_OWN.get(objective.WhichOneof("kind"))
+    learner = LOSSES_OF_THEIR_OWN.get(objective.WhichOneof("kind") or "")
     if learner is not None:
         raise InvalidRequest(
             f"{learner} cannot descend on {loss.name or 'a loss without a name'}",

@@ -294,7 +294,7 @@ def segments_of(batch: UpdateBatch) -> NDArray[np.int64]:
     return numbers
 
 
-def reference_divergence(batch: UpdateBatch, estimator: int) -> Floats:
+def reference_divergence(batch: UpdateBatch, estimator: pb.KlEstimator.ValueType) -> Floats:
     """Of the policy that sampled from the reference, one a token, zero where nothing is trained."""
     assert batch.logprobs is not None and batch.reference_logprobs is not None, (
         "checked before columns are made"

@@ -6,7 +6,7 @@ has the name of its key, and a value of an enum that of its choice, so a new key
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import Message
@@ -68,7 +68,8 @@ def _section(message: Message, place: str) -> dict[str, Any]:
             written[field.name] = _section(value, where)
         elif field.enum_type is not None:
             if value:
-                written[field.name] = _choice(field.enum_type, value, where)
+                # The stubs have a second class for descriptors that are made in C.
+                written[field.name] = _choice(cast(EnumDescriptor, field.enum_type), value, where)
         elif value or field.name not in ZERO_IS_THE_DEFAULT:
             written[field.name] = value
     # What the wire does not say is off, even where a run that does not say it has it on.

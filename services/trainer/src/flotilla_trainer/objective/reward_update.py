@@ -8,6 +8,7 @@ of the loss, however the update is cut and wherever the two answers of a pair go
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,7 +78,7 @@ class RewardUpdate(Unchanging):
         return self.units(batch)
 
 
-def after_answers(batch: UpdateBatch, columns: dict[str, NDArray[np.float64]] | None = None) -> Sequences:
+def after_answers(batch: UpdateBatch, columns: dict[str, NDArray[Any]] | None = None) -> Sequences:
     """Whole sequences, each scored at one place: after its last token; `columns` have a number for each."""
     lengths = batch.prompt_lengths + batch.response_lengths
     return Sequences(

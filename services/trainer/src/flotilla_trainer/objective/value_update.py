@@ -66,7 +66,7 @@ class ValueUpdate(Unchanging):
         kept = columns.kept_samples(batch, self._policy.advantage)
         outcomes, _ = columns.outcomes_of(batch, self._policy, kept, seed, self._penalties(batch))
         _, returns = gae(outcomes, batch.values, **self._advantage.arguments)
-        made = {
+        made: dict[str, NDArray[Any]] = {
             "old_values": batch.values,
             "returns": returns,
             "weights": columns.part_weights(TOKEN_MEAN, batch, batch.trained, parts),

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from flotilla_trainer.rank.packed_attention import PACKED_ATTENTION
 from flotilla_trainer.rank.packed_row import PackedRow
 from flotilla_trainer.rank.sequence_lane import LANE_ATTENTION, RowPart, SequenceLane
+from flotilla_trainer.rank.value_body import ValueBody
 
 ROW_ATTENTION = "sdpa"
 
@@ -23,7 +25,9 @@ ROW_ATTENTION = "sdpa"
 class BodyModel(nn.Module):
     """What models of all roles share."""
 
-    def __init__(self, causal_lm: nn.Module, lane: SequenceLane | None = None) -> None:
+    causal_lm: PreTrainedModel | ValueBody
+
+    def __init__(self, causal_lm: PreTrainedModel | ValueBody, lane: SequenceLane | None = None) -> None:
         super().__init__()
         self.causal_lm = causal_lm
         self._lane = lane
@@ -67,4 +71,5 @@ class BodyModel(nn.Module):
         if self.causal_lm.config._attn_implementation != attention:
             self.causal_lm.set_attn_implementation(attention)
         output = self.causal_lm.base_model(input_ids=tokens, use_cache=False, **given)
-        return output.last_hidden_state.flatten(0, 1)
+        hidden: torch.Tensor = output.last_hidden_state
+        return hidden.flatten(0, 1)

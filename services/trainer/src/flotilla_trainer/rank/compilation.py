@@ -16,6 +16,7 @@ from torch._dynamo.exc import TorchDynamoException
 from flotilla_trainer.rank.compiled_layers import compiler_refusal, reason_of
 from flotilla_trainer.rank.compiler_watch import CompilerWatch
 from flotilla_trainer.rank.packed_row import PackedRow
+from flotilla_trainer.rank.policy_model import TokenScores
 from flotilla_trainer.rank.sharded_model import ShardedModel
 from flotilla_trainer.rank.value_model import ValueModel
 
@@ -69,14 +70,20 @@ def _one_pass(model: ShardedModel, lengths: tuple[int, ...], packed: bool) -> No
     rows = 1 if packed else len(lengths)
     tokens = torch.zeros(rows, sum(lengths), dtype=torch.long, device=model.device)
     positions = torch.arange(sum(lengths), device=model.device)
-    for with_gradient in (False, True):
-        with torch.set_grad_enabled(with_gradient):
-            if isinstance(model.policy, ValueModel):
-                numbers = model.policy(tokens, positions, packed_row=row)
-            else:
-                numbers = model.policy(
-                    tokens, positions, tokens[0], temperature=1.0, chunk_tokens=len(positions), packed_row=row
-                ).logprobs
+
+    def forward() -> torch.Tensor:
+        if isinstance(model.policy, ValueModel):
+            values: torch.Tensor = model.policy(tokens, positions, packed_row=row)
+            return values
+        scores: TokenScores = model.policy(
+            tokens, positions, tokens[0], temperature=1.0, chunk_tokens=len(positions), packed_row=row
+        )
+        return scores.logprobs
+
+    with torch.no_grad():
+        forward()
+    with torch.enable_grad():
+        numbers = forward()
     if numbers.requires_grad:
-        numbers.sum().backward()
+        torch.autograd.backward(numbers.sum())
         model.policy.zero_grad(set_to_none=True)

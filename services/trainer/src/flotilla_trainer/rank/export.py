@@ -31,7 +31,7 @@ class WholeModel:
 
     def __init__(self, source: Path, model: ShardedModel, link: FrontLink) -> None:
         self._source = source
-        self._adapters = model.adapters and peft_folder.AdapterFolder(model.adapters, source)
+        self._adapters = None if model.adapters is None else peft_folder.AdapterFolder(model.adapters, source)
         self._tensors: dict[str, torch.Tensor] = {}
         tensors = model.whole_tensors([name for name, _, _ in model.specs(model.dtype)], model.dtype)
         for name, tensor in model.adapters.merged_into(tensors) if model.adapters else tensors:

@@ -98,7 +98,8 @@ class Adapters:
 def _targets(causal_lm: PreTrainedModel, wanted: tuple[str, ...]) -> dict[str, nn.Linear]:
     """The layers that get adapters, by name."""
     linear = {name: module for name, module in causal_lm.named_modules() if isinstance(module, nn.Linear)}
-    head = causal_lm.get_output_embeddings()
+    output_embeddings: Callable[[], nn.Module | None] = causal_lm.get_output_embeddings  # without types
+    head = output_embeddings()
     if not wanted:
         return {name: module for name, module in linear.items() if module is not head}
     for target in wanted:

@@ -194,6 +194,7 @@ class Objective:
 
 def _numbered(sequences: torch.Tensor) -> torch.Tensor:
     """Sequences of an update by their number within a micro-batch."""
+    numbers: torch.Tensor
     _, numbers = torch.unique_consecutive(sequences, return_inverse=True)
     return numbers
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -23,9 +23,12 @@ HALVES = (torch.bfloat16, torch.float16)
 
 Heads = torch.Tensor
 """[1, heads, tokens, size]."""
+Attention = TypeVar("Attention", bound=Callable[..., Any])
+outside_graphs: Callable[[Attention], Attention] = torch.compiler.disable
+"""For attention that no compiler may look into; torch gives it no types."""
 
 
-@torch.compiler.disable
+@outside_graphs
 def packed_attention(
     module: nn.Module,
     query: Heads,
@@ -90,7 +93,7 @@ def _run(
 ) -> torch.Tensor:
     """[tokens, heads, size] of `count` neighbours of `length` tokens each."""
     query, key, value = (
-        heads[0, :, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1)
+        torch.unflatten(heads[0, :, start : start + count * length], 1, (count, length)).transpose(0, 1)
         for heads in (query, key, value)
     )
     mask = _band(length, window, query.device) if window and window < length else None
@@ -118,9 +121,10 @@ def _variable_length_kernel() -> Callable[..., torch.Tensor] | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return (
-        varlen_attn if {"scale", "window_size"} <= inspect.signature(varlen_attn).parameters.keys() else None
-    )
+    if not {"scale", "window_size"} <= inspect.signature(varlen_attn).parameters.keys():
+        return None
+    # It gives a pair only where `return_aux` asks for one.
+    return cast(Callable[..., torch.Tensor], varlen_attn)
 
 
 VARIABLE_LENGTH = _variable_length_kernel()

@@ -8,8 +8,9 @@ whole when they are needed.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -55,12 +56,15 @@ class PolicyModel(BodyModel):
     @staticmethod
     def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         """What is inside, without numbers."""
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ROW_ATTENTION)
+        from_config: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config  # without types
+        return from_config(config, dtype=dtype, attn_implementation=ROW_ATTENTION)
 
     @staticmethod
     def read(folder: Path) -> tuple[PreTrainedModel, set[str]]:
         """What a folder has of it, in float32 on the host, and the names of what it lacks."""
-        model, report = AutoModelForCausalLM.from_pretrained(
+        # Its type promises a model alone and knows nothing of `output_loading_info`.
+        from_pretrained: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
+        model, report = from_pretrained(
             folder, dtype=torch.float32, attn_implementation=ROW_ATTENTION, output_loading_info=True
         )
         return model, set(report["missing_keys"])
@@ -126,8 +130,8 @@ class PolicyModel(BodyModel):
                 determinism_check="none",
             )
             for hidden_chunk, target_chunk, reference_chunk, teacher_chunk in zip(
-                hidden.split(chunk_tokens),
-                targets.split(chunk_tokens),
+                torch.split(hidden, chunk_tokens),
+                torch.split(targets, chunk_tokens),
                 nothing if reference is None else reference.split(chunk_tokens),
                 nothing if teacher is None else teacher.split(chunk_tokens),
                 strict=True,
@@ -148,10 +152,12 @@ class PolicyModel(BodyModel):
         """Largest difference between our logits and those of the model's own forward."""
         ours = self._logits(self._hidden(tokens))  # first: it sets the attention of plain rows for both
         own = self.causal_lm(input_ids=tokens, use_cache=False).logits.flatten(0, 1).float()
-        return (ours - own).abs().max()
+        error: torch.Tensor = (ours - own).abs().max()
+        return error
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._as_given(self.causal_lm.get_output_embeddings()(hidden))
+        output_embeddings: Callable[[], nn.Module] = self.causal_lm.get_output_embeddings  # without types
+        return self._as_given(output_embeddings()(hidden))
 
     def _reference_logits(self, reference: ReferenceStates) -> torch.Tensor:
         return self._as_given(nn.functional.linear(reference.hidden, reference.weight, reference.bias))

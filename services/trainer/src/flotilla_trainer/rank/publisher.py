@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from flotilla_core import telemetry
@@ -128,9 +129,11 @@ class Publisher:
         """Refuse architectures whose checkpoint names are not those of the live modules."""
         manifest = self._manifest(bucket_bytes)
         live = {spec.name: torch.empty(spec.shape, device="meta") for spec in manifest.tensors}
-        if set(revert_weight_conversion(self._model.causal_lm, live)) != set(live):
+        causal_lm = self._model.causal_lm
+        assert isinstance(causal_lm, PreTrainedModel), "the front publishes policies alone"
+        if set(revert_weight_conversion(causal_lm, live)) != set(live):
             raise FailedPrecondition(
-                f"the weights of {type(self._model.causal_lm).__name__} cannot be published",
+                f"the weights of {type(causal_lm).__name__} cannot be published",
                 why="its checkpoint stores them under other names than the running model",
                 next_step="use a dense model",
             )

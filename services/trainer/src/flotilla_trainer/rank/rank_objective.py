@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
+import torch
+
+from flotilla_trainer.losses.terms import LossTerms
 from flotilla_trainer.rank.objective import Objective
 from flotilla_trainer.rank.objective_settings import REWARD, VALUE, ObjectiveSettings
 from flotilla_trainer.rank.reference_distribution import ReferenceDistribution
 from flotilla_trainer.rank.reward_objective import RewardObjective
 from flotilla_trainer.rank.value_objective import ValueObjective
 
-RankObjective = Objective | ValueObjective | RewardObjective
+
+class RankObjective(Protocol):
+    """An objective of any kind."""
+
+    def on(self, model: Any, columns: dict[str, torch.Tensor], chunk_tokens: int) -> LossTerms:
+        """What a micro-batch says; the model is of the objective's kind, because a session's role chooses both."""
 
 
 def rank_objective(

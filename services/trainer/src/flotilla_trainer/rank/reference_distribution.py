@@ -6,10 +6,14 @@ its head is gathered once, by all ranks, and kept as long as the session.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import nn
 
 from flotilla_trainer.rank.frozen_copy import FrozenCopy
 from flotilla_trainer.rank.packed_row import PackedRow
+from flotilla_trainer.rank.policy_model import PolicyModel
 from flotilla_trainer.rank.reference_states import ReferenceStates
 from flotilla_trainer.rank.sharded_model import ShardedModel, gathered
 
@@ -27,13 +31,20 @@ class ReferenceDistribution:
         with torch.no_grad(), self._reference.in_place():
             if self._head is None:
                 self._head = self._gathered_head()
-            hidden = self._model.policy.hidden_states(
+            hidden = self._policy.hidden_states(
                 columns["tokens"], columns["positions"], PackedRow.among(columns)
             )
         return ReferenceStates(hidden, *self._head)
 
+    @property
+    def _policy(self) -> PolicyModel:
+        policy = self._model.policy
+        assert isinstance(policy, PolicyModel), "the front compares distributions of policies alone"
+        return policy
+
     def _gathered_head(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        head = self._model.causal_lm.get_output_embeddings()
+        output_embeddings: Callable[[], nn.Linear] = self._policy.causal_lm.get_output_embeddings
+        head = output_embeddings()
         bias = getattr(head, "bias", None)
         return self._whole(head.weight), None if bias is None else self._whole(bias)
 

@@ -7,6 +7,7 @@ flows through its own part alone, so that a sum over all ranks is the gradient o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import lcm
 from typing import Any
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AttentionInterface
 
-from flotilla_trainer.rank.packed_attention import Heads, packed_attention
+from flotilla_trainer.rank.packed_attention import Heads, outside_graphs, packed_attention
 from flotilla_trainer.rank.packed_row import PackedRow
 
 LANE_ATTENTION = "flotilla_lane"
@@ -62,25 +63,25 @@ class SequenceLane:
 
     def joined(self, values: torch.Tensor, own: torch.Tensor, count: int) -> torch.Tensor:
         """The `count` values of all ranks; this one's are those at the places `own`."""
-        whole: torch.Tensor = _Joined.apply(values, own, count, self._group)
-        return whole
+        join: Callable[..., torch.Tensor] = _Joined.apply  # torch gives it no types
+        return join(values, own, count, self._group)
 
     def by_heads(self, heads: Heads) -> Heads:
         """All tokens of this rank's heads, from its tokens of all heads; few heads are repeated until they divide."""
         copies = lcm(heads.shape[1], self.width) // heads.shape[1]
         # The neighbours that query heads share a key with stay neighbours.
         parts = heads[0].repeat_interleave(copies, 0) if copies > 1 else heads[0]
-        exchanged = self._exchange(parts.unflatten(0, (self.width, -1)))
+        exchanged = self._exchange(torch.unflatten(parts, 0, (self.width, -1)))
         return exchanged.transpose(0, 1).flatten(1, 2)[None]
 
     def by_tokens(self, output: torch.Tensor) -> torch.Tensor:
         """[1, part, all heads, size], from [1, tokens, this rank's heads, size]."""
-        exchanged = self._exchange(output[0].unflatten(0, (self.width, -1)))
+        exchanged = self._exchange(torch.unflatten(output[0], 0, (self.width, -1)))
         return exchanged.transpose(0, 1).flatten(1, 2)[None]
 
     def _exchange(self, parts: torch.Tensor) -> torch.Tensor:
-        exchanged: torch.Tensor = _Exchanged.apply(parts, self._group)
-        return exchanged
+        exchange: Callable[..., torch.Tensor] = _Exchanged.apply
+        return exchange(parts, self._group)
 
 
 class _Exchanged(torch.autograd.Function):
@@ -122,7 +123,7 @@ def _exchanged(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return received
 
 
-@torch.compiler.disable
+@outside_graphs
 def lane_attention(
     module: nn.Module,
     query: Heads,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -70,7 +70,8 @@ class ShardedModel:
             for parameter in causal_lm.parameters():
                 parameter.data = parameter.data.to(dtype)
         lane = SequenceLane(mesh.lane, mesh.place, mesh.width) if mesh.width > 1 else None
-        self.policy = kind(causal_lm, lane)
+        # Of the kind that `kind` takes, whichever it is: its own skeleton.
+        self.policy = kind(cast(Any, causal_lm), lane)
         self.compiled_layers = CompiledLayers(self._layers(causal_lm))
         self.recomputed_layers = RecomputedLayers(self._layers(causal_lm))
         self._shard(causal_lm)
@@ -98,6 +99,7 @@ class ShardedModel:
             self.adapters = None
         if settings is None:
             return
+        assert isinstance(self.causal_lm, PreTrainedModel), "the front lets policies alone have adapters"
         adapters = Adapters(self.causal_lm, settings, seed, self.device)
         try:
             if settings.adapter:
@@ -128,6 +130,7 @@ class ShardedModel:
                 )
                 if self.frozen and source:
                     base.add(whole)
+                assert isinstance(parameter, DTensor), "all of them are cut into shards"
                 parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
             for name, buffer in self.causal_lm.named_buffers():
                 if source:
@@ -164,7 +167,8 @@ class ShardedModel:
         config = self.causal_lm.config.get_text_config()
         heads = config.num_attention_heads
         width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-        embedding = self.causal_lm.base_model.get_input_embeddings().weight
+        body: Any = self.causal_lm.base_model
+        embedding = body.get_input_embeddings().weight
         inner = sum(parameter.numel() for parameter in self.parameters()) - embedding.numel()
         return {
             "packing_refusal": packing_refusal(self.policy, self.dtype, self.device),

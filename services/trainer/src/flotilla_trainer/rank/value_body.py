@@ -7,6 +7,7 @@ model does, with a head of zeros.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ class ValueBody(nn.Module):
     @classmethod
     def skeleton(cls, config: PretrainedConfig, dtype: torch.dtype) -> ValueBody:
         """A model without numbers."""
-        return cls(AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa"))
+        from_config: Callable[..., Any] = AutoModel.from_config  # transformers gives it no types
+        return cls(from_config(config, dtype=dtype, attn_implementation="sdpa"))
 
     @classmethod
     def read(cls, folder: Path) -> tuple[ValueBody, set[str]]:
@@ -91,7 +93,8 @@ def _stored(folder: Path, name: str) -> torch.Tensor | None:
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
                 if name in file.keys():  # noqa: SIM118 - it is no dictionary
-                    return file.get_tensor(name).float()
+                    stored: torch.Tensor = file.get_tensor(name)
+                    return stored.float()
     except SafetensorError as error:
         raise FailedPrecondition("the model cannot be loaded", where=str(folder), why=str(error)) from error
     return None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from flotilla_trainer.rank.body_model import BodyModel
 from flotilla_trainer.rank.packed_row import PackedRow
@@ -20,21 +20,19 @@ from flotilla_trainer.rank.value_body import ValueBody
 class ValueModel(BodyModel):
     """A language model's body and one number a token."""
 
-    causal_lm: ValueBody
-
     @staticmethod
-    def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> ValueBody:
+    def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel | ValueBody:
         """What is inside, without numbers."""
         return ValueBody.skeleton(config, dtype)
 
     @staticmethod
-    def read(folder: Path) -> tuple[ValueBody, set[str]]:
+    def read(folder: Path) -> tuple[PreTrainedModel | ValueBody, set[str]]:
         """What a folder has of it, and the names of what it lacks; a head that it lacks is zero."""
         return ValueBody.read(folder)
 
     def in_float32(self) -> list[nn.Module]:
         """The parts that stay in float32 whatever the rest computes in."""
-        return [self.causal_lm.score]
+        return [self._head]
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, *, packed_row: PackedRow | None = None
@@ -49,4 +47,11 @@ class ValueModel(BodyModel):
 
     def _values(self, hidden: torch.Tensor) -> torch.Tensor:
         # A view of the module's output would lose FSDP's hook at the first operation in place.
-        return self.causal_lm.score(hidden.float()).squeeze(-1).clone()
+        values: torch.Tensor = self._head(hidden.float())
+        return values.squeeze(-1).clone()
+
+    @property
+    def _head(self) -> nn.Linear:
+        head = self.causal_lm.score
+        assert isinstance(head, nn.Linear), "skeletons without one are refused"
+        return head

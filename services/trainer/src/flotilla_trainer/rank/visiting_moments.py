@@ -6,6 +6,8 @@ step over all parameters at once, because AdamW treats every element by itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from flotilla_trainer.rank.sharded_model import local
@@ -17,7 +19,7 @@ PART_ELEMENTS = 1 << 26
 class VisitingMoments:
     """Steps an optimizer in parts."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
         self._optimizer = optimizer
         self._parts: list[list[torch.Tensor]] = [[]]
         room = PART_ELEMENTS

@@ -63,7 +63,7 @@ class RankWorker:
         self._folder = Path(setup.model)
         self._device = _device(setup)
         link.progress("meeting the other ranks")
-        store = dist.FileStore(setup.rendezvous, setup.ranks)
+        store = dist.FileStore(setup.rendezvous, setup.ranks)  # type: ignore[attr-defined]  # its documented place
         dist.init_process_group(setup.backend, store=store, rank=setup.rank, world_size=setup.ranks)
         link.progress("building the model")
         self._compilation = Compilation(setup.compile, self._device, link.progress)
@@ -145,7 +145,9 @@ class RankWorker:
         self._optimizer = PolicyOptimizer(self._model, self._settings)
         self._pending = None
         self._reference = FrozenCopy(self._model) if self._settings.objective.keeps_reference else None
-        self._distribution = self._reference and ReferenceDistribution(self._model, self._reference)
+        self._distribution = None
+        if self._reference is not None:
+            self._distribution = ReferenceDistribution(self._model, self._reference)
         self._objective = rank_objective(settings.objective, self._distribution)
         return {}, {}
 
@@ -158,7 +160,7 @@ class RankWorker:
             return update
 
         def aborted() -> bool:
-            return self._aborted == command.fields["attempt"]
+            return bool(self._aborted == command.fields["attempt"])
 
         taken = UpdateSteps(optimizer, self._model.device, accumulated, aborted).take(command)
         taken["metrics"] |= self._compilation.metrics()
