@@ -51,9 +51,7 @@ class TrainerService:
 
     def add_to(self, server: rpc.RpcServer) -> None:
         """Answer TrainerService."""
-        # What it leaves out, `rpc` refuses before it would reach the generated base.
-        servicer = TrainerServicer(self._holder)  # type: ignore[abstract]
-        server.add(add_TrainerServiceServicer_to_server, servicer, SERVICE_NAME)
+        server.add(add_TrainerServiceServicer_to_server, TrainerServicer(self._holder), SERVICE_NAME)
 
     async def start(self) -> None:
         """Start the ranks and load the model."""

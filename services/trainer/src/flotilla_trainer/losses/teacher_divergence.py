@@ -32,7 +32,7 @@ class TeacherTop(NamedTuple):
 
     def split(self, tokens: int) -> list[TeacherTop]:
         """So many tokens at a time."""
-        parts = zip(torch.split(self.ids, tokens), torch.split(self.logprobs, tokens), strict=True)
+        parts = zip(self.ids.split(tokens), self.logprobs.split(tokens), strict=True)
         return [self._replace(ids=ids, logprobs=logprobs) for ids, logprobs in parts]
 
 

@@ -85,5 +85,5 @@ def _one_pass(model: ShardedModel, lengths: tuple[int, ...], packed: bool) -> No
     with torch.enable_grad():
         numbers = forward()
     if numbers.requires_grad:
-        torch.autograd.backward(numbers.sum())
+        numbers.sum().backward()
         model.policy.zero_grad(set_to_none=True)

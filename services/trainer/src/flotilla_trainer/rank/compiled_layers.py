@@ -51,7 +51,7 @@ def compiler_refusal(device: torch.device) -> str:
         return f"{switched_off[0]} is set in the environment of this rank"
     numbers = torch.ones(64, device=device, requires_grad=True)
     try:
-        torch.autograd.backward(torch.compile(_sum_of_exponentials)(numbers))
+        torch.compile(_sum_of_exponentials)(numbers).backward()
     except (RuntimeError, OSError, ImportError) as error:
         return reason_of(error)
     return ""

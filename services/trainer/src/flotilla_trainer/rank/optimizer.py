@@ -59,7 +59,7 @@ class PolicyOptimizer:
         gradients = self._local_gradients()
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         dist.all_reduce(flat)
-        parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+        parts = flat.split([gradient.numel() for gradient in gradients])
         torch._foreach_copy_(gradients, [p.view_as(g) for p, g in zip(parts, gradients, strict=True)])
 
     def squared_norm(self) -> torch.Tensor:

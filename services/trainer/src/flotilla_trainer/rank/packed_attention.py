@@ -93,7 +93,7 @@ def _run(
 ) -> torch.Tensor:
     """[tokens, heads, size] of `count` neighbours of `length` tokens each."""
     query, key, value = (
-        torch.unflatten(heads[0, :, start : start + count * length], 1, (count, length)).transpose(0, 1)
+        heads[0, :, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1)
         for heads in (query, key, value)
     )
     mask = _band(length, window, query.device) if window and window < length else None

@@ -56,8 +56,10 @@ class PolicyModel(BodyModel):
     @staticmethod
     def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         """What is inside, without numbers."""
-        from_config: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config  # without types
-        return from_config(config, dtype=dtype, attn_implementation=ROW_ATTENTION)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=ROW_ATTENTION
+        )
+        return model
 
     @staticmethod
     def read(folder: Path) -> tuple[PreTrainedModel, set[str]]:
@@ -130,8 +132,8 @@ class PolicyModel(BodyModel):
                 determinism_check="none",
             )
             for hidden_chunk, target_chunk, reference_chunk, teacher_chunk in zip(
-                torch.split(hidden, chunk_tokens),
-                torch.split(targets, chunk_tokens),
+                hidden.split(chunk_tokens),
+                targets.split(chunk_tokens),
                 nothing if reference is None else reference.split(chunk_tokens),
                 nothing if teacher is None else teacher.split(chunk_tokens),
                 strict=True,
@@ -156,8 +158,7 @@ class PolicyModel(BodyModel):
         return error
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        output_embeddings: Callable[[], nn.Module] = self.causal_lm.get_output_embeddings  # without types
-        return self._as_given(output_embeddings()(hidden))
+        return self._as_given(self.causal_lm.get_output_embeddings()(hidden))
 
     def _reference_logits(self, reference: ReferenceStates) -> torch.Tensor:
         return self._as_given(nn.functional.linear(reference.hidden, reference.weight, reference.bias))

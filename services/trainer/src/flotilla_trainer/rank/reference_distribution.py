@@ -6,10 +6,7 @@ its head is gathered once, by all ranks, and kept as long as the session.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import nn
 
 from flotilla_trainer.rank.frozen_copy import FrozenCopy
 from flotilla_trainer.rank.packed_row import PackedRow
@@ -43,8 +40,7 @@ class ReferenceDistribution:
         return policy
 
     def _gathered_head(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        output_embeddings: Callable[[], nn.Linear] = self._policy.causal_lm.get_output_embeddings
-        head = output_embeddings()
+        head = self._policy.causal_lm.get_output_embeddings()
         bias = getattr(head, "bias", None)
         return self._whole(head.weight), None if bias is None else self._whole(bias)
 

@@ -22,4 +22,4 @@ class ReferenceStates(NamedTuple):
 
     def split(self, tokens: int) -> list[ReferenceStates]:
         """So many tokens at a time."""
-        return [self._replace(hidden=hidden) for hidden in torch.split(self.hidden, tokens)]
+        return [self._replace(hidden=hidden) for hidden in self.hidden.split(tokens)]

@@ -6,7 +6,6 @@ done before its copy back begins; what is in host memory already, as everything 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -26,9 +25,7 @@ class RestingInputs:
         if not tensor.is_cuda:
             return tensor.device, tensor
         if self._outward is None:
-            # torch gives it no types.
-            new_stream: Callable[[torch.device], torch.cuda.Stream] = torch.cuda.Stream
-            self._outward = new_stream(tensor.device)
+            self._outward = torch.cuda.Stream(tensor.device)
         resting = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._outward.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._outward):

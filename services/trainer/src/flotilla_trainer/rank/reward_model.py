@@ -6,7 +6,6 @@ which no comparison could teach it; a folder of a language model starts it with 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,12 @@ class RewardModel(ValueModel):
     @staticmethod
     def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         """What is inside, without numbers."""
-        # transformers gives it no types.
-        from_config: Callable[..., PreTrainedModel] = AutoModelForSequenceClassification.from_config
         config.num_labels = 1
         config.pad_token_id = _padding(config)
         try:
-            model = from_config(config, dtype=dtype, attn_implementation=ROW_ATTENTION)
+            model: PreTrainedModel = AutoModelForSequenceClassification.from_config(
+                config, dtype=dtype, attn_implementation=ROW_ATTENTION
+            )
         except ValueError as error:
             raise _cannot(config, str(error).partition("\n")[0]) from error
         if not isinstance(getattr(model, "score", None), nn.Linear):

@@ -7,7 +7,6 @@ flows through its own part alone, so that a sum over all ranks is the gradient o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import lcm
 from typing import Any
@@ -63,25 +62,25 @@ class SequenceLane:
 
     def joined(self, values: torch.Tensor, own: torch.Tensor, count: int) -> torch.Tensor:
         """The `count` values of all ranks; this one's are those at the places `own`."""
-        join: Callable[..., torch.Tensor] = _Joined.apply  # torch gives it no types
-        return join(values, own, count, self._group)
+        whole: torch.Tensor = _Joined.apply(values, own, count, self._group)  # type: ignore[no-untyped-call]
+        return whole
 
     def by_heads(self, heads: Heads) -> Heads:
         """All tokens of this rank's heads, from its tokens of all heads; few heads are repeated until they divide."""
         copies = lcm(heads.shape[1], self.width) // heads.shape[1]
         # The neighbours that query heads share a key with stay neighbours.
         parts = heads[0].repeat_interleave(copies, 0) if copies > 1 else heads[0]
-        exchanged = self._exchange(torch.unflatten(parts, 0, (self.width, -1)))
+        exchanged = self._exchange(parts.unflatten(0, (self.width, -1)))
         return exchanged.transpose(0, 1).flatten(1, 2)[None]
 
     def by_tokens(self, output: torch.Tensor) -> torch.Tensor:
         """[1, part, all heads, size], from [1, tokens, this rank's heads, size]."""
-        exchanged = self._exchange(torch.unflatten(output[0], 0, (self.width, -1)))
+        exchanged = self._exchange(output[0].unflatten(0, (self.width, -1)))
         return exchanged.transpose(0, 1).flatten(1, 2)[None]
 
     def _exchange(self, parts: torch.Tensor) -> torch.Tensor:
-        exchange: Callable[..., torch.Tensor] = _Exchanged.apply
-        return exchange(parts, self._group)
+        exchanged: torch.Tensor = _Exchanged.apply(parts, self._group)  # type: ignore[no-untyped-call]
+        return exchanged
 
 
 class _Exchanged(torch.autograd.Function):

@@ -112,7 +112,7 @@ class Update:
         self._named.update(terms.sums)
         if backward:
             # Idle work takes part in the collectives of the backward pass with a gradient of zero.
-            torch.autograd.backward(terms.loss * (0.0 if idle else self._factor))
+            (terms.loss * (0.0 if idle else self._factor)).backward()
         if not idle and self._model.mesh.counts_tokens:
             self._count(terms)
 

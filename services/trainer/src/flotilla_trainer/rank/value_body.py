@@ -7,7 +7,6 @@ model does, with a head of zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +36,7 @@ class ValueBody(nn.Module):
     @classmethod
     def skeleton(cls, config: PretrainedConfig, dtype: torch.dtype) -> ValueBody:
         """A model without numbers."""
-        from_config: Callable[..., Any] = AutoModel.from_config  # transformers gives it no types
-        return cls(from_config(config, dtype=dtype, attn_implementation="sdpa"))
+        return cls(AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa"))
 
     @classmethod
     def read(cls, folder: Path) -> tuple[ValueBody, set[str]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,11 +128,10 @@ class LiveModel:
             initialize_layerwise_reload,
         )
 
-        finalize: Callable[..., None] = finalize_layerwise_reload  # vLLM gives it no types
         with set_current_vllm_config(self._worker.vllm_config):
             initialize_layerwise_reload(model)
             model.load_weights(staged.tensors(self._worker.device))
-            finalize(model, self._worker.model_runner.model_config)
+            finalize_layerwise_reload(model, self._worker.model_runner.model_config)
 
     @torch.no_grad()
     def _load_in_place(self, staged: StagedModel, seed: int) -> dict[str, Any]:
