@@ -73,7 +73,12 @@ class Bench:
         self.status = RunStatus(run_pb2.Run(), RunFeed(self._told))
         config = CONFIG.model_copy(update={"mode": self.mode})
         self.autoscaler = Autoscaler(
-            config, self.status, lambda: self.generators, self._change, may_act=lambda: self.alone
+            config,
+            self.status.advise,
+            self.status.notice,
+            lambda: self.generators,
+            self._change,
+            may_act=lambda: self.alone,
         )
 
     def _told(self, event: run_pb2.RunEvent) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.autoscale.decision import Advice, Measured, advice
 from flotilla_coordinator.autoscale.idle_shares import GENERATORS, TRAINER
-from flotilla_coordinator.runs.status import RunStatus
 from flotilla_core.config import AutoscaleConfig
 from flotilla_core.errors import FlotillaError
 
@@ -27,13 +26,15 @@ class Autoscaler:
     def __init__(
         self,
         config: AutoscaleConfig,
-        status: RunStatus,
+        advise: Callable[[str], None],
+        notice: Callable[[run_pb2.NoticeLevel.ValueType, str], None],
         generators: Callable[[], int],
         change: Change,
         may_act: Callable[[], bool],
     ) -> None:
         self._config = config
-        self._status = status
+        self._advise = advise
+        self._notice = notice
         self._generators = generators
         self._change = change
         self._may_act = may_act
@@ -67,7 +68,7 @@ class Autoscaler:
 
     def _follow(self, found: Advice | None, generators: int) -> None:
         text = "" if found is None else f"{generators} -> {found.generators} generators: {found.why}"
-        self._status.advise(text)
+        self._advise(text)
         if found is None:
             self._told = ""
         elif self._config.mode == "act" and self._may_act():
@@ -76,15 +77,15 @@ class Autoscaler:
             )
         elif self._told != (direction := text.partition(":")[0]):
             self._told = direction
-            self._status.notice(run_pb2.NOTICE_LEVEL_INFO, f"advice: {text}")
+            self._notice(run_pb2.NOTICE_LEVEL_INFO, f"advice: {text}")
 
     async def _act(self, by: int, text: str) -> None:
-        self._status.notice(run_pb2.NOTICE_LEVEL_INFO, f"autoscale: {text}")
+        self._notice(run_pb2.NOTICE_LEVEL_INFO, f"autoscale: {text}")
         try:
             await self._change(by)
         except FlotillaError as error:
-            self._status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"autoscale: the change failed: {error}")
+            self._notice(run_pb2.NOTICE_LEVEL_WARNING, f"autoscale: the change failed: {error}")
         finally:
             self._window.clear()
             self._resting_steps = self._config.cooldown_steps
-            self._status.advise("")
+            self._advise("")

@@ -151,7 +151,7 @@ class Assembly:
             tokenizer,
             self._host.stack.model,
             self._wait_limit_s,
-            self._status,
+            self._status.notice,
             lambda replicas: replicas if self._pinned is None else self._pinned.spared(replicas),
         )
         check = LiveCheck(canary, self._metrics, weights.canary.warn_at, self._warn)
@@ -187,7 +187,8 @@ class Assembly:
 
         return Autoscaler(
             config,
-            self._status,
+            self._status.advise,
+            self._status.notice,
             lambda: len(self._fleet.generators.replicas()),
             change,
             may_act=lambda: self._fleet.is_alone,

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.data.tokenizer import Tokenizer
-from flotilla_coordinator.runs.status import RunStatus
 from flotilla_coordinator.weights.members import GeneratorReplica
 from flotilla_coordinator.weights.same_tokenizer import of_same_tokenizer
 from flotilla_core.errors import FlotillaError, Mismatch
@@ -31,14 +30,14 @@ class Candidates:
         tokenizer: Tokenizer,
         model: Path | str,
         wait_limit_s: float,
-        status: RunStatus,
+        notice: Callable[[run_pb2.NoticeLevel.ValueType, str], None],
         spared: Callable[[list[GeneratorReplica]], list[GeneratorReplica]],
     ) -> None:
         self._pool = pool
         self._tokenizer = tokenizer
         self._model = model
         self._wait_limit_s = wait_limit_s
-        self._status = status
+        self._notice = notice
         self._spared = spared
 
     async def fitting(self) -> list[GeneratorReplica]:
@@ -51,7 +50,7 @@ class Candidates:
         """It failed, or will never fit."""
         if isinstance(error, Mismatch):  # it will not fit later either, however healthy it is
             self._pool.drain(replica.instance_id, str(error))
-            self._status.notice(run_pb2.NOTICE_LEVEL_ERROR, f"{replica.name} is refused: {error}")
+            self._notice(run_pb2.NOTICE_LEVEL_ERROR, f"{replica.name} is refused: {error}")
             return
         self._pool.eject(replica.instance_id, str(error))
-        self._status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"{replica.name} left the weight group: {error}")
+        self._notice(run_pb2.NOTICE_LEVEL_WARNING, f"{replica.name} left the weight group: {error}")
