@@ -10,10 +10,10 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL_WITH_ONE_IMPORTER = 105
-FRAGMENTS = 629
-LARGEST_IMPORT_SHARE = {"services/coordinator": 0.109, "services/trainer": 0.104}
-MOST_MODULES = {"services/coordinator": 187, "services/trainer": 120}
+SMALL_WITH_ONE_IMPORTER = 103
+FRAGMENTS = 627
+LARGEST_IMPORT_SHARE = {"services/coordinator": 0.108, "services/trainer": 0.104}
+MOST_MODULES = {"services/coordinator": 182, "services/trainer": 120}
 
 
 @pytest.fixture(scope="module")

@@ -15,17 +15,17 @@ from flotilla.coordinator.v1 import loop_pb2, run_pb2
 from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla.trainer.v1 import trainer_pb2 as train
 from flotilla_coordinator.autoscale import IdleShares
-from flotilla_coordinator.clients import client_calls
-from flotilla_coordinator.clients import serve_client as serve_client_module
-from flotilla_coordinator.clients.client_loop import ClientLoop
-from flotilla_coordinator.clients.client_sampling import ClientPrompt, ClientSampling
 from flotilla_coordinator.gangs.learners import Learners
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.rollouts.batch import RolloutGroup
 from flotilla_coordinator.rollouts.generation import Generated, GenerationRequest
 from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.runs import execution as serve_client_module
 from flotilla_coordinator.runs.active import ActiveRun
+from flotilla_coordinator.runs.client import calls
+from flotilla_coordinator.runs.client.loop import ClientLoop
+from flotilla_coordinator.runs.client.sampling import ClientPrompt, ClientSampling
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.feed import RunFeed
@@ -317,7 +317,7 @@ async def test_a_loop_whose_call_takes_long_is_not_idle(bench: Bench) -> None:
     loop = bench.loop()
     scoring = asyncio.create_task(loop.scores([]))
     await asyncio.sleep(0)
-    bench.monkeypatch.setattr(client_calls.asyncio, "wait_for", wait_for)
+    bench.monkeypatch.setattr(calls.asyncio, "wait_for", wait_for)
     assert await loop.serve() == "" and waits == [1e-9] * 3
     waited.set()
     await scoring

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from flotilla.generator.v1 import generator_pb2 as gen
-from flotilla_coordinator.clients.client_source import ClientSource
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState, SampleState
@@ -23,6 +22,7 @@ from flotilla_coordinator.rollouts.generation import Generated, GenerationReques
 from flotilla_coordinator.rollouts.group_rollout import GroupRollout
 from flotilla_coordinator.rollouts.rollouts import RolloutSource
 from flotilla_coordinator.rollouts.scoring import Outcome
+from flotilla_coordinator.runs.client.sampling import ClientSource
 from flotilla_core.config import RolloutConfig
 from flotilla_core.config.advantages import GrpoAdvantage
 from flotilla_core.errors import FailedPrecondition, UserCodeError

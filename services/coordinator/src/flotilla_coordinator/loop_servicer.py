@@ -18,9 +18,9 @@ from flotilla.common.v1 import version_pb2
 from flotilla.coordinator.v1 import loop_pb2 as pb
 from flotilla.coordinator.v1.loop_pb2_grpc import LoopServiceServicer
 from flotilla.reward.v1 import reward_pb2
-from flotilla_coordinator.clients.client_loop import ClientLoop
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.rollouts.batch import RolloutGroup
+from flotilla_coordinator.runs.client.loop import ClientLoop
 from flotilla_coordinator.runs.runs import Runs
 from flotilla_core.errors import FailedPrecondition, InvalidRequest
 from flotilla_core.tensors import from_tensor, to_tensor

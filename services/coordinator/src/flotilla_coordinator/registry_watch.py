@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 
 from flotilla_coordinator.fleet import Fleet
-from flotilla_coordinator.runs.together import both
 from flotilla_core.service import Host
+from flotilla_core.tasks import both
 
 LOOK_EVERY_S = 0.1
 

@@ -1,25 +1,28 @@
-"""The tokenizer of a model folder, without transformers.
+"""The tokenizer of a model folder, without transformers; a replica that has another one is refused.
 
 Invariants: reads `tokenizer.json`, `tokenizer_config.json`, `generation_config.json`, `config.json` and
-`chat_template.jinja`, never the network; a chat template runs in a sandbox that cannot reach Python's
-insides.
+`chat_template.jinja`, never the network; a chat template runs in a sandbox that cannot reach Python's insides; token
+ids mean the same on both ends, or the run does not begin.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tokenizers
 
-from flotilla_core.errors import InvalidConfig, NotFound
+from flotilla_core.errors import InvalidConfig, Mismatch, NotFound
 from flotilla_core.json_text import read_json_object
+from flotilla_core.rpc import Replica
 from flotilla_core.tokenizer_digest import TOKENIZER_FILE, tokenizer_digest
 
 if TYPE_CHECKING:
     from flotilla_coordinator.data.chat import ChatTemplate
+
+ReplicaT = TypeVar("ReplicaT", bound=Replica[Any])
 
 
 @lru_cache(maxsize=8)
@@ -134,3 +137,36 @@ def _token_text(setting: object) -> str | None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     return read_json_object(path) if path.is_file() else {}
+
+
+def of_same_tokenizer(
+    replicas: Sequence[ReplicaT],
+    tokenizer: Tokenizer,
+    model: Path | str,
+    refuse: Callable[[ReplicaT, Mismatch], None],
+) -> list[ReplicaT]:
+    """Those that speak the coordinator's tokens; the others are refused, and where nobody is left the run is."""
+    refused: list[tuple[ReplicaT, Mismatch]] = []
+    for replica in replicas:
+        try:
+            require_same_tokenizer(replica, tokenizer, model)
+        except Mismatch as error:
+            refused.append((replica, error))
+    if refused and len(refused) == len(replicas):
+        raise refused[0][1]
+    for replica, why in refused:
+        refuse(replica, why)
+    strangers = {id(replica) for replica, _ in refused}
+    return [replica for replica in replicas if id(replica) not in strangers]
+
+
+def require_same_tokenizer(replica: Replica[Any], tokenizer: Tokenizer, model: Path | str) -> None:
+    """Refuse a service that was started with another tokenizer than the coordinator's."""
+    digest = replica.registration.tokenizer_digest
+    if digest and digest != tokenizer.digest:
+        raise Mismatch(
+            f"{replica.name} has another tokenizer than the coordinator",
+            where=f"model {model}",
+            why=f"digest {digest[:12]} there, {tokenizer.digest[:12]} here",
+            next_step="start every service of the stack with model folders that have the same tokenizer",
+        )

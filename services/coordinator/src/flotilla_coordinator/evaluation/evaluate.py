@@ -18,10 +18,10 @@ from flotilla_coordinator.evaluation.evaluation import Evaluation
 from flotilla_coordinator.rollouts.generation import EVALUATION, Generation, GenerationRequest
 from flotilla_coordinator.rollouts.score_item import score_item
 from flotilla_coordinator.rollouts.scoring import RIGHT_AT, Outcome, Scorer
-from flotilla_coordinator.runs.together import all_of
 from flotilla_core import telemetry
 from flotilla_core.config import SamplingConfig
 from flotilla_core.errors import UserCodeError
+from flotilla_core.tasks import all_of
 from flotilla_core.telemetry import names
 from flotilla_core.tensors import from_tensor
 from flotilla_core.version import Version

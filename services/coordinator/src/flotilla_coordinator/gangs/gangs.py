@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from flotilla_coordinator.data.tokenizer import Tokenizer
+from flotilla_coordinator.data.tokenizer import Tokenizer, require_same_tokenizer
 from flotilla_coordinator.gangs.critic import Critic
 from flotilla_coordinator.gangs.frozen_role import FrozenRole
 from flotilla_coordinator.gangs.gang_session import Gang
@@ -26,7 +26,6 @@ from flotilla_coordinator.gangs.session_spec import (
 from flotilla_coordinator.gangs.teachers import Teachers
 from flotilla_coordinator.leases.run_fleet import RunFleet
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.weights.same_tokenizer import require_same_tokenizer
 from flotilla_core.config import CriticConfig, PolicyConfig, RunConfig, StackConfig
 from flotilla_core.gangs import gang_of, model_of
 from flotilla_core.roles import CRITIC, POLICY, REFERENCE, TEACHER, kind_of_role

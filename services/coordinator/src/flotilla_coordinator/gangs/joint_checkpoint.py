@@ -13,10 +13,10 @@ from pathlib import Path
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_coordinator.gangs.learning_session import LearningSession
-from flotilla_coordinator.runs.together import all_of, all_settled
 from flotilla_core.checkpoint import CheckpointShelf, Manifest, on_disk
 from flotilla_core.errors import Unavailable
 from flotilla_core.roles import POLICY
+from flotilla_core.tasks import all_of, all_settled
 
 Stages = AsyncGenerator[pb.SaveCheckpointResponse]
 

@@ -14,14 +14,14 @@ from flotilla_coordinator.gangs.critic import Critic
 from flotilla_coordinator.gangs.frozen_role import FrozenRole
 from flotilla_coordinator.gangs.gang_session import GangSession
 from flotilla_coordinator.gangs.joint_checkpoint import save_jointly
+from flotilla_coordinator.gangs.learned import Learned
 from flotilla_coordinator.gangs.learning_session import LearningSession
 from flotilla_coordinator.gangs.policy import PolicyTrainer
 from flotilla_coordinator.gangs.session_spec import critic_of, policy_updates
 from flotilla_coordinator.rollouts.batch import Batch
-from flotilla_coordinator.runs.learned import Learned
-from flotilla_coordinator.runs.together import all_of, all_settled
 from flotilla_core.config import RunConfig
 from flotilla_core.roles import CRITIC
+from flotilla_core.tasks import all_of, all_settled
 
 Judge = Callable[[Batch], Awaitable[None]]
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from flotilla_coordinator.gangs.frozen_role import FrozenRole
 from flotilla_coordinator.rollouts.batch import Batch
-from flotilla_coordinator.runs.together import all_of
 from flotilla_core.config.teachers import AskedTeachers
 from flotilla_core.roles import teacher_name
+from flotilla_core.tasks import all_of
 
 T = TypeVar("T")
 

@@ -22,14 +22,14 @@ from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample
 from flotilla_coordinator.rollouts.generation import Generation, GenerationRequest
 from flotilla_coordinator.rollouts.greedy_baseline import GreedyBaseline
 from flotilla_coordinator.rollouts.judged_sample import JudgedSample
+from flotilla_coordinator.rollouts.replay import decided, recorded_failures, recorded_samples
 from flotilla_coordinator.rollouts.samples import ledger_sample, rollout_sample
 from flotilla_coordinator.rollouts.score_item import score_item
 from flotilla_coordinator.rollouts.scoring import Outcome, Scorer
-from flotilla_coordinator.runs.replay import decided, recorded_failures, recorded_samples
-from flotilla_coordinator.runs.together import both
 from flotilla_core import ids, telemetry
 from flotilla_core.config import RolloutConfig
 from flotilla_core.config.advantages import AdvantageConfig
+from flotilla_core.tasks import both
 from flotilla_core.telemetry import names
 from flotilla_core.version import Version
 

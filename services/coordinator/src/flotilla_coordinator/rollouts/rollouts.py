@@ -23,9 +23,9 @@ from flotilla_coordinator.rollouts.admission import Admission, Admitted
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup
 from flotilla_coordinator.rollouts.batch_metrics import batch_metrics
 from flotilla_coordinator.rollouts.group_rollout import FinishedGroup, GroupRollout, Ticket
+from flotilla_coordinator.rollouts.replay import Replay
 from flotilla_coordinator.rollouts.reward_failures import failure_rate, refuse_failing_rewards
 from flotilla_coordinator.rollouts.scoring import RIGHT_AT
-from flotilla_coordinator.runs.replay import Replay
 from flotilla_core import ids
 from flotilla_core.config import RolloutConfig, RunConfig
 from flotilla_core.errors import FailedPrecondition

@@ -12,9 +12,6 @@ from functools import partial
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.autoscale import Autoscaler, IdleShares
-from flotilla_coordinator.clients.client_loop import ClientLoop
-from flotilla_coordinator.clients.client_sampling import ClientSampling
-from flotilla_coordinator.clients.client_source import ClientSource
 from flotilla_coordinator.data.loaders import held_out_data, training_data
 from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.data.prompts import Prompt
@@ -35,6 +32,8 @@ from flotilla_coordinator.rollouts.rollouts import RolloutSource
 from flotilla_coordinator.rollouts.scoring import Scorer
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs.checkpoints import RunCheckpoints
+from flotilla_coordinator.runs.client.loop import ClientLoop
+from flotilla_coordinator.runs.client.sampling import ClientSampling, ClientSource
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.status import RunStatus

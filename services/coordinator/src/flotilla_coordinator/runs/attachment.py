@@ -15,9 +15,9 @@ from flotilla_coordinator.gangs.learning_session import LearningSession
 from flotilla_coordinator.ledger.records import RunRecord
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.progress import Progress
-from flotilla_coordinator.runs.together import all_of
 from flotilla_core import ids
 from flotilla_core.errors import Cancelled, DeadlineExceeded, RankFailed, Unavailable
+from flotilla_core.tasks import all_of
 from flotilla_core.version import Version
 
 NEVER_FINISHED = (Unavailable, RankFailed, DeadlineExceeded, Cancelled)

@@ -19,6 +19,7 @@ from flotilla_coordinator.evaluation.evaluate import Evaluator
 from flotilla_coordinator.evaluation.evaluation import Evaluation
 from flotilla_coordinator.evaluation.pair_evaluator import PairEvaluator
 from flotilla_coordinator.evaluation.pinned_evaluation import PinnedEvaluation
+from flotilla_coordinator.gangs.learned import Learned
 from flotilla_coordinator.gangs.learners import Learners
 from flotilla_coordinator.gangs.policy import PolicyTrainer
 from flotilla_coordinator.ledger.ledger import Ledger
@@ -30,7 +31,6 @@ from flotilla_coordinator.runs.checkpoints import RunCheckpoints
 from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.disk_waits import DiskWaits
 from flotilla_coordinator.runs.distance import distance_warning, narrow_clip_warning
-from flotilla_coordinator.runs.learned import Learned
 from flotilla_coordinator.runs.live_settings import described, differences
 from flotilla_coordinator.runs.loop_lag import LoopLag
 from flotilla_coordinator.runs.progress import Progress

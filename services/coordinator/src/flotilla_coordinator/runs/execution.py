@@ -1,4 +1,4 @@
-"""From an admitted run to its end, whatever the end is.
+"""From an admitted run to its end, whatever the end is and whoever makes its steps: the built-in loop or a client.
 
 Invariants: exactly one terminal state is reached and recorded, by the coordinator that owns the ledger; every
 collaborator that was opened is closed; a failure is one message that a user can act on, and its traceback goes to the
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import structlog
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.clients.serve_client import serve_client
 from flotilla_coordinator.leases.run_fleet import RunFleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunState
@@ -23,13 +22,16 @@ from flotilla_coordinator.report import conclude
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs.active import ActiveRun
 from flotilla_coordinator.runs.assembly import Assembly
-from flotilla_coordinator.runs.beginning import Beginning
+from flotilla_coordinator.runs.beginning import Beginning, begin
+from flotilla_coordinator.runs.client.loop import ClientLoop
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.disk_waits import TRY_AGAIN_S
 from flotilla_coordinator.runs.loop import run_loop
 from flotilla_coordinator.runs.recovery import Recovery
+from flotilla_core import telemetry
 from flotilla_core.errors import DiskFull, FlotillaError, StaleVersion
 from flotilla_core.service import Host
+from flotilla_core.telemetry import names
 from flotilla_core.version import Version
 
 log = structlog.get_logger(__name__)
@@ -169,3 +171,21 @@ async def _close(context: RunContext, *, ours: bool = True) -> None:
         # The record of the run is still to be written, whatever went wrong here.
         except Exception:
             log.exception("closing failed", run_id=context.run_id)
+
+
+async def serve_client(loop: ClientLoop, beginning: Beginning, active: ActiveRun) -> None:
+    """Begin as the built-in loop does, take the client's calls, and leave what such a run leaves."""
+    run = loop.run
+    with telemetry.span(names.RL_LOOP, attributes={names.RUN_ID: run.run_id}):
+        await begin(run, beginning)
+        with run.phase("sync"):
+            await run.sync.publish(run.policy.version)
+        active.opened.set()
+        try:
+            silence = await loop.serve()
+        finally:
+            await loop.close()
+        if silence:
+            active.request_stop(silence)
+        if run.config.export_final:
+            await run.export()

@@ -22,11 +22,11 @@ from flotilla_coordinator.runs.active import ActiveRun
 from flotilla_coordinator.runs.changes import RunChanges, changeable
 from flotilla_coordinator.runs.run_starts import RunStarts
 from flotilla_coordinator.runs.stored_run import stored_run
-from flotilla_coordinator.runs.works import Works
 from flotilla_core.bus import EventStream
 from flotilla_core.config import RunConfig, load_text
 from flotilla_core.errors import DiskFull, FailedPrecondition
 from flotilla_core.service import Host
+from flotilla_core.tasks import Works
 from flotilla_core.version import Version
 
 log = structlog.get_logger(__name__)

@@ -17,11 +17,11 @@ import numpy as np
 from flotilla.generator.v1 import generator_pb2 as pb
 from flotilla_coordinator.gangs.policy import PolicyTrainer
 from flotilla_coordinator.rollouts.generation import CANARY
-from flotilla_coordinator.runs.together import all_of
 from flotilla_coordinator.weights.members import Member
 from flotilla_core import ids, rpc
 from flotilla_core.config import CanaryConfig
 from flotilla_core.errors import FlotillaError, Mismatch, Unavailable
+from flotilla_core.tasks import all_of
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
 

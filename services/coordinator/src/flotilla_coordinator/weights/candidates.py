@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.data.tokenizer import Tokenizer
+from flotilla_coordinator.data.tokenizer import Tokenizer, of_same_tokenizer
 from flotilla_coordinator.weights.members import GeneratorReplica
-from flotilla_coordinator.weights.same_tokenizer import of_same_tokenizer
 from flotilla_core.errors import FlotillaError, Mismatch
 from flotilla_core.rpc import ReplicaPool
 

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from flotilla_coordinator.gangs.policy import PolicyTrainer
-from flotilla_coordinator.runs.together import as_long_as
 from flotilla_coordinator.weights.blame import GroupBrokenError
 from flotilla_coordinator.weights.held_weights import HeldWeights
 from flotilla_coordinator.weights.late_joiners import LateJoiners
@@ -27,6 +26,7 @@ from flotilla_coordinator.weights.weight_epochs import WeightEpochs
 from flotilla_core import telemetry
 from flotilla_core.config import WeightSyncConfig
 from flotilla_core.errors import FlotillaError, WeightGroupFailed
+from flotilla_core.tasks import as_long_as
 from flotilla_core.telemetry import names
 from flotilla_core.version import Version
 

@@ -17,7 +17,6 @@ from flotilla.common.v1 import weights_pb2
 from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla.trainer.v1 import trainer_pb2 as train
 from flotilla_coordinator.gangs.policy import PolicyTrainer
-from flotilla_coordinator.runs.together import run_together
 from flotilla_coordinator.weights.blame import Failures, GroupBrokenError, to_blame
 from flotilla_coordinator.weights.held_weights import HeldWeights
 from flotilla_coordinator.weights.members import GeneratorReplica, Group, Member, seat
@@ -31,6 +30,7 @@ from flotilla_core.errors import (
     WeightGroupFailed,
     WeightsMismatch,
 )
+from flotilla_core.tasks import run_together
 from flotilla_core.version import Version
 
 EPOCHS_PER_BEGINNING = 1_000_000

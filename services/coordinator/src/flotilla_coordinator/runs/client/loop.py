@@ -16,13 +16,13 @@ from pydantic import ValidationError
 from flotilla.coordinator.v1 import loop_pb2 as pb
 from flotilla.reward.v1 import reward_pb2
 from flotilla.trainer.v1 import trainer_pb2 as train
-from flotilla_coordinator.clients.client_calls import ClientCalls
-from flotilla_coordinator.clients.client_sampling import ClientPrompt, ClientSampling
-from flotilla_coordinator.clients.client_steps import STEP_TIMEOUT_S, ClientSteps
 from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.rollouts.batch import RolloutGroup
 from flotilla_coordinator.rollouts.scoring import Outcome, Scorer
+from flotilla_coordinator.runs.client.calls import ClientCalls
+from flotilla_coordinator.runs.client.sampling import ClientPrompt, ClientSampling
+from flotilla_coordinator.runs.client.steps import STEP_TIMEOUT_S, ClientSteps
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.weights.sync_report import SyncReport
 from flotilla_core import ids, rpc

@@ -1,7 +1,9 @@
 """Groups that a client asks for: prompts out to the generators, recorded samples back.
 
 Invariants: every sample is in the ledger before a generator hears of it, and with its tokens before the client does;
-ids never repeat within a run, so seeds do not either; a sample is handed to the record of an update at most once.
+ids never repeat within a run, so seeds do not either; a sample is handed to the record of an update at most once. The
+client draws the prompts itself, so no batch is made here, and what the ledger holds of such a run is never asked for
+again.
 """
 
 from __future__ import annotations
@@ -10,10 +12,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
+from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import GroupIssue
@@ -21,7 +24,7 @@ from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample
 from flotilla_coordinator.rollouts.generation import Generation, GenerationRequest
 from flotilla_coordinator.rollouts.samples import ledger_sample, rollout_sample
 from flotilla_core import ids, telemetry
-from flotilla_core.config import RolloutConfig, SamplingConfig
+from flotilla_core.config import RolloutConfig, RunConfig, SamplingConfig
 from flotilla_core.telemetry import names
 from flotilla_core.version import Version
 
@@ -157,3 +160,33 @@ class ClientSampling:
         while len(self._unused) > MOST_UNUSED:
             del self._unused[next(iter(self._unused))]
         return group
+
+
+class ClientSource:
+    """Where the prompts of a run stand whose client draws them itself, call by call.
+
+    The data set's place, put back where a checkpoint left it.
+    """
+
+    samples_from_policy = True
+
+    def __init__(self, prompts: PromptSource) -> None:
+        self._prompts = prompts
+
+    async def go_on(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
+        """Draw from there on."""
+        if cursor is not None:
+            self._prompts.restore(cursor)
+
+    def reconfigure(self, config: RunConfig) -> None:
+        """What may change concerns steps, which the client makes."""
+
+    def admit(self, step: int, version: Version) -> None:
+        """Nothing to prepare: the client asks for groups when it wants them."""
+
+    async def batch(self, step: int, version: Version) -> NoReturn:
+        """The client makes its batches."""
+        raise AssertionError("a run whose client makes the steps is not asked for a batch")
+
+    async def close(self) -> None:
+        """Nothing is under way here."""

@@ -1,9 +1,13 @@
-"""Calls that only make sense together: one failure ends the others, and none of them is left behind."""
+"""Asyncio tasks that belong together, and work that comes to its end although its caller goes away.
+
+Invariants: of calls that only make sense together, one failure ends the others, and none of them is left behind; work
+that was begun is known until it has ended, so that whoever closes can wait for it or cancel it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
 from flotilla_core.errors import FlotillaError
@@ -12,6 +16,46 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 SETTLE_S = 1.0
+
+
+class Works:
+    """Work that comes to its end when its caller goes away.
+
+    What is under way.
+    """
+
+    def __init__(self, one_ended: Callable[[], object] = lambda: None) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._one_ended = one_ended
+
+    def __bool__(self) -> bool:
+        return bool(self._tasks)
+
+    def begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Work in a task of its own; it ends with whoever waits for that task."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def whole(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of work that goes on when its caller goes away."""
+        return await asyncio.shield(self.begin(work))
+
+    async def settle(self) -> None:
+        """Wait until nothing is under way."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def give_up(self) -> None:
+        """End what is under way."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        self._one_ended()
 
 
 async def all_of(calls: Iterable[Awaitable[T]]) -> list[T]:

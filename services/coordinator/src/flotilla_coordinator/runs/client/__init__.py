@@ -1,1 +1,3 @@
 """Runs whose steps a client makes."""
+
+from __future__ import annotations

@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
 from flotilla_coordinator.runs.context import RunContext
-from flotilla_coordinator.runs.works import Works
 from flotilla_core.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -22,6 +21,7 @@ from flotilla_core.errors import (
     RankFailed,
     Unavailable,
 )
+from flotilla_core.tasks import Works
 
 T = TypeVar("T")
 
