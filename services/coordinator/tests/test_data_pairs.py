@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import tokenizers
 
-from flotilla_coordinator.data.answer_pair import AnswerPair
 from flotilla_coordinator.data.pairs import load_pairs
 from flotilla_coordinator.data.prompt_source import PromptSource
+from flotilla_coordinator.data.prompts import AnswerPair
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_core.config import DataConfig
 from flotilla_core.errors import InvalidConfig

@@ -14,8 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from flotilla_coordinator.data.answer_pair import Answer, AnswerPair
-from flotilla_coordinator.data.prompts import Prompt, PromptFile, in_chunks, json_objects, load_prompts
+from flotilla_coordinator.data.prompts import (
+    Answer,
+    AnswerPair,
+    Prompt,
+    PromptFile,
+    in_chunks,
+    json_objects,
+    load_prompts,
+)
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_core.config import DataConfig
 from flotilla_core.errors import InvalidConfig

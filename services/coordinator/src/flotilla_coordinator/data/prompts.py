@@ -1,7 +1,7 @@
-"""Prompts as a data file holds them.
+"""Prompts as a data file holds them, each with the two answers that it has where a run learns preferences.
 
-Invariants: a data file is read and tokenized whole before the run starts, so every mistake in it is found
-then, with its line number; `index` is the line's place in the file and never changes.
+Invariants: a data file is read and tokenized whole before the run starts, so every mistake in it is found then, with
+its line number; `index` is the line's place in the file and never changes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from flotilla_coordinator.data.answer_pair import AnswerPair
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_core.config import DataConfig
 from flotilla_core.errors import InvalidConfig
@@ -28,6 +27,22 @@ LONGEST_LINE = 64 << 20
 """Bytes; a prompt of a million tokens has a tenth of that."""
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A given answer, with the token that ends it."""
+
+    text: str
+    token_ids: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class AnswerPair:
+    """What a run learns from that is told which answer is better."""
+
+    chosen: Answer
+    rejected: Answer
 
 
 @dataclass(frozen=True)

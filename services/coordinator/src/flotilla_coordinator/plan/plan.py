@@ -10,10 +10,9 @@ import math
 import shutil
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.data.loaders import held_out_data, training_data
 from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.tokenizer import Tokenizer
-from flotilla_coordinator.data.training_sets import LoadedSet, joined, read_sets
+from flotilla_coordinator.data.training_sets import LoadedSet, held_out_data, joined, read_sets, training_data
 from flotilla_coordinator.plan import checks
 from flotilla_coordinator.plan.adapters import AdapterFacts, adapter_errors
 from flotilla_coordinator.plan.algorithm import algorithm_lines, algorithm_warnings

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from flotilla_coordinator.data.answer_pair import Answer
 from flotilla_coordinator.data.prompt_source import PromptSource
-from flotilla_coordinator.data.prompts import Prompt
+from flotilla_coordinator.data.prompts import Answer, Prompt
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
 from flotilla_core import ids

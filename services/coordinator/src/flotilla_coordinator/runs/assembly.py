@@ -12,10 +12,10 @@ from functools import partial
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.autoscale import Autoscaler, IdleShares
-from flotilla_coordinator.data.loaders import held_out_data, training_data
 from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.data.tokenizer import Tokenizer
+from flotilla_coordinator.data.training_sets import held_out_data, training_data
 from flotilla_coordinator.evaluation.evaluate import Evaluator
 from flotilla_coordinator.evaluation.pair_evaluator import PairEvaluator
 from flotilla_coordinator.evaluation.pinned_evaluation import PinnedEvaluation
