@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from flotilla.generator.v1 import generator_pb2 as gen
-from flotilla_coordinator.evaluation.evaluate import Evaluator
-from flotilla_coordinator.evaluation.evaluation import Evaluation, pass_at
+from flotilla_coordinator.evaluation.evaluate import Evaluation, Evaluator, pass_at
 from flotilla_coordinator.rollouts.generation import Generated, GenerationRequest
 from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_core.config import SamplingConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flotilla_coordinator.evaluation.evaluation import Evaluation
+from flotilla_coordinator.evaluation.evaluate import Evaluation
 from flotilla_coordinator.evaluation.pinned_evaluation import PinnedEvaluation, PinnedResult
 from flotilla_core.errors import FlotillaError, Unavailable, UserCodeError
 from flotilla_core.version import Version

@@ -1,20 +1,29 @@
-"""Evaluation on held-out prompts.
+"""Evaluation on held-out prompts, and on held-out pairs of answers.
 
 Invariants: evaluation samples never enter the ledger or an update; an answer is right when its reward total is at
 least 1, and each prompt gets equally many; a reward error or timeout is counted as a failure of the evaluation,
-never as a wrong answer.
+never as a wrong answer. Accuracy is the share of all answers that are right, and of pairs the share in which the
+trainer ranks the preferred answer higher, however they are cut into calls; pass@k is the unbiased estimate of how
+often at least one of k answers to a prompt is right, from all answers that were drawn, so k is never above their
+number.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing
+from dataclasses import dataclass, field
 from typing import Any
 
 from flotilla.reward.v1 import reward_pb2
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.data.tokenizer import Tokenizer
-from flotilla_coordinator.evaluation.evaluation import Evaluation
+from flotilla_coordinator.gangs.group_messages import parts
+from flotilla_coordinator.gangs.policy import PolicyTrainer
+from flotilla_coordinator.rollouts.answers import given_group
+from flotilla_coordinator.rollouts.batch import RolloutGroup
 from flotilla_coordinator.rollouts.generation import EVALUATION, Generation, GenerationRequest
 from flotilla_coordinator.rollouts.score_item import score_item
 from flotilla_coordinator.rollouts.scoring import RIGHT_AT, Outcome, Scorer
@@ -28,6 +37,32 @@ from flotilla_core.version import Version
 
 ANSWERS_PER_SCORE_CALL = 64
 CONCURRENT_ANSWERS = 256
+
+ACCURACY = "preference/accuracy"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One number that runs are steered by, and what else was measured on the way."""
+
+    accuracy: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    """By the names under which they are recorded."""
+
+    @classmethod
+    def of_answers(cls, right: Sequence[int], drawn: int) -> Evaluation:
+        """So many right ones among the answers to each prompt, `drawn` each."""
+        accuracy = sum(right) / (len(right) * drawn)
+        if drawn == 1:
+            return cls(accuracy)
+        sizes = [1 << power for power in range(drawn.bit_length())]
+        passes = {f"eval/pass@{k}": sum(pass_at(k, c, drawn) for c in right) / len(right) for k in sizes}
+        return cls(accuracy, {f"eval/mean@{drawn}": accuracy, **passes})
+
+
+def pass_at(k: int, right: int, drawn: int) -> float:
+    """Share of all teams of k among the drawn answers that hold a right one."""
+    return 1.0 - math.comb(drawn - right, k) / math.comb(drawn, k)
 
 
 def evaluation_span(run_id: str, version: Version, step: int) -> AbstractContextManager[Any]:
@@ -115,3 +150,32 @@ class Evaluator:
 
 def _right(outcome: Outcome) -> bool:
     return outcome.total is not None and outcome.total >= RIGHT_AT
+
+
+class PairEvaluator:
+    """Evaluation on held-out pairs: how often the answer that is preferred is the one that the trainer ranks higher.
+
+    Judges every held-out pair once.
+    """
+
+    needs_generators = False
+
+    def __init__(self, run_id: str, prompts: list[Prompt], policy: PolicyTrainer) -> None:
+        self._run_id = run_id
+        self._prompts = prompts
+        self._policy = policy
+
+    async def evaluate(self, version: Version, step: int) -> Evaluation:
+        """Share of held-out pairs that `version` ranks right; a pair without a difference counts half."""
+        with evaluation_span(self._run_id, version, step):
+            right = 0.0
+            for groups in parts(self._groups()):
+                metrics = await self._policy.evaluate_loss(groups)
+                right += metrics[ACCURACY] * len(groups)
+        return Evaluation(right / len(self._prompts))
+
+    def _groups(self) -> Iterator[RolloutGroup]:
+        """All pairs."""
+        for prompt in self._prompts:
+            assert prompt.pair is not None, "held-out data of such a run is read in pairs"
+            yield given_group(self._run_id, prompt, [prompt.pair.chosen, prompt.pair.rejected])

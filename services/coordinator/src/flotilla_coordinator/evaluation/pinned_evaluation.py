@@ -11,8 +11,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flotilla_coordinator.evaluation.evaluate import Evaluator
-from flotilla_coordinator.evaluation.evaluation import Evaluation
+from flotilla_coordinator.evaluation.evaluate import Evaluation, Evaluator
 from flotilla_coordinator.weights.members import GeneratorReplica
 from flotilla_core.errors import DeadlineExceeded, Exhausted, Unavailable
 from flotilla_core.version import Version

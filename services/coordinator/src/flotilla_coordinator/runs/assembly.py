@@ -16,8 +16,7 @@ from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import held_out_data, training_data
-from flotilla_coordinator.evaluation.evaluate import Evaluator
-from flotilla_coordinator.evaluation.pair_evaluator import PairEvaluator
+from flotilla_coordinator.evaluation.evaluate import Evaluator, PairEvaluator
 from flotilla_coordinator.evaluation.pinned_evaluation import PinnedEvaluation
 from flotilla_coordinator.gangs.gangs import Gangs
 from flotilla_coordinator.gangs.policy import PolicyTrainer

@@ -15,9 +15,7 @@ from typing import Any
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.autoscale import Autoscaler, IdleShares
-from flotilla_coordinator.evaluation.evaluate import Evaluator
-from flotilla_coordinator.evaluation.evaluation import Evaluation
-from flotilla_coordinator.evaluation.pair_evaluator import PairEvaluator
+from flotilla_coordinator.evaluation.evaluate import Evaluation, Evaluator, PairEvaluator
 from flotilla_coordinator.evaluation.pinned_evaluation import PinnedEvaluation
 from flotilla_coordinator.gangs.learned import Learned
 from flotilla_coordinator.gangs.learners import Learners

@@ -12,7 +12,7 @@ import time
 from collections import deque
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.evaluation.evaluation import Evaluation
+from flotilla_coordinator.evaluation.evaluate import Evaluation
 from flotilla_coordinator.runs.feed import RunFeed
 from flotilla_coordinator.runs.learning_signal import LearningSignal
 from flotilla_core.version import Version
