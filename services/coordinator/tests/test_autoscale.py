@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.autoscale import Autoscaler
-from flotilla_coordinator.autoscale.decision import Measured, advice
+from flotilla_coordinator.fleet.autoscale import Autoscaler, Measured, advice
 from flotilla_coordinator.runs.feed import RunFeed
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_core.config import AutoscaleConfig, StackConfig, load_text

@@ -14,7 +14,7 @@ import pytest
 from flotilla.coordinator.v1 import loop_pb2, run_pb2
 from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla.trainer.v1 import trainer_pb2 as train
-from flotilla_coordinator.autoscale import IdleShares
+from flotilla_coordinator.fleet.autoscale import IdleShares
 from flotilla_coordinator.gangs.learners import Learners
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState

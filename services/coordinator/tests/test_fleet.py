@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from flotilla.common.v1 import registration_pb2 as reg
-from flotilla_coordinator.fleet import Fleet
-from flotilla_coordinator.leases.lease_file import LeaseFile
-from flotilla_coordinator.leases.needs import Needs
+from flotilla_coordinator.fleet.fleet import Fleet
+from flotilla_coordinator.fleet.leases import LeaseFile
+from flotilla_coordinator.fleet.needs import Needs
 from flotilla_core import rpc
 from flotilla_core.errors import FailedPrecondition, NotFound, Unavailable
 from flotilla_core.roles import POLICY, role_of_process
@@ -153,7 +153,7 @@ async def test_a_run_whose_only_generator_is_away_gets_another_one_sooner_than_o
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr("flotilla_coordinator.leases.generator_slots.time.monotonic", lambda: now)
+    monkeypatch.setattr("flotilla_coordinator.fleet.leases.time.monotonic", lambda: now)
     await register(fleet, "generator-0", "generator-1", "generator-2")
     await fleet.admit("first", Needs(most_generators=1))
     await fleet.admit("second", Needs())

@@ -12,7 +12,7 @@ import pytest
 
 from flotilla.common.v1.registration_pb2 import SERVICE_KIND_GENERATOR
 from flotilla.launcher.v1 import launcher_pb2, launcher_pb2_grpc
-from flotilla_coordinator.launcher_link import LauncherLink
+from flotilla_coordinator.fleet.launcher import LauncherLink
 from flotilla_core.config import BindConfig
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.rpc import RpcServer

@@ -8,8 +8,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flotilla_coordinator.leases.generator_leases import GeneratorLeases
-from flotilla_coordinator.leases.shares import Claim, shares
+from flotilla_coordinator.fleet.leases import Claim, GeneratorLeases, shares
 
 RUNS = ("a", "b", "c", "d")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.fleet import Fleet
+from flotilla_coordinator.fleet.fleet import Fleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.runs import run_starts

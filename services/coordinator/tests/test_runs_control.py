@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.autoscale import IdleShares
+from flotilla_coordinator.fleet.autoscale import IdleShares
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.feed import RunFeed

@@ -14,7 +14,7 @@ import pytest
 from google.protobuf import json_format
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.fleet import Fleet
+from flotilla_coordinator.fleet.fleet import Fleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.rundir import RunDirectory

@@ -14,12 +14,11 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 from flotilla.common.v1 import operate_pb2
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla.coordinator.v1 import coordinator_pb2_grpc, loop_pb2_grpc
-from flotilla_coordinator.fleet import Fleet
-from flotilla_coordinator.launcher_link import LauncherLink
+from flotilla_coordinator.fleet.fleet import Fleet, keep_in_view
+from flotilla_coordinator.fleet.launcher import LauncherLink
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.ownership import BEAT_S, Owner
 from flotilla_coordinator.loop_servicer import LoopServicer
-from flotilla_coordinator.registry_watch import keep_in_view
 from flotilla_coordinator.retention import Retention
 from flotilla_coordinator.runs.runs import Runs
 from flotilla_coordinator.servicer import CoordinatorServicer

@@ -18,8 +18,8 @@ from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1 import run_pb2
 from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceServicer
 from flotilla.launcher.v1 import launcher_pb2
-from flotilla_coordinator.fleet import Fleet
-from flotilla_coordinator.launcher_link import LauncherLink
+from flotilla_coordinator.fleet.fleet import Fleet
+from flotilla_coordinator.fleet.launcher import LauncherLink
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.report.export import Exporter
 from flotilla_coordinator.rundir import RunDirectory

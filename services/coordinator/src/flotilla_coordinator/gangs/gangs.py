@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from flotilla_coordinator.data.tokenizer import Tokenizer, require_same_tokenizer
+from flotilla_coordinator.fleet.run_fleet import RunFleet
 from flotilla_coordinator.gangs.critic import Critic
 from flotilla_coordinator.gangs.frozen_role import FrozenRole
 from flotilla_coordinator.gangs.gang_session import Gang
@@ -24,7 +25,6 @@ from flotilla_coordinator.gangs.session_spec import (
     session_spec,
 )
 from flotilla_coordinator.gangs.teachers import Teachers
-from flotilla_coordinator.leases.run_fleet import RunFleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_core.config import CriticConfig, PolicyConfig, RunConfig, StackConfig
 from flotilla_core.gangs import gang_of, model_of

@@ -11,17 +11,17 @@ import time
 from functools import partial
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.autoscale import Autoscaler, IdleShares
 from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import held_out_data, training_data
 from flotilla_coordinator.evaluation.evaluate import Evaluator, PairEvaluator
 from flotilla_coordinator.evaluation.pinned_evaluation import PinnedEvaluation
+from flotilla_coordinator.fleet.autoscale import Autoscaler, IdleShares
+from flotilla_coordinator.fleet.launcher import LauncherLink
+from flotilla_coordinator.fleet.run_fleet import RunFleet
 from flotilla_coordinator.gangs.gangs import Gangs
 from flotilla_coordinator.gangs.policy import PolicyTrainer
-from flotilla_coordinator.launcher_link import LauncherLink
-from flotilla_coordinator.leases.run_fleet import RunFleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.rollouts.answers import AnswerSource
 from flotilla_coordinator.rollouts.batch import BatchSource

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.autoscale import Autoscaler, IdleShares
 from flotilla_coordinator.evaluation.evaluate import Evaluation, Evaluator, PairEvaluator
 from flotilla_coordinator.evaluation.pinned_evaluation import PinnedEvaluation
+from flotilla_coordinator.fleet.autoscale import Autoscaler, IdleShares
 from flotilla_coordinator.gangs.learned import Learned
 from flotilla_coordinator.gangs.learners import Learners
 from flotilla_coordinator.gangs.policy import PolicyTrainer

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import structlog
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.leases.run_fleet import RunFleet
+from flotilla_coordinator.fleet.run_fleet import RunFleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunState
 from flotilla_coordinator.ledger.rewind import RUN_ENDED

@@ -15,9 +15,9 @@ from pathlib import Path
 import structlog
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.fleet import Fleet
-from flotilla_coordinator.leases.needs import Needs
-from flotilla_coordinator.leases.run_fleet import RunFleet
+from flotilla_coordinator.fleet.fleet import Fleet
+from flotilla_coordinator.fleet.needs import Needs
+from flotilla_coordinator.fleet.run_fleet import RunFleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.ledger.rewind import RUN_INTERRUPTED

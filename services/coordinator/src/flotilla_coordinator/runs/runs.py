@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import structlog
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.fleet import Fleet
+from flotilla_coordinator.fleet.fleet import Fleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord
 from flotilla_coordinator.plan import plan_run

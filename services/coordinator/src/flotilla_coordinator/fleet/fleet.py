@@ -1,36 +1,48 @@
-"""Every service of the stack, and which run has it.
+"""Every service of the stack, which run has it, and whether it gets work; one registry watch feeds every run's view.
 
-Invariants: a gang and a generator have one run at a time, by the names of their slots; what changes hands is let go by
-one run before it is given to the next; every run sees what is its own, and only that.
+Invariants: a gang and a generator have one run at a time, by the names of their slots; what changes hands is let go
+by one run before it is given to the next; every run sees what is its own, and only that. A coordinator that no longer
+sees its fleet does not look healthy: it ends, and is started again.
+
+A replica that speaks another protocol is ejected, and one that a user drained is draining, whatever else is known of
+it; else it stands as the run stands to it that gives it no work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
 from flotilla.common.v1 import registration_pb2 as reg
-from flotilla_coordinator.leases.admission import require_gang, require_generator
-from flotilla_coordinator.leases.gang_leases import GangLeases
-from flotilla_coordinator.leases.generator_leases import GeneratorLeases
-from flotilla_coordinator.leases.generator_slots import GeneratorSlots
-from flotilla_coordinator.leases.lease_file import GANGS, GENERATORS, LeaseFile
-from flotilla_coordinator.leases.needs import Needs
-from flotilla_coordinator.leases.run_fleet import RunFleet
-from flotilla_coordinator.leases.shares import Claim
-from flotilla_coordinator.leases.standing import (
-    DRAINED,
-    Standing,
-    is_working_replica,
-    standing,
-    working_replica,
+from flotilla_coordinator.fleet.leases import (
+    GANGS,
+    GENERATORS,
+    Claim,
+    GangLeases,
+    GeneratorLeases,
+    GeneratorSlots,
+    LeaseFile,
 )
-from flotilla_core.errors import FailedPrecondition
+from flotilla_coordinator.fleet.needs import Needs, require_gang, require_generator
+from flotilla_coordinator.fleet.run_fleet import RunFleet
+from flotilla_core.errors import FailedPrecondition, NotFound
 from flotilla_core.protocol import refusal
 from flotilla_core.roles import POLICY
-from flotilla_core.rpc import Fence
+from flotilla_core.rpc import Fence, Replica
+from flotilla_core.rpc.replica import ReplicaState
 from flotilla_core.service import Host
+from flotilla_core.tasks import both
+
+LOOK_EVERY_S = 0.1
+
+DRAINED = "drained by a user"
+
+_WORKING = (reg.INSTANCE_STATE_READY, reg.INSTANCE_STATE_DRAINING)
+_REPLICAS = (reg.SERVICE_KIND_GENERATOR, reg.SERVICE_KIND_REWARD)
 
 
 class Fleet:
@@ -229,3 +241,62 @@ class Fleet:
 
     def _connect(self, address: str, fence: Callable[[], Fence | None]) -> grpc.aio.Channel:
         return self._host.connect(address, fence=fence)
+
+
+async def keep_in_view(fleet: Fleet, host: Host) -> None:
+    """Show the fleet who exists, for as long as the coordinator works."""
+    try:
+        await both(_follow(fleet, host), _look_again(fleet))
+    # Whatever ended it, the fleet is out of view now.
+    except Exception as error:  # noqa: BLE001
+        host.failed(error)
+
+
+async def _follow(fleet: Fleet, host: Host) -> None:
+    async for snapshot in host.registry.watch():
+        await fleet.see(snapshot)
+
+
+async def _look_again(fleet: Fleet) -> None:
+    """Nobody tells when the last group on a generator has ended, or a process is away for too long."""
+    while True:
+        await asyncio.sleep(LOOK_EVERY_S)
+        if fleet.changes_with_time:
+            await fleet.settle()
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Whether a replica gets work, and how much it has."""
+
+    state: ReplicaState
+    why: str = ""
+    outstanding: int = 0
+
+
+def is_working_replica(registration: reg.Registration) -> bool:
+    """Whether it is a generator or a reward replica that has started."""
+    return registration.kind in _REPLICAS and registration.state in _WORKING
+
+
+def standing(registration: reg.Registration, seen: Sequence[Replica[Any]], *, drained: bool) -> Standing:
+    """How a replica stands that each of the runs sees in its own way; `drained` by a user."""
+    if why := refusal(registration):
+        return Standing("ejected", why)
+    outstanding = sum(replica.outstanding for replica in seen)
+    if drained:
+        return Standing("draining", DRAINED, outstanding)
+    if registration.state == reg.INSTANCE_STATE_DRAINING:
+        return Standing("draining", "draining", outstanding)
+    worst = next((replica for replica in seen if replica.state != "ready"), None)
+    return Standing("ready" if worst is None else worst.state, worst.why if worst else "", outstanding)
+
+
+def working_replica(registrations: Iterable[reg.Registration], reference: str) -> reg.Registration:
+    """The replica with this instance id, or the newest in the slot of this name: another one there is dead."""
+    working = [
+        one for one in registrations if is_working_replica(one) and reference in (one.instance_id, one.name)
+    ]
+    if working:
+        return max(working, key=lambda one: one.started_at.ToNanoseconds())
+    raise NotFound(f"there is no replica {reference!r}", next_step="see `flotilla replicas list`")

@@ -2,22 +2,60 @@
 
 Invariants: a fleet that several runs share is changed by none of them; one change at a time, its end followed by a
 pause of `cooldown_steps`; steps with another number of generators are never taken into one decision, and the one in
-which it changed into none; a change that fails is told and costs the run nothing.
+which it changed into none; a change that fails is told and costs the run nothing. A decision is a function of what
+was measured and of the configuration alone; between the two limits nothing changes, so that a change does not call
+for its opposite. The trainer is idle while the loop waits for rollouts, a generator while it has no sample of ours; a
+replica that came within the step is measured from the next one on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.autoscale.decision import Advice, Measured, advice
-from flotilla_coordinator.autoscale.idle_shares import GENERATORS, TRAINER
 from flotilla_core.config import AutoscaleConfig
 from flotilla_core.errors import FlotillaError
+from flotilla_core.rpc import Replica
 
 Change = Callable[[int], Awaitable[None]]
+
+TRAINER, GENERATORS = "idle/trainer", "idle/generators"
+
+
+class IdleShares:
+    """Shares of a step in which trainer and generators have nothing to do.
+
+    Measures one step after the other.
+    """
+
+    def __init__(self, replicas: Callable[[], list[Replica[Any]]]) -> None:
+        self._replicas = replicas
+        self._began = 0.0
+        self._busy_s: dict[str, float] = {}
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._began = time.monotonic()
+        self._busy_s = {replica.instance_id: replica.busy_s for replica in self._replicas()}
+
+    def metrics(self, waited_s: float) -> dict[str, float]:
+        """Of the step so far, in which the loop waited for rollouts for so long."""
+        seconds = max(time.monotonic() - self._began, 1e-9)
+        shares = {TRAINER: min(1.0, waited_s / seconds)}
+        busy = [
+            (replica.busy_s - self._busy_s[replica.instance_id]) / seconds
+            for replica in self._replicas()
+            if replica.instance_id in self._busy_s
+        ]
+        if busy:
+            shares[GENERATORS] = max(0.0, 1.0 - sum(busy) / len(busy))
+        return shares
 
 
 class Autoscaler:
@@ -89,3 +127,33 @@ class Autoscaler:
             self._window.clear()
             self._resting_steps = self._config.cooldown_steps
             self._advise("")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Idle shares of one step."""
+
+    trainer: float
+    generators: float
+
+
+@dataclass(frozen=True)
+class Advice:
+    """How many generators there should be, and why."""
+
+    generators: int
+    why: str
+
+
+def advice(window: Sequence[Measured], generators: int, config: AutoscaleConfig) -> Advice | None:
+    """What to change after these steps with so many generators; None where nothing is."""
+    if len(window) < config.window_steps:
+        return None
+    trainer, idle = fmean(step.trainer for step in window), fmean(step.generators for step in window)
+    why = f"in the last {len(window)} steps the trainer waited for rollouts {trainer:.0%} of the time"
+    if trainer > config.trainer_waits_above and generators < config.max_generators:
+        return Advice(generators + 1, why)
+    enough = trainer < config.trainer_waits_above / 2 and idle > config.generators_idle_above
+    if enough and generators > config.min_generators:
+        return Advice(generators - 1, f"{why}, and the generators were idle {idle:.0%}")
+    return None

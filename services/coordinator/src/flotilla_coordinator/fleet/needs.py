@@ -1,4 +1,4 @@
-"""Whether one more run finds its place beside those that go on.
+"""What a run needs of a fleet, and whether one more run finds it beside those that go on.
 
 Invariant: a run that is alone is always admitted, and waits for what it needs; one more is refused with who has what.
 """
@@ -6,9 +6,34 @@ Invariant: a run that is alone is always admitted, and waits for what it needs; 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
+from flotilla_core.config import PolicyConfig, RunConfig
 from flotilla_core.errors import FailedPrecondition
-from flotilla_core.roles import process_name, section_of
+from flotilla_core.roles import POLICY, process_name, section_of
+
+
+@dataclass(frozen=True)
+class Needs:
+    """A gang of each role, and generators where the run asks for samples."""
+
+    roles: tuple[str, ...] = (POLICY,)
+    generates: bool = True
+    most_generators: int | None = None
+    """None takes an even share of all."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Needs:
+        """By the configuration of the run."""
+        algorithm = config.algorithm
+        learns_from_samples = isinstance(algorithm, PolicyConfig) or config.loop == "client"
+        evaluates_samples = config.evaluation is not None and not config.evaluates_pairs
+        beside = algorithm.gangs_beside_the_policy if isinstance(algorithm, PolicyConfig) else ()
+        return cls(
+            roles=(POLICY, *beside),
+            generates=learns_from_samples or evaluates_samples,
+            most_generators=config.rollout.generators,
+        )
 
 
 def require_gang(

@@ -1,1 +1,0 @@
-"""Who has which service: gangs and generators belong to one run at a time, reward replicas to all."""
