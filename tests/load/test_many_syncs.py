@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from flotilla_coordinator.ledger.checker import Verdict, check
-from flotilla_coordinator.ledger.rewind import RUN_ENDED
+from flotilla_coordinator.ledger.records import RUN_ENDED
 from flotilla_testing.many_syncs import MID_SYNC, Seen, one_in_ten, sync_figures, watch_syncs
 from flotilla_testing.stack import Stack, light_stack, running_stack, wait_until
 

@@ -16,7 +16,7 @@ from flotilla.common.v1.registration_pb2 import SERVICE_KIND_GENERATOR
 from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from flotilla_coordinator.ledger.checker import check
-from flotilla_coordinator.ledger.rewind import RUN_ENDED
+from flotilla_coordinator.ledger.records import RUN_ENDED
 from flotilla_core.rpc import unary
 from flotilla_testing.stack import Stack, light_stack, wait_until
 

@@ -25,6 +25,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import (
+    REOPENED,
+    REWARDS_FAILED,
+    RUN_ENDED,
+    RUN_INTERRUPTED,
     GeneratedSample,
     GroupIssue,
     Recorded,
@@ -34,7 +38,6 @@ from flotilla_coordinator.ledger.records import (
     ScoredSample,
     TokenSpan,
 )
-from flotilla_coordinator.ledger.rewind import REOPENED, REWARDS_FAILED, RUN_ENDED, RUN_INTERRUPTED
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.version import Version
 

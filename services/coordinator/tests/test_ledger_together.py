@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flotilla_coordinator.ledger import admission, deliveries
+from flotilla_coordinator.ledger import transitions
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.ownership import Owner
@@ -139,12 +139,12 @@ async def test_when_the_transaction_is_lost_everybody_in_it_hears_so_and_the_wri
 async def test_samples_of_two_runs_in_one_operation_are_counted_for_their_own(ledger: Ledger) -> None:
     asked = [group(n, RUNS[n % 3 == 0]) for n in range(24)]
     with closing(sqlite3.connect(ledger.path)) as db, db:
-        assert admission.issue(db, asked[:20]) == [Recorded(one.sample_ids) for one in asked[:20]]
-        again = admission.issue(db, asked)
+        assert transitions.issue(db, asked[:20]) == [Recorded(one.sample_ids) for one in asked[:20]]
+        again = transitions.issue(db, asked)
         assert [recorded.accepted for recorded in again] == [()] * 20 + [one.sample_ids for one in asked[20:]]
         scores = [[scored(i) for i in one.sample_ids] for one in asked]
-        assert deliveries.scored(db, scores[:10]) == [Recorded(one.sample_ids) for one in asked[:10]]
-        late = deliveries.scored(db, scores)
+        assert transitions.scored(db, scores[:10]) == [Recorded(one.sample_ids) for one in asked[:10]]
+        late = transitions.scored(db, scores)
         assert [recorded.duplicates for recorded in late] == [one.sample_ids for one in asked[:10]] + [
             ()
         ] * 14

@@ -15,7 +15,6 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from flotilla_coordinator.ledger.checker import check
-from flotilla_coordinator.ledger.forgetting import used_bytes
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import (
     GroupIssue,
@@ -25,6 +24,7 @@ from flotilla_coordinator.ledger.records import (
     ScoredSample,
     TokenSpan,
 )
+from flotilla_coordinator.ledger.run_rows import used_bytes
 from flotilla_coordinator.retention import Retention
 from flotilla_coordinator.timeline import SpanStore
 from flotilla_core.config.stack import CoordinatorConfig

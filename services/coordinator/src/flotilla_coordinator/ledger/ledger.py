@@ -17,19 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flotilla_coordinator.ledger import (
-    admission,
-    beginnings,
-    deliveries,
-    forgetting,
-    ownership,
-    queries,
-    rewind,
-    run_rows,
-    schema,
-    transitions,
-    updates,
-)
+from flotilla_coordinator.ledger import ownership, queries, run_rows, schema, transitions, updates
 from flotilla_coordinator.ledger.ownership import Owner
 from flotilla_coordinator.ledger.records import (
     AdmittedGroup,
@@ -118,7 +106,7 @@ class Ledger:
 
     async def group_issued(self, group: GroupIssue) -> Recorded:
         """Admit the samples of a group, before anyone is asked to generate them."""
-        return await self._writer.submit_step(admission.issue, group)
+        return await self._writer.submit_step(transitions.issue, group)
 
     async def reissue(self, sample_ids: Sequence[str], attempt: int, why: str) -> None:
         """Ask again for samples that did not arrive; their ids stay."""
@@ -126,11 +114,11 @@ class Ledger:
 
     async def group_generated(self, samples: Sequence[GeneratedSample]) -> Recorded:
         """Keep finished responses whose scores come later."""
-        return await self._writer.submit_step(deliveries.generated, samples)
+        return await self._writer.submit_step(transitions.generated, samples)
 
     async def group_scored(self, samples: Sequence[ScoredSample]) -> Recorded:
         """Keep rewards, together with the responses that are not there yet."""
-        return await self._writer.submit_step(deliveries.scored, samples)
+        return await self._writer.submit_step(transitions.scored, samples)
 
     async def consumed(
         self,
@@ -225,7 +213,7 @@ class Ledger:
         `retry_rewards` also those that a failing reward took out.
         """
         return await self._writer.submit(
-            lambda db: rewind.fall_back(
+            lambda db: updates.fall_back(
                 db, run_id, version, step, run_rows.cursor_text(cursor), retry_rewards=retry_rewards
             )
         )
@@ -262,35 +250,35 @@ class Ledger:
 
     async def begin(self, run_id: str, lineage: int) -> Fence:
         """The fence of a beginning that is about to be made: higher than that of every one before."""
-        return await self._writer.submit(lambda db: beginnings.begin(db, run_id, lineage))
+        return await self._writer.submit(lambda db: run_rows.begin(db, run_id, lineage))
 
     async def taken_over(self, run_id: str) -> None:
         """A coordinator is about to go on with what another one left."""
-        await self._writer.submit(lambda db: beginnings.taken_over(db, run_id))
+        await self._writer.submit(lambda db: run_rows.taken_over(db, run_id))
 
     async def takeovers(self, run_id: str) -> int:
         """How often coordinators did so since a step was made or a user asked for it."""
-        return await self._read(lambda db: beginnings.takeovers(db, run_id))
+        return await self._read(lambda db: run_rows.takeovers(db, run_id))
 
     async def asked_for(self, run_id: str) -> None:
         """A user wants the run to go on."""
-        await self._writer.submit(lambda db: beginnings.asked_for(db, run_id))
+        await self._writer.submit(lambda db: run_rows.asked_for(db, run_id))
 
     async def stopping(self, run_id: str, reason: str) -> None:
         """A user wants the run to end: should the coordinator die, it does not go on.
 
         Returns as well where that waits for room on the disk.
         """
-        await self._handed_in(lambda db: beginnings.stopping(db, run_id, reason))
+        await self._handed_in(lambda db: run_rows.stopping(db, run_id, reason))
 
     async def shrink(self, most_bytes: int) -> list[str]:
         """Forget tokens, then histories, of the oldest ended runs until the ledger is small enough; whose."""
         forgotten: dict[str, None] = {}
         for oldest, forget in (
-            (forgetting.next_with_payloads, forgetting.forget_payloads),
-            (forgetting.next_with_history, forgetting.forget_history),
+            (run_rows.next_with_payloads, run_rows.forget_payloads),
+            (run_rows.next_with_history, run_rows.forget_history),
         ):
-            while await self._read(forgetting.used_bytes) > most_bytes:
+            while await self._read(run_rows.used_bytes) > most_bytes:
                 run_id = await self._read(oldest)
                 if run_id is None:
                     break
@@ -300,11 +288,11 @@ class Ledger:
 
     async def ended_beyond(self, kept: int) -> list[tuple[str, str]]:
         """Ended runs before the newest `kept`, with their directories."""
-        return await self._read(lambda db: forgetting.beyond(db, kept))
+        return await self._read(lambda db: run_rows.beyond(db, kept))
 
     async def forget_run(self, run_id: str) -> None:
         """Remove an ended run from every table."""
-        await self._writer.submit(lambda db: forgetting.forget_run(db, run_id), waits=False)
+        await self._writer.submit(lambda db: run_rows.forget_run(db, run_id), waits=False)
 
     async def update_run(
         self,

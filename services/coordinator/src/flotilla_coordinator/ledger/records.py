@@ -1,4 +1,4 @@
-"""What goes into the ledger and what comes out of it.
+"""What goes into the ledger and what comes out of it, and the reasons for which samples are dropped.
 
 Invariants: the numbers of both enums are those of the coordinator's contract; arrays are the generator's
 own token ids (int32) and log-probabilities (float32), stored byte for byte.
@@ -18,8 +18,27 @@ from flotilla_core.version import Version
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 
-
 START = Version(0, 0)
+
+RUN_ENDED = "run_ended"
+RUN_INTERRUPTED = "run_interrupted"
+UPDATE_SKIPPED = "update_skipped"
+CRITIC_ONLY = "critic_only"
+STALE = "stale"
+"""Older than its bound when its update came; whoever makes the step again asks for it again."""
+REOPENED = (RUN_ENDED, RUN_INTERRUPTED, UPDATE_SKIPPED, CRITIC_ONLY, STALE)
+"""Reasons that say something about the run and nothing about the sample: one that goes on may train it after all."""
+
+UNIFORM = "uniform"
+"""All rewards of the group were equal; it stays out, however often its step is made again."""
+TAIL = "tail"
+"""Its batch was full before it ended, and it would be too old for the next one."""
+
+REWARD_ERROR = "reward_error"
+REWARD_TIMEOUT = "reward_timeout"
+GROUP_TOO_SMALL = "group_too_small"
+REWARDS_FAILED = (REWARD_ERROR, REWARD_TIMEOUT, GROUP_TOO_SMALL)
+"""Reasons that a failing reward makes, the last for the siblings of what it failed on."""
 
 
 class SampleState(IntEnum):

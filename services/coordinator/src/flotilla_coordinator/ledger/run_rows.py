@@ -1,19 +1,31 @@
-"""The row of a run, as operations on the writer's connection.
+"""The row of a run: when it began and began anew, what changed, and what is forgotten once it has ended.
 
-Invariants: a run is admitted once under its id; what is not given of a change stays as it was.
+Invariants: operations on the writer's connection; a run is admitted once under its id; what is not given of a change
+stays as it was; fences only grow, over all runs of a ledger, and are never given out twice; a run that is to be
+stopped stays so until it has ended. Nothing of a run that goes on is forgotten; first go the tokens, which a resumed
+run asks for again, then the history, after which the run counts as one without samples.
 """
 
 from __future__ import annotations
 
 import json
 import sqlite3
+import time
 from collections.abc import Mapping
 from typing import Any
 
-from flotilla_coordinator.ledger.records import RunRecord
+from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.ledger.rows import run_key
-from flotilla_core.errors import AlreadyExists
+from flotilla_core.errors import AlreadyExists, FailedPrecondition, NotFound
+from flotilla_core.rpc import Fence
 from flotilla_core.version import Version
+
+# Portions, so that no commit of a run that goes on waits for long.
+MOST_AT_ONCE = 10_000
+VACUUM_PAGES = 2048
+
+ENDED = tuple(state for state in RunState if state.ended)
+_ENDED_LIST = ", ".join(str(int(state)) for state in ENDED)
 
 
 def insert(db: sqlite3.Connection, run: RunRecord) -> None:
@@ -59,3 +71,126 @@ def went_on(
 def cursor_text(cursor: dict[str, Any] | None) -> str | None:
     """As the column holds it."""
     return None if cursor is None else json.dumps(cursor, sort_keys=True)
+
+
+def begin(db: sqlite3.Connection, run_id: str, lineage: int) -> Fence:
+    """Note a beginning; its fence."""
+    cursor = db.execute(
+        "INSERT INTO beginnings (run, lineage, time) VALUES (?, ?, ?)",
+        (run_key(db, run_id), lineage, time.time()),
+    )
+    assert cursor.lastrowid is not None, "a row was inserted"
+    ledger, epoch = db.execute("SELECT identity.name, owner.epoch FROM identity, owner").fetchone()
+    return Fence(ledger, epoch, run_id, cursor.lastrowid)
+
+
+def taken_over(db: sqlite3.Connection, run_id: str) -> None:
+    """Count that a coordinator is about to go on with what another one left; the next step takes the count back."""
+    db.execute("UPDATE runs SET takeovers = takeovers + 1 WHERE key = ?", (run_key(db, run_id),))
+
+
+def takeovers(db: sqlite3.Connection, run_id: str) -> int:
+    """How often a coordinator went on with what another had left, since a step was made or a user asked for it."""
+    (count,) = db.execute("SELECT takeovers FROM runs WHERE key = ?", (run_key(db, run_id),)).fetchone()
+    return int(count)
+
+
+def asked_for(db: sqlite3.Connection, run_id: str) -> None:
+    """Forget how often the run was taken over: a user wants it to go on."""
+    db.execute("UPDATE runs SET takeovers = 0 WHERE key = ?", (run_key(db, run_id),))
+
+
+def stopping(db: sqlite3.Connection, run_id: str, reason: str) -> None:
+    """Mark a run that goes on; one that has ended meanwhile keeps its end."""
+    db.execute(
+        "UPDATE runs SET state = ?, reason = ? WHERE key = ? AND state IN (?, ?, ?)",
+        (
+            RunState.STOPPING,
+            reason,
+            run_key(db, run_id),
+            RunState.PENDING,
+            RunState.RUNNING,
+            RunState.PAUSED,
+        ),
+    )
+
+
+def used_bytes(db: sqlite3.Connection) -> int:
+    """What the file holds, without the pages that are free again."""
+    pages, free, size = (
+        db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
+    )
+    return int((pages - free) * size)
+
+
+def next_with_payloads(db: sqlite3.Connection) -> str | None:
+    """The oldest ended run whose samples have tokens."""
+    return _oldest(
+        db, "EXISTS (SELECT 1 FROM samples s JOIN payloads p ON p.sample = s.key WHERE s.run = runs.key)"
+    )
+
+
+def next_with_history(db: sqlite3.Connection) -> str | None:
+    """The oldest ended run whose samples are known."""
+    return _oldest(db, "EXISTS (SELECT 1 FROM transitions t WHERE t.run = runs.key)")
+
+
+def beyond(db: sqlite3.Connection, kept: int) -> list[tuple[str, str]]:
+    """Ended runs before the newest `kept`, with their directories, the oldest first."""
+    rows = db.execute(
+        f"SELECT run_id, directory FROM runs WHERE state IN ({_ENDED_LIST}) ORDER BY key DESC LIMIT -1 OFFSET ?",
+        (kept,),
+    )
+    return [(str(run_id), str(directory)) for run_id, directory in rows][::-1]
+
+
+def forget_payloads(db: sqlite3.Connection, run_id: str, most: int = MOST_AT_ONCE) -> None:
+    """The tokens, log-probabilities and texts of the oldest samples of a run that have any."""
+    db.execute(
+        "DELETE FROM payloads WHERE sample IN (SELECT s.key FROM samples s JOIN payloads p ON p.sample = s.key "
+        "WHERE s.run = ? ORDER BY s.key LIMIT ?)",
+        (_ended_key(db, run_id), most),
+    )
+    _give_back(db)
+
+
+def forget_history(db: sqlite3.Connection, run_id: str) -> None:
+    """Every sample of a run, and all that happened to it."""
+    run = _ended_key(db, run_id)
+    forget_payloads(db, run_id, most=-1)
+    db.execute("INSERT INTO forgetting VALUES (?)", (run,))
+    db.execute("DELETE FROM groups WHERE key IN (SELECT grp FROM samples WHERE run = ?)", (run,))
+    for table in ("transitions", "samples", "updates", "tallies"):
+        db.execute(f"DELETE FROM {table} WHERE run = ?", (run,))
+    db.execute("DELETE FROM forgetting WHERE run = ?", (run,))
+    db.execute("UPDATE runs SET admitted = 0, duplicates = 0, late = 0 WHERE key = ?", (run,))
+    _give_back(db)
+
+
+def forget_run(db: sqlite3.Connection, run_id: str) -> None:
+    """That there ever was such a run."""
+    run = _ended_key(db, run_id)
+    forget_history(db, run_id)
+    db.execute("DELETE FROM beginnings WHERE run = ?", (run,))
+    db.execute("DELETE FROM runs WHERE key = ?", (run,))
+
+
+def _oldest(db: sqlite3.Connection, condition: str) -> str | None:
+    row = db.execute(
+        f"SELECT run_id FROM runs WHERE state IN ({_ENDED_LIST}) AND {condition} ORDER BY key LIMIT 1"
+    ).fetchone()
+    return None if row is None else str(row[0])
+
+
+def _ended_key(db: sqlite3.Connection, run_id: str) -> int:
+    row = db.execute("SELECT key, state FROM runs WHERE run_id = ?", (run_id,)).fetchone()
+    if row is None:
+        raise NotFound(f"the ledger has no run {run_id}")
+    key, state = row
+    if state not in ENDED:
+        raise FailedPrecondition(f"run {run_id} goes on: nothing of it is forgotten")
+    return int(key)
+
+
+def _give_back(db: sqlite3.Connection) -> None:
+    db.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()

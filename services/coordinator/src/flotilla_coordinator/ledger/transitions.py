@@ -1,36 +1,231 @@
-"""What becomes of admitted samples besides their delivery: asked for again, dropped, counted for another step.
+"""The steps of a sample up to an update: admitted, generated, scored, asked for again, dropped, or carried over.
 
 Invariants of every step of a sample, wherever it is written: it is checked against the stored state before anything
 changes; an illegal one raises an error that names the sample and both states, and changes nothing; each leaves one row
 in the append-only `transitions` and moves the tallies with it. Attempts play no part in identity.
+
+Before anyone is asked to generate samples, their group is on record; it is admitted once, however often it is asked
+for, and refused whole where it cannot be admitted or holds a sample of another. The first delivery to a sample
+counts, whichever attempt it came from; what comes again or too late is counted and changes nothing. All groups, or
+all deliveries, that callers bring at once are one operation, refused whole where one of them is, or where a sample is
+in two of them.
 """
 
 from __future__ import annotations
 
 import json
 import sqlite3
+from collections import Counter
 from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
 
 from flotilla_coordinator.ledger.records import (
+    GeneratedSample,
+    GroupIssue,
     Recorded,
     SampleState,
+    ScoredSample,
+    TokenSpan,
 )
 from flotilla_coordinator.ledger.rows import (
     Event,
+    Known,
     admitted_ids,
     all_known,
     count_ignored,
     for_all,
     keys,
     log,
+    lookup,
     require,
     run_key,
+    tally,
     tally_moves,
 )
 from flotilla_core.errors import FailedPrecondition, InvalidRequest
 
 State = SampleState
 IN_FLIGHT = (State.ISSUED, State.GENERATED, State.SCORED)
+
+S = TypeVar("S", bound=GeneratedSample)
+MOST_PAYLOADS = 32
+"""In one statement, a power of two: they may have many tokens each."""
+_REWARDED = (
+    f"state = {State.SCORED:d}, reward = new.column2, reward_terms = new.column3, greedy_reward = new.column4"
+)
+
+
+def issue(db: sqlite3.Connection, groups: Sequence[GroupIssue]) -> list[Recorded]:
+    """Admit the samples of groups that are not known yet."""
+    runs = {run_id: run_key(db, run_id) for run_id in {group.run_id for group in groups}}
+    known = lookup(db, [sample_id for group in groups for sample_id in group.sample_ids])
+    recorded = []
+    for group in groups:
+        before = [known[sample_id] for sample_id in group.sample_ids if sample_id in known]
+        if any(sample.run != runs[group.run_id] for sample in before):
+            raise InvalidRequest(f"group {group.group_id} holds samples of another run", where=group.run_id)
+        fresh = tuple(sample_id for sample_id in group.sample_ids if sample_id not in known)
+        recorded.append(Recorded(fresh, tuple(sample.sample_id for sample in before)))
+        count_ignored(db, runs[group.run_id], duplicates=len(before))
+    if fresh_of := [(group, of.accepted) for group, of in zip(groups, recorded, strict=True) if of.accepted]:
+        _admit(db, runs, fresh_of)
+    return recorded
+
+
+def _admit(
+    db: sqlite3.Connection, runs: dict[str, int], fresh: Sequence[tuple[GroupIssue, Sequence[str]]]
+) -> None:
+    """Samples of groups that nobody asked for before."""
+    group_keys = _group_keys(db, [group for group, _ in fresh])
+    rows = [(sample_id, runs[group.run_id], group) for group, sample_ids in fresh for sample_id in sample_ids]
+    for_all(
+        db,
+        "INSERT INTO samples (sample_id, run, grp, step, state, attempt) VALUES {rows}",
+        [
+            (sample_id, run, group_keys[group.group_id], group.step, State.ISSUED, group.attempt)
+            for sample_id, run, group in rows
+        ],
+    )
+    log(db, [Event(run, sample_id, group.attempt, None, State.ISSUED) for sample_id, run, group in rows])
+    admitted = Counter(run for _, run, _ in rows)
+    tally(db, Counter({(run, State.ISSUED, ""): number for run, number in admitted.items()}))
+    for run, number in admitted.items():
+        db.execute("UPDATE runs SET admitted = admitted + ? WHERE key = ?", (number, run))
+
+
+def _group_keys(db: sqlite3.Connection, groups: Sequence[GroupIssue]) -> dict[str, int]:
+    """The rows of groups, those that are new among them."""
+    for_all(
+        db,
+        "INSERT OR IGNORE INTO groups (group_id, prompt_text, prompt_token_ids, max_staleness) VALUES {rows}",
+        [
+            (
+                group.group_id,
+                group.prompt_text,
+                np.ascontiguousarray(group.prompt_token_ids, dtype="<i4").data,
+                group.max_staleness,
+            )
+            for group in groups
+        ],
+    )
+    (text,) = db.execute(
+        "SELECT json_group_object(group_id, key) FROM groups WHERE group_id IN (SELECT value FROM json_each(?))",
+        (json.dumps([group.group_id for group in groups]),),
+    ).fetchone()
+    found: dict[str, int] = json.loads(text)
+    return found
+
+
+def generated(db: sqlite3.Connection, deliveries: Sequence[Sequence[GeneratedSample]]) -> list[Recorded]:
+    """Keep finished responses whose scores come later."""
+    fresh, recorded = _sort_out(db, deliveries, (State.ISSUED,))
+    _store_responses(db, fresh)
+    for_all(
+        db,
+        f"UPDATE samples SET state = {State.GENERATED:d}, generator = new.column2, truncated = new.column3 "
+        "FROM (VALUES {rows}) AS new WHERE key = new.column1",
+        [(known.key, sample.generator, sample.truncated) for known, sample in fresh],
+    )
+    tally_moves(db, [known for known, _ in fresh], State.GENERATED)
+    return recorded
+
+
+def scored(db: sqlite3.Connection, deliveries: Sequence[Sequence[ScoredSample]]) -> list[Recorded]:
+    """Keep rewards, and the responses with them where they are not there yet."""
+    fresh, recorded = _sort_out(db, deliveries, (State.ISSUED, State.GENERATED))
+    arrived = [(known, sample) for known, sample in fresh if known.state is State.ISSUED]
+    _store_responses(db, arrived)
+    for_all(
+        db,
+        f"UPDATE samples SET {_REWARDED}, generator = new.column5, truncated = new.column6 "
+        "FROM (VALUES {rows}) AS new WHERE key = new.column1",
+        [(known.key, *_rewarded(s), s.generator, s.truncated) for known, s in arrived],
+    )
+    for_all(
+        db,
+        f"UPDATE samples SET {_REWARDED} FROM (VALUES {{rows}}) AS new WHERE key = new.column1",
+        [(known.key, *_rewarded(s)) for known, s in fresh if known.state is not State.ISSUED],
+    )
+    log(
+        db,
+        [
+            Event(known.run, sample.sample_id, sample.attempt, State.GENERATED, State.SCORED)
+            for known, sample in fresh
+        ],
+    )
+    tally_moves(db, [known for known, _ in fresh], State.SCORED)
+    return recorded
+
+
+def _sort_out(
+    db: sqlite3.Connection, deliveries: Sequence[Sequence[S]], open_states: tuple[State, ...]
+) -> tuple[list[tuple[Known, S]], list[Recorded]]:
+    """Split deliveries into what is new, what came before, and what came too late."""
+    known = iter(all_known(db, [sample.sample_id for delivered in deliveries for sample in delivered]))
+    fresh: list[tuple[Known, S]] = []
+    recorded = []
+    for delivered in deliveries:
+        pairs = [(next(known), sample) for sample in delivered]
+        new = [pair for pair in pairs if pair[0].state in open_states]
+        late = tuple(k.sample_id for k, _ in pairs if k.state is State.DROPPED)
+        duplicates = tuple(
+            k.sample_id for k, _ in pairs if k.state not in open_states and k.state is not State.DROPPED
+        )
+        if pairs:
+            count_ignored(db, pairs[0][0].run, duplicates=len(duplicates), late=len(late))
+        fresh += new
+        recorded.append(Recorded(tuple(k.sample_id for k, _ in new), duplicates, late))
+    return fresh, recorded
+
+
+def _store_responses(db: sqlite3.Connection, fresh: Sequence[tuple[Known, GeneratedSample]]) -> None:
+    """Payloads, and the step to GENERATED in the event log; the samples' own rows are the caller's."""
+    for _, sample in fresh:
+        if len(sample.token_ids) != len(sample.logprobs):
+            raise InvalidRequest(
+                f"sample {sample.sample_id} has {len(sample.token_ids)} tokens "
+                f"but {len(sample.logprobs)} logprobs"
+            )
+    for_all(
+        db,
+        "INSERT INTO payloads (sample, token_ids, logprobs, spans, text) VALUES {rows}",
+        [
+            (
+                known.key,
+                np.ascontiguousarray(s.token_ids, dtype="<i4").data,
+                np.ascontiguousarray(s.logprobs, dtype="<f4").data,
+                spans_to_bytes(s.spans),
+                s.text,
+            )
+            for known, s in fresh
+        ],
+        MOST_PAYLOADS,
+    )
+    log(
+        db,
+        [
+            Event(known.run, s.sample_id, s.attempt, known.state, State.GENERATED, s.oldest_version)
+            for known, s in fresh
+        ],
+    )
+
+
+def _rewarded(sample: ScoredSample) -> tuple[float, bytes, float | None]:
+    """Values of these columns."""
+    return sample.reward, terms_to_bytes(sample.reward_terms), sample.greedy_reward
+
+
+def spans_to_bytes(spans: Sequence[TokenSpan]) -> bytes:
+    """Four little-endian int64 a span: lineage, step, start, end."""
+    rows = [(span.version.lineage, span.version.step, span.start, span.end) for span in spans]
+    return np.array(rows, dtype="<i8").tobytes()
+
+
+def terms_to_bytes(terms: Sequence[float]) -> bytes:
+    """Little-endian float64."""
+    return np.array(terms, dtype="<f8").tobytes()
 
 
 def reissue(db: sqlite3.Connection, sample_ids: Sequence[str], attempt: int, why: str) -> None:

@@ -1,7 +1,10 @@
-"""What an update means for samples: trained, safe behind a checkpoint, or undone.
+"""What an update means for samples: trained, safe behind a checkpoint, or undone by a fall-back to one.
 
-Invariants: as for every step of a sample; an update is applied once under its name, with the same samples; one that a
-checkpoint covers is never undone.
+Invariants: as for every step of a sample; an update is applied once under its name, with the same samples; it becomes
+durable when every checkpoint that is kept covers it, and is never undone from then on, so no fall-back can ever ask
+for it back; after a fall-back each sample of the steps to come is scored with its payload, asked for again, or dropped
+for a reason of its own, a failure of its reward among them unless a user resumes; nothing that was trained before the
+checkpoint moves.
 """
 
 from __future__ import annotations
@@ -9,13 +12,24 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Sequence
 
-from flotilla_coordinator.ledger.records import SampleState, VoidedUpdate
+from flotilla_coordinator.ledger.records import (
+    REOPENED,
+    REWARDS_FAILED,
+    STALE,
+    RunState,
+    SampleState,
+    VoidedUpdate,
+)
 from flotilla_coordinator.ledger.rows import (
     Event,
+    Known,
+    admitted_ids,
     all_known,
     count_ignored,
     for_all,
+    keys,
     log,
+    lookup,
     of_update,
     require,
     run_key,
@@ -161,3 +175,62 @@ def _repeats_update(db: sqlite3.Connection, run: int, update_id: str, sample_ids
     if {sample.sample_id for sample in of_update(db, key)} != set(sample_ids):
         raise FailedPrecondition(f"update {update_id} has been applied with other samples")
     return True
+
+
+def fall_back(
+    db: sqlite3.Connection,
+    run_id: str,
+    version: Version,
+    step: int,
+    cursor: str | None,
+    *,
+    retry_rewards: bool = False,
+) -> list[VoidedUpdate]:
+    """The run goes on as `version`, a new lineage, after `step` steps; the updates that this undid."""
+    voided = void_updates(db, run_id, version)
+    _ask_again_for_forgotten(db, run_key(db, run_id))
+    _reopen(db, run_key(db, run_id), step, (*REOPENED, *REWARDS_FAILED) if retry_rewards else REOPENED)
+    # What a user asked of the run in the meantime holds on.
+    db.execute(
+        "UPDATE runs SET state = iif(state IN (?, ?), state, ?), reason = '', ended_at = NULL, step = ?, "
+        "version_lineage = ?, version_step = ?, cursor = ? WHERE run_id = ?",
+        (
+            *(RunState.PAUSED, RunState.STOPPING, RunState.RUNNING),
+            *(step, version.lineage, version.step, cursor, run_id),
+        ),
+    )
+    return voided
+
+
+def _ask_again_for_forgotten(db: sqlite3.Connection, run: int) -> None:
+    """Samples whose tokens retention took, before a user resumed the run after all."""
+    without = "WHERE s.run = ? AND s.state IN (?, ?) AND NOT EXISTS (SELECT 1 FROM payloads p WHERE p.sample = s.key)"
+    known = lookup(db, admitted_ids(db, without, (run, State.GENERATED, State.SCORED)))
+    _return_to(db, run, list(known.values()), State.ISSUED)
+
+
+def _reopen(db: sqlite3.Connection, run: int, step: int, reasons: tuple[str, ...]) -> None:
+    """Take back drops for reasons that hold no more."""
+    places = ", ".join("?" * len(reasons))
+    rows = db.execute(
+        "SELECT s.sample_id, p.sample IS NOT NULL AND s.reward IS NOT NULL AND s.drop_reason != ? FROM samples s "
+        "LEFT JOIN payloads p ON p.sample = s.key "
+        f"WHERE s.run = ? AND s.step >= ? AND s.state = ? AND s.drop_reason IN ({places}) ORDER BY s.key",
+        (STALE, run, step, State.DROPPED, *reasons),
+    ).fetchall()
+    known = lookup(db, [sample_id for sample_id, _ in rows])
+    _return_to(db, run, [known[sample_id] for sample_id, whole in rows if whole], State.SCORED)
+    again = [known[sample_id] for sample_id, whole in rows if not whole]
+    for_all(db, "DELETE FROM payloads WHERE sample IN (VALUES {rows})", keys(again))
+    _return_to(db, run, again, State.ISSUED)
+
+
+def _return_to(db: sqlite3.Connection, run: int, samples: list[Known], state: State) -> None:
+    forgotten = ", reward = NULL" if state is State.ISSUED else ""
+    for_all(
+        db,
+        f"UPDATE samples SET state = {state:d}, drop_reason = ''{forgotten} WHERE key IN (VALUES {{rows}})",
+        keys(samples),
+    )
+    log(db, [Event(run, s.sample_id, s.attempt, s.state, state, detail="run_goes_on") for s in samples])
+    tally_moves(db, samples, state)

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.ledger.records import GroupIssue, SampleRecord
-from flotilla_coordinator.ledger.rewind import GROUP_TOO_SMALL, UNIFORM
+from flotilla_coordinator.ledger.records import GROUP_TOO_SMALL, UNIFORM, GroupIssue, SampleRecord
 from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample
 from flotilla_coordinator.rollouts.generation import Generation, GenerationRequest
 from flotilla_coordinator.rollouts.greedy_baseline import GreedyBaseline

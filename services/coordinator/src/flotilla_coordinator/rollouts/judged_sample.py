@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flotilla_coordinator.ledger.rewind import REWARD_ERROR, REWARD_TIMEOUT
+from flotilla_coordinator.ledger.records import REWARD_ERROR, REWARD_TIMEOUT
 from flotilla_coordinator.rollouts.batch import RolloutSample
 from flotilla_coordinator.rollouts.scoring import Outcome
 

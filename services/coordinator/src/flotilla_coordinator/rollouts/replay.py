@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.ledger.records import SampleRecord, SampleState
-from flotilla_coordinator.ledger.rewind import REWARD_ERROR, REWARD_TIMEOUT
+from flotilla_coordinator.ledger.records import REWARD_ERROR, REWARD_TIMEOUT, SampleRecord, SampleState
 from flotilla_coordinator.rollouts.batch import RolloutSample
 from flotilla_coordinator.rollouts.scoring import Outcome
 

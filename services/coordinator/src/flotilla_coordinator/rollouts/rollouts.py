@@ -18,7 +18,7 @@ from typing import Any
 
 from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.ledger.rewind import STALE, TAIL
+from flotilla_coordinator.ledger.records import STALE, TAIL
 from flotilla_coordinator.rollouts.admission import Admission, Admitted
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup
 from flotilla_coordinator.rollouts.batch_metrics import batch_metrics

@@ -16,8 +16,7 @@ import structlog
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet.run_fleet import RunFleet
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.ledger.records import RunState
-from flotilla_coordinator.ledger.rewind import RUN_ENDED
+from flotilla_coordinator.ledger.records import RUN_ENDED, RunState
 from flotilla_coordinator.report import conclude
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs.active import ActiveRun

@@ -19,8 +19,7 @@ from flotilla_coordinator.fleet.fleet import Fleet
 from flotilla_coordinator.fleet.needs import Needs
 from flotilla_coordinator.fleet.run_fleet import RunFleet
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.ledger.records import RunRecord, RunState
-from flotilla_coordinator.ledger.rewind import RUN_INTERRUPTED
+from flotilla_coordinator.ledger.records import RUN_INTERRUPTED, RunRecord, RunState
 from flotilla_coordinator.plan import plan_run, remarks
 from flotilla_coordinator.rundir import RunDirectory
 from flotilla_coordinator.runs.active import ActiveRun
