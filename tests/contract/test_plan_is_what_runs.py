@@ -14,8 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Co
 
 from flotilla_coordinator.gangs.session_spec import session_spec
 from flotilla_coordinator.plan import plan_run
-from flotilla_coordinator.plan.adapters import AdapterFacts
-from flotilla_coordinator.plan.model_facts import ModelFacts
+from flotilla_coordinator.plan.model_facts import AdapterFacts, ModelFacts
 from flotilla_coordinator.plan.trainer_memory import layer_activations
 from flotilla_core.config import LoraConfig, RunConfig, StackConfig, load_text
 from flotilla_core.errors import InvalidConfig

@@ -10,10 +10,10 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL_WITH_ONE_IMPORTER = 96
-FRAGMENTS = 619
-LARGEST_IMPORT_SHARE = {"services/coordinator": 0.104, "services/trainer": 0.104}
-MOST_MODULES = {"services/coordinator": 164, "services/trainer": 120}
+SMALL_WITH_ONE_IMPORTER = 89
+FRAGMENTS = 614
+LARGEST_IMPORT_SHARE = {"services/coordinator": 0.102, "services/trainer": 0.104}
+MOST_MODULES = {"services/coordinator": 155, "services/trainer": 120}
 
 
 @pytest.fixture(scope="module")

@@ -62,8 +62,8 @@ def _state(config: StackConfig) -> Finding:
 
 def _checkpoint_bytes(config: StackConfig) -> int:
     """Of the stack's model, all of which learns, as the plan of a run weighs it; 0 where it cannot be read."""
-    from flotilla_coordinator.plan.disk_use import MODEL, STATE
     from flotilla_coordinator.plan.model_facts import ModelFacts
+    from flotilla_coordinator.plan.size_limits import MODEL, STATE
     from flotilla_core.errors import FlotillaError
 
     if not Path(config.model).is_dir():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from flotilla_coordinator.plan.lines import remarks
 from flotilla_coordinator.plan.plan import plan_run
-from flotilla_coordinator.plan.remarks import remarks
 
 __all__ = ["plan_run", "remarks"]

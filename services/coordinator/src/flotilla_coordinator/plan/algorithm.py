@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from flotilla_coordinator.plan.lines import Line
 from flotilla_core.config import AlgorithmConfig, DpoConfig, PolicyConfig, RewardModelConfig
 from flotilla_core.config.algorithm import CorrectionConfig, KlConfig, RejectionConfig
 from flotilla_core.config.losses import GspoLoss
 from flotilla_core.config.teachers import TeacherConfig
-
-Line = tuple[str, str, str]
-"""Name, value, explanation."""
 
 
 def algorithm_lines(algorithm: AlgorithmConfig) -> Iterator[Line]:

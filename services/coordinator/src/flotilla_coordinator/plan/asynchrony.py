@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flotilla_coordinator.plan.algorithm import Line
-from flotilla_coordinator.plan.sizes import shown_bytes
+from flotilla_coordinator.plan.lines import Line, shown_bytes
 from flotilla_coordinator.rollouts.draws import issued_per_step, steps_ahead
 from flotilla_core.config import PolicyConfig, RunConfig
 

@@ -1,4 +1,4 @@
-"""Reasons to refuse a run, or to warn about it, that its configuration and files show.
+"""Reasons to refuse a run, or to warn about it, that its configuration, its files and the gangs of its stack show.
 
 Invariants: every problem is one sentence that names the key and what to do; all are found, not only the
 first.
@@ -12,7 +12,15 @@ from flotilla_coordinator.gangs.session_spec import critic_of, critic_warmup_ste
 from flotilla_coordinator.plan.functions import file_errors
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.size_limits import count_errors
-from flotilla_core.config import OptimizerConfig, PolicyConfig, RunConfig, StackConfig
+from flotilla_core.config import AlgorithmConfig, OptimizerConfig, PolicyConfig, RunConfig, StackConfig
+from flotilla_core.gangs import started
+from flotilla_core.roles import TEACHER, kind_of_role, section_of, teacher_name
+
+WHY = {
+    "critic": "algorithm.critic is set (advantage gae)",
+    "reference": "algorithm.kl.reference is service",
+    "teacher": "algorithm.advantage.type is distill",
+}
 
 
 def config_errors(config: RunConfig) -> list[str]:
@@ -175,3 +183,29 @@ def fleet_warnings(config: RunConfig, stack: StackConfig) -> list[str]:
         if config.rewards and stack.reward.replicas == 0 and not stack.reward.attach:
             warnings.append("reward.replicas is 0: the run waits until `flotilla scale reward 1`")
     return warnings
+
+
+def role_errors(algorithm: AlgorithmConfig, stack: StackConfig) -> list[str]:
+    """One for each gang that nobody will start."""
+    if not isinstance(algorithm, PolicyConfig):
+        return []
+    return [
+        f"{_why(algorithm, role)}, but the stack has no {section_of(role)}: write `{_section(role)}` into its "
+        "stack.yaml (nproc, dtype and model as for trainer), then flotilla down and flotilla up"
+        for role in algorithm.gangs_beside_the_policy
+        if not started(stack, role)
+    ]
+
+
+def _why(algorithm: PolicyConfig, role: str) -> str:
+    asked, name = algorithm.asked_teachers, teacher_name(role)
+    if asked is None or kind_of_role(role) != TEACHER:
+        return WHY[role]
+    if not name:
+        return WHY[role] if asked is algorithm.advantage else f"algorithm.{asked.asked_by} is set"
+    return f"algorithm.{asked.asked_by}.teachers names {name}"
+
+
+def _section(role: str) -> str:
+    name = teacher_name(role)
+    return f"teachers: {{{name}: {{replicas: 1}}}}" if name else f"{role}: {{replicas: 1}}"

@@ -1,13 +1,19 @@
-"""Where the prompts of a run come from, as lines of its plan."""
+"""Where the prompts of a run come from, and how often and on how much it is evaluated, as lines of its plan.
+
+Invariant: evaluations are counted as the loop makes them: before the first step, every `evaluation.every_steps`, and
+after the last one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.training_sets import LoadedSet
-from flotilla_coordinator.plan.algorithm import Line
+from flotilla_coordinator.plan import checks
+from flotilla_coordinator.plan.lines import Line
 from flotilla_coordinator.rollouts.draws import issued_per_step, most_prompts_per_step
-from flotilla_core.config import PolicyConfig, RolloutConfig, RunConfig
+from flotilla_core.config import EvaluationConfig, PolicyConfig, RolloutConfig, RunConfig
 
 ORDERS = {"shuffled": "shuffled", "as_written": "in file order", "by_field": "ascending by {field}"}
 
@@ -82,3 +88,34 @@ def data_lines(config: RunConfig, sets: Sequence[LoadedSet], longest: int) -> It
             f"{own:,} prompts",
             f"{one.share:.1%} of the draws, about {draws * one.share / own:.2f} epochs; {one.path}",
         )
+
+
+def evaluation_line(config: RunConfig, held_out: PromptFile) -> Line:
+    """Number and size of the evaluations."""
+    evaluation = _evaluation_of(config)
+    every, steps = evaluation.every_steps, config.steps
+    during = steps // every if every else 0
+    after = 0 if every and steps % every == 0 else 1
+    prompts = min(len(held_out.prompts), evaluation.max_prompts)
+    pairs, drawn = config.evaluates_pairs, evaluation.samples_per_prompt
+    how = f"at temperature {evaluation.temperature:g}" if evaluation.temperature else "greedy"
+    return (
+        "evaluations",
+        f"{1 + during + after} x {prompts} {'pairs' if pairs else 'prompts'}"
+        + (f" x {drawn} samples" if drawn > 1 else ""),
+        f"{'ranked' if pairs else how}: before, {f'every {every} steps, ' if every else ''}after",
+    )
+
+
+def evaluation_errors(config: RunConfig, held_out: PromptFile, limit: int) -> list[str]:
+    """What does not fit into sequences of at most `limit` tokens."""
+    if config.evaluates_pairs:
+        return checks.answer_errors(limit, checks.longest_pair(held_out))
+    tokens = _evaluation_of(config).max_response_tokens or config.rollout.sampling.max_response_tokens
+    longest = checks.longest_prompt(held_out)
+    return checks.length_errors(limit, longest, tokens, "evaluation.max_response_tokens")
+
+
+def _evaluation_of(config: RunConfig) -> EvaluationConfig:
+    assert config.evaluation is not None, "there is held-out data only where there is an evaluation"
+    return config.evaluation

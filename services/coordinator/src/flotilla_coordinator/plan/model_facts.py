@@ -1,7 +1,8 @@
-"""A model folder, as far as its `config.json` and the headers of its weights tell.
+"""A model folder, as far as its `config.json` and the headers of its weights tell, and the adapters of a run on it.
 
 Invariants: no weight is read, only the JSON header of each safetensors file; parameters are counted as they
-are stored, so a tied head counts once.
+are stored, so a tied head counts once. Which layers get adapters follows the trainer's rule: `all-linear` is every
+matrix of a repeated layer that is no expert, names are ends of whole parts.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from flotilla_core.config import LoraConfig
 from flotilla_core.errors import InvalidConfig, NotFound
 from flotilla_core.json_text import read_json_object
 from flotilla_core.model_folder import stored_shapes
@@ -29,6 +31,8 @@ SHAPE_KEYS = (
     "vocab_size",
     "tie_word_embeddings",
 )
+
+PEFT_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -137,3 +141,56 @@ def _tensors(folder: Path) -> dict[str, tuple[int, ...]]:
             next_step="save the model as safetensors",
         )
     return {name: shape for file in files for name, shape in stored_shapes(file).items()}
+
+
+@dataclass(frozen=True)
+class AdapterFacts:
+    """Where adapters are, and how large."""
+
+    rank: int
+    names: tuple[str, ...]
+    """The last parts of the names of the layers, each once."""
+    layers: int
+    """Linear layers with a pair of adapters."""
+    parameters: int
+    """Numbers that learn."""
+
+    @classmethod
+    def of(cls, model: ModelFacts, lora: LoraConfig) -> Self:
+        """Those of a run on this model."""
+        shapes = {name: shape for name, shape in model.matrices.items() if _gets_adapters(name, lora, model)}
+        return cls(
+            rank=lora.rank,
+            names=tuple(sorted({_last_part(name) for name in shapes})),
+            layers=len(shapes),
+            parameters=sum(lora.rank * (rows + columns) for rows, columns in shapes.values()),
+        )
+
+
+def adapter_errors(model: ModelFacts, lora: LoraConfig) -> list[str]:
+    """What the trainer would refuse, told before anything starts."""
+    errors = [
+        f"lora.targets: the model has no linear layer {target!r}; its layers have "
+        f"{', '.join(sorted({_last_part(name) for name in model.inner_matrices()}))}"
+        for target in (() if lora.targets == "all-linear" else lora.targets)
+        if not any(_ends_with(name, target) for name in model.matrices)
+    ]
+    if lora.adapter is not None and not (lora.adapter / PEFT_CONFIG).is_file():
+        errors.append(
+            f"lora.adapter: {lora.adapter} has no {PEFT_CONFIG}: give a folder in the layout of peft"
+        )
+    return errors
+
+
+def _gets_adapters(name: str, lora: LoraConfig, model: ModelFacts) -> bool:
+    if lora.targets == "all-linear":
+        return name in model.inner_matrices()
+    return any(_ends_with(name, target) for target in lora.targets)
+
+
+def _ends_with(name: str, target: str) -> bool:
+    return f".{name}".endswith(f".{target}")
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -1,14 +1,22 @@
-"""What a run trains: the model of its stack, the weights that it starts from, and adapters where these alone learn."""
+"""The models of a run as lines of its plan: what is trained, from which weights, with which critic, and what is sent.
+
+Invariant: live and staged weights lie in a generator's worker side by side; with adapters only they are sent, after
+one sending of the weights under them to each weight group.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
-from flotilla_coordinator.plan.adapters import AdapterFacts
-from flotilla_coordinator.plan.algorithm import Line
-from flotilla_coordinator.plan.model_facts import ModelFacts
-from flotilla_coordinator.plan.remarks import STARTING_WEIGHTS
-from flotilla_core.config import RunConfig
+from flotilla_coordinator.gangs.session_spec import critic_of
+from flotilla_coordinator.plan.lines import STARTING_WEIGHTS, Line, shown_bytes
+from flotilla_coordinator.plan.model_facts import AdapterFacts, ModelFacts
+from flotilla_coordinator.plan.trainer_memory import BYTES, MASTER, TrainerMemory
+from flotilla_core.config import CriticConfig, RunConfig, StackConfig
+from flotilla_core.gangs import model_of
+from flotilla_core.model_folder import model_folder
+from flotilla_core.roles import CRITIC
 
 
 def model_lines(
@@ -42,3 +50,69 @@ def _count(number: int, what: str) -> str:
         if number >= size:
             return f"{number / size:.3g}{unit} {what}"
     return f"{number} {what}"
+
+
+def critic_parameters(config: RunConfig, stack: StackConfig) -> int:
+    """Those of the critic of a run; 0 for a run without one."""
+    return 0 if critic_of(config) is None else _critic_model(stack).parameters
+
+
+def critic_lines(config: RunConfig, stack: StackConfig, longest_sequence: int) -> Iterator[Line]:
+    """None for a run without one."""
+    critic = critic_of(config)
+    if critic is None:
+        return
+    clip = "no clip" if critic.value_clip is None else f"values clipped at {critic.value_clip:g}"
+    alone = f"; the first {critic.warmup_steps} steps teach it alone" if critic.warmup_steps else ""
+    yield (
+        "critic",
+        f"learning rate {critic.optimizer.learning_rate:g}",
+        f"{critic.optimizer.schedule}, {clip}; starts from {_critic_start(config, critic, stack)}{alone}",
+    )
+    need = TrainerMemory.of_critic(_critic_model(stack), config, critic, stack.critic, longest_sequence)
+    yield (
+        "memory of a critic rank",
+        f"about {shown_bytes(need.total)}",
+        f"weights {shown_bytes(need.masters)}, gradients {shown_bytes(need.gradients)}, "
+        f"AdamW {shown_bytes(need.moments)}, gathered {stack.critic.dtype} layers {shown_bytes(need.gathered)}, "
+        f"activations {shown_bytes(need.activations)}; it has no logits",
+    )
+
+
+def _critic_model(stack: StackConfig) -> ModelFacts:
+    return ModelFacts.read(model_folder(model_of(stack, CRITIC))).with_value_head()
+
+
+def _critic_start(config: RunConfig, critic: CriticConfig, stack: StackConfig) -> str:
+    if critic.initial_weights is not None:
+        return str(critic.initial_weights)
+    if stack.critic.model is not None:
+        return f"{stack.critic.model} (stack: critic.model)"
+    return f"the policy's weights, {config.initial_weights or stack.model}"
+
+
+def sync_lines(
+    config: RunConfig, stack: StackConfig, model: ModelFacts, adapters: AdapterFacts | None
+) -> Iterator[Line]:
+    """Memory of a worker, then bytes and broadcasts of a sync."""
+    generator = stack.generator
+    weights = model.parameters * BYTES[generator.dtype] // generator.tensor_parallel_size
+    token = model.layers * model.key_value_size * BYTES[generator.dtype] // generator.tensor_parallel_size
+    sent = model.parameters * BYTES[stack.trainer.dtype]
+    staged = f"live and staged {generator.dtype} weights {shown_bytes(weights)} each"
+    if adapters is not None:
+        staged = f"live {generator.dtype} weights, and {shown_bytes(sent)} of the host for those under the adapters"
+    yield (
+        "memory of a generator worker",
+        f"about {shown_bytes(weights if adapters else 2 * weights)} + KV cache",
+        f"{staged}; the KV cache takes {shown_bytes(token)} a token",
+    )
+    bucket = config.weights.bucket_mib
+    moved = sent if adapters is None else adapters.parameters * MASTER
+    once = "" if adapters is None else f"; {shown_bytes(sent)} before the first ones of each weight group"
+    yield (
+        "weight sync",
+        shown_bytes(moved),
+        f"in about {math.ceil(moved / (bucket << 20))} broadcast(s) of at most {bucket} MiB "
+        f"to each generator{once}",
+    )

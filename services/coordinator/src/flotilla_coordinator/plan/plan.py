@@ -14,30 +14,37 @@ from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import LoadedSet, held_out_data, joined, read_sets, training_data
 from flotilla_coordinator.plan import checks
-from flotilla_coordinator.plan.adapters import AdapterFacts, adapter_errors
 from flotilla_coordinator.plan.algorithm import algorithm_lines, algorithm_warnings
 from flotilla_coordinator.plan.asynchrony import asynchrony_warnings, groups_line, policy_line
-from flotilla_coordinator.plan.critic import critic_lines, critic_parameters
-from flotilla_coordinator.plan.data_lines import data_lines, draw_lines, draw_warnings, greedy_lines
-from flotilla_coordinator.plan.disk_use import DiskUse
-from flotilla_coordinator.plan.evaluations import evaluation_errors, evaluation_line
+from flotilla_coordinator.plan.checks import role_errors
+from flotilla_coordinator.plan.data_lines import (
+    data_lines,
+    draw_lines,
+    draw_warnings,
+    evaluation_errors,
+    evaluation_line,
+    greedy_lines,
+)
 from flotilla_coordinator.plan.functions import loading_problems
-from flotilla_coordinator.plan.mesh import mesh_errors, mesh_line
-from flotilla_coordinator.plan.micro_batches import MicroBatches
-from flotilla_coordinator.plan.model_facts import ModelFacts
-from flotilla_coordinator.plan.model_lines import model_lines
-from flotilla_coordinator.plan.roles import role_errors
+from flotilla_coordinator.plan.lines import shown_bytes
+from flotilla_coordinator.plan.model_facts import AdapterFacts, ModelFacts, adapter_errors
+from flotilla_coordinator.plan.model_lines import critic_lines, critic_parameters, model_lines, sync_lines
 from flotilla_coordinator.plan.size_limits import (
+    DiskUse,
     disk_errors,
     existing,
     host_memory,
     memory_errors,
     trainer_errors,
 )
-from flotilla_coordinator.plan.sizes import shown_bytes
 from flotilla_coordinator.plan.trainer_memory import TrainerMemory
-from flotilla_coordinator.plan.update_lines import update_lines, update_warnings
-from flotilla_coordinator.plan.weight_sync import sync_lines
+from flotilla_coordinator.plan.update_lines import (
+    MicroBatches,
+    mesh_errors,
+    mesh_line,
+    update_lines,
+    update_warnings,
+)
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.errors import FlotillaError
 from flotilla_core.model_folder import model_folder

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flotilla_coordinator.plan.adapters import AdapterFacts
-from flotilla_coordinator.plan.model_facts import ModelFacts
+from flotilla_coordinator.plan.model_facts import AdapterFacts, ModelFacts
 from flotilla_core.config import (
     AlgorithmConfig,
     BatchingConfig,

@@ -1,16 +1,46 @@
-"""How the samples of a step become updates of the weights.
+"""How the samples of a step become updates of the weights: micro-batches, updates, the ranks that share them.
 
-Invariant: how an update is cut never changes its result, so nothing in here is refused.
+Invariants: how an update is cut never changes its result, so nothing of that is refused; the figure of micro-batches
+holds for padded and for packed rows, and is what the trainer does when all sequences are as long as the longest;
+shorter ones never need more.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from flotilla_coordinator.gangs.session_spec import critic_warmup_steps
-from flotilla_coordinator.plan.algorithm import Line
-from flotilla_coordinator.plan.micro_batches import MicroBatches
-from flotilla_core.config import RunConfig
+from flotilla_coordinator.plan.lines import Line
+from flotilla_coordinator.plan.model_facts import ModelFacts
+from flotilla_core.config import AlgorithmConfig, PolicyConfig, RunConfig, StackConfig, TrainerConfig
+from flotilla_core.gangs import gang_of, model_of, roles_of
+from flotilla_core.model_folder import model_folder
+from flotilla_core.roles import POLICY, section_of
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """How many micro-batches the trainer cuts an update into.
+
+    The arithmetic of one update.
+    """
+
+    sequences: int
+    fed_tokens: int
+    """Of the longest sequence; its last token predicts nothing and is not fed."""
+    together: int
+    """Longest sequences that fit the budget; one where not even one does."""
+    per_rank: int
+    """At most; ranks that are left without a sequence take part with empty work."""
+
+    @classmethod
+    def of(cls, sequences: int, longest: int, budget: int, ranks: int) -> MicroBatches:
+        """An update of so many sequences of up to `longest` tokens, within `budget` tokens a micro-batch."""
+        fed = longest - 1
+        together = max(budget // fed, 1)
+        return cls(sequences, fed, together, math.ceil(sequences / (together * ranks)))
 
 
 def update_lines(config: RunConfig, cut: MicroBatches, samples: int, lanes: int) -> Iterator[Line]:
@@ -48,3 +78,31 @@ def update_warnings(config: RunConfig, cut: MicroBatches, longest: int) -> Itera
             f"a sequence may have {longest} tokens, more than batching.tokens_per_microbatch = "
             f"{budget}: such a one is a micro-batch of its own"
         )
+
+
+def mesh_errors(algorithm: AlgorithmConfig, stack: StackConfig) -> list[str]:
+    """Heads that the ranks on one row cannot share evenly, for each gang that the run needs."""
+    beside = algorithm.gangs_beside_the_policy if isinstance(algorithm, PolicyConfig) else ()
+    errors = []
+    for role in (role for role in (POLICY, *beside) if role in roles_of(stack)):
+        width = gang_of(stack, role).sequence_parallel
+        heads = ModelFacts.read(model_folder(model_of(stack, role))).heads if width > 1 else 0
+        if heads % width:
+            errors.append(
+                f"{section_of(role)}.sequence_parallel is {width}, but the model has {heads} attention heads "
+                f"= {heads // width} x {width} + {heads % width}: each rank takes as many as the others"
+            )
+    return errors
+
+
+def mesh_line(trainer: TrainerConfig) -> Line:
+    """Copies of the weights, and who works on a micro-batch."""
+    shards, width = trainer.nproc // trainer.replicate, trainer.sequence_parallel
+    parts = f"each micro-batch on {width} ranks" if width > 1 else "each rank with micro-batches of its own"
+    compiled = {"auto": "compiled where there are GPUs", "on": "compiled", "off": "not compiled"}
+    return (
+        "trainer",
+        f"{trainer.nproc} rank(s)",
+        f"copies of the weights: {trainer.replicate}, each over {shards} rank(s); {parts}; "
+        f"layers {compiled[trainer.compile]}",
+    )
