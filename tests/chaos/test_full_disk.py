@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.ledger.checker import check
-from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_core.checkpoint import CheckpointShelf, Manifest
 from flotilla_testing.coordinator_faults import endless_run
 from flotilla_testing.fuzzed_fleet import MADE_UP_SAMPLES

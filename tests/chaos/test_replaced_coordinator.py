@@ -17,7 +17,7 @@ import pytest
 
 from flotilla.common.v1.registration_pb2 import SERVICE_KIND_GENERATOR, SERVICE_KIND_TRAINER
 from flotilla_coordinator.ledger.checker import check
-from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_testing.coordinator_faults import endless_run, signal_inside
 from flotilla_testing.stack import Stack, accepting_trainer, light_stack, wait_until
 

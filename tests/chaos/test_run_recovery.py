@@ -15,7 +15,7 @@ import yaml
 
 from flotilla_coordinator.cli.exit_codes import PREFLIGHT, RUN_FAILED, USAGE
 from flotilla_coordinator.ledger.checker import check
-from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_testing.fault_victims import rank_of
 from flotilla_testing.stack import Stack, sim_stack, wait_until

@@ -14,7 +14,7 @@ import yaml
 
 from flotilla_client import SyncClient
 from flotilla_coordinator.ledger.checker import check
-from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_core.errors import Cancelled, FailedPrecondition, FlotillaError, InvalidRequest, NotFinite
 from flotilla_core.version import Version
 from flotilla_testing.stack import Stack

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flotilla_coordinator.ledger.checker import check
-from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_testing.coordinator_faults import endless_run, is_new, signal_inside
 from flotilla_testing.stack import FLOTILLA, Stack, wait_until
 

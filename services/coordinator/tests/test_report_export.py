@@ -11,9 +11,9 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from flotilla_coordinator.report.export import Exporter
-from flotilla_coordinator.report.parquet import export_parquet
-from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.records.directory import RunDirectory
+from flotilla_coordinator.records.parquet import export_parquet
+from flotilla_coordinator.records.report import Exporter
 from flotilla_core.errors import DiskFull, Internal
 from flotilla_testing.small_disk import SmallDisk, small_disk
 
@@ -85,4 +85,4 @@ async def test_an_export_that_finds_no_room_tells_its_caller_which_disk_is_full(
 
 def _exports() -> list[psutil.Process]:
     children = psutil.Process().children(recursive=True)
-    return [child for child in children if "flotilla_coordinator.report.export" in " ".join(child.cmdline())]
+    return [child for child in children if "flotilla_coordinator.records.report" in " ".join(child.cmdline())]

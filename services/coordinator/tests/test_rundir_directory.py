@@ -18,9 +18,9 @@ import zstandard
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.ledger.records import TokenSpan
-from flotilla_coordinator.report import conclude, export_parquet, write_plots
+from flotilla_coordinator.records.directory import RunDirectory
+from flotilla_coordinator.records.report import conclude, export_parquet, write_plots
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
-from flotilla_coordinator.rundir import RunDirectory
 from flotilla_core.errors import AlreadyExists, DiskFull
 from flotilla_core.version import Version
 
@@ -166,8 +166,8 @@ def test_without_the_extra_the_run_ends_well_and_says_what_to_install(directory:
         "import sys; sys.modules['matplotlib'] = None\n"
         "from pathlib import Path\n"
         "from flotilla.coordinator.v1 import run_pb2\n"
-        "from flotilla_coordinator.report import conclude\n"
-        "from flotilla_coordinator.rundir import RunDirectory\n"
+        "from flotilla_coordinator.records.report import conclude\n"
+        "from flotilla_coordinator.records.directory import RunDirectory\n"
         "sys.stdout.write(conclude(RunDirectory(Path(sys.argv[1])), run_pb2.Run()))\n"
     )
     done = subprocess.run(

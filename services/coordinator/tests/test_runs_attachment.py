@@ -16,7 +16,7 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_coordinator.gangs.learners import Learners
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
-from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.runs import loop as loop_module
 from flotilla_coordinator.runs.beginning import Beginning, begin
 from flotilla_coordinator.runs.control import RunControl

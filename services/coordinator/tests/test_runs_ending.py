@@ -16,7 +16,7 @@ from flotilla_coordinator.gangs.gang_session import Gang
 from flotilla_coordinator.gangs.learners import Learners
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
-from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.runs import execution
 from flotilla_coordinator.runs.active import ActiveRun
 from flotilla_coordinator.runs.beginning import Beginning

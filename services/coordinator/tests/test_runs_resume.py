@@ -17,7 +17,7 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet.fleet import Fleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
-from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.runs import run_starts
 from flotilla_coordinator.runs.beginning import Beginning
 from flotilla_coordinator.runs.execution import Execution

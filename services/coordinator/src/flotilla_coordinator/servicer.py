@@ -21,8 +21,8 @@ from flotilla.launcher.v1 import launcher_pb2
 from flotilla_coordinator.fleet.fleet import Fleet
 from flotilla_coordinator.fleet.launcher import LauncherLink
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.report.export import Exporter
-from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.records.directory import RunDirectory
+from flotilla_coordinator.records.report import Exporter
 from flotilla_coordinator.runs.ledger_view import list_samples
 from flotilla_coordinator.runs.past_events import all_events, past_events
 from flotilla_coordinator.runs.runs import Runs

@@ -127,7 +127,7 @@ def _shelf(stack: str | None, run: str) -> tuple[str, CheckpointShelf]:
     """The run that is meant, by the ledger's file, and its checkpoints."""
     from flotilla_coordinator.cli.stack_choice import stack_paths
     from flotilla_coordinator.ledger import queries, schema
-    from flotilla_coordinator.rundir import RunDirectory
+    from flotilla_coordinator.records.directory import RunDirectory
     from flotilla_core.checkpoint import CheckpointShelf
     from flotilla_core.errors import NotFound
 

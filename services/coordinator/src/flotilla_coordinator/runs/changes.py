@@ -14,7 +14,7 @@ from pathlib import Path
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
-from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.runs.active import ActiveRun
 from flotilla_coordinator.runs.live_settings import changed_config, differences
 from flotilla_coordinator.runs.stored_run import stored_run

@@ -17,8 +17,8 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet.run_fleet import RunFleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RUN_ENDED, RunState
-from flotilla_coordinator.report import conclude
-from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.records.directory import RunDirectory
+from flotilla_coordinator.records.report import conclude
 from flotilla_coordinator.runs.active import ActiveRun
 from flotilla_coordinator.runs.assembly import Assembly
 from flotilla_coordinator.runs.beginning import Beginning, begin

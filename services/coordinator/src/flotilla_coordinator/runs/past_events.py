@@ -14,7 +14,7 @@ from pathlib import Path
 from google.protobuf import json_format
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.runs.feed import RunFeed
 
 EVENTS_AT_ONCE = 500

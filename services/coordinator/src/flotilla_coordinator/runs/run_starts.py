@@ -21,7 +21,7 @@ from flotilla_coordinator.fleet.run_fleet import RunFleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RUN_INTERRUPTED, RunRecord, RunState
 from flotilla_coordinator.plan import plan_run, remarks
-from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.runs.active import ActiveRun
 from flotilla_coordinator.runs.beginning import Beginning
 from flotilla_coordinator.runs.control import RunControl

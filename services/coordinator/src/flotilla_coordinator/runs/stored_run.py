@@ -14,8 +14,8 @@ import structlog
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.ledger.records import RunRecord, RunState
-from flotilla_coordinator.report import conclude
-from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.records.directory import RunDirectory
+from flotilla_coordinator.records.report import conclude
 from flotilla_coordinator.runs.status import TERMINAL
 from flotilla_core.config import RunConfig, load_text
 from flotilla_core.errors import InvalidConfig

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from flotilla_coordinator.ledger.records import RunRecord, RunState
-from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.runs.stored_run import INTERRUPTED
 from flotilla_core.config import RunConfig, load_text
 from flotilla_core.errors import InvalidConfig

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from flotilla_coordinator.rundir import RunDirectory
+from flotilla_coordinator.records.directory import RunDirectory
 
 BLUE, ORANGE, GREEN, RED, GREY = "#2f6db5", "#e07b39", "#3c9a5f", "#c0413b", "#8a8f98"
 TIMES = (
