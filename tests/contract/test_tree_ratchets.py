@@ -24,7 +24,7 @@ BROAD_EXCEPTS: dict[str, int] = {  # path: how many process or task boundaries i
     # Undo what was begun, then raise again.
     "libs/core/src/flotilla_core/rpc/calls.py": 1,
     "libs/core/src/flotilla_core/service/process.py": 1,
-    "services/coordinator/src/flotilla_coordinator/rollouts/rollouts.py": 1,
+    "services/coordinator/src/flotilla_coordinator/rollouts/source.py": 1,
     # The outermost edge of a process, a call or a run: what nobody expected becomes one clear message.
     "libs/core/src/flotilla_core/rpc/boundary.py": 2,
     "libs/core/src/flotilla_core/service/run.py": 1,

@@ -20,7 +20,8 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.rollouts.batch import RolloutGroup
-from flotilla_coordinator.rollouts.generation import Generated, GenerationRequest
+from flotilla_coordinator.rollouts.generation import GenerationRequest
+from flotilla_coordinator.rollouts.samples import Generated
 from flotilla_coordinator.runs import execution as serve_client_module
 from flotilla_coordinator.runs.active import ActiveRun
 from flotilla_coordinator.runs.client import calls

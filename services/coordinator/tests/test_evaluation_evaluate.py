@@ -12,7 +12,8 @@ import pytest
 
 from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla_coordinator.evaluation.evaluate import Evaluation, Evaluator, pass_at
-from flotilla_coordinator.rollouts.generation import Generated, GenerationRequest
+from flotilla_coordinator.rollouts.generation import GenerationRequest
+from flotilla_coordinator.rollouts.samples import Generated
 from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_core.config import SamplingConfig
 from flotilla_core.errors import UserCodeError

@@ -20,10 +20,11 @@ from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState, SampleState
 from flotilla_coordinator.rollouts.batch import Batch
-from flotilla_coordinator.rollouts.generation import Generated, GenerationRequest
-from flotilla_coordinator.rollouts.group_rollout import GroupRollout
-from flotilla_coordinator.rollouts.rollouts import RolloutSource
+from flotilla_coordinator.rollouts.generation import GenerationRequest
+from flotilla_coordinator.rollouts.group import GroupRollout
+from flotilla_coordinator.rollouts.samples import Generated
 from flotilla_coordinator.rollouts.scoring import Outcome
+from flotilla_coordinator.rollouts.source import RolloutSource
 from flotilla_core.config import RolloutConfig, SamplingConfig
 from flotilla_core.config.advantages import AdvantageConfig, GrpoAdvantage, RemaxAdvantage
 from flotilla_core.errors import Exhausted, UserCodeError

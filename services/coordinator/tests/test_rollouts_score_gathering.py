@@ -9,7 +9,7 @@ import pytest
 from opentelemetry.trace import SpanContext
 
 from flotilla.reward.v1.reward_pb2 import ScoreItem
-from flotilla_coordinator.rollouts.score_gathering import ScoreGathering
+from flotilla_coordinator.rollouts.scoring import ScoreGathering
 from flotilla_core.errors import Unavailable
 
 LIMIT_S = 10.0

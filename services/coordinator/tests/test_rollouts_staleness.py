@@ -22,10 +22,11 @@ from flotilla_coordinator.ledger.checker import Verdict, check
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.records.directory import RunDirectory
-from flotilla_coordinator.rollouts.generation import Generated, GenerationRequest
-from flotilla_coordinator.rollouts.group_rollout import GroupRollout
-from flotilla_coordinator.rollouts.rollouts import RolloutSource
+from flotilla_coordinator.rollouts.generation import GenerationRequest
+from flotilla_coordinator.rollouts.group import GroupRollout
+from flotilla_coordinator.rollouts.samples import Generated
 from flotilla_coordinator.rollouts.scoring import Outcome
+from flotilla_coordinator.rollouts.source import RolloutSource
 from flotilla_core.config import RolloutConfig
 from flotilla_core.config.advantages import ReinforceAdvantage
 from flotilla_core.tensors import to_tensor

@@ -25,8 +25,7 @@ from flotilla_coordinator.gangs.policy import PolicyTrainer
 from flotilla_coordinator.rollouts.answers import given_group
 from flotilla_coordinator.rollouts.batch import RolloutGroup
 from flotilla_coordinator.rollouts.generation import EVALUATION, Generation, GenerationRequest
-from flotilla_coordinator.rollouts.score_item import score_item
-from flotilla_coordinator.rollouts.scoring import RIGHT_AT, Outcome, Scorer
+from flotilla_coordinator.rollouts.scoring import RIGHT_AT, Outcome, Scorer, score_item
 from flotilla_core import telemetry
 from flotilla_core.config import SamplingConfig
 from flotilla_core.errors import UserCodeError

@@ -1,6 +1,6 @@
 """How far generation runs ahead of training, and what that holds in memory.
 
-Invariant: the bounds are those that `rollouts/rollouts.py` admits by; "at most" is before any group of them has ended.
+Invariant: the bounds are those that `rollouts/source.py` admits by; "at most" is before any group of them has ended.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flotilla_coordinator.plan.lines import Line, shown_bytes
-from flotilla_coordinator.rollouts.draws import issued_per_step, steps_ahead
+from flotilla_coordinator.rollouts.prompt_queue import issued_per_step, steps_ahead
 from flotilla_core.config import PolicyConfig, RunConfig
 
 HELD_BYTES_PER_TOKEN = 4 + 4 + 6

@@ -12,7 +12,7 @@ from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.training_sets import LoadedSet
 from flotilla_coordinator.plan import checks
 from flotilla_coordinator.plan.lines import Line
-from flotilla_coordinator.rollouts.draws import issued_per_step, most_prompts_per_step
+from flotilla_coordinator.rollouts.prompt_queue import issued_per_step, most_prompts_per_step
 from flotilla_core.config import EvaluationConfig, PolicyConfig, RolloutConfig, RunConfig
 
 ORDERS = {"shuffled": "shuffled", "as_written": "in file order", "by_field": "ascending by {field}"}

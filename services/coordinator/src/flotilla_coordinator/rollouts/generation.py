@@ -16,8 +16,7 @@ import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
 from flotilla.generator.v1 import generator_pb2 as pb
-from flotilla_coordinator.rollouts.partial_sample import PartialSample
-from flotilla_coordinator.rollouts.sample_door import SampleDoor
+from flotilla_coordinator.rollouts.samples import Generated, PartialSample, SampleDoor
 from flotilla_core import ids, rpc
 from flotilla_core.config import SamplingConfig
 from flotilla_core.errors import Exhausted, FlotillaError, InvalidRequest, StaleVersion, Unavailable
@@ -27,7 +26,6 @@ from flotilla_core.version import Version
 
 if TYPE_CHECKING:
     from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceAsyncStub
-
 
 CANARY = -2
 EVALUATION = -1
@@ -53,15 +51,6 @@ class GenerationRequest:
     """Prompts of the same one go to the same replica while it has room."""
     instance_id: str = ""
     """The one replica that may answer; empty takes any."""
-
-
-@dataclass(frozen=True)
-class Generated:
-    """One sample as a generator delivered it."""
-
-    sample: pb.GeneratedSample
-    generator: str
-    attempt: int
 
 
 class Generation:

@@ -1,14 +1,42 @@
-"""A finished sample: from the wire to the loop, and from the loop to the ledger."""
+"""A sample on its way from a generator: checked at the door, put together from its pieces, handed to loop and ledger.
+
+Invariants: a sample that nobody waits for, that an older version than the one asked for wrote, that says of some token
+no version, or that cannot be read never gets further than here; each one is counted and logged, and its slot is issued
+again. Each token keeps the log-probability and the version of its own time; a piece is decoded after all pieces
+before it, with a seed of its own, because the first one's would draw the same numbers again.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import structlog
+
+from flotilla.common.v1 import version_pb2
 from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.ledger.records import ScoredSample, TokenSpan
 from flotilla_coordinator.rollouts.batch import RolloutSample
-from flotilla_coordinator.rollouts.generation import Generated
-from flotilla_core.tensors import from_tensor
+from flotilla_core import ids
+from flotilla_core.errors import FlotillaError, Mismatch
+from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
+
+log = structlog.get_logger(__name__)
+
+UNASKED, STALE, UNREADABLE = "unasked", "stale", "unreadable"
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One sample as a generator delivered it."""
+
+    sample: gen.GeneratedSample
+    generator: str
+    attempt: int
 
 
 def rollout_sample(generated: Generated, tokenizer: Tokenizer) -> RolloutSample:
@@ -45,3 +73,125 @@ def ledger_sample(sample: RolloutSample) -> ScoredSample:
         reward_terms=sample.reward_terms,
         greedy_reward=sample.greedy_reward,
     )
+
+
+@dataclass
+class PartialSample:
+    """A sample in pieces: what generators wrote of it before they gave it up, and the last of them ended.
+
+    The pieces of one sample, in order.
+    """
+
+    sample_id: str
+    token_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    logprobs: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
+    spans: list[version_pb2.VersionSpan] = field(default_factory=list)
+
+    def add(self, piece: gen.GeneratedSample, most_tokens: int) -> None:
+        """The next piece; one that leaves no room for a last one is drawn again."""
+        if len(self.token_ids) + len(from_tensor(piece.token_ids)) < most_tokens:
+            self._append(piece)
+
+    def slot(self, run_seed: int) -> gen.SampleSlot:
+        """What a generator is asked for."""
+        written = len(self.token_ids)
+        if not written:
+            return gen.SampleSlot(sample_id=self.sample_id, seed=ids.sample_seed(run_seed, self.sample_id))
+        return gen.SampleSlot(
+            sample_id=self.sample_id,
+            seed=ids.sample_seed(run_seed, f"{self.sample_id}/from/{written}"),
+            prefix_token_ids=to_tensor(self.token_ids),
+        )
+
+    def whole(self, last: gen.GeneratedSample) -> gen.GeneratedSample:
+        """The response with its last piece."""
+        if not len(self.token_ids):
+            return last
+        self._append(last)
+        return gen.GeneratedSample(
+            sample_id=self.sample_id,
+            token_ids=to_tensor(self.token_ids),
+            logprobs=to_tensor(self.logprobs),
+            finish_reason=last.finish_reason,
+            version_spans=self.spans,
+            timing=last.timing,
+        )
+
+    def _append(self, piece: gen.GeneratedSample) -> None:
+        written = len(self.token_ids)
+        for span in piece.version_spans:
+            shifted = version_pb2.VersionSpan(start=written + span.start, end=written + span.end)
+            if span.HasField("version"):
+                shifted.version.CopyFrom(span.version)
+            self.spans.append(shifted)
+        self.token_ids = np.concatenate([self.token_ids, from_tensor(piece.token_ids)])
+        self.logprobs = np.concatenate([self.logprobs, from_tensor(piece.logprobs)])
+
+
+class SampleDoor:
+    """What a generator delivers is looked at before anything is made of it.
+
+    Counts whom it refuses.
+    """
+
+    def __init__(self) -> None:
+        self._refused: Counter[str] = Counter()
+
+    def refusal(
+        self, sample: gen.GeneratedSample, awaited: Container[str], oldest: Version, generator: str
+    ) -> Mismatch | None:
+        """Why a sample is refused; None where it may come in."""
+        kind, why = _fault(sample, awaited, oldest)
+        if not kind:
+            return None
+        self._refused[kind] += 1
+        log.warning("sample refused", sample_id=sample.sample_id, generator=generator, why=why)
+        return Mismatch(
+            f"a sample of {generator} was refused",
+            where=sample.sample_id,
+            why=why,
+            next_step=f"see `flotilla logs {generator}`",
+        )
+
+    def take_metrics(self) -> dict[str, float]:
+        """What was refused since the last time, in all and by kind."""
+        refused, self._refused = self._refused, Counter()
+        by_kind = {f"samples/rejected_{kind}": float(count) for kind, count in refused.items()}
+        return {"samples/rejected": float(refused.total()), **by_kind}
+
+
+def _fault(sample: gen.GeneratedSample, awaited: Container[str], oldest: Version) -> tuple[str, str]:
+    """What kind of fault, and what it is; two empty texts where there is none."""
+    if sample.sample_id not in awaited:
+        return UNASKED, "nobody waits for it: it was never asked for, or it came before"
+    if why := _unreadable(sample):
+        return UNREADABLE, why
+    version = min((Version.from_proto(span.version) for span in sample.version_spans), default=oldest)
+    if version < oldest:
+        return STALE, f"version {version} wrote some of it, and {oldest} was asked for"
+    return "", ""
+
+
+def _unreadable(sample: gen.GeneratedSample) -> str:
+    """Why nothing can be learned from it; empty where something can."""
+    try:
+        tokens, logprobs = from_tensor(sample.token_ids), from_tensor(sample.logprobs)
+    except FlotillaError as error:
+        return str(error)
+    if len(tokens) != len(logprobs):
+        return f"it has {len(tokens)} tokens and {len(logprobs)} log-probabilities"
+    if not np.isfinite(logprobs).all():
+        return "a log-probability is not finite"
+    if not _cover(sample.version_spans, len(tokens)):
+        return "it does not say of each token which version wrote it"
+    return ""
+
+
+def _cover(spans: Iterable[version_pb2.VersionSpan], tokens: int) -> bool:
+    """Whether the spans follow each other from the first token to the last, each of a version."""
+    end = 0
+    for span in spans:
+        if span.start != end or not span.HasField("version"):
+            return False
+        end = span.end
+    return end == tokens

@@ -27,9 +27,9 @@ from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.rollouts.answers import AnswerSource
 from flotilla_coordinator.rollouts.batch import BatchSource
 from flotilla_coordinator.rollouts.generation import Generation
-from flotilla_coordinator.rollouts.group_rollout import GroupRollout
-from flotilla_coordinator.rollouts.rollouts import RolloutSource
+from flotilla_coordinator.rollouts.group import GroupRollout
 from flotilla_coordinator.rollouts.scoring import Scorer
+from flotilla_coordinator.rollouts.source import RolloutSource
 from flotilla_coordinator.runs.checkpoints import RunCheckpoints
 from flotilla_coordinator.runs.client.loop import ClientLoop
 from flotilla_coordinator.runs.client.sampling import ClientSampling, ClientSource

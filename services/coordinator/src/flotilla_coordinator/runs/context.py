@@ -24,7 +24,7 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import CRITIC_ONLY, UPDATE_SKIPPED
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.rollouts.batch import Batch, BatchSource
-from flotilla_coordinator.rollouts.sample_door import SampleDoor
+from flotilla_coordinator.rollouts.samples import SampleDoor
 from flotilla_coordinator.runs.checkpoints import RunCheckpoints
 from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.disk_waits import DiskWaits

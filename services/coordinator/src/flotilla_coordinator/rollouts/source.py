@@ -14,21 +14,20 @@ and the update of step s, which begins from the version of s, trains no token th
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import STALE, TAIL
-from flotilla_coordinator.rollouts.admission import Admission, Admitted
-from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup
-from flotilla_coordinator.rollouts.batch_metrics import batch_metrics
-from flotilla_coordinator.rollouts.group_rollout import FinishedGroup, GroupRollout, Ticket
+from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, batch_metrics
+from flotilla_coordinator.rollouts.group import FinishedGroup, GroupRollout, Ticket
+from flotilla_coordinator.rollouts.prompt_queue import Admission, Admitted
 from flotilla_coordinator.rollouts.replay import Replay
-from flotilla_coordinator.rollouts.reward_failures import failure_rate, refuse_failing_rewards
 from flotilla_coordinator.rollouts.scoring import RIGHT_AT
 from flotilla_core import ids
 from flotilla_core.config import RolloutConfig, RunConfig
-from flotilla_core.errors import FailedPrecondition
+from flotilla_core.errors import FailedPrecondition, UserCodeError
 from flotilla_core.version import Version
 
 
@@ -216,3 +215,26 @@ async def _cancel(groups: list[Admitted]) -> None:
     for item in groups:
         item.task.cancel()
     await asyncio.gather(*(item.task for item in groups), return_exceptions=True)
+
+
+def failure_rate(finished: Sequence[FinishedGroup], samples_per_prompt: int, *, timed_out: bool) -> float:
+    """Share of all samples that ended as a timeout of their reward, or as another failure of it."""
+    failed = sum(failure.timed_out == timed_out for item in finished for failure in item.failures)
+    return failed / (len(finished) * samples_per_prompt)
+
+
+def refuse_failing_rewards(
+    run_id: str, step: int, finished: Sequence[FinishedGroup], config: RolloutConfig
+) -> None:
+    """A reward that fails for most samples is a broken reward, not a hard task."""
+    failures = [failure for item in finished for failure in item.failures]
+    rate = len(failures) / (len(finished) * config.samples_per_prompt)
+    trainable = any(item.group.samples for item in finished)
+    if failures and (rate > config.max_reward_failure_rate or not trainable):
+        raise UserCodeError(
+            f"{len(failures)} samples of step {step} could not be scored ({rate:.0%})",
+            where=f"run {run_id}, rewards",
+            why=failures[0].failure,
+            next_step="fix the reward; errors and timeouts are never scores "
+            "(limit: rollout.max_reward_failure_rate)",
+        )

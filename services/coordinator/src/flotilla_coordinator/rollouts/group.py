@@ -4,14 +4,19 @@ Invariants: a sample is scored as soon as it ends, but for a moment in which the
 group is handed on the moment it is complete and each version that wrote some of it has passed its live check, and the
 ledger knows by then what became of each of its samples; what the ledger holds of a group from before is neither asked
 for nor scored again.
+
+The greedy response that samples may be compared with has the limits, the oldest version and the place in line of the
+samples beside it, and the same rewards score it; it is no sample itself, so neither the ledger nor an update ever
+holds it; a group whose samples are recorded in part is compared with the number that is recorded with them, never with
+a new response.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.data.tokenizer import Tokenizer
@@ -19,12 +24,9 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import GROUP_TOO_SMALL, UNIFORM, GroupIssue, SampleRecord
 from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample
 from flotilla_coordinator.rollouts.generation import Generation, GenerationRequest
-from flotilla_coordinator.rollouts.greedy_baseline import GreedyBaseline
-from flotilla_coordinator.rollouts.judged_sample import JudgedSample
 from flotilla_coordinator.rollouts.replay import decided, recorded_failures, recorded_samples
 from flotilla_coordinator.rollouts.samples import ledger_sample, rollout_sample
-from flotilla_coordinator.rollouts.score_item import score_item
-from flotilla_coordinator.rollouts.scoring import Outcome, Scorer
+from flotilla_coordinator.rollouts.scoring import JudgedSample, Outcome, Scorer, score_item
 from flotilla_core import ids, telemetry
 from flotilla_core.config import RolloutConfig
 from flotilla_core.config.advantages import AdvantageConfig
@@ -35,6 +37,43 @@ from flotilla_core.version import Version
 GATHER_S = 0.25
 """Samples that end at about the same time share a message, and with it a call of the reward: both cost more than most
 samples and scores do."""
+
+
+class GreedyBaseline:
+    """The greedy response to a prompt, whose reward the samples of its group are compared with.
+
+    Answers the prompts of groups greedily.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        generation: Generation,
+        scorer: Scorer,
+        proved: Callable[[Version], Awaitable[None]],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._generation = generation
+        self._scorer = scorer
+        self._proved = proved
+
+    async def outcome(
+        self, group_id: str, prompt: Prompt, beside: GenerationRequest, recorded: Sequence[RolloutSample]
+    ) -> Outcome:
+        """What the greedy response earns that is drawn with the samples of a request, or earned with recorded ones."""
+        if recorded:
+            return Outcome(recorded[0].greedy_reward)
+        request = replace(
+            beside,
+            sample_ids=(f"{group_id}/greedy",),
+            sampling=beside.sampling.model_copy(update={"temperature": 0.0}),
+        )
+        async with aclosing(self._generation.samples(request)) as samples:
+            (response,) = [rollout_sample(generated, self._tokenizer) async for generated in samples]
+        for span in response.spans:
+            await self._proved(span.version)
+        item = score_item(response.sample_id, prompt, response.text, response.token_ids)
+        return (await self._scorer.score([item]))[response.sample_id]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which prompts a step gets: those that the ledger holds for it, then the next ones of the data.
+"""Which prompts a step gets: those that the ledger holds for it, then the next ones of the data, and how many of these.
 
 Invariants: groups are recorded in the order in which they are drawn, so all that was drawn since a cursor was taken is
 in the ledger, and no prompt of an epoch is drawn twice; a step that was begun before has the groups that it had, with
@@ -9,6 +9,7 @@ step at a time.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
@@ -20,11 +21,13 @@ from flotilla_coordinator.data.prompt_source import PromptSource, other_data
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import AdmittedGroup
-from flotilla_coordinator.rollouts.draws import issued_per_step, most_prompts_per_step, steps_ahead
-from flotilla_coordinator.rollouts.group_rollout import FinishedGroup, Ticket
+from flotilla_coordinator.rollouts.group import FinishedGroup, Ticket
 from flotilla_core import ids
 from flotilla_core.config import RolloutConfig
 from flotilla_core.version import Version
+
+MOST_TIMES = 4
+"""As many prompts as a batch has groups, unless the configuration says how many."""
 
 
 @dataclass(eq=False)
@@ -151,3 +154,21 @@ class Admission:
             bound = recorded.max_staleness
         ticket = Ticket(prompt, group_id, step, version, limit_s, bound, recorded is not None)
         return Admitted(ticket, next(self._places), self._start(ticket))
+
+
+def issued_per_step(rollout: RolloutConfig) -> int:
+    """Groups that are under way for a step at first, where nothing is left over from the step before."""
+    return math.ceil(rollout.prompts_per_step * (1 + rollout.over_issue))
+
+
+def steps_ahead(rollout: RolloutConfig) -> int:
+    """Steps that are admitted beyond the one that is made; with `over_issue` one step of the bound is for waiting."""
+    return max(0, rollout.max_staleness - 1) if rollout.over_issue else rollout.max_staleness
+
+
+def most_prompts_per_step(rollout: RolloutConfig) -> int:
+    """The limit of all prompts of a step, those that were left over from the step before among them."""
+    issued, dynamic = issued_per_step(rollout), rollout.dynamic_sampling
+    if dynamic is None:
+        return issued
+    return max(issued, dynamic.max_prompts_per_step or MOST_TIMES * rollout.prompts_per_step)
