@@ -20,7 +20,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceS
 
 from flotilla_coordinator.timeline import SpanReader, SpanStore, TraceReceiver
 from flotilla_coordinator.timeline import store as store_module
-from flotilla_coordinator.timeline.receiver import add_to_server
+from flotilla_coordinator.timeline.store import add_to_server
 from flotilla_core import telemetry
 from flotilla_core.errors import FailedPrecondition, NotFound
 from flotilla_core.telemetry import names

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from flotilla_coordinator.timeline.chrome import chrome_trace
 from flotilla_coordinator.timeline.reader import SpanReader
-from flotilla_coordinator.timeline.receiver import TraceReceiver
-from flotilla_coordinator.timeline.store import SpanStore
+from flotilla_coordinator.timeline.store import SpanStore, TraceReceiver
 
 __all__ = ["SpanReader", "SpanStore", "TraceReceiver", "chrome_trace"]

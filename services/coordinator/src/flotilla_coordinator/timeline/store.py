@@ -1,8 +1,9 @@
-"""The writer of the span store: SQLite in WAL mode on a thread of its own.
+"""The writer of the span store: SQLite in WAL mode on a thread of its own, and the OTLP door that leads to it.
 
 Invariants: one writer; `add` is answered once the spans are committed, so an exporter that waits for the
 answer loses nothing when this process is killed; whatever waits is committed together; the queue is
-bounded by spans and what does not fit is refused and counted; readers never wait for the writer.
+bounded by spans and what does not fit is refused and counted; readers never wait for the writer. Old runs are
+forgotten first, and of the last one its oldest spans: the newest stay, whatever the limits.
 """
 
 from __future__ import annotations
@@ -15,10 +16,19 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTracePartialSuccess,
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
+)
 
-from flotilla_coordinator.timeline import decode, pruning
+from flotilla_coordinator.timeline import decode
 from flotilla_coordinator.timeline.decode import ResourceKey, SpanRow
 from flotilla_coordinator.timeline.reader import SpanReader
 from flotilla_coordinator.timeline.schema import NO_STEP, migrate
@@ -37,6 +47,14 @@ _INSERT_RUN = (
 logger = logging.getLogger(__name__)
 
 Work = Callable[[sqlite3.Connection], int]
+
+# Free pages are given back to the file system in portions, so that no commit takes long.
+_VACUUM_PAGES = 4096
+_PORTION = 8
+"""Of the last run an eighth of its time goes at once."""
+
+SERVICE_NAME = "opentelemetry.proto.collector.trace.v1.TraceService"
+add_to_server = add_TraceServiceServicer_to_server
 
 
 class SpanStore:
@@ -75,7 +93,7 @@ class SpanStore:
     async def prune(self, keep_runs: int, most_bytes: int | None = None) -> int:
         """Keep the newest runs alone, and of those no more than fits; how many spans were deleted."""
         return await asyncio.wrap_future(
-            self._submit(lambda connection: pruning.prune(connection, keep_runs, most_bytes), 0)
+            self._submit(lambda connection: prune(connection, keep_runs, most_bytes), 0)
         )
 
     def close(self) -> None:
@@ -189,3 +207,77 @@ def _run_starts(carrying: list[SpanRow]) -> dict[str, int]:
         if row.run_id is not None:
             starts[row.run_id] = min(row.start_ns, starts.get(row.run_id, row.start_ns))
     return starts
+
+
+def prune(connection: sqlite3.Connection, keep_runs: int, most_bytes: int | None) -> int:
+    """Keep the newest runs alone, and of those no more than fits; how many spans were deleted."""
+    deleted = _keep(connection, keep_runs)
+    if most_bytes is not None:
+        (runs,) = connection.execute("SELECT count(*) FROM runs").fetchone()
+        while runs > 1 and _used_bytes(connection) > most_bytes:
+            runs -= 1
+            deleted += _keep(connection, runs)
+        while _used_bytes(connection) > most_bytes and (oldest := _cut_oldest(connection)):
+            deleted += oldest
+    if deleted:
+        connection.execute(f"PRAGMA incremental_vacuum({_VACUUM_PAGES})").fetchall()
+    return deleted
+
+
+def _keep(connection: sqlite3.Connection, keep_runs: int) -> int:
+    """Delete runs beyond the newest, and spans of no run that are older than what is kept."""
+    kept = connection.execute(
+        "SELECT run_id, started_ns FROM runs ORDER BY started_ns DESC, run_id DESC LIMIT ?", (keep_runs,)
+    ).fetchall()
+    gone = connection.execute("SELECT count(*) FROM runs").fetchone()[0] - len(kept)
+    if gone == 0:
+        return 0
+    oldest_ns = min((started_ns for _, started_ns in kept), default=1 << 62)
+    connection.execute("CREATE TEMP TABLE IF NOT EXISTS kept_runs (run_id TEXT PRIMARY KEY)")
+    connection.execute("DELETE FROM kept_runs")
+    connection.executemany("INSERT INTO kept_runs VALUES (?)", [(run_id,) for run_id, _ in kept])
+    connection.execute("DELETE FROM run_traces WHERE run_id NOT IN (SELECT run_id FROM kept_runs)")
+    connection.execute("DELETE FROM runs WHERE run_id NOT IN (SELECT run_id FROM kept_runs)")
+    return connection.execute(
+        "DELETE FROM spans WHERE start_ns < ? AND trace_id NOT IN (SELECT trace_id FROM run_traces)",
+        (oldest_ns,),
+    ).rowcount
+
+
+def _cut_oldest(connection: sqlite3.Connection) -> int:
+    """Delete the spans of the first part of the time that is left; 0 where that is a moment alone."""
+    first, last = connection.execute("SELECT min(start_ns), max(start_ns) FROM spans").fetchone()
+    if first is None or first == last:
+        return 0
+    until = first + max(1, (last - first) // _PORTION)
+    deleted = connection.execute("DELETE FROM spans WHERE start_ns < ?", (until,)).rowcount
+    connection.execute("DELETE FROM run_traces WHERE trace_id NOT IN (SELECT trace_id FROM spans)")
+    return deleted
+
+
+def _used_bytes(connection: sqlite3.Connection) -> int:
+    pages, free, size = (
+        connection.execute(f"PRAGMA {name}").fetchone()[0]
+        for name in ("page_count", "freelist_count", "page_size")
+    )
+    return int((pages - free) * size)
+
+
+class TraceReceiver(TraceServiceServicer):
+    """The OTLP door of the coordinator: spans of every process go straight into the store.
+
+    Answers once the spans are committed; says how many a full queue refused.
+    """
+
+    def __init__(self, store: SpanStore) -> None:
+        self._store = store
+
+    async def Export(self, request: ExportTraceServiceRequest, context: Any) -> ExportTraceServiceResponse:
+        refused = await self._store.add(request)
+        if not refused:
+            return ExportTraceServiceResponse()
+        return ExportTraceServiceResponse(
+            partial_success=ExportTracePartialSuccess(
+                rejected_spans=refused, error_message="the span store cannot keep up"
+            )
+        )
