@@ -12,7 +12,7 @@ import pytest
 
 from flotilla.trainer.v1.session_pb2 import Role
 from flotilla_algorithms import ADVANTAGES, PAIR_LOSSES
-from flotilla_coordinator.gangs.session_spec import critic_spec, frozen_spec, session_spec
+from flotilla_coordinator.trainers.spec import critic_spec, frozen_spec, session_spec
 from flotilla_core.config import DpoConfig, PolicyConfig, RewardModelConfig, RunConfig
 from flotilla_core.config.advantages import AdvantageSection
 from flotilla_core.config.losses import LossSection

@@ -12,10 +12,10 @@ import tokenizers
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from flotilla_coordinator.gangs.session_spec import session_spec
 from flotilla_coordinator.plan import plan_run
 from flotilla_coordinator.plan.model_facts import AdapterFacts, ModelFacts
 from flotilla_coordinator.plan.trainer_memory import layer_activations
+from flotilla_coordinator.trainers.spec import session_spec
 from flotilla_core.config import LoraConfig, RunConfig, StackConfig, load_text
 from flotilla_core.errors import InvalidConfig
 from flotilla_trainer.packing import Layout, Sequences, pack

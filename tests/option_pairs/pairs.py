@@ -7,7 +7,7 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from flotilla_coordinator.gangs.session_spec import critic_warmup_steps
+from flotilla_coordinator.trainers.spec import critic_warmup_steps
 from flotilla_core.config import PolicyConfig, RunConfig, load_text
 from flotilla_core.errors import InvalidConfig
 from flotilla_testing.option_axes import Choice, Settings

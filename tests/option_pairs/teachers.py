@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from flotilla.trainer.v1 import session_pb2
-from flotilla_coordinator.gangs.frozen_role import FrozenRole
-from flotilla_coordinator.gangs.gang_session import Gang
-from flotilla_coordinator.gangs.teachers import Teachers
 from flotilla_coordinator.rollouts.batch import Batch
+from flotilla_coordinator.trainers.roles import FrozenRole, Teachers
+from flotilla_coordinator.trainers.session import Gang
 from flotilla_core.config.teachers import AskedTeachers
 from flotilla_core.roles import teacher_role
 from flotilla_testing.exact_update import Rollouts

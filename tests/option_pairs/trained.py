@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flotilla_coordinator.gangs.objective import objective, value_objective
-from flotilla_coordinator.gangs.session_spec import critic_warmup_steps
+from flotilla_coordinator.trainers.spec import critic_warmup_steps, objective, value_objective
 from flotilla_core.config import PolicyConfig, RunConfig
 from flotilla_trainer.losses.divergence import full_divergence
 from flotilla_trainer.losses.teacher_divergence import teacher_divergence

@@ -15,7 +15,6 @@ from flotilla.coordinator.v1 import loop_pb2, run_pb2
 from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla.trainer.v1 import trainer_pb2 as train
 from flotilla_coordinator.fleet.autoscale import IdleShares
-from flotilla_coordinator.gangs.learners import Learners
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.records.directory import RunDirectory
@@ -32,6 +31,7 @@ from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.feed import RunFeed
 from flotilla_coordinator.runs.progress import Progress
 from flotilla_coordinator.runs.status import RunStatus
+from flotilla_coordinator.trainers.learners import Learners
 from flotilla_core import rpc
 from flotilla_core.config import RunConfig
 from flotilla_core.errors import Cancelled, FlotillaError, InvalidRequest, Unavailable

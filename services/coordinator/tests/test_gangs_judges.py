@@ -13,14 +13,12 @@ import pytest
 
 from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
-from flotilla_coordinator.gangs import group_messages
-from flotilla_coordinator.gangs.frozen_role import FrozenRole
-from flotilla_coordinator.gangs.gang_session import Gang
-from flotilla_coordinator.gangs.policy import PolicyTrainer
-from flotilla_coordinator.gangs.session_spec import critic_needs_start, frozen_roles_of
-from flotilla_coordinator.gangs.teachers import Teachers, mean_logprobs
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
 from flotilla_coordinator.rollouts.scoring import Scorer
+from flotilla_coordinator.trainers import messages as group_messages
+from flotilla_coordinator.trainers.roles import FrozenRole, PolicyTrainer, Teachers, mean_logprobs
+from flotilla_coordinator.trainers.session import Gang
+from flotilla_coordinator.trainers.spec import critic_needs_start, frozen_roles_of
 from flotilla_core import rpc
 from flotilla_core.config import RunConfig
 from flotilla_core.config.advantages import DistillAdvantage

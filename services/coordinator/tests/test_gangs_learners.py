@@ -13,12 +13,11 @@ import pytest
 
 from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
-from flotilla_coordinator.gangs import group_messages
-from flotilla_coordinator.gangs.critic import Critic
-from flotilla_coordinator.gangs.gang_session import Gang
-from flotilla_coordinator.gangs.learners import Learners
-from flotilla_coordinator.gangs.learning_session import GROUPS_IN_ONE_TURN
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
+from flotilla_coordinator.trainers import messages
+from flotilla_coordinator.trainers.learners import Learners
+from flotilla_coordinator.trainers.roles import Critic
+from flotilla_coordinator.trainers.session import GROUPS_IN_ONE_TURN, Gang
 from flotilla_core import rpc
 from flotilla_core.checkpoint import CheckpointShelf, Manifest
 from flotilla_core.errors import Damaged, FailedPrecondition, FlotillaError, Unavailable
@@ -169,7 +168,7 @@ async def test_every_sample_gets_its_own_values_however_many_calls_that_takes(
         return reply
 
     monkeypatch.setattr(rpc, "unary", lambda method, request, **options: method(request, **options))
-    monkeypatch.setattr(group_messages, "PART_BYTES", 40)
+    monkeypatch.setattr(messages, "PART_BYTES", 40)
     stub: Any = SimpleNamespace(ComputeValues=compute)
 
     async def nobody() -> list[str]:
@@ -183,7 +182,7 @@ async def test_every_sample_gets_its_own_values_however_many_calls_that_takes(
         np.testing.assert_array_equal(sample.values, sample.token_ids.astype(np.float32))
     valued.groups[3].samples[0].truncated = True
     message = pb.TrainGroup()
-    group_messages.fill(message, valued.groups[3])
+    messages.fill(message, valued.groups[3])
     np.testing.assert_array_equal(from_tensor(message.samples[0].values), [3.0, 4.0, 5.0])
     assert (message.samples[0].value_after, message.samples[0].truncated) == (7.0, True)
 

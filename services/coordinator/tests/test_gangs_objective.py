@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flotilla_coordinator.gangs.objective import objective
+from flotilla_coordinator.trainers.spec import objective
 from flotilla_core.config import RunConfig
 
 REWARDS = [{"reward": "exact"}, {"reward": "format", "weight": 0.25, "parameters": {"pattern": ".*"}}]

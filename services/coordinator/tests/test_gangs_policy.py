@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
-from flotilla_coordinator.gangs import gang_session
-from flotilla_coordinator.gangs.gang_session import Gang
-from flotilla_coordinator.gangs.gangs import Gangs
-from flotilla_coordinator.gangs.policy import PolicyTrainer
-from flotilla_coordinator.gangs.session_spec import session_spec
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
+from flotilla_coordinator.trainers import session
+from flotilla_coordinator.trainers.learners import Gangs
+from flotilla_coordinator.trainers.roles import PolicyTrainer
+from flotilla_coordinator.trainers.session import Gang
+from flotilla_coordinator.trainers.spec import session_spec
 from flotilla_core import rpc
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.errors import FailedPrecondition, FlotillaError, NotFound, Unavailable
@@ -167,7 +167,7 @@ async def test_a_run_that_goes_on_takes_its_own_old_session_back() -> None:
 
 
 async def test_a_session_is_lost_when_the_trainer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gang_session, "PROBE_EVERY_S", 0.0)
+    monkeypatch.setattr(session, "PROBE_EVERY_S", 0.0)
     trainer = Trainer()
     client = policy(trainer)
     assert not client.opened

@@ -15,7 +15,6 @@ import pytest
 
 from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla.trainer.v1 import trainer_pb2
-from flotilla_coordinator.gangs.group_messages import fill
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState, SampleState
@@ -25,6 +24,7 @@ from flotilla_coordinator.rollouts.group import GroupRollout
 from flotilla_coordinator.rollouts.samples import Generated
 from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_coordinator.rollouts.source import RolloutSource
+from flotilla_coordinator.trainers.messages import fill
 from flotilla_core.config import RolloutConfig, SamplingConfig
 from flotilla_core.config.advantages import AdvantageConfig, GrpoAdvantage, RemaxAdvantage
 from flotilla_core.errors import Exhausted, UserCodeError

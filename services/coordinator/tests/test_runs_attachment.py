@@ -13,7 +13,6 @@ import pytest
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
-from flotilla_coordinator.gangs.learners import Learners
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.records.directory import RunDirectory
@@ -22,6 +21,7 @@ from flotilla_coordinator.runs.beginning import Beginning, begin
 from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.disk_waits import DiskWaits
 from flotilla_coordinator.runs.progress import Progress
+from flotilla_coordinator.trainers.learners import Learners
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.errors import Cancelled, DeadlineExceeded, FlotillaError, RankFailed, Unavailable
 from flotilla_core.version import Version

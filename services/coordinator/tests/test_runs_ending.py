@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.gangs.gang_session import Gang
-from flotilla_coordinator.gangs.learners import Learners
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.records.directory import RunDirectory
@@ -24,6 +22,8 @@ from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.feed import RunFeed
 from flotilla_coordinator.runs.recovery import MOST_IN_A_ROW
 from flotilla_coordinator.runs.status import RunStatus
+from flotilla_coordinator.trainers.learners import Learners
+from flotilla_coordinator.trainers.session import Gang
 from flotilla_core.config import RunConfig
 from flotilla_core.errors import FlotillaError, RankFailed, Unavailable, WeightGroupFailed
 from flotilla_core.roles import CRITIC, POLICY

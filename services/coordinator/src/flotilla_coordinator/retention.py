@@ -16,10 +16,10 @@ from pathlib import Path
 
 import structlog
 
-from flotilla_coordinator.gangs.session_spec import critic_of
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.timeline import SpanStore
+from flotilla_coordinator.trainers.spec import critic_of
 from flotilla_core.config import RunConfig, load_text
 from flotilla_core.config.stack import CoordinatorConfig
 from flotilla_core.errors import FlotillaError, InvalidConfig

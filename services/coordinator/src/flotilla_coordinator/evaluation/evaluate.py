@@ -20,12 +20,12 @@ from typing import Any
 from flotilla.reward.v1 import reward_pb2
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.data.tokenizer import Tokenizer
-from flotilla_coordinator.gangs.group_messages import parts
-from flotilla_coordinator.gangs.policy import PolicyTrainer
 from flotilla_coordinator.rollouts.answers import given_group
 from flotilla_coordinator.rollouts.batch import RolloutGroup
 from flotilla_coordinator.rollouts.generation import EVALUATION, Generation, GenerationRequest
 from flotilla_coordinator.rollouts.scoring import RIGHT_AT, Outcome, Scorer, score_item
+from flotilla_coordinator.trainers.messages import parts
+from flotilla_coordinator.trainers.roles import PolicyTrainer
 from flotilla_core import telemetry
 from flotilla_core.config import SamplingConfig
 from flotilla_core.errors import UserCodeError

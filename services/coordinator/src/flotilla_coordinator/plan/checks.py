@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.tokenizer import Tokenizer
-from flotilla_coordinator.gangs.session_spec import critic_of, critic_warmup_steps
 from flotilla_coordinator.plan.functions import file_errors
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.size_limits import count_errors
+from flotilla_coordinator.trainers.spec import critic_of, critic_warmup_steps
 from flotilla_core.config import AlgorithmConfig, OptimizerConfig, PolicyConfig, RunConfig, StackConfig
 from flotilla_core.gangs import started
 from flotilla_core.roles import TEACHER, kind_of_role, section_of, teacher_name

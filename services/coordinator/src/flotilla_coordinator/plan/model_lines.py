@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from flotilla_coordinator.gangs.session_spec import critic_of
 from flotilla_coordinator.plan.lines import STARTING_WEIGHTS, Line, shown_bytes
 from flotilla_coordinator.plan.model_facts import AdapterFacts, ModelFacts
 from flotilla_coordinator.plan.trainer_memory import BYTES, MASTER, TrainerMemory
+from flotilla_coordinator.trainers.spec import critic_of
 from flotilla_core.config import CriticConfig, RunConfig, StackConfig
 from flotilla_core.gangs import model_of
 from flotilla_core.model_folder import model_folder

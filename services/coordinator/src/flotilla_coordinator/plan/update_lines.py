@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flotilla_coordinator.gangs.session_spec import critic_warmup_steps
 from flotilla_coordinator.plan.lines import Line
 from flotilla_coordinator.plan.model_facts import ModelFacts
+from flotilla_coordinator.trainers.spec import critic_warmup_steps
 from flotilla_core.config import AlgorithmConfig, PolicyConfig, RunConfig, StackConfig, TrainerConfig
 from flotilla_core.gangs import gang_of, model_of, roles_of
 from flotilla_core.model_folder import model_folder

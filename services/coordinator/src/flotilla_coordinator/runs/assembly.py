@@ -20,8 +20,6 @@ from flotilla_coordinator.evaluation.pinned_evaluation import PinnedEvaluation
 from flotilla_coordinator.fleet.autoscale import Autoscaler, IdleShares
 from flotilla_coordinator.fleet.launcher import LauncherLink
 from flotilla_coordinator.fleet.run_fleet import RunFleet
-from flotilla_coordinator.gangs.gangs import Gangs
-from flotilla_coordinator.gangs.policy import PolicyTrainer
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.rollouts.answers import AnswerSource
@@ -36,6 +34,8 @@ from flotilla_coordinator.runs.client.sampling import ClientSampling, ClientSour
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.status import RunStatus
+from flotilla_coordinator.trainers.learners import Gangs
+from flotilla_coordinator.trainers.roles import PolicyTrainer
 from flotilla_coordinator.weights.canary import Canary
 from flotilla_coordinator.weights.candidates import Candidates
 from flotilla_coordinator.weights.live_check import LiveCheck

@@ -11,10 +11,10 @@ import asyncio
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
-from flotilla_coordinator.gangs.learning_session import LearningSession
 from flotilla_coordinator.ledger.records import RunRecord
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.progress import Progress
+from flotilla_coordinator.trainers.session import LearningSession
 from flotilla_core import ids
 from flotilla_core.errors import Cancelled, DeadlineExceeded, RankFailed, Unavailable
 from flotilla_core.tasks import all_of

@@ -12,10 +12,9 @@ import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
 
-from flotilla_coordinator.gangs.joint_checkpoint import Stages, next_stage
-from flotilla_coordinator.gangs.learners import Learners
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.runs.progress import Progress
+from flotilla_coordinator.trainers.learners import Learners, Stages, next_stage
 from flotilla_core import telemetry
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.config import CheckpointConfig

@@ -17,9 +17,6 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.evaluation.evaluate import Evaluation, Evaluator, PairEvaluator
 from flotilla_coordinator.evaluation.pinned_evaluation import PinnedEvaluation
 from flotilla_coordinator.fleet.autoscale import Autoscaler, IdleShares
-from flotilla_coordinator.gangs.learned import Learned
-from flotilla_coordinator.gangs.learners import Learners
-from flotilla_coordinator.gangs.policy import PolicyTrainer
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import CRITIC_ONLY, UPDATE_SKIPPED
 from flotilla_coordinator.records.directory import RunDirectory
@@ -33,6 +30,8 @@ from flotilla_coordinator.runs.live_settings import described, differences
 from flotilla_coordinator.runs.loop_lag import LoopLag
 from flotilla_coordinator.runs.progress import Progress
 from flotilla_coordinator.runs.status import RunStatus
+from flotilla_coordinator.trainers.learners import Learned, Learners
+from flotilla_coordinator.trainers.roles import PolicyTrainer
 from flotilla_coordinator.weights.sync import WeightSync
 from flotilla_core import telemetry
 from flotilla_core.config import RunConfig

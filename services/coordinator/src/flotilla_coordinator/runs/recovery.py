@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet.run_fleet import RunFleet
-from flotilla_coordinator.gangs.gang_session import Gang
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.runs.beginning import Beginning
 from flotilla_coordinator.runs.context import RunContext
+from flotilla_coordinator.trainers.session import Gang
 from flotilla_core.errors import DeadlineExceeded, DiskFull, Exhausted, FlotillaError, RankFailed, Unavailable
 
 MOST_IN_A_ROW = 3

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flotilla.generator.v1 import generator_pb2 as pb
-from flotilla_coordinator.gangs.policy import PolicyTrainer
 from flotilla_coordinator.rollouts.generation import CANARY
+from flotilla_coordinator.trainers.roles import PolicyTrainer
 from flotilla_coordinator.weights.members import Member
 from flotilla_core import ids, rpc
 from flotilla_core.config import CanaryConfig

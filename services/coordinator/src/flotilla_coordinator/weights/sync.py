@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from flotilla_coordinator.gangs.policy import PolicyTrainer
+from flotilla_coordinator.trainers.roles import PolicyTrainer
 from flotilla_coordinator.weights.blame import GroupBrokenError
 from flotilla_coordinator.weights.held_weights import HeldWeights
 from flotilla_coordinator.weights.late_joiners import LateJoiners

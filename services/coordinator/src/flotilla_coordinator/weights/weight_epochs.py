@@ -16,7 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 from flotilla.common.v1 import weights_pb2
 from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla.trainer.v1 import trainer_pb2 as train
-from flotilla_coordinator.gangs.policy import PolicyTrainer
+from flotilla_coordinator.trainers.roles import PolicyTrainer
 from flotilla_coordinator.weights.blame import Failures, GroupBrokenError, to_blame
 from flotilla_coordinator.weights.held_weights import HeldWeights
 from flotilla_coordinator.weights.members import GeneratorReplica, Group, Member, seat

@@ -14,11 +14,11 @@ from typing import Any
 
 from flotilla.trainer.v1 import trainer_pb2 as train
 from flotilla_coordinator.data.prompt_source import PromptSource
-from flotilla_coordinator.gangs.learned import Learned
 from flotilla_coordinator.rollouts.batch import Batch, batch_metrics
 from flotilla_coordinator.rollouts.samples import ledger_sample
 from flotilla_coordinator.runs.client.sampling import ClientSampling
 from flotilla_coordinator.runs.context import RunContext
+from flotilla_coordinator.trainers.learners import Learned
 from flotilla_core import ids, rpc, telemetry
 from flotilla_core.telemetry import names
 from flotilla_core.version import Version

@@ -1,0 +1,270 @@
+"""The models of a run: its policy, a critic beside it where advantages come from values, and those that only judge.
+
+Invariants: a gang that would read the tokens in another way than the coordinator is refused before a session opens;
+policy and critic learn from a batch side by side, each once, and a step is over when both are done; one checkpoint
+holds both, and a run goes on with both from the same one or with neither. Readers see such a checkpoint whole or not
+at all, because its parts are inside each other and sealed together before the one rename that shows them; a part that
+fails costs this checkpoint alone, and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_coordinator.data.tokenizer import Tokenizer, require_same_tokenizer
+from flotilla_coordinator.fleet.run_fleet import RunFleet
+from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.rollouts.batch import Batch
+from flotilla_coordinator.trainers.roles import Critic, FrozenRole, PolicyTrainer, Teachers
+from flotilla_coordinator.trainers.session import Gang, GangSession, LearningSession
+from flotilla_coordinator.trainers.spec import (
+    FROZEN_ROLES,
+    critic_needs_start,
+    critic_of,
+    critic_spec,
+    frozen_roles_of,
+    frozen_spec,
+    policy_updates,
+    session_spec,
+)
+from flotilla_core.checkpoint import CheckpointShelf, Manifest, on_disk
+from flotilla_core.config import CriticConfig, PolicyConfig, RunConfig, StackConfig
+from flotilla_core.errors import Unavailable
+from flotilla_core.gangs import gang_of, model_of
+from flotilla_core.roles import CRITIC, POLICY, REFERENCE, TEACHER, kind_of_role
+from flotilla_core.tasks import all_of, all_settled
+
+Judge = Callable[[Batch], Awaitable[None]]
+
+Stages = AsyncGenerator[pb.SaveCheckpointResponse]
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What one step taught whom.
+
+    The updates of one step.
+    """
+
+    policy: pb.UpdateResult | None
+    """None in steps in which only the critic learns."""
+    critic: pb.UpdateResult | None = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The policy's under their own names, the critic's under `critic/`."""
+        metrics = {} if self.policy is None else dict(self.policy.metrics)
+        if self.critic is not None:
+            metrics |= {f"critic/{name}": value for name, value in self.critic.metrics.items()}
+        return metrics
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Why whose update was not made."""
+        updates = {"update": self.policy, "update of the critic": self.critic}
+        return {name: update.skipped for name, update in updates.items() if update and update.skipped}
+
+    @property
+    def skipped_steps(self) -> list[str]:
+        """The optimizer steps that were left out of updates that were made."""
+        updates = {"the policy": self.policy, "the critic": self.critic}
+        return [
+            f"{step} ({name})" for name, update in updates.items() if update for step in update.skipped_steps
+        ]
+
+
+class Learners:
+    """The sessions of one run that are trained, saved and lost together."""
+
+    def __init__(
+        self,
+        policy: PolicyTrainer,
+        critic: Critic | None = None,
+        critic_steps: int = 0,
+        *,
+        frozen: Sequence[FrozenRole] = (),
+        judges: Mapping[str, Judge] | None = None,
+    ) -> None:
+        self.policy = policy
+        self.critic = critic
+        self.judges = judges or {}
+        """Who says something of every token of a batch before anybody learns from it, in this order."""
+        self._frozen = frozen
+        self._critic_steps = critic_steps
+
+    @property
+    def sessions(self) -> list[GangSession]:
+        """The policy's first."""
+        return [*self.learning, *self._frozen]
+
+    @property
+    def learning(self) -> list[LearningSession]:
+        """Those whose weights change, the policy's first."""
+        return [self.policy] if self.critic is None else [self.policy, self.critic]
+
+    def reconfigure(self, config: RunConfig) -> None:
+        """Learn by other rates from the next update on."""
+        self.policy.reschedule(config.optimizer.learning_rate, policy_updates(config))
+        critic = critic_of(config)
+        if self.critic is not None and critic is not None:
+            self.critic.reschedule(critic.optimizer.learning_rate, config.steps)
+
+    @property
+    def opened(self) -> bool:
+        """Whether every gang has a session of this run, as far as is known here."""
+        return all(session.opened for session in self.sessions)
+
+    async def open(self) -> None:
+        """Load the starting weights and build the optimizers; where one fails, who has no session is known of each."""
+        await all_settled(session.open() for session in self.sessions)
+
+    async def lost(self) -> list[GangSession]:
+        """The sessions that are gone; one is enough for the run to go back to a checkpoint."""
+        gone = await all_of(session.lost() for session in self.sessions)
+        return [session for session, is_gone in zip(self.sessions, gone, strict=True) if is_gone]
+
+    def policy_learns(self, step: int) -> bool:
+        """Whether a step moves the policy: the first ones may be for the critic alone."""
+        return self.critic is None or step >= self._critic_steps
+
+    async def train(self, batch: Batch) -> Learned:
+        """One update of each; of the critic alone in the first steps, where the run says so."""
+        if self.critic is None:
+            return Learned(await self.policy.train(batch))
+        if not self.policy_learns(batch.step):
+            return Learned(None, await self.critic.train(batch))
+        policy, critic = await all_of([self.policy.train(batch), self.critic.train(batch)])
+        return Learned(policy, critic)
+
+    def save(self, folder: Path, state: bytes) -> AsyncGenerator[pb.SaveCheckpointResponse]:
+        """One checkpoint, with `state` inside: a message when all of it is in memory, another when it is on disk."""
+        if self.critic is None:
+            return self.policy.save(folder, state)
+        return save_jointly(folder, state, self.policy, {CRITIC: self.critic})
+
+    async def load(self, folder: Path) -> bytes:
+        """Put everything back to a checkpoint; the state that it was saved with."""
+        loads = [self.policy.load(folder)]
+        if self.critic is not None:
+            loads.append(self.critic.load(folder / CRITIC))
+        state, *_ = await all_settled(loads)
+        return state
+
+
+async def save_jointly(
+    folder: Path, state: bytes, policy: LearningSession, beside: Mapping[str, LearningSession]
+) -> Stages:
+    """The policy's checkpoint with those of others inside, each in a folder of its name; stages as of a single one."""
+    shelf, name = CheckpointShelf(folder.parent), folder.name
+    aside = await asyncio.to_thread(on_disk, folder, shelf.begin, name)
+    whole = aside / POLICY / name
+    parts = {role: aside / role / name for role in beside}
+    try:
+        async with AsyncExitStack() as saves:
+            stages = [policy.save(whole, state)]
+            stages += [session.save(parts[role], b"") for role, session in beside.items()]
+            for stage in stages:
+                await saves.enter_async_context(aclosing(stage))
+            snapshots = await all_of(next_stage(stage) for stage in stages)
+            yield max(snapshots, key=lambda one: one.snapshot.stall.ToNanoseconds())
+            durables = await all_settled(next_stage(stage) for stage in stages)
+        manifest = await asyncio.to_thread(on_disk, folder, _join, shelf, name, whole, parts)
+    finally:
+        await asyncio.to_thread(shelf.discard, name)
+    slowest = max(durables, key=lambda one: one.durable.elapsed.ToNanoseconds())
+    durable = pb.CheckpointDurable(path=str(folder), bytes=manifest.nbytes, elapsed=slowest.durable.elapsed)
+    yield pb.SaveCheckpointResponse(durable=durable)
+
+
+async def next_stage(stages: Stages) -> pb.SaveCheckpointResponse:
+    """The next message of a save, which a gang may not end before its last."""
+    async for stage in stages:
+        return stage
+    raise Unavailable("the trainer ended the save without a result")
+
+
+def _join(shelf: CheckpointShelf, name: str, whole: Path, parts: Mapping[str, Path]) -> Manifest:
+    for role, part in parts.items():
+        part.rename(whole / role)
+    manifest = Manifest.join(whole, parts)
+    shelf.publish(name, whole)
+    return manifest
+
+
+class Gangs:
+    """The gangs that a run needs: waited for, looked at, and asked for a session each.
+
+    Those of one stack, for one run.
+    """
+
+    def __init__(
+        self, run_id: str, stack: StackConfig, fleet: RunFleet, ledger: Ledger, lineage: int
+    ) -> None:
+        self._run_id = run_id
+        self._stack = stack
+        self._fleet = fleet
+        self._ledger = ledger
+        self._lineage = lineage
+
+    async def learners(self, config: RunConfig, tokenizer: Tokenizer, dump_dir: Path) -> Learners:
+        """The policy, and the critic where the run has one."""
+        gang = await self._gang(POLICY, tokenizer)
+        spec = session_spec(config, dump_dir)
+        policy = PolicyTrainer(self._run_id, spec, gang, self._ledger.run_ids, self._lineage)
+        frozen = [await self._frozen(role, config, tokenizer) for role in frozen_roles_of(config)]
+        judges = _judges(config, frozen)
+        critic = critic_of(config)
+        if critic is None:
+            return Learners(policy, frozen=frozen, judges=judges)
+        if critic_needs_start(config):
+            temperature = config.rollout.sampling.temperature
+            judges[REFERENCE] = partial(policy.score_by_start, temperature=temperature)
+        session = await self._critic(config, critic, tokenizer, dump_dir / CRITIC)
+        judges[CRITIC] = session.value
+        return Learners(policy, session, critic.warmup_steps, frozen=frozen, judges=judges)
+
+    async def _critic(
+        self, config: RunConfig, critic: CriticConfig, tokenizer: Tokenizer, dump_dir: Path
+    ) -> Critic:
+        gang = await self._gang(CRITIC, tokenizer)
+        has_own_model = self._stack.critic.model is not None
+        spec = critic_spec(config, critic, dump_dir, has_own_model=has_own_model)
+        return Critic(self._run_id, spec, gang, self._ledger.run_ids, self._lineage)
+
+    async def _frozen(self, role: str, config: RunConfig, tokenizer: Tokenizer) -> FrozenRole:
+        gang = await self._gang(role, tokenizer)
+        start = config.initial_weights if role == REFERENCE and self._stack.reference.model is None else None
+        spec = frozen_spec(config, FROZEN_ROLES[kind_of_role(role)], str(start or ""))
+        temperature, top_k = config.rollout.sampling.temperature, _top_k(config, role)
+        return FrozenRole(self._run_id, spec, gang, self._ledger.run_ids, self._lineage, temperature, top_k)
+
+    async def _gang(self, role: str, tokenizer: Tokenizer) -> Gang:
+        section = gang_of(self._stack, role)
+        replica = await self._fleet.gang(role, self._stack.ready_timeout_s)
+        require_same_tokenizer(replica, tokenizer, model_of(self._stack, role))
+        longest_s = self._stack.longest_command_s(section)
+        return Gang(role, replica.stub, replica.instance_id, longest_s, replica.name)
+
+
+def _top_k(config: RunConfig, role: str) -> int:
+    """Tokens that a gang is asked for in each place beside the sampled one."""
+    teacher = config.algorithm.teacher if isinstance(config.algorithm, PolicyConfig) else None
+    return teacher.top_k if teacher is not None and kind_of_role(role) == TEACHER else 0
+
+
+def _judges(config: RunConfig, frozen: list[FrozenRole]) -> dict[str, Judge]:
+    """The reference by itself, and all teachers as one."""
+    algorithm = config.algorithm
+    teachers = [session for session in frozen if kind_of_role(session.gang.role) == TEACHER]
+    judges: dict[str, Judge] = {
+        session.gang.name: session.score for session in frozen if session not in teachers
+    }
+    if isinstance(algorithm, PolicyConfig) and algorithm.asked_teachers is not None:
+        judges[TEACHER] = Teachers(algorithm.asked_teachers, teachers).score
+    return judges

@@ -1,0 +1,262 @@
+"""What the gangs of a run are asked for in their roles: the policy, the critic, the reference and the teachers.
+
+Invariants: all samples of a batch get the values of one critic, which has not learned from them yet. A reference or a
+teacher says how likely its model finds each token of a batch under the weights of its start, which never change; so
+nothing of it is saved, and a session that is opened again says the same. Teachers are asked side by side, each about
+its own samples alone; the mean of several is made in float64 from what each of them said, and rounded once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import numpy as np
+
+from flotilla.trainer.v1 import session_pb2
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup
+from flotilla_coordinator.trainers.messages import fill, scored_parts
+from flotilla_coordinator.trainers.session import (
+    SESSION_TIMEOUT_S,
+    TRAIN_TIMEOUT_S,
+    Gang,
+    GangSession,
+    LearningSession,
+)
+from flotilla_core import ids, rpc
+from flotilla_core.config.teachers import TOP_BYTES, AskedTeachers
+from flotilla_core.roles import TEACHER, kind_of_role, teacher_name
+from flotilla_core.tasks import all_of
+from flotilla_core.tensors import from_tensor, to_tensor
+from flotilla_core.version import Version
+
+if TYPE_CHECKING:
+    from flotilla.trainer.v1.trainer_pb2_grpc import TrainerServiceAsyncStub
+
+T = TypeVar("T")
+
+Ask = Callable[[list[pb.ScoredSequence]], Awaitable[dict[str, T]]]
+
+
+class PolicyTrainer(LearningSession):
+    """The model that the run is about."""
+
+    async def logprobs(
+        self, sequences: list[tuple[np.ndarray, np.ndarray]], temperature: float
+    ) -> tuple[Version, list[np.ndarray]]:
+        """Log-probabilities of (prompt, response) pairs under the current policy."""
+        request = pb.ComputeLogprobsRequest(run_id=self._run_id, temperature=temperature)
+        for index, (prompt, response) in enumerate(sequences):
+            request.sequences.add(
+                sequence_id=str(index), prompt_token_ids=to_tensor(prompt), token_ids=to_tensor(response)
+            )
+        reply = await rpc.unary(self.stub.ComputeLogprobs, request, timeout_s=SESSION_TIMEOUT_S)
+        by_id = {item.sequence_id: from_tensor(item.logprobs) for item in reply.sequences}
+        return Version.from_proto(reply.policy_version), [by_id[str(i)] for i in range(len(sequences))]
+
+    async def score_by_start(self, batch: Batch, temperature: float) -> None:
+        """Give every sample of the batch what the copy of the first policy says of each of its tokens."""
+        found = await batch_logprobs(self.stub, self._run_id, batch, temperature, of_start=True)
+        for sample in batch.samples:
+            sample.reference_logprobs = found[sample.sample_id]
+
+    async def evaluate_loss(self, groups: list[RolloutGroup]) -> dict[str, float]:
+        """What the objective says of groups that do not train."""
+        request = pb.EvaluateLossRequest(run_id=self._run_id)
+        for group in groups:
+            fill(request.groups.add(), group)
+        reply = await rpc.unary(self.stub.EvaluateLoss, request, timeout_s=TRAIN_TIMEOUT_S)
+        return dict(reply.metrics)
+
+    async def export(self, path: Path) -> None:
+        """Write the current policy as a Hugging Face folder."""
+        await rpc.unary(
+            self.stub.ExportModel,
+            pb.ExportModelRequest(
+                run_id=self._run_id,
+                request_id=ids.new_request_id(),
+                path=str(path),
+                policy_version=self.version.to_proto(),
+            ),
+            timeout_s=SESSION_TIMEOUT_S,
+        )
+
+
+class Critic(LearningSession):
+    """The critic's session: it says what it expects of each token, and learns what came.
+
+    The value model of a run.
+    """
+
+    async def value(self, batch: Batch) -> None:
+        """Give every sample of the batch what the critic expects before each of its tokens, and after the last."""
+        values = await batch_values(self.stub, self._run_id, batch)
+        for sample in batch.samples:
+            expected = values[sample.sample_id]
+            sample.values, sample.value_after = expected[:-1], float(expected[-1])
+
+
+class FrozenRole(GangSession):
+    """The session of a gang that learns nothing: a reference or a teacher.
+
+    Scores batches at the temperature of the rollouts.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        spec: session_pb2.SessionSpec,
+        gang: Gang,
+        known_runs: Callable[[], Awaitable[list[str]]],
+        lineage: int,
+        temperature: float,
+        top_k: int = 0,
+    ) -> None:
+        super().__init__(run_id, spec, gang, known_runs, lineage)
+        self._temperature = temperature
+        self._top_k = top_k
+
+    async def logprobs(self, batch: Batch) -> dict[str, np.ndarray]:
+        """What this model says of each token of the batch, by the id of its sample."""
+        return await batch_logprobs(self.stub, self._run_id, batch, self._temperature)
+
+    async def score(self, batch: Batch) -> None:
+        """Give every sample of the batch what this model says of each of its tokens.
+
+        A teacher that was opened with a `top_k` also says which tokens it finds likeliest in their places.
+        """
+        if self._top_k:
+            await self._score_likeliest(batch)
+            return
+        found = await self.logprobs(batch)
+        for sample in batch.samples:
+            if kind_of_role(self.gang.role) == TEACHER:
+                sample.teacher_logprobs = found[sample.sample_id]
+            else:
+                sample.reference_logprobs = found[sample.sample_id]
+
+    async def _score_likeliest(self, batch: Batch) -> None:
+        found = await batch_likeliest_tokens(self.stub, self._run_id, batch, self._temperature, self._top_k)
+        for sample in batch.samples:
+            said = found[sample.sample_id]
+            sample.teacher_logprobs = said.logprobs
+            sample.teacher_top_token_ids, sample.teacher_top_logprobs = said.top_token_ids, said.top_logprobs
+
+
+class Teachers:
+    """The sessions of a run's teachers, one or several."""
+
+    def __init__(self, asked: AskedTeachers, sessions: Sequence[FrozenRole]) -> None:
+        self._asked = asked
+        self._sessions = {session.gang.role: session for session in sessions}
+
+    async def score(self, batch: Batch) -> None:
+        """Give every sample what its teacher says of each of its tokens, or the weighted mean of what all say."""
+        parts, seconds = parts_of(self._asked, batch), batch.metrics
+        if self._asked.averages_teachers:
+            calls = [self._timed(role, self._sessions[role].logprobs(batch), seconds) for role in parts]
+            found = dict(zip(parts, await all_of(calls), strict=True))
+            for sample in batch.samples:
+                said = {role: logprobs[sample.sample_id] for role, logprobs in found.items()}
+                sample.teacher_logprobs = mean_logprobs(said, self._asked.teacher_shares)
+            return
+        await all_of(
+            self._timed(role, self._sessions[role].score(part), seconds) for role, part in parts.items()
+        )
+
+    @staticmethod
+    async def _timed(role: str, answer: Awaitable[T], seconds: dict[str, float]) -> T:
+        """The answer; how long a teacher with a name took is a metric of its own."""
+        started = time.monotonic()
+        found = await answer
+        if name := teacher_name(role):
+            seconds[f"time/teacher_{name}_s"] = time.monotonic() - started
+        return found
+
+
+def parts_of(asked: AskedTeachers, batch: Batch) -> dict[str, Batch]:
+    """The groups that each teacher is asked about, by its role; a teacher of none has no part."""
+    roles = asked.teacher_shares
+    if asked.teacher_field is None:
+        return dict.fromkeys(roles, batch)
+    own = {role: [group for group in batch.groups if group.teacher == role] for role in roles}
+    return {role: replace(batch, groups=groups) for role, groups in own.items() if groups}
+
+
+def mean_logprobs(said: Mapping[str, np.ndarray], shares: Mapping[str, float]) -> np.ndarray:
+    """The weighted mean of what they say of each token.
+
+    That is the log-probability under their normalised geometric mean, less a number which is the same for all tokens
+    that may stand in a place, so that it changes no gradient on average.
+    """
+    mean = sum(shares[role] * logprobs.astype(np.float64) for role, logprobs in said.items())
+    return np.asarray(mean, np.float32)
+
+
+class LikeliestTokens(NamedTuple):
+    """Of one sample, what a model says of its tokens and of those that it finds likeliest in their places."""
+
+    logprobs: np.ndarray
+    top_token_ids: np.ndarray
+    """[tokens, k]."""
+    top_logprobs: np.ndarray
+    """[tokens, k]."""
+
+
+async def batch_logprobs(
+    stub: TrainerServiceAsyncStub, run_id: str, batch: Batch, temperature: float, *, of_start: bool = False
+) -> dict[str, np.ndarray]:
+    """How likely it finds them, under the weights that the session holds, or those that it started from."""
+
+    async def ask(sequences: list[pb.ScoredSequence]) -> dict[str, np.ndarray]:
+        request = pb.ComputeLogprobsRequest(
+            run_id=run_id, temperature=temperature, reference=of_start, sequences=sequences
+        )
+        reply = await rpc.unary(stub.ComputeLogprobs, request, timeout_s=TRAIN_TIMEOUT_S)
+        return {item.sequence_id: from_tensor(item.logprobs) for item in reply.sequences}
+
+    return await _by_sample(batch, ask)
+
+
+async def batch_likeliest_tokens(
+    stub: TrainerServiceAsyncStub, run_id: str, batch: Batch, temperature: float, top_k: int
+) -> dict[str, LikeliestTokens]:
+    """How likely it finds them, and in the place of each the `top_k` tokens that it finds likeliest."""
+
+    async def ask(sequences: list[pb.ScoredSequence]) -> dict[str, LikeliestTokens]:
+        request = pb.ComputeLogprobsRequest(
+            run_id=run_id, temperature=temperature, top_k=top_k, sequences=sequences
+        )
+        reply = await rpc.unary(stub.ComputeLogprobs, request, timeout_s=TRAIN_TIMEOUT_S)
+        return {
+            item.sequence_id: LikeliestTokens(
+                from_tensor(item.logprobs),
+                from_tensor(item.top_token_ids),
+                from_tensor(item.top_logprobs),
+            )
+            for item in reply.sequences
+        }
+
+    return await _by_sample(batch, ask, top_k * TOP_BYTES)
+
+
+async def batch_values(stub: TrainerServiceAsyncStub, run_id: str, batch: Batch) -> dict[str, np.ndarray]:
+    """Return what a critic expects before each of them and, as the last number, after all of them."""
+
+    async def ask(sequences: list[pb.ScoredSequence]) -> dict[str, np.ndarray]:
+        request = pb.ComputeValuesRequest(run_id=run_id, sequences=sequences, after_last=True)
+        reply = await rpc.unary(stub.ComputeValues, request, timeout_s=TRAIN_TIMEOUT_S)
+        return {item.sequence_id: from_tensor(item.values) for item in reply.sequences}
+
+    return await _by_sample(batch, ask)
+
+
+async def _by_sample(batch: Batch, ask: Ask[T], answer_bytes: int = 4) -> dict[str, T]:
+    found: dict[str, T] = {}
+    for sequences in scored_parts(batch.groups, answer_bytes):
+        found |= await ask(sequences)
+    return found
