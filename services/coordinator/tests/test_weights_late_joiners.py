@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from flotilla_coordinator.weights import sync as sync_module
+from flotilla_coordinator.weights.members import SyncReport
 from flotilla_coordinator.weights.sync import WeightSync
-from flotilla_coordinator.weights.sync_report import SyncReport
 from flotilla_core import rpc
 from flotilla_core.config import WeightSyncConfig
 from flotilla_core.errors import (

@@ -10,9 +10,9 @@ import pytest
 
 from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla_coordinator.weights import sync as sync_module
+from flotilla_coordinator.weights.epochs import CALL_SLACK_S
+from flotilla_coordinator.weights.members import SyncReport
 from flotilla_coordinator.weights.sync import WeightSync
-from flotilla_coordinator.weights.sync_report import SyncReport
-from flotilla_coordinator.weights.weight_epochs import CALL_SLACK_S
 from flotilla_core import rpc
 from flotilla_core.config import WeightSyncConfig
 from flotilla_core.errors import (

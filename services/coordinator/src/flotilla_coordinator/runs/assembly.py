@@ -36,9 +36,8 @@ from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_coordinator.trainers.learners import Gangs
 from flotilla_coordinator.trainers.roles import PolicyTrainer
-from flotilla_coordinator.weights.canary import Canary
-from flotilla_coordinator.weights.candidates import Candidates
-from flotilla_coordinator.weights.live_check import LiveCheck
+from flotilla_coordinator.weights.canary import Canary, LiveCheck
+from flotilla_coordinator.weights.members import Candidates
 from flotilla_coordinator.weights.sync import WeightSync
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.config import PolicyConfig, SamplingConfig

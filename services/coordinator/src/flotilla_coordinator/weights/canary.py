@@ -2,13 +2,14 @@
 
 Invariants: canary samples never reach the ledger or the trainer's updates; every member that serves the
 version answers every prompt, or is reported as failed; a mean probability difference above `fail_at` ends the
-run, because nothing sampled from then on could be attributed to the weights it claims.
+run, because nothing sampled from then on could be attributed to the weights it claims. What each sync cost becomes
+metrics beside it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ import numpy as np
 from flotilla.generator.v1 import generator_pb2 as pb
 from flotilla_coordinator.rollouts.generation import CANARY
 from flotilla_coordinator.trainers.roles import PolicyTrainer
-from flotilla_coordinator.weights.members import Member
+from flotilla_coordinator.weights.members import Member, SyncReport
 from flotilla_core import ids, rpc
 from flotilla_core.config import CanaryConfig
 from flotilla_core.errors import FlotillaError, Mismatch, Unavailable
@@ -158,3 +159,46 @@ class Canary:
                 logprobs = from_tensor(sample.logprobs).astype(np.float64)
                 return _Response(member.name, prompt, from_tensor(sample.token_ids), logprobs)
         raise Unavailable(f"{member.name} ended a canary without a sample")
+
+
+class LiveCheck:
+    """After each sync: what it cost becomes metrics, and trainer and generators are compared on the same tokens.
+
+    Of one run; `warn` hears of a difference beyond `warn_at`.
+    """
+
+    def __init__(
+        self, canary: Canary, metrics: dict[str, float], warn_at: float, warn: Callable[[str], None]
+    ) -> None:
+        self._canary = canary
+        self._metrics = metrics
+        self._warn_at = warn_at
+        self._warn = warn
+
+    async def verify(self, report: SyncReport) -> dict[str, FlotillaError]:
+        """The members that could not answer, and why."""
+        self._note_cost(report)
+        outcome = await self._canary.check(report.version, report.members)
+        result, metrics = outcome.report, self._metrics
+        if result is None:
+            return outcome.failures
+        metrics["canary/mean"] = result.probs_mean
+        metrics["canary/logprob_mean"] = result.logprob_mean
+        metrics["canary/max"] = result.logprob_max
+        if result.probs_mean > self._warn_at:
+            self._warn(
+                f"trainer and generator differ: mean probability difference {result.probs_mean:.4f} "
+                f"at version {report.version} (weights.canary.warn_at)"
+            )
+        return outcome.failures
+
+    def _note_cost(self, report: SyncReport) -> None:
+        metrics = self._metrics
+        if report.caught_up:
+            metrics["sync/caught_up"] = metrics.get("sync/caught_up", 0.0) + len(report.members)
+            return
+        metrics["sync/bytes"] = float(report.bytes)
+        metrics["sync/stage_s"] = report.stage_s
+        metrics["sync/stall_s"] = report.stall_s
+        metrics["sync/members"] = float(len(report.members))
+        metrics["sync/epochs"] = float(report.epochs)

@@ -1,20 +1,36 @@
-"""The generators of a weight group.
+"""The generators of a weight group: who may be in the next one, what each took at its last sync, and what it serves.
 
-Invariants: rank 0 is the sender; members follow in a fixed order without gaps, each with as many ranks as it
-has workers.
+Invariants: rank 0 is the sender; members follow in a fixed order without gaps, each with as many ranks as it has
+workers. A generator that reads the tokens in another way, or whose model has another shape, is refused for as long as
+its process lives; one that failed comes back when it is healthy; whoever leaves is named to the user.
+
+A digest was computed by the sender and agreed on by the replica before it counts as held; equal digests are equal
+weights, whatever run or replica they belong to. A replica counts as serving from its confirmed commit until it fails,
+or until it is left out of the group that follows the policy; instances count, not names, so a restart serves nothing
+until it has committed.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from google.protobuf.duration_pb2 import Duration
+
 from flotilla.common.v1 import weights_pb2
-from flotilla_core.rpc import Replica
+from flotilla.coordinator.v1 import coordinator_pb2 as pb
+from flotilla.coordinator.v1 import run_pb2
+from flotilla.generator.v1 import generator_pb2 as gen
+from flotilla_coordinator.data.tokenizer import Tokenizer, of_same_tokenizer
+from flotilla_core.errors import FlotillaError, Mismatch
+from flotilla_core.rpc import Replica, ReplicaPool
+from flotilla_core.version import Version
 
 if TYPE_CHECKING:
     from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceAsyncStub
-
 
 GeneratorReplica: TypeAlias = "Replica[GeneratorServiceAsyncStub]"
 
@@ -62,3 +78,128 @@ def seat(replicas: list[GeneratorReplica]) -> tuple[tuple[Member, ...], int]:
         members.append(Member(replica, rank))
         rank += int(replica.registration.capacity.get("weight_workers", 1))
     return tuple(members), rank
+
+
+@dataclass(frozen=True)
+class HeldWeights:
+    """What a generator took at its last sync.
+
+    One version on one replica, and what it took to bring it there.
+    """
+
+    member: Member
+    version: Version
+    digests: weights_pb2.WeightDigests
+    staged: gen.StageWeightsResponse
+    stall_s: float
+
+    @property
+    def digest(self) -> str:
+        """One value over all tensors."""
+        content = [self.digests.manifest_digest, *map(str, self.digests.tensor_digests)]
+        return hashlib.blake2b("\n".join(content).encode(), digest_size=16).hexdigest()
+
+    def to_proto(self) -> pb.HeldWeights:
+        """For the wire."""
+        stall = Duration()
+        stall.FromNanoseconds(round(self.stall_s * 1e9))
+        return pb.HeldWeights(
+            name=self.member.name,
+            instance_id=self.member.instance_id,
+            version=self.version.to_proto(),
+            digest=self.digest,
+            bytes=self.staged.bytes,
+            stage=self.staged.elapsed,
+            stall=stall,
+        )
+
+
+class Serving:
+    """Which generator serves which version of this run.
+
+    What each replica that serves this run took last.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, HeldWeights] = {}
+
+    def took(self, held: HeldWeights) -> None:
+        """A commit was confirmed."""
+        self._held[held.member.instance_id] = held
+
+    def lost(self, instance_id: str) -> None:
+        """It serves nothing of ours any more."""
+        self._held.pop(instance_id, None)
+
+    def keep_only(self, instance_ids: Collection[str]) -> None:
+        """Whoever is left out, a drained replica say, will not follow the policy: it serves nothing of ours."""
+        self._held = {key: held for key, held in self._held.items() if key in instance_ids}
+
+    def serves(self, instance_id: str, version: Version) -> bool:
+        """Whether a replica may be given work that needs `version` or newer."""
+        live = self.live_version(instance_id)
+        return live is not None and live >= version
+
+    def live_version(self, instance_id: str) -> Version | None:
+        """What a replica serves for this run."""
+        held = self._held.get(instance_id)
+        return held.version if held is not None else None
+
+    def held(self) -> list[HeldWeights]:
+        """All of them, by the names of their slots."""
+        return sorted(self._held.values(), key=lambda one: one.member.name)
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What a sync did, for whoever checks and records it.
+
+    What one sync moved and cost.
+    """
+
+    version: Version
+    bytes: int
+    stage_s: float
+    stall_s: float
+    members: tuple[Member, ...]
+    epochs: int
+    caught_up: bool = False
+    """Whether the members came after the version had been published, and took it in a group of their own."""
+
+
+class Candidates:
+    """The generators that the next weight group may have.
+
+    Those of one run; `spared` leaves out whom an evaluation holds.
+    """
+
+    def __init__(
+        self,
+        pool: ReplicaPool[GeneratorServiceAsyncStub],
+        tokenizer: Tokenizer,
+        model: Path | str,
+        wait_limit_s: float,
+        notice: Callable[[run_pb2.NoticeLevel.ValueType, str], None],
+        spared: Callable[[list[GeneratorReplica]], list[GeneratorReplica]],
+    ) -> None:
+        self._pool = pool
+        self._tokenizer = tokenizer
+        self._model = model
+        self._wait_limit_s = wait_limit_s
+        self._notice = notice
+        self._spared = spared
+
+    async def fitting(self) -> list[GeneratorReplica]:
+        """At least one, by name; waits for it."""
+        await self._pool.wait_for(1, self._wait_limit_s, "a generator")
+        replicas = sorted(self._pool.replicas(), key=lambda replica: replica.name)
+        return self._spared(of_same_tokenizer(replicas, self._tokenizer, self._model, self.evict))
+
+    def evict(self, replica: GeneratorReplica, error: FlotillaError) -> None:
+        """It failed, or will never fit."""
+        if isinstance(error, Mismatch):  # it will not fit later either, however healthy it is
+            self._pool.drain(replica.instance_id, str(error))
+            self._notice(run_pb2.NOTICE_LEVEL_ERROR, f"{replica.name} is refused: {error}")
+            return
+        self._pool.eject(replica.instance_id, str(error))
+        self._notice(run_pb2.NOTICE_LEVEL_WARNING, f"{replica.name} left the weight group: {error}")

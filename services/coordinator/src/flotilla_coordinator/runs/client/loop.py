@@ -24,7 +24,7 @@ from flotilla_coordinator.runs.client.calls import ClientCalls
 from flotilla_coordinator.runs.client.sampling import ClientPrompt, ClientSampling
 from flotilla_coordinator.runs.client.steps import STEP_TIMEOUT_S, ClientSteps
 from flotilla_coordinator.runs.context import RunContext
-from flotilla_coordinator.weights.sync_report import SyncReport
+from flotilla_coordinator.weights.members import SyncReport
 from flotilla_core import ids, rpc
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.config import SamplingConfig

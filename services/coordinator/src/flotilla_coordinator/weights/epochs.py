@@ -1,7 +1,9 @@
-"""Weight groups and the calls inside them: form, stage, commit, give up.
+"""Weight groups and the calls inside them: form, stage, commit, give up, and whose fault it is that one broke.
 
 Invariants: epochs only grow, and the trainer has one group open at most, that of the newest epoch; a call that fails
 breaks its group, which is repaired as a whole by the next epoch; nothing here decides who is asked or who is evicted.
+A member that reports a failure of its own is to blame; somebody else's failure, and a limit that all members missed,
+blame nobody; what every single member refuses alike would be refused in any other epoch too.
 """
 
 from __future__ import annotations
@@ -17,15 +19,14 @@ from flotilla.common.v1 import weights_pb2
 from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla.trainer.v1 import trainer_pb2 as train
 from flotilla_coordinator.trainers.roles import PolicyTrainer
-from flotilla_coordinator.weights.blame import Failures, GroupBrokenError, to_blame
-from flotilla_coordinator.weights.held_weights import HeldWeights
-from flotilla_coordinator.weights.members import GeneratorReplica, Group, Member, seat
+from flotilla_coordinator.weights.members import GeneratorReplica, Group, HeldWeights, Member, seat
 from flotilla_core import ids, rpc
 from flotilla_core.config import WeightSyncConfig
 from flotilla_core.errors import (
     DeadlineExceeded,
     FlotillaError,
     Mismatch,
+    StaleVersion,
     Unavailable,
     WeightGroupFailed,
     WeightsMismatch,
@@ -45,6 +46,12 @@ KV_POLICIES = {
     "reuse": gen.KV_POLICY_REUSE,
     "drain": gen.KV_POLICY_DRAIN,
 }
+
+Failures = dict[str, FlotillaError]
+"""What went wrong, by the name of the member or `trainer`."""
+
+# What a healthy member reports when another one failed, or when the epoch ended under it.
+NOT_ITS_FAULT = (WeightGroupFailed, StaleVersion)
 
 
 @dataclass(frozen=True)
@@ -241,3 +248,31 @@ class WeightEpochs:
         except FlotillaError:
             return False
         return True
+
+
+class GroupBrokenError(Exception):
+    """The group of this epoch is lost; `failures` says what each member reported."""
+
+    def __init__(self, failures: Failures, group: Group | None = None) -> None:
+        super().__init__("; ".join(f"{name}: {error}" for name, error in failures.items()))
+        self.failures = failures
+        self.group = group
+
+    @property
+    def common_mismatch(self) -> WeightsMismatch | Mismatch | None:
+        """The mismatch that every single member reports: another epoch would not change it."""
+        members = self.group.members if self.group is not None else ()
+        reported = [self.failures.get(member.name) for member in members]
+        mismatches = [error for error in reported if isinstance(error, WeightsMismatch | Mismatch)]
+        return mismatches[0] if mismatches and len(mismatches) == len(members) else None
+
+
+def to_blame(members: tuple[Member, ...], failures: Failures) -> set[str]:
+    """Members that failed by themselves; a limit that everybody missed says nothing about anyone."""
+    own = {
+        m.name: failures[m.name]
+        for m in members
+        if m.name in failures and not isinstance(failures[m.name], NOT_ITS_FAULT)
+    }
+    late = {name for name, error in own.items() if isinstance(error, DeadlineExceeded)}
+    return set(own) - late if len(late) == len(members) > 1 else set(own)
