@@ -9,8 +9,8 @@ import pytest
 from google.protobuf.descriptor import ServiceDescriptor
 
 import flotilla
-from flotilla_coordinator.loop_servicer import LoopServicer
-from flotilla_coordinator.servicer import CoordinatorServicer
+from flotilla_coordinator.api.coordinator_servicer import CoordinatorServicer
+from flotilla_coordinator.api.loop_servicer import LoopServicer
 from flotilla_core.service.operate import OperateServicer
 from flotilla_generator.servicer import GeneratorServicer
 from flotilla_launch.servicer import LauncherServicer

@@ -14,14 +14,14 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 from flotilla.common.v1 import operate_pb2
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla.coordinator.v1 import coordinator_pb2_grpc, loop_pb2_grpc
+from flotilla_coordinator.api.coordinator_servicer import CoordinatorServicer
+from flotilla_coordinator.api.loop_servicer import LoopServicer
 from flotilla_coordinator.fleet.fleet import Fleet, keep_in_view
 from flotilla_coordinator.fleet.launcher import LauncherLink
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.ownership import BEAT_S, Owner
-from flotilla_coordinator.loop_servicer import LoopServicer
 from flotilla_coordinator.retention import Retention
 from flotilla_coordinator.runs.runs import Runs
-from flotilla_coordinator.servicer import CoordinatorServicer
 from flotilla_coordinator.timeline import SpanStore, TraceReceiver
 from flotilla_core.bus import EventStream
 from flotilla_core.errors import FlotillaError, StaleVersion

@@ -21,13 +21,14 @@ from flotilla.launcher.v1 import launcher_pb2
 from flotilla_coordinator.fleet.fleet import Fleet
 from flotilla_coordinator.fleet.launcher import LauncherLink
 from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.ledger.records import SampleRecord, SampleState
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.records.report import Exporter
-from flotilla_coordinator.runs.ledger_view import list_samples
 from flotilla_coordinator.runs.past_events import all_events, past_events
 from flotilla_coordinator.runs.runs import Runs
 from flotilla_coordinator.timeline import SpanStore, chrome_trace
 from flotilla_core.errors import InvalidRequest, NotFound
+from flotilla_core.tensors import to_tensor
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -36,6 +37,8 @@ WORK_STATES = {
     "ejected": pb.WORK_STATE_EJECTED,
     "draining": pb.WORK_STATE_DRAINING,
 }
+
+DEFAULT_LIMIT = 100
 
 
 class CoordinatorServicer(CoordinatorServiceServicer):
@@ -201,3 +204,47 @@ class CoordinatorServicer(CoordinatorServiceServicer):
             return list(chrome_trace(spans))
         finally:
             reader.close()
+
+
+async def list_samples(ledger: Ledger, run_id: str, request: pb.ListSamplesRequest) -> pb.ListSamplesResponse:
+    """One page of samples."""
+    limit = request.limit or DEFAULT_LIMIT
+    records = await ledger.samples(
+        run_id,
+        step=request.step if request.HasField("step") else None,
+        state=SampleState(request.state) if request.state else None,
+        limit=limit,
+        after=_page_position(request.page_token),
+    )
+    token = str(records[-1].position) if len(records) == limit else ""
+    return pb.ListSamplesResponse(
+        samples=[_sample_message(record) for record in records], next_page_token=token
+    )
+
+
+def _page_position(page_token: str) -> int:
+    if page_token and not page_token.isdecimal():
+        raise InvalidRequest(f"page_token {page_token!r} is not one that an earlier page returned")
+    return int(page_token or 0)
+
+
+def _sample_message(record: SampleRecord) -> pb.Sample:
+    message = pb.Sample(
+        sample_id=record.sample_id,
+        state=pb.SampleState.ValueType(int(record.state)),
+        attempt=record.attempt,
+        step=record.step,
+        generator_id=record.generator,
+        reward=record.reward or 0.0,
+        drop_reason=record.drop_reason,
+        update_id=record.update_id,
+        prompt=record.prompt_text,
+        response=record.text,
+    )
+    if record.token_ids is not None:
+        message.token_ids.CopyFrom(to_tensor(record.token_ids))
+    if record.logprobs is not None:
+        message.logprobs.CopyFrom(to_tensor(record.logprobs))
+    for span in record.spans:
+        message.version_spans.add(version=span.version.to_proto(), start=span.start, end=span.end)
+    return message

@@ -1,0 +1,3 @@
+"""What the coordinator answers on the wire."""
+
+from __future__ import annotations
