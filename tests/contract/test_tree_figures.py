@@ -10,10 +10,10 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL_WITH_ONE_IMPORTER = 82
-FRAGMENTS = 605
-LARGEST_IMPORT_SHARE = {"services/coordinator": 0.095, "services/trainer": 0.104}
-MOST_MODULES = {"services/coordinator": 127, "services/trainer": 120}
+SMALL_WITH_ONE_IMPORTER = 81
+FRAGMENTS = 603
+LARGEST_IMPORT_SHARE = {"services/coordinator": 0.093, "services/trainer": 0.104}
+MOST_MODULES = {"services/coordinator": 116, "services/trainer": 120}
 
 
 @pytest.fixture(scope="module")

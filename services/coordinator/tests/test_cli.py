@@ -21,7 +21,7 @@ from flotilla.coordinator.v1.coordinator_pb2_grpc import (
 )
 from flotilla_client import connect
 from flotilla_coordinator.cli.main import main
-from flotilla_coordinator.cli.progress import progress
+from flotilla_coordinator.cli.watch import progress
 from flotilla_coordinator.timeline import SpanStore
 from flotilla_core.config.stack import BindConfig
 from flotilla_core.errors import NotFound

@@ -4,7 +4,7 @@ import pytest
 
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
-from flotilla_coordinator.cli import boot_progress
+from flotilla_coordinator.cli import processes
 
 STARTING, READY = ProcessState.PROCESS_STATE_STARTING, ProcessState.PROCESS_STATE_READY
 
@@ -18,7 +18,7 @@ def fleet(trainer: ProcessState.ValueType, *, address: str = "", error: str = ""
 
 
 def test_a_log_names_each_service_once_when_it_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
-    with boot_progress.boot_progress() as show:
+    with processes.boot_progress() as show:
         for _ in range(3):
             show(fleet(STARTING))
         for _ in range(3):
@@ -30,15 +30,15 @@ def test_a_log_names_each_service_once_when_it_is_ready(capsys: pytest.CaptureFi
 def test_a_slow_boot_says_what_it_waits_for(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(boot_progress, "REMIND_S", 0.0)
-    with boot_progress.boot_progress() as show:
+    monkeypatch.setattr(processes, "REMIND_S", 0.0)
+    with processes.boot_progress() as show:
         show(fleet(STARTING, address="127.0.0.1:7001"))
     assert "waiting: trainer starts its ranks" in capsys.readouterr().err
 
 
 def test_what_a_process_does_is_said_in_words() -> None:
     nats = ProcessStatus(name="nats", state=STARTING)
-    assert boot_progress.doing(nats) == "opens its store"
-    assert boot_progress.doing(fleet(STARTING)[1]) == "its process starts"
+    assert processes.doing(nats) == "opens its store"
+    assert processes.doing(fleet(STARTING)[1]) == "its process starts"
     failed = fleet(ProcessState.PROCESS_STATE_RESTARTING, error="it was killed by SIGKILL\n  last line")[1]
-    assert boot_progress.doing(failed) == "restarting: it was killed by SIGKILL"
+    assert processes.doing(failed) == "restarting: it was killed by SIGKILL"

@@ -1,7 +1,7 @@
 """The `flotilla` command.
 
 Invariants: data goes to stdout, talk to stderr; every command has `--json` and then prints one object; exit codes
-are those of `exit_codes`. Modules here import nothing heavy at their top, so that `flotilla --help` is quick.
+are those of `options`. Modules here import nothing heavy at their top, so that `flotilla --help` is quick.
 """
 
 from __future__ import annotations

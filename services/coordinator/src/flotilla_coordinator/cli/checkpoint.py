@@ -45,7 +45,7 @@ def list_(run: RunId, stack: Stack = None, as_json: Json = False) -> None:
 @app.command()
 def verify(run: RunId, checkpoint: Name = None, stack: Stack = None, as_json: Json = False) -> None:
     """Compare every byte with what was written; exit code 1 when one is damaged."""
-    from flotilla_coordinator.cli.exit_codes import RUN_FAILED
+    from flotilla_coordinator.cli.options import RUN_FAILED
     from flotilla_coordinator.cli.output import print_json, print_line
     from flotilla_core.checkpoint import Manifest
     from flotilla_core.errors import Damaged
@@ -125,7 +125,7 @@ def prune(
 
 def _shelf(stack: str | None, run: str) -> tuple[str, CheckpointShelf]:
     """The run that is meant, by the ledger's file, and its checkpoints."""
-    from flotilla_coordinator.cli.stack_choice import stack_paths
+    from flotilla_coordinator.cli.stack import stack_paths
     from flotilla_coordinator.ledger import queries, schema
     from flotilla_coordinator.records.directory import RunDirectory
     from flotilla_core.checkpoint import CheckpointShelf

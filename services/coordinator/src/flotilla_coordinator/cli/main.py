@@ -7,19 +7,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-from flotilla_coordinator.cli import (
-    checkpoint,
-    config,
-    doctor,
-    fleet,
-    logs,
-    replicas,
-    run,
-    run_changes,
-    timeline,
-    weights,
-)
-from flotilla_coordinator.cli.exit_codes import INTERRUPTED, code_of
+from flotilla_coordinator.cli import checkpoint, config, doctor, fleet, replicas, run, timeline, weights
+from flotilla_coordinator.cli.options import INTERRUPTED, code_of
 from flotilla_core.files import keep_private
 
 if TYPE_CHECKING:
@@ -35,13 +24,13 @@ app = typer.Typer(
 app.command()(fleet.up)
 app.command()(fleet.down)
 app.command()(fleet.ps)
-app.command()(logs.logs)
+app.command()(fleet.logs)
 app.command()(fleet.scale)
 app.add_typer(replicas.app, name="replicas")
 app.add_typer(weights.app, name="weights")
 app.add_typer(run.app, name="run")
-run.app.command()(run_changes.pause)
-run.app.command("set")(run_changes.set_)
+run.app.command()(run.pause)
+run.app.command("set")(run.set_)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command()(timeline.timeline)
 app.command()(doctor.doctor)

@@ -1,10 +1,17 @@
-"""Options that several commands share."""
+"""What commands share: their options and arguments, how their asyncio part runs, and what their exit codes say."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import asyncio
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+
+if TYPE_CHECKING:
+    from flotilla_core.errors import FlotillaError
 
 Stack = Annotated[
     str | None,
@@ -28,3 +35,57 @@ Coordinator = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 RunId = Annotated[str, typer.Argument(metavar="RUN", help='Id, unique prefix of an id, or "latest".')]
+
+Result = TypeVar("Result")
+
+OK = 0
+RUN_FAILED = 1
+USAGE = 2
+UNREACHABLE = 3
+UNAUTHENTICATED = 4
+PREFLIGHT = 5
+INTERRUPTED = 130
+
+
+def split_arguments(arguments: list[str]) -> tuple[list[Path], list[str]]:
+    """Files, then overrides; an existing file is a file whatever its name."""
+    from flotilla_core.errors import InvalidRequest
+
+    overrides = [text for text in arguments if "=" in text and not Path(text).exists()]
+    files = [Path(text) for text in arguments if text not in overrides]
+    if not files:
+        raise InvalidRequest(
+            "no configuration file is given",
+            where=" ".join(arguments),
+            next_step="name one or more YAML files before the key=value overrides",
+        )
+    return files, overrides
+
+
+def wait(work: Coroutine[Any, Any, Result], *, interrupted: str = "interrupted") -> Result:
+    """The result; on Ctrl-C the work is cancelled in order, then `interrupted` is said and the exit code is 130."""
+    try:
+        return asyncio.run(work)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"\n{interrupted}\n")
+        sys.exit(INTERRUPTED)
+
+
+def code_of(error: FlotillaError) -> int:
+    """Of a command that ends with this error."""
+    from flotilla_core import errors
+
+    codes: dict[tuple[type[FlotillaError], ...], int] = {
+        (errors.InvalidConfig, errors.InvalidRequest, errors.NotFound, errors.AlreadyExists): USAGE,
+        (errors.Unavailable, errors.DeadlineExceeded): UNREACHABLE,
+        (errors.Unauthenticated, errors.PermissionDenied): UNAUTHENTICATED,
+        (
+            errors.FailedPrecondition,
+            errors.PortInUse,
+            errors.Mismatch,
+            errors.Exhausted,
+            errors.DiskFull,
+        ): PREFLIGHT,
+        (errors.Cancelled,): INTERRUPTED,
+    }
+    return next((code for kinds, code in codes.items() if isinstance(error, kinds)), RUN_FAILED)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flotilla_coordinator.cli.options import Coordinator, Json, Stack
-from flotilla_coordinator.cli.stack_choice import client_of
+from flotilla_coordinator.cli.stack import client_of
 
 if TYPE_CHECKING:
     from flotilla.coordinator.v1.coordinator_pb2 import Service
@@ -20,8 +20,8 @@ COLUMNS = ("NAME", "KIND", "WORK", "VERSION", "OWES TOKENS", "RUN", "WHY")
 @app.command("list")
 def list_(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False) -> None:
     """List generators and reward replicas, and whether each may get work."""
+    from flotilla_coordinator.cli.options import wait
     from flotilla_coordinator.cli.output import print_json, print_table
-    from flotilla_coordinator.cli.running import wait
 
     async def ask() -> list[Service]:
         async with client_of(stack, coordinator) as client:
@@ -43,8 +43,8 @@ def drain(
     as_json: Json = False,
 ) -> None:
     """Give a replica no more work. What it has it ends; its process stays, and works again once restarted."""
+    from flotilla_coordinator.cli.options import wait
     from flotilla_coordinator.cli.output import print_json, say
-    from flotilla_coordinator.cli.running import wait
 
     async def ask() -> Service:
         async with client_of(stack, coordinator) as client:

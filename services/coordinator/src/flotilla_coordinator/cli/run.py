@@ -1,4 +1,4 @@
-"""`flotilla run`: start, plan, list, show, watch, stop and resume runs."""
+"""`flotilla run`: start, plan, list, show, watch, change, stop and resume runs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flotilla_coordinator.cli.following import remarks, stay_with
 from flotilla_coordinator.cli.options import Coordinator, Json, RunId, Stack
-from flotilla_coordinator.cli.run_output import print_plan, run_json
-from flotilla_coordinator.cli.stack_choice import client_of
+from flotilla_coordinator.cli.stack import client_of
+from flotilla_coordinator.cli.watch import print_plan, remarks, run_json, stay_with
 
 if TYPE_CHECKING:
     from flotilla.coordinator.v1.run_pb2 import Plan, Run
@@ -25,6 +24,10 @@ LONGEST_REASON = 70
 _ENDED = ("succeeded", "stopped", "failed")
 Latest = Annotated[str, typer.Argument(metavar="[RUN]", help='Id, unique prefix of an id, or "latest".')]
 
+Changes = Annotated[
+    list[str], typer.Argument(metavar="KEY=VALUE...", help="Settings of the run, by key.path.")
+]
+
 
 @app.command()
 def start(
@@ -36,9 +39,8 @@ def start(
 ) -> None:
     """Start a run. Prints its id at once, or its end with --wait."""
     from flotilla_client import resolve_run
-    from flotilla_coordinator.cli.arguments import split_arguments
+    from flotilla_coordinator.cli.options import split_arguments, wait
     from flotilla_coordinator.cli.output import print_json, print_line, say
-    from flotilla_coordinator.cli.running import wait
 
     files, overrides = split_arguments(arguments)
     resolve_run(files, overrides)  # What is wrong with the files is said even when no coordinator is there.
@@ -65,8 +67,7 @@ def plan(
 ) -> None:
     """Print the arithmetic of a run, and why it would be refused; starts nothing."""
     from flotilla_client import resolve_run
-    from flotilla_coordinator.cli.arguments import split_arguments
-    from flotilla_coordinator.cli.exit_codes import USAGE
+    from flotilla_coordinator.cli.options import USAGE, split_arguments
     from flotilla_coordinator.cli.without_fleet import ask_or_else, plan_run
 
     files, overrides = split_arguments(arguments)
@@ -162,8 +163,8 @@ def stop(
     as_json: Json = False,
 ) -> None:
     """End a run after the step that is under way; one that has ended stays as it is."""
+    from flotilla_coordinator.cli.options import wait
     from flotilla_coordinator.cli.output import print_json, say, state_name
-    from flotilla_coordinator.cli.running import wait
 
     async def ask() -> tuple[Run, bool]:
         async with client_of(stack, coordinator) as client:
@@ -192,8 +193,8 @@ def resume(
     as_json: Json = False,
 ) -> None:
     """Take a pause back; continue a run that failed or was stopped, from its newest good checkpoint."""
+    from flotilla_coordinator.cli.options import wait
     from flotilla_coordinator.cli.output import print_json, say, state_name
-    from flotilla_coordinator.cli.running import wait
 
     async def ask() -> Run:
         async with client_of(stack, coordinator) as client:
@@ -207,3 +208,37 @@ def resume(
     else:
         waits = f"is still paused: {found.reason}" if state_name(found) == "paused" else "goes on"
         say(f"run {found.run_id} {waits}\nnext: flotilla run watch {found.run_id}")
+
+
+def pause(run: RunId, stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False) -> None:
+    """Begin no step after the one that is under way, until `run resume`; the run keeps the fleet."""
+    from flotilla_coordinator.cli.options import wait
+    from flotilla_coordinator.cli.output import print_json, say
+
+    async def ask() -> Run:
+        async with client_of(stack, coordinator) as client:
+            return await client.pause_run(run)
+
+    found = wait(ask())
+    if as_json:
+        print_json(run_json(found))
+    else:
+        say(f"run {found.run_id} pauses after its current step\nnext: flotilla run resume {found.run_id}")
+
+
+def set_(
+    run: RunId, changes: Changes, stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False
+) -> None:
+    """Change settings of a run from its next step on: steps, learning rate, staleness, evaluation and checkpoints."""
+    from flotilla_coordinator.cli.options import wait
+    from flotilla_coordinator.cli.output import print_json, say
+
+    async def ask() -> Run:
+        async with client_of(stack, coordinator) as client:
+            return await client.set_run(run, changes)
+
+    found = wait(ask())
+    if as_json:
+        print_json(run_json(found))
+    else:
+        say(f"run {found.run_id} goes on by {', '.join(changes)} after step {found.step}")

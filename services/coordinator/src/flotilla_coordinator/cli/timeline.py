@@ -24,9 +24,9 @@ def timeline(
     as_json: Json = False,
 ) -> None:
     """Write the timeline of a run; also works when the coordinator is down or was killed."""
+    from flotilla_coordinator.cli.options import wait
     from flotilla_coordinator.cli.output import print_json, say
-    from flotilla_coordinator.cli.running import wait
-    from flotilla_coordinator.cli.stack_choice import stack_paths
+    from flotilla_coordinator.cli.stack import stack_paths
     from flotilla_core.errors import InvalidRequest, Unavailable
 
     paths = stack_paths(stack)

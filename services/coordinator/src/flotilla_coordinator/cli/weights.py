@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from flotilla_coordinator.cli.options import Coordinator, Json, Stack
-from flotilla_coordinator.cli.stack_choice import client_of
+from flotilla_coordinator.cli.stack import client_of
 
 if TYPE_CHECKING:
     from flotilla.coordinator.v1.coordinator_pb2 import HeldWeights, ShowWeightsResponse
@@ -25,8 +25,8 @@ def weights() -> None:
 @app.command()
 def show(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False) -> None:
     """Show the version and digest of each generator of each run, and what its last sync took."""
+    from flotilla_coordinator.cli.options import wait
     from flotilla_coordinator.cli.output import print_json, print_table, say
-    from flotilla_coordinator.cli.running import wait
 
     async def ask() -> list[ShowWeightsResponse]:
         async with client_of(stack, coordinator) as client:

@@ -27,8 +27,8 @@ def ask_or_else(
     coordinator: str | None,
 ) -> Result:
     """The coordinator's answer; where no fleet runs, what `otherwise` makes of the stack's files."""
-    from flotilla_coordinator.cli.running import wait
-    from flotilla_coordinator.cli.stack_choice import stack_paths
+    from flotilla_coordinator.cli.options import wait
+    from flotilla_coordinator.cli.stack import stack_paths
     from flotilla_core.errors import Unavailable
     from flotilla_launch.client import find
 
@@ -61,9 +61,8 @@ def get_run(paths: StackPaths, reference: str) -> tuple[Run, str]:
 def plan_run(files: Sequence[Path], overrides: Sequence[str], stack: str | None) -> Plan:
     """The coordinator's arithmetic, worked out here from the stack file."""
     from flotilla_coordinator import plan
-    from flotilla_coordinator.cli.example import make_example
     from flotilla_coordinator.cli.output import say
-    from flotilla_coordinator.cli.stack_choice import load_stack, stack_file
+    from flotilla_coordinator.cli.stack import load_stack, make_example, stack_file
     from flotilla_core.config import RunConfig, load
 
     make_example(stack_file(stack))

@@ -1,7 +1,8 @@
-"""How a run is followed: one live line on a terminal, plain lines anywhere else. All of it on stderr.
+"""What `flotilla run` shows of a run: its start, its progress until it ends, and runs and plans as they are printed.
 
-Invariants: a log gets every notice (evaluations among them), the first and the last step, and between them one line
-in STEP_LINE_S at most, so that a run of thousands of quick steps stays a page; nothing is ever said twice.
+Invariants: progress goes to stderr, as one live line on a terminal and as plain lines anywhere else. A log gets every
+notice (evaluations among them), the first and the last step, and between them one line in STEP_LINE_S at most, so that
+a run of thousands of quick steps stays a page; nothing is ever said twice.
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import typer
 
 from flotilla_coordinator.cli.output import duration, say, state_name, wants_colour
+from flotilla_coordinator.cli.stack import client_of
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from flotilla.coordinator.v1.run_pb2 import Notice, Run, RunEvent, StepMetrics
+    from flotilla.coordinator.v1.run_pb2 import Notice, Plan, Run, RunEvent, StepMetrics
+    from flotilla_client import Client
 
 Show = Callable[["RunEvent"], None]
 STEP_LINE_S = 5.0
@@ -30,6 +35,49 @@ _SHOWN = (
     ("time/step_s", "{:.2f} s"),
 )
 _SHOWN_LIVE = 2
+
+
+def stay_with(run_id: str, stack: str | None, coordinator: str | None, *, as_json: bool) -> None:
+    """Progress on stderr; the run at its end; exit code 1 when it failed."""
+    from flotilla.coordinator.v1.run_pb2 import RUN_STATE_FAILED
+    from flotilla_coordinator.cli.options import RUN_FAILED, wait
+    from flotilla_coordinator.cli.output import print_json, say, state_name
+
+    async def stay() -> Run:
+        async with client_of(stack, coordinator) as client:
+            started = await client.get_run(run_id)
+            with progress(started) as show:
+                async for event in client.watch_run(started.run_id, tell=say):
+                    show(event)
+            return await client.get_run(started.run_id)
+
+    detached = f"detached: the run goes on. Follow it again: flotilla run watch {run_id}"
+    ended = wait(stay(), interrupted=detached)
+    if as_json:
+        print_json(run_json(ended))
+    say(f"run {ended.run_id} {state_name(ended)}" + (f": {ended.reason}" if ended.reason else ""))
+    if "eval/accuracy" in ended.metrics:
+        before, last, step = (
+            ended.metrics[f"eval/{name}"] for name in ("accuracy_before", "accuracy", "step")
+        )
+        later = f", {last:.3f} after {step:.0f} steps" if step else "; not evaluated since"
+        say(f"held-out accuracy: {before:.3f} before{later}")
+    say(f"files: {ended.directory}")
+    if ended.state == RUN_STATE_FAILED:
+        raise typer.Exit(RUN_FAILED)
+
+
+async def remarks(client: Client, run_id: str) -> list[str]:
+    """What the coordinator has to say at the start: notices, up to the first thing that the run does."""
+    from contextlib import aclosing
+
+    said = []
+    async with aclosing(client.watch_run(run_id)) as events:
+        async for event in events:
+            if event.WhichOneof("event") != "notice":
+                break
+            said.append(notice_line(event.notice))
+    return said
 
 
 @contextmanager
@@ -132,3 +180,40 @@ def _figures(metrics: Mapping[str, float]) -> list[str]:
 
 def _time_left(seconds: float) -> str:
     return f"{duration(seconds)} left" if seconds > 0 else ""
+
+
+def run_json(run: Run) -> dict[str, Any]:
+    """A run in the output of all `run` commands."""
+    from flotilla_coordinator.cli.output import state_name, version_text
+
+    return {
+        "run_id": run.run_id,
+        "name": run.name,
+        "state": state_name(run),
+        "phase": run.phase,
+        "step": run.step,
+        "total_steps": run.total_steps,
+        "policy_version": version_text(run.policy_version) if run.HasField("policy_version") else None,
+        "created_at": run.created_at.ToJsonString() if run.HasField("created_at") else None,
+        "ended_at": run.ended_at.ToJsonString() if run.HasField("ended_at") else None,
+        "reason": run.reason,
+        "advice": run.advice,
+        "directory": run.directory,
+        "metrics": dict(run.metrics),
+    }
+
+
+def print_plan(plan: Plan, *, as_json: bool) -> None:
+    """Lines as a table, then what speaks against the run."""
+    from flotilla_coordinator.cli.output import print_json, print_table, say
+
+    if as_json:
+        lines = [{"name": n.name, "value": n.value, "explanation": n.explanation} for n in plan.lines]
+        print_json({"lines": lines, "warnings": list(plan.warnings), "errors": list(plan.errors)})
+        return
+    if plan.lines:
+        print_table(("WHAT", "VALUE", "HOW"), [(n.name, n.value, n.explanation) for n in plan.lines])
+    for warning in plan.warnings:
+        say(f"warning: {warning}")
+    for error in plan.errors:
+        say(f"error: {error}")

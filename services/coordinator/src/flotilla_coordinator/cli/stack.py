@@ -1,4 +1,4 @@
-"""Which stack a command means.
+"""Which stack a command means, and what the arithmetic example needs the first time that a stack of it is brought up.
 
 Order: what `--stack` says (a file, or the name of a stack that was started here), ./stack.yaml, the arithmetic
 example's stack file. With none of these: a stack named `local` with all defaults.
@@ -6,8 +6,12 @@ example's stack file. With none of these: a stack named `local` with all default
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from flotilla_coordinator.cli.output import say
 
 if TYPE_CHECKING:
     from flotilla_client import Client
@@ -16,6 +20,8 @@ if TYPE_CHECKING:
 
 EXAMPLE = Path("examples/arithmetic")
 _DEFAULT_FILES = (Path("stack.yaml"), EXAMPLE / "stack.yaml")
+
+LAST_LINES = 5
 
 
 def stack_file(given: str | None) -> Path | None:
@@ -54,3 +60,31 @@ def client_of(given: str | None, coordinator: str | None) -> Client:
 
     stack = load_stack(given)
     return Client.find(stack.name, stack.state_dir, coordinator)
+
+
+def make_example(file: Path | None) -> None:
+    """Does nothing for any other stack, or when model and data are there."""
+    if file is None or file.resolve().parent != EXAMPLE.resolve():
+        return
+    for folder, script, what in (
+        ("model", "make_model.py", "model of the arithmetic example (0.8M parameters)"),
+        ("data", "make_data.py", "data of the arithmetic example"),
+    ):
+        if not (EXAMPLE / folder).exists():
+            say(f"making the {what}: {EXAMPLE / folder}")
+            _make(EXAMPLE / script)
+
+
+def _make(script: Path) -> None:
+    from flotilla_core.errors import FailedPrecondition
+
+    # Progress bars of its libraries would tear up our own output; a failure shows what it said last.
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        last = "\n".join(f"  {line}" for line in done.stderr.splitlines()[-LAST_LINES:])
+        raise FailedPrecondition(
+            "the arithmetic example could not be made",
+            where=str(script),
+            why=f"the script exited with code {done.returncode}\n{last}\n",
+            next_step=f"run it by hand: {sys.executable} {script}",
+        )
