@@ -30,7 +30,7 @@ BROAD_EXCEPTS: dict[str, int] = {  # path: how many process or task boundaries i
     "libs/core/src/flotilla_core/service/run.py": 1,
     "services/coordinator/src/flotilla_coordinator/cli/main.py": 1,
     "services/coordinator/src/flotilla_coordinator/fleet/fleet.py": 1,
-    "services/coordinator/src/flotilla_coordinator/runs/execution.py": 3,
+    "services/coordinator/src/flotilla_coordinator/runs/executor.py": 3,
     # A thread or a peer must outlive an operation that fails; its caller gets the error.
     "libs/launch/src/flotilla_launch/service_process.py": 1,
     "libs/weights/src/flotilla_weights/group.py": 2,

@@ -9,7 +9,7 @@ import pytest
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet.autoscale import Autoscaler, Measured, advice
-from flotilla_coordinator.runs.feed import RunFeed
+from flotilla_coordinator.runs.events import RunFeed
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_core.config import AutoscaleConfig, StackConfig, load_text
 from flotilla_core.errors import InvalidConfig, Unavailable

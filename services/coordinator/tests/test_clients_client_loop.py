@@ -21,15 +21,15 @@ from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.rollouts.batch import RolloutGroup
 from flotilla_coordinator.rollouts.generation import GenerationRequest
 from flotilla_coordinator.rollouts.samples import Generated
-from flotilla_coordinator.runs import execution as serve_client_module
+from flotilla_coordinator.runs import executor as serve_client_module
 from flotilla_coordinator.runs.active import ActiveRun
+from flotilla_coordinator.runs.checkpoints import Progress
 from flotilla_coordinator.runs.client import calls
 from flotilla_coordinator.runs.client.loop import ClientLoop
 from flotilla_coordinator.runs.client.sampling import ClientPrompt, ClientSampling
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.control import RunControl
-from flotilla_coordinator.runs.feed import RunFeed
-from flotilla_coordinator.runs.progress import Progress
+from flotilla_coordinator.runs.events import RunFeed
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_coordinator.trainers.learners import Learners
 from flotilla_core import rpc

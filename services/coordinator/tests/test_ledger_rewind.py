@@ -22,8 +22,8 @@ from flotilla_coordinator.ledger.records import (
     ScoredSample,
     TokenSpan,
 )
-from flotilla_coordinator.runs.beginning import Beginning, begin
-from flotilla_coordinator.runs.progress import Progress
+from flotilla_coordinator.runs.checkpoints import Progress
+from flotilla_coordinator.runs.resume import Beginning, begin
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.errors import FailedPrecondition, NotFound
 from flotilla_core.version import Version

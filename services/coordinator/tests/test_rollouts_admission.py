@@ -14,10 +14,10 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet.fleet import Fleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
-from flotilla_coordinator.runs import run_starts
-from flotilla_coordinator.runs.beginning import Beginning
-from flotilla_coordinator.runs.execution import Execution
-from flotilla_coordinator.runs.runs import Runs
+from flotilla_coordinator.runs import start
+from flotilla_coordinator.runs.executor import Execution
+from flotilla_coordinator.runs.registry import Runs
+from flotilla_coordinator.runs.resume import Beginning
 from flotilla_core.errors import FailedPrecondition
 
 CONFIG = "name: run\nsteps: 3\ndata: {train: /x.jsonl}\nrewards: [{reward: exact}]\n"
@@ -42,7 +42,7 @@ async def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
             await execution.fleet.close()
             execution.active.status.set_state(run_pb2.RUN_STATE_STOPPED)
 
-    monkeypatch.setattr(run_starts, "plan_run", lambda *_: run_pb2.Plan())
+    monkeypatch.setattr(start, "plan_run", lambda *_: run_pb2.Plan())
     monkeypatch.setattr(Execution, "execute", execute)
     ledger = Ledger.open(tmp_path / "ledger.sqlite")
     host: Any = SimpleNamespace(stack=SimpleNamespace(ready_timeout_s=5.0), state_dir=tmp_path)

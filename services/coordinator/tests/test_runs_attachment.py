@@ -17,10 +17,10 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.runs import loop as loop_module
-from flotilla_coordinator.runs.beginning import Beginning, begin
+from flotilla_coordinator.runs.checkpoints import Progress
 from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.disk_waits import DiskWaits
-from flotilla_coordinator.runs.progress import Progress
+from flotilla_coordinator.runs.resume import Beginning, begin
 from flotilla_coordinator.trainers.learners import Learners
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.errors import Cancelled, DeadlineExceeded, FlotillaError, RankFailed, Unavailable

@@ -15,11 +15,11 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet.fleet import Fleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunState
-from flotilla_coordinator.runs import run_starts
+from flotilla_coordinator.runs import start
 from flotilla_coordinator.runs.active import ActiveRun
-from flotilla_coordinator.runs.beginning import Beginning
-from flotilla_coordinator.runs.execution import Execution
-from flotilla_coordinator.runs.runs import Runs
+from flotilla_coordinator.runs.executor import Execution
+from flotilla_coordinator.runs.registry import Runs
+from flotilla_coordinator.runs.resume import Beginning
 from flotilla_core.config import RunConfig, load_text
 from flotilla_core.errors import Exhausted, FailedPrecondition, InvalidConfig, InvalidRequest
 
@@ -104,7 +104,7 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
             warnings=["batches are small", f"rollout.max_staleness = {ahead} is much"] if ahead > 9 else [],
         )
 
-    monkeypatch.setattr(run_starts, "plan_run", plan)
+    monkeypatch.setattr(start, "plan_run", plan)
     monkeypatch.setattr(Execution, "execute", execute)
     ledger = Ledger.open(tmp_path / "ledger.sqlite")
     made = Bench(tmp_path, ledger)
@@ -286,7 +286,7 @@ async def test_settings_that_are_checked_until_the_run_is_at_its_end_are_refused
             setattr(control, name, value)
         return run_pb2.Plan()
 
-    monkeypatch.setattr(run_starts, "plan_run", plan)
+    monkeypatch.setattr(start, "plan_run", plan)
     with pytest.raises(FailedPrecondition, match=told):
         await bench.runs.configure(run.run_id, ["steps=9"])
     assert control.config.steps == (await bench.stored(run)).steps == 3
@@ -302,7 +302,7 @@ async def test_a_last_step_that_was_made_while_it_was_checked_is_refused(
         bench.active(run).status.run.step = 2
         return run_pb2.Plan()
 
-    monkeypatch.setattr(run_starts, "plan_run", plan)
+    monkeypatch.setattr(start, "plan_run", plan)
     with pytest.raises(InvalidRequest, match="2 steps are done"):
         await bench.runs.configure(run.run_id, ["steps=2"])
     assert (await bench.stored(run)).steps == 3

@@ -15,10 +15,9 @@ import pytest
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
-from flotilla_coordinator.runs.beginning import Beginning
-from flotilla_coordinator.runs.checkpoints import RunCheckpoints
+from flotilla_coordinator.runs.checkpoints import Progress, RunCheckpoints
 from flotilla_coordinator.runs.loop import run_loop
-from flotilla_coordinator.runs.progress import Progress
+from flotilla_coordinator.runs.resume import Beginning
 from flotilla_core.checkpoint import CheckpointShelf, Manifest
 from flotilla_core.config import CheckpointConfig
 from flotilla_core.errors import FailedPrecondition, FlotillaError

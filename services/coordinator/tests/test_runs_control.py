@@ -12,9 +12,8 @@ import pytest
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet.autoscale import IdleShares
 from flotilla_coordinator.runs.context import RunContext
-from flotilla_coordinator.runs.control import RunControl
-from flotilla_coordinator.runs.feed import RunFeed
-from flotilla_coordinator.runs.live_settings import LIVE_KEYS, changed_config
+from flotilla_coordinator.runs.control import LIVE_KEYS, RunControl, changed_config
+from flotilla_coordinator.runs.events import RunFeed
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_core.config import RunConfig, load_text
 from flotilla_core.errors import InvalidConfig, InvalidRequest

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flotilla_coordinator.runs.distance import distance_warning, narrow_clip_warning
+from flotilla_coordinator.runs.warnings import distance_warning, narrow_clip_warning
 from flotilla_core.config import RunConfig
 from flotilla_core.version import Version
 

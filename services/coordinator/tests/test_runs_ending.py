@@ -15,12 +15,12 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.records.directory import RunDirectory
-from flotilla_coordinator.runs import execution
+from flotilla_coordinator.runs import executor
 from flotilla_coordinator.runs.active import ActiveRun
-from flotilla_coordinator.runs.beginning import Beginning
 from flotilla_coordinator.runs.control import RunControl
-from flotilla_coordinator.runs.feed import RunFeed
-from flotilla_coordinator.runs.recovery import MOST_IN_A_ROW
+from flotilla_coordinator.runs.events import RunFeed
+from flotilla_coordinator.runs.executor import MOST_IN_A_ROW
+from flotilla_coordinator.runs.resume import Beginning
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_coordinator.trainers.learners import Learners
 from flotilla_coordinator.trainers.session import Gang
@@ -139,10 +139,10 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
             await asyncio.sleep(0)
             return context
 
-    monkeypatch.setattr(execution, "Assembly", Assembly)
+    monkeypatch.setattr(executor, "Assembly", Assembly)
 
     def started(loop: Loop, beginning: Beginning = AT_THE_START) -> Bench:
-        monkeypatch.setattr(execution, "run_loop", loop)
+        monkeypatch.setattr(executor, "run_loop", loop)
         feed = RunFeed(lambda event: None)
         active = ActiveRun(RUN, RunControl(CONFIG), RunStatus(run_pb2.Run(run_id=RUN), feed), feed)
         directory = Directory(tmp_path)
@@ -154,7 +154,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
             ejected.append(instance_id)
 
         fleet: Any = SimpleNamespace(begin=lambda fence: None, gang_lost=gang_lost, close=nothing)
-        run = execution.Execution(nobody, fleet, ledger, active, directory)
+        run = executor.Execution(nobody, fleet, ledger, active, directory)
         active.task = asyncio.create_task(run.execute(beginning))
         return Bench(ledger, active, directory, context, ejected)
 
@@ -277,7 +277,7 @@ async def test_a_stop_before_the_services_are_there_ends_at_once(
         building.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(execution.Assembly, "build", build)
+    monkeypatch.setattr(executor.Assembly, "build", build)
     bench = start(nothing_at_all)
     await asyncio.wait_for(building.wait(), 50)
     bench.active.request_stop("")

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from flotilla_coordinator.runs.learning_signal import FIRST_STEPS, LearningSignal
+from flotilla_coordinator.runs.warnings import FIRST_STEPS, LearningSignal
 
 
 def warnings(accuracy: float | None, uniform: list[float], std: float = 0.0) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from flotilla_coordinator.runs.loop_lag import ASK_EVERY_S, LoopLag
+from flotilla_coordinator.runs.context import ASK_EVERY_S, LoopLag
 
 
 async def test_what_blocks_the_loop_is_its_lag_once() -> None:

@@ -7,9 +7,9 @@ import pytest
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.records.directory import RunDirectory
-from flotilla_coordinator.runs import past_events as module
-from flotilla_coordinator.runs.past_events import past_events
-from flotilla_coordinator.runs.stored_run import interrupted_run, record_end
+from flotilla_coordinator.runs import events as module
+from flotilla_coordinator.runs.events import past_events
+from flotilla_coordinator.runs.status import interrupted_run, record_end
 
 RUN = "run-1"
 

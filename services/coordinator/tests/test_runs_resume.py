@@ -18,10 +18,10 @@ from flotilla_coordinator.fleet.fleet import Fleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.records.directory import RunDirectory
-from flotilla_coordinator.runs import run_starts
-from flotilla_coordinator.runs.beginning import Beginning
-from flotilla_coordinator.runs.execution import Execution
-from flotilla_coordinator.runs.runs import LIST_LIMIT, Runs
+from flotilla_coordinator.runs import start
+from flotilla_coordinator.runs.executor import Execution
+from flotilla_coordinator.runs.registry import LIST_LIMIT, Runs
+from flotilla_coordinator.runs.resume import Beginning
 from flotilla_core.errors import FailedPrecondition, InvalidConfig, NotFound
 from flotilla_core.version import Version
 
@@ -79,7 +79,7 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
             await execution.fleet.close()
             execution.active.status.set_state(run_pb2.RUN_STATE_STOPPED)
 
-    monkeypatch.setattr(run_starts, "plan_run", lambda *_: run_pb2.Plan())
+    monkeypatch.setattr(start, "plan_run", lambda *_: run_pb2.Plan())
     monkeypatch.setattr(Execution, "execute", execute)
     ledger = Ledger.open(tmp_path / "ledger.sqlite")
     made = Bench(tmp_path, ledger, launched)
@@ -174,7 +174,7 @@ async def test_a_run_that_waits_for_somebody_does_not_go_on_by_itself(bench: Ben
 
 async def test_a_run_that_is_refused_now_says_why(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = run_pb2.Plan(errors=["there is no {critic} any more"])
-    monkeypatch.setattr(run_starts, "plan_run", lambda *_: plan)
+    monkeypatch.setattr(start, "plan_run", lambda *_: plan)
     await bench.left(RunState.RUNNING)
     await bench.runs.recover()
     assert "no {critic} any more" in (await bench.runs.find(RUN)).reason
@@ -244,7 +244,7 @@ async def test_a_takeover_counts_before_anything_of_the_run_is_looked_at(
             counted.extend(db.execute("SELECT takeovers FROM runs").fetchone())
         return run_pb2.Plan()
 
-    monkeypatch.setattr(run_starts, "plan_run", plan)
+    monkeypatch.setattr(start, "plan_run", plan)
     await bench.left(RunState.RUNNING)
     await taken_over(bench)
     assert counted == [1]

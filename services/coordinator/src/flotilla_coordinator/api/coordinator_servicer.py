@@ -24,8 +24,8 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import SampleRecord, SampleState
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.records.report import Exporter
-from flotilla_coordinator.runs.past_events import all_events, past_events
-from flotilla_coordinator.runs.runs import Runs
+from flotilla_coordinator.runs.events import all_events, past_events
+from flotilla_coordinator.runs.registry import Runs
 from flotilla_coordinator.timeline import SpanStore, chrome_trace
 from flotilla_core.errors import InvalidRequest, NotFound
 from flotilla_core.tensors import to_tensor

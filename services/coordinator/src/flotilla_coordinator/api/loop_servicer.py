@@ -21,7 +21,7 @@ from flotilla.reward.v1 import reward_pb2
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.rollouts.batch import RolloutGroup
 from flotilla_coordinator.runs.client.loop import ClientLoop
-from flotilla_coordinator.runs.runs import Runs
+from flotilla_coordinator.runs.registry import Runs
 from flotilla_core.errors import FailedPrecondition, InvalidRequest
 from flotilla_core.tensors import from_tensor, to_tensor
 

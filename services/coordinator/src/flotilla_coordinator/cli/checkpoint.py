@@ -159,7 +159,7 @@ def _chosen(shelf: CheckpointShelf, name: str | None) -> list[str]:
 
 def _described(shelf: CheckpointShelf, name: str) -> dict[str, Any]:
     """What a checkpoint says of itself; damage shows in `verify`."""
-    from flotilla_coordinator.runs.progress import Progress
+    from flotilla_coordinator.runs.checkpoints import Progress
     from flotilla_core.checkpoint import Manifest
 
     folder = shelf.folder(name)

@@ -44,7 +44,7 @@ def ask_or_else(
 def list_runs(paths: StackPaths, limit: int) -> list[Run]:
     """The newest first."""
     from flotilla_coordinator.ledger import queries
-    from flotilla_coordinator.runs.stored_run import interrupted_run
+    from flotilla_coordinator.runs.status import interrupted_run
 
     return [interrupted_run(record) for record in _query(paths, lambda db: queries.runs(db, limit))]
 
@@ -52,7 +52,7 @@ def list_runs(paths: StackPaths, limit: int) -> list[Run]:
 def get_run(paths: StackPaths, reference: str) -> tuple[Run, str]:
     """By id, unique prefix, or "latest": the run and its resolved configuration."""
     from flotilla_coordinator.ledger import queries
-    from flotilla_coordinator.runs.stored_run import interrupted_run
+    from flotilla_coordinator.runs.status import interrupted_run
 
     record: RunRecord = _query(paths, lambda db: queries.run(db, reference))
     return interrupted_run(record), record.config_yaml

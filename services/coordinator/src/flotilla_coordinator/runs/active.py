@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from flotilla_coordinator.runs.client.loop import ClientLoop
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.control import RunControl
-from flotilla_coordinator.runs.feed import RunFeed
+from flotilla_coordinator.runs.events import RunFeed
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_core.config import RunConfig
 from flotilla_core.errors import DiskFull

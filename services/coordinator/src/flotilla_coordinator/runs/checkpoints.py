@@ -1,4 +1,4 @@
-"""When a run's state is saved, and what follows from it.
+"""When a run's state is saved, what of it is the coordinator's own part, and what follows from a save.
 
 Invariants: at most one save is under way; the loop waits for its snapshot and for nothing else of it; a save that fails
 is a warning and never the end of a run, and leaves `newest` as it was; one that fails for a full disk is told by
@@ -9,18 +9,66 @@ that is kept covers it.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.runs.progress import Progress
 from flotilla_coordinator.trainers.learners import Learners, Stages, next_stage
 from flotilla_core import telemetry
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.config import CheckpointConfig
 from flotilla_core.disk import free_bytes
-from flotilla_core.errors import DiskFull, FlotillaError
+from flotilla_core.errors import Damaged, DiskFull, FlotillaError, Mismatch
 from flotilla_core.telemetry import names
+from flotilla_core.version import Version
+
+FILE_NAME = "coordinator.json"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands between two steps: the coordinator's part of a checkpoint.
+
+    Everything that the loop carries from one step to the next.
+    """
+
+    run_id: str
+    steps_done: int
+    version: Version
+    cursor: dict[str, Any] | None
+    """Where the next prompt comes from; None before the first step."""
+    last_accuracy: float | None = None
+
+    def to_bytes(self) -> bytes:
+        """JSON, as it lies in a checkpoint."""
+        return json.dumps(asdict(self), indent=1).encode()
+
+    @classmethod
+    def from_bytes(cls, content: bytes, where: str) -> Progress:
+        """What `to_bytes` made."""
+        try:
+            values = json.loads(content)
+            return cls(**{**values, "version": Version(*values["version"])})
+        except (ValueError, KeyError, TypeError) as error:
+            raise Mismatch(
+                "the checkpoint was not made by a run that this Flotilla can continue",
+                where=where,
+                why=repr(error),
+                next_step="start a new run with initial_weights set to its model folder",
+            ) from error
+
+    @classmethod
+    def of(cls, checkpoint: Path) -> Progress:
+        """The one inside a checkpoint."""
+        path = checkpoint / FILE_NAME
+        try:
+            return cls.from_bytes(path.read_bytes(), str(path))
+        except OSError as error:
+            raise Damaged("the checkpoint is damaged", where=str(path), why=str(error)) from error
 
 
 class RunCheckpoints:

@@ -22,14 +22,11 @@ from flotilla_coordinator.ledger.records import CRITIC_ONLY, UPDATE_SKIPPED
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.rollouts.batch import Batch, BatchSource
 from flotilla_coordinator.rollouts.samples import SampleDoor
-from flotilla_coordinator.runs.checkpoints import RunCheckpoints
-from flotilla_coordinator.runs.control import RunControl
+from flotilla_coordinator.runs.checkpoints import Progress, RunCheckpoints
+from flotilla_coordinator.runs.control import RunControl, described, differences
 from flotilla_coordinator.runs.disk_waits import DiskWaits
-from flotilla_coordinator.runs.distance import distance_warning, narrow_clip_warning
-from flotilla_coordinator.runs.live_settings import described, differences
-from flotilla_coordinator.runs.loop_lag import LoopLag
-from flotilla_coordinator.runs.progress import Progress
 from flotilla_coordinator.runs.status import RunStatus
+from flotilla_coordinator.runs.warnings import distance_warning, narrow_clip_warning
 from flotilla_coordinator.trainers.learners import Learned, Learners
 from flotilla_coordinator.trainers.roles import PolicyTrainer
 from flotilla_coordinator.weights.sync import WeightSync
@@ -38,6 +35,43 @@ from flotilla_core.config import RunConfig
 from flotilla_core.service import Activities
 from flotilla_core.telemetry import names
 from flotilla_core.version import Version
+
+ASK_EVERY_S = 0.02
+
+
+class LoopLag:
+    """How late the event loop gives a turn to somebody who asks for one: what every call and every timer waits as
+    well.
+
+    Asks the running loop for a turn again and again, until `close`.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._late_s: list[float] = []
+        self._ask()
+
+    def take_metrics(self) -> dict[str, float]:
+        """The 99th percentile and the longest since the last call."""
+        late_s, self._late_s = sorted(self._late_s), []
+        if not late_s:
+            return {}
+        return {
+            "coordinator/loop_lag_p99_s": late_s[len(late_s) * 99 // 100],
+            "coordinator/loop_lag_max_s": late_s[-1],
+        }
+
+    async def close(self) -> None:
+        """Ask no more."""
+        self._timer.cancel()
+
+    def _ask(self) -> None:
+        self._due = self._loop.time() + ASK_EVERY_S
+        self._timer = self._loop.call_at(self._due, self._answered)
+
+    def _answered(self) -> None:
+        self._late_s.append(max(0.0, self._loop.time() - self._due))
+        self._ask()
 
 
 @dataclass

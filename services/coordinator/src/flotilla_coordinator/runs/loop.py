@@ -8,8 +8,8 @@ Infrastructure lives in the collaborators: this module reads like the algorithm.
 
 from __future__ import annotations
 
-from flotilla_coordinator.runs.beginning import Beginning, begin
 from flotilla_coordinator.runs.context import RunContext
+from flotilla_coordinator.runs.resume import Beginning, begin
 from flotilla_core import telemetry
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.telemetry import names

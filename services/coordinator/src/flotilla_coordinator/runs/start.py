@@ -2,7 +2,9 @@
 
 Invariants: a run is in the ledger before anything of it works; one that would find no gang or no generator beside those
 that go on is refused with their names; what an earlier coordinator left has its services again before any of it works;
-what cannot go on is closed as failed, with its samples accounted for.
+what cannot go on is closed as failed, with its samples accounted for. By itself no run goes on that its user wanted to
+end, or to resume himself; nor one whose steps a client makes, for nobody here knows what the client wants; nor one
+under which coordinators die again and again without a step.
 """
 
 from __future__ import annotations
@@ -23,13 +25,17 @@ from flotilla_coordinator.ledger.records import RUN_INTERRUPTED, RunRecord, RunS
 from flotilla_coordinator.plan import plan_run, remarks
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.runs.active import ActiveRun
-from flotilla_coordinator.runs.beginning import Beginning
 from flotilla_coordinator.runs.control import RunControl
-from flotilla_coordinator.runs.execution import Execution
-from flotilla_coordinator.runs.feed import RunFeed
-from flotilla_coordinator.runs.status import RunStatus
-from flotilla_coordinator.runs.stored_run import continued_run, interrupted_run, record_end
-from flotilla_coordinator.runs.takeover import REFUSED, why_it_ends
+from flotilla_coordinator.runs.events import RunFeed
+from flotilla_coordinator.runs.executor import Execution
+from flotilla_coordinator.runs.resume import Beginning
+from flotilla_coordinator.runs.status import (
+    INTERRUPTED,
+    RunStatus,
+    continued_run,
+    interrupted_run,
+    record_end,
+)
 from flotilla_core import ids
 from flotilla_core.bus import EventStream
 from flotilla_core.checkpoint import CheckpointShelf
@@ -38,6 +44,15 @@ from flotilla_core.errors import DiskFull, FailedPrecondition, FlotillaError, In
 from flotilla_core.service import Host
 
 log = structlog.get_logger(__name__)
+
+MOST_IN_A_ROW = 2
+AGAIN_AND_AGAIN = (
+    "the run was taken over {times} times after its coordinator had died, without a step in between, and is not taken "
+    "over again by itself. See `flotilla logs coordinator`, then continue it: flotilla run resume {run_id}"
+)
+REFUSED = (
+    "the run did not go on after its coordinator had died: {error}. Continue it: flotilla run resume {run_id}"
+)
 
 
 class RunStarts:
@@ -210,3 +225,19 @@ class RunStarts:
         except OSError as error:  # what must not be lost is in the ledger
             log.warning("an event was not written", run_id=run_id, error=str(error))
         self._events.publish(run_id, f"{run_id}/{event.sequence}", event.SerializeToString())
+
+
+def why_it_ends(record: RunRecord, takeovers: int) -> str:
+    """Why a run that was taken over so often does not go on by itself; empty where it does."""
+    if record.state is RunState.STOPPING or RunDirectory(Path(record.directory)).read_outcome() is not None:
+        return INTERRUPTED
+    # A run that is paused makes no step, however well its coordinators are.
+    if takeovers >= MOST_IN_A_ROW and record.state is not RunState.PAUSED:
+        return AGAIN_AND_AGAIN.replace("{times}", str(takeovers))
+    try:
+        config = load_text(RunConfig, record.config_yaml, source="run")
+    except InvalidConfig as error:
+        return REFUSED.replace("{error}", str(error).rstrip("."))
+    if config.resume == "by_user" or config.loop == "client":
+        return INTERRUPTED
+    return ""

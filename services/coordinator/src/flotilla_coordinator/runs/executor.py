@@ -3,13 +3,18 @@
 Invariants: exactly one terminal state is reached and recorded, by the coordinator that owns the ledger; every
 collaborator that was opened is closed; a failure is one message that a user can act on, and its traceback goes to the
 log.
+
+A run that lost its trainer, or a gang beside it, goes on by itself. Only the loss of a session counts, whichever call
+noticed it; what a user asked a run to begin with is asked for until it has begun so; a run that loses a gang again and
+again without making a step ends, with the reason of the last time. One whose loop ended for a full disk, which is where
+nothing else waits for room, begins again once a while has passed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -20,20 +25,31 @@ from flotilla_coordinator.ledger.records import RUN_ENDED, RunState
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.records.report import conclude
 from flotilla_coordinator.runs.active import ActiveRun
-from flotilla_coordinator.runs.assembly import Assembly
-from flotilla_coordinator.runs.beginning import Beginning, begin
 from flotilla_coordinator.runs.client.loop import ClientLoop
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.disk_waits import TRY_AGAIN_S
 from flotilla_coordinator.runs.loop import run_loop
-from flotilla_coordinator.runs.recovery import Recovery
+from flotilla_coordinator.runs.resume import Beginning, begin
+from flotilla_coordinator.runs.wiring import Assembly
+from flotilla_coordinator.trainers.session import Gang
 from flotilla_core import telemetry
-from flotilla_core.errors import DiskFull, FlotillaError, StaleVersion
+from flotilla_core.errors import (
+    DeadlineExceeded,
+    DiskFull,
+    Exhausted,
+    FlotillaError,
+    RankFailed,
+    StaleVersion,
+    Unavailable,
+)
 from flotilla_core.service import Host
 from flotilla_core.telemetry import names
 from flotilla_core.version import Version
 
 log = structlog.get_logger(__name__)
+
+MOST_IN_A_ROW = 3
+NOT_THERE = (Unavailable, RankFailed, DeadlineExceeded)
 
 
 @dataclass(frozen=True)
@@ -188,3 +204,58 @@ async def serve_client(loop: ClientLoop, beginning: Beginning, active: ActiveRun
             active.request_stop(silence)
         if run.config.export_final:
             await run.export()
+
+
+class Recovery:
+    """A run that lost its trainer, or a gang beside it, goes on by itself.
+
+    Counts the losses of one run.
+    """
+
+    def __init__(self, fleet: RunFleet, ledger: Ledger) -> None:
+        self._fleet = fleet
+        self._ledger = ledger
+        self._furthest = -1
+        self._in_row = 0
+
+    async def after(self, run: RunContext, error: FlotillaError, beginning: Beginning) -> Beginning:
+        """How the run begins anew; raises `error` where no gang was lost."""
+        if isinstance(error, DiskFull) and not run.stop_requested:
+            await run.disk.wait(error)
+            return await self._anew(run, beginning)
+        lost = [] if run.stop_requested else await self._lost(run, error, beginning)
+        if not lost:
+            raise error
+        what = (
+            f"the {' and the '.join(gang.name for gang in lost)} {'was' if len(lost) == 1 else 'were'} lost"
+        )
+        if run.steps_done > self._furthest:
+            self._furthest, self._in_row = run.steps_done, 0
+        self._in_row += 1
+        if self._in_row > MOST_IN_A_ROW:
+            raise Exhausted(
+                f"a gang was lost {self._in_row} times without a step in between",
+                where=f"run {run.run_id}, step {run.steps_done}",
+                why=str(error),
+                next_step=f"see `flotilla logs {lost[0].slot}`, then `flotilla run resume {run.run_id}`",
+            ) from error
+        run.status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"{what}, the run waits and goes on: {error}")
+        for gang in lost:
+            await self._fleet.gang_lost(gang.role, gang.instance_id, str(error))
+        return await self._anew(run, beginning)
+
+    async def _anew(self, run: RunContext, beginning: Beginning) -> Beginning:
+        """From its last checkpoint; what a user asked it to begin with is asked for until it has begun so."""
+        record = await self._ledger.get_run(run.run_id)
+        lineage = record.version.lineage + 1
+        return Beginning(lineage) if run.begun else replace(beginning, lineage=lineage)
+
+    async def _lost(self, run: RunContext, error: FlotillaError, beginning: Beginning) -> list[Gang]:
+        """The gangs whose sessions are gone."""
+        learners = run.learners
+        if learners.opened:
+            return [session.gang for session in await learners.lost()]
+        # One that was lost before, also while no coordinator was there, may take its time to come back.
+        if (self._in_row > 0 or beginning.after_coordinator) and isinstance(error, NOT_THERE):
+            return [session.gang for session in learners.sessions if not session.opened]
+        return []

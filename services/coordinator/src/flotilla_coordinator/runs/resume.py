@@ -1,0 +1,185 @@
+"""How a run begins: at its start, where a checkpoint left it, or with the sessions that an earlier coordinator left.
+
+Invariants: a later beginning has a higher lineage than every version of the run before it; gangs, ledger, data set and
+checkpoints agree on the place before the first step is made; a place that the ledger refuses leaves every
+checkpoint as it was; a damaged checkpoint is named and the one before it is used.
+
+Sessions live on while a coordinator is away. They are taken over only where they stand exactly where the ledger stands,
+or one update further, the very one that the ledger would record next; that update is then recorded, not made again.
+The lineage stays: nothing was undone. Anything else is left to a checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from flotilla.coordinator.v1 import run_pb2
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_coordinator.ledger.records import RunRecord
+from flotilla_coordinator.runs.checkpoints import Progress
+from flotilla_coordinator.runs.context import RunContext
+from flotilla_coordinator.trainers.session import LearningSession
+from flotilla_core import ids
+from flotilla_core.checkpoint import on_disk
+from flotilla_core.errors import Cancelled, Damaged, DeadlineExceeded, RankFailed, Unavailable
+from flotilla_core.tasks import all_of
+from flotilla_core.version import Version
+
+NEVER_FINISHED = (Unavailable, RankFailed, DeadlineExceeded, Cancelled)
+"""What becomes of an update whose gang is lost, or hangs, while its end is waited for."""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Lineage 0 is the first; every other one goes on from a checkpoint."""
+
+    lineage: int = 0
+    checkpoint: str = ""
+    """The name of one; empty takes the newest that is good, or the start of the run where it has none."""
+    by_user: bool = False
+    """Somebody resumed it, who may have mended a reward: what the rewards failed on is asked for again."""
+    after_coordinator: bool = False
+    """The coordinator died: where its sessions still live the run goes on with them, in the lineage that it had."""
+
+
+async def begin(run: RunContext, beginning: Beginning) -> None:
+    """Open the session; a later beginning then goes back to a checkpoint."""
+    if beginning.after_coordinator:
+        with run.phase("look for the sessions"):
+            if await attach(run):
+                return
+    with run.phase("open session"):
+        await run.learners.open()
+    if beginning.lineage == 0:
+        run.begun = run.owes_evaluation = True
+        return
+    with run.phase("load checkpoint"):
+        shelf = run.checkpoints.shelf
+        name, progress = await _loaded(run, beginning.checkpoint)
+        await run.ledger.check_fall_back(run.run_id, run.policy.version)
+        # Before the ledger: were the run cut off in between, no checkpoint may hold updates that the ledger undid.
+        await run.disk.until_taken(
+            "checkpoints",
+            lambda: asyncio.to_thread(on_disk, shelf.path, shelf.fall_back, name, beginning.lineage),
+        )
+        voided = await run.ledger.fall_back(
+            run.run_id,
+            run.policy.version,
+            step=progress.steps_done,
+            cursor=progress.cursor,
+            retry_rewards=beginning.by_user,
+        )
+        await run.source.go_on(progress.steps_done, progress.cursor)
+    run.go_on(progress)
+    run.begun, run.owes_evaluation = True, progress.steps_done == 0
+    origin = f"checkpoint {name}" if name else "its start, for there is no checkpoint yet"
+    run.status.notice(
+        run_pb2.NOTICE_LEVEL_INFO,
+        f"the run goes on from {origin} as version {run.policy.version}; {len(voided)} updates are made again",
+    )
+
+
+async def _loaded(run: RunContext, wanted: str) -> tuple[str, Progress]:
+    """The name of the checkpoint that the gangs hold now, empty for the start of the run, and where that was."""
+    shelf = run.checkpoints.shelf
+    candidates = [wanted] if wanted else shelf.names()[::-1]
+    refused: Damaged | None = None
+    for name in candidates:
+        try:
+            content = await run.learners.load(shelf.folder(name))
+        except Damaged as error:
+            if wanted:
+                raise
+            refused = error
+            run.status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"checkpoint {name} is not used: {error}")
+            continue
+        return name, Progress.from_bytes(content, name)
+    if refused is not None:
+        raise Damaged(
+            "no checkpoint of the run is good",
+            where=str(shelf.path),
+            why=f"all of {', '.join(candidates)} are damaged, at last: {refused.where}: {refused.why}",
+            next_step="start a new run",
+        )
+    return "", Progress(run.run_id, 0, run.policy.version, None)
+
+
+async def attach(run: RunContext) -> bool:
+    """Whether the run goes on with the sessions that it had."""
+    record = await run.ledger.get_run(run.run_id)
+    left = await all_of(session.left() for session in run.learners.sessions)
+    if None in left:
+        return False
+    learning = run.learners.learning
+    try:
+        ahead = await all_of(
+            _is_ahead(session, found, record)
+            for session, found in zip(learning, left, strict=False)
+            if found is not None
+        )
+    except NEVER_FINISHED:
+        return False
+    if not _agree(run, record, ahead):
+        return False
+    for session, found in zip(run.learners.sessions, left, strict=True):
+        assert found is not None, "looked at above"
+        session.opened, session.version = True, Version.from_proto(found.policy_version)
+    run.policy.version = record.version
+    await _stand(run, record)
+    run.update_unrecorded = any(ahead)
+    return True
+
+
+async def _is_ahead(session: LearningSession, found: pb.GetSessionResponse, record: RunRecord) -> bool | None:
+    """Whether it made the update that comes next by the ledger; None where it stands somewhere else."""
+    version, lineage = Version.from_proto(found.policy_version), record.version.lineage
+    last, following = (
+        ids.update_id(record.run_id, Version(lineage, steps)) for steps in (record.step, record.step + 1)
+    )
+    if version.lineage != lineage or found.last_update_id not in ("", last, following):
+        return None
+    result = None
+    if found.last_update_id == following:
+        result = await session.finished_update(following)
+    return result is not None and not result.skipped
+
+
+def _agree(run: RunContext, record: RunRecord, ahead: list[bool | None]) -> bool:
+    """Whether the gangs stand side by side, and beside the ledger."""
+    if None in ahead:
+        return False
+    alike = ahead if run.learners.policy_learns(record.step) else ahead[1:]
+    return len(set(alike)) == 1
+
+
+async def _stand(run: RunContext, record: RunRecord) -> None:
+    """Where the coordinator before stood, with what it did not come to."""
+    directory, steps_done = run.directory, record.step
+    evaluations = await asyncio.to_thread(lambda: list(directory.read_evaluations()))
+    accuracy = float(evaluations[-1]["accuracy"]) if evaluations else None
+    await run.source.go_on(steps_done, record.cursor)
+    run.go_on(Progress(run.run_id, steps_done, record.version, record.cursor, accuracy))
+    saved = run.checkpoints.shelf.names()
+    run.checkpoints.newest = run.checkpoints.shelf.step_of(saved[-1]) if saved else -1
+    due = steps_done == 0 or run.evaluation_due(steps_done)
+    run.owes_evaluation = due and all(evaluation["step"] != steps_done for evaluation in evaluations)
+    await _tell_last_step(run, record)
+    run.begun = True
+    run.status.notice(
+        run_pb2.NOTICE_LEVEL_INFO,
+        f"the run goes on after step {steps_done} with the sessions that it had, as version {record.version}",
+    )
+
+
+async def _tell_last_step(run: RunContext, record: RunRecord) -> None:
+    """A step whose metrics nobody wrote down has at least those of its update."""
+    told = await asyncio.to_thread(
+        lambda: max((step for step, _ in run.directory.read_metrics()), default=-1)
+    )
+    if told >= record.step - 1:
+        return
+    last = ids.update_id(record.run_id, Version(record.version.lineage, record.step))
+    result = await run.policy.finished_update(last)
+    if result is not None:
+        run.directory.write_metrics(record.step - 1, dict(result.metrics), lineage=record.version.lineage)

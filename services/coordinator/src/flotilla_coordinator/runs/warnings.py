@@ -1,0 +1,84 @@
+"""What a run warns of by its own measurements: generator and trainer drift apart, or there is nothing to learn from.
+
+Invariants: nothing to learn from is said at most once, when FIRST_STEPS steps are done, and not where an evaluation
+before the first step found something right, or where the rewards within groups differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flotilla_core.config import AlgorithmConfig, PolicyConfig, RunConfig
+from flotilla_core.version import Version
+
+MEASURED = "probs_diff/fresh"
+"""Of tokens that the trained version wrote itself: a policy that has moved since others were drawn is no fault."""
+
+CLIPPED = "clip_fraction"
+MOST_CLIPPED_AT_FIRST = 0.02
+
+FIRST_STEPS = 3
+ALMOST_ALL = 0.95
+
+
+def distance_warning(algorithm: AlgorithmConfig, metrics: Mapping[str, float]) -> str:
+    """What to say about rollouts that are further from the trainer than the run wants; empty where they are not."""
+    if not isinstance(algorithm, PolicyConfig):
+        return ""
+    limit, measured = algorithm.correction.warn_at, metrics.get(MEASURED, 0.0)
+    if limit is None or measured <= limit:
+        return ""
+    return (
+        f"the probabilities of one version differ between generator and trainer by {measured:.3g} on average, "
+        f"above algorithm.correction.warn_at = {limit:g}"
+    )
+
+
+def narrow_clip_warning(config: RunConfig, trained: Version, metrics: Mapping[str, float]) -> str:
+    """What to say when a first update clips, which it does only where engine and trainer differ by more than the clip.
+
+    Nothing has moved before it, and with one optimizer step nothing moves within it: every true ratio is 1.
+    """
+    algorithm, clipped = config.algorithm, metrics.get(CLIPPED, 0.0)
+    first = trained.step == 0 and config.optimizer.steps_of_an_update == 1
+    clips = isinstance(algorithm, PolicyConfig) and "clip_low" in algorithm.loss.arguments
+    if not first or not clips or clipped <= MOST_CLIPPED_AT_FIRST:
+        return ""
+    return (
+        f"the loss clips {clipped:.0%} of the tokens before the policy has moved: generator and trainer differ by more "
+        "than its limits allow, so samples are left out by that difference; set algorithm.correction.proximal to "
+        "trainer, or widen algorithm.loss.clip_low and clip_high"
+    )
+
+
+class LearningSignal:
+    """Whether the first steps of a run show anything to learn from.
+
+    Watches the evaluation before and the rewards of the first steps.
+    """
+
+    def __init__(self) -> None:
+        self._accuracy_before: float | None = None
+        self._uniform: list[float] = []
+
+    def evaluated(self, accuracy: float) -> None:
+        """Only the first one counts, which is made before any step."""
+        if self._accuracy_before is None:
+            self._accuracy_before = accuracy
+
+    def step_done(self, steps_done: int, metrics: Mapping[str, float]) -> str:
+        """The warning, or nothing."""
+        if self._accuracy_before or steps_done > FIRST_STEPS or "reward/std" not in metrics:
+            return ""
+        # A group of one is always uniform; there the whole step must be.
+        alone = metrics["reward/std"] > 0 and metrics["reward/uniform_groups"] == 1
+        self._uniform.append(0.0 if alone else metrics["reward/uniform_groups"])
+        if len(self._uniform) < FIRST_STEPS or sum(self._uniform) < ALMOST_ALL * FIRST_STEPS:
+            return ""
+        share = f"{sum(self._uniform) / FIRST_STEPS:.0%}"
+        before = "" if self._accuracy_before is None else "accuracy before is 0, and "
+        return (
+            f"there is almost nothing to learn from: {before}in {share} of the groups of the first {FIRST_STEPS} steps "
+            "all rewards are equal. Does the run start from the right weights (initial_weights)? Otherwise the prompts "
+            "are too hard or too easy for this model, or the reward function does not tell answers apart"
+        )
