@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flotilla_core.config import PolicyConfig
-from flotilla_core.config.rollout import DynamicSamplingConfig
+from flotilla_core.config.data import DynamicSamplingConfig
 from flotilla_testing.option_axes import Axes, Choice, Settings, document
 
 LIMIT = 7

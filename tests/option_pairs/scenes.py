@@ -15,7 +15,7 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_coordinator.ledger.records import TokenSpan
 from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample
 from flotilla_coordinator.trainers.messages import fill
-from flotilla_core.config.rollout import DynamicSamplingConfig
+from flotilla_core.config.data import DynamicSamplingConfig
 from flotilla_core.roles import teacher_role
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version

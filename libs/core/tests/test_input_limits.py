@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flotilla_core.config import RunConfig, load, load_text
-from flotilla_core.config.yaml_text import DEEPEST, MOST_BYTES, MOST_VALUES
+from flotilla_core.config.document import DEEPEST, MOST_BYTES, MOST_VALUES
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.json_text import json_object, read_json_object
 from flotilla_core.model_folder import stored_shapes

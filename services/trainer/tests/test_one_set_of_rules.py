@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_core.config import PolicyConfig
-from flotilla_core.config.teachers import TeacherConfig
+from flotilla_core.config.roles import TeacherConfig
 from flotilla_core.errors import InvalidRequest
 from flotilla_trainer.objective.call_objective import call_objective
 from flotilla_trainer.objective.policy_config import policy_config

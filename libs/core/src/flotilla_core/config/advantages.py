@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from flotilla_core.config.model import ConfigModel
-from flotilla_core.config.teachers import AskedTeachers
-from flotilla_core.config.user_function import UserFunction, kind_of
+from flotilla_core.config.model import ConfigModel, UserFunction, kind_of
+from flotilla_core.config.roles import AskedTeachers
 
 
 class OverlongConfig(ConfigModel):

@@ -1,8 +1,8 @@
-"""The base of every configuration model.
+"""The base of every section of a configuration, and of the sections that name a function.
 
 Invariants: an unknown key is an error, values never change after validation, every field carries its meaning, with
-units, in its description, and a value has the type of its key: a truth value is no number, a number no truth value, and
-a text neither. Numbers are finite, and each key says its own bounds.
+its unit where it has one; a relative path is relative to the file that holds it. Functions of Flotilla are plain
+names, the user's are written path.py:function and never look like ours.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ import types
 import typing
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from flotilla_core.structs import unfit
 
 LONGEST_TEXT = 4096
 """Characters of a name, a path or an address."""
 LONGEST_FILE_NAME = 255
 """Bytes of one part of a path, the limit of file systems."""
+
+PATTERN = r"^.+\.py:[A-Za-z_]\w*$"
 
 
 class ConfigModel(BaseModel):
@@ -101,3 +105,53 @@ def _kinds(model: type[ConfigModel], key: str | None) -> frozenset[Any]:
         else:
             found.add(annotation)
     return frozenset(found)
+
+
+def _fit_the_wire(parameters: dict[str, Any]) -> dict[str, Any]:
+    for name, value in parameters.items():
+        if problem := unfit(value, name):
+            raise ValueError(problem)
+    return parameters
+
+
+def possible_function(name: str) -> str:
+    """The name, where a file system may have the file in it."""
+    file, colon, _ = name.rpartition(":")
+    if colon and file.endswith(".py"):
+        expanded(Path(file))
+    return name
+
+
+Parameters = Annotated[dict[str, Any], AfterValidator(_fit_the_wire)]
+"""What a function of the user's, or a reward, is called with beside its samples."""
+
+
+class UserFunction(ConfigModel):
+    """A function in a file of the user's."""
+
+    type: Annotated[str, AfterValidator(possible_function)] = Field(pattern=PATTERN)
+    """path.py:function."""
+    parameters: Parameters = Field(default_factory=dict)
+    """Passed to the function by keyword."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the function is called with."""
+        return self.parameters
+
+    def with_paths_from(self, directory: Path) -> Self:
+        return self.model_copy(update={"type": function_path(self.type, directory)})
+
+
+def function_path(name: str, directory: Path) -> str:
+    """`name` with its file taken from `directory`; names of ours stay as they are."""
+    file, colon, function = name.rpartition(":")
+    if not (colon and file.endswith(".py")):
+        return name
+    return f"{directory / expanded(Path(file))}:{function}"
+
+
+def kind_of(section: Any) -> Any:
+    """Which member of a union a section is: `user` for a function of the user's, else its type."""
+    kind = section.get("type") if isinstance(section, dict) else getattr(section, "type", None)
+    return "user" if isinstance(kind, str) and ":" in kind else kind

@@ -11,19 +11,23 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from flotilla_core.config.advantages import GdpoAdvantage
-from flotilla_core.config.algorithm import AlgorithmConfig, PolicyConfig
-from flotilla_core.config.batching import BatchingConfig
-from flotilla_core.config.checkpoint import CheckpointConfig
-from flotilla_core.config.data import DataConfig
-from flotilla_core.config.evaluation import EvaluationConfig, StopConfig
-from flotilla_core.config.lora import LoraConfig
+from flotilla_core.config.algorithm import AlgorithmConfig, DpoConfig, PolicyConfig, RewardModelConfig
+from flotilla_core.config.data import (
+    DataConfig,
+    EvaluationConfig,
+    RewardTermConfig,
+    RolloutConfig,
+    StopConfig,
+)
 from flotilla_core.config.model import ConfigModel
-from flotilla_core.config.optimizer import OptimizerConfig
-from flotilla_core.config.preferences import DpoConfig, RewardModelConfig
-from flotilla_core.config.reward import RewardTermConfig
-from flotilla_core.config.rollout import RolloutConfig
-from flotilla_core.config.teachers import MOST_SAMPLE_BYTES
-from flotilla_core.config.weights import WeightSyncConfig
+from flotilla_core.config.roles import MOST_SAMPLE_BYTES
+from flotilla_core.config.training import (
+    BatchingConfig,
+    CheckpointConfig,
+    LoraConfig,
+    OptimizerConfig,
+    WeightSyncConfig,
+)
 
 
 class RunConfig(ConfigModel):

@@ -12,14 +12,45 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from flotilla_core.config.autoscale import AutoscaleConfig
 from flotilla_core.config.model import ConfigModel, expanded
-from flotilla_core.config.teachers import TeacherName
+from flotilla_core.config.roles import TeacherName
 from flotilla_core.roles import MOST_TEACHERS
 
 MOST_REPLICAS = 256
 """Of one kind on one host."""
 DType = Literal["float32", "bfloat16"]
+
+
+class AutoscaleConfig(ConfigModel):
+    """`autoscale` in `stack.yaml`: how many generators a run needs.
+
+    What is made of the time in which trainer and generators have nothing to do.
+    """
+
+    mode: Literal["advise", "act"] = "advise"
+    """`advise` says what would help, `act` has the launcher do it."""
+    min_generators: int = Field(default=1, ge=1, le=256)
+    """Never fewer."""
+    max_generators: int = Field(default=8, ge=1, le=256)
+    """Never more: what the machine, or its GPUs, can take."""
+    window_steps: int = Field(default=5, ge=1, le=10_000)
+    """Steps whose mean decides, all of them with the same number of generators."""
+    cooldown_steps: int = Field(default=10, ge=0, le=100_000)
+    """Steps after a change before anything is decided again."""
+    trainer_waits_above: float = Field(default=0.4, gt=0, lt=1)
+    """Share of a step that the trainer waits for rollouts; above it one more generator is wanted."""
+    generators_idle_above: float = Field(default=0.5, gt=0, lt=1)
+    """Share of a step in which a generator has no sample; above it, where the trainer waits for less than half of
+    `trainer_waits_above`, one fewer is enough."""
+
+    @model_validator(mode="after")
+    def _has_room(self) -> AutoscaleConfig:
+        if self.min_generators > self.max_generators:
+            raise ValueError(
+                f"min_generators is {self.min_generators}, but max_generators is {self.max_generators}: "
+                "set max_generators to at least as many"
+            )
+        return self
 
 
 def _folder_or_name(value: object) -> object:

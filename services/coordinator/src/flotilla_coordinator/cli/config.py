@@ -108,7 +108,7 @@ def _model(kind: Kind) -> type[StackConfig] | type[RunConfig]:
 def _kind_of(files: list[Path]) -> Kind:
     """By the top-level keys that only one of the two has."""
     from flotilla_core.config import RunConfig, StackConfig
-    from flotilla_core.config.yaml_text import read_text_file
+    from flotilla_core.config.document import read_text_file
 
     keys: set[str] = set()
     for file in files:

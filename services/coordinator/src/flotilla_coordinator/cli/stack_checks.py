@@ -42,7 +42,7 @@ def stack_checks(given: str | None) -> tuple[StackConfig | None, list[Finding]]:
 
 def _state_directory(config: StackConfig) -> Finding:
     """Whether the state directory takes files, and how many checkpoints of the stack's model."""
-    from flotilla_core.config.checkpoint import CheckpointConfig
+    from flotilla_core.config.training import CheckpointConfig
     from flotilla_core.disk import check_state_directory, free_bytes, nearest, room
     from flotilla_core.errors import FlotillaError
 

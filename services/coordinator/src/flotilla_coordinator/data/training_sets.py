@@ -17,7 +17,7 @@ from flotilla_coordinator.data.prompts import Load, Prompt, PromptFile, load_pro
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_core.config import DataConfig, PolicyConfig, RunConfig, TrainingSet
 from flotilla_core.config.document import describe
-from flotilla_core.config.teachers import AskedTeachers
+from flotilla_core.config.roles import AskedTeachers
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.roles import teacher_role
 

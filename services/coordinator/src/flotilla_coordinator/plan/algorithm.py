@@ -9,7 +9,7 @@ from flotilla_coordinator.plan.lines import Line
 from flotilla_core.config import AlgorithmConfig, DpoConfig, PolicyConfig, RewardModelConfig
 from flotilla_core.config.algorithm import CorrectionConfig, KlConfig, RejectionConfig
 from flotilla_core.config.losses import GspoLoss
-from flotilla_core.config.teachers import TeacherConfig
+from flotilla_core.config.roles import TeacherConfig
 
 
 def algorithm_lines(algorithm: AlgorithmConfig) -> Iterator[Line]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from flotilla_core.config import PolicyConfig, RunConfig
-from flotilla_core.config.user_function import UserFunction
+from flotilla_core.config.model import UserFunction
 
 LONGEST_CHECK_S = 12.0
 """Of all functions of one service together; most of it is Python's start."""

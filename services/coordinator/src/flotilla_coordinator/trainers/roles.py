@@ -28,7 +28,7 @@ from flotilla_coordinator.trainers.session import (
     LearningSession,
 )
 from flotilla_core import ids, rpc
-from flotilla_core.config.teachers import TOP_BYTES, AskedTeachers
+from flotilla_core.config.roles import TOP_BYTES, AskedTeachers
 from flotilla_core.roles import TEACHER, kind_of_role, teacher_name
 from flotilla_core.tasks import all_of
 from flotilla_core.tensors import from_tensor, to_tensor

@@ -24,8 +24,8 @@ from flotilla_core.config.advantages import (
     RewardNormalizationConfig,
 )
 from flotilla_core.config.algorithm import CorrectionConfig, KlConfig
-from flotilla_core.config.sample_weights import SampleWeightsConfig
-from flotilla_core.config.teachers import TeacherConfig
+from flotilla_core.config.losses import SampleWeightsConfig
+from flotilla_core.config.roles import TeacherConfig
 from flotilla_core.roles import REFERENCE, TEACHER, kind_of_role
 
 SCHEDULES = {

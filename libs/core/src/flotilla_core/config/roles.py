@@ -1,12 +1,17 @@
-"""Which teachers of the stack a run learns from, who of them is asked about which sample, and about how many tokens."""
+"""The models beside the policy: the teachers that a run learns from, and the critic.
+
+A run says of each teacher about which samples it is asked, and about how many tokens of each.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
 from flotilla_core.config.model import ConfigModel
+from flotilla_core.config.training import OptimizerConfig
 from flotilla_core.roles import MOST_TEACHERS, TEACHER, TEACHER_NAME, teacher_role
 
 TeacherName = Annotated[str, StringConstraints(pattern=TEACHER_NAME)]
@@ -80,3 +85,24 @@ class TeacherConfig(AskedTeachers):
     def bytes_per_token(self) -> int:
         """What a token of a response comes with."""
         return self.top_k * TOP_BYTES
+
+
+class CriticOptimizerConfig(OptimizerConfig):
+    """AdamW of the critic, by itself."""
+
+    learning_rate: float = Field(default=1e-5, gt=0, le=1)
+    """Peak; a critic usually learns faster than its policy."""
+
+
+class CriticConfig(ConfigModel):
+    """A model that learns what reward to expect, and that advantages are measured against."""
+
+    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
+    """AdamW of the critic."""
+    value_clip: float | None = Field(default=0.2, gt=0, le=1e6)
+    """Values beyond so large a step from those that the advantages were made with earn nothing; empty is off."""
+    warmup_steps: int = Field(default=0, ge=0, le=10_000_000)
+    """First steps in which only the critic learns."""
+    initial_weights: Path | None = None
+    """Folder with the critic's shape, with or without a value head; empty: critic.model of the stack, or, where that
+    is empty, what the policy starts from."""

@@ -1,7 +1,8 @@
-"""One message for everything that is wrong with a configuration.
+"""Reads, checks and writes configurations, and explains what is wrong with one.
 
-Invariant: each line names the place (file:line or override), the key path and what is expected; an unknown
-key comes with the key that was probably meant, also where that one belongs to another section.
+Invariants: later files win over earlier ones, and overrides over files; every problem is reported, all at once; each
+line of a report names the place (file:line or override), the key path and what is expected, and an unknown key the one
+that was probably meant. What `dump_yaml` writes, `load` reads back to an equal configuration.
 """
 
 from __future__ import annotations
@@ -9,18 +10,78 @@ from __future__ import annotations
 import difflib
 import re
 import typing
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
+import yaml
 from pydantic import ValidationError
 
-from flotilla_core.config.document import Document, KeyPath, describe, join
+from flotilla_core.config.document import Document, KeyPath, describe, join, read_text_file, shortened
 from flotilla_core.config.model import ConfigModel
-from flotilla_core.config.yaml_text import shortened
 from flotilla_core.errors import InvalidConfig
+
+Model = TypeVar("Model", bound=ConfigModel)
+
+MOST_OVERRIDES = 1000
 
 MOST_EXPLAINED = 50
 """Problems of one configuration; a mistake in a long list is a problem for each item."""
+
+
+def load(
+    model: type[Model],
+    files: Iterable[Path | str],
+    overrides: Sequence[str] = (),
+    *,
+    resolve_paths: bool = False,
+) -> Model:
+    """Merge `files` left to right, apply `overrides` (`key.path=value`) and validate.
+
+    `resolve_paths` makes every path absolute, so that the result means the same to a process elsewhere.
+    """
+    document = Document()
+    for file in files:
+        document.add_text(read_text_file(Path(file)), str(file))
+    return _validated(model, document, overrides, resolve_paths)
+
+
+def load_text(
+    model: type[Model],
+    text: str,
+    *,
+    source: str = "text",
+    overrides: Sequence[str] = (),
+    resolve_paths: bool = False,
+) -> Model:
+    """The same for a text; `source` names it in messages."""
+    document = Document()
+    document.add_text(text, source)
+    return _validated(model, document, overrides, resolve_paths)
+
+
+def read_values(text: str, source: str) -> dict[str, Any]:
+    """The plain values of a text, which need fit no model of this release."""
+    document = Document()
+    document.add_text(text, source)
+    return document.values
+
+
+def _validated(
+    model: type[Model], document: Document, overrides: Sequence[str], resolve_paths: bool
+) -> Model:
+    if len(overrides) > MOST_OVERRIDES:
+        raise InvalidConfig(
+            "there are too many overrides",
+            why=f"{len(overrides)} were given, and {MOST_OVERRIDES} is the limit",
+        )
+    for assignment in overrides:
+        document.override(assignment)
+    try:
+        config = model.model_validate(document.values)
+    except ValidationError as error:
+        raise explain(error, model, document) from None
+    return config.with_paths_from(Path.cwd()) if resolve_paths else config
 
 
 def explain(failure: ValidationError, model: type[ConfigModel], document: Document) -> InvalidConfig:
@@ -142,3 +203,13 @@ def _models_of(model: type[ConfigModel], name: str) -> list[type[ConfigModel]]:
 def _mentioned_origin(message: str, document: Document) -> str:
     """Checks over several keys start their message with the key to change."""
     return document.origin(tuple(message.split(" ", 1)[0].split(".")))
+
+
+def dump_yaml(config: ConfigModel) -> str:
+    """Every value, defaults included, in the order of the model."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100)
+
+
+def json_schema(model: type[ConfigModel]) -> dict[str, Any]:
+    """For editors and for the reference page."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **model.model_json_schema()}
