@@ -18,7 +18,8 @@ from flotilla.common.v1 import registration_pb2 as reg
 from flotilla_core import rpc
 from flotilla_core.config import BindConfig
 from flotilla_core.errors import Unavailable
-from flotilla_core.rpc import Load, Replica, ReplicaPool, waiters
+from flotilla_core.rpc import Load, Replica, ReplicaPool
+from flotilla_core.rpc import pool as replica_pool
 from flotilla_core.subprocess_group import ProcessGroup
 
 Pool = ReplicaPool[Any]
@@ -329,7 +330,7 @@ async def test_a_wait_that_fails_says_what_for_and_who_is_there(pool: Pool) -> N
 
 
 async def test_a_long_wait_is_told_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiters, "NAME_THE_WAIT_AFTER_S", 0.0)
+    monkeypatch.setattr(replica_pool, "NAME_THE_WAIT_AFTER_S", 0.0)
     told: asyncio.Queue[str] = asyncio.Queue()
     one: Pool = ReplicaPool(
         reg.SERVICE_KIND_GENERATOR, health_pb2_grpc.HealthStub, rpc.connect, on_wait=told.put_nowait
@@ -410,7 +411,7 @@ async def test_a_killed_replica_is_noticed_by_the_failing_call(
 async def test_who_serves_keeps_its_work_when_its_heartbeats_are_lost(
     pool: Pool, server: tuple[rpc.RpcServer, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flotilla_core.rpc.replica_health.ASK_MISSING_EVERY_S", 0.01)
+    monkeypatch.setattr("flotilla_core.rpc.replica_set.ASK_MISSING_EVERY_S", 0.01)
     ready = registration("generator-0", server[1])
     await pool.update(snapshot(ready))
     (replica,) = pool.replicas()
@@ -427,7 +428,7 @@ async def test_who_serves_keeps_its_work_when_its_heartbeats_are_lost(
 async def test_who_left_the_registry_and_does_not_answer_ends_the_calls_that_wait_for_it(
     pool: Pool, server: tuple[rpc.RpcServer, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flotilla_core.rpc.replica_health.MISSING_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("flotilla_core.rpc.replica_set.MISSING_TIMEOUT_S", 0.5)
     group = await ProcessGroup.start([sys.executable, "-c", SERVER], stdout=asyncio.subprocess.PIPE)
     try:
         assert group.process.stdout is not None
@@ -453,7 +454,7 @@ async def test_a_replica_is_busy_as_long_as_it_has_any_lease(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr("flotilla_core.rpc.replica.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("flotilla_core.rpc.replica_set.time", SimpleNamespace(monotonic=lambda: now[0]))
     await pool.update(snapshot(registration("generator-0")))
     (replica,) = pool.replicas()
     async with lease(pool):

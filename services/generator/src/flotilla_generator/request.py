@@ -13,7 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 from flotilla.common.v1 import version_pb2
 from flotilla.generator.v1 import generator_pb2 as pb
 from flotilla_core.errors import InvalidRequest
-from flotilla_core.rpc.options import PART_BYTES
+from flotilla_core.rpc.channel import PART_BYTES
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
 from flotilla_generator.engine.base import (

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from flotilla_core.rpc.channel import connect
     from flotilla_core.rpc.fence import Fence
     from flotilla_core.rpc.pool import ReplicaPool
-    from flotilla_core.rpc.replica import Load, Replica
+    from flotilla_core.rpc.replica_set import Load, Replica
     from flotilla_core.rpc.server import RpcServer
 
 __all__ = [
@@ -32,8 +32,8 @@ __all__ = [
 
 _MODULES = {
     "Fence": "fence",
-    "Load": "replica",
-    "Replica": "replica",
+    "Load": "replica_set",
+    "Replica": "replica_set",
     "ReplicaPool": "pool",
     "RpcServer": "server",
     "client_stream": "calls",

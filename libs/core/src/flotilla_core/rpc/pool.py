@@ -1,24 +1,45 @@
-"""The replicas of one kind, or of one role within it: who may get work, and who gets the next.
+"""The replicas of one kind, or of one role within it: who may get work, who gets the next, and who waits for one.
 
 Invariants: only a ready replica gets work; a caller whose call failed ejects the replica at once, long before the
-registry notices; what waits for a replica or for room is looked at whenever either may have come.
+registry notices. Of several replicas the one with the least outstanding cost for its size is next, and equals take
+turns; work of one affinity stays where it was as long as that replica is among those that may take it.
+
+Callers that wait are served together, with one timer and one look for all of them, whenever a replica or room on one
+may have come: the lowest priority is asked first, and who came first among equals; one who cannot be served yet holds
+up nobody; what was taken for a caller who is cancelled in the same moment is given back; a wait ends in an error when
+no replica can serve it and none could when its time was looked at last.
 """
 
 from __future__ import annotations
 
+import asyncio
+import bisect
+import itertools
 import math
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import grpc
+import structlog
 
 from flotilla.common.v1 import registration_pb2 as reg
-from flotilla_core.rpc.replica import Load, Replica
-from flotilla_core.rpc.roster import Roster
-from flotilla_core.rpc.routing import Routing
-from flotilla_core.rpc.waiters import Waiters, Wish
+from flotilla_core.errors import Unavailable
+from flotilla_core.rpc.replica_set import Load, Replica, ReplicaSet
 
 StubT = TypeVar("StubT")
+
+ReplicaT = TypeVar("ReplicaT", bound=Replica[Any])
+
+AFFINITIES_KEPT = 65_536
+
+T = TypeVar("T")
+
+NAME_THE_WAIT_AFTER_S = 10.0
+# What a caller may take can depend on what nobody tells, so all of them are asked again.
+LOOK_AGAIN_S = 0.25
+
+logger = structlog.get_logger()
 
 
 class ReplicaPool(Generic[StubT]):
@@ -42,24 +63,24 @@ class ReplicaPool(Generic[StubT]):
         """
         self._size = size
         self._overcommit = overcommit
-        self._roster = Roster(kind, role, stub, connect, changed=self._look)
-        self._waiters = Waiters(self._roster.standing, self._room, on_wait)
+        self._replicas = ReplicaSet(kind, role, stub, connect, changed=self._look)
+        self._waiters = Waiters(self._replicas.describe, self._room, on_wait)
         self._routing = Routing()
 
     async def update(self, snapshot: dict[str, reg.Registration]) -> None:
         """Take in who exists now."""
-        self._roster.update(snapshot)
-        for replica in self._roster.everyone():
+        self._replicas.update(snapshot)
+        for replica in self._replicas.everyone():
             self._measure(replica)
         self._look()
 
     def replicas(self) -> list[Replica[StubT]]:
         """Those that may get work now."""
-        return list(self._roster.ready())
+        return list(self._replicas.ready())
 
     def everyone(self) -> list[Replica[StubT]]:
         """All that are known, whatever their state."""
-        return self._roster.everyone()
+        return self._replicas.everyone()
 
     async def acquire(
         self,
@@ -76,15 +97,15 @@ class ReplicaPool(Generic[StubT]):
         Waits `timeout_s` for an allowed replica, and then for room on one. Work of one `affinity` goes where it went
         last, while there is room.
         """
-        wish = Wish(
+        request = WaitRequest(
             take=lambda: self._take(load, allowed, affinity),
             what=what,
-            patience_s=timeout_s,
-            within_reach=lambda: any(allowed is None or allowed(one) for one in self._roster.ready()),
+            timeout_s=timeout_s,
+            possible=lambda: any(allowed is None or allowed(one) for one in self._replicas.ready()),
             give_back=lambda replica: self.release(replica, load),
             priority=priority,
         )
-        return await self._waiters.wait(wish)
+        return await self._waiters.wait(request)
 
     def release(self, replica: Replica[StubT], load: Load) -> None:
         """Give back what `acquire` took."""
@@ -92,7 +113,7 @@ class ReplicaPool(Generic[StubT]):
         replica.give_back(load)
         if was_full:
             self._look()
-        self._roster.given_back(replica)
+        self._replicas.given_back(replica)
 
     def heard(self, replica: Replica[StubT], waiting: int) -> None:
         """A replica says how many of the places that it has wait for want of something else, its memory say."""
@@ -103,26 +124,26 @@ class ReplicaPool(Generic[StubT]):
 
     def eject(self, instance_id: str, why: str, *, replaceable: bool = True) -> None:
         """No more work until its health says SERVING again; for callers whose call failed."""
-        self._roster.eject(instance_id, why, replaceable=replaceable)
+        self._replicas.eject(instance_id, why, replaceable=replaceable)
         self._look()
 
     def drain(self, instance_id: str, why: str) -> None:
         """No more work for as long as its process lives; what it was leased for goes on."""
-        self._roster.drain(instance_id, why)
+        self._replicas.drain(instance_id, why)
         self._look()
 
     def dismiss(self, instance_id: str, why: str) -> None:
         """It is not ours any more, however well it is; what it was leased for goes on."""
-        self._roster.dismiss(instance_id, why)
+        self._replicas.dismiss(instance_id, why)
         self._look()
 
     async def wait_for(self, count: int, timeout_s: float, what: str) -> None:
         """Wait until `count` replicas may get work."""
-        await self._waiters.wait(Wish(lambda: len(self.replicas()) >= count or None, what, timeout_s))
+        await self._waiters.wait(WaitRequest(lambda: len(self.replicas()) >= count or None, what, timeout_s))
 
     async def close(self) -> None:
         """Close every channel; calls that still run are cancelled."""
-        await self._roster.close()
+        await self._replicas.close()
 
     def _look(self) -> None:
         self._waiters.look()
@@ -132,7 +153,7 @@ class ReplicaPool(Generic[StubT]):
     ) -> Replica[StubT] | None:
         candidates = [
             replica
-            for replica in self._roster.ready()
+            for replica in self._replicas.ready()
             if not replica.full and (allowed is None or allowed(replica))
         ]
         if not candidates:
@@ -142,7 +163,7 @@ class ReplicaPool(Generic[StubT]):
         return replica
 
     def _room(self) -> bool:
-        return any(not replica.full for replica in self._roster.ready())
+        return any(not replica.full for replica in self._replicas.ready())
 
     def _measure(self, replica: Replica[StubT]) -> None:
         """By what it says of itself; where it says nothing, all count alike and take whatever comes."""
@@ -150,3 +171,167 @@ class ReplicaPool(Generic[StubT]):
         if size != replica.size:
             replica.size = replica.runs = size or 1
         replica.overcommit = self._overcommit if size else math.inf
+
+
+class Routing:
+    """Which of several replicas gets the next work.
+
+    Remembers whose turn it is, and where work of each affinity went last.
+    """
+
+    def __init__(self) -> None:
+        self._turn = 0
+        self._last: dict[str, str] = {}
+
+    def choose(self, candidates: Sequence[ReplicaT], affinity: str = "") -> ReplicaT:
+        """One of those that may take the work."""
+        last = self._last.pop(affinity, "") if affinity else ""
+        chosen = min(
+            candidates, key=lambda one: (one.instance_id != last, one.outstanding / one.size, one.turn)
+        )
+        self._turn += 1
+        chosen.turn = self._turn
+        if affinity:
+            self._last[affinity] = chosen.instance_id
+            if len(self._last) > AFFINITIES_KEPT:
+                del self._last[next(iter(self._last))]
+        return chosen
+
+
+@dataclass(frozen=True)
+class WaitRequest(Generic[T]):
+    """What a caller waits for."""
+
+    take: Callable[[], T | None]
+    """It, as soon as it is there."""
+    what: str
+    """In words."""
+    timeout_s: float
+    possible: Callable[[], bool] = lambda: False
+    """Whether it only has to wait for its turn: then its time is not used up."""
+    give_back: Callable[[T], None] = lambda taken: None
+    priority: int = 0
+    """Lower ones come first."""
+
+
+@dataclass(order=True)
+class _Waiter:
+    """One caller, and what it gets in the end."""
+
+    priority: int
+    number: int
+    request: WaitRequest[Any] = field(compare=False)
+    since: float = field(compare=False)
+    gives_up_at: float = field(compare=False)
+    reachable: bool = field(compare=False)
+    """Whether somebody could have served it when that was looked at last."""
+    taken: asyncio.Future[Any] = field(compare=False)
+    named: bool = field(default=False, compare=False)
+
+
+class Waiters:
+    """Those of one pool; `describe` says how its replicas stand, `room` whether any of them could take anything.
+
+    `on_wait` is told of a wait that has become long, and until when it may last.
+    """
+
+    def __init__(
+        self, describe: Callable[[], str], room: Callable[[], bool], on_wait: Callable[[str], None]
+    ) -> None:
+        self._describe = describe
+        self._room = room
+        self._on_wait = on_wait
+        self._waiting: list[_Waiter] = []
+        self._numbers = itertools.count()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def wait(self, request: WaitRequest[T]) -> T:
+        """What `request.take` gives, as soon as it gives anything."""
+        # Whoever waits already was asked at the last change: what is left now is nobody else's.
+        taken = request.take()
+        if taken is not None:
+            return taken
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        waiter = _Waiter(
+            request.priority,
+            next(self._numbers),
+            request,
+            since=now,
+            gives_up_at=now + request.timeout_s,
+            reachable=request.possible(),
+            taken=loop.create_future(),
+        )
+        bisect.insort(self._waiting, waiter)
+        self._look_again_later()
+        try:
+            handed_over: T = await self._handed_over(waiter)
+            return handed_over
+        finally:
+            self._remove(waiter)
+
+    def look(self) -> None:
+        """Something has changed: serve whoever can be served now."""
+        if not self._waiting or not self._room():
+            return
+        for waiter in self._waiting:
+            if waiter.taken.done():
+                continue
+            taken = waiter.request.take()
+            if taken is not None:
+                waiter.taken.set_result(taken)
+                if not self._room():
+                    return
+
+    @staticmethod
+    async def _handed_over(waiter: _Waiter) -> Any:
+        try:
+            return await waiter.taken
+        except asyncio.CancelledError:
+            taken = waiter.taken
+            if taken.done() and not taken.cancelled() and taken.exception() is None:
+                waiter.request.give_back(taken.result())
+            raise
+
+    def _remove(self, waiter: _Waiter) -> None:
+        del self._waiting[bisect.bisect_left(self._waiting, waiter)]
+
+    def _look_again_later(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._timer = None
+        self.look()
+        now = asyncio.get_running_loop().time()
+        for waiter in self._waiting:
+            if now >= waiter.gives_up_at and not waiter.taken.done():
+                self._end_or_extend(waiter, now)
+        if self._waiting:
+            self._name_the_longest_wait(now)
+            self._look_again_later()
+
+    def _end_or_extend(self, waiter: _Waiter, now: float) -> None:
+        request, was_reachable = waiter.request, waiter.reachable
+        waiter.reachable = request.possible()
+        if waiter.reachable or was_reachable:
+            waiter.gives_up_at = now + request.timeout_s
+            return
+        waiter.taken.set_exception(
+            Unavailable(
+                f"waited {request.timeout_s:g} s for {request.what}",
+                why=self._describe(),
+                next_step="See flotilla ps.",
+            )
+        )
+
+    def _name_the_longest_wait(self, now: float) -> None:
+        """Where it is not only waiting for its turn."""
+        longest = min(self._waiting, key=lambda waiter: waiter.since)
+        late = now - longest.since >= NAME_THE_WAIT_AFTER_S
+        if late and not longest.named and not longest.request.possible():
+            longest.named = True
+            what, standing = longest.request.what, self._describe()
+            logger.info("waiting", what=what, callers=len(self._waiting), standing=standing)
+            left = longest.gives_up_at - now
+            self._on_wait(f"waiting for {what}, for at most {left:.0f} s more: {standing}")

@@ -1,31 +1,41 @@
-"""The server of every service.
+"""The server of every service, with its health, its reflection and the check of who calls it.
 
 Invariants: it listens on one port that nobody else has; it asks each caller for a proof, unless it listens on a socket
-file; its health is NOT_SERVING until its owner says otherwise, and becomes so again before it stops.
+file; health checks need no proof, so that anybody may learn whether a service is up. Its health is NOT_SERVING until
+its owner says otherwise, and becomes so again before it stops; a watcher learns every change of it at once, and its
+last answer is the state at that time. Both names of server reflection have the same messages, so one servicer answers
+for both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import psutil
-from grpc_health.v1 import health_pb2_grpc
+from google.protobuf import descriptor_pb2, descriptor_pool, text_format
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from flotilla_core.errors import PortInUse
+from flotilla_core.errors import FlotillaError, PortInUse
 from flotilla_core.rpc.auth import dialable, is_loopback, joined, own_names, require_token
-from flotilla_core.rpc.boundary import BoundaryInterceptor
-from flotilla_core.rpc.health import SERVICE_NAME as HEALTH
-from flotilla_core.rpc.health import HealthServicer
-from flotilla_core.rpc.options import SERVER_OPTIONS
-from flotilla_core.rpc.reflection import add_reflection
-from flotilla_core.rpc.token_interceptor import TokenServerInterceptor
+from flotilla_core.rpc.channel import SERVER_OPTIONS
+from flotilla_core.rpc.errors_interceptor import ErrorsInterceptor, abort
+from flotilla_core.rpc.handlers import is_open_to_all, wrapped
 from flotilla_core.telemetry.grpc import server_interceptor
-from flotilla_core.trust import CallVerifier
+from flotilla_core.trust import HEADER, CallVerifier
+from flotilla_core.trust.calls import unproven
 
 if TYPE_CHECKING:
     from flotilla_core.config import BindConfig
+
+_Status = health_pb2.HealthCheckResponse
+SERVICE_NAME = "grpc.health.v1.Health"
+_LONGEST_NAME = 200
+
+SERVICE_NAMES = ("grpc.reflection.v1.ServerReflection", reflection.SERVICE_NAME)
 
 
 class RpcServer:
@@ -59,13 +69,13 @@ class RpcServer:
                 shares_our_clock=is_loopback(self._bind.host),
             )
             interceptors.append(TokenServerInterceptor(verifier))
-        interceptors += [server_interceptor(), BoundaryInterceptor()]
+        interceptors += [server_interceptor(), ErrorsInterceptor()]
         server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         for add_servicer_to_server, servicer in self._adders:
             add_servicer_to_server(servicer, server)
         self._health = HealthServicer(self._services)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        add_reflection([*self._services, HEALTH], server)
+        add_reflection([*self._services, SERVICE_NAME], server)
         self._port = self._listen(server)
         await server.start()
         self._server = server
@@ -109,3 +119,111 @@ def _holder_of(port: int) -> str:
     except psutil.Error:
         pass  # Other users' processes are hidden from us: then the message stays general.
     return ""
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):
+    """grpc.health.v1 for our servers.
+
+    One status for a fixed set of services and for "", the whole server.
+    """
+
+    def __init__(self, services: list[str]) -> None:
+        self._services = {"", *services}
+        self._status: Any = _Status.NOT_SERVING
+        self._changed = asyncio.Event()
+
+    def set_serving(self, serving: bool) -> None:
+        self._status = _Status.SERVING if serving else _Status.NOT_SERVING
+        # Each waiter holds the event of its time: a new one for the next change.
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def Check(self, request: Any, context: Any) -> health_pb2.HealthCheckResponse:
+        if request.service not in self._services:
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND, f"no service {request.service[:_LONGEST_NAME]!r} here"
+            )
+        return health_pb2.HealthCheckResponse(status=self._status)
+
+    async def List(self, request: Any, context: Any) -> Any:
+        answer = health_pb2.HealthCheckResponse(status=self._status)
+        # The type stubs of grpcio-health-checking are older than this call.
+        return health_pb2.HealthListResponse(  # type: ignore[attr-defined]
+            statuses=dict.fromkeys(self._services, answer)
+        )
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        known = request.service in self._services
+        while True:
+            changed = self._changed
+            yield health_pb2.HealthCheckResponse(status=self._status if known else _Status.SERVICE_UNKNOWN)
+            await changed.wait()
+
+
+def add_reflection(services: Sequence[str], server: grpc.aio.Server) -> None:
+    """Let tools list `services` and read their contracts."""
+    _add_contract()
+    servicer = reflection.aio.ReflectionServicer([*services, *SERVICE_NAMES])
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        reflection_pb2.ServerReflectionRequest.FromString,
+        reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    server.add_generic_rpc_handlers(
+        [
+            grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": handler})
+            for name in SERVICE_NAMES
+        ]
+    )
+
+
+def _add_contract() -> None:
+    """Add the contract of v1 to the pool that the servicer answers from."""
+    contract = descriptor_pb2.FileDescriptorProto()
+    reflection_pb2.DESCRIPTOR.CopyToProto(contract)
+    text = (
+        text_format.MessageToString(contract)
+        .replace("v1alpha", "v1")
+        .replace("grpc_reflection", "grpc/reflection")
+    )
+    descriptor_pool.Default().Add(text_format.Parse(text, descriptor_pb2.FileDescriptorProto()))
+
+
+class TokenServerInterceptor(grpc.aio.ServerInterceptor):
+    """The door of a server that asks for a proof.
+
+    Refuses calls that do not prove that their caller belongs to the stack.
+    """
+
+    def __init__(self, verifier: CallVerifier) -> None:
+        self._verifier = verifier
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or is_open_to_all(method):
+            return handler
+        refusal = self._refusal(method, handler_call_details)
+        if refusal is None:
+            return handler
+        error = refusal
+
+        async def refuse(_: Any, context: Any) -> None:
+            await abort(context, error, method)
+
+        async def refuse_stream(_: Any, context: Any) -> AsyncIterator[Any]:
+            await abort(context, error, method)
+            return
+            yield
+
+        return wrapped(handler, refuse, refuse_stream)
+
+    def _refusal(self, method: str, details: grpc.HandlerCallDetails) -> FlotillaError | None:
+        for key, value in details.invocation_metadata or ():
+            if key == HEADER:
+                return self._verifier.refusal(method, value)
+        return unproven(method)

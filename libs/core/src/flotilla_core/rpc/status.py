@@ -2,7 +2,7 @@
 
 Invariants: an error that crosses a call arrives as the same class with the same four parts; an error from
 anything else (a proxy, a dead peer, gRPC itself) becomes the nearest class. What travels always fits into the
-metadata limit of `flotilla_core.rpc.options`.
+metadata limit of `flotilla_core.rpc.channel`.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from flotilla_core.errors import FailedPrecondition, NotFound
 from flotilla_core.protocol import refusal
 from flotilla_core.roles import POLICY
 from flotilla_core.rpc import Fence, Replica
-from flotilla_core.rpc.replica import ReplicaState
+from flotilla_core.rpc.replica_set import ReplicaState
 from flotilla_core.service import Host
 from flotilla_core.tasks import both
 

@@ -14,7 +14,7 @@ import numpy as np
 from flotilla.common.v1 import tensor_pb2, version_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_coordinator.rollouts.batch import RolloutGroup
-from flotilla_core.rpc.options import PART_BYTES
+from flotilla_core.rpc.channel import PART_BYTES
 from flotilla_core.tensors import to_tensor
 
 PIECE_BYTES = 16 << 20

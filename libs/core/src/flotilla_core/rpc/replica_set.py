@@ -1,25 +1,31 @@
 """Which replicas of one kind, or of one role within it, there are, and how each of them stands.
 
 Invariants: a replica is ready when it is READY in the registry and has not failed since its last SERVING; an ejected
-one comes back through its health alone; one that the registry lost is asked itself: it stays while it serves, and when
-it does not answer the calls that wait for it fail at once; else a channel stays open until the last lease on it is
-given back; one whose build cannot talk to ours is never a replica, and is named where they are told of.
+one comes back through its health alone; one that the registry lost is asked itself, for the registry knows of
+heartbeats alone: it stays while it serves, and when it does not answer the calls that wait for it fail at once; else a
+channel stays open until the last lease on it is given back; one whose build cannot talk to ours is never a replica,
+and is named where they are told of.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
 
 import grpc
 import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from flotilla.common.v1 import registration_pb2 as reg
+from flotilla.common.v1.registration_pb2 import Registration
+from flotilla_core.errors import FlotillaError
 from flotilla_core.protocol import refusal
 from flotilla_core.roles import POLICY, process_name
-from flotilla_core.rpc.replica import Replica
-from flotilla_core.rpc.replica_health import until_serving, while_serving
+from flotilla_core.rpc.calls import unary
 
 StubT = TypeVar("StubT")
 
@@ -27,8 +33,104 @@ _STABLE_AFTER_S = 30.0
 
 logger = structlog.get_logger()
 
+# ready: takes work. ejected: a call failed and its health is probed, or its build is another one. draining: it never
+# takes work again.
+ReplicaState = Literal["ready", "ejected", "draining"]
 
-class Roster(Generic[StubT]):
+PROBE_INTERVAL_S = 0.5
+PROBE_TIMEOUT_S = 2.0
+# A replica that fails again soon after it came back stays out longer each time.
+LONGEST_PROBE_INTERVAL_S = 10.0
+# Who is missing from the registry was silent for long: only an answer keeps it.
+MISSING_TIMEOUT_S = 5.0
+ASK_MISSING_EVERY_S = 5.0
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a lease puts on a replica."""
+
+    cost: int
+    """By which replicas are compared: tokens, items."""
+    places: int = 1
+    """Of those that run side by side."""
+
+
+@dataclass(eq=False)
+class Replica(Generic[StubT]):
+    """A channel to one instance, and what it works on for us."""
+
+    registration: Registration
+    channel: grpc.aio.Channel
+    stub: StubT
+    size: int = 1
+    """How much it carries beside the others."""
+    overcommit: float = math.inf
+    """How many times what it runs it takes, so that what would only wait there can go elsewhere."""
+    runs: int = 1
+    """Places that it runs side by side, as far as is known."""
+    state: ReplicaState = "ready"
+    outstanding: int = 0
+    """Cost of the work that is leased out to it."""
+    places: int = 0
+    """And how many places that takes."""
+    leases: int = 0
+    """How many leases that is; the channel stays open until none is left."""
+    why: str = ""
+    """Why it is not ready."""
+    turn: int = 0
+    """When it got its last lease: equals take turns."""
+    ejections: int = field(default=0, repr=False)
+    returned_at: float = field(default=0.0, repr=False)
+    _busy_before_s: float = field(default=0.0, repr=False)
+    _busy_since: float = field(default=0.0, repr=False)
+
+    @property
+    def full(self) -> bool:
+        """Whether further work would wait there."""
+        return self.places >= self.overcommit * self.runs
+
+    def heard(self, waiting: int) -> None:
+        """Of the places that it has, so many wait: it runs the others, whatever its registration says."""
+        self.runs = min(self.size, max(1, self.places - waiting)) if waiting else self.size
+
+    def take(self, load: Load) -> None:
+        """One more lease."""
+        if self.leases == 0:
+            self._busy_since = time.monotonic()
+        self.outstanding += load.cost
+        self.places += load.places
+        self.leases += 1
+
+    def give_back(self, load: Load) -> None:
+        """One lease fewer."""
+        self.outstanding -= load.cost
+        self.places -= load.places
+        self.leases -= 1
+        if self.leases == 0:
+            self._busy_before_s += time.monotonic() - self._busy_since
+
+    @property
+    def busy_s(self) -> float:
+        """How long it has had any lease of ours so far."""
+        return self._busy_before_s + (time.monotonic() - self._busy_since if self.leases else 0.0)
+
+    @property
+    def instance_id(self) -> str:
+        return self.registration.instance_id
+
+    @property
+    def name(self) -> str:
+        return self.registration.name
+
+    @property
+    def address(self) -> str:
+        return self.registration.address
+
+
+class ReplicaSet(Generic[StubT]):
     """The replicas of one pool; `changed` is called when one comes back or goes by itself."""
 
     def __init__(
@@ -122,7 +224,7 @@ class Roster(Generic[StubT]):
         await asyncio.gather(*tasks, *self._closing, return_exceptions=True)
         await asyncio.gather(*(replica.channel.close() for replica in replicas.values()))
 
-    def standing(self) -> str:
+    def describe(self) -> str:
         """How they stand, in words."""
         known = [
             f"{one.name} is {one.state}" + (f" ({one.why})" if one.why else "")
@@ -212,3 +314,31 @@ def _superseded(registration: reg.Registration, ours: dict[str, reg.Registration
         and other.started_at.ToNanoseconds() > registration.started_at.ToNanoseconds()
         for other in ours.values()
     )
+
+
+async def until_serving(replica: Replica[Any]) -> None:
+    """Ask one whose call failed, until it serves again."""
+    interval_s = min(PROBE_INTERVAL_S * 2 ** (replica.ejections - 1), LONGEST_PROBE_INTERVAL_S)
+    await asyncio.sleep(interval_s)
+    while await _health(replica, PROBE_TIMEOUT_S, attempts=1) != _SERVING:  # noqa: ASYNC110 - of another process
+        await asyncio.sleep(interval_s)
+
+
+async def while_serving(replica: Replica[Any]) -> bool:
+    """Ask one that the registry lost, as long as it serves; whether it answered in the end."""
+    while (status := await _health(replica, MISSING_TIMEOUT_S)) == _SERVING:  # noqa: ASYNC110 - of another process
+        await asyncio.sleep(ASK_MISSING_EVERY_S)
+    return status is not None
+
+
+async def _health(replica: Replica[Any], timeout_s: float, attempts: int = 4) -> int | None:
+    """What it says of itself; None where it says nothing."""
+    health: Any = health_pb2_grpc.HealthStub(replica.channel)
+    try:
+        answer = await unary(
+            health.Check, health_pb2.HealthCheckRequest(), timeout_s=timeout_s, attempts=attempts
+        )
+    except FlotillaError:
+        return None
+    status: int = answer.status
+    return status

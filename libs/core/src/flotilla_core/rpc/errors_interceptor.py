@@ -34,7 +34,7 @@ GENERATED = "_pb2_grpc"
 """How the modules are called whose base classes hold a place for every call of a contract."""
 
 
-class BoundaryInterceptor(grpc.aio.ServerInterceptor):
+class ErrorsInterceptor(grpc.aio.ServerInterceptor):
     """The innermost interceptor of every server."""
 
     def __init__(self) -> None:
