@@ -6,7 +6,7 @@ import threading
 
 from structlog.testing import capture_logs
 
-from flotilla_core.service.loop_watch import LoopWatch
+from flotilla_core.service.process import LoopWatch
 
 
 async def test_a_blocked_loop_is_reported_with_the_stack_that_blocks_it() -> None:

@@ -12,7 +12,7 @@ import tokenizers
 
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_core.errors import InvalidConfig, NotFound
-from flotilla_core.tokenizer_digest import tokenizer_digest
+from flotilla_core.model_folder import tokenizer_digest
 
 
 def make(folder: Path, **settings: object) -> Path:

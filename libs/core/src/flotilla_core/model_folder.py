@@ -1,11 +1,13 @@
-"""Where a model lives on this host.
+"""Where a model lives on this host, the shapes that its files hold, and one number for its tokenizer.
 
-Invariants: a folder is used as it is; a hub name becomes the local snapshot of that model, downloaded once;
-nothing is downloaded while HF_HUB_OFFLINE is set.
+Invariants: a folder is used as it is; a hub name becomes the local snapshot of that model, downloaded once; nothing is
+downloaded while HF_HUB_OFFLINE is set. The number of a tokenizer is computed from the bytes of `tokenizer.json` alone,
+so every service gets the same one without loading it, and can tell whether it means the same tokens as another.
 """
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from flotilla_core.errors import InvalidConfig, NotFound
@@ -14,6 +16,8 @@ from flotilla_core.json_text import json_object
 LONGEST_HEADER = 100 << 20
 """Bytes; the limit of the format."""
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
+
+TOKENIZER_FILE = "tokenizer.json"
 
 
 def model_folder(model: Path | str) -> Path:
@@ -59,3 +63,23 @@ def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
             where=str(path),
             why=f"its header is not the JSON of at most {LONGEST_HEADER} bytes that names tensors and shapes",
         ) from None
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """SHA-256 of the tokenizer of a model folder, in hex."""
+    if not folder.is_dir():
+        raise NotFound(
+            "the model folder does not exist",
+            where=str(folder),
+            next_step="set `model` in stack.yaml, or initial_weights in run.yaml, to a Hugging Face folder",
+        )
+    try:
+        content = (folder / TOKENIZER_FILE).read_bytes()
+    except FileNotFoundError:
+        raise NotFound(
+            f"the model folder has no {TOKENIZER_FILE}",
+            where=str(folder),
+            why="only fast tokenizers are supported",
+            next_step="save one there with `AutoTokenizer.from_pretrained(...).save_pretrained(...)`",
+        ) from None
+    return hashlib.sha256(content).hexdigest()

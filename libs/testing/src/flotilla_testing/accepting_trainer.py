@@ -27,11 +27,10 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla.trainer.v1 import trainer_pb2_grpc
 from flotilla_core.checkpoint import CheckpointShelf, Manifest, on_disk
 from flotilla_core.errors import FailedPrecondition, NotFound, StaleVersion
-from flotilla_core.model_folder import model_folder
+from flotilla_core.model_folder import model_folder, tokenizer_digest
 from flotilla_core.rpc import RpcServer
 from flotilla_core.service import Host, run_service
 from flotilla_core.tensors import from_tensor, to_tensor
-from flotilla_core.tokenizer_digest import tokenizer_digest
 from flotilla_core.version import Version
 from flotilla_weights.group import BACKENDS, Sender
 from flotilla_weights.manifest import Manifest as WeightManifest

@@ -25,10 +25,9 @@ from flotilla_coordinator.runs.registry import Runs
 from flotilla_coordinator.timeline import SpanStore, TraceReceiver
 from flotilla_core.bus import EventStream
 from flotilla_core.errors import FlotillaError, StaleVersion
-from flotilla_core.model_folder import model_folder
+from flotilla_core.model_folder import model_folder, tokenizer_digest
 from flotilla_core.rpc import RpcServer
 from flotilla_core.service import Host
-from flotilla_core.tokenizer_digest import tokenizer_digest
 
 log = structlog.get_logger(__name__)
 

@@ -17,9 +17,9 @@ from flotilla.common.v1.operate_pb2 import (
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla.generator.v1 import generator_pb2, generator_pb2_grpc
 from flotilla_core.errors import Unavailable
+from flotilla_core.model_folder import tokenizer_digest
 from flotilla_core.rpc import RpcServer
 from flotilla_core.service import Host
-from flotilla_core.tokenizer_digest import tokenizer_digest
 from flotilla_generator.checkpoint import Checkpoint
 from flotilla_generator.engine.base import Engine
 from flotilla_generator.engine.slowed import SlowedEngine

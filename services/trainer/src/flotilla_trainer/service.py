@@ -16,10 +16,9 @@ from flotilla.trainer.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_s
 from flotilla_core import rpc, telemetry
 from flotilla_core.errors import FlotillaError
 from flotilla_core.gangs import model_of
-from flotilla_core.model_folder import model_folder
+from flotilla_core.model_folder import model_folder, tokenizer_digest
 from flotilla_core.roles import role_of_process
 from flotilla_core.service import Host
-from flotilla_core.tokenizer_digest import tokenizer_digest
 from flotilla_trainer.compiler_check import INSTALL_COMPILER, compiler_check
 from flotilla_trainer.gang import Gang, GangPlan, RankNursery
 from flotilla_trainer.model_shape import model_digest, model_shape

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from flotilla_core.bus.connection import Bus
+from flotilla_core.bus.connection import Bus, Login
 from flotilla_core.bus.events import Event, EventStream
-from flotilla_core.bus.login import Login
 from flotilla_core.bus.registry import Registry
 from flotilla_core.bus.server import NatsServer
 

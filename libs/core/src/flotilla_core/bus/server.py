@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from flotilla_core.bus.login import OWN_FILE, Login
+from flotilla_core.bus.connection import OWN_FILE, Login
 from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, PortInUse
 from flotilla_core.files import make_private_folder, write_atomically
 from flotilla_core.subprocess_group import ProcessGroup

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from flotilla_core.checkpoint.manifest import Manifest
-from flotilla_core.checkpoint.on_disk import not_written, on_disk
-from flotilla_core.checkpoint.shelf import CheckpointShelf
+from flotilla_core.checkpoint.shelf import CheckpointShelf, not_written, on_disk
 
 __all__ = ["CheckpointShelf", "Manifest", "not_written", "on_disk"]

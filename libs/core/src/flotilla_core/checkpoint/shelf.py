@@ -10,11 +10,14 @@ from __future__ import annotations
 import re
 import secrets
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from flotilla_core.checkpoint.manifest import flush_directory
-from flotilla_core.errors import AlreadyExists, InvalidRequest, NotFound
+from flotilla_core.disk import disk_full
+from flotilla_core.errors import AlreadyExists, FailedPrecondition, FlotillaError, InvalidRequest, NotFound
 from flotilla_core.files import write_atomically
 
 LATEST = "latest"
@@ -22,6 +25,9 @@ MODEL = "model"
 """Folder inside each checkpoint that transformers and vLLM load."""
 
 _NAME = re.compile(r"step-(\d{6,})")
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class CheckpointShelf:
@@ -125,3 +131,22 @@ class CheckpointShelf:
                 unfinished.rename(unfinished.with_suffix(".removing"))
         for leaving in self.path.glob(".*.removing"):
             shutil.rmtree(leaving, ignore_errors=True)
+
+
+def on_disk(folder: Path, work: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    """What `work` makes of `folder`; a disk that takes no more is DiskFull, one that is gone a FailedPrecondition."""
+    try:
+        return work(*arguments, **options)
+    except OSError as error:
+        raise not_written("the checkpoint", Path(error.filename or folder), error) from error
+
+
+def not_written(what: str, path: Path, error: Exception) -> FlotillaError:
+    """Why `what` is not at `path`."""
+    text = f"{what} cannot be written"
+    return disk_full(error, text, path) or FailedPrecondition(
+        text,
+        where=str(path),
+        why=getattr(error, "strerror", None) or str(error),
+        next_step="see whether the disk answers; checkpoint.keep says how many stay",
+    )

@@ -1,24 +1,53 @@
 """What a service is, and what it is handed when it is built.
 
-Invariants: a service never opens ports, connects to NATS or writes its registration; the host does. Whatever
-ends a service later than its start goes through `Host.failed`.
+Invariants: a service never opens ports, connects to NATS or writes its registration; the host does. Whatever ends a
+service later than its start goes through `Host.failed`; an activity is listed exactly while its block runs, so an
+empty list means idle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import grpc
 
-from flotilla.common.v1.operate_pb2 import CheckResult, ProcessStacks
+from flotilla.common.v1.operate_pb2 import Activity, CheckResult, ProcessStacks
 from flotilla.common.v1.registration_pb2 import Registration, ServiceKind
 from flotilla_core import rpc
 from flotilla_core.bus import Bus, Registry
 from flotilla_core.config import StackConfig
-from flotilla_core.service.activities import Activities
+
+
+class Activities:
+    """What a service does or waits for right now.
+
+    The running activities of one process, oldest first.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[int, Activity] = {}
+        self._numbers = itertools.count()
+
+    @contextmanager
+    def doing(self, what: str, *, run_id: str = "") -> Iterator[None]:
+        """List `what` while the block runs."""
+        number = next(self._numbers)
+        activity = Activity(what=what, run_id=run_id)
+        activity.since.FromNanoseconds(time.time_ns())
+        self._running[number] = activity
+        try:
+            yield
+        finally:
+            del self._running[number]
+
+    def current(self) -> list[Activity]:
+        return list(self._running.values())
 
 
 class Service(Protocol):

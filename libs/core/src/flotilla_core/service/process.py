@@ -1,37 +1,52 @@
-"""The life of a service process, the same for every service.
+"""The life of a service process, the same for every service, from its command line to its exit code.
 
 Order: telemetry, NATS, build, open port (health NOT_SERVING, announce file), `start`, READY. SIGTERM: DRAINING,
 `drain`, `stop`, flush, exit 0; a second signal ends the process at once.
-Invariants: health and registry never say READY before `start` has returned, nor after draining has begun; the
-service is stopped exactly once, whatever came before; the registration is withdrawn before the process ends.
+
+Invariants: health and registry never say READY before `start` has returned, nor after draining has begun; the service
+is stopped exactly once, whatever came before; the registration is withdrawn before the process ends. The announce file
+(`instances/<name>.json`) names the process that wrote it last, so a reader compares the pid before it believes it.
+
+An event loop that is blocked is reported while it is blocked, from a thread of its own, with the stack that blocks it:
+nothing that the loop itself would do (answer a call, write a span) could tell then. Whatever goes wrong ends in one
+message on stderr (`error: what (where): why. next`) and exit code 1; what nobody expected also leaves its traceback in
+the log.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import gc
+import json
 import os
 import platform
 import signal
 import socket
+import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Callable
+import traceback
+from collections.abc import AsyncIterator, Callable, Sequence
 from importlib import metadata
+from pathlib import Path
 
 import structlog
 
 from flotilla.common.v1 import operate_pb2_grpc
 from flotilla.common.v1 import registration_pb2 as reg
+from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla_core import ids, rpc, telemetry
 from flotilla_core.bus import Bus, Login, Registry
-from flotilla_core.disk import check_state_directory
+from flotilla_core.disk import check_state_directory, names_full_disk
+from flotilla_core.errors import FlotillaError, Internal
+from flotilla_core.files import keep_private, write_atomically
+from flotilla_core.logs import configure_logs, tolerate_lost_lines
 from flotilla_core.protocol import PROTOCOL_VERSION
 from flotilla_core.roles import role_of_process
-from flotilla_core.service import announcement
-from flotilla_core.service.arguments import Arguments
+from flotilla_core.service.arguments import Arguments, parse_arguments
 from flotilla_core.service.host import Host, Service
-from flotilla_core.service.loop_watch import LoopWatch
 from flotilla_core.service.operate import SERVICE_NAME, OperateServicer
 from flotilla_core.trust import read_token
 
@@ -42,6 +57,9 @@ _SPREAD_THE_WORD_S = 0.2
 _SERVER_GRACE_S = 1.0
 
 logger = structlog.get_logger()
+
+_LOOK_EVERY_S = 0.5
+BLOCKED_AFTER_S = 3.0
 
 
 class ServiceProcess:
@@ -131,7 +149,7 @@ class ServiceProcess:
         announced = None
         try:
             registration.address = await server.start()
-            announced = announcement.announce(
+            announced = announce(
                 host.state_dir,
                 name=host.name,
                 kind=self._kind_name,
@@ -155,7 +173,7 @@ class ServiceProcess:
         finally:
             await self._close(host, service, server)
             if announced is not None:
-                announcement.withdraw(announced)
+                withdraw(announced)
 
     async def _started(self, host: Host, service: Service) -> bool:
         """Whether `start` came through; False when the end was asked for meanwhile."""
@@ -238,3 +256,91 @@ class ServiceProcess:
             self._error = error
             logger.error("the service cannot go on", error=str(error))
         self._ending.set()
+
+
+def announce(state_dir: Path, *, name: str, kind: str, address: str, instance_id: str) -> Path:
+    """Write the file and return its path."""
+    path = state_dir / "instances" / f"{name}.json"
+    entry = {"name": name, "kind": kind, "pid": os.getpid(), "address": address, "instance_id": instance_id}
+    write_atomically(path, json.dumps(entry))
+    return path
+
+
+def withdraw(path: Path) -> None:
+    """Remove the file, unless a successor has written its own."""
+    try:
+        if json.loads(path.read_text()).get("pid") == os.getpid():
+            path.unlink()
+    except (OSError, ValueError):
+        pass  # It is gone or not ours: nothing to take back.
+
+
+class LoopWatch:
+    """Notices an event loop that does not run.
+
+    Watches the running loop until `stop`.
+    """
+
+    def __init__(self, *, blocked_after_s: float = BLOCKED_AFTER_S) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+        self._blocked_after_s = blocked_after_s
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="loop watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(_LOOK_EVERY_S):
+            answered = threading.Event()
+            asked = time.monotonic()
+            try:
+                self._loop.call_soon_threadsafe(answered.set)
+            except RuntimeError:
+                return  # The loop is closed.
+            if answered.wait(self._blocked_after_s):
+                continue
+            frame = sys._current_frames().get(self._loop_thread)
+            stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+            logger.warning("the event loop is blocked", for_s=self._blocked_after_s, stack=stack)
+            while not answered.wait(_LOOK_EVERY_S):
+                if self._stopping.is_set():
+                    return
+            logger.warning("the event loop runs again", blocked_s=round(time.monotonic() - asked, 1))
+
+
+def run_service(
+    kind: ServiceKind.ValueType, build: Callable[[Host], Service], arguments: Sequence[str] | None = None
+) -> int:
+    """Run the service that `build` makes until it is told to stop; returns the exit code.
+
+    `arguments` are those of the command line where they are not given.
+    """
+    keep_private()
+    faulthandler.enable()
+    # A loop that hangs cannot answer DumpStacks: SIGUSR1 writes the stacks of all threads to stderr.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    kind_name = ServiceKind.Name(kind).removeprefix("SERVICE_KIND_").lower()
+    try:
+        given = parse_arguments(kind_name, arguments)
+        tolerate_lost_lines()
+        configure_logs(given.name)
+        with names_full_disk("the service cannot write its files", given.state_dir):
+            return asyncio.run(ServiceProcess(kind, kind_name, given, build).run())
+    except FlotillaError as error:
+        return _say(error)
+    except KeyboardInterrupt:
+        return 130
+    # Nothing is above that could handle it.
+    except Exception as error:  # noqa: BLE001
+        structlog.get_logger().exception("the service failed unexpectedly")
+        return _say(Internal("the service failed", where=kind_name, why=f"{type(error).__name__}: {error}"))
+
+
+def _say(error: FlotillaError) -> int:
+    sys.stdout.flush()
+    sys.stderr.write(f"error: {error}\n")
+    sys.stderr.flush()
+    return 1

@@ -16,8 +16,8 @@ import tokenizers
 
 from flotilla_core.errors import InvalidConfig, Mismatch, NotFound
 from flotilla_core.json_text import read_json_object
+from flotilla_core.model_folder import TOKENIZER_FILE, tokenizer_digest
 from flotilla_core.rpc import Replica
-from flotilla_core.tokenizer_digest import TOKENIZER_FILE, tokenizer_digest
 
 if TYPE_CHECKING:
     from flotilla_coordinator.data.chat import ChatTemplate
