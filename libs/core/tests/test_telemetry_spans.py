@@ -28,7 +28,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from flotilla_core import telemetry
 from flotilla_core.errors import FailedPrecondition, NotFinite
 from flotilla_core.telemetry import export, names
-from flotilla_core.telemetry.carrier import format_traceparent, parse_traceparent
+from flotilla_core.telemetry.spans import format_traceparent, parse_traceparent
 
 NOBODY = "127.0.0.1:9"
 

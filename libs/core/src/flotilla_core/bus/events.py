@@ -29,7 +29,7 @@ from nats.js.errors import BadRequestError
 
 from flotilla_core.bus.connection import BUS_ERRORS, Bus
 from flotilla_core.errors import InvalidRequest
-from flotilla_core.telemetry.carrier import current_carrier
+from flotilla_core.telemetry.spans import current_carrier
 
 STREAM = "runs"
 MAX_AGE_S = 7 * 24 * 3600.0

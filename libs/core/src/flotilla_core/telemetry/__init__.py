@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from flotilla_core.telemetry import names
-from flotilla_core.telemetry.carrier import current_carrier, current_environment, from_carrier
 from flotilla_core.telemetry.provider import dropped_spans, endpoints, start, stop
-from flotilla_core.telemetry.spans import ROOT, fail, span, start_span
+from flotilla_core.telemetry.spans import (
+    ROOT,
+    current_carrier,
+    current_environment,
+    fail,
+    from_carrier,
+    span,
+    start_span,
+)
 
 __all__ = [
     "ROOT",

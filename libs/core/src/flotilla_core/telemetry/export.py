@@ -1,14 +1,16 @@
 """Sends ended spans to one OTLP endpoint from a thread of its own.
 
-Invariants: ending a span never waits, the queue is bounded and what falls out of it is counted, an endpoint
-that is away costs one warning an outage, and `shutdown` returns within its limit whatever the endpoint does.
-A batch that could not be sent is kept and sent again, so a restart of the receiver loses nothing that still
-fits the queue.
+Invariants: ending a span never waits, the queue is bounded and what falls out of it is counted, an endpoint that is
+away costs one warning an outage, and `shutdown` returns within its limit whatever the endpoint does. A batch that
+could not be sent is kept and sent again, so a restart of the receiver loses nothing that still fits the queue; ids
+come from the operating system, so that seeding `random` for a run never repeats a trace.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import platform
 import threading
 import time
 from collections import deque
@@ -16,8 +18,12 @@ from collections import deque
 import grpc
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceServiceStub
-from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 
+from flotilla_core.telemetry import names
 from flotilla_core.trust import HEADER, CallSigner, dialled
 
 QUEUE_SPANS = 16_384
@@ -39,6 +45,9 @@ _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grp
 _EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 
 logger = logging.getLogger(__name__)
+
+_MAX_LINKS = 1024
+_MAX_ATTRIBUTE_LENGTH = 4096
 
 
 class OtlpProcessor(SpanProcessor):
@@ -141,3 +150,33 @@ class OtlpProcessor(SpanProcessor):
         if self._away:
             self._away = False
             logger.info("spans reach %s again; dropped so far: %d", self.endpoint, self.dropped)
+
+
+def tracer_provider(service: str, instance_id: str) -> TracerProvider:
+    """A provider that samples everything and sends nothing yet."""
+    resource = Resource.create(
+        {
+            names.SERVICE_NAME: service,
+            names.SERVICE_INSTANCE_ID: instance_id,
+            names.HOST_NAME: platform.node(),
+            names.PROCESS_PID: os.getpid(),
+        }
+    )
+    return TracerProvider(
+        sampler=ParentBased(ALWAYS_ON),
+        resource=resource,
+        shutdown_on_exit=False,
+        id_generator=_SystemIds(),
+        span_limits=SpanLimits(max_links=_MAX_LINKS, max_attribute_length=_MAX_ATTRIBUTE_LENGTH),
+    )
+
+
+class _SystemIds(IdGenerator):
+    def generate_span_id(self) -> int:
+        return int.from_bytes(os.urandom(8)) or 1
+
+    def generate_trace_id(self) -> int:
+        return int.from_bytes(os.urandom(16)) or 1
+
+    def is_trace_id_random(self) -> bool:
+        return True

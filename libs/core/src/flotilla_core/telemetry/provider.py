@@ -35,8 +35,7 @@ def start(service: str, instance_id: str, otlp: Sequence[str], *, token: str | N
     if _State.provider is not None:
         raise FailedPrecondition("telemetry is already started in this process", where=f"start({service!r})")
     # A command line calls without ever recording: the SDK is for those that do.
-    from flotilla_core.telemetry.export import OtlpProcessor
-    from flotilla_core.telemetry.sdk import tracer_provider
+    from flotilla_core.telemetry.export import OtlpProcessor, tracer_provider
 
     provider = tracer_provider(service, instance_id)
     _State.processors = tuple(OtlpProcessor(endpoint, token) for endpoint in otlp)
