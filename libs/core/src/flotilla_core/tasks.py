@@ -18,11 +18,8 @@ U = TypeVar("U")
 SETTLE_S = 1.0
 
 
-class Works:
-    """Work that comes to its end when its caller goes away.
-
-    What is under way.
-    """
+class BackgroundTasks:
+    """Work that comes to its end although its caller goes away."""
 
     def __init__(self, one_ended: Callable[[], object] = lambda: None) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -38,7 +35,7 @@ class Works:
         task.add_done_callback(self._ended)
         return task
 
-    async def whole(self, work: Coroutine[Any, Any, T]) -> T:
+    async def shielded(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of work that goes on when its caller goes away."""
         return await asyncio.shield(self.begin(work))
 
@@ -47,7 +44,7 @@ class Works:
         while self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def give_up(self) -> None:
+    async def cancel_all(self) -> None:
         """End what is under way."""
         for task in self._tasks:
             task.cancel()
@@ -58,7 +55,7 @@ class Works:
         self._one_ended()
 
 
-async def all_of(calls: Iterable[Awaitable[T]]) -> list[T]:
+async def gather_or_cancel(calls: Iterable[Awaitable[T]]) -> list[T]:
     """All results in order; the first failure cancels the rest and is raised as it is."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
@@ -89,7 +86,7 @@ async def all_settled(calls: Iterable[Awaitable[T]]) -> list[T]:
     return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
 
 
-async def run_together(
+async def gather_with_grace(
     calls: Mapping[str, Awaitable[Any]],
 ) -> tuple[dict[str, Any], dict[str, FlotillaError]]:
     """Run all calls; after the first failure the rest get a moment to tell their own story.
@@ -121,7 +118,7 @@ async def run_together(
     return results, failures
 
 
-async def as_long_as(work: asyncio.Task[Any], beside: Coroutine[Any, Any, None]) -> None:
+async def run_while(work: asyncio.Task[Any], beside: Coroutine[Any, Any, None]) -> None:
     """Run `beside` until it ends or `work` does; then it is cancelled and its clean-up awaited. Raises its error."""
     task = asyncio.ensure_future(beside)
     try:

@@ -29,7 +29,7 @@ from flotilla_coordinator.trainers.roles import PolicyTrainer
 from flotilla_core import telemetry
 from flotilla_core.config import SamplingConfig
 from flotilla_core.errors import UserCodeError
-from flotilla_core.tasks import all_of
+from flotilla_core.tasks import gather_or_cancel
 from flotilla_core.telemetry import names
 from flotilla_core.tensors import from_tensor
 from flotilla_core.version import Version
@@ -103,7 +103,9 @@ class Evaluator:
         """How often `version` answers the held-out prompts right, by the instance `on` where one is named."""
         with evaluation_span(self._run_id, version, step):
             gate = asyncio.Semaphore(max(1, CONCURRENT_ANSWERS // self._samples_per_prompt))
-            answered = await all_of(self._answer(prompt, version, gate, on) for prompt in self._prompts)
+            answered = await gather_or_cancel(
+                self._answer(prompt, version, gate, on) for prompt in self._prompts
+            )
             items = [item for answers in answered for item in answers]
             outcomes: dict[str, Outcome] = {}
             for start in range(0, len(items), ANSWERS_PER_SCORE_CALL):

@@ -33,7 +33,7 @@ from flotilla_core.bus import EventStream
 from flotilla_core.config import RunConfig, dump_yaml, load_text
 from flotilla_core.errors import DiskFull, FailedPrecondition, FlotillaError
 from flotilla_core.service import Host
-from flotilla_core.tasks import Works
+from flotilla_core.tasks import BackgroundTasks
 from flotilla_core.version import Version
 
 log = structlog.get_logger(__name__)
@@ -54,7 +54,7 @@ class Runs:
         self._changes = RunChanges(ledger, self._starts.planned)
         self.admission = asyncio.Lock()
         """Whoever holds it sees no run start, be resumed or change."""
-        self._calls = Works()
+        self._calls = BackgroundTasks()
         self._recovered = asyncio.Event()
 
     async def recover(self) -> None:
@@ -81,7 +81,7 @@ class Runs:
                 self._started[request_id] = run.run_id
                 return run
 
-        return await self._calls.whole(act())
+        return await self._calls.shielded(act())
 
     async def resume(self, run_id: str, checkpoint: str, request_id: str) -> run_pb2.Run:
         """Continue a run that ended before its last step, or say why not; a repeated request does it once."""
@@ -104,7 +104,7 @@ class Runs:
                 self._started[request_id] = run.run_id
                 return run
 
-        return await self._calls.whole(act())
+        return await self._calls.shielded(act())
 
     async def pause(self, run_id: str) -> run_pb2.Run:
         """Begin no further step of a run that goes on."""
@@ -117,7 +117,7 @@ class Runs:
                 await self._changes.pause(changeable(record, active))
                 return await self.find(record.run_id)
 
-        return await self._calls.whole(act())
+        return await self._calls.shielded(act())
 
     async def configure(self, run_id: str, assignments: Sequence[str]) -> run_pb2.Run:
         """Go on by other settings; a run that ended early takes them when it is resumed."""
@@ -130,7 +130,7 @@ class Runs:
                 await self._changes.configure(record, active, assignments)
                 return await self.find(record.run_id)
 
-        return await self._calls.whole(act())
+        return await self._calls.shielded(act())
 
     async def stop(self, run_id: str, reason: str) -> run_pb2.Run:
         """End a run after its current step; after a grace period, at once."""
@@ -151,7 +151,7 @@ class Runs:
             await self._ledger.stopping(found.run_id, reason)
             return active.status.run
 
-        return await self._calls.whole(act())
+        return await self._calls.shielded(act())
 
     async def _try_disk(self, active: ActiveRun) -> None:
         """Let a run that waits for room on a disk look at once."""

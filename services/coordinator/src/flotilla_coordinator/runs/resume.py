@@ -23,7 +23,7 @@ from flotilla_coordinator.trainers.session import LearningSession
 from flotilla_core import ids
 from flotilla_core.checkpoint import on_disk
 from flotilla_core.errors import Cancelled, Damaged, DeadlineExceeded, RankFailed, Unavailable
-from flotilla_core.tasks import all_of
+from flotilla_core.tasks import gather_or_cancel
 from flotilla_core.version import Version
 
 NEVER_FINISHED = (Unavailable, RankFailed, DeadlineExceeded, Cancelled)
@@ -108,12 +108,12 @@ async def _loaded(run: RunContext, wanted: str) -> tuple[str, Progress]:
 async def attach(run: RunContext) -> bool:
     """Whether the run goes on with the sessions that it had."""
     record = await run.ledger.get_run(run.run_id)
-    left = await all_of(session.left() for session in run.learners.sessions)
+    left = await gather_or_cancel(session.left() for session in run.learners.sessions)
     if None in left:
         return False
     learning = run.learners.learning
     try:
-        ahead = await all_of(
+        ahead = await gather_or_cancel(
             _is_ahead(session, found, record)
             for session, found in zip(learning, left, strict=False)
             if found is not None

@@ -38,7 +38,7 @@ from flotilla_core.config import CriticConfig, PolicyConfig, RunConfig, StackCon
 from flotilla_core.errors import Unavailable
 from flotilla_core.gangs import gang_of, model_of
 from flotilla_core.roles import CRITIC, POLICY, REFERENCE, TEACHER, kind_of_role
-from flotilla_core.tasks import all_of, all_settled
+from flotilla_core.tasks import all_settled, gather_or_cancel
 
 Judge = Callable[[Batch], Awaitable[None]]
 
@@ -126,7 +126,7 @@ class Learners:
 
     async def lost(self) -> list[GangSession]:
         """The sessions that are gone; one is enough for the run to go back to a checkpoint."""
-        gone = await all_of(session.lost() for session in self.sessions)
+        gone = await gather_or_cancel(session.lost() for session in self.sessions)
         return [session for session, is_gone in zip(self.sessions, gone, strict=True) if is_gone]
 
     def policy_learns(self, step: int) -> bool:
@@ -139,7 +139,7 @@ class Learners:
             return Learned(await self.policy.train(batch))
         if not self.policy_learns(batch.step):
             return Learned(None, await self.critic.train(batch))
-        policy, critic = await all_of([self.policy.train(batch), self.critic.train(batch)])
+        policy, critic = await gather_or_cancel([self.policy.train(batch), self.critic.train(batch)])
         return Learned(policy, critic)
 
     def save(self, folder: Path, state: bytes) -> AsyncGenerator[pb.SaveCheckpointResponse]:
@@ -171,7 +171,7 @@ async def save_jointly(
             stages += [session.save(parts[role], b"") for role, session in beside.items()]
             for stage in stages:
                 await saves.enter_async_context(aclosing(stage))
-            snapshots = await all_of(next_stage(stage) for stage in stages)
+            snapshots = await gather_or_cancel(next_stage(stage) for stage in stages)
             yield max(snapshots, key=lambda one: one.snapshot.stall.ToNanoseconds())
             durables = await all_settled(next_stage(stage) for stage in stages)
         manifest = await asyncio.to_thread(on_disk, folder, _join, shelf, name, whole, parts)

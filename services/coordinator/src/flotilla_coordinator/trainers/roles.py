@@ -30,7 +30,7 @@ from flotilla_coordinator.trainers.session import (
 from flotilla_core import ids, rpc
 from flotilla_core.config.roles import TOP_BYTES, AskedTeachers
 from flotilla_core.roles import TEACHER, kind_of_role, teacher_name
-from flotilla_core.tasks import all_of
+from flotilla_core.tasks import gather_or_cancel
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
 
@@ -159,12 +159,12 @@ class Teachers:
         parts, seconds = parts_of(self._asked, batch), batch.metrics
         if self._asked.averages_teachers:
             calls = [self._timed(role, self._sessions[role].logprobs(batch), seconds) for role in parts]
-            found = dict(zip(parts, await all_of(calls), strict=True))
+            found = dict(zip(parts, await gather_or_cancel(calls), strict=True))
             for sample in batch.samples:
                 said = {role: logprobs[sample.sample_id] for role, logprobs in found.items()}
                 sample.teacher_logprobs = mean_logprobs(said, self._asked.teacher_shares)
             return
-        await all_of(
+        await gather_or_cancel(
             self._timed(role, self._sessions[role].score(part), seconds) for role, part in parts.items()
         )
 

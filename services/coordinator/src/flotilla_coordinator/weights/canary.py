@@ -22,7 +22,7 @@ from flotilla_coordinator.weights.members import Member, SyncReport
 from flotilla_core import ids, rpc
 from flotilla_core.config import CanaryConfig
 from flotilla_core.errors import FlotillaError, Mismatch, Unavailable
-from flotilla_core.tasks import all_of
+from flotilla_core.tasks import gather_or_cancel
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
 
@@ -126,7 +126,7 @@ class Canary:
         self, member: Member, version: Version, temperature: float
     ) -> list[_Response] | FlotillaError:
         try:
-            return await all_of(
+            return await gather_or_cancel(
                 self._generate(member, prompt, index, version, temperature)
                 for index, prompt in enumerate(self._prompts)
             )

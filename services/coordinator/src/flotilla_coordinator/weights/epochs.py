@@ -31,7 +31,7 @@ from flotilla_core.errors import (
     WeightGroupFailed,
     WeightsMismatch,
 )
-from flotilla_core.tasks import run_together
+from flotilla_core.tasks import gather_with_grace
 from flotilla_core.version import Version
 
 EPOCHS_PER_BEGINNING = 1_000_000
@@ -230,7 +230,7 @@ class WeightEpochs:
     @staticmethod
     async def _together(group: Group, calls: dict[str, Awaitable[Any]]) -> dict[str, Any]:
         """All calls, or a broken group; trouble of the trainer's own is raised as what it is."""
-        results, failures = await run_together(calls)
+        results, failures = await gather_with_grace(calls)
         if not failures:
             return results
         trainer = failures.get(TRAINER)

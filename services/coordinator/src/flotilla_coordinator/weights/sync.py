@@ -34,7 +34,7 @@ from flotilla_coordinator.weights.members import (
 from flotilla_core import telemetry
 from flotilla_core.config import WeightSyncConfig
 from flotilla_core.errors import FlotillaError, WeightGroupFailed
-from flotilla_core.tasks import as_long_as
+from flotilla_core.tasks import run_while
 from flotilla_core.telemetry import names
 from flotilla_core.version import Version
 
@@ -197,7 +197,7 @@ class WeightSync:
         if ready and not any(self.serves(replica.instance_id, version) for replica in ready):
             await self.publish(version)
         elif self._joiners.among(ready, version):
-            await as_long_as(work, self._take_in_newcomers(version))
+            await run_while(work, self._take_in_newcomers(version))
 
     async def _take_in_newcomers(self, version: Version) -> None:
         """The trainer leaves the big group for theirs; the next sync forms one of all."""

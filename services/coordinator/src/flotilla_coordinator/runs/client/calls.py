@@ -21,7 +21,7 @@ from flotilla_core.errors import (
     RankFailed,
     Unavailable,
 )
-from flotilla_core.tasks import Works
+from flotilla_core.tasks import BackgroundTasks
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class ClientCalls:
         self._trainer_lost = trainer_lost
         self._turn = asyncio.Lock()
         self._over = asyncio.Event()
-        self._works = Works(self.heard)
+        self._tasks = BackgroundTasks(self.heard)
         self._heard_at = time.monotonic()
         self.failure: FlotillaError | None = None
         """What made further calls useless."""
@@ -59,7 +59,7 @@ class ClientCalls:
     async def close(self) -> None:
         """Give up what is still under way."""
         self.end()
-        await self._works.give_up()
+        await self._tasks.cancel_all()
 
     def check_open(self) -> None:
         """Refuse a call that comes too late."""
@@ -77,7 +77,7 @@ class ClientCalls:
         """
         limit_s = self._run.config.loop_idle_timeout_s
         while not self._over.is_set():
-            working = bool(self._works) or busy()
+            working = bool(self._tasks) or busy()
             left_s = limit_s if working else self._heard_at + limit_s - time.monotonic()
             if left_s <= 0:
                 return f"no call of its client came for {limit_s:g} s (loop_idle_timeout_s)"
@@ -108,15 +108,15 @@ class ClientCalls:
             finally:
                 self._run.status.enter(IDLE)
 
-    async def whole(self, work: Coroutine[Any, Any, T]) -> T:
+    async def shielded(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of work that goes on when its caller goes away."""
         with self.told_when_over():
-            return await self._works.whole(work)
+            return await self._tasks.shielded(work)
 
     async def while_open(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of work that ends with its caller, or with the loop."""
         with self.told_when_over():
-            return await self._works.begin(work)
+            return await self._tasks.begin(work)
 
     @contextmanager
     def told_when_over(self) -> Iterator[None]:

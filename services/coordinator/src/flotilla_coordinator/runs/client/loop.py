@@ -152,7 +152,7 @@ class ClientLoop:
                 self._steps.add(rewards)
                 return reply
 
-        return await self._calls.whole(act())
+        return await self._calls.shielded(act())
 
     async def step_optimizer(self, request_id: str, rate: float) -> train.OptimStepResponse:
         """One optimizer step, recorded as a step of the run."""
@@ -168,7 +168,7 @@ class ClientLoop:
             async with self._calls.turn("optimizer step"):
                 return await self._steps.make(request_id, rate)
 
-        return await self._calls.whole(act())
+        return await self._calls.shielded(act())
 
     async def sync(self) -> SyncReport:
         """Bring the policy to the generators."""
@@ -177,7 +177,7 @@ class ClientLoop:
             async with self._calls.turn("sync"):
                 return await self._run.sync.publish(self._run.policy.version)
 
-        return await self._calls.whole(act())
+        return await self._calls.shielded(act())
 
     async def evaluate(self) -> tuple[Version, float]:
         """Accuracy on held-out prompts, and the version that was asked."""
@@ -195,7 +195,7 @@ class ClientLoop:
                 self._run.record_evaluation(self._run.steps_done, version, evaluation)
                 return version, evaluation.accuracy
 
-        return await self._calls.whole(act())
+        return await self._calls.shielded(act())
 
     async def save_state(self) -> Path:
         """A checkpoint of the run, on disk."""
@@ -211,7 +211,7 @@ class ClientLoop:
                     )
                 return shelf.folder(name)
 
-        return await self._calls.whole(act())
+        return await self._calls.shielded(act())
 
     async def save_model(self, path: Path) -> Path:
         """A Hugging Face folder of the policy."""
@@ -221,7 +221,7 @@ class ClientLoop:
                 await self._run.policy.export(path)
                 return path
 
-        return await self._calls.whole(act())
+        return await self._calls.shielded(act())
 
     async def _save(self) -> str:
         """The name of a checkpoint of the steps done, on disk unless its writing failed."""
