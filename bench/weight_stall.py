@@ -31,10 +31,9 @@ from flotilla_core.errors import Unavailable
 from flotilla_core.version import Version
 from flotilla_generator.checkpoint import Checkpoint
 from flotilla_generator.engine.base import Applied, KvPolicy, Sampling
-from flotilla_generator.engine.vllm.commits import Commits
-from flotilla_generator.engine.vllm.decoding import Decoding
+from flotilla_generator.engine.vllm.decoding import Decoding, sampling_params
 from flotilla_generator.engine.vllm.engine import VllmEngine
-from flotilla_generator.engine.vllm.sampling import sampling_params
+from flotilla_generator.engine.vllm.weight_commit import Commits
 from flotilla_generator.engine.vllm.worker_calls import WorkerCalls
 from flotilla_generator.weights import WeightSession
 

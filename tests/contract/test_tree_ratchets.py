@@ -37,9 +37,9 @@ BROAD_EXCEPTS: dict[str, int] = {  # path: how many process or task boundaries i
     "services/coordinator/src/flotilla_coordinator/ledger/writer.py": 1,
     "services/coordinator/src/flotilla_coordinator/timeline/store.py": 1,
     # An exception inside a vLLM worker would shift its replies: it becomes state that is asked for.
-    "services/generator/src/flotilla_generator/engine/vllm/commits.py": 1,
+    "services/generator/src/flotilla_generator/engine/vllm/weight_commit.py": 1,
     "services/generator/src/flotilla_generator/engine/vllm/decoding.py": 1,
-    "services/generator/src/flotilla_generator/engine/vllm/live.py": 1,
+    "services/generator/src/flotilla_generator/engine/vllm/live_weights.py": 1,
     "services/generator/src/flotilla_generator/engine/vllm/worker.py": 2,
     "services/generator/src/flotilla_generator/engine/vllm/worker_calls.py": 1,
     # Foreign code may raise anything: the tokenizers reader, a user's reward, advantage or loss.

@@ -11,7 +11,7 @@ import pytest
 
 from flotilla_core.errors import Internal
 from flotilla_generator.engine.base import FinishReason, Sample
-from flotilla_generator.gathering import gathered
+from flotilla_generator.servicer import gathered
 
 LIMIT_S = 10.0
 FOREVER_S = 1e6

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from flotilla_generator.engine.vllm import twin as twins
-from flotilla_generator.engine.vllm.twin import Twin
+from flotilla_generator.engine.vllm import shadow_model as twins
+from flotilla_generator.engine.vllm.shadow_model import ShadowModel
 
 
 class Layer(nn.Module):
@@ -70,7 +70,7 @@ def held(model: Model) -> list[float]:
 def test_what_is_loaded_into_a_twin_is_live_after_the_exchange_and_not_before(model: Model) -> None:
     weight, layers = model.head.weight, list(model.modules())
     load(model, 1.0)
-    twin = Twin(model)
+    twin = ShadowModel(model)
     load(twin.model, 2.0)
     assert held(model) == [1.0] * 5 and not twin.keeps_weights_elsewhere()
     twin.exchange()
@@ -81,7 +81,7 @@ def test_what_is_loaded_into_a_twin_is_live_after_the_exchange_and_not_before(mo
 
 
 def test_buffers_that_no_checkpoint_holds_are_shared(model: Model) -> None:
-    twin = Twin(model)
+    twin = ShadowModel(model)
     assert twin.model.head.table is model.head.table
     assert twin.model.head.scale is not model.head.scale
 
@@ -89,7 +89,7 @@ def test_buffers_that_no_checkpoint_holds_are_shared(model: Model) -> None:
 def test_a_twin_is_freed_as_soon_as_it_is_let_go(model: Model) -> None:
     gc.disable()
     try:
-        twin = Twin(model)
+        twin = ShadowModel(model)
         assert twin.model.head.weight.weight_loader.__self__ is twin.model.embedding
         body = weakref.ref(twin.model.embedding)
         twin.forget_how_to_load()
@@ -102,7 +102,7 @@ def test_a_twin_is_freed_as_soon_as_it_is_let_go(model: Model) -> None:
 
 def test_a_layer_that_keeps_weights_in_another_place_is_named(model: Model) -> None:
     model.head.scales_on_the_host = torch.ones(1)
-    twin = Twin(model)
+    twin = ShadowModel(model)
     twin.model.head.scales_on_the_host = torch.ones(1)
     assert not twin.keeps_weights_elsewhere(), "they are equal"
     twin.model.head.absorbed = torch.ones(1)

@@ -17,7 +17,7 @@ from flotilla_core.version import Version
 from flotilla_generator.checkpoint import Checkpoint
 from flotilla_generator.engine.base import KvPolicy, PauseMode, WeightsNotLive
 from flotilla_generator.engine.vllm.engine import VllmEngine
-from flotilla_generator.engine.vllm.orphan import SERVICE_PID
+from flotilla_generator.engine.vllm.parent_watch import SERVICE_PID
 
 DONE = {"error": "", "broken": False, "apply_s": 0.1, "verify_s": 0.1}
 NOTHING = {"error": "nothing is staged", "broken": False}
@@ -145,7 +145,7 @@ async def test_a_paused_replica_is_not_waited_for_to_drain(tmp_path) -> None:
 
 def test_an_engine_process_that_is_its_own_worker_ends_with_the_service() -> None:
     worker = (
-        "import time; from flotilla_generator.engine.vllm.orphan import end_with_the_service as end; "
+        "import time; from flotilla_generator.engine.vllm.parent_watch import end_with_the_service as end; "
         "end(); print('watching', flush=True); time.sleep(60)"
     )
     service = (

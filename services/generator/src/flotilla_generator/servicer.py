@@ -3,6 +3,11 @@
 Invariants: a call that is cancelled leaves no request in the engine; nothing is generated before the engine has
 started, while it drains, or with broken weights; weight calls of this module only translate, their rules live in
 `WeightSession`.
+
+Samples that end at nearly the same time share one message: a message costs both sides more than the sample in it, and
+whoever takes them may say how long one that has ended can wait. No sample waits longer than that, and the last ones not
+at all; what an engine yields together stays together; an engine that fails does so only after what it had yielded was
+handed on.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
@@ -22,8 +27,7 @@ from flotilla_core.errors import AlreadyExists, InvalidRequest, Unavailable
 from flotilla_core.service import Activities
 from flotilla_core.telemetry import names
 from flotilla_core.version import Version
-from flotilla_generator.engine.base import Engine, KvPolicy, PauseMode
-from flotilla_generator.gathering import gathered
+from flotilla_generator.engine.base import Engine, KvPolicy, PauseMode, Sample
 from flotilla_generator.request import duration, minimum_version, read_request, write_samples
 from flotilla_generator.weights import Phase, WeightSession
 from flotilla_weights.manifest import Manifest
@@ -242,3 +246,39 @@ class GeneratorServicer(GeneratorServiceServicer):
     def _require_run(self, run_id: str) -> None:
         if not run_id:
             raise InvalidRequest("run_id is empty", next_step="weights belong to a run")
+
+
+async def gathered(endings: AsyncGenerator[list[Sample]], wait_s: float) -> AsyncGenerator[list[Sample]]:
+    """What ends within `wait_s` after the first, together; closing it closes `endings`."""
+    if not wait_s:
+        async with aclosing(endings):
+            async for samples in endings:
+                yield samples
+        return
+    arrived: list[Sample] = []
+    news = asyncio.Event()
+
+    async def take() -> None:
+        try:
+            async with aclosing(endings):
+                async for samples in endings:
+                    arrived.extend(samples)
+                    news.set()
+        finally:
+            news.set()
+
+    taking = asyncio.create_task(take(), name="gather")
+    try:
+        # More may arrive, and the last of all, while those before are handed on.
+        while arrived or not taking.done():
+            await news.wait()
+            if not taking.done():
+                await asyncio.wait({taking}, timeout=wait_s)
+            news.clear()
+            if arrived:
+                together, arrived = arrived, []
+                yield together
+        await taking
+    finally:
+        taking.cancel()
+        await asyncio.gather(taking, return_exceptions=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from flotilla_core.config.stack import GeneratorConfig
 from flotilla_generator.checkpoint import Checkpoint
-from flotilla_generator.engine.vllm.orphan import SERVICE_PID
+from flotilla_generator.engine.vllm.parent_watch import SERVICE_PID
 
 WORKER_EXTENSION = "flotilla_generator.engine.vllm.worker.WeightWorker"
 

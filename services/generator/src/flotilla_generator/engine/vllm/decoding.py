@@ -1,8 +1,9 @@
 """The samples that decode.
 
 Invariants: each sample is one vLLM request and leaves as soon as it ends; whatever vLLM raises reaches the caller of
-`generate`, and what a caller no longer waits for is cancelled; where vLLM does not say which version wrote a token, the
-switches are noted here.
+`generate`, and what a caller no longer waits for is cancelled; where vLLM does not say which version wrote a token,
+the switches are noted here; the end of sequence is ours (stop tokens from the checkpoint), so nothing depends on a
+tokenizer or on defaults of a generation config; logprobs are those of the sampled tokens only.
 """
 
 from __future__ import annotations
@@ -10,21 +11,91 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flotilla_core.errors import Internal
 from flotilla_core.version import Version
-from flotilla_generator.engine.base import GenerationRequest, Sample
+from flotilla_generator.engine.base import FinishReason, GenerationRequest, Sample, SampleSlot, Sampling, Span
 from flotilla_generator.engine.vllm.boot import tags_versions
-from flotilla_generator.engine.vllm.running import Running
-from flotilla_generator.engine.vllm.sampling import (
-    FINISH_REASONS,
-    engine_spans,
-    sampled_logprobs,
-    sampling_params,
-)
+
+FINISH_REASONS = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "abort": FinishReason.ABORT,
+}
+SEED_MASK = (1 << 63) - 1
+
+
+@dataclass(eq=False)
+class Running:
+    """A sample that decodes, and who wrote what of it: kept here where the engine does not say so itself.
+
+    Where it is, and since which token each version writes.
+    """
+
+    engine_id: str
+    slot: SampleSlot
+    tokens_left: int
+    starts: list[tuple[Version | None, int]]
+    token_ids: list[int] = field(default_factory=list)
+
+    def switch(self, version: Version) -> None:
+        """From here on `version` writes."""
+        position = len(self.token_ids)
+        if self.starts[-1][1] == position:
+            self.starts.pop()
+        self.starts.append((version, position))
+
+    def spans(self) -> tuple[Span, ...]:
+        """The switches as spans."""
+        ends = [start for _, start in self.starts[1:]] + [len(self.token_ids)]
+        return tuple(
+            Span(version, start, end)
+            for (version, start), end in zip(self.starts, ends, strict=True)
+            if end > start
+        )
+
+
+def sampling_params(sampling: Sampling, seed: int, end_of_sequence: tuple[int, ...], *, stream: bool) -> Any:
+    """vLLM's parameters of one sample; `stream` when positions are wanted while it decodes."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    stops = sampling.stop_token_ids + (() if sampling.ignore_eos else end_of_sequence)
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=list(dict.fromkeys(stops)),
+        ignore_eos=True,
+        seed=None if sampling.temperature == 0 else seed & SEED_MASK,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def sampled_logprobs(token_ids: Any, entries: Any) -> NDArray[np.float32]:
+    """The logprob of each sampled token out of vLLM's dictionaries."""
+    pairs = zip(token_ids, entries or (), strict=True)
+    return np.fromiter((entry[token].logprob for token, entry in pairs), np.float32, len(token_ids))
+
+
+def engine_spans(weight_versions: Any) -> tuple[Span, ...]:
+    """Version spans as the engine recorded them."""
+    return tuple(Span(_version(span.version), span.start, span.end) for span in weight_versions or ())
+
+
+def _version(tag: str) -> Version | None:
+    """Our tags are `lineage.step`; the engine's own tag is from before the first commit."""
+    lineage, dot, step = tag.partition(".")
+    return Version(int(lineage), int(step)) if dot and lineage.isdigit() and step.isdigit() else None
 
 
 class Decoding:

@@ -34,8 +34,8 @@ from flotilla_generator.engine.vllm.boot import (
     engine_arguments,
     prepare_environment,
 )
-from flotilla_generator.engine.vllm.commits import Commits
 from flotilla_generator.engine.vllm.decoding import Decoding
+from flotilla_generator.engine.vllm.weight_commit import Commits
 from flotilla_generator.engine.vllm.worker_calls import HEALTH_POLL_S, WorkerCalls
 from flotilla_weights.manifest import Manifest
 

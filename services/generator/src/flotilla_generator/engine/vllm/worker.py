@@ -20,8 +20,8 @@ import torch
 
 from flotilla.common.v1 import weights_pb2
 from flotilla_core.errors import Exhausted, FlotillaError, Internal
-from flotilla_generator.engine.vllm.live import LiveModel, Loaded, Unloaded
-from flotilla_generator.engine.vllm.orphan import end_with_the_service
+from flotilla_generator.engine.vllm.live_weights import LiveModel, Loaded, Unloaded
+from flotilla_generator.engine.vllm.parent_watch import end_with_the_service
 from flotilla_weights.group import Receiver
 from flotilla_weights.inbox import Inbox
 from flotilla_weights.manifest import Manifest

@@ -10,6 +10,7 @@ decoding stands still; nothing is compared twice. Sums with adapters are made wh
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 import time
@@ -19,16 +20,15 @@ from typing import Any
 
 import torch
 
-from flotilla_generator.engine.vllm.memory import free_beside_decoding
-from flotilla_generator.engine.vllm.proof import Columns, matrix_layers, proving, recording
-from flotilla_generator.engine.vllm.twin import Twin
+from flotilla_generator.engine.vllm.shadow_model import ShadowModel
+from flotilla_generator.engine.vllm.weight_check import Columns, matrix_layers, proving, recording
 from flotilla_weights.inbox import StagedModel
 
 log = logging.getLogger(__name__)
 
+
 # vLLM warns at every sync about a tied head that got no tensor of its own; the proof is what counts.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-
 
 NAMED = 5
 """Faults that an answer names before it only counts."""
@@ -46,7 +46,7 @@ class Unloaded:
 class Loaded:
     """What `replace` has to exchange once it is proved, or why it must not."""
 
-    twin: Twin
+    twin: ShadowModel
     proving: Iterator[str | None]
     faults: list[str]
     proved: bool = False
@@ -66,7 +66,7 @@ class LiveModel:
         with self._one_twin:
             if not self._has_twins:
                 return Unloaded(staged, seed)
-            twin = Twin(self._model())
+            twin = ShadowModel(self._model())
             recorded, error = self._load_recorded(twin.model, staged, seed)
             twin.forget_how_to_load()
             if error:
@@ -186,3 +186,15 @@ class LiveModel:
 
 def _listed(found: list[str]) -> str:
     return "; ".join(found[:NAMED]) + (f"; and {len(found) - NAMED} more" if len(found) > NAMED else "")
+
+
+def free_beside_decoding(twin: ShadowModel) -> None:
+    """Let go of what was live: that takes long, so it has a thread of its own."""
+    threading.Thread(target=_free, args=(twin,), name="weights-free", daemon=True).start()
+
+
+def _free(twin: ShadowModel) -> None:
+    vars(twin).clear()
+    give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if give_back is not None:  # glibc has it, others keep less
+        give_back(0)

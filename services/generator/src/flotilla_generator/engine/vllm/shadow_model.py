@@ -17,7 +17,7 @@ KERNEL = "cpu_linear"
 HARMLESS = (bool, int, float, str, type(None))
 
 
-class Twin:
+class ShadowModel:
     """One twin, for one exchange."""
 
     def __init__(self, model: torch.nn.Module) -> None:
