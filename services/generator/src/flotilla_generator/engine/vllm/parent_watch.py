@@ -22,7 +22,7 @@ def end_with_the_service() -> None:
     service, parent = int(os.environ.get(SERVICE_PID, "0")), os.getppid()
     if service in (0, os.getpid()):
         return
-    watcher = threading.Thread(target=_watch, args=(service, parent), name="orphan-watch", daemon=True)
+    watcher = threading.Thread(target=_watch, args=(service, parent), name="parent-watch", daemon=True)
     watcher.start()
 
 
