@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from flotilla_algorithms.grpo import group_advantages
+from flotilla_algorithms.advantages import group_advantages
 from flotilla_algorithms.outcomes import Floats, Outcomes
 
 

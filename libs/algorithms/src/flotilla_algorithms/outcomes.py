@@ -1,22 +1,76 @@
-"""What an advantage may know of an update.
+"""Outcomes: all that an advantage may know of an update, and the history of the rewards before it.
 
-Invariants: samples follow each other group by group, tokens sample by sample; every number is finite; sizes and lengths
-cut their arrays exactly; a token of context pays no penalty.
+Invariants: samples follow each other group by group, tokens sample by sample; every number is finite, and for a
+reward that is not the caller learns which one it was; sizes and lengths cut their arrays exactly; a token of context
+pays no penalty.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import sqrt
 from typing import Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from flotilla_algorithms.reward_history import RewardHistory
-from flotilla_algorithms.rewards import finite_rewards
-
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+
+
+class NonFiniteRewardError(ValueError):
+    """A reward is NaN or infinite; `index` is its place among the rewards of the update."""
+
+    def __init__(self, index: int, value: float) -> None:
+        super().__init__(f"reward {index} is {value}")
+        self.index = index
+        self.value = value
+
+
+def finite_rewards(rewards: ArrayLike) -> NDArray[np.float64]:
+    """One reward a sample, as float64."""
+    array = np.asarray(rewards, dtype=np.float64)
+    if array.ndim != 1:
+        raise ValueError(f"rewards must be one number a sample, got an array of shape {array.shape}")
+    wrong = np.flatnonzero(~np.isfinite(array))
+    if wrong.size:
+        raise NonFiniteRewardError(int(wrong[0]), float(array[wrong[0]]))
+    return array
+
+
+@dataclass(frozen=True)
+class RewardHistory:
+    """Mean and deviation of all rewards that a run has learned from so far.
+
+    Three numbers that stand for any number of rewards, and grow exactly.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+    """Sum of the squared distances from the mean."""
+
+    def after(self, rewards: ArrayLike) -> Self:
+        """With these rewards as well, in whatever parts they come."""
+        values = finite_rewards(rewards)
+        if not values.size:
+            return self
+        count = self.count + values.size
+        distance = float(values.mean()) - self.mean
+        return type(self)(
+            count,
+            self.mean + distance * values.size / count,
+            self.squares
+            + float(np.square(values - values.mean()).sum())
+            + distance**2 * self.count * values.size / count,
+        )
+
+    @property
+    def deviation(self) -> float:
+        """The sample one, divided by n - 1; 0 for fewer than two."""
+        return sqrt(self.squares / max(self.count - 1, 1))
+
+
 NO_HISTORY = RewardHistory()
 
 

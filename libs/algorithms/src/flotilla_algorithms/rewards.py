@@ -1,6 +1,8 @@
-"""Rewards as they enter the mathematics.
+"""Transformations of rewards before advantages are made of them: normalised, shortened near the limit, or shuffled.
 
-Invariant: nothing is computed from a reward that is not finite; the caller learns which one it was.
+Invariants: mean and deviation come from the samples that are kept, and are applied to all; rewards that are all alike
+are divided by nothing, so that no rounding is blown up. Shuffled rewards, the control experiment, stay the same
+multiset, so everything but their meaning is kept; the permutation depends on the seed alone.
 """
 
 from __future__ import annotations
@@ -8,22 +10,78 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-
-class NonFiniteRewardError(ValueError):
-    """A reward is NaN or infinite; `index` is its place among the rewards of the update."""
-
-    def __init__(self, index: int, value: float) -> None:
-        super().__init__(f"reward {index} is {value}")
-        self.index = index
-        self.value = value
+from flotilla_algorithms.advantages import STD_EPSILON
+from flotilla_algorithms.outcomes import Floats, Ints, RewardHistory, finite_rewards, segment_sums
 
 
-def finite_rewards(rewards: ArrayLike) -> NDArray[np.float64]:
-    """One reward a sample, as float64."""
-    array = np.asarray(rewards, dtype=np.float64)
-    if array.ndim != 1:
-        raise ValueError(f"rewards must be one number a sample, got an array of shape {array.shape}")
-    wrong = np.flatnonzero(~np.isfinite(array))
-    if wrong.size:
-        raise NonFiniteRewardError(int(wrong[0]), float(array[wrong[0]]))
-    return array
+def normalised_rewards(
+    rewards: Floats,
+    group_sizes: Ints,
+    kept: NDArray[np.bool_],
+    *,
+    mean: str,
+    std: str,
+    clip: float | None,
+    scale: float,
+    history: RewardHistory,
+) -> Floats:
+    """Return scale times the rewards less their mean over their deviation, bounded by `clip` before it is scaled.
+
+    `mean` and `std` are none, or those of the group, of the batch, or running: of all rewards in `history`, which
+    includes these. The deviation is the sample one, divided by n - 1.
+    """
+    values = rewards
+    if mean == "running":
+        values = rewards - history.mean
+    elif mean != "none":
+        values = _centred(rewards, _parts(group_sizes, rewards.size, mean), kept)
+    deviation = _deviations(rewards, group_sizes, kept, std, history)
+    values = values / np.where(deviation > 0, deviation + STD_EPSILON, 1.0)
+    if clip is not None:
+        values = np.clip(values, -clip, clip)
+    normalised: Floats = scale * values
+    return normalised
+
+
+def _parts(group_sizes: Ints, samples: int, kind: str) -> Ints:
+    """Return the sizes of the parts that are compared: the groups, or the batch as a whole."""
+    return group_sizes if kind == "group" else np.array([samples])
+
+
+def _centred(values: Floats, sizes: Ints, kept: NDArray[np.bool_]) -> Floats:
+    """Return each value less the mean of the kept ones of its part."""
+    if not values.size:
+        return values
+    # From the first one of each part on, so that equal values cancel exactly.
+    relative = values - np.repeat(values[np.cumsum(sizes) - sizes], sizes)
+    counts = np.maximum(segment_sums(kept.astype(np.float64), sizes), 1.0)
+    centred: Floats = relative - np.repeat(segment_sums(np.where(kept, relative, 0.0), sizes) / counts, sizes)
+    return centred
+
+
+def _deviations(
+    rewards: Floats, group_sizes: Ints, kept: NDArray[np.bool_], kind: str, history: RewardHistory
+) -> Floats:
+    """Return for each sample the deviation that its reward is divided by; 0 where it is divided by nothing."""
+    if kind in ("none", "running"):
+        return np.full(rewards.size, history.deviation if kind == "running" else 0.0)
+    sizes = _parts(group_sizes, rewards.size, kind)
+    squares = np.where(kept, _centred(rewards, sizes, kept) ** 2, 0.0)
+    counts = np.maximum(segment_sums(kept.astype(np.float64), sizes) - 1.0, 1.0)
+    spread: Floats = np.repeat(np.sqrt(segment_sums(squares, sizes) / counts), sizes)
+    return spread
+
+
+def overlong_penalties(
+    response_lengths: ArrayLike, *, limit: int, buffer_tokens: int, penalty: float
+) -> Floats:
+    """To add to the rewards: 0 up to `limit - buffer_tokens`, then falling in a line to -penalty at the limit."""
+    into_buffer = np.asarray(response_lengths, dtype=np.float64) - (limit - buffer_tokens)
+    fall: Floats = -penalty * np.clip(into_buffer / buffer_tokens, 0.0, 1.0)
+    return fall
+
+
+def shuffled_rewards(rewards: ArrayLike, seed: int) -> NDArray[np.float64]:
+    """The rewards of a whole update in random order."""
+    permuted: NDArray[np.float64] = np.random.default_rng(seed).permutation(finite_rewards(rewards))
+    return permuted

@@ -1,27 +1,37 @@
-"""Every advantage that a run can name.
+"""Every advantage that a run can name, and the one place where an advantage function is called.
 
-Invariant: each takes the outcomes and its parameters by keyword, and gives one number a sample or one a token.
+Invariants: each advantage takes the outcomes and its parameters by keyword, and gives one number a sample or one a
+token; a sample that is left out counts nowhere: no mean, deviation, baseline or scale knows of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from flotilla_algorithms.distill import distill
-from flotilla_algorithms.gae import gae_of_values
-from flotilla_algorithms.gdpo import gdpo_of_terms
-from flotilla_algorithms.gpg import gpg
-from flotilla_algorithms.grpo import grpo
-from flotilla_algorithms.grpo_passk import grpo_passk
-from flotilla_algorithms.opo import opo
-from flotilla_algorithms.optimal_token_baseline import optimal_token_baseline, tir_optimal_token_baseline
-from flotilla_algorithms.outcomes import Floats
-from flotilla_algorithms.pass_at_k import pass_at_k
-from flotilla_algorithms.reinforce import reinforce
-from flotilla_algorithms.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
-from flotilla_algorithms.remax import remax_of_greedy_rewards
-from flotilla_algorithms.rloo import rloo
-from flotilla_algorithms.step_reinforce import step_reinforce_of_turns
+import numpy as np
+from numpy.typing import NDArray
+
+from flotilla_algorithms.advantages import (
+    distill,
+    gae_of_values,
+    gdpo_of_terms,
+    gpg,
+    grpo,
+    grpo_passk,
+    opo,
+    optimal_token_baseline,
+    pass_at_k,
+    reinforce,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    remax_of_greedy_rewards,
+    rloo,
+    tir_optimal_token_baseline,
+    whitened,
+)
+from flotilla_algorithms.outcomes import Floats, Outcomes
+from flotilla_algorithms.steps import step_reinforce_of_turns
 
 AdvantageFunction = Callable[..., Floats]
 
@@ -43,3 +53,37 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "gdpo": gdpo_of_terms,
     "remax": remax_of_greedy_rewards,
 }
+
+
+def token_advantages(
+    function: AdvantageFunction,
+    outcomes: Outcomes,
+    parameters: dict[str, Any],
+    *,
+    kept: NDArray[np.bool_] | None = None,
+    whiten: bool = False,
+    clip: float | None = None,
+) -> Floats:
+    """Return what the function says of each sample or token, as one finite number a token, whitened and then clipped.
+
+    `kept` has one flag a sample; the function sees the samples that are kept alone, the others get zeros.
+    """
+    if kept is not None and not kept.all():
+        advantages = np.zeros(outcomes.trained.size)
+        if kept.any():
+            left = outcomes.only(kept)
+            of_kept = token_advantages(function, left, parameters, whiten=whiten, clip=clip)
+            advantages[np.repeat(kept, outcomes.response_lengths)] = of_kept
+        return advantages
+    given = np.asarray(function(outcomes, **parameters), dtype=np.float64)
+    samples, tokens = outcomes.rewards.shape, outcomes.trained.shape
+    if given.shape not in (samples, tokens):
+        raise ValueError(
+            f"the advantages have shape {list(given.shape)}, not one a sample {list(samples)} or a token {list(tokens)}"
+        )
+    advantages = given if given.shape == tokens else outcomes.to_tokens(given)
+    if not np.isfinite(advantages).all():
+        raise ValueError("an advantage is not finite")
+    if whiten:
+        advantages = whitened(advantages, outcomes)
+    return advantages if clip is None else np.clip(advantages, -clip, clip)
