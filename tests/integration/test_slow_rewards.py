@@ -26,9 +26,9 @@ from flotilla_core.config import RewardTermConfig
 from flotilla_core.config.stack import BindConfig
 from flotilla_core.protocol import PROTOCOL_VERSION
 from flotilla_core.rpc import Replica, ReplicaPool
-from flotilla_reward import endings
+from flotilla_reward import scoring as reward_scoring
 from flotilla_reward.pool import WorkerPool
-from flotilla_reward.servicer import RewardServicer
+from flotilla_reward.service import RewardServicer
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RewardService"].full_name
 SILENT_S = 1.5
@@ -42,7 +42,7 @@ from flotilla.reward.v1 import reward_pb2_grpc
 from flotilla_core.config.stack import BindConfig
 from flotilla_core.rpc import RpcServer
 from flotilla_reward.pool import WorkerPool
-from flotilla_reward.servicer import RewardServicer
+from flotilla_reward.service import RewardServicer
 
 async def main():
     server = RpcServer(BindConfig(), token="secret")
@@ -140,7 +140,7 @@ class Fleet:
 @pytest.fixture
 async def fleet(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
     monkeypatch.setattr(scoring, "SILENT_S", SILENT_S)
-    monkeypatch.setattr(endings, "SIGN_OF_LIFE_S", 0.1)
+    monkeypatch.setattr(reward_scoring, "SIGN_OF_LIFE_S", 0.1)
     async with AsyncExitStack() as stack:
         yield Fleet(stack)
 

@@ -4,9 +4,8 @@ import time
 
 import pytest
 
-from flotilla_reward.builtin import BUILTIN
-from flotilla_reward.builtin.math import Math
-from flotilla_reward.sample import CannotScore, Sample
+from flotilla_reward.builtin import BUILTIN, Math
+from flotilla_reward.job import CannotScore, Sample
 
 
 def score(name: str, response: str, answer: str = "", **parameters: object) -> float:

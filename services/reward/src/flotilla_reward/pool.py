@@ -13,9 +13,7 @@ from dataclasses import dataclass
 import structlog
 
 from flotilla_core.errors import Internal, InvalidConfig
-from flotilla_reward.outcome import Failure, Outcome, Timeout, judge
-from flotilla_reward.sample import Sample
-from flotilla_reward.target import Target
+from flotilla_reward.job import Failure, Outcome, Sample, Target, Timeout, judge
 from flotilla_reward.turns import Turns
 from flotilla_reward.worker_process import WorkerDied, WorkerProcess
 

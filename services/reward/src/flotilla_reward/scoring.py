@@ -1,8 +1,10 @@
 """Scores the items of one call.
 
-Invariants: every item ends in exactly one outcome, under its own sample id; terms run in the order of the
-spec and the first one that fails or times out decides; a total is finite or it is an error. When the caller
-goes away, the work stops; while it waits, it hears that the work goes on.
+Invariants: every item ends in exactly one outcome, under its own sample id; terms run in the order of the spec and
+the first one that fails or times out decides; a total is finite or it is an error. When the caller goes away, the
+work stops; while it waits, it hears that the work goes on; whoever goes through them hears something every
+`SIGN_OF_LIFE_S`, for as long as the loop of this process turns; every task comes once; leaving early ends those that
+still run.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from typing import TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -19,13 +22,16 @@ from flotilla_core.errors import InvalidRequest
 from flotilla_core.structs import to_json
 from flotilla_reward import catalog
 from flotilla_reward.catalog import Term
-from flotilla_reward.endings import endings
-from flotilla_reward.outcome import Failure, Outcome, Timeout, Value
+from flotilla_reward.job import CannotScore, Failure, Outcome, Sample, Timeout, Value
 from flotilla_reward.pool import WorkerPool
-from flotilla_reward.sample import CannotScore, Sample
 
 MOST_TOGETHER = 64
 """Built-in rewards hold the loop: nobody else waits for more of them than this."""
+
+T = TypeVar("T")
+
+SIGN_OF_LIFE_S = 5.0
+"""A caller takes a replica for dead that is silent for several times as long."""
 
 
 def resolve(specs: Sequence[pb.RewardSpec]) -> list[Term]:
@@ -122,3 +128,34 @@ def _unscored(sample_id: str, term: Term, outcome: Failure | Timeout, spent_s: f
 def _duration(seconds: float) -> Duration:
     nanos = round(seconds * 1e9)
     return Duration(seconds=nanos // 1_000_000_000, nanos=nanos % 1_000_000_000)
+
+
+async def endings(tasks: Sequence[asyncio.Task[T]]) -> AsyncGenerator[list[asyncio.Task[T]]]:
+    """Those that ended since the last time, together; none at all is a sign of life."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Queue[asyncio.Task[T] | None] = asyncio.Queue()
+    timer: asyncio.TimerHandle
+
+    # One timer for all tasks: it costs nothing where they end fast.
+    def sign() -> None:
+        nonlocal timer
+        ended.put_nowait(None)
+        timer = loop.call_later(SIGN_OF_LIFE_S, sign)
+
+    timer = loop.call_later(SIGN_OF_LIFE_S, sign)
+    for task in tasks:
+        task.add_done_callback(ended.put_nowait)
+    left = len(tasks)
+    try:
+        while left:
+            together = [await ended.get()]
+            while not ended.empty():
+                together.append(ended.get_nowait())
+            new = [task for task in together if task is not None]
+            left -= len(new)
+            yield new
+    finally:
+        timer.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

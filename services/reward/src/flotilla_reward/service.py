@@ -1,9 +1,18 @@
-"""The reward service as the host runs it."""
+"""The reward service as the host runs it, and its calls on the wire.
+
+Invariant: a call that waits for a worker, loads a file or scores gives signs of life, so its caller needs no guess of
+how long that takes.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
+from typing import Any, TypeAlias
+
+import grpc
 
 from flotilla.common.v1.operate_pb2 import (
     CHECK_STATUS_FAILED,
@@ -15,11 +24,39 @@ from flotilla.common.v1.operate_pb2 import (
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla.reward.v1 import reward_pb2, reward_pb2_grpc
 from flotilla_core.rpc import RpcServer
-from flotilla_reward import catalog
+from flotilla_reward import catalog, scoring
 from flotilla_reward.pool import WorkerPool
-from flotilla_reward.servicer import RewardServicer
 
 SERVICE_NAME = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
+    """RewardService on the wire.
+
+    Stateless: a call knows everything that it needs.
+    """
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+
+    async def ListRewards(
+        self, request: reward_pb2.ListRewardsRequest, context: Context
+    ) -> reward_pb2.ListRewardsResponse:
+        return reward_pb2.ListRewardsResponse(rewards=catalog.list_rewards())
+
+    async def Score(
+        self, request: reward_pb2.ScoreRequest, context: Context
+    ) -> AsyncIterator[reward_pb2.ScoreResponse]:
+        terms = scoring.resolve(request.rewards)
+        async with aclosing(scoring.load(terms, self._pool, request.run_id)) as signs:
+            async for sign in signs:
+                yield sign
+        responses = scoring.score_items(request.items, terms, self._pool, request.run_id)
+        async with aclosing(responses):
+            async for response in responses:
+                yield response
 
 
 class RewardHostService:

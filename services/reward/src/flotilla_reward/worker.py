@@ -23,9 +23,7 @@ from typing import Any
 
 from flotilla_reward import frames
 from flotilla_reward.builtin import BUILTIN
-from flotilla_reward.outcome import Failure, judge
-from flotilla_reward.sample import CannotScore, Sample
-from flotilla_reward.target import Target
+from flotilla_reward.job import CannotScore, Failure, Sample, Target, judge
 
 PR_SET_PDEATHSIG = 1
 LONGEST_MESSAGE = 2_000

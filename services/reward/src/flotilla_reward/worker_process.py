@@ -15,7 +15,7 @@ from typing import Any
 
 from flotilla_core.errors import Unavailable
 from flotilla_reward import frames
-from flotilla_reward.target import Target
+from flotilla_reward.job import Target
 
 START_LIMIT_S = 60.0
 EXIT_LIMIT_S = 5.0

@@ -1,0 +1,255 @@
+"""Rewards that come with the service, and the base of each.
+
+Invariants: the fields are the reward's parameters and the docstring is what `ListRewards` shows, so neither can drift
+from the code. A reward that is not `bounded` runs in a process that can be killed: math-verify's own time limits use
+SIGALRM, so they are off.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from abc import abstractmethod
+from decimal import Decimal, InvalidOperation, localcontext
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+
+from flotilla_reward.job import CannotScore, Sample
+
+# Each part starts with a character that the part before cannot hold: matching takes linear time.
+NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+# Enough to tell neighbouring numbers of the tolerances below apart.
+PRECISION = 50
+
+TAG_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+
+# Without one of these math-verify takes an answer for prose and may pick a part of it.
+MATH_MARKS = ("$", r"\boxed", r"\(", r"\[", r"\begin{")
+
+
+class BuiltinReward(BaseModel):
+    """A reward and its parameters."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    bounded: ClassVar[bool]
+    """Time grows no faster than the text, whatever the text: such a reward runs inside the service."""
+
+    @abstractmethod
+    def score(self, sample: Sample) -> float:
+        """The score of `sample`; raises `CannotScore` where there is none."""
+
+
+def answer_of(sample: Sample) -> str:
+    """The right answer, stripped; a sample without one cannot be compared."""
+    answer = sample.answer.strip()
+    if not answer:
+        raise CannotScore("the sample has no answer to compare with: check data.answer_field of the run")
+    return answer
+
+
+def text_after(marker: str | None, response: str) -> str | None:
+    """What follows the last `marker`, all of `response` without one; None where the marker is missing."""
+    if marker is None:
+        return response
+    _, found, rest = response.rpartition(marker)
+    return rest if found else None
+
+
+class Exact(BuiltinReward):
+    """Comparison of texts.
+
+    1 when the response is the answer, character by character; else 0. Outer white space does not count.
+    """
+
+    bounded: ClassVar[bool] = True
+
+    after: str | None = Field(default=None, min_length=1)
+    """Compare only what follows the last such marker; a response without it scores 0."""
+    ignore_case: bool = False
+    """Upper and lower case are the same."""
+
+    def score(self, sample: Sample) -> float:
+        answer = answer_of(sample)
+        text = text_after(self.after, sample.response)
+        if text is None:
+            return 0.0
+        text = text.strip()
+        if self.ignore_case:
+            return float(text.casefold() == answer.casefold())
+        return float(text == answer)
+
+
+class Numeric(BuiltinReward):
+    """Comparison of numbers.
+
+    1 when the last number of the response is within a tolerance of the answer; else 0.
+    """
+
+    bounded: ClassVar[bool] = True
+
+    after: str | None = Field(default=None, min_length=1)
+    """Look only at what follows the last such marker; a response without it scores 0."""
+    absolute_tolerance: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Allowed difference. The larger one of both tolerances counts."""
+    relative_tolerance: float = Field(default=1e-9, ge=0, allow_inf_nan=False)
+    """Allowed difference as a share of the answer."""
+
+    def score(self, sample: Sample) -> float:
+        expected = _number(answer_of(sample))
+        if expected is None:
+            raise CannotScore(f"the answer {sample.answer!r:.200} is not a number")
+        text = text_after(self.after, sample.response)
+        numbers = NUMBER.findall(text) if text is not None else []
+        got = _number(numbers[-1]) if numbers else None
+        if got is None:
+            return 0.0
+        with localcontext(prec=PRECISION) as context:
+            context.clear_traps()
+            allowed = max(Decimal(self.absolute_tolerance), Decimal(self.relative_tolerance) * abs(expected))
+            return float(abs(got - expected) <= allowed)
+
+
+def _number(text: str) -> Decimal | None:
+    try:
+        number = Decimal(text.replace(",", ""))
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() else None
+
+
+class Regex(BuiltinReward):
+    """Matching by a pattern of the user's.
+
+    1 when the response matches a Python regular expression (and a group of it is the answer); else 0.
+    """
+
+    # A pattern may backtrack for longer than the universe is old.
+    bounded: ClassVar[bool] = False
+
+    pattern: Annotated[str, Field(min_length=1)]
+    """Syntax of Python's `re`."""
+    match: Literal["search", "whole"] = "search"
+    """`search` finds the pattern anywhere, `whole` wants it to cover the response."""
+    ignore_case: bool = False
+    """Upper and lower case are the same."""
+    multi_line: bool = False
+    """`^` and `$` also match at line ends."""
+    dot_matches_newline: bool = False
+    """`.` also matches the end of a line."""
+    group: int | str | None = None
+    """Number or name of a group that must be the answer, outer white space aside."""
+
+    _compiled: re.Pattern[str] = PrivateAttr()
+
+    @model_validator(mode="after")
+    def _compile(self) -> Regex:
+        flags = re.NOFLAG
+        flags |= re.IGNORECASE if self.ignore_case else re.NOFLAG
+        flags |= re.MULTILINE if self.multi_line else re.NOFLAG
+        flags |= re.DOTALL if self.dot_matches_newline else re.NOFLAG
+        try:
+            self._compiled = re.compile(self.pattern, flags)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"pattern {self.pattern!r:.200} is not a regular expression: {error}") from error
+        known = set(range(self._compiled.groups + 1)) | set(self._compiled.groupindex)
+        if self.group is not None and self.group not in known:
+            raise ValueError(f"pattern {self.pattern!r:.200} has no group {self.group!r}")
+        return self
+
+    def score(self, sample: Sample) -> float:
+        answer = answer_of(sample) if self.group is not None else ""
+        find = self._compiled.search if self.match == "search" else self._compiled.fullmatch
+        found = find(sample.response)
+        if found is None:
+            return 0.0
+        if self.group is None:
+            return 1.0
+        captured: str | None = found.group(self.group)
+        return float(captured is not None and captured.strip() == answer)
+
+
+class Format(BuiltinReward):
+    """The shape of a response, whatever it says.
+
+    1 when the response is tagged sections, each once, in order, with nothing around them; else 0.
+    """
+
+    bounded: ClassVar[bool] = True
+
+    sections: tuple[str, ...] = Field(default=("think", "answer"), min_length=1)
+    """Tag names: `think` stands for `<think>...</think>`."""
+    allow_empty: bool = False
+    """A section may hold nothing but white space."""
+
+    @field_validator("sections")
+    @classmethod
+    def _tags(cls, sections: tuple[str, ...]) -> tuple[str, ...]:
+        for name in sections:
+            if not TAG_NAME.fullmatch(name):
+                raise ValueError(f"{name!r} is not a tag name: letters, digits, _ and -, without brackets")
+        if len(set(sections)) != len(sections):
+            raise ValueError("a section is named twice")
+        return sections
+
+    def score(self, sample: Sample) -> float:
+        rest = sample.response
+        for name in self.sections:
+            opening, closing = f"<{name}>", f"</{name}>"
+            if sample.response.count(opening) != 1 or sample.response.count(closing) != 1:
+                return 0.0
+            before, opened, rest = rest.partition(opening)
+            content, closed, rest = rest.partition(closing)
+            if not opened or not closed or before.strip():
+                return 0.0
+            if not content.strip() and not self.allow_empty:
+                return 0.0
+        return float(not rest.strip())
+
+
+# It warns about its missing time limit at every call.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+
+class Math(BuiltinReward):
+    """Mathematical equality, by math-verify.
+
+    1 when the final expression of the response (best in `\boxed{}`) equals the answer; else 0.
+    """
+
+    # Simplification may never end.
+    bounded: ClassVar[bool] = False
+
+    significant_digits: int = Field(default=15, ge=1, le=50)
+    """Precision of comparisons that have to be done numerically."""
+    decimals: int = Field(default=6, ge=0, le=50)
+    """Decimal numbers are rounded to so many places before they are compared."""
+
+    def score(self, sample: Sample) -> float:
+        from math_verify import parse, verify  # type: ignore[import-untyped]
+
+        answer = answer_of(sample)
+        marked = answer if any(mark in answer for mark in MATH_MARKS) else rf"\boxed{{{answer}}}"
+        expected = parse(marked, parsing_timeout=None, raise_on_error=True)
+        if not expected:
+            raise CannotScore(f"the answer {sample.answer!r:.200} is not an expression that can be read")
+        got = parse(sample.response, parsing_timeout=None, raise_on_error=True)
+        equal = verify(
+            expected,
+            got,
+            float_rounding=self.decimals,
+            numeric_precision=self.significant_digits,
+            timeout_seconds=None,
+            raise_on_error=True,
+        )
+        return float(equal)
+
+
+BUILTIN: dict[str, type[BuiltinReward]] = {
+    "exact": Exact,
+    "numeric": Numeric,
+    "regex": Regex,
+    "format": Format,
+    "math": Math,
+}
