@@ -14,10 +14,8 @@ from pathlib import Path
 
 from table import Row
 
-from flotilla_testing.endless_run import endless_run
-from flotilla_testing.example_model import example_model
-from flotilla_testing.processes import StackProcesses
-from flotilla_testing.stack import Stack, light_stack, wait_until
+from flotilla_testing.runs import endless_run
+from flotilla_testing.stack import Stack, StackProcesses, example_model, light_stack, wait_until
 
 SECONDS = float(os.environ.get("FLOTILLA_BENCH_SECONDS", "60"))
 WARM_UP_STEPS = 3

@@ -11,7 +11,7 @@ import pytest
 from flotilla_coordinator.ledger.checker import check
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_testing.fault_victims import rank_of
-from flotilla_testing.ppo_run import ppo_run
+from flotilla_testing.runs import ppo_run
 from flotilla_testing.stack import Stack, sim_stack, wait_until
 
 pytestmark = pytest.mark.timeout(600)

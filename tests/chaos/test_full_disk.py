@@ -19,8 +19,8 @@ from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_core.checkpoint import CheckpointShelf, Manifest
 from flotilla_testing.coordinator_faults import endless_run
 from flotilla_testing.fuzzed_fleet import MADE_UP_SAMPLES
+from flotilla_testing.runs import small_run
 from flotilla_testing.small_disk import LIMIT_S, STEPS, RunOnDisk, SmallDisk, small_disk, stack_on
-from flotilla_testing.small_run import small_run
 from flotilla_testing.stack import Stack, sim_stack, wait_until
 
 pytestmark = pytest.mark.timeout(900)

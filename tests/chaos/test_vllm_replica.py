@@ -11,7 +11,7 @@ import pytest
 from flotilla_coordinator.ledger.checker import check
 from flotilla_testing.late_replica import JOINER, joins_without_delay
 from flotilla_testing.replica_faults import kill_inside
-from flotilla_testing.small_run import small_run
+from flotilla_testing.runs import small_run
 from flotilla_testing.stack import running_stack, wait_until
 
 pytestmark = pytest.mark.timeout(600)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flotilla_testing.small_run import small_run
+from flotilla_testing.runs import small_run
 from flotilla_testing.stack import Stack, light_stack, running_stack, sim_stack
 
 # What these tests share is found by its name, also by vLLM's workers.

@@ -9,7 +9,7 @@ import pytest
 from flotilla_coordinator.cli.options import RUN_FAILED
 from flotilla_coordinator.ledger.checker import check
 from flotilla_core.checkpoint import CheckpointShelf
-from flotilla_testing.ppo_run import ppo_run
+from flotilla_testing.runs import ppo_run
 from flotilla_testing.stack import Stack
 
 pytestmark = pytest.mark.timeout(300)

@@ -19,7 +19,7 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_core.errors import FlotillaError
 from flotilla_core.version import Version
 from flotilla_testing.fault_victims import lives
-from flotilla_testing.ppo_run import REWARD
+from flotilla_testing.runs import REWARD
 from flotilla_testing.stack import Stack, sim_stack, wait_until
 
 GENERATORS = 3

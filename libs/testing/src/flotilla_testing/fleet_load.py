@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flotilla_testing.endless_run import endless_run
-from flotilla_testing.example_model import example_model
-from flotilla_testing.processes import StackProcesses
-from flotilla_testing.stack import Stack, light_stack, wait_until
+from flotilla_testing.runs import endless_run
+from flotilla_testing.stack import Stack, StackProcesses, example_model, light_stack, wait_until
 
 START_LIMIT_S = 600.0
 WARM_UP_LIMIT_S = 1200.0

@@ -35,7 +35,7 @@ from flotilla_client import find_coordinator
 from flotilla_core import rpc
 from flotilla_core.errors import FlotillaError
 from flotilla_testing.request_fuzz import Draft, Pin, RequestFuzz
-from flotilla_testing.small_run import small_run
+from flotilla_testing.runs import small_run
 from flotilla_testing.stack import Stack, wait_until
 from flotilla_weights.manifest import Manifest
 

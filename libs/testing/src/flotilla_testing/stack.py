@@ -28,9 +28,15 @@ from flotilla_core import rpc
 from flotilla_core.config import StackConfig, load
 from flotilla_core.errors import Unavailable
 from flotilla_core.trust import read_token
+from flotilla_launch.records import StackRecord
 
 FLOTILLA = str(Path(sys.executable).parent / "flotilla")
 COMMAND_TIMEOUT_S = 300.0
+
+MAKE_MODEL = Path(__file__).resolve().parents[4] / "examples" / "arithmetic" / "make_model.py"
+
+NATS = "nats"
+MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -215,3 +221,47 @@ def wait_until(
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
         time.sleep(every_s)
+
+
+def example_model(folder: Path, *, positions: int) -> Path:
+    """Its folder, inside `folder`."""
+    model = folder / "model"
+    subprocess.run([sys.executable, MAKE_MODEL, "--out", model], check=True)
+    config = json.loads((model / "config.json").read_text())
+    config["max_position_embeddings"] = positions
+    (model / "config.json").write_text(json.dumps(config))
+    return model
+
+
+class StackProcesses:
+    """What the processes of a stack use, by what they are.
+
+    Every service that has announced itself, with its children, and the stack's NATS; several may share a process.
+    """
+
+    def __init__(self, state_dir: Path) -> None:
+        self._processes: dict[str, set[psutil.Process]] = {}
+        for path in sorted((state_dir / "instances").glob("*.json")):
+            announced = json.loads(path.read_text())
+            process = psutil.Process(announced["pid"])
+            self._processes.setdefault(announced["kind"], set()).update(
+                {process, *process.children(recursive=True)}
+            )
+        record = StackRecord.read(state_dir / "processes.json")
+        assert record is not None, "the stack runs"
+        self._processes[NATS] = {
+            psutil.Process(process.identity.pid)
+            for process in record.processes
+            if process.name == NATS and process.identity is not None
+        }
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """User and system time so far, by kind."""
+        return {
+            kind: sum(times.user + times.system for times in (one.cpu_times() for one in processes))
+            for kind, processes in self._processes.items()
+        }
+
+    def resident_mib(self, kind: str) -> float:
+        """Memory that the processes of a kind hold now."""
+        return sum(one.memory_info().rss for one in self._processes[kind]) / MIB

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from flotilla_testing.exact_update.rollouts import Bools, Floats
+from flotilla_core.config import CriticConfig
+from flotilla_testing.exact_update.rollouts import Bools, Floats, Rollouts
 
 
 class Tokens(NamedTuple):
@@ -197,3 +198,19 @@ def selected_by_covariance(
     drawn = np.random.default_rng(seed).choice(candidates, min(wanted, len(candidates)), replace=False)
     chosen[drawn] = True
     return chosen
+
+
+def critic_loss(
+    critic: CriticConfig, rollouts: Rollouts, advantages: Floats, values: torch.Tensor, inside: Bools
+) -> torch.Tensor:
+    """Half the squared distance of a critic from the returns, clipped as in PPO.
+
+    The mean over the trained tokens inside; a return is the advantage by `gae` and what was expected."""
+    own = torch.from_numpy(np.flatnonzero(rollouts.trained & inside))
+    old = torch.from_numpy(rollouts.values)[own]
+    returns = torch.from_numpy(advantages)[own] + old
+    squares = (values[own] - returns) ** 2
+    if critic.value_clip is not None:
+        near = torch.max(torch.min(values[own], old + critic.value_clip), old - critic.value_clip)
+        squares = torch.max(squares, (near - returns) ** 2)
+    return squares.mean() / 2

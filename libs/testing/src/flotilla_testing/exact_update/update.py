@@ -12,13 +12,11 @@ import torch
 from flotilla_core.config import PolicyConfig
 from flotilla_testing.exact_update import divergences
 from flotilla_testing.exact_update.advantages import advantages_of, gae
-from flotilla_testing.exact_update.aggregations import weights
 from flotilla_testing.exact_update.corrections import mean_importance, proximal_logprobs, token_weights
-from flotilla_testing.exact_update.critic import critic_loss
-from flotilla_testing.exact_update.losses import Tokens, losses_of, selected_by_covariance
+from flotilla_testing.exact_update.losses import Tokens, critic_loss, losses_of, selected_by_covariance
 from flotilla_testing.exact_update.rewards import Judgement, judged
 from flotilla_testing.exact_update.rollouts import Bools, Floats, Ints, Policies, Rollouts, logprobs_of
-from flotilla_testing.exact_update.sample_weights import sample_weights
+from flotilla_testing.exact_update.weights import aggregation_weights, sample_weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +171,7 @@ def _policy_steps(whole: _Whole, parts: Ints) -> tuple[list[Step], float | None]
     batches = []
     for number in range(int(parts.max()) + 1):
         inside = part_of_token == number
-        weight = weights(
+        weight = aggregation_weights(
             whole.algorithm.aggregation,
             whole.rollouts,
             whole.judgement.counted & inside,
