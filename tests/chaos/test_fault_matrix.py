@@ -35,7 +35,7 @@ import pytest
 
 from flotilla.coordinator.v1.run_pb2 import RUN_STATE_SUCCEEDED
 from flotilla_coordinator.ledger.checker import Verdict, check
-from flotilla_launch.state import ProcessIdentity
+from flotilla_core.process_identity import ProcessIdentity
 from flotilla_testing.chaos_run import GENERATORS, LIMIT_S, ChaosRun
 from flotilla_testing.coordinator_faults import is_new
 from flotilla_testing.fault_moments import Moment, reached

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from flotilla_core.config import StackConfig
+from flotilla_core.process_identity import ProcessIdentity
 from flotilla_launch import local
 from flotilla_launch.client import find
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.records import StackRecord
-from flotilla_launch.state import LauncherFile, ProcessIdentity, read_json
+from flotilla_launch.state import LauncherFile, read_json
 
 
 class StackUnderTest:

@@ -18,12 +18,12 @@ from flotilla.launcher.v1.launcher_pb2 import (
 from flotilla_core.errors import FailedPrecondition, FlotillaError, Unavailable
 from flotilla_launch import local
 from flotilla_launch.child import under_lease
-from flotilla_launch.claim import is_claimed
 from flotilla_launch.client import LauncherClient, find, require
-from flotilla_launch.kin import MARK
 from flotilla_launch.placement import Slot
+from flotilla_launch.process_tree import MARK
 from flotilla_launch.records import Phase, ProcessRecord, StackRecord
 from flotilla_launch.service_process import ServiceProcess
+from flotilla_launch.stack_lock import is_held
 
 SHORT_LEASE = "from flotilla_launch import lease\nlease.LEASE_S = 3.0\n"
 MAIN = "from flotilla_launch.main import main\nmain()\n"
@@ -71,7 +71,7 @@ async def test_a_killed_launcher_comes_back_and_looks_after_what_lives(stacks) -
 
 async def test_a_killed_guardian_comes_back_and_guards(stacks) -> None:
     first = await stacks.up(stacks.config())
-    await stacks.wait_for("a guardian", lambda: is_claimed(stacks.paths().guardian_lock_file))
+    await stacks.wait_for("a guardian", lambda: is_held(stacks.paths().guardian_lock_file))
     old, before = stacks.guardian(), stacks.identities()
     os.kill(old.pid, signal.SIGKILL)
     await stacks.wait_for(
@@ -112,7 +112,7 @@ async def test_without_launcher_and_guardian_everything_ends_by_itself(stacks) -
     stacks.launcher_runs(SHORT_LEASE + MAIN)
     stacks.behave(generator_0="parent")
     first = await stacks.up(stacks.config())
-    await stacks.wait_for("a guardian", lambda: is_claimed(stacks.paths().guardian_lock_file))
+    await stacks.wait_for("a guardian", lambda: is_held(stacks.paths().guardian_lock_file))
     assert len(stacks.segments()) == 1
     os.kill(stacks.guardian().pid, signal.SIGKILL)
     os.kill(first.launcher.pid, signal.SIGKILL)
@@ -131,7 +131,7 @@ async def test_down_and_up_need_no_launcher_and_no_guardian(stacks) -> None:
     stacks.behave(generator_0="parent")
     for command in ("down", "up"):
         first = await stacks.up(stacks.config())
-        await stacks.wait_for("a guardian", lambda: is_claimed(stacks.paths().guardian_lock_file))
+        await stacks.wait_for("a guardian", lambda: is_held(stacks.paths().guardian_lock_file))
         os.kill(stacks.guardian().pid, signal.SIGKILL)
         os.kill(first.launcher.pid, signal.SIGKILL)
         before = stacks.identities()
@@ -151,7 +151,7 @@ async def test_a_launcher_killed_before_the_stack_was_up_leaves_nothing(stacks) 
     await stacks.wait_for(
         "a service", lambda: paths.processes_file.exists() and stacks.identities().get("trainer")
     )
-    await stacks.wait_for("a guardian", lambda: is_claimed(paths.guardian_lock_file))
+    await stacks.wait_for("a guardian", lambda: is_held(paths.guardian_lock_file))
     os.kill(find(paths).pid, signal.SIGKILL)
     with pytest.raises(FailedPrecondition, match="died while it started the stack"):
         await up

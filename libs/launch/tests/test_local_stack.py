@@ -25,15 +25,15 @@ from flotilla.launcher.v1.launcher_pb2 import (
 )
 from flotilla_core.config import dump_yaml
 from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, Internal, InvalidConfig, InvalidRequest
+from flotilla_core.process_identity import ProcessIdentity
 from flotilla_launch import client, local, service_process
 from flotilla_launch.child import under_lease
-from flotilla_launch.claim import claim
 from flotilla_launch.client import LauncherClient, find
-from flotilla_launch.kin import kin_of
 from flotilla_launch.nats_process import NatsProcess
 from flotilla_launch.placement import Slot
+from flotilla_launch.process_tree import tree_of
 from flotilla_launch.service_process import ServiceProcess
-from flotilla_launch.state import ProcessIdentity
+from flotilla_launch.stack_lock import hold_lock
 
 SERVICES = {"nats", "coordinator", "trainer", "generator-0"}
 
@@ -310,9 +310,9 @@ async def test_stop_while_a_dead_service_is_buried_leaves_no_grandchild(stacks, 
         if not begun.is_set():
             begun.set()
             stopped.wait(15)
-        return kin_of(*of)
+        return tree_of(*of)
 
-    monkeypatch.setattr(service_process, "kin_of", slow_at_first)
+    monkeypatch.setattr(service_process, "tree_of", slow_at_first)
     os.kill(service.child.identity.pid, signal.SIGKILL)
     try:
         assert await asyncio.to_thread(begun.wait, 15)
@@ -349,9 +349,12 @@ async def test_an_unforeseen_error_at_start_fails_the_slot_and_whoever_waits_for
 
 
 async def test_a_claim_has_one_holder(tmp_path: Path) -> None:
-    with claim(tmp_path / "lock", timeout_s=0) as first, claim(tmp_path / "lock", timeout_s=0.1) as second:
+    with (
+        hold_lock(tmp_path / "lock", timeout_s=0) as first,
+        hold_lock(tmp_path / "lock", timeout_s=0.1) as second,
+    ):
         assert first and not second
-    with claim(tmp_path / "lock", timeout_s=0) as again:
+    with hold_lock(tmp_path / "lock", timeout_s=0) as again:
         assert again
 
 
@@ -364,7 +367,7 @@ async def test_a_down_that_waits_for_another_command_ends_at_once_on_ctrl_c(stac
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         stack = paths.StackPaths(pathlib.Path({str(paths.directory)!r}))
         asyncio.run(local.down(stack, on_wait=lambda why: print(why, flush=True)))"""
-    with claim(paths.up_lock_file, timeout_s=0) as held:
+    with hold_lock(paths.up_lock_file, timeout_s=0) as held:
         assert held
         waiter = await asyncio.create_subprocess_exec(
             sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE, start_new_session=True

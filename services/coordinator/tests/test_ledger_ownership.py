@@ -18,7 +18,7 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.ownership import Owner
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_core.errors import FailedPrecondition, StaleVersion
-from flotilla_launch.state import ProcessIdentity
+from flotilla_core.process_identity import ProcessIdentity
 
 RUN = "run-20260314-0915-7f3a"
 RECORD = RunRecord(RUN, "run", RunState.RUNNING, "{}", "/runs/run", 1.0)

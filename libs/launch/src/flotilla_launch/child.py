@@ -15,11 +15,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from flotilla_core.errors import FailedPrecondition
+from flotilla_core.process_identity import ProcessIdentity, boot_id, stat_fields
 from flotilla_core.subprocess_group import ProcessGroup
 from flotilla_launch import lease
-from flotilla_launch.kin import MARK
 from flotilla_launch.logs import HEADER
-from flotilla_launch.state import ProcessIdentity, boot_id, stat_fields
+from flotilla_launch.process_tree import MARK
 
 
 def new_mark(prefix: Path) -> str:

@@ -19,12 +19,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from flotilla_core.disk import lacks_room
-from flotilla_launch.claim import claim, is_claimed
+from flotilla_core.process_identity import ProcessIdentity
+from flotilla_launch.cleanup import SWEEP_LIMIT_S, clean_up
 from flotilla_launch.lease import LEASE_S
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.records import Phase, StackRecord
-from flotilla_launch.state import LauncherFile, ProcessIdentity, read_json, write_json
-from flotilla_launch.sweep import SWEEP_LIMIT_S, sweep
+from flotilla_launch.stack_lock import hold_lock, is_held
+from flotilla_launch.state import LauncherFile, read_json, write_json
 
 MOST_DEATHS = 5
 DEATHS_WINDOW_S = 60.0
@@ -46,7 +47,7 @@ class GuardianKeeper:
         """Start one where there is none; returns whether that was so. To be called again and again."""
         if self._started is not None and self._started.poll() is None:
             return False  # It lives, or is about to take its lock.
-        if is_claimed(self._paths.guardian_lock_file):
+        if is_held(self._paths.guardian_lock_file):
             return False
         with self._paths.log_file("launcher").open("ab") as log_file:
             self._started = subprocess.Popen(
@@ -82,7 +83,7 @@ def end_guardian(paths: StackPaths, *, within_s: float = 5.0) -> None:
 def starts_launcher_again(paths: StackPaths) -> bool:
     """Whether a guardian is about to do so."""
     record = StackRecord.read(paths.processes_file)
-    return record is not None and record.phase is Phase.UP and is_claimed(paths.guardian_lock_file)
+    return record is not None and record.phase is Phase.UP and is_held(paths.guardian_lock_file)
 
 
 def why_it_ended(paths: StackPaths) -> str:
@@ -106,7 +107,7 @@ class Guardian:
             time.sleep(_POLL_S)
             if self._child is not None:
                 self._child.poll()  # Nobody else can take its exit status.
-            if is_claimed(self._paths.claim_file):
+            if is_held(self._paths.claim_file):
                 continue
             if not self._paths.processes_file.exists():
                 return
@@ -114,8 +115,8 @@ class Guardian:
                 # A launcher could not write down what it does; the stack goes on without one for as long.
                 time.sleep(_LOOK_FOR_ROOM_EVERY_S)
                 continue
-            with claim(self._paths.up_lock_file, timeout_s=0) as alone:
-                if alone and not is_claimed(self._paths.claim_file):
+            with hold_lock(self._paths.up_lock_file, timeout_s=0) as alone:
+                if alone and not is_held(self._paths.claim_file):
                     self._launcher_died()
 
     def _launcher_died(self) -> None:
@@ -148,13 +149,13 @@ class Guardian:
             time.sleep(_POLL_S / 10)
 
     def _end_stack(self, why: str, *, tell: bool = False, runs_go_on: bool = True) -> None:
-        with claim(self._paths.claim_file, timeout_s=SWEEP_LIMIT_S) as claimed:
+        with hold_lock(self._paths.claim_file, timeout_s=SWEEP_LIMIT_S) as claimed:
             if not claimed:
                 return
             if tell:
                 values = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "why": why}
                 write_json(self._paths.ended_file, values)
-            ended = ", ".join(sweep(self._paths, runs_go_on=runs_go_on)) or "nothing was left"
+            ended = ", ".join(clean_up(self._paths, runs_go_on=runs_go_on)) or "nothing was left"
         _say(f"{why}; the guardian ended the stack: {ended}")
 
 
@@ -164,7 +165,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     paths = StackPaths(Path(sys.argv[1]))
     # A moment, for the one that was killed may be on its way out.
-    with claim(paths.guardian_lock_file, timeout_s=LEASE_S / 10) as claimed:
+    with hold_lock(paths.guardian_lock_file, timeout_s=LEASE_S / 10) as claimed:
         if claimed:
             identity = ProcessIdentity.of(os.getpid())
             assert identity is not None

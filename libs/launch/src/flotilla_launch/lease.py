@@ -69,7 +69,7 @@ def _watch(directory: str, lease_s: float) -> None:
         if unheld * _POLL_S < lease_s:
             continue
         # It kills this process, too. Somebody may also have come to look after the stack meanwhile.
-        os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-m", "flotilla_launch.sweep", directory])
+        os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-m", "flotilla_launch.cleanup", directory])
         if not any(map(is_locked, descriptors)):
             os.killpg(0, signal.SIGKILL)
 

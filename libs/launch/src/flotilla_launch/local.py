@@ -22,15 +22,16 @@ from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
 from flotilla_core.config import StackConfig, dump_yaml
 from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, FlotillaError, Internal, Unavailable
 from flotilla_core.files import write_atomically
+from flotilla_core.process_identity import ProcessIdentity
 from flotilla_core.trust import make_token
-from flotilla_launch.claim import claim
+from flotilla_launch.cleanup import SWEEP_LIMIT_S, clean_up
 from flotilla_launch.client import LauncherClient, find
 from flotilla_launch.guardian import end_guardian, starts_launcher_again
 from flotilla_launch.logs import failure_excerpt
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.report import read_report
-from flotilla_launch.state import LauncherFile, ProcessIdentity
-from flotilla_launch.sweep import SWEEP_LIMIT_S, sweep
+from flotilla_launch.stack_lock import hold_lock
+from flotilla_launch.state import LauncherFile
 
 _PROGRESS_EVERY_S = 0.5
 _CLAIM_POLL_S = 0.05
@@ -120,7 +121,7 @@ async def down(paths: StackPaths, *, on_wait: Callable[[str], None] = lambda _: 
 async def _swept(paths: StackPaths) -> bool:
     """End what a launcher that died has left, and its guardian; whether anything was there."""
     stale = paths.launcher_file.exists() or paths.processes_file.exists()
-    with claim(paths.claim_file, timeout_s=SWEEP_LIMIT_S) as claimed:
+    with hold_lock(paths.claim_file, timeout_s=SWEEP_LIMIT_S) as claimed:
         if not claimed:
             raise DeadlineExceeded(
                 "somebody else is at work on the processes of the stack",
@@ -128,7 +129,7 @@ async def _swept(paths: StackPaths) -> bool:
                 why=f"the file was locked for {SWEEP_LIMIT_S:.0f} s",
                 next_step="see who holds the lock: fuser -v " + str(paths.claim_file),
             )
-        ended = await asyncio.to_thread(partial(sweep, paths, runs_go_on=False))
+        ended = await asyncio.to_thread(partial(clean_up, paths, runs_go_on=False))
     await asyncio.to_thread(end_guardian, paths)
     paths.ended_file.unlink(missing_ok=True)
     return bool(ended) or stale
@@ -232,7 +233,7 @@ async def _one_at_a_time(
     waiting = False
     while True:
         # Polled from here and not in a thread, which a Ctrl-C could not interrupt.
-        with claim(paths.up_lock_file, timeout_s=0) as held:
+        with hold_lock(paths.up_lock_file, timeout_s=0) as held:
             if held:
                 yield
                 return

@@ -20,12 +20,12 @@ from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
 from flotilla_core.bus import NatsServer
 from flotilla_core.disk import lacks_room
 from flotilla_core.errors import FlotillaError
+from flotilla_core.process_identity import ProcessIdentity
 from flotilla_launch.budget import RestartBudget
 from flotilla_launch.child import new_mark
-from flotilla_launch.kin import MARK, end_kin
 from flotilla_launch.placement import reserve_port
+from flotilla_launch.process_tree import MARK, end_tree
 from flotilla_launch.records import ProcessRecord
-from flotilla_launch.state import ProcessIdentity
 
 log = structlog.get_logger()
 
@@ -142,7 +142,7 @@ class NatsProcess:
     async def _bury(self) -> None:
         """End what is left of the server that died, its watcher as well."""
         if self._mark:
-            await asyncio.to_thread(end_kin, self._identity, self._mark)
+            await asyncio.to_thread(end_tree, self._identity, self._mark)
         self._server, self._identity, self._mark = None, None, ""
 
     def _keep(self, server: NatsServer | None) -> None:

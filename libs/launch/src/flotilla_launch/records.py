@@ -12,7 +12,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from flotilla_launch.state import ProcessIdentity, read_json, write_json
+from flotilla_core.process_identity import ProcessIdentity
+from flotilla_launch.state import read_json, write_json
 
 
 class Phase(StrEnum):

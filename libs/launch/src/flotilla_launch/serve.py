@@ -21,16 +21,16 @@ from flotilla_core.files import write_atomically
 from flotilla_core.logs import configure_logs, tolerate_lost_lines
 from flotilla_core.rpc import RpcServer
 from flotilla_core.trust import make_token
-from flotilla_launch.claim import claim
+from flotilla_launch.cleanup import SWEEP_LIMIT_S, clean_up
 from flotilla_launch.gpus import Gpus
 from flotilla_launch.guardian import GuardianKeeper, end_guardian
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.records import Phase, StackRecord
 from flotilla_launch.report import Report
 from flotilla_launch.servicer import LauncherServicer
+from flotilla_launch.stack_lock import hold_lock
 from flotilla_launch.state import LauncherFile
 from flotilla_launch.supervisor import Supervisor
-from flotilla_launch.sweep import SWEEP_LIMIT_S, sweep
 
 log = structlog.get_logger()
 
@@ -44,7 +44,7 @@ async def serve(stack: StackConfig, report: Report, *, executables: Path, take_o
     make_token(stack.bind, paths.directory)
     guardian = GuardianKeeper(paths, executables / "flotilla-launcher")
     try:
-        with claim(paths.claim_file, timeout_s=0 if _supervised(paths) else SWEEP_LIMIT_S) as claimed:
+        with hold_lock(paths.claim_file, timeout_s=0 if _supervised(paths) else SWEEP_LIMIT_S) as claimed:
             if not claimed:
                 raise FailedPrecondition(
                     f"stack {stack.name!r} has a supervisor already",
@@ -70,7 +70,7 @@ def _found(paths: StackPaths) -> StackRecord:
 
 
 def _begin_anew(stack: StackConfig, paths: StackPaths) -> None:
-    ended = sweep(paths, runs_go_on=True)
+    ended = clean_up(paths, runs_go_on=True)
     if ended:
         log.warning("ended what a launcher that was killed has left", processes=ended)
     # It would start the launcher of the environment that this stack was started from before.

@@ -22,16 +22,17 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
 from flotilla_core.disk import lacks_room
 from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, FlotillaError, Internal
+from flotilla_core.process_identity import ProcessIdentity
 from flotilla_core.subprocess_group import UNKNOWN_STATUS
 from flotilla_launch import shared_memory
 from flotilla_launch.budget import RestartBudget
 from flotilla_launch.child import Child, new_mark
 from flotilla_launch.health import is_serving
-from flotilla_launch.kin import end_kin, kill_all, kin_of
 from flotilla_launch.logs import failure_excerpt
 from flotilla_launch.placement import Slot
+from flotilla_launch.process_tree import end_tree, kill_all, tree_of
 from flotilla_launch.records import ProcessRecord
-from flotilla_launch.state import ProcessIdentity, read_json
+from flotilla_launch.state import read_json
 
 log = structlog.get_logger()
 
@@ -158,7 +159,7 @@ class ServiceProcess:
         """Remember which shared memory our processes hold while they can still be asked."""
         child = self.child
         if child is not None and shared_memory.any_known():
-            kin = await asyncio.to_thread(kin_of, child.identity, self._mark)
+            kin = await asyncio.to_thread(tree_of, child.identity, self._mark)
             held = shared_memory.held_by(process.pid for process in kin)
             if not held <= self.shared_memory:
                 self.shared_memory |= held
@@ -330,9 +331,9 @@ class ServiceProcess:
         if not self._mark:
             return
         leader = self.child.identity if self.child is not None else identity
-        kin = await asyncio.to_thread(kin_of, leader, self._mark)
+        kin = await asyncio.to_thread(tree_of, leader, self._mark)
         kill_all(kin)
-        left = await asyncio.to_thread(end_kin, leader, self._mark)
+        left = await asyncio.to_thread(end_tree, leader, self._mark)
         if left:
             log.error("processes could not be ended", process=self.slot.name, pids=[p.pid for p in left])
         if self.child is not None:

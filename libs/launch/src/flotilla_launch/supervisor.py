@@ -24,9 +24,10 @@ from flotilla_core.config.stack import MOST_REPLICAS
 from flotilla_core.disk import why_full
 from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidRequest, NotFound
 from flotilla_core.files import write_atomically
+from flotilla_core.process_identity import ProcessIdentity
 from flotilla_core.trust import read_token
-from flotilla_launch.attached import AttachedService
 from flotilla_launch.child import under_lease
+from flotilla_launch.external_service import ExternalService
 from flotilla_launch.gpus import Gpus
 from flotilla_launch.guardian import GuardianKeeper
 from flotilla_launch.nats_process import NAME as NATS
@@ -44,7 +45,7 @@ from flotilla_launch.placement import (
 )
 from flotilla_launch.records import Phase, ProcessRecord, StackRecord
 from flotilla_launch.service_process import ServiceProcess, start_together
-from flotilla_launch.state import LauncherFile, ProcessIdentity
+from flotilla_launch.state import LauncherFile
 
 log = structlog.get_logger()
 
@@ -71,7 +72,7 @@ class Supervisor:
         self._nats: NatsProcess | None = None
         self._otlp = ""
         self._services: dict[str, ServiceProcess] = {}
-        self._attached: dict[str, AttachedService] = {}
+        self._attached: dict[str, ExternalService] = {}
         self._changing = asyncio.Lock()
         self._stopping = False
         self._unrecorded = False
@@ -99,7 +100,7 @@ class Supervisor:
         async with self._change():
             for slot in slots_of(self.stack):
                 if slot.attached is not None:
-                    self._attached[slot.name] = AttachedService(slot, self._token)
+                    self._attached[slot.name] = ExternalService(slot, self._token)
             processes = [process for process in record.processes if process.name != NATS]
             # Nothing is awaited from here to the last of them: what is written down next must name every one.
             for process in processes:
@@ -249,7 +250,7 @@ class Supervisor:
         slots = slots_of(self.stack)
         for slot in slots:
             if slot.attached is not None:
-                self._attached[slot.name] = AttachedService(slot, self._token)
+                self._attached[slot.name] = ExternalService(slot, self._token)
         await self._start_all([slot for slot in slots if slot.attached is None])
         for service in self._attached.values():
             await service.wait_serving(self.stack.ready_timeout_s)

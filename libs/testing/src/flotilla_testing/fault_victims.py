@@ -12,8 +12,9 @@ from enum import StrEnum
 import psutil
 
 from flotilla.common.v1.registration_pb2 import Registration
+from flotilla_core.process_identity import ProcessIdentity
 from flotilla_launch.records import StackRecord
-from flotilla_launch.state import LauncherFile, ProcessIdentity, read_json
+from flotilla_launch.state import LauncherFile, read_json
 from flotilla_testing.stack import Stack
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flotilla_core.errors import FailedPrecondition, StaleVersion
-from flotilla_launch.state import ProcessIdentity, boot_id
+from flotilla_core.process_identity import ProcessIdentity, boot_id
 
 BEAT_S = 2.0
 SILENT_S = 15.0

@@ -1,4 +1,4 @@
-"""End in order what no launcher looks after any more: `python -m flotilla_launch.sweep DIRECTORY`.
+"""End in order what no launcher looks after any more: `python -m flotilla_launch.cleanup DIRECTORY`.
 
 `processes.json` names every process that the launcher started. Invariants: sweeping twice, or sweeping a stack that
 stopped in order, changes nothing; a stack whose launcher lives is never swept (callers hold the claim); NATS is the
@@ -14,12 +14,13 @@ import sys
 import time
 from pathlib import Path
 
+from flotilla_core.process_identity import ProcessIdentity
 from flotilla_launch import shared_memory
-from flotilla_launch.claim import claim, is_claimed
-from flotilla_launch.kin import MARK, end_kin, kill_all, kin_of
 from flotilla_launch.paths import StackPaths
+from flotilla_launch.process_tree import MARK, end_tree, kill_all, tree_of
 from flotilla_launch.records import ProcessRecord, StackRecord
-from flotilla_launch.state import ProcessIdentity, read_json
+from flotilla_launch.stack_lock import hold_lock, is_held
+from flotilla_launch.state import read_json
 
 SWEEP_LIMIT_S = 45.0
 """Three graces, one after the other, and some time to look around."""
@@ -28,7 +29,7 @@ _POLL_S = 0.02
 _COORDINATOR, _NATS = "coordinator", "nats"
 
 
-def sweep(paths: StackPaths, *, runs_go_on: bool) -> list[str]:
+def clean_up(paths: StackPaths, *, runs_go_on: bool) -> list[str]:
     """End and remove what a dead launcher left; returns the names of the processes that still ran.
 
     `runs_go_on`: the next coordinator goes on with the runs of this one.
@@ -56,21 +57,21 @@ def sweep(paths: StackPaths, *, runs_go_on: bool) -> list[str]:
 def main() -> None:
     """What the watcher of a lease runs once the lease is over."""
     paths = StackPaths(Path(sys.argv[1]))
-    with claim(paths.claim_file, timeout_s=SWEEP_LIMIT_S) as claimed:
-        if not claimed or is_claimed(paths.guardian_lock_file):
+    with hold_lock(paths.claim_file, timeout_s=SWEEP_LIMIT_S) as claimed:
+        if not claimed or is_held(paths.guardian_lock_file):
             return
-        ended = sweep(paths, runs_go_on=True)
+        ended = clean_up(paths, runs_go_on=True)
         if ended:
             _say(f"launcher and guardian are gone; the stack was ended: {', '.join(ended)}")
         # Also a service that no file names any more.
-        end_kin(None, os.environ.get(MARK, ""))
+        end_tree(None, os.environ.get(MARK, ""))
 
 
 def _end(processes: list[ProcessRecord], grace_s: float = _GRACE_S) -> None:
     """SIGTERM to the services alone and a grace for draining, where there is one; SIGKILL of all that is left."""
     for process in processes:
         if process.alive:
-            kin = kin_of(process.identity, process.mark)
+            kin = tree_of(process.identity, process.mark)
             process.shared_memory.extend(shared_memory.held_by(one.pid for one in kin))
     leaders = [process.identity for process in processes if process.identity is not None]
     if grace_s:
@@ -79,7 +80,7 @@ def _end(processes: list[ProcessRecord], grace_s: float = _GRACE_S) -> None:
     while any(leader.alive() for leader in leaders) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     for process in processes:
-        end_kin(process.identity, process.mark)
+        end_tree(process.identity, process.mark)
         shared_memory.remove(process.shared_memory)
 
 

@@ -19,7 +19,7 @@ _POLL_S = 0.05
 
 
 @contextlib.contextmanager
-def claim(path: Path, *, timeout_s: float) -> Iterator[bool]:
+def hold_lock(path: Path, *, timeout_s: float) -> Iterator[bool]:
     """Yields whether the lock was had within the time; gives it back at the end of the block."""
     make_private_folder(path.parent)
     descriptor = _open(path)
@@ -32,7 +32,7 @@ def claim(path: Path, *, timeout_s: float) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def is_claimed(path: Path) -> bool:
+def is_held(path: Path) -> bool:
     """Whether some process holds the lock now; takes nothing itself."""
     try:
         descriptor = _open(path)

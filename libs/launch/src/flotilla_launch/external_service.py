@@ -20,7 +20,7 @@ log = structlog.get_logger()
 _POLL_S = 0.5
 
 
-class AttachedService:
+class ExternalService:
     """One address of `attach` in the stack file."""
 
     def __init__(self, slot: Slot, token: str | None) -> None:

@@ -15,13 +15,13 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from flotilla_launch.state import ProcessIdentity, StatFields, boot_id, stat_fields
+from flotilla_core.process_identity import ProcessIdentity, StatFields, boot_id, stat_fields
 
 MARK = "FLOTILLA_PROCESS"
 """Environment variable that descendants inherit; its value is unique to one start of one service."""
 
 
-def kin_of(leader: ProcessIdentity | None, mark: str) -> list[ProcessIdentity]:
+def tree_of(leader: ProcessIdentity | None, mark: str) -> list[ProcessIdentity]:
     """The living kin of `leader`, itself included, in no particular order.
 
     Without a leader (its launcher died before it wrote down which process it is) those that carry the mark.
@@ -53,10 +53,10 @@ def kill_all(processes: Iterable[ProcessIdentity], number: int = signal.SIGKILL)
                 os.kill(process.pid, number)
 
 
-def end_kin(leader: ProcessIdentity | None, mark: str, *, timeout_s: float = 5.0) -> list[ProcessIdentity]:
+def end_tree(leader: ProcessIdentity | None, mark: str, *, timeout_s: float = 5.0) -> list[ProcessIdentity]:
     """Kill all kin and wait until they are gone. Returns what could not be ended (normally nothing)."""
     deadline = time.monotonic() + timeout_s
-    while (left := kin_of(leader, mark)) and time.monotonic() < deadline:
+    while (left := tree_of(leader, mark)) and time.monotonic() < deadline:
         kill_all(left)
         time.sleep(0.01)
     return left
