@@ -348,7 +348,7 @@ async def test_an_unforeseen_error_at_start_fails_the_slot_and_whoever_waits_for
     assert service.state == PROCESS_STATE_FAILED
 
 
-async def test_a_claim_has_one_holder(tmp_path: Path) -> None:
+async def test_a_lock_has_one_holder(tmp_path: Path) -> None:
     with (
         hold_lock(tmp_path / "lock", timeout_s=0) as first,
         hold_lock(tmp_path / "lock", timeout_s=0.1) as second,

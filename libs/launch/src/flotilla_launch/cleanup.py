@@ -1,8 +1,8 @@
 """End in order what no launcher looks after any more: `python -m flotilla_launch.cleanup DIRECTORY`.
 
-`processes.json` names every process that the launcher started. Invariants: sweeping twice, or sweeping a stack that
-stopped in order, changes nothing; a stack whose launcher lives is never swept (callers hold the claim); NATS is the
-last to go. A coordinator that is told to stop ends its runs, so it is told only where the user took the stack down:
+`processes.json` names every process that the launcher started. Invariants: cleaning up twice, or cleaning up a stack
+that stopped in order, changes nothing; a stack whose launcher lives is never touched (callers hold its lock); NATS is
+the last to go. A coordinator that is told to stop ends its runs, so it is told only where the user took the stack down:
 otherwise it is killed, before it sees the others go, and the next one goes on with the runs.
 """
 
@@ -22,7 +22,7 @@ from flotilla_launch.records import ProcessRecord, StackRecord
 from flotilla_launch.stack_lock import hold_lock, is_held
 from flotilla_launch.state import read_json
 
-SWEEP_LIMIT_S = 45.0
+CLEANUP_LIMIT_S = 45.0
 """Three graces, one after the other, and some time to look around."""
 _GRACE_S = 10.0
 _POLL_S = 0.02
@@ -57,8 +57,8 @@ def clean_up(paths: StackPaths, *, runs_go_on: bool) -> list[str]:
 def main() -> None:
     """What the watcher of a lease runs once the lease is over."""
     paths = StackPaths(Path(sys.argv[1]))
-    with hold_lock(paths.claim_file, timeout_s=SWEEP_LIMIT_S) as claimed:
-        if not claimed or is_held(paths.guardian_lock_file):
+    with hold_lock(paths.launcher_lock_file, timeout_s=CLEANUP_LIMIT_S) as held:
+        if not held or is_held(paths.guardian_lock_file):
             return
         ended = clean_up(paths, runs_go_on=True)
         if ended:
@@ -71,8 +71,8 @@ def _end(processes: list[ProcessRecord], grace_s: float = _GRACE_S) -> None:
     """SIGTERM to the services alone and a grace for draining, where there is one; SIGKILL of all that is left."""
     for process in processes:
         if process.alive:
-            kin = tree_of(process.identity, process.mark)
-            process.shared_memory.extend(shared_memory.held_by(one.pid for one in kin))
+            tree = tree_of(process.identity, process.mark)
+            process.shared_memory.extend(shared_memory.held_by(one.pid for one in tree))
     leaders = [process.identity for process in processes if process.identity is not None]
     if grace_s:
         kill_all(leaders, signal.SIGTERM)

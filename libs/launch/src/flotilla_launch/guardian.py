@@ -20,7 +20,7 @@ from pathlib import Path
 
 from flotilla_core.disk import lacks_room
 from flotilla_core.process_identity import ProcessIdentity
-from flotilla_launch.cleanup import SWEEP_LIMIT_S, clean_up
+from flotilla_launch.cleanup import CLEANUP_LIMIT_S, clean_up
 from flotilla_launch.lease import LEASE_S
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.records import Phase, StackRecord
@@ -107,7 +107,7 @@ class Guardian:
             time.sleep(_POLL_S)
             if self._child is not None:
                 self._child.poll()  # Nobody else can take its exit status.
-            if is_held(self._paths.claim_file):
+            if is_held(self._paths.launcher_lock_file):
                 continue
             if not self._paths.processes_file.exists():
                 return
@@ -116,7 +116,7 @@ class Guardian:
                 time.sleep(_LOOK_FOR_ROOM_EVERY_S)
                 continue
             with hold_lock(self._paths.up_lock_file, timeout_s=0) as alone:
-                if alone and not is_held(self._paths.claim_file):
+                if alone and not is_held(self._paths.launcher_lock_file):
                     self._launcher_died()
 
     def _launcher_died(self) -> None:
@@ -149,8 +149,8 @@ class Guardian:
             time.sleep(_POLL_S / 10)
 
     def _end_stack(self, why: str, *, tell: bool = False, runs_go_on: bool = True) -> None:
-        with hold_lock(self._paths.claim_file, timeout_s=SWEEP_LIMIT_S) as claimed:
-            if not claimed:
+        with hold_lock(self._paths.launcher_lock_file, timeout_s=CLEANUP_LIMIT_S) as held:
+            if not held:
                 return
             if tell:
                 values = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "why": why}
@@ -165,8 +165,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     paths = StackPaths(Path(sys.argv[1]))
     # A moment, for the one that was killed may be on its way out.
-    with hold_lock(paths.guardian_lock_file, timeout_s=LEASE_S / 10) as claimed:
-        if claimed:
+    with hold_lock(paths.guardian_lock_file, timeout_s=LEASE_S / 10) as held:
+        if held:
             identity = ProcessIdentity.of(os.getpid())
             assert identity is not None
             write_json(paths.guardian_file, asdict(identity))

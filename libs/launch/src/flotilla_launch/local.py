@@ -24,7 +24,7 @@ from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, FlotillaE
 from flotilla_core.files import write_atomically
 from flotilla_core.process_identity import ProcessIdentity
 from flotilla_core.trust import make_token
-from flotilla_launch.cleanup import SWEEP_LIMIT_S, clean_up
+from flotilla_launch.cleanup import CLEANUP_LIMIT_S, clean_up
 from flotilla_launch.client import LauncherClient, find
 from flotilla_launch.guardian import end_guardian, starts_launcher_again
 from flotilla_launch.logs import failure_excerpt
@@ -105,7 +105,7 @@ async def down(paths: StackPaths, *, on_wait: Callable[[str], None] = lambda _: 
     async with _one_at_a_time(paths, _STOP_LIMIT_S, on_wait):
         file = find(paths)
         if file is None:
-            return await _swept(paths)
+            return await _cleaned_up(paths)
         try:
             async with LauncherClient.open(file) as launcher:
                 await _answered(launcher.stop(), file)
@@ -113,21 +113,21 @@ async def down(paths: StackPaths, *, on_wait: Callable[[str], None] = lambda _: 
             if not await _died(file.identity):
                 raise
             # It was killed while it did so; the guardian stands back for as long as we are at work.
-            await _swept(paths)
+            await _cleaned_up(paths)
         await _ended(file.identity, _STOP_LIMIT_S)
         return True
 
 
-async def _swept(paths: StackPaths) -> bool:
+async def _cleaned_up(paths: StackPaths) -> bool:
     """End what a launcher that died has left, and its guardian; whether anything was there."""
     stale = paths.launcher_file.exists() or paths.processes_file.exists()
-    with hold_lock(paths.claim_file, timeout_s=SWEEP_LIMIT_S) as claimed:
-        if not claimed:
+    with hold_lock(paths.launcher_lock_file, timeout_s=CLEANUP_LIMIT_S) as held:
+        if not held:
             raise DeadlineExceeded(
                 "somebody else is at work on the processes of the stack",
-                where=str(paths.claim_file),
-                why=f"the file was locked for {SWEEP_LIMIT_S:.0f} s",
-                next_step="see who holds the lock: fuser -v " + str(paths.claim_file),
+                where=str(paths.launcher_lock_file),
+                why=f"the file was locked for {CLEANUP_LIMIT_S:.0f} s",
+                next_step="see who holds the lock: fuser -v " + str(paths.launcher_lock_file),
             )
         ended = await asyncio.to_thread(partial(clean_up, paths, runs_go_on=False))
     await asyncio.to_thread(end_guardian, paths)

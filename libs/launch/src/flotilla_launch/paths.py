@@ -42,8 +42,8 @@ class StackPaths:
         return self.directory / "processes.json"
 
     @property
-    def claim_file(self) -> Path:
-        """Locked by whoever may change the stack's processes: the launcher, or a sweep."""
+    def launcher_lock_file(self) -> Path:
+        """Locked by whoever may change the stack's processes: the launcher, or a cleanup."""
         return self.directory / LOCKS[0]
 
     @property

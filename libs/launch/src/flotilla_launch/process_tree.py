@@ -1,9 +1,12 @@
 """Every process that descends from one service process, dead or alive.
 
-A service is started as the leader of its own session. Its kin are all processes in that session or process
-group, those that still descend from it, and those that carry its mark in their environment (a grandchild that
-made a session of its own). Invariant: nothing is signalled unless it is kin of a process that we started,
-which is decided by start time and boot, never by pid alone.
+A service is started as the leader of its own session. Its tree has all processes in that session or process group,
+those that still descend from it, and those that carry its mark in their environment (a grandchild that made a session
+of its own). Invariant: nothing is signalled unless it belongs to the tree of a process that we started, which is
+decided by start time and boot, never by pid alone.
+
+psutil says neither the session nor the group of a process, tells start times only by a clock that may be set, and does
+not see a mark behind a part of the environment that the process has overwritten.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ MARK = "FLOTILLA_PROCESS"
 
 
 def tree_of(leader: ProcessIdentity | None, mark: str) -> list[ProcessIdentity]:
-    """The living kin of `leader`, itself included, in no particular order.
+    """Return the living tree of `leader`, itself included, in no particular order.
 
     Without a leader (its launcher died before it wrote down which process it is) those that carry the mark.
     """
@@ -54,7 +57,7 @@ def kill_all(processes: Iterable[ProcessIdentity], number: int = signal.SIGKILL)
 
 
 def end_tree(leader: ProcessIdentity | None, mark: str, *, timeout_s: float = 5.0) -> list[ProcessIdentity]:
-    """Kill all kin and wait until they are gone. Returns what could not be ended (normally nothing)."""
+    """Kill the whole tree and wait until it is gone. Returns what could not be ended (normally nothing)."""
     deadline = time.monotonic() + timeout_s
     while (left := tree_of(leader, mark)) and time.monotonic() < deadline:
         kill_all(left)

@@ -1,8 +1,8 @@
 """`processes.json`: what a launcher runs, for whoever comes after it.
 
-The next launcher goes on with what it names, and a sweep ends it. Invariants: a process is written down before it is
+The next launcher goes on with what it names, and a cleanup ends it. Invariants: a process is written down before it is
 started, so none is ever unknown to the file (until its id is known it is found by its mark); a file that an older
-release wrote can still be swept.
+release wrote can still be ended.
 """
 
 from __future__ import annotations

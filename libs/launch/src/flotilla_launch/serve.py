@@ -1,4 +1,4 @@
-"""The life of a launcher process: claim the stack, serve, bring it up or take it over, wait for the end.
+"""The life of a launcher process: lock the stack, serve, bring it up or take it over, wait for the end.
 
 Invariants: however it ends in order, no process of the stack is left, nor its socket or state files; one that is
 killed, or fails with what it took over, leaves the stack as it is, for the guardian to start the next launcher.
@@ -21,7 +21,7 @@ from flotilla_core.files import write_atomically
 from flotilla_core.logs import configure_logs, tolerate_lost_lines
 from flotilla_core.rpc import RpcServer
 from flotilla_core.trust import make_token
-from flotilla_launch.cleanup import SWEEP_LIMIT_S, clean_up
+from flotilla_launch.cleanup import CLEANUP_LIMIT_S, clean_up
 from flotilla_launch.gpus import Gpus
 from flotilla_launch.guardian import GuardianKeeper, end_guardian
 from flotilla_launch.paths import StackPaths
@@ -44,8 +44,10 @@ async def serve(stack: StackConfig, report: Report, *, executables: Path, take_o
     make_token(stack.bind, paths.directory)
     guardian = GuardianKeeper(paths, executables / "flotilla-launcher")
     try:
-        with hold_lock(paths.claim_file, timeout_s=0 if _supervised(paths) else SWEEP_LIMIT_S) as claimed:
-            if not claimed:
+        with hold_lock(
+            paths.launcher_lock_file, timeout_s=0 if _supervised(paths) else CLEANUP_LIMIT_S
+        ) as held:
+            if not held:
                 raise FailedPrecondition(
                     f"stack {stack.name!r} has a supervisor already",
                     where=str(paths.directory),
@@ -55,9 +57,9 @@ async def serve(stack: StackConfig, report: Report, *, executables: Path, take_o
             if record is None:
                 _begin_anew(stack, paths)
             gpus = await asyncio.to_thread(Gpus.of_host)
-            await _serve_claimed(Supervisor(paths, stack, executables, gpus, guardian), paths, report, record)
+            await _serve_locked(Supervisor(paths, stack, executables, gpus, guardian), paths, report, record)
     finally:
-        # Outside the claim: the guardian ends when nobody holds it and nothing is there to guard.
+        # Outside the lock: the guardian ends when nobody holds it and nothing is there to guard.
         if not paths.processes_file.exists():
             guardian.wait_ended()
 
@@ -79,7 +81,7 @@ def _begin_anew(stack: StackConfig, paths: StackPaths) -> None:
     write_atomically(paths.stack_file, dump_yaml(stack))
 
 
-async def _serve_claimed(
+async def _serve_locked(
     supervisor: Supervisor, paths: StackPaths, report: Report, record: StackRecord | None
 ) -> None:
     socket = paths.socket()

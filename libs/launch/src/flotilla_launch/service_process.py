@@ -159,8 +159,8 @@ class ServiceProcess:
         """Remember which shared memory our processes hold while they can still be asked."""
         child = self.child
         if child is not None and shared_memory.any_known():
-            kin = await asyncio.to_thread(tree_of, child.identity, self._mark)
-            held = shared_memory.held_by(process.pid for process in kin)
+            tree = await asyncio.to_thread(tree_of, child.identity, self._mark)
+            held = shared_memory.held_by(process.pid for process in tree)
             if not held <= self.shared_memory:
                 self.shared_memory |= held
                 self._on_change()
@@ -331,8 +331,8 @@ class ServiceProcess:
         if not self._mark:
             return
         leader = self.child.identity if self.child is not None else identity
-        kin = await asyncio.to_thread(tree_of, leader, self._mark)
-        kill_all(kin)
+        tree = await asyncio.to_thread(tree_of, leader, self._mark)
+        kill_all(tree)
         left = await asyncio.to_thread(end_tree, leader, self._mark)
         if left:
             log.error("processes could not be ended", process=self.slot.name, pids=[p.pid for p in left])
@@ -342,7 +342,7 @@ class ServiceProcess:
         if removed:
             log.info("removed shared memory", process=self.slot.name, files=removed)
         self.shared_memory.clear()
-        # Not before its kin are gone: `stop` buries what a burial that it interrupted has left.
+        # Not before its processes are gone: `stop` buries what a burial that it interrupted has left.
         self.child, self._mark = None, ""
         self._announce_file.unlink(missing_ok=True)
         self._status.pid, self._status.address, self._status.instance_id = 0, "", ""

@@ -1,7 +1,10 @@
 """One holder at a time, by a lock file that the kernel frees.
 
-Invariant: a launcher holds the claim of its stack for as long as it lives; a sweep holds it for as long as it takes.
-So a stack has one launcher at most, and nobody sweeps what a new launcher has just started.
+Invariant: a launcher holds the lock of its stack for as long as it lives; a cleanup holds it for as long as it takes.
+So a stack has one launcher at most, and nobody ends what a new launcher has just started.
+
+filelock cannot say whether a lock is held without taking it, and the watcher in `lease.py`, which asks, has the
+standard library alone.
 """
 
 from __future__ import annotations

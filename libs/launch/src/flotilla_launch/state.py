@@ -1,7 +1,6 @@
 """The small JSON files that outlive a process: `launcher.json` and `processes.json`.
 
-Invariant: a reader sees the old file or the new one, never a part (written aside, then renamed). A process is
-named by pid together with its start time and the boot it belongs to, so a reused pid is never taken for ours.
+Invariant: a reader sees the old file or the new one, never a part (written aside, then renamed).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The local launcher: makes the processes of this host equal to one stack, and keeps them so.
 
 Invariants: a stack comes up whole or not at all; what is running, and what is about to, is always written in
-`processes.json`, so that the next launcher goes on with it, or a sweep ends it, whenever this one is killed; NATS is
+`processes.json`, so that the next launcher goes on with it, or a cleanup ends it, whenever this one is killed; NATS is
 the first to start and the last to go.
 """
 
@@ -375,7 +375,7 @@ class Supervisor:
             record.write(self.paths.processes_file)
             self._unrecorded = False
         except OSError as error:
-            # A full disk costs no service: a sweep finds dead what is gone by then, and no start comes before room.
+            # A full disk costs no service: a cleanup finds dead what is gone by then, and no start comes before room.
             if not why_full(error):
                 raise
             self._unrecorded = True
