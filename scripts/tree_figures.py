@@ -19,7 +19,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCES = ("libs/*/src", "services/*/src")
-GENERATED = "libs/proto/"
+GENERATED = (
+    "libs/proto/",
+    "libs/client/src/flotilla_client/synchronous.py",
+    "libs/client/src/flotilla_client/synchronous_loop.py",
+)
 SMALL_LINES = 60
 
 FRAGMENT = re.compile(

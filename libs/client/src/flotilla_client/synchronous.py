@@ -1,30 +1,24 @@
 """The same client without asyncio: every method waits.
 
-Invariant: one background thread runs one event loop; it ends with `close` or the `with` block.
+Generated from `Client` by scripts/generate_sync_client.py; do not edit.
 """
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING
 
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1.run_pb2 import Plan, Run, RunEvent
 from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
-from flotilla_client.client import Client, RunFiles
+from flotilla_client.client import RunFiles
+from flotilla_client.waiting import WaitingClient
 
 if TYPE_CHECKING:
     from flotilla_client.loop import Loop
     from flotilla_client.synchronous_loop import SyncLoop
-
-Result = TypeVar("Result")
-_END: Any = object()
 
 
 def connect(
@@ -34,78 +28,73 @@ def connect(
     return SyncClient(stack, state_dir, coordinator)
 
 
-class SyncClient:
-    """See `Client` for what each method does."""
+class SyncClient(WaitingClient):
+    """Calls of one coordinator, each of which waits for its answer."""
 
-    def __init__(self, stack: str, state_dir: str | Path, coordinator: str | None) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="flotilla client", daemon=True)
-        self._thread.start()
+    def _synchronous(self, loop: Loop) -> SyncLoop:
+        # Loops alone need numpy.
+        from flotilla_client.synchronous_loop import SyncLoop
 
-        async def find() -> Client:
-            return Client.find(stack, state_dir, coordinator)
-
-        with ExitStack() as unless_connected:
-            # Whatever stopped the connection, the thread must not outlive it.
-            unless_connected.callback(self._end_thread)
-            self._client = self._wait(find())
-            unless_connected.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._wait(self._client.close())
-        self._end_thread()
+        return SyncLoop(loop, self._wait, lambda reason: self.stop_run(loop.run_id, reason))
 
     def plan_run(self, files: RunFiles, overrides: Sequence[str] = ()) -> Plan:
+        """What a run would do, and why it would be refused; starts nothing."""
         return self._wait(self._client.plan_run(files, overrides))
 
     def start_run(self, files: RunFiles, overrides: Sequence[str] = ()) -> Run:
+        """Returns as soon as the run is admitted."""
         return self._wait(self._client.start_run(files, overrides))
 
     def open_loop(self, files: RunFiles, overrides: Sequence[str] = ()) -> SyncLoop:
+        """Start a run whose steps are made here, and return when it takes calls."""
         return self._synchronous(self._wait(self._client.open_loop(files, overrides)))
 
     def attach_loop(self, run_id: str = "latest") -> SyncLoop:
+        """A run that was opened before, by this client or another one."""
         return self._synchronous(self._wait(self._client.attach_loop(run_id)))
 
     def get_run(self, run_id: str = "latest") -> Run:
+        """By id, unique prefix, or "latest"."""
         return self._wait(self._client.get_run(run_id))
 
     def list_runs(self, limit: int = 20) -> list[Run]:
+        """The newest first."""
         return self._wait(self._client.list_runs(limit))
 
     def watch_run(self, run_id: str = "latest", after_sequence: int = 0) -> Iterator[RunEvent]:
+        """Past events, then live ones, until the run has ended; goes on after a coordinator restart."""
         return self._iterate(self._client.watch_run(run_id, after_sequence))
 
     def wait_run(self, run_id: str = "latest") -> Run:
+        """The run after it has ended."""
         return self._wait(self._client.wait_run(run_id))
 
     def stop_run(self, run_id: str = "latest", reason: str = "") -> Run:
+        """Ends after the step that is under way."""
         return self._wait(self._client.stop_run(run_id, reason))
 
     def pause_run(self, run_id: str = "latest") -> Run:
+        """Begins no step after the one that is under way, and keeps the fleet."""
         return self._wait(self._client.pause_run(run_id))
 
     def set_run(self, run_id: str, changes: Sequence[str]) -> Run:
+        """Goes on by other settings (`key.path=value`) from its next step on."""
         return self._wait(self._client.set_run(run_id, changes))
 
     def resume_run(self, run_id: str = "latest", checkpoint: str = "") -> Run:
+        """Goes on after a pause; after its end from a checkpoint: the named one, or the newest that is good."""
         return self._wait(self._client.resume_run(run_id, checkpoint))
 
     def list_services(self) -> list[pb.Service]:
+        """Everything in the registry."""
         return self._wait(self._client.list_services())
 
     def drain_replica(self, replica: str) -> pb.Service:
+        """No more work for a replica, by name or instance id; what it has it ends, its process stays."""
         return self._wait(self._client.drain_replica(replica))
 
     def show_weights(self, run_id: str = "") -> pb.ShowWeightsResponse:
+        """What trainer and generators of a run hold now; without a name, of the one that began first."""
         return self._wait(self._client.show_weights(run_id))
 
     def list_samples(
@@ -117,34 +106,15 @@ class SyncClient:
         limit: int = 100,
         page_token: str = "",
     ) -> pb.ListSamplesResponse:
-        page = self._client.list_samples(run_id, step=step, state=state, limit=limit, page_token=page_token)
-        return self._wait(page)
+        """One page of samples, as the ledger has them."""
+        return self._wait(
+            self._client.list_samples(run_id, step=step, state=state, limit=limit, page_token=page_token)
+        )
 
     def timeline(self, run_id: str = "latest", *, step: int | None = None) -> Iterator[bytes]:
+        """Chrome trace JSON in chunks."""
         return self._iterate(self._client.timeline(run_id, step=step))
 
     def scale(self, kind: ServiceKind.ValueType, replicas: int) -> list[ProcessStatus]:
+        """Replicas of a kind; returns when they are as wanted."""
         return self._wait(self._client.scale(kind, replicas))
-
-    def _synchronous(self, loop: Loop) -> SyncLoop:
-        from flotilla_client.synchronous_loop import SyncLoop
-
-        return SyncLoop(loop, self._wait, lambda reason: self.stop_run(loop.run_id, reason))
-
-    def _wait(self, call: Coroutine[Any, Any, Result]) -> Result:
-        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
-
-    def _iterate(self, items: AsyncGenerator[Result]) -> Iterator[Result]:
-        async def following() -> Result:
-            return await anext(items, _END)
-
-        try:
-            while (item := self._wait(following())) is not _END:
-                yield item
-        finally:
-            self._wait(items.aclose())
-
-    def _end_thread(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()

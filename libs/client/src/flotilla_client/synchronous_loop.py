@@ -1,43 +1,24 @@
 """The same loop without asyncio: every method waits.
 
-Invariant: a `with` block that ends by an exception stops the run and says why; one that ends well closes it.
+Generated from `Loop` by scripts/generate_sync_client.py; do not edit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flotilla_client.groups import Group, Prompt
-from flotilla_client.loop import Loop, Loss, StepResult
+from flotilla_client.loop import Loss, StepResult
+from flotilla_client.waiting import WaitingLoop
 from flotilla_core.version import Version
 
 
-class SyncLoop:
-    """See `Loop` for what each method does."""
-
-    def __init__(
-        self, loop: Loop, wait: Callable[[Coroutine[Any, Any, Any]], Any], stop: Callable[[str], Any]
-    ) -> None:
-        self._loop = loop
-        self._wait = wait
-        self._stop = stop
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close()
-        else:
-            self._stop(f"the client's loop ended with {error!r}")
+class SyncLoop(WaitingLoop):
+    """The primitives of one open run, each of which waits for its end; see docs/custom-loops.md."""
 
     @property
     def run_id(self) -> str:
@@ -56,8 +37,8 @@ class SyncLoop:
         return self._loop.directory
 
     def prompts(self, count: int) -> list[Prompt]:
-        found: list[Prompt] = self._wait(self._loop.prompts(count))
-        return found
+        """The next prompts of the run's data set."""
+        return self._wait(self._loop.prompts(count))
 
     def sample(
         self,
@@ -67,48 +48,43 @@ class SyncLoop:
         temperature: float | None = None,
         max_response_tokens: int | None = None,
     ) -> list[Group]:
-        groups: list[Group] = self._wait(
+        """Samples of the weights that were synced last, in the order of the prompts."""
+        return self._wait(
             self._loop.sample(
                 prompts, samples_per_prompt, temperature=temperature, max_response_tokens=max_response_tokens
             )
         )
-        return groups
 
     def score(self, groups: Sequence[Group]) -> list[NDArray[np.float64]]:
-        rewards: list[NDArray[np.float64]] = self._wait(self._loop.score(groups))
-        return rewards
+        """Rewards by group, also set in the samples; NaN, and the reason in `failure`, where there is none."""
+        return self._wait(self._loop.score(groups))
 
     def logprobs(
         self, groups: Sequence[Group], *, temperature: float | None = None
     ) -> list[list[NDArray[np.float32]]]:
-        found: list[list[NDArray[np.float32]]] = self._wait(
-            self._loop.logprobs(groups, temperature=temperature)
-        )
-        return found
+        """Of every response token under the policy that the trainer holds, sample by sample."""
+        return self._wait(self._loop.logprobs(groups, temperature=temperature))
 
     def forward_backward(self, groups: Sequence[Group], loss: Loss | None = None) -> dict[str, float]:
-        metrics: dict[str, float] = self._wait(self._loop.forward_backward(groups, loss))
-        return metrics
+        """Add the gradients of a batch to those that wait for `optim_step`; its metrics."""
+        return self._wait(self._loop.forward_backward(groups, loss))
 
     def optim_step(self, learning_rate: float | None = None) -> StepResult:
-        result: StepResult = self._wait(self._loop.optim_step(learning_rate))
-        return result
+        """One step on the gradients that wait; without a rate, on that of the run's schedule."""
+        return self._wait(self._loop.optim_step(learning_rate))
 
     def sync(self) -> Version:
-        version: Version = self._wait(self._loop.sync())
-        return version
+        """Bring the policy to every generator; later samples are drawn from it."""
+        return self._wait(self._loop.sync())
 
     def evaluate(self) -> float:
-        accuracy: float = self._wait(self._loop.evaluate())
-        return accuracy
+        """Greedy accuracy on the run's held-out prompts, of the weights that were synced last."""
+        return self._wait(self._loop.evaluate())
 
     def save(self) -> Path:
-        path: Path = self._wait(self._loop.save())
-        return path
+        """A checkpoint that `flotilla run resume` goes on from; returns when it is on disk."""
+        return self._wait(self._loop.save())
 
     def save_model(self, path: str | Path | None = None) -> Path:
-        made: Path = self._wait(self._loop.save_model(path))
-        return made
-
-    def close(self) -> None:
-        self._wait(self._loop.close())
+        """A Hugging Face folder of the policy; without a path, `model` in the run's directory."""
+        return self._wait(self._loop.save_model(path))
