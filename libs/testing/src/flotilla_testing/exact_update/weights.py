@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from flotilla_core.config.algorithm import AggregationConfig
-from flotilla_core.config.sample_weights import SampleWeightsConfig
+from flotilla_core.config.losses import SampleWeightsConfig
 from flotilla_testing.exact_update.rollouts import Bools, Floats, Rollouts
 
 
