@@ -21,9 +21,9 @@ from flotilla_trainer.packing import Layout, MicroBatch, Sequences, pack
 from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
 from flotilla_trainer.rank.packed_row import PackedRow
-from flotilla_trainer.rank.settings import SessionSettings
 from flotilla_trainer.rank.sharded_model import ShardedModel
 from flotilla_trainer.session_settings import rank_settings
+from flotilla_trainer.wire.settings import SessionSettings
 
 GPU = torch.cuda.is_available()
 

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from one_rank import GPU, finish_kernels, long_tailed, sequences, settings
 
-from flotilla_trainer.frames import Frame
 from flotilla_trainer.packing import Layout, MicroBatch, Sequences, pack
 from flotilla_trainer.rank.compilation import Compilation
 from flotilla_trainer.rank.mesh import RankMesh
@@ -27,6 +26,7 @@ from flotilla_trainer.rank.objective import Objective
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
 from flotilla_trainer.rank.sharded_model import ShardedModel
 from flotilla_trainer.rank.update import Update, finish
+from flotilla_trainer.wire.frames import Frame
 
 LEARNING_RATE = 1e-5
 

@@ -24,8 +24,8 @@ from flotilla_trainer.objective.policy_config import policy_config
 from flotilla_trainer.objective.session_objective import session_objective
 from flotilla_trainer.objective.settings import check_objective, objective_settings
 from flotilla_trainer.objective.value_update import ValueUpdate
-from flotilla_trainer.rank.objective_settings import REWARD, VALUE, ObjectiveSettings
 from flotilla_trainer.session_settings import check_spec
+from flotilla_trainer.wire.settings import REWARD, VALUE, ObjectiveSettings
 
 DOCUMENTS = [Path(__file__).parents[2] / "docs" / name for name in ("algorithms.md", "preferences.md")]
 CHOSEN_BY_THE_FRONT = {"share", "covariance_low", "covariance_high"}

@@ -20,11 +20,10 @@ from flotilla_core.config import LoraConfig, RunConfig, StackConfig, load_text
 from flotilla_core.errors import InvalidConfig
 from flotilla_trainer.packing import Layout, Sequences, pack
 from flotilla_trainer.rank.lora import Adapters
-from flotilla_trainer.rank.lora_settings import LoraSettings
 from flotilla_trainer.rank.packed_row import PackedRow
 from flotilla_trainer.rank.policy_model import PolicyModel
-from flotilla_trainer.rank.settings import SessionSettings
 from flotilla_trainer.session_settings import check_spec, rank_settings
+from flotilla_trainer.wire.settings import LoraSettings, SessionSettings
 
 PROMPT = "10+11="
 LORA = LoraSettings(rank=8, alpha=8.0, targets=(), adapter="")

@@ -45,7 +45,7 @@ BROAD_EXCEPTS: dict[str, int] = {  # path: how many process or task boundaries i
     # Foreign code may raise anything: the tokenizers reader, a user's reward, advantage or loss.
     "services/coordinator/src/flotilla_coordinator/data/tokenizer.py": 1,
     "services/reward/src/flotilla_reward/worker.py": 1,
-    "services/trainer/src/flotilla_trainer/objective/user_functions.py": 1,
+    "services/trainer/src/flotilla_trainer/wire/user_functions.py": 1,
 }
 
 RPC_DOOR = (

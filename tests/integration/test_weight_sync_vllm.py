@@ -45,7 +45,7 @@ from flotilla_testing.unrelated_models import (
     tensors_of,
 )
 from flotilla_trainer.rank.lora import Adapters
-from flotilla_trainer.rank.lora_settings import LoraSettings
+from flotilla_trainer.wire.settings import LoraSettings
 from flotilla_weights.digest import tensor_digests
 from flotilla_weights.group import Sender
 from flotilla_weights.manifest import Manifest

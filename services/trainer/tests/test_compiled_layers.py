@@ -13,10 +13,10 @@ from flotilla_trainer.rank import compiled_layers
 from flotilla_trainer.rank.compiled_layers import CompiledLayers
 from flotilla_trainer.rank.compiler_watch import COMPILING, CompilerWatch
 from flotilla_trainer.rank.lora import Adapters
-from flotilla_trainer.rank.lora_settings import LoraSettings
 from flotilla_trainer.rank.packed_row import PackedRow
 from flotilla_trainer.rank.policy_model import PolicyModel
 from flotilla_trainer.rank.recomputed_layers import RecomputedLayers
+from flotilla_trainer.wire.settings import LoraSettings
 
 pytestmark = pytest.mark.timeout(600)
 TOLERANCE = 1e-5

@@ -13,7 +13,7 @@ from flotilla_core.config.losses import LossSection
 from flotilla_trainer.losses.divergence import divergence
 from flotilla_trainer.losses.table import LOSSES
 from flotilla_trainer.rank.objective import Objective
-from flotilla_trainer.rank.objective_settings import ObjectiveSettings
+from flotilla_trainer.wire.settings import ObjectiveSettings
 
 SECTIONS: TypeAdapter[Any] = TypeAdapter(LossSection)
 FRONT_ONLY = ("share", "covariance_low", "covariance_high")

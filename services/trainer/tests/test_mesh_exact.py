@@ -19,29 +19,27 @@ from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig, Qwen3C
 
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_core.errors import FailedPrecondition
-from flotilla_trainer.frames import Frame
 from flotilla_trainer.packing import Layout, MicroBatch, Sequences, pack
 from flotilla_trainer.rank import compiled_layers
 from flotilla_trainer.rank.checkpoint import RankCheckpoints
 from flotilla_trainer.rank.compiler_watch import CompilerWatch
 from flotilla_trainer.rank.frozen_copy import FrozenCopy
 from flotilla_trainer.rank.lane_probe import check_lane
-from flotilla_trainer.rank.lora_settings import LoraSettings
 from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.objective import Objective
-from flotilla_trainer.rank.objective_settings import ObjectiveSettings
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
 from flotilla_trainer.rank.policy_model import PolicyModel
 from flotilla_trainer.rank.rank_objective import rank_objective
 from flotilla_trainer.rank.reference_distribution import ReferenceDistribution
 from flotilla_trainer.rank.reward_model import RewardModel
 from flotilla_trainer.rank.scoring import score
-from flotilla_trainer.rank.settings import SessionSettings
 from flotilla_trainer.rank.sharded_model import ShardedModel, gathered, local
 from flotilla_trainer.rank.update import Update, finish
 from flotilla_trainer.rank.value_model import ValueModel
 from flotilla_trainer.rank.value_scoring import values_of
 from flotilla_trainer.session_settings import rank_settings
+from flotilla_trainer.wire.frames import Frame
+from flotilla_trainer.wire.settings import LoraSettings, ObjectiveSettings, SessionSettings
 
 pytestmark = pytest.mark.timeout(600)
 TOLERANCE = 1e-5

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flotilla_trainer.frames import PREFIX_BYTES, Frame, decode, encode, lengths
+from flotilla_trainer.wire.frames import PREFIX_BYTES, Frame, decode, encode, lengths
 
 
 def over_the_wire(frame: Frame) -> Frame:

@@ -13,9 +13,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.optimizer import MOMENTS, PolicyOptimizer
-from flotilla_trainer.rank.settings import SessionSettings
 from flotilla_trainer.rank.sharded_model import ShardedModel, local
 from flotilla_trainer.session_settings import rank_settings
+from flotilla_trainer.wire.settings import SessionSettings
 
 STEP = 1e-4
 """Far below the distance between neighbours of 1 in bfloat16, 2**-8."""

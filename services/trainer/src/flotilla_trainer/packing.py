@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flotilla_trainer.balanced_bins import balanced_bins
-from flotilla_trainer.frames import Array
 from flotilla_trainer.length_cuts import length_cuts
+from flotilla_trainer.wire.frames import Array
 
 Ints = NDArray[np.int64]
 NOTHING = np.zeros(0, np.int64)

@@ -11,10 +11,10 @@ from itertools import pairwise
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
-from flotilla_trainer.frames import Array
 from flotilla_trainer.packing import MicroBatch
 from flotilla_trainer.sequence_tokens import read_scored
 from flotilla_trainer.session_ranks import SessionRanks
+from flotilla_trainer.wire.frames import Array
 
 Columns = dict[str, Array]
 

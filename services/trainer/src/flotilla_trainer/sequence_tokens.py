@@ -17,8 +17,8 @@ from flotilla.common.v1 import tensor_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import InvalidRequest
 from flotilla_core.tensors import from_tensor
-from flotilla_trainer.frames import Array
 from flotilla_trainer.packing import Sequences
+from flotilla_trainer.wire.frames import Array
 
 
 @dataclass(frozen=True)

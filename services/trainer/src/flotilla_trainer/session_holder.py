@@ -27,11 +27,11 @@ from flotilla_core.service import Activities
 from flotilla_trainer.checkpoints import Checkpoints
 from flotilla_trainer.frozen_session import FrozenSession
 from flotilla_trainer.gang import Gang, GangPlan
-from flotilla_trainer.model_heads import VOCABULARY, first_head, head_for
 from flotilla_trainer.model_shape import check_same_shape, model_digest
 from flotilla_trainer.session import Session
 from flotilla_trainer.session_settings import check_spec
 from flotilla_trainer.weight_groups import WeightGroups
+from flotilla_trainer.wire.settings import VOCABULARY_HEAD, first_head, head_for
 
 logger = structlog.get_logger()
 
@@ -100,7 +100,7 @@ class SessionHolder:
             model_folder(request.spec.initial_weights) if request.spec.initial_weights else self._plan.model
         )
         head = head_for(self._plan.role, request.spec)
-        check_same_shape(folder, self._plan.model, with_head=head == VOCABULARY)
+        check_same_shape(folder, self._plan.model, with_head=head == VOCABULARY_HEAD)
         if self._closing is not None:
             await asyncio.wait({self._closing})
         holder = self._session.run_id if self._session else self._opening

@@ -11,9 +11,8 @@ from flotilla_core import roles
 from flotilla_core.errors import FailedPrecondition, InvalidRequest
 from flotilla_trainer.objective.settings import check_objective, objective_settings
 from flotilla_trainer.packing import Layout
-from flotilla_trainer.rank.lora_settings import LoraSettings
-from flotilla_trainer.rank.settings import SessionSettings
 from flotilla_trainer.step_plan import StepPlan
+from flotilla_trainer.wire.settings import LoraSettings, SessionSettings
 
 SEED_BITS = 63
 

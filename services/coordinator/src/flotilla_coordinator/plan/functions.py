@@ -27,7 +27,7 @@ from flotilla_core.config.model import UserFunction
 LONGEST_CHECK_S = 12.0
 """Of all functions of one service together; most of it is Python's start."""
 REWARD_CHECK = "flotilla_reward.spec_check"
-TRAINER_CHECK = "flotilla_trainer.objective.function_check"
+TRAINER_CHECK = "flotilla_trainer.wire.user_functions"
 HEAVY = ("torch", "transformers", "vllm")
 """Imports that take longer than a plan may: such files are parsed, and their other imports looked for."""
 _SAMPLE = ("prompt", "response", "answer", "info")

@@ -15,13 +15,12 @@ from typing import Any, TypeVar
 from flotilla.common.v1 import operate_pb2
 from flotilla_core import telemetry
 from flotilla_core.errors import FlotillaError
-from flotilla_trainer.frames import Array, Frame
 from flotilla_trainer.gang.nursery import RankNursery
 from flotilla_trainer.gang.plan import GangPlan
 from flotilla_trainer.gang.rank_process import RankProcess
 from flotilla_trainer.gang.watch import GangWatch
-from flotilla_trainer.model_heads import first_head
-from flotilla_trainer.rank.setup import RankSetup
+from flotilla_trainer.wire.frames import Array, Frame
+from flotilla_trainer.wire.settings import RankSetup, first_head
 
 LEAVE_TIMEOUT_S = 3.0
 REAP_TIMEOUT_S = 3.0

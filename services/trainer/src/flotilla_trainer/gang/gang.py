@@ -16,10 +16,10 @@ from typing import Any
 from flotilla.common.v1 import operate_pb2
 from flotilla_core import telemetry
 from flotilla_core.errors import DeadlineExceeded, FlotillaError, Internal, Unavailable
-from flotilla_trainer.frames import Frame
 from flotilla_trainer.gang.crew import Arrays, Crew, load_fields
 from flotilla_trainer.gang.nursery import RankNursery
 from flotilla_trainer.gang.plan import GangPlan
+from flotilla_trainer.wire.frames import Frame
 
 MAX_RESTARTS_IN_A_ROW = 3
 URGENT_TIMEOUT_S = 5.0

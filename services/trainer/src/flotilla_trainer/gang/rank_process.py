@@ -14,10 +14,10 @@ import time
 from typing import Any
 
 from flotilla_core.errors import BY_REASON, FlotillaError, Internal
-from flotilla_trainer.frames import PREFIX_BYTES, Array, Frame, decode, encode, lengths
 from flotilla_trainer.gang.nursery import RankNursery, RankOrder
 from flotilla_trainer.gang.plan import GangPlan
 from flotilla_trainer.gang.rank_child import RankChild
+from flotilla_trainer.wire.frames import PREFIX_BYTES, Array, Frame, decode, encode, lengths
 
 STACK_DUMP_TIMEOUT_S = 5.0
 STACK_DUMP_QUIET_S = 0.25

@@ -9,7 +9,7 @@ from __future__ import annotations
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_core.errors import InvalidRequest
 from flotilla_trainer.objective.settings import check_objective
-from flotilla_trainer.rank.objective_settings import SUPERVISED
+from flotilla_trainer.wire.settings import SUPERVISED
 
 LOSSES_OF_THEIR_OWN = {"value": "a critic", "reward_model": "a reward model"}
 """What learns by them, which has no vocabulary that another loss would be about."""

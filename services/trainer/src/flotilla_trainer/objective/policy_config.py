@@ -16,7 +16,7 @@ from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_core.config import PolicyConfig
 from flotilla_core.errors import InvalidRequest
 from flotilla_core.structs import to_json
-from flotilla_trainer.objective.user_functions import is_user_function
+from flotilla_trainer.wire.user_functions import is_user_function
 
 OF_THE_ROLLOUTS = ("temperature", "max_response_tokens")
 ZERO_IS_THE_DEFAULT = (

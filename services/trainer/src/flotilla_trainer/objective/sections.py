@@ -14,7 +14,7 @@ from flotilla_core.config.advantages import AdvantageSection
 from flotilla_core.config.losses import LossSection
 from flotilla_core.errors import InvalidRequest
 from flotilla_core.structs import to_json
-from flotilla_trainer.objective.user_functions import is_user_function
+from flotilla_trainer.wire.user_functions import is_user_function
 
 ADVANTAGE: TypeAdapter[Any] = TypeAdapter(AdvantageSection)
 LOSS: TypeAdapter[Any] = TypeAdapter(LossSection)

@@ -10,8 +10,8 @@ from flotilla_trainer.objective.pair_objective import LOSSES as PAIR_LOSSES
 from flotilla_trainer.objective.policy_columns import ESTIMATORS
 from flotilla_trainer.objective.policy_config import policy_config
 from flotilla_trainer.objective.sections import ADVANTAGE, LOSS, checked_section
-from flotilla_trainer.objective.user_functions import check_user_function, is_user_function
-from flotilla_trainer.rank.objective_settings import FORWARD, REVERSE, REWARD, VALUE, ObjectiveSettings
+from flotilla_trainer.wire.settings import FORWARD, REVERSE, REWARD, VALUE, ObjectiveSettings
+from flotilla_trainer.wire.user_functions import check_user_function, is_user_function
 
 IMPORTANCE = {
     pb.IMPORTANCE_UNSPECIFIED: "",

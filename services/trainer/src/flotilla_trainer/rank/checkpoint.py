@@ -21,7 +21,6 @@ from flotilla_core import telemetry
 from flotilla_core.disk import disk_full
 from flotilla_core.errors import FlotillaError, Internal, Mismatch
 from flotilla_core.telemetry import names
-from flotilla_trainer.frames import Frame
 from flotilla_trainer.rank.export import WholeModel
 from flotilla_trainer.rank.link import FrontLink
 from flotilla_trainer.rank.optimizer import MOMENTS, PolicyOptimizer
@@ -29,6 +28,7 @@ from flotilla_trainer.rank.peft_folder import FOLDER as ADAPTERS
 from flotilla_trainer.rank.peft_folder import AdapterFolder
 from flotilla_trainer.rank.sharded_model import ShardedModel, local
 from flotilla_trainer.rank.shards import Piece, ShardReader, write_shard
+from flotilla_trainer.wire.frames import Frame
 
 PARAMETER = "parameter"
 MODEL = "model"

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flotilla_core.errors import FlotillaError
-from flotilla_trainer.frames import PREFIX_BYTES, Array, Frame, decode, encode, lengths
+from flotilla_trainer.wire.frames import PREFIX_BYTES, Array, Frame, decode, encode, lengths
 
 BEAT_S = 0.25
 

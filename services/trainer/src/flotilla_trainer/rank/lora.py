@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from flotilla_core import ids
 from flotilla_core.errors import InvalidRequest
-from flotilla_trainer.rank.lora_settings import LoraSettings
+from flotilla_trainer.wire.settings import LoraSettings
 from flotilla_weights.adapters import WEIGHT, AdapterNames, merged
 
 NAMED = 8

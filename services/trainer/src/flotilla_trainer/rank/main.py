@@ -20,10 +20,10 @@ import torch
 
 from flotilla_core import telemetry
 from flotilla_core.logs import tolerate_lost_lines
-from flotilla_trainer.frames import Frame
 from flotilla_trainer.rank.link import FrontLink
-from flotilla_trainer.rank.setup import RankSetup
 from flotilla_trainer.rank.worker import RankWorker
+from flotilla_trainer.wire.frames import Frame
+from flotilla_trainer.wire.settings import RankSetup
 
 
 def serve(descriptor: int, stacks_path: Path) -> NoReturn:

@@ -28,11 +28,11 @@ from flotilla_trainer.losses.policy_tokens import (
 from flotilla_trainer.losses.table import LOSSES, PolicyLoss
 from flotilla_trainer.losses.teacher_divergence import TeacherTop
 from flotilla_trainer.losses.terms import LossTerms, weighted_sum
-from flotilla_trainer.objective.user_functions import is_user_function, load_user_function
-from flotilla_trainer.rank.objective_settings import FORWARD, ObjectiveSettings
 from flotilla_trainer.rank.packed_row import PackedRow
 from flotilla_trainer.rank.policy_model import PolicyModel
 from flotilla_trainer.rank.reference_distribution import ReferenceDistribution
+from flotilla_trainer.wire.settings import FORWARD, ObjectiveSettings
+from flotilla_trainer.wire.user_functions import is_user_function, load_user_function
 
 Columns = dict[str, torch.Tensor]
 

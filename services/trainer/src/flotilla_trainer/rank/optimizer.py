@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from flotilla_trainer.rank.settings import SessionSettings
 from flotilla_trainer.rank.sharded_model import ShardedModel, local
 from flotilla_trainer.rank.visiting_moments import VisitingMoments
+from flotilla_trainer.wire.settings import SessionSettings
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW remembers of a parameter, by torch's names."""

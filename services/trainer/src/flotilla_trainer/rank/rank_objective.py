@@ -8,10 +8,10 @@ import torch
 
 from flotilla_trainer.losses.terms import LossTerms
 from flotilla_trainer.rank.objective import Objective
-from flotilla_trainer.rank.objective_settings import REWARD, VALUE, ObjectiveSettings
 from flotilla_trainer.rank.reference_distribution import ReferenceDistribution
 from flotilla_trainer.rank.reward_objective import RewardObjective
 from flotilla_trainer.rank.value_objective import ValueObjective
+from flotilla_trainer.wire.settings import REWARD, VALUE, ObjectiveSettings
 
 
 class RankObjective(Protocol):

@@ -28,7 +28,6 @@ from flotilla_core.errors import FailedPrecondition, FlotillaError, Mismatch
 from flotilla_trainer.rank.compiled_layers import CompiledLayers
 from flotilla_trainer.rank.frozen_base import BaseDigest
 from flotilla_trainer.rank.lora import Adapters
-from flotilla_trainer.rank.lora_settings import LoraSettings
 from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.packing_probe import packing_refusal
 from flotilla_trainer.rank.peft_folder import read_adapters
@@ -37,6 +36,7 @@ from flotilla_trainer.rank.recomputed_layers import RecomputedLayers
 from flotilla_trainer.rank.sequence_lane import SequenceLane
 from flotilla_trainer.rank.value_body import ValueBody
 from flotilla_trainer.rank.value_model import ValueModel
+from flotilla_trainer.wire.settings import LoraSettings
 
 HEAD_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 

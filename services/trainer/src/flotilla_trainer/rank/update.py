@@ -17,14 +17,14 @@ import torch.distributed as dist
 from flotilla_core import telemetry
 from flotilla_core.errors import Mismatch
 from flotilla_core.telemetry import names
-from flotilla_trainer.frames import Frame
 from flotilla_trainer.losses.terms import LossTerms
 from flotilla_trainer.rank.link import FrontLink
 from flotilla_trainer.rank.objective_metrics import MAXIMA, SUMS, objective_metrics
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
 from flotilla_trainer.rank.rank_objective import RankObjective
-from flotilla_trainer.rank.settings import SessionSettings
 from flotilla_trainer.rank.sharded_model import ShardedModel
+from flotilla_trainer.wire.frames import Frame
+from flotilla_trainer.wire.settings import SessionSettings
 
 Columns = dict[str, torch.Tensor]
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from flotilla_core.errors import FlotillaError
-from flotilla_trainer.frames import Frame
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
 from flotilla_trainer.rank.step_metrics import metrics_of_steps
 from flotilla_trainer.rank.update import Update, finish
+from flotilla_trainer.wire.frames import Frame
 
 
 @dataclass

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 from flotilla_trainer.losses.terms import LossTerms, weighted_sum
-from flotilla_trainer.rank.objective_settings import ObjectiveSettings
 from flotilla_trainer.rank.packed_row import PackedRow
 from flotilla_trainer.rank.value_model import ValueModel
+from flotilla_trainer.wire.settings import ObjectiveSettings
 
 Columns = dict[str, torch.Tensor]
 

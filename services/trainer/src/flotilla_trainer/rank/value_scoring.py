@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from flotilla_trainer.frames import Array, Frame
 from flotilla_trainer.rank.link import FrontLink
 from flotilla_trainer.rank.packed_row import PackedRow
 from flotilla_trainer.rank.sharded_model import ShardedModel
 from flotilla_trainer.rank.update import micro_batches
+from flotilla_trainer.wire.frames import Array, Frame
 
 
 def values_of(command: Frame, model: ShardedModel, link: FrontLink) -> dict[str, Array]:

@@ -20,8 +20,6 @@ from transformers import AutoConfig
 from flotilla_core import telemetry
 from flotilla_core.errors import FailedPrecondition, FlotillaError
 from flotilla_core.telemetry import names
-from flotilla_trainer.frames import Array, Frame
-from flotilla_trainer.model_heads import REWARD, VALUES, VOCABULARY
 from flotilla_trainer.rank.checkpoint import RankCheckpoints
 from flotilla_trainer.rank.compilation import Compilation
 from flotilla_trainer.rank.export import export
@@ -29,7 +27,6 @@ from flotilla_trainer.rank.frozen_copy import FrozenCopy
 from flotilla_trainer.rank.lane_probe import check_lane
 from flotilla_trainer.rank.link import FrontLink
 from flotilla_trainer.rank.mesh import RankMesh
-from flotilla_trainer.rank.objective_settings import ObjectiveSettings
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
 from flotilla_trainer.rank.policy_model import PolicyModel
 from flotilla_trainer.rank.publisher import Publisher
@@ -37,18 +34,25 @@ from flotilla_trainer.rank.rank_objective import RankObjective, rank_objective
 from flotilla_trainer.rank.reference_distribution import ReferenceDistribution
 from flotilla_trainer.rank.reward_model import RewardModel
 from flotilla_trainer.rank.scoring import score
-from flotilla_trainer.rank.settings import SessionSettings
-from flotilla_trainer.rank.setup import RankSetup
 from flotilla_trainer.rank.sharded_model import ShardedModel, gathered
 from flotilla_trainer.rank.update import Update, finish
 from flotilla_trainer.rank.update_steps import UpdateSteps
 from flotilla_trainer.rank.value_model import ValueModel
 from flotilla_trainer.rank.value_scoring import values_of
+from flotilla_trainer.wire.frames import Array, Frame
+from flotilla_trainer.wire.settings import (
+    REWARD_HEAD,
+    VALUE_HEAD,
+    VOCABULARY_HEAD,
+    ObjectiveSettings,
+    RankSetup,
+    SessionSettings,
+)
 
 MODELS: dict[str, type[PolicyModel] | type[ValueModel]] = {
-    VOCABULARY: PolicyModel,
-    VALUES: ValueModel,
-    REWARD: RewardModel,
+    VOCABULARY_HEAD: PolicyModel,
+    VALUE_HEAD: ValueModel,
+    REWARD_HEAD: RewardModel,
 }
 Answer = tuple[dict[str, Any], dict[str, Array]]
 

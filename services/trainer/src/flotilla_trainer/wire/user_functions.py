@@ -1,18 +1,25 @@
-"""Advantages and losses of the user's, written path.py:function.
+"""Advantages and losses of the user's, written path.py:function: loaded, guarded, and checked in a process of its own.
 
 Invariant: whatever is wrong with a file or comes out of it becomes one typed error that names the function.
+
+Run as `python -m flotilla_trainer.wire.user_functions` with a JSON list of `{name, parameters}` on standard input, this
+prints a JSON list that says of each function why it cannot be called, with nothing for those that can be.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
+import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from flotilla_core.errors import NotFound, UserCodeError
+from flotilla_core.errors import FlotillaError, NotFound, UserCodeError
 
 
 def is_user_function(name: str) -> bool:
@@ -82,3 +89,34 @@ def _run(spec: Any, module: ModuleType) -> None:
 def _parts(name: str) -> tuple[Path, str]:
     file, _, function = name.rpartition(":")
     return Path(file), function
+
+
+def problem(name: str, parameters: dict[str, Any]) -> str:
+    """Why a function cannot be called with these parameters; empty where it can."""
+    try:
+        function = load_user_function(name)
+    except FlotillaError as error:
+        return str(error)
+    if not callable(function):
+        return f"{name} is not a function but {type(function).__name__}"
+    signature = inspect.signature(function)
+    try:
+        signature.bind(object(), **parameters)
+    except TypeError as error:
+        return f"{name}{signature} cannot be called with one argument and {sorted(parameters)}: {error}"
+    return ""
+
+
+def main() -> None:
+    # What user code prints must not come between.
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    found = [problem(function["name"], function["parameters"]) for function in json.load(sys.stdin)]
+    results.write(json.dumps(found))
+    results.close()
+    # Threads that user code started keep no process.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
