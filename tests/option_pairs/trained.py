@@ -10,8 +10,7 @@ import torch
 
 from flotilla_coordinator.trainers.spec import critic_warmup_steps, objective, value_objective
 from flotilla_core.config import PolicyConfig, RunConfig
-from flotilla_trainer.losses.divergence import full_divergence
-from flotilla_trainer.losses.teacher_divergence import teacher_divergence
+from flotilla_trainer.losses.divergence import full_divergence, teacher_divergence
 from flotilla_trainer.objective.session_objective import session_objective
 from flotilla_trainer.objective.settings import check_objective, objective_settings
 from flotilla_trainer.objective.update_objective import UpdateObjective

@@ -18,10 +18,8 @@ from flotilla_trainer.losses.correction import (
     truncated_token_weights,
     within,
 )
-from flotilla_trainer.losses.divergence import divergence, full_divergence
-from flotilla_trainer.losses.policy_tokens import PolicyTokens, sequence_sums
-from flotilla_trainer.losses.table import LOSSES
-from flotilla_trainer.losses.teacher_divergence import TeacherTop, teacher_divergence
+from flotilla_trainer.losses.divergence import TeacherTop, divergence, full_divergence, teacher_divergence
+from flotilla_trainer.losses.table import LOSSES, PolicyTokens, sequence_sums
 
 TOLERANCE = 1e-6
 STEP = 1e-6

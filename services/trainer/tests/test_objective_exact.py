@@ -20,8 +20,7 @@ from flotilla_core.config.presets import PRESETS
 from flotilla_core.errors import FlotillaError, InvalidRequest, NotFinite, NotFound, UserCodeError
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
-from flotilla_trainer.losses.divergence import full_divergence
-from flotilla_trainer.losses.teacher_divergence import teacher_divergence
+from flotilla_trainer.losses.divergence import full_divergence, teacher_divergence
 from flotilla_trainer.objective.settings import check_objective, objective_settings
 from flotilla_trainer.objective.update_objective import UpdateObjective
 from flotilla_trainer.packing import Layout, pack

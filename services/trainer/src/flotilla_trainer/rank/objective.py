@@ -17,16 +17,16 @@ from flotilla_trainer.losses.correction import (
     truncated_token_weights,
     within,
 )
-from flotilla_trainer.losses.divergence import divergence
-from flotilla_trainer.losses.policy_tokens import (
+from flotilla_trainer.losses.divergence import TeacherTop, divergence
+from flotilla_trainer.losses.table import (
+    LOSSES,
     MAX_LOG_RATIO,
+    PolicyLoss,
     PolicyTokens,
     TokenLosses,
     not_one,
     sequence_sums,
 )
-from flotilla_trainer.losses.table import LOSSES, PolicyLoss
-from flotilla_trainer.losses.teacher_divergence import TeacherTop
 from flotilla_trainer.losses.terms import LossTerms, weighted_sum
 from flotilla_trainer.rank.packed_row import PackedRow
 from flotilla_trainer.rank.policy_model import PolicyModel

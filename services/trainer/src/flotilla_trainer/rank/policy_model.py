@@ -17,8 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from flotilla_trainer.losses.divergence import full_divergence
-from flotilla_trainer.losses.teacher_divergence import TeacherTop, teacher_divergence
+from flotilla_trainer.losses.divergence import TeacherTop, full_divergence, teacher_divergence
 from flotilla_trainer.rank.body_model import ROW_ATTENTION, BodyModel
 from flotilla_trainer.rank.packed_row import PackedRow
 from flotilla_trainer.rank.reference_states import ReferenceStates
