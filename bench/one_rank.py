@@ -17,7 +17,7 @@ import torch.distributed as dist
 from qwen3_shape import make_model
 
 from flotilla.trainer.v1 import session_pb2
-from flotilla_trainer.packing import Layout, MicroBatch, Sequences, pack
+from flotilla_trainer.batch.packing import Layout, MicroBatch, Sequences, pack
 from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
 from flotilla_trainer.rank.packed_row import PackedRow

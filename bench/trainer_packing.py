@@ -7,7 +7,7 @@ from one_rank import GPU, long_tailed, micro_batches, one_rank, seconds, sequenc
 from qwen3_shape import QWEN3_0_6B
 from table import Row
 
-from flotilla_trainer.packing import fed_tokens, padding_share
+from flotilla_trainer.batch.packing import fed_tokens, padding_share
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
 
 BAR = 0.05

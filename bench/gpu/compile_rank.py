@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from one_rank import GPU, finish_kernels, long_tailed, sequences, settings
 
-from flotilla_trainer.packing import Layout, MicroBatch, Sequences, pack
+from flotilla_trainer.batch.packing import Layout, MicroBatch, Sequences, pack
 from flotilla_trainer.rank.compilation import Compilation
 from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.objective import Objective

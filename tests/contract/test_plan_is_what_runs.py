@@ -18,7 +18,7 @@ from flotilla_coordinator.plan.trainer_memory import layer_activations
 from flotilla_coordinator.trainers.spec import session_spec
 from flotilla_core.config import LoraConfig, RunConfig, StackConfig, load_text
 from flotilla_core.errors import InvalidConfig
-from flotilla_trainer.packing import Layout, Sequences, pack
+from flotilla_trainer.batch.packing import Layout, Sequences, pack
 from flotilla_trainer.rank.lora import Adapters
 from flotilla_trainer.rank.packed_row import PackedRow
 from flotilla_trainer.rank.policy_model import PolicyModel

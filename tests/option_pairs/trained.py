@@ -10,19 +10,19 @@ import torch
 
 from flotilla_coordinator.trainers.spec import critic_warmup_steps, objective, value_objective
 from flotilla_core.config import PolicyConfig, RunConfig
+from flotilla_trainer.batch.packing import Layout, Sequences, pack
+from flotilla_trainer.batch.step_plan import StepPlan
+from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.losses.divergence import full_divergence, teacher_divergence
 from flotilla_trainer.objective.session_objective import session_objective
 from flotilla_trainer.objective.settings import check_objective, objective_settings
 from flotilla_trainer.objective.update_objective import UpdateObjective
 from flotilla_trainer.objective.value_update import ValueUpdate
-from flotilla_trainer.packing import Layout, Sequences, pack
 from flotilla_trainer.prepared_update import score_squares
 from flotilla_trainer.rank.objective import Objective
 from flotilla_trainer.rank.objective_metrics import objective_metrics
 from flotilla_trainer.rank.rank_objective import rank_objective
 from flotilla_trainer.rank.step_metrics import metrics_of_steps
-from flotilla_trainer.step_plan import StepPlan
-from flotilla_trainer.update_batch import UpdateBatch
 from option_pairs.made import Made
 from option_pairs.scenes import SCENES, Drawn, chosen, part_of, read_batch, scores
 from option_pairs.teachers import taught

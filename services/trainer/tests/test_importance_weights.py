@@ -10,11 +10,11 @@ from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
+from flotilla_trainer.batch.tokens import ModelLimits
+from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.objective.settings import check_objective, objective_settings
 from flotilla_trainer.objective.update_objective import UpdateObjective
 from flotilla_trainer.rank.objective import Objective
-from flotilla_trainer.sequence_tokens import ModelLimits
-from flotilla_trainer.update_batch import UpdateBatch
 
 CAP, FLOOR = 3.0, 0.3
 LENGTHS = [[4, 9, 2], [7, 1], [5, 5, 12, 3]]

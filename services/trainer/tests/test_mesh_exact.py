@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig, Qwen3C
 
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_core.errors import FailedPrecondition
-from flotilla_trainer.packing import Layout, MicroBatch, Sequences, pack
+from flotilla_trainer.batch.packing import Layout, MicroBatch, Sequences, pack
 from flotilla_trainer.rank import compiled_layers
 from flotilla_trainer.rank.checkpoint import RankCheckpoints
 from flotilla_trainer.rank.compiler_watch import CompilerWatch

@@ -13,9 +13,9 @@ from flotilla_algorithms import Outcomes, remax
 from flotilla_core.errors import InvalidRequest
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
+from flotilla_trainer.batch.tokens import ModelLimits
+from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.objective.update_objective import UpdateObjective
-from flotilla_trainer.sequence_tokens import ModelLimits
-from flotilla_trainer.update_batch import UpdateBatch
 
 COUNT = 5
 TEACHER = {"coefficient": 2.0, "reward_weight": 0.0}

@@ -20,14 +20,14 @@ from flotilla_core.config.presets import PRESETS
 from flotilla_core.errors import FlotillaError, InvalidRequest, NotFinite, NotFound, UserCodeError
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
+from flotilla_trainer.batch.packing import Layout, pack
+from flotilla_trainer.batch.tokens import ModelLimits
+from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.losses.divergence import full_divergence, teacher_divergence
 from flotilla_trainer.objective.settings import check_objective, objective_settings
 from flotilla_trainer.objective.update_objective import UpdateObjective
-from flotilla_trainer.packing import Layout, pack
 from flotilla_trainer.rank.objective import Objective
 from flotilla_trainer.rank.objective_metrics import objective_metrics
-from flotilla_trainer.sequence_tokens import ModelLimits
-from flotilla_trainer.update_batch import UpdateBatch
 
 VOCABULARY = 13
 TOLERANCE, LIMIT = 1e-5, 24

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flotilla_trainer.packing import Layout, MicroBatch, Sequences, fed_tokens, pack, padding_share
+from flotilla_trainer.batch.packing import Layout, MicroBatch, Sequences, fed_tokens, pack, padding_share
 
 
 def sequences_of(lengths: list[int], seed: int = 0) -> Sequences:

@@ -18,12 +18,12 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import InvalidRequest
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
+from flotilla_trainer.batch.packing import Layout, Sequences, pack
+from flotilla_trainer.batch.tokens import ModelLimits
+from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.objective.session_objective import session_objective
 from flotilla_trainer.objective.settings import check_objective, objective_settings
-from flotilla_trainer.packing import Layout, Sequences, pack
 from flotilla_trainer.rank.objective import Objective
-from flotilla_trainer.sequence_tokens import ModelLimits
-from flotilla_trainer.update_batch import UpdateBatch
 
 VOCABULARY = 13
 TOLERANCE = 1e-5

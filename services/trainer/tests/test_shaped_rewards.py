@@ -12,10 +12,10 @@ from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
+from flotilla_trainer.batch.tokens import ModelLimits
+from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.objective.settings import check_objective
 from flotilla_trainer.objective.update_objective import UpdateObjective
-from flotilla_trainer.sequence_tokens import ModelLimits
-from flotilla_trainer.update_batch import UpdateBatch
 
 GROUP = session_pb2.REWARD_STATISTICS_GROUP
 BATCH = session_pb2.REWARD_STATISTICS_BATCH

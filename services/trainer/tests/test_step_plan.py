@@ -14,15 +14,15 @@ from flotilla_core.config import PolicyConfig
 from flotilla_core.errors import InvalidRequest
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
+from flotilla_trainer.batch.packing import Sequences
+from flotilla_trainer.batch.step_plan import StepPlan, proximal_share
+from flotilla_trainer.batch.tokens import ModelLimits
+from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.objective.settings import objective_settings
 from flotilla_trainer.objective.update_objective import UpdateObjective
-from flotilla_trainer.packing import Sequences
 from flotilla_trainer.rank.objective import Objective
 from flotilla_trainer.rank.step_metrics import metrics_of_steps
-from flotilla_trainer.sequence_tokens import ModelLimits
 from flotilla_trainer.session_settings import check_spec
-from flotilla_trainer.step_plan import StepPlan, proximal_share
-from flotilla_trainer.update_batch import UpdateBatch
 
 VOCABULARY = 13
 VERSION = Version(0, 3)

@@ -12,8 +12,8 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import InvalidRequest
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
-from flotilla_trainer.sequence_tokens import ModelLimits
-from flotilla_trainer.update_batch import UpdateBatch
+from flotilla_trainer.batch.tokens import ModelLimits
+from flotilla_trainer.batch.update_batch import UpdateBatch
 
 LIMITS = ModelLimits(vocabulary=16, max_sequence_tokens=12)
 VERSION = Version(0, 7)

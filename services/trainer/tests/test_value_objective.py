@@ -16,14 +16,14 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import InvalidRequest
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
+from flotilla_trainer.batch.packing import Layout, pack
+from flotilla_trainer.batch.tokens import ModelLimits
+from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.objective.settings import check_objective, objective_settings
 from flotilla_trainer.objective.update_objective import UpdateObjective
 from flotilla_trainer.objective.value_update import ValueUpdate
-from flotilla_trainer.packing import Layout, pack
 from flotilla_trainer.rank.rank_objective import rank_objective
 from flotilla_trainer.rank.value_objective import ValueObjective
-from flotilla_trainer.sequence_tokens import ModelLimits
-from flotilla_trainer.update_batch import UpdateBatch
 
 VOCABULARY = 13
 TOLERANCE = 1e-6

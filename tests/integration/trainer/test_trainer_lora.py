@@ -23,7 +23,7 @@ from flotilla_core.errors import FlotillaError, InvalidRequest, Mismatch, NotFou
 from flotilla_core.tensors import from_tensor
 from flotilla_core.version import Version
 from flotilla_testing.plain_torch import logprobs, plain_model, trained_tokens
-from flotilla_trainer.update_batch import UpdateBatch
+from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_weights.group import Receiver
 from flotilla_weights.inbox import Inbox
 from flotilla_weights.manifest import Manifest

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flotilla_trainer.update_batch import UpdateBatch
+from flotilla_trainer.batch.update_batch import UpdateBatch
 
 
 def dump_batch(

@@ -15,12 +15,12 @@ import numpy as np
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core import ids
 from flotilla_core.version import Version
+from flotilla_trainer.batch.packing import MicroBatch, fed_tokens, padding_share
+from flotilla_trainer.batch.step_plan import StepPlan
+from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.objective.reward_update import RewardUpdate, after_answers
 from flotilla_trainer.objective.session_objective import SessionObjective
-from flotilla_trainer.packing import MicroBatch, fed_tokens, padding_share
 from flotilla_trainer.session_ranks import SessionRanks
-from flotilla_trainer.step_plan import StepPlan
-from flotilla_trainer.update_batch import UpdateBatch
 from flotilla_trainer.wire.frames import Array
 
 ONE_STEP = StepPlan()

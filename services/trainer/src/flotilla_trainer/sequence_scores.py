@@ -11,8 +11,8 @@ from itertools import pairwise
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
-from flotilla_trainer.packing import MicroBatch
-from flotilla_trainer.sequence_tokens import read_scored
+from flotilla_trainer.batch.packing import MicroBatch
+from flotilla_trainer.batch.tokens import read_scored
 from flotilla_trainer.session_ranks import SessionRanks
 from flotilla_trainer.wire.frames import Array
 

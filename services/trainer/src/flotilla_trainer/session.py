@@ -18,6 +18,7 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import FailedPrecondition, FlotillaError
 from flotilla_core.service import Activities
 from flotilla_core.version import Version
+from flotilla_trainer.batch.step_plan import StepPlan
 from flotilla_trainer.gang import Gang
 from flotilla_trainer.gradient_calls import GradientCalls
 from flotilla_trainer.objective.call_objective import LOSSES_OF_THEIR_OWN
@@ -29,7 +30,6 @@ from flotilla_trainer.sequence_scores import SequenceScores
 from flotilla_trainer.session_progress import SessionProgress
 from flotilla_trainer.session_ranks import SessionRanks
 from flotilla_trainer.session_settings import rank_settings
-from flotilla_trainer.step_plan import StepPlan
 from flotilla_trainer.updates import Updates
 
 A_POLICY = "a policy"

@@ -9,9 +9,9 @@ from typing import Any
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_core import roles
 from flotilla_core.errors import FailedPrecondition, InvalidRequest
+from flotilla_trainer.batch.packing import Layout
+from flotilla_trainer.batch.step_plan import StepPlan
 from flotilla_trainer.objective.settings import check_objective, objective_settings
-from flotilla_trainer.packing import Layout
-from flotilla_trainer.step_plan import StepPlan
 from flotilla_trainer.wire.settings import LoraSettings, SessionSettings
 
 SEED_BITS = 63

@@ -16,14 +16,14 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core import ids
 from flotilla_core.errors import Cancelled, NotFound
 from flotilla_core.version import Version
+from flotilla_trainer.batch.step_plan import StepPlan
+from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.batch_dump import dump_batch
 from flotilla_trainer.once import Once
 from flotilla_trainer.pending_gradients import PendingGradients
 from flotilla_trainer.prepared_update import Preparation
 from flotilla_trainer.session_progress import NOTHING_COUNTS, SessionProgress
 from flotilla_trainer.session_ranks import SessionRanks
-from flotilla_trainer.step_plan import StepPlan
-from flotilla_trainer.update_batch import UpdateBatch
 
 KEPT_RESULTS = 64
 """Each names its samples; only the newest can still be asked about."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from flotilla_core.config.advantages import AdvantageConfig, GaeAdvantage
 from flotilla_core.errors import InvalidRequest
-from flotilla_trainer.sequence_tokens import sample_place
-from flotilla_trainer.update_batch import UpdateBatch
+from flotilla_trainer.batch.tokens import sample_place
+from flotilla_trainer.batch.update_batch import UpdateBatch
 
 ADVANTAGE_NEEDS = {
     "gae": (

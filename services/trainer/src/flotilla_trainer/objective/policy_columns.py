@@ -35,8 +35,8 @@ from flotilla_algorithms import (
 )
 from flotilla_algorithms.outcomes import NO_HISTORY, segment_sums
 from flotilla_core.errors import NotFinite, UserCodeError
-from flotilla_trainer.sequence_tokens import sample_place
-from flotilla_trainer.update_batch import UpdateBatch
+from flotilla_trainer.batch.tokens import sample_place
+from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.wire.settings import FULL_DIVERGENCE
 from flotilla_trainer.wire.user_functions import guarded, is_user_function, load_user_function
 

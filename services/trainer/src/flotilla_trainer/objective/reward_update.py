@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_algorithms import PAIR_LOSSES
 from flotilla_core.errors import InvalidRequest
+from flotilla_trainer.batch.packing import Sequences
+from flotilla_trainer.batch.tokens import NOTHING_FOLLOWS, sample_place
+from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.objective.pair_metrics import pair_metrics
 from flotilla_trainer.objective.pair_objective import check_pairs
 from flotilla_trainer.objective.unchanging import Unchanging
-from flotilla_trainer.packing import Sequences
-from flotilla_trainer.sequence_tokens import NOTHING_FOLLOWS, sample_place
-from flotilla_trainer.update_batch import UpdateBatch
 
 
 class RewardUpdate(Unchanging):

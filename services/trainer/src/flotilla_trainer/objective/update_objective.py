@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_algorithms import RewardHistory, adapted_coefficient, counted_units
 from flotilla_core.errors import InvalidRequest
+from flotilla_trainer.batch.packing import Sequences
+from flotilla_trainer.batch.tokens import sample_place
+from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.objective import policy_columns as columns
 from flotilla_trainer.objective.needed_columns import (
     check_advantage,
@@ -24,10 +27,7 @@ from flotilla_trainer.objective.needed_columns import (
     check_teacher_tokens,
 )
 from flotilla_trainer.objective.sections import ADVANTAGE, LOSS, checked_section
-from flotilla_trainer.packing import Sequences
 from flotilla_trainer.pending_gradients import WHOLE_UPDATES
-from flotilla_trainer.sequence_tokens import sample_place
-from flotilla_trainer.update_batch import UpdateBatch
 
 Columns = dict[str, NDArray[Any]]
 TOKEN_MEAN, TOKEN_SUM = "token_mean", "token_sum"

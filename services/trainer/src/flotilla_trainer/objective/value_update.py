@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_algorithms import counted_units, gae
 from flotilla_core.config.advantages import GaeAdvantage
+from flotilla_trainer.batch.packing import Sequences
+from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.objective import policy_columns as columns
 from flotilla_trainer.objective.needed_columns import check_logprobs, check_reference, check_values
 from flotilla_trainer.objective.sections import ADVANTAGE, checked_section
 from flotilla_trainer.objective.unchanging import Unchanging
-from flotilla_trainer.packing import Sequences
-from flotilla_trainer.update_batch import UpdateBatch
 
 TOKEN_MEAN = "token_mean"
 

@@ -1,13 +1,17 @@
-"""Laying the sequences of an update out in micro-batches, balanced over the ranks, or over lanes of several ranks.
+"""Laying the sequences of an update out in micro-batches, balanced over ranks or groups of ranks.
 
 Invariants: every sequence is in exactly one micro-batch and every scored token is scored once; a micro-batch has at
 most `budget` tokens, padding included, unless it is one single longer sequence; all ranks get equally many
 micro-batches, so that their collectives match, idle ones where there is nothing left to do. How an update is laid out
 never changes its result: only sums leave a micro-batch.
+
+Packed rows are dealt out so that all cost about the same: there are as few bins as first-fit in descending order needs,
+rounded up to the ranks, so that balance never costs a further micro-batch. Padded rows hold neighbours in length.
 """
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -15,12 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flotilla_trainer.balanced_bins import balanced_bins
-from flotilla_trainer.length_cuts import length_cuts
 from flotilla_trainer.wire.frames import Array
 
 Ints = NDArray[np.int64]
 NOTHING = np.zeros(0, np.int64)
+
+Bins = list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -180,3 +184,80 @@ def _idle(sequences: Sequences, packed: bool) -> MicroBatch:
         sequence_tokens=0,
         idle=True,
     )
+
+
+def balanced_bins(lengths: Ints, costs: NDArray[np.float64], budget: int, ranks: int) -> Bins:
+    """Indices of the sequences of each bin, in an order in which `ranks` neighbours cost alike."""
+    order = np.argsort(-lengths, kind="stable").tolist()
+    sizes = lengths.tolist()
+    fitted = _first_fit(order, sizes, budget)
+    count = min(-(-len(fitted) // ranks) * ranks, len(order))
+    bins = _cheapest_first(order, sizes, costs.tolist(), budget, count) or fitted
+    return sorted(bins, key=lambda members: -costs[members].sum())
+
+
+def _first_fit(order: list[int], sizes: list[int], budget: int) -> Bins:
+    """Each sequence into the first bin with room; a tree of the largest room below each node finds it."""
+    leaves = 1 << max(1, (len(order) - 1).bit_length())
+    room = [budget] * (2 * leaves)
+    bins: Bins = []
+    for index in order:
+        size = min(sizes[index], budget)
+        node = 1
+        while node < leaves:
+            node = 2 * node + (room[2 * node] < size)
+        room[node] -= size
+        if node - leaves == len(bins):
+            bins.append([])
+        bins[node - leaves].append(index)
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return bins
+
+
+def _cheapest_first(
+    order: list[int], sizes: list[int], costs: list[float], budget: int, count: int
+) -> Bins | None:
+    """Each sequence into the cheapest bin with room; None when at last one finds no room."""
+    bins: Bins = [[] for _ in range(count)]
+    room = [budget] * count
+    heap = [(0.0, number) for number in range(count)]
+    for index in order:
+        size = min(sizes[index], budget)
+        full = []
+        while heap and room[heap[0][1]] < size:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        cost, number = heap[0]
+        bins[number].append(index)
+        room[number] -= size
+        heapq.heapreplace(heap, (cost + costs[index], number))
+        for entry in full:
+            heapq.heappush(heap, entry)
+    return bins
+
+
+def length_cuts(descending: Ints, budget: int, ranks: int) -> list[int]:
+    """Cuts within `budget`, as few as the budget allows rounded up to the ranks, and evened out."""
+    cuts = _greedy(descending, budget)
+    target = -(-(len(cuts) - 1) // ranks) * ranks
+    # The smallest budget that still needs no more than `target` micro-batches spreads the work evenly.
+    low, high = min(budget, max(1, int(descending.sum()) // target)), budget
+    while low < high:
+        middle = (low + high) // 2
+        if len(_greedy(descending, middle)) - 1 <= target:
+            high = middle
+        else:
+            low = middle + 1
+    return _greedy(descending, low)
+
+
+def _greedy(descending: Ints, budget: int) -> list[int]:
+    """Edges where rows of a micro-batch are as wide as its first, which is the longest."""
+    edges = [0]
+    while edges[-1] < len(descending):
+        rows = max(1, budget // int(descending[edges[-1]]))
+        edges.append(min(edges[-1] + rows, len(descending)))
+    return edges

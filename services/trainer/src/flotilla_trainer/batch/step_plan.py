@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flotilla.trainer.v1 import session_pb2 as pb
-from flotilla_trainer.packing import Sequences
-from flotilla_trainer.update_batch import UpdateBatch
+from flotilla_trainer.batch.packing import Sequences
+from flotilla_trainer.batch.update_batch import UpdateBatch
 
 
 @dataclass(frozen=True)
