@@ -14,10 +14,10 @@ from flotilla_trainer.batch.packing import Layout, Sequences, pack
 from flotilla_trainer.batch.step_plan import StepPlan
 from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.losses.divergence import full_divergence, teacher_divergence
+from flotilla_trainer.objective.policy import PolicyObjective
 from flotilla_trainer.objective.session_objective import session_objective
 from flotilla_trainer.objective.settings import check_objective, objective_settings
-from flotilla_trainer.objective.update_objective import UpdateObjective
-from flotilla_trainer.objective.value_update import ValueUpdate
+from flotilla_trainer.objective.value import ValueUpdate
 from flotilla_trainer.prepared_update import score_squares
 from flotilla_trainer.rank.objective import Objective
 from flotilla_trainer.rank.objective_metrics import objective_metrics
@@ -39,7 +39,7 @@ def trained_update(config: RunConfig, number: int, updates: int) -> Made:
     wanted = objective(config)
     check_objective(wanted)
     front, settings = session_objective(wanted), objective_settings(wanted)
-    assert isinstance(front, UpdateObjective)
+    assert isinstance(front, PolicyObjective)
     rank = rank_objective(settings)
     made = Made()
     for place, given in enumerate(SCENES[number][:updates]):
@@ -57,7 +57,7 @@ def trained_update(config: RunConfig, number: int, updates: int) -> Made:
 
 
 def policy_update(
-    front: UpdateObjective,
+    front: PolicyObjective,
     rank: Any,
     part: Drawn,
     batch_of: tuple[int, int, tuple[int, ...]],

@@ -12,8 +12,8 @@ from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 from flotilla_trainer.batch.tokens import ModelLimits
 from flotilla_trainer.batch.update_batch import UpdateBatch
+from flotilla_trainer.objective.policy import PolicyObjective
 from flotilla_trainer.objective.settings import check_objective, objective_settings
-from flotilla_trainer.objective.update_objective import UpdateObjective
 from flotilla_trainer.rank.objective import Objective
 
 CAP, FLOOR = 3.0, 0.3
@@ -100,7 +100,7 @@ def weights_by_hand(batch: UpdateBatch, kind: str, cap: float, floor: float) -> 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_normalised_weights_are_divided_by_their_mean_over_the_update(kind: str) -> None:
-    plain, normalised = UpdateObjective(objective(kind)), UpdateObjective(objective(kind, normalize=True))
+    plain, normalised = PolicyObjective(objective(kind)), PolicyObjective(objective(kind, normalize=True))
     assert not plain.scores_policy(several_steps=False)
     assert normalised.scores_policy(several_steps=False)
     update = batch()
@@ -118,7 +118,7 @@ def test_normalised_weights_are_divided_by_their_mean_over_the_update(kind: str)
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_weights_and_rejections_do_not_depend_on_the_cuts(kind: str, normalize: bool) -> None:
     asked, update = objective(kind, normalize=normalize, rejects=True), batch()
-    columns = UpdateObjective(asked).sequences(update, 5, scores_of(update))[0].columns
+    columns = PolicyObjective(asked).sequences(update, 5, scores_of(update))[0].columns
     given = {name: torch.from_numpy(values) for name, values in columns.items()}
     rank = Objective(objective_settings(asked))
     now = (given["proximal_logprobs"] + 0.05).requires_grad_()

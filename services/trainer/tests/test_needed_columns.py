@@ -15,7 +15,7 @@ from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 from flotilla_trainer.batch.tokens import ModelLimits
 from flotilla_trainer.batch.update_batch import UpdateBatch
-from flotilla_trainer.objective.update_objective import UpdateObjective
+from flotilla_trainer.objective.policy import PolicyObjective
 
 COUNT = 5
 TEACHER = {"coefficient": 2.0, "reward_weight": 0.0}
@@ -29,7 +29,7 @@ REFERENCE = session_pb2.Kl(
 
 def front_of(
     advantage: str, parameters: dict[str, Any], reward_clip: float | None = None, **changes: Any
-) -> UpdateObjective:
+) -> PolicyObjective:
     function, loss = session_pb2.Function(name=advantage), session_pb2.Function(name="ppo")
     function.parameters.update(parameters)
     loss.parameters.update({"clip_low": 0.2, "clip_high": 0.2})
@@ -41,7 +41,7 @@ def front_of(
         correction=session_pb2.Correction(staleness_decay=1.0),
         **changes,
     )
-    return UpdateObjective(session_pb2.Objective(policy=policy))
+    return PolicyObjective(session_pb2.Objective(policy=policy))
 
 
 def group_with(*columns: str) -> pb.TrainGroup:

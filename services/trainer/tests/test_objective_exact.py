@@ -24,8 +24,8 @@ from flotilla_trainer.batch.packing import Layout, pack
 from flotilla_trainer.batch.tokens import ModelLimits
 from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.losses.divergence import full_divergence, teacher_divergence
+from flotilla_trainer.objective.policy import PolicyObjective
 from flotilla_trainer.objective.settings import check_objective, objective_settings
-from flotilla_trainer.objective.update_objective import UpdateObjective
 from flotilla_trainer.rank.objective import Objective
 from flotilla_trainer.rank.objective_metrics import objective_metrics
 
@@ -148,7 +148,7 @@ def result(
 ) -> tuple[float, np.ndarray, dict[str, float]]:
     """Loss, gradient and metrics of an update, by the path that the front and the ranks take."""
     check_objective(objective)
-    front, rank = UpdateObjective(objective), Objective(objective_settings(objective))
+    front, rank = PolicyObjective(objective), Objective(objective_settings(objective))
     batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION)
     # What a token gets from the reference depends on the token alone, so that any order of samples has the same.
     reference = -2.0 - 0.1 * batch.all_responses().tokens[batch.all_responses().scored].astype(np.float32)
@@ -263,7 +263,7 @@ def test_a_sum_is_the_mean_times_the_tokens_that_count() -> None:
     mean = objective_of("dapo")
     total = objective_of("dapo", aggregation=session_pb2.Aggregation(type=AGGREGATIONS["token_sum"]))
     batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION)
-    tokens = UpdateObjective(mean).units(batch)
+    tokens = PolicyObjective(mean).units(batch)
     np.testing.assert_allclose(result(total, groups)[1], tokens * result(mean, groups)[1], atol=1e-4)
 
 
@@ -291,7 +291,7 @@ def test_a_turn_ends_where_context_or_another_response_begins() -> None:
         sample.mask.CopyFrom(to_tensor(np.array(mask, np.bool_)))
     batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION)
     objective = objective_of("gspo", loss=function("gspo", over="segment"))
-    sequences, _ = UpdateObjective(objective).sequences(batch, 0)
+    sequences, _ = PolicyObjective(objective).sequences(batch, 0)
     assert sequences.columns["segments"].tolist() == [1, 1, 2, 3, 4]
 
 
@@ -307,7 +307,7 @@ def test_groups_that_are_dropped_leave_the_baseline_and_the_history_too(baseline
     dropped, alone = result(objective, groups), result(objective, [groups[0], groups[2]])
     assert dropped[0] == pytest.approx(alone[0], abs=TOLERANCE)
     np.testing.assert_allclose(dropped[1], alone[1], atol=TOLERANCE)
-    front = UpdateObjective(objective)
+    front = PolicyObjective(objective)
     front.sequences(UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION), 0)
     front.adapt({}, samples=12)
     assert front.state()["reward_history"]["count"] == 9
@@ -346,8 +346,8 @@ def test_stale_tokens_count_less() -> None:
     groups = make_groups([3, 4])
     batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION)
     objective = objective_of("grpo", correction={"staleness_decay": 0.5})
-    plain, _ = UpdateObjective(objective_of("grpo")).sequences(batch, 0)
-    decayed, _ = UpdateObjective(objective).sequences(batch, 0)
+    plain, _ = PolicyObjective(objective_of("grpo")).sequences(batch, 0)
+    decayed, _ = PolicyObjective(objective).sequences(batch, 0)
     expected = plain.columns["weights"] * 0.5 ** batch.staleness[batch.trained]
     np.testing.assert_allclose(decayed.columns["weights"], expected, rtol=1e-6)
     assert (decayed.columns["weights"] < plain.columns["weights"]).any()
@@ -357,10 +357,10 @@ def test_divergence_in_the_reward_is_paid_token_by_token() -> None:
     groups = make_groups([3, 4])
     batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION)
     kl = {"placement": session_pb2.KL_PLACEMENT_REWARD, "estimator": session_pb2.KL_ESTIMATOR_K1}
-    front = UpdateObjective(objective_of("reinforce", kl=kl | {"coefficient": 0.5}))
+    front = PolicyObjective(objective_of("reinforce", kl=kl | {"coefficient": 0.5}))
     assert batch.logprobs is not None
     sequences, metrics = front.sequences(replace(batch, reference_logprobs=batch.logprobs - 0.1), 0)
-    plain, _ = UpdateObjective(objective_of("reinforce")).sequences(batch, 0)
+    plain, _ = PolicyObjective(objective_of("reinforce")).sequences(batch, 0)
     assert metrics["kl/mean"] == pytest.approx(0.1, abs=1e-5)
     # From each token on, every trained token costs half of a tenth.
     trained = np.split(batch.trained, np.cumsum(batch.response_lengths)[:-1])
@@ -373,8 +373,8 @@ def test_divergence_in_the_reward_is_paid_token_by_token() -> None:
 
 def test_shuffled_rewards_are_the_same_rewards_in_another_order() -> None:
     batch = UpdateBatch.read(make_groups([4] * 8), ModelLimits(VOCABULARY, 0), VERSION)
-    plain = UpdateObjective(objective_of("grpo")).sequences(batch, 5)[0].columns["advantages"]
-    control = UpdateObjective(objective_of("grpo", shuffle_rewards=True))
+    plain = PolicyObjective(objective_of("grpo")).sequences(batch, 5)[0].columns["advantages"]
+    control = PolicyObjective(objective_of("grpo", shuffle_rewards=True))
     shuffled = control.sequences(batch, 5)[0].columns["advantages"]
     assert (shuffled != plain).any()
     np.testing.assert_array_equal(shuffled, control.sequences(batch, 5)[0].columns["advantages"])
@@ -385,7 +385,7 @@ def test_advantages_of_the_caller_are_taken_as_they_are() -> None:
     own = np.linspace(-1, 1, len(groups[0].samples[0].token_ids.data) // 4, dtype=np.float32)
     groups[0].samples[0].advantages.CopyFrom(to_tensor(own))
     batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION)
-    sequences, _ = UpdateObjective(objective_of("grpo")).sequences(batch, 0)
+    sequences, _ = PolicyObjective(objective_of("grpo")).sequences(batch, 0)
     np.testing.assert_array_equal(sequences.columns["advantages"], own)
 
 
@@ -417,7 +417,7 @@ def test_advantages_that_are_sent_are_refused_where_they_would_have_to_be_change
     objective = objective_of("reinforce", **ON_THE_WAY_TO_ADVANTAGES[key])
     batch = replace(batch, reference_logprobs=np.zeros(length, np.float32))
     with pytest.raises(InvalidRequest, match=f"algorithm.{key} .*sample 'g0/0'"):
-        UpdateObjective(objective).sequences(batch, 0)
+        PolicyObjective(objective).sequences(batch, 0)
 
 
 def sampled_by(versions: tuple[int, int], distances: tuple[float, float]) -> list[pb.TrainGroup]:
@@ -461,7 +461,7 @@ def test_overlong_responses_lose_reward_towards_the_limit() -> None:
         sample.reward = 1.0
     batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION)
     objective = objective_of("dr_grpo", advantage={"overlong": {"buffer_tokens": 8, "penalty": 1.0}})
-    sequences, _ = UpdateObjective(objective).sequences(batch, 0)
+    sequences, _ = PolicyObjective(objective).sequences(batch, 0)
     assert sequences.columns["advantages"].tolist() == [0.5] * 4 + [-0.5] * LIMIT
 
 
@@ -486,23 +486,23 @@ def test_what_an_objective_cannot_use_is_refused_by_name(
 ) -> None:
     batch = UpdateBatch.read(broken_update(field), ModelLimits(VOCABULARY, 0), VERSION)
     with pytest.raises(kind, match=named):
-        UpdateObjective(objective_of("grpo")).sequences(batch, 0)
+        PolicyObjective(objective_of("grpo")).sequences(batch, 0)
     # Nothing of it matters to a supervised session.
-    UpdateObjective(session_pb2.Objective(sft=session_pb2.SftObjective())).sequences(batch, 0)
+    PolicyObjective(session_pb2.Objective(sft=session_pb2.SftObjective())).sequences(batch, 0)
 
 
 def test_a_reward_that_is_not_finite_is_named_where_groups_are_judged_by_it() -> None:
     batch = UpdateBatch.read(broken_update("reward"), ModelLimits(VOCABULARY, 0), VERSION)
     with pytest.raises(NotFinite, match="'g1/1'"):
-        UpdateObjective(objective_of("dapo")).sequences(batch, 0)
+        PolicyObjective(objective_of("dapo")).sequences(batch, 0)
 
 
 def test_plain_reinforce_needs_no_logprobs_until_something_compares_with_the_rollout() -> None:
     batch = UpdateBatch.read(broken_update("logprobs"), ModelLimits(VOCABULARY, 0), VERSION)
-    UpdateObjective(objective_of("rloo")).sequences(batch, 0)
+    PolicyObjective(objective_of("rloo")).sequences(batch, 0)
     corrected = objective_of("rloo", correction={"importance": session_pb2.IMPORTANCE_TOKEN})
     with pytest.raises(InvalidRequest, match="log-probabilities"):
-        UpdateObjective(corrected).sequences(batch, 0)
+        PolicyObjective(corrected).sequences(batch, 0)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

@@ -14,7 +14,7 @@ from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 from flotilla_trainer.batch.tokens import ModelLimits
 from flotilla_trainer.batch.update_batch import UpdateBatch
-from flotilla_trainer.objective.update_objective import UpdateObjective
+from flotilla_trainer.objective.policy import PolicyObjective
 
 VERSION = Version(0, 3)
 
@@ -54,7 +54,7 @@ def test_an_adaptive_coefficient_moves_with_the_steps_that_were_made() -> None:
         "target": 0.01,
         "horizon_samples": 100,
     }
-    front = UpdateObjective(objective_of(kl=kl))
+    front = PolicyObjective(objective_of(kl=kl))
     front.adapt({"kl/mean": 1.0}, samples=10)
     assert front.kl_coefficient == pytest.approx(0.5 * 1.02)
 
@@ -62,14 +62,14 @@ def test_an_adaptive_coefficient_moves_with_the_steps_that_were_made() -> None:
 def test_the_rewards_of_an_update_are_remembered_once_its_step_was_made() -> None:
     running = function("grpo", baseline="running", normalize_std=False)
     asked = objective_of(advantage={"function": running})
-    front = UpdateObjective(asked)
+    front = PolicyObjective(asked)
     batch = graded_batch()
     first = front.sequences(batch, 0)[0].columns["advantages"]
     front.sequences(replace(batch, rewards=batch.rewards + 5.0), 0)
     assert front.state()["reward_history"]["count"] == 0
     front.sequences(batch, 0)
     front.adapt({}, samples=4)
-    later = UpdateObjective(asked)
+    later = PolicyObjective(asked)
     later.restore(front.state())
     moved = replace(batch, rewards=batch.rewards + 5.0)
     again = [each.sequences(moved, 0)[0].columns["advantages"] for each in (front, later)]

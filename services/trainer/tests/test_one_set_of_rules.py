@@ -11,9 +11,8 @@ from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_core.config import PolicyConfig
 from flotilla_core.config.roles import TeacherConfig
 from flotilla_core.errors import InvalidRequest
-from flotilla_trainer.objective.call_objective import call_objective
-from flotilla_trainer.objective.policy_config import policy_config
-from flotilla_trainer.objective.settings import check_objective
+from flotilla_trainer.objective.session_objective import call_objective
+from flotilla_trainer.objective.settings import check_objective, policy_config
 
 OVERLONG = {"buffer_tokens": 4, "penalty": 1.0}
 REWARD_KL = {"placement": "reward", "estimator": "k1", "coefficient": 0.1}

@@ -14,8 +14,8 @@ from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 from flotilla_trainer.batch.tokens import ModelLimits
 from flotilla_trainer.batch.update_batch import UpdateBatch
+from flotilla_trainer.objective.policy import PolicyObjective
 from flotilla_trainer.objective.settings import check_objective
-from flotilla_trainer.objective.update_objective import UpdateObjective
 
 GROUP = session_pb2.REWARD_STATISTICS_GROUP
 BATCH = session_pb2.REWARD_STATISTICS_BATCH
@@ -30,7 +30,7 @@ def function(name: str, **parameters: Any) -> session_pb2.Function:
 
 def front_of(
     advantage: session_pb2.Function, weights: session_pb2.SampleWeights | None = None, **keys: Any
-) -> UpdateObjective:
+) -> PolicyObjective:
     """Of a run with the loss `ppo` and this advantage."""
     policy = session_pb2.PolicyObjective(
         temperature=1.0,
@@ -43,7 +43,7 @@ def front_of(
     )
     objective = session_pb2.Objective(policy=policy)
     check_objective(objective)
-    return UpdateObjective(objective)
+    return PolicyObjective(objective)
 
 
 def batch_of(rewards: list[list[float]], cut_off: tuple[str, ...] = ()) -> UpdateBatch:
@@ -64,7 +64,7 @@ def batch_of(rewards: list[list[float]], cut_off: tuple[str, ...] = ()) -> Updat
     return UpdateBatch.read(groups, ModelLimits(9, 0), Version(0, 0))
 
 
-def by_sample(front: UpdateObjective, batch: UpdateBatch, column: str) -> list[float]:
+def by_sample(front: PolicyObjective, batch: UpdateBatch, column: str) -> list[float]:
     """The number of each sample in a column; all of its tokens have the same."""
     columns = front.sequences(batch, 0)[0].columns
     found = {}

@@ -18,8 +18,8 @@ from flotilla_trainer.batch.packing import Sequences
 from flotilla_trainer.batch.step_plan import StepPlan, proximal_share
 from flotilla_trainer.batch.tokens import ModelLimits
 from flotilla_trainer.batch.update_batch import UpdateBatch
+from flotilla_trainer.objective.policy import PolicyObjective
 from flotilla_trainer.objective.settings import objective_settings
-from flotilla_trainer.objective.update_objective import UpdateObjective
 from flotilla_trainer.rank.objective import Objective
 from flotilla_trainer.rank.step_metrics import metrics_of_steps
 from flotilla_trainer.session_settings import check_spec
@@ -80,7 +80,7 @@ def batch_of(sizes: list[int]) -> UpdateBatch:
 
 def steps_of(preset: str, sizes: list[int], plan: StepPlan, **correction: Any) -> list[Sequences]:
     batch = batch_of(sizes)
-    whole, _ = UpdateObjective(objective_of(preset, **correction)).sequences(
+    whole, _ = PolicyObjective(objective_of(preset, **correction)).sequences(
         batch, 0, None, plan.parts(batch)
     )
     return plan.steps(whole, batch)
@@ -92,7 +92,7 @@ def test_each_step_is_what_an_update_of_its_groups_alone_would_be(preset: str) -
     groups = make_groups([3, 2, 5, 2, 4])
     for step, part in zip(steps, (groups[:3], groups[3:]), strict=True):
         alone = UpdateBatch.read(part, ModelLimits(VOCABULARY, 0), VERSION)
-        expected, _ = UpdateObjective(objective_of(preset)).sequences(alone, 0)
+        expected, _ = PolicyObjective(objective_of(preset)).sequences(alone, 0)
         np.testing.assert_array_equal(step.tokens, expected.tokens)
         np.testing.assert_array_equal(step.lengths, expected.lengths)
         np.testing.assert_array_equal(step.scored, expected.scored)

@@ -19,9 +19,9 @@ from flotilla_core.version import Version
 from flotilla_trainer.batch.packing import Layout, pack
 from flotilla_trainer.batch.tokens import ModelLimits
 from flotilla_trainer.batch.update_batch import UpdateBatch
+from flotilla_trainer.objective.policy import PolicyObjective
 from flotilla_trainer.objective.settings import check_objective, objective_settings
-from flotilla_trainer.objective.update_objective import UpdateObjective
-from flotilla_trainer.objective.value_update import ValueUpdate
+from flotilla_trainer.objective.value import ValueUpdate
 from flotilla_trainer.rank.rank_objective import rank_objective
 from flotilla_trainer.rank.value_objective import ValueObjective
 
@@ -176,7 +176,7 @@ def test_a_response_that_was_cut_off_returns_what_was_still_expected_unless_told
 def test_returns_are_the_advantages_of_the_policy_upon_the_values(changes: dict[str, Any]) -> None:
     objective = objective_of(**changes)
     batch = UpdateBatch.read(make_groups([3, 2, 4]), ModelLimits(VOCABULARY, 0), Version(0, 0))
-    policy = UpdateObjective(session_pb2.Objective(policy=objective.value.policy))
+    policy = PolicyObjective(session_pb2.Objective(policy=objective.value.policy))
     critic, facts = ValueUpdate(objective.value).sequences(batch, 5)
     advantages = policy.sequences(batch, 5)[0].columns["advantages"]
     assert np.abs(advantages).max() > 0.1

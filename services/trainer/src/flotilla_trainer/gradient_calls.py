@@ -14,8 +14,7 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core import ids
 from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidRequest
 from flotilla_core.version import Version
-from flotilla_trainer.objective.call_objective import call_objective, check_takes_parts
-from flotilla_trainer.objective.session_objective import session_objective
+from flotilla_trainer.objective.session_objective import call_objective, check_takes_parts, session_objective
 from flotilla_trainer.objective.settings import objective_settings
 from flotilla_trainer.pending_gradients import PendingGradients
 from flotilla_trainer.prepared_update import Preparation

@@ -10,13 +10,12 @@ from collections.abc import Awaitable, Callable
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import FailedPrecondition
+from flotilla_trainer.objective.base import WHOLE_UPDATES
 from flotilla_trainer.once import Once
 
 KEPT_REPLIES = 4096
 NOT_MEANS = ("advantages/std", "explained_variance")
 """What a batch says about itself that its parts do not add up to."""
-WHOLE_UPDATES = "updates"
-"""What sums are a mean over: the calls of a step are one update, however many they are."""
 
 Respond = Callable[[], Awaitable[pb.ForwardBackwardResponse]]
 

@@ -21,8 +21,7 @@ from flotilla_core.version import Version
 from flotilla_trainer.batch.step_plan import StepPlan
 from flotilla_trainer.gang import Gang
 from flotilla_trainer.gradient_calls import GradientCalls
-from flotilla_trainer.objective.call_objective import LOSSES_OF_THEIR_OWN
-from flotilla_trainer.objective.session_objective import session_objective
+from flotilla_trainer.objective.session_objective import LOSSES_OF_THEIR_OWN, session_objective
 from flotilla_trainer.objective.settings import objective_settings
 from flotilla_trainer.pending_gradients import PendingGradients
 from flotilla_trainer.prepared_update import Preparation

@@ -18,9 +18,8 @@ from flotilla_core.config.advantages import GaeAdvantage
 from flotilla_trainer.batch.packing import Sequences
 from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.objective import policy_columns as columns
-from flotilla_trainer.objective.needed_columns import check_logprobs, check_reference, check_values
-from flotilla_trainer.objective.sections import ADVANTAGE, checked_section
-from flotilla_trainer.objective.unchanging import Unchanging
+from flotilla_trainer.objective.base import Unchanging, check_logprobs, check_reference, check_values
+from flotilla_trainer.objective.function_config import ADVANTAGE, checked_section
 
 TOKEN_MEAN = "token_mean"
 

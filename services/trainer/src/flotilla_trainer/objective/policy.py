@@ -1,4 +1,4 @@
-"""A session's objective, applied to one update after the other.
+"""The objective of a policy, or of a model that imitates given answers, applied to one update after the other.
 
 Invariants: an update changes nothing here but an adaptive coefficient and the history of rewards, and these only once
 its step was made; what the objective needs and the update lacks is refused before a rank sees anything.
@@ -20,20 +20,20 @@ from flotilla_trainer.batch.packing import Sequences
 from flotilla_trainer.batch.tokens import sample_place
 from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.objective import policy_columns as columns
-from flotilla_trainer.objective.needed_columns import (
+from flotilla_trainer.objective.base import (
+    WHOLE_UPDATES,
     check_advantage,
     check_logprobs,
     check_reference,
     check_teacher_tokens,
 )
-from flotilla_trainer.objective.sections import ADVANTAGE, LOSS, checked_section
-from flotilla_trainer.pending_gradients import WHOLE_UPDATES
+from flotilla_trainer.objective.function_config import ADVANTAGE, LOSS, checked_section
 
 Columns = dict[str, NDArray[Any]]
 TOKEN_MEAN, TOKEN_SUM = "token_mean", "token_sum"
 
 
-class UpdateObjective:
+class PolicyObjective:
     """What the ranks need of an update, and what it says about itself."""
 
     writes_samples = True

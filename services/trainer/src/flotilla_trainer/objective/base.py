@@ -1,11 +1,19 @@
-"""What an objective needs of its samples beside their tokens, asked for before a rank sees anything."""
+"""What objectives of all kinds share: some remember nothing, and each refuses samples that lack what it needs.
+
+Invariant: what an objective needs of its samples beside their tokens is asked for before a rank sees anything.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 from flotilla_core.config.advantages import AdvantageConfig, GaeAdvantage
 from flotilla_core.errors import InvalidRequest
 from flotilla_trainer.batch.tokens import sample_place
 from flotilla_trainer.batch.update_batch import UpdateBatch
+
+WHOLE_UPDATES = "updates"
+"""What sums are a mean over: the calls of a step are one update, however many they are."""
 
 ADVANTAGE_NEEDS = {
     "gae": (
@@ -19,6 +27,20 @@ ADVANTAGE_NEEDS = {
     ),
     "distill": ("teacher_logprobs", "ask the teacher for them with ComputeLogprobs"),
 }
+
+
+class Unchanging:
+    """Nothing of an update is remembered, so a checkpoint holds nothing of it."""
+
+    def state(self) -> dict[str, Any]:
+        """Updates change nothing here."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Nothing has changed."""
+
+    def adapt(self, metrics: dict[str, float], samples: int) -> None:
+        """Nothing adapts from step to step."""
 
 
 def check_logprobs(batch: UpdateBatch, what: str) -> None:
