@@ -15,7 +15,8 @@ from flotilla_core.config import StackConfig
 from flotilla_core.errors import Cancelled, DeadlineExceeded, FailedPrecondition, Unavailable
 from flotilla_core.service import Activities
 from flotilla_core.tensors import to_tensor
-from flotilla_trainer.gang import Gang, GangPlan
+from flotilla_trainer.gang.plan import GangPlan
+from flotilla_trainer.gang.ranks import Gang
 from flotilla_trainer.session import Session
 from flotilla_trainer.session_holder import SessionHolder
 from flotilla_trainer.wire.frames import Frame

@@ -34,7 +34,9 @@ from flotilla_core.errors import FlotillaError
 from flotilla_core.service import Activities
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
-from flotilla_trainer.gang import Gang, GangPlan, RankNursery
+from flotilla_trainer.gang.fork_server import RankForkServer
+from flotilla_trainer.gang.plan import GangPlan
+from flotilla_trainer.gang.ranks import Gang
 from flotilla_trainer.service import SERVICE_NAME
 from flotilla_trainer.servicer import TrainerServicer
 from flotilla_trainer.session_holder import SessionHolder
@@ -298,7 +300,7 @@ def overflowing(groups: list[pb.TrainGroup]) -> list[pb.TrainGroup]:
 
 @asynccontextmanager
 async def running_trainer(
-    model: Path, logs: Path, nursery: RankNursery, *, name: str = "trainer", **gang_config: Any
+    model: Path, logs: Path, nursery: RankForkServer, *, name: str = "trainer", **gang_config: Any
 ) -> AsyncIterator[Trainer]:
     """The gang that goes by this name: the policy's, or that of another role."""
     stack = StackConfig(model=model, **{name: gang_config})
@@ -325,18 +327,18 @@ async def running_trainer(
 
 
 @pytest.fixture(scope="session")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankNursery]:
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankForkServer]:
     """All gangs come from one: what it imports is the same for all of them."""
-    shared = RankNursery(dict(os.environ), tmp_path_factory.mktemp("nursery") / "nursery.log")
+    shared = RankForkServer(dict(os.environ), tmp_path_factory.mktemp("nursery") / "nursery.log")
     yield shared
     shared.close()
 
 
 @pytest.fixture(scope="session")
-def start_trainer(tmp_path_factory: pytest.TempPathFactory, nursery: RankNursery) -> Callable[..., Any]:
+def start_trainer(tmp_path_factory: pytest.TempPathFactory, nursery: RankForkServer) -> Callable[..., Any]:
     """Starts trainers with chosen configuration."""
 
-    def start(seed: int = 1, *, own_nursery: RankNursery | None = None, **gang_config: Any) -> Any:
+    def start(seed: int = 1, *, own_nursery: RankForkServer | None = None, **gang_config: Any) -> Any:
         model = make_model(tmp_path_factory.mktemp("model"), seed)
         logs = tmp_path_factory.mktemp("logs")
         return running_trainer(model, logs, own_nursery or nursery, **gang_config)

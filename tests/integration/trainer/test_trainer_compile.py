@@ -12,7 +12,7 @@ import pytest
 
 from flotilla.common.v1 import operate_pb2
 from flotilla_trainer.compiler_check import compiler_check
-from flotilla_trainer.gang import RankNursery
+from flotilla_trainer.gang.fork_server import RankForkServer
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 
@@ -28,7 +28,7 @@ async def test_a_host_without_a_compiler_trains_and_the_reason_is_shown(
     groups = groups_of([2, 1])
     async with AsyncExitStack() as exits:
         # Which compiler there is, is looked up by the import.
-        nursery = RankNursery(dict(os.environ), tmp_path / "nursery.log")
+        nursery = RankForkServer(dict(os.environ), tmp_path / "nursery.log")
         exits.callback(nursery.close)
         trainer = await exits.enter_async_context(start_trainer(own_nursery=nursery, nproc=1, compile="on"))
         (check,) = compiler_check(trainer.gang.facts)

@@ -8,7 +8,7 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import FlotillaError
 from flotilla_core.service import Activities
 from flotilla_core.version import Version
-from flotilla_trainer.gang import Gang
+from flotilla_trainer.gang.ranks import Gang
 from flotilla_trainer.sequence_scores import SequenceScores
 from flotilla_trainer.session_ranks import SessionRanks
 

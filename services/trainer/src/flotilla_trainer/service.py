@@ -20,7 +20,9 @@ from flotilla_core.model_folder import model_folder, tokenizer_digest
 from flotilla_core.roles import role_of_process
 from flotilla_core.service import Host
 from flotilla_trainer.compiler_check import INSTALL_COMPILER, compiler_check
-from flotilla_trainer.gang import Gang, GangPlan, RankNursery
+from flotilla_trainer.gang.fork_server import RankForkServer
+from flotilla_trainer.gang.plan import GangPlan
+from flotilla_trainer.gang.ranks import Gang
 from flotilla_trainer.model_shape import model_digest, model_shape
 from flotilla_trainer.servicer import TrainerServicer
 from flotilla_trainer.session_holder import SessionHolder
@@ -44,7 +46,7 @@ class TrainerService:
             telemetry.endpoints(),
             host.token,
         )
-        self._nursery = RankNursery(self._plan.environment(), self._plan.log_path(0))
+        self._nursery = RankForkServer(self._plan.environment(), self._plan.log_path(0))
         self._gang = Gang(self._plan, self._nursery, lost=self._lost, beyond_help=host.failed)
         self._holder = SessionHolder(self._gang, self._plan, host.stack, host.activities)
 

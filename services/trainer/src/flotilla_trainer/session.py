@@ -19,7 +19,7 @@ from flotilla_core.errors import FailedPrecondition, FlotillaError
 from flotilla_core.service import Activities
 from flotilla_core.version import Version
 from flotilla_trainer.batch.step_plan import StepPlan
-from flotilla_trainer.gang import Gang
+from flotilla_trainer.gang.ranks import Gang
 from flotilla_trainer.gradient_calls import GradientCalls
 from flotilla_trainer.objective.session_objective import LOSSES_OF_THEIR_OWN, session_objective
 from flotilla_trainer.objective.settings import objective_settings

@@ -26,7 +26,8 @@ from flotilla_core.model_folder import model_folder
 from flotilla_core.service import Activities
 from flotilla_trainer.checkpoints import Checkpoints
 from flotilla_trainer.frozen_session import FrozenSession
-from flotilla_trainer.gang import Gang, GangPlan
+from flotilla_trainer.gang.plan import GangPlan
+from flotilla_trainer.gang.ranks import Gang
 from flotilla_trainer.model_shape import check_same_shape, model_digest
 from flotilla_trainer.session import Session
 from flotilla_trainer.session_settings import check_spec

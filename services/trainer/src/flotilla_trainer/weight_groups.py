@@ -16,7 +16,7 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.config.stack import BindConfig
 from flotilla_core.errors import FailedPrecondition, InvalidRequest, StaleVersion
 from flotilla_core.service import Activities
-from flotilla_trainer.gang import Gang
+from flotilla_trainer.gang.ranks import Gang
 
 BACKENDS = {weights_pb2.WEIGHT_BACKEND_GLOO: "gloo", weights_pb2.WEIGHT_BACKEND_NCCL: "nccl"}
 EVERY_ADDRESS = ("0.0.0.0", "::")

@@ -14,9 +14,8 @@ import time
 from typing import Any
 
 from flotilla_core.errors import BY_REASON, FlotillaError, Internal
-from flotilla_trainer.gang.nursery import RankNursery, RankOrder
+from flotilla_trainer.gang.fork_server import RankChild, RankForkServer, RankOrder
 from flotilla_trainer.gang.plan import GangPlan
-from flotilla_trainer.gang.rank_child import RankChild
 from flotilla_trainer.wire.frames import PREFIX_BYTES, Array, Frame, decode, encode, lengths
 
 STACK_DUMP_TIMEOUT_S = 5.0
@@ -48,7 +47,7 @@ class RankProcess:
         """As users meet it in messages."""
         return f"rank {self.rank} (pid {self.process.pid})"
 
-    async def start(self, nursery: RankNursery) -> None:
+    async def start(self, nursery: RankForkServer) -> None:
         """Fork the process and open the line."""
         ours, theirs = socket.socketpair()
         log_path = self._plan.log_path(self.rank)

@@ -32,10 +32,10 @@ def main() -> None:
     options = parser.parse_args()
     _die_with(options.front)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    Nursery(socket.socket(fileno=options.descriptor)).serve()
+    ForkServer(socket.socket(fileno=options.descriptor)).serve()
 
 
-class Nursery:
+class ForkServer:
     """Ranks by process id, each with the line that hears of its end."""
 
     def __init__(self, front: socket.socket) -> None:

@@ -1,7 +1,8 @@
 """Where ranks come from: a process that has imported what they need, and forks each of them off. Free of torch.
 
-Invariants: the import is paid once, so a gang that replaces a lost one is there at once; the nursery dies with the
-front, and its ranks with it; one that is gone is replaced with the next rank; nothing here waits without a limit.
+Invariants: the import is paid once, so a gang that replaces a lost one is there at once; the fork server dies with the
+front, and its ranks with it; one that is gone is replaced with the next rank; nothing here waits without a limit. The
+fork server says how a rank ended; where it says nothing it died, and its ranks were killed with it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +19,55 @@ from pathlib import Path
 from typing import IO
 
 from flotilla_core.errors import DeadlineExceeded, RankFailed
-from flotilla_trainer.gang.rank_child import BORN, RankChild, Tidings
+
+BORN, ENDED = "born", "ended"
+
+
+class ForkReply:
+    """What is told about one rank, a word and a number a line."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    async def next(self) -> tuple[str, int]:
+        """The next line; an empty word once nobody is there to tell more."""
+        line = (await self._reader.readline()).split()
+        return (line[0].decode(), int(line[1])) if len(line) == 2 else ("", 0)
+
+    def close(self) -> None:
+        """Hear no more."""
+        self._writer.close()
+
+
+class RankChild:
+    """One forked rank; it leads a process group of its own."""
+
+    def __init__(self, pid: int, tidings: ForkReply) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        """None while it lives; minus the signal where one ended it."""
+        self._tidings = tidings
+
+    async def wait(self) -> None:
+        """Until it has ended; for one caller."""
+        word, status = await self._tidings.next()
+        self.returncode = status if word == ENDED else -signal.SIGKILL
+        self._tidings.close()
+
+    def send_signal(self, signum: signal.Signals) -> None:
+        """To the process alone; one that has ended raises ProcessLookupError."""
+        if self.returncode is not None:
+            raise ProcessLookupError(self.pid)
+        os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        """End the process and everything that it started."""
+        if self.returncode is None:
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # it ended between the two lines
 
 
 @dataclass(frozen=True)
@@ -31,7 +81,7 @@ class RankOrder:
     environment: dict[str, str]
 
 
-class RankNursery:
+class RankForkServer:
     """Forks ranks off, for as many gangs as ask."""
 
     def __init__(self, environment: dict[str, str], log: Path) -> None:
@@ -53,7 +103,7 @@ class RankNursery:
                 ours.close()
                 raise self._failed(f"the process that they are forked from is gone: {error}") from None
         reader, writer = await asyncio.open_unix_connection(sock=ours)
-        tidings = Tidings(reader, writer)
+        tidings = ForkReply(reader, writer)
         try:
             word, number = await asyncio.wait_for(tidings.next(), limit_s)
         except TimeoutError:
