@@ -18,11 +18,11 @@ from qwen3_shape import make_model
 
 from flotilla.trainer.v1 import session_pb2
 from flotilla_trainer.batch.packing import Layout, MicroBatch, Sequences, pack
+from flotilla_trainer.front.session_settings import rank_settings
 from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
 from flotilla_trainer.rank.packed_row import PackedRow
 from flotilla_trainer.rank.sharded_model import ShardedModel
-from flotilla_trainer.session_settings import rank_settings
 from flotilla_trainer.wire.settings import SessionSettings
 
 GPU = torch.cuda.is_available()

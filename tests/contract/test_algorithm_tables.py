@@ -18,12 +18,12 @@ from flotilla_core.config.advantages import AdvantageSection
 from flotilla_core.config.losses import LossSection
 from flotilla_core.config.presets import PRESETS
 from flotilla_core.roles import CRITIC, REFERENCE, TEACHER
+from flotilla_trainer.front.session_settings import check_spec
 from flotilla_trainer.losses.table import LOSSES
 from flotilla_trainer.objective.pairs import LOSSES as PAIR_NAMES
 from flotilla_trainer.objective.session_objective import session_objective
 from flotilla_trainer.objective.settings import check_objective, objective_settings, policy_config
 from flotilla_trainer.objective.value import ValueUpdate
-from flotilla_trainer.session_settings import check_spec
 from flotilla_trainer.wire.settings import REWARD, VALUE, ObjectiveSettings
 
 DOCUMENTS = [Path(__file__).parents[2] / "docs" / name for name in ("algorithms.md", "preferences.md")]

@@ -19,10 +19,10 @@ from flotilla_coordinator.trainers.spec import session_spec
 from flotilla_core.config import LoraConfig, RunConfig, StackConfig, load_text
 from flotilla_core.errors import InvalidConfig
 from flotilla_trainer.batch.packing import Layout, Sequences, pack
+from flotilla_trainer.front.session_settings import check_spec, rank_settings
 from flotilla_trainer.rank.lora import Adapters
 from flotilla_trainer.rank.packed_row import PackedRow
 from flotilla_trainer.rank.policy_model import PolicyModel
-from flotilla_trainer.session_settings import check_spec, rank_settings
 from flotilla_trainer.wire.settings import LoraSettings, SessionSettings
 
 PROMPT = "10+11="

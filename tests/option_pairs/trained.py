@@ -13,12 +13,12 @@ from flotilla_core.config import PolicyConfig, RunConfig
 from flotilla_trainer.batch.packing import Layout, Sequences, pack
 from flotilla_trainer.batch.step_plan import StepPlan
 from flotilla_trainer.batch.update_batch import UpdateBatch
+from flotilla_trainer.front.prepared_update import score_squares
 from flotilla_trainer.losses.divergence import full_divergence, teacher_divergence
 from flotilla_trainer.objective.policy import PolicyObjective
 from flotilla_trainer.objective.session_objective import session_objective
 from flotilla_trainer.objective.settings import check_objective, objective_settings
 from flotilla_trainer.objective.value import ValueUpdate
-from flotilla_trainer.prepared_update import score_squares
 from flotilla_trainer.rank.objective import Objective
 from flotilla_trainer.rank.objective_metrics import objective_metrics
 from flotilla_trainer.rank.rank_objective import rank_objective

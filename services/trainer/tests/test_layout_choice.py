@@ -8,7 +8,7 @@ import pytest
 
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_core.errors import FailedPrecondition
-from flotilla_trainer.session_settings import layout
+from flotilla_trainer.front.session_settings import layout
 
 REFUSAL = "MambaForCausalLM carries a state beyond attention from token to token"
 

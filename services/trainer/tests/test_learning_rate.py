@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from flotilla.trainer.v1 import session_pb2 as pb
-from flotilla_trainer.schedule import learning_rate
+from flotilla_trainer.front.session_progress import learning_rate
 
 
 def rates(

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_core.errors import InvalidRequest
+from flotilla_trainer.front.session_settings import rank_settings
 from flotilla_trainer.rank.lora import Adapters
 from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.optimizer import MOMENTS, PolicyOptimizer
 from flotilla_trainer.rank.sharded_model import ShardedModel
-from flotilla_trainer.session_settings import rank_settings
 from flotilla_trainer.wire.settings import LoraSettings, SessionSettings
 from flotilla_weights.adapters import AdapterNames
 

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig, Qwen3C
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_core.errors import FailedPrecondition
 from flotilla_trainer.batch.packing import Layout, MicroBatch, Sequences, pack
+from flotilla_trainer.front.session_settings import rank_settings
 from flotilla_trainer.rank import compiled_layers
 from flotilla_trainer.rank.checkpoint import RankCheckpoints
 from flotilla_trainer.rank.compiler_watch import CompilerWatch
@@ -37,7 +38,6 @@ from flotilla_trainer.rank.sharded_model import ShardedModel, gathered, local
 from flotilla_trainer.rank.update import Update, finish
 from flotilla_trainer.rank.value_model import ValueModel
 from flotilla_trainer.rank.value_scoring import values_of
-from flotilla_trainer.session_settings import rank_settings
 from flotilla_trainer.wire.frames import Frame
 from flotilla_trainer.wire.settings import LoraSettings, ObjectiveSettings, SessionSettings
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flotilla_core.errors import InvalidConfig, Mismatch, NotFound
-from flotilla_trainer.model_shape import check_same_shape, model_digest
+from flotilla_trainer.front.model_shape import check_same_shape, model_digest
 
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 32, "vocab_size": 31, "dtype": "float32"}
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from flotilla_trainer.once import Once
+from flotilla_trainer.front.idempotent_calls import IdempotentCalls
 
 
 class Counter:
@@ -22,7 +22,7 @@ class Counter:
 
 async def test_a_repeat_waits_for_the_first_and_gets_its_result() -> None:
     gate = asyncio.Event()
-    counter, once = Counter(gate), Once[int](8)
+    counter, once = Counter(gate), IdempotentCalls[int](8)
     first, second = (asyncio.create_task(once.run("k", counter.work)) for _ in range(2))
     gate.set()
     assert await asyncio.gather(first, second, once.run("k", counter.work)) == [1, 1, 1]
@@ -30,7 +30,7 @@ async def test_a_repeat_waits_for_the_first_and_gets_its_result() -> None:
 
 async def test_work_goes_on_when_its_caller_goes_away() -> None:
     gate = asyncio.Event()
-    counter, once = Counter(gate), Once[int](8)
+    counter, once = Counter(gate), IdempotentCalls[int](8)
     caller = asyncio.create_task(once.run("k", counter.work))
     await asyncio.sleep(0)
     caller.cancel()
@@ -50,7 +50,7 @@ async def test_work_that_failed_is_tried_again() -> None:
             raise ValueError
         return attempts
 
-    once = Once[int](8)
+    once = IdempotentCalls[int](8)
     with pytest.raises(ValueError):
         await once.run("k", work)
     assert await once.run("k", work) == 2
@@ -59,7 +59,7 @@ async def test_work_that_failed_is_tried_again() -> None:
 async def test_only_the_last_results_are_kept() -> None:
     gate = asyncio.Event()
     gate.set()
-    counter, once = Counter(gate), Once[int](2)
+    counter, once = Counter(gate), IdempotentCalls[int](2)
     for key in "abc":
         await once.run(key, counter.work)
     assert once.get("a") is None

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from flotilla.trainer.v1 import session_pb2 as pb
+from flotilla_trainer.front.session_settings import rank_settings
 from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.optimizer import MOMENTS, PolicyOptimizer
 from flotilla_trainer.rank.sharded_model import ShardedModel, local
-from flotilla_trainer.session_settings import rank_settings
 from flotilla_trainer.wire.settings import SessionSettings
 
 STEP = 1e-4

@@ -22,12 +22,12 @@ from flotilla_core.version import Version
 from flotilla_trainer.batch.packing import Layout, Sequences, pack
 from flotilla_trainer.batch.tokens import ModelLimits
 from flotilla_trainer.batch.update_batch import UpdateBatch
+from flotilla_trainer.front.session_settings import check_spec
 from flotilla_trainer.objective.pairs import after_answers
 from flotilla_trainer.objective.session_objective import session_objective
 from flotilla_trainer.objective.settings import check_objective, objective_settings
 from flotilla_trainer.rank.rank_objective import rank_objective
 from flotilla_trainer.rank.reward_objective import RewardObjective
-from flotilla_trainer.session_settings import check_spec
 
 VOCABULARY = 13
 TOLERANCE = 1e-6

@@ -15,10 +15,10 @@ from flotilla_core.config import StackConfig
 from flotilla_core.errors import Cancelled, DeadlineExceeded, FailedPrecondition, Unavailable
 from flotilla_core.service import Activities
 from flotilla_core.tensors import to_tensor
+from flotilla_trainer.front.session import Session
+from flotilla_trainer.front.session_manager import SessionManager
 from flotilla_trainer.gang.plan import GangPlan
 from flotilla_trainer.gang.ranks import Gang
-from flotilla_trainer.session import Session
-from flotilla_trainer.session_holder import SessionHolder
 from flotilla_trainer.wire.frames import Frame
 
 LIMIT_S = 10.0
@@ -112,17 +112,17 @@ def gang() -> RecordingGang:
 
 
 @pytest.fixture
-def holder(gang: RecordingGang, tmp_path: Path) -> SessionHolder:
+def holder(gang: RecordingGang, tmp_path: Path) -> SessionManager:
     stack = StackConfig(model=tmp_path)
     plan = GangPlan.of_stack(stack, "trainer-0", "trainer-0-test", tmp_path, tmp_path)
-    made = SessionHolder(cast(Gang, gang), plan, stack, Activities())
+    made = SessionManager(cast(Gang, gang), plan, stack, Activities())
     request = pb.OpenSessionRequest(run_id="a", spec=specification())
     made._session = Session(request, tmp_path, cast(Gang, gang), Activities())
     (tmp_path / "config.json").write_text("{}", "utf-8")
     return made
 
 
-async def training(holder: SessionHolder, gang: RecordingGang) -> asyncio.Task[pb.UpdateResult]:
+async def training(holder: SessionManager, gang: RecordingGang) -> asyncio.Task[pb.UpdateResult]:
     """An update that scores with the reference."""
     update = asyncio.create_task(holder.session("a").updates.train(HEADER, groups()))
     await asyncio.wait_for(gang.scoring.wait(), LIMIT_S)
@@ -130,7 +130,7 @@ async def training(holder: SessionHolder, gang: RecordingGang) -> asyncio.Task[p
 
 
 async def test_the_update_of_a_closed_session_never_reaches_the_ranks(
-    holder: SessionHolder, gang: RecordingGang
+    holder: SessionManager, gang: RecordingGang
 ) -> None:
     update = await training(holder, gang)
     closing = asyncio.create_task(holder.close("a"))
@@ -146,7 +146,7 @@ async def test_the_update_of_a_closed_session_never_reaches_the_ranks(
 
 
 async def test_a_close_whose_caller_goes_away_comes_to_its_end(
-    holder: SessionHolder, gang: RecordingGang
+    holder: SessionManager, gang: RecordingGang
 ) -> None:
     update = await training(holder, gang)
     first = asyncio.create_task(holder.close("a"))
@@ -160,7 +160,7 @@ async def test_a_close_whose_caller_goes_away_comes_to_its_end(
 
 
 async def test_a_session_that_is_closing_keeps_the_next_one_waiting_until_it_is_done(
-    holder: SessionHolder, gang: RecordingGang
+    holder: SessionManager, gang: RecordingGang
 ) -> None:
     update = await training(holder, gang)
     closing = asyncio.create_task(holder.close("a"))
@@ -178,7 +178,7 @@ async def test_a_session_that_is_closing_keeps_the_next_one_waiting_until_it_is_
 
 
 async def test_a_session_whose_close_was_given_up_can_be_closed_again(
-    holder: SessionHolder, gang: RecordingGang, monkeypatch: pytest.MonkeyPatch
+    holder: SessionManager, gang: RecordingGang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     update = await training(holder, gang)
     monkeypatch.setattr(gang, "slow_timeout_s", 0.0)
@@ -197,7 +197,7 @@ async def test_a_session_whose_close_was_given_up_can_be_closed_again(
 
 
 async def test_the_update_of_a_lost_session_never_reaches_the_next_gang(
-    holder: SessionHolder, gang: RecordingGang
+    holder: SessionManager, gang: RecordingGang
 ) -> None:
     update = await training(holder, gang)
     holder.gang_lost(Unavailable("rank 0 died"))
@@ -207,7 +207,7 @@ async def test_the_update_of_a_lost_session_never_reaches_the_next_gang(
     assert gang.commands == ["score"]
 
 
-async def test_a_lost_session_publishes_no_checkpoint_after_its_close(holder: SessionHolder) -> None:
+async def test_a_lost_session_publishes_no_checkpoint_after_its_close(holder: SessionManager) -> None:
     writing = asyncio.create_task(asyncio.Event().wait())
     holder.checkpoints._writing = cast(Any, writing)
     holder.gang_lost(Unavailable("rank 0 died"))
@@ -215,7 +215,7 @@ async def test_a_lost_session_publishes_no_checkpoint_after_its_close(holder: Se
     assert writing.cancelled()
 
 
-async def left_opening(holder: SessionHolder, gang: RecordingGang) -> asyncio.Task[pb.OpenSessionResponse]:
+async def left_opening(holder: SessionManager, gang: RecordingGang) -> asyncio.Task[pb.OpenSessionResponse]:
     """An opening that goes on although whoever asked for it is gone."""
     holder._session = None
     gang.opens.clear()
@@ -226,7 +226,7 @@ async def left_opening(holder: SessionHolder, gang: RecordingGang) -> asyncio.Ta
 
 
 async def test_after_the_close_of_a_session_that_was_opening_the_next_one_opens(
-    holder: SessionHolder, gang: RecordingGang
+    holder: SessionManager, gang: RecordingGang
 ) -> None:
     opening = await left_opening(holder, gang)
     again = pb.OpenSessionRequest(run_id="a", lineage=1, spec=opened_specification())
@@ -245,7 +245,7 @@ async def test_after_the_close_of_a_session_that_was_opening_the_next_one_opens(
 
 
 async def test_a_close_says_so_when_the_opening_does_not_end(
-    holder: SessionHolder, gang: RecordingGang, monkeypatch: pytest.MonkeyPatch
+    holder: SessionManager, gang: RecordingGang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opening = await left_opening(holder, gang)
     monkeypatch.setattr(gang, "slow_timeout_s", 0.0)
@@ -262,7 +262,7 @@ async def test_a_close_says_so_when_the_opening_does_not_end(
 
 
 async def test_a_close_ends_with_an_opening_that_fails(
-    holder: SessionHolder, gang: RecordingGang, monkeypatch: pytest.MonkeyPatch
+    holder: SessionManager, gang: RecordingGang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def no_rank(*_: Any, **__: Any) -> list[Frame]:
         gang.opening.set()

@@ -18,11 +18,11 @@ from flotilla_trainer.batch.packing import Sequences
 from flotilla_trainer.batch.step_plan import StepPlan, proximal_share
 from flotilla_trainer.batch.tokens import ModelLimits
 from flotilla_trainer.batch.update_batch import UpdateBatch
+from flotilla_trainer.front.session_settings import check_spec
 from flotilla_trainer.objective.policy import PolicyObjective
 from flotilla_trainer.objective.settings import objective_settings
 from flotilla_trainer.rank.objective import Objective
 from flotilla_trainer.rank.step_metrics import metrics_of_steps
-from flotilla_trainer.session_settings import check_spec
 
 VOCABULARY = 13
 VERSION = Version(0, 3)

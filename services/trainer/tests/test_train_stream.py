@@ -10,7 +10,7 @@ import pytest
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import InvalidRequest
 from flotilla_core.tensors import to_tensor
-from flotilla_trainer.train_stream import read_groups
+from flotilla_trainer.front.servicer import read_groups
 
 PROMPT = to_tensor(np.array([1, 2], np.int32))
 

@@ -14,9 +14,9 @@ from flotilla_core.errors import InvalidRequest
 from flotilla_core.service import Activities
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
+from flotilla_trainer.front.session import Session
+from flotilla_trainer.front.session_progress import NOTHING_COUNTS
 from flotilla_trainer.gang.ranks import Gang
-from flotilla_trainer.session import Session
-from flotilla_trainer.session_progress import NOTHING_COUNTS
 from flotilla_trainer.wire.frames import Frame
 
 TOKENS = np.array([3, 4, 5], np.int32)

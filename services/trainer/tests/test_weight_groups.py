@@ -14,7 +14,7 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.config.stack import BindConfig
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.service import Activities
-from flotilla_trainer.weight_groups import WeightGroups
+from flotilla_trainer.front.weight_groups import WeightGroups
 from flotilla_weights.group import Receiver, Sender
 from flotilla_weights.manifest import Manifest
 

@@ -34,12 +34,12 @@ from flotilla_core.errors import FlotillaError
 from flotilla_core.service import Activities
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
+from flotilla_trainer.front.servicer import TrainerServicer
+from flotilla_trainer.front.session_manager import SessionManager
 from flotilla_trainer.gang.fork_server import RankForkServer
 from flotilla_trainer.gang.plan import GangPlan
 from flotilla_trainer.gang.ranks import Gang
 from flotilla_trainer.service import SERVICE_NAME
-from flotilla_trainer.servicer import TrainerServicer
-from flotilla_trainer.session_holder import SessionHolder
 
 VOCABULARY = 31
 CALL_TIMEOUT_S = 60.0
@@ -77,7 +77,7 @@ class Trainer:
     """The front, its gang and a client."""
 
     gang: Gang
-    holder: SessionHolder
+    holder: SessionManager
     activities: Activities
     stub: Any
     model: Path
@@ -313,7 +313,7 @@ async def running_trainer(
 
     activities = Activities()
     gang = Gang(plan, nursery, lost=on_lost, beyond_help=lost.append)
-    holder = SessionHolder(gang, plan, stack, activities)
+    holder = SessionManager(gang, plan, stack, activities)
     server = rpc.RpcServer(BindConfig(), token="secret")
     server.add(add_TrainerServiceServicer_to_server, TrainerServicer(holder), SERVICE_NAME)
     async with AsyncExitStack() as stack_of_exits:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from flotilla.common.v1 import operate_pb2
-from flotilla_trainer.compiler_check import compiler_check
 from flotilla_trainer.gang.fork_server import RankForkServer
+from flotilla_trainer.service import compiler_check
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 

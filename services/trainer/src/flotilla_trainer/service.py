@@ -1,12 +1,14 @@
 """The trainer as a service: a front that stays answerable, and the ranks behind it.
 
 Invariants: READY means that every rank holds the model; this process never imports torch, so nothing that a rank does
-can block its answers.
+can block its answers. `flotilla doctor` does not mention the compiler of a gang that was not to compile; a gang that
+should compile and could not trains, so it is no failure.
 """
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import structlog
 
@@ -19,17 +21,19 @@ from flotilla_core.gangs import model_of
 from flotilla_core.model_folder import model_folder, tokenizer_digest
 from flotilla_core.roles import role_of_process
 from flotilla_core.service import Host
-from flotilla_trainer.compiler_check import INSTALL_COMPILER, compiler_check
+from flotilla_core.tokenizer_digest import tokenizer_digest
+from flotilla_trainer.front.model_shape import model_digest, model_shape
+from flotilla_trainer.front.servicer import TrainerServicer
+from flotilla_trainer.front.session_manager import SessionManager
 from flotilla_trainer.gang.fork_server import RankForkServer
 from flotilla_trainer.gang.plan import GangPlan
 from flotilla_trainer.gang.ranks import Gang
-from flotilla_trainer.model_shape import model_digest, model_shape
-from flotilla_trainer.servicer import TrainerServicer
-from flotilla_trainer.session_holder import SessionHolder
 
 SERVICE_NAME = "flotilla.trainer.v1.TrainerService"
 
 logger = structlog.get_logger()
+
+INSTALL_COMPILER = "Install a C++ compiler (g++) and Python's headers, or set compile to off for this gang."
 
 
 class TrainerService:
@@ -48,7 +52,7 @@ class TrainerService:
         )
         self._nursery = RankForkServer(self._plan.environment(), self._plan.log_path(0))
         self._gang = Gang(self._plan, self._nursery, lost=self._lost, beyond_help=host.failed)
-        self._holder = SessionHolder(self._gang, self._plan, host.stack, host.activities)
+        self._holder = SessionManager(self._gang, self._plan, host.stack, host.activities)
 
     def add_to(self, server: rpc.RpcServer) -> None:
         """Answer TrainerService."""
@@ -112,3 +116,25 @@ class TrainerService:
 
     def _lost(self, error: FlotillaError) -> None:
         self._holder.gang_lost(error)
+
+
+def compiler_check(facts: dict[str, Any]) -> list[operate_pb2.CheckResult]:
+    """One finding or none, from what the ranks said about the model."""
+    if refusal := facts["compile_refusal"]:
+        return [
+            operate_pb2.CheckResult(
+                name="compiler",
+                status=operate_pb2.CHECK_STATUS_WARNING,
+                finding=f"layers are not compiled: {refusal}",
+                remedy=INSTALL_COMPILER,
+            )
+        ]
+    if not facts["compile_s"]:
+        return []
+    return [
+        operate_pb2.CheckResult(
+            name="compiler",
+            status=operate_pb2.CHECK_STATUS_PASSED,
+            finding=f"layers compiled in {facts['compile_s']:.0f} s",
+        )
+    ]

@@ -8,9 +8,14 @@ version still: it was made where any of its steps was.
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core import ids
@@ -18,12 +23,11 @@ from flotilla_core.errors import Cancelled, NotFound
 from flotilla_core.version import Version
 from flotilla_trainer.batch.step_plan import StepPlan
 from flotilla_trainer.batch.update_batch import UpdateBatch
-from flotilla_trainer.batch_dump import dump_batch
-from flotilla_trainer.once import Once
-from flotilla_trainer.pending_gradients import PendingGradients
-from flotilla_trainer.prepared_update import Preparation
-from flotilla_trainer.session_progress import NOTHING_COUNTS, SessionProgress
-from flotilla_trainer.session_ranks import SessionRanks
+from flotilla_trainer.front.idempotent_calls import IdempotentCalls
+from flotilla_trainer.front.pending_gradients import PendingGradients
+from flotilla_trainer.front.prepared_update import Preparation
+from flotilla_trainer.front.session_progress import NOTHING_COUNTS, SessionProgress
+from flotilla_trainer.front.session_ranks import SessionRanks
 
 KEPT_RESULTS = 64
 """Each names its samples; only the newest can still be asked about."""
@@ -47,7 +51,7 @@ class Updates:
         self._preparation = preparation
         self._progress = progress
         self._pending = pending
-        self._results: Once[pb.UpdateResult] = Once(KEPT_RESULTS)
+        self._results: IdempotentCalls[pb.UpdateResult] = IdempotentCalls(KEPT_RESULTS)
         self._attempts: dict[str, str] = {}
         self.last_id = ""
         """The update that was sent last, if any."""
@@ -161,3 +165,19 @@ def _was_another_try(result: pb.UpdateResult, groups: Sequence[pb.TrainGroup]) -
     """A skipped update leaves its version, and so its id, to the next batch."""
     samples = [sample.sample_id for group in groups for sample in group.samples]
     return bool(result.skipped) and samples != list(result.sample_ids)
+
+
+def dump_batch(
+    directory: Path, update_id: str, batch: UpdateBatch, why: str, metrics: dict[str, float]
+) -> Path:
+    """Write `<update>.npz` with the arrays and `<update>.json` with ids and metrics; returns the former."""
+    directory.mkdir(parents=True, exist_ok=True)
+    stem = directory / re.sub(r"[^A-Za-z0-9.-]+", "_", update_id)
+    arrays: dict[str, Any] = {
+        name: value for name, value in vars(batch).items() if isinstance(value, np.ndarray)
+    }
+    path = Path(f"{stem}.npz")
+    np.savez(path, **arrays)
+    summary = {"update_id": update_id, "why": why, "metrics": metrics, "sample_ids": batch.sample_ids}
+    Path(f"{stem}.json").write_text(json.dumps(summary, indent=1), "utf-8")
+    return path

@@ -1,7 +1,9 @@
-"""Where a session stands: its version, what was skipped in a row, and whether that was too much.
+"""Where a session stands: its version, its learning rate, what was skipped in a row, and whether that was too much.
 
 Invariants: the version grows by one with every update that was made and with nothing else; a skipped update leaves it
 as it was, and too many in a row that could not be made end the session; those in which nothing counts are none of them.
+The learning rate is a function of the update's number alone, so a repeated or skipped update changes nothing for the
+others.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import FlotillaError, InvalidRequest, NotFinite, StaleVersion
 from flotilla_core.version import Version
 from flotilla_trainer.objective.session_objective import SessionObjective
-from flotilla_trainer.schedule import learning_rate
 
 NOTHING_COUNTS = "no sample counts: the objective leaves every group out (uniform rewards, or keep_mean_*)"
 """Why no step is made although nothing is wrong; such updates are not counted."""
@@ -102,3 +103,17 @@ class SessionProgress:
         self.version = Version(self.version.lineage, step)
         self._skipped_in_row = facts["skipped_in_row"]
         self.objective.restore(facts)
+
+
+def learning_rate(optimizer: session_pb2.Optimizer, peak: float, total_updates: int, update: int) -> float:
+    """Rate of update `update` (the first is 0): linear warm-up to `peak`, then the schedule down to its final share."""
+    warmup = optimizer.warmup_updates
+    if update < warmup:
+        return peak * (update + 1) / warmup
+    if optimizer.schedule == session_pb2.SCHEDULE_CONSTANT:
+        return peak
+    progress = min(1.0, (update - warmup) / max(1, total_updates - warmup))
+    remaining = 1.0 - progress
+    if optimizer.schedule == session_pb2.SCHEDULE_COSINE:
+        remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return peak * (optimizer.final_lr_ratio + (1.0 - optimizer.final_lr_ratio) * remaining)

@@ -29,9 +29,9 @@ from flotilla_core.errors import (
 )
 from flotilla_core.service import Activities
 from flotilla_core.version import Version
+from flotilla_trainer.front.model_shape import check_shape, model_shape
+from flotilla_trainer.front.session import Session
 from flotilla_trainer.gang.ranks import Gang
-from flotilla_trainer.model_shape import check_shape, model_shape
-from flotilla_trainer.session import Session
 from flotilla_trainer.wire.frames import Frame
 
 TRAINER_FILE = "trainer.json"

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Once(Generic[T]):
+class IdempotentCalls(Generic[T]):
     """The results of the last `kept` keys."""
 
     def __init__(self, kept: int) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import FailedPrecondition
+from flotilla_trainer.front.idempotent_calls import IdempotentCalls
 from flotilla_trainer.objective.base import WHOLE_UPDATES
-from flotilla_trainer.once import Once
 
 KEPT_REPLIES = 4096
 NOT_MEANS = ("advantages/std", "explained_variance")
@@ -25,7 +25,7 @@ class PendingGradients:
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        self._replies: Once[pb.ForwardBackwardResponse] = Once(KEPT_REPLIES)
+        self._replies: IdempotentCalls[pb.ForwardBackwardResponse] = IdempotentCalls(KEPT_REPLIES)
         self._kind = ""
         self._share = 0.0
         self._sums: dict[str, float] = {}
@@ -90,4 +90,4 @@ class PendingGradients:
         self._kind, self._share, self._sums = "", 0.0, {}
         self.calls, self.sample_ids, self.units = 0, [], 0.0
         if forget:
-            self._replies = Once(KEPT_REPLIES)
+            self._replies = IdempotentCalls(KEPT_REPLIES)

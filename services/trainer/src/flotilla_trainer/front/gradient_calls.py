@@ -14,13 +14,13 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core import ids
 from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidRequest
 from flotilla_core.version import Version
+from flotilla_trainer.front.pending_gradients import PendingGradients
+from flotilla_trainer.front.prepared_update import Preparation
+from flotilla_trainer.front.session_progress import NOTHING_COUNTS, SessionProgress
+from flotilla_trainer.front.session_ranks import SessionRanks
+from flotilla_trainer.front.updates import Updates
 from flotilla_trainer.objective.session_objective import call_objective, check_takes_parts, session_objective
 from flotilla_trainer.objective.settings import objective_settings
-from flotilla_trainer.pending_gradients import PendingGradients
-from flotilla_trainer.prepared_update import Preparation
-from flotilla_trainer.session_progress import NOTHING_COUNTS, SessionProgress
-from flotilla_trainer.session_ranks import SessionRanks
-from flotilla_trainer.updates import Updates
 
 
 class GradientCalls:

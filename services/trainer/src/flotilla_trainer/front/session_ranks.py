@@ -16,8 +16,8 @@ from flotilla_core.errors import DeadlineExceeded, FlotillaError
 from flotilla_core.service import Activities
 from flotilla_trainer.batch.packing import Layout, MicroBatch, Sequences, pack
 from flotilla_trainer.batch.tokens import ModelLimits
+from flotilla_trainer.front.session_settings import layout
 from flotilla_trainer.gang.ranks import Gang
-from flotilla_trainer.session_settings import layout
 from flotilla_trainer.wire.frames import Array, Frame
 
 

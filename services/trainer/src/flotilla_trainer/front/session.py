@@ -19,17 +19,17 @@ from flotilla_core.errors import FailedPrecondition, FlotillaError
 from flotilla_core.service import Activities
 from flotilla_core.version import Version
 from flotilla_trainer.batch.step_plan import StepPlan
+from flotilla_trainer.front.gradient_calls import GradientCalls
+from flotilla_trainer.front.pending_gradients import PendingGradients
+from flotilla_trainer.front.prepared_update import Preparation
+from flotilla_trainer.front.scoring import SequenceScores
+from flotilla_trainer.front.session_progress import SessionProgress
+from flotilla_trainer.front.session_ranks import SessionRanks
+from flotilla_trainer.front.session_settings import rank_settings
+from flotilla_trainer.front.updates import Updates
 from flotilla_trainer.gang.ranks import Gang
-from flotilla_trainer.gradient_calls import GradientCalls
 from flotilla_trainer.objective.session_objective import LOSSES_OF_THEIR_OWN, session_objective
 from flotilla_trainer.objective.settings import objective_settings
-from flotilla_trainer.pending_gradients import PendingGradients
-from flotilla_trainer.prepared_update import Preparation
-from flotilla_trainer.sequence_scores import SequenceScores
-from flotilla_trainer.session_progress import SessionProgress
-from flotilla_trainer.session_ranks import SessionRanks
-from flotilla_trainer.session_settings import rank_settings
-from flotilla_trainer.updates import Updates
 
 A_POLICY = "a policy"
 

@@ -24,27 +24,27 @@ from flotilla_core.errors import (
 )
 from flotilla_core.model_folder import model_folder
 from flotilla_core.service import Activities
-from flotilla_trainer.checkpoints import Checkpoints
-from flotilla_trainer.frozen_session import FrozenSession
+from flotilla_trainer.front.checkpoints import Checkpoints
+from flotilla_trainer.front.model_shape import check_same_shape, model_digest
+from flotilla_trainer.front.scoring import ScoringSession
+from flotilla_trainer.front.session import Session
+from flotilla_trainer.front.session_settings import check_spec
+from flotilla_trainer.front.weight_groups import WeightGroups
 from flotilla_trainer.gang.plan import GangPlan
 from flotilla_trainer.gang.ranks import Gang
-from flotilla_trainer.model_shape import check_same_shape, model_digest
-from flotilla_trainer.session import Session
-from flotilla_trainer.session_settings import check_spec
-from flotilla_trainer.weight_groups import WeightGroups
 from flotilla_trainer.wire.settings import VOCABULARY_HEAD, first_head, head_for
 
 logger = structlog.get_logger()
 
 
-class SessionHolder:
+class SessionManager:
     """Opens and closes sessions on one gang."""
 
     def __init__(self, gang: Gang, plan: GangPlan, stack: StackConfig, activities: Activities) -> None:
         self._gang = gang
         self._plan = plan
         self._activities = activities
-        self._session: Session | FrozenSession | None = None
+        self._session: Session | ScoringSession | None = None
         self._closing: asyncio.Task[None] | None = None
         self._opening = ""
         self._opening_over = asyncio.Event()
@@ -56,7 +56,7 @@ class SessionHolder:
         self.checkpoints = Checkpoints(gang, plan.model, activities)
         self.weights = WeightGroups(gang, stack.bind, plan.rank_timeout_s, activities)
 
-    def session(self, run_id: str) -> Session | FrozenSession:
+    def session(self, run_id: str) -> Session | ScoringSession:
         """The session of this run, whatever its role."""
         if self._session is None or self._session.run_id != run_id:
             why = self._why_none if self._session is None else f"run {self._session.run_id} holds the trainer"
@@ -71,7 +71,7 @@ class SessionHolder:
     def learner(self, run_id: str) -> Session:
         """The session of this run, which has an objective and an optimizer."""
         session = self.session(run_id)
-        if isinstance(session, FrozenSession):
+        if isinstance(session, ScoringSession):
             raise FailedPrecondition(
                 f"the {self._plan.role} learns nothing",
                 where=self._plan.name,
@@ -165,7 +165,7 @@ class SessionHolder:
         self.checkpoints.give_up()
         self.weights.forget()
 
-    async def _close(self, session: Session | FrozenSession) -> None:
+    async def _close(self, session: Session | ScoringSession) -> None:
         session.end(Cancelled(f"run {session.run_id} closed its session"))
         await session.settled()
         await self.checkpoints.abandon()
@@ -189,7 +189,7 @@ class SessionHolder:
 
     async def _opened(
         self, request: pb.OpenSessionRequest, folder: Path, head: str
-    ) -> Session | FrozenSession:
+    ) -> Session | ScoringSession:
         await self._gang.wait_ready()
         frozen = request.spec.HasField("lora")
         if (folder, head, frozen) != self._pristine:
@@ -198,12 +198,12 @@ class SessionHolder:
             await self._gang.load(folder, head, frozen=frozen)
             self._pristine = (folder, head, frozen)
         self.weights.forget_epochs()
-        session: Session | FrozenSession
+        session: Session | ScoringSession
         if self._plan.role in roles.LEARNING:
             # It will change what the ranks hold.
             self._pristine = None
             session = Session(request, folder, self._gang, self._activities)
         else:
-            session = FrozenSession(request, folder, self._gang, self._activities)
+            session = ScoringSession(request, folder, self._gang, self._activities)
         await session.open()
         return session

@@ -1,7 +1,7 @@
-"""TrainerService on the wire: checks what is asked, finds the session, answers.
+"""TrainerService on the wire: checks what is asked, reads the messages of an update, finds the session, answers.
 
-Invariants: a mutating call that is repeated acts once; every refusal is a typed error; nothing in here waits for a rank
-except through the gang, so the loop stays free.
+Invariants: a mutating call that is repeated acts once; every refusal is a typed error; a group that came in pieces is
+whole again; nothing in here waits for a rank except through the gang, so the loop stays free.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from flotilla.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer
 from flotilla_core import ids
 from flotilla_core.errors import Cancelled, InvalidRequest
 from flotilla_core.version import Version
-from flotilla_trainer.once import Once
-from flotilla_trainer.session_holder import SessionHolder
-from flotilla_trainer.train_stream import read_groups, read_header
+from flotilla_trainer.front.idempotent_calls import IdempotentCalls
+from flotilla_trainer.front.session_manager import SessionManager
 
 KEPT_REPLIES = 256
 
@@ -28,9 +27,9 @@ T = TypeVar("T")
 class TrainerServicer(TrainerServiceServicer):
     """Answers the calls of the trainer's contract."""
 
-    def __init__(self, holder: SessionHolder) -> None:
+    def __init__(self, holder: SessionManager) -> None:
         self._holder = holder
-        self._replies: Once[Any] = Once(KEPT_REPLIES)
+        self._replies: IdempotentCalls[Any] = IdempotentCalls(KEPT_REPLIES)
 
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Any) -> pb.OpenSessionResponse:
         return await self._once("open", request, lambda: self._holder.open(request))
@@ -144,3 +143,31 @@ class TrainerServicer(TrainerServiceServicer):
     async def _once(self, kind: str, request: Any, act: Callable[[], Awaitable[T]]) -> T:
         reply: T = await self._replies.run(f"{kind} {request.request_id or ids.new_request_id()}", act)
         return reply
+
+
+async def read_header(requests: AsyncIterator[pb.TrainRequest]) -> pb.TrainHeader:
+    """The first message."""
+    async for request in requests:
+        if request.WhichOneof("part") == "header" and request.header.update_id:
+            return request.header
+        break
+    raise InvalidRequest("an update starts with a header that names it", where="Train")
+
+
+async def read_groups(requests: AsyncIterator[pb.TrainRequest]) -> list[pb.TrainGroup]:
+    """Whole groups, each put together from the pieces that it came in."""
+    groups: list[pb.TrainGroup] = []
+    async for request in requests:
+        for group in _chunk(request).groups:
+            goes_on = bool(groups and group.group_id) and group.group_id == groups[-1].group_id
+            if goes_on and not group.prompt_token_ids.data:
+                groups[-1].samples.MergeFrom(group.samples)
+            else:
+                groups.append(group)
+    return groups
+
+
+def _chunk(request: pb.TrainRequest) -> pb.TrainChunk:
+    if request.WhichOneof("part") != "chunk":
+        raise InvalidRequest("after the header come chunks of groups", where="Train")
+    return request.chunk
