@@ -21,7 +21,7 @@ from flotilla_trainer.batch.packing import Layout, MicroBatch, Sequences, pack
 from flotilla_trainer.front.session_settings import rank_settings
 from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
-from flotilla_trainer.rank.packed_row import PackedRow
+from flotilla_trainer.rank.packed_rows import PackedRow
 from flotilla_trainer.rank.sharded_model import ShardedModel
 from flotilla_trainer.wire.settings import SessionSettings
 

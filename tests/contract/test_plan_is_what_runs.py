@@ -21,7 +21,7 @@ from flotilla_core.errors import InvalidConfig
 from flotilla_trainer.batch.packing import Layout, Sequences, pack
 from flotilla_trainer.front.session_settings import check_spec, rank_settings
 from flotilla_trainer.rank.lora import Adapters
-from flotilla_trainer.rank.packed_row import PackedRow
+from flotilla_trainer.rank.packed_rows import PackedRow
 from flotilla_trainer.rank.policy_model import PolicyModel
 from flotilla_trainer.wire.settings import LoraSettings, SessionSettings
 

@@ -19,10 +19,8 @@ from flotilla_trainer.objective.policy import PolicyObjective
 from flotilla_trainer.objective.session_objective import session_objective
 from flotilla_trainer.objective.settings import check_objective, objective_settings
 from flotilla_trainer.objective.value import ValueUpdate
-from flotilla_trainer.rank.objective import Objective
-from flotilla_trainer.rank.objective_metrics import objective_metrics
-from flotilla_trainer.rank.rank_objective import rank_objective
-from flotilla_trainer.rank.step_metrics import metrics_of_steps
+from flotilla_trainer.rank.objective import Objective, rank_objective
+from flotilla_trainer.rank.update_metrics import metrics_of_steps, objective_metrics
 from option_pairs.made import Made
 from option_pairs.scenes import SCENES, Drawn, chosen, part_of, read_batch, scores
 from option_pairs.teachers import taught

@@ -10,12 +10,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from flotilla_trainer.rank import compiled_layers
+from flotilla_trainer.rank.activation_offload import RecomputedLayers
+from flotilla_trainer.rank.compilation import COMPILING, CompilerWatch
 from flotilla_trainer.rank.compiled_layers import CompiledLayers
-from flotilla_trainer.rank.compiler_watch import COMPILING, CompilerWatch
 from flotilla_trainer.rank.lora import Adapters
-from flotilla_trainer.rank.packed_row import PackedRow
+from flotilla_trainer.rank.packed_rows import PackedRow
 from flotilla_trainer.rank.policy_model import PolicyModel
-from flotilla_trainer.rank.recomputed_layers import RecomputedLayers
 from flotilla_trainer.wire.settings import LoraSettings
 
 pytestmark = pytest.mark.timeout(600)

@@ -23,21 +23,17 @@ from flotilla_trainer.batch.packing import Layout, MicroBatch, Sequences, pack
 from flotilla_trainer.front.session_settings import rank_settings
 from flotilla_trainer.rank import compiled_layers
 from flotilla_trainer.rank.checkpoint import RankCheckpoints
-from flotilla_trainer.rank.compiler_watch import CompilerWatch
-from flotilla_trainer.rank.frozen_copy import FrozenCopy
-from flotilla_trainer.rank.lane_probe import check_lane
+from flotilla_trainer.rank.compilation import CompilerWatch
 from flotilla_trainer.rank.mesh import RankMesh
-from flotilla_trainer.rank.objective import Objective
+from flotilla_trainer.rank.model_checks import check_sequence_parallel
+from flotilla_trainer.rank.objective import Objective, rank_objective
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
 from flotilla_trainer.rank.policy_model import PolicyModel
-from flotilla_trainer.rank.rank_objective import rank_objective
-from flotilla_trainer.rank.reference_distribution import ReferenceDistribution
-from flotilla_trainer.rank.reward_model import RewardModel
-from flotilla_trainer.rank.scoring import score
+from flotilla_trainer.rank.reference_weights import ReferenceDistribution, ReferenceWeights
+from flotilla_trainer.rank.scoring import score, values_of
 from flotilla_trainer.rank.sharded_model import ShardedModel, gathered, local
 from flotilla_trainer.rank.update import Update, finish
-from flotilla_trainer.rank.value_model import ValueModel
-from flotilla_trainer.rank.value_scoring import values_of
+from flotilla_trainer.rank.value_model import RewardModel, ValueModel
 from flotilla_trainer.wire.frames import Frame
 from flotilla_trainer.wire.settings import LoraSettings, ObjectiveSettings, SessionSettings
 
@@ -206,7 +202,7 @@ def loaded(folder: Path, case: Case) -> ShardedModel:
     compiled_layers.BACKEND = "aot_eager"  # of this rank alone, which is a process of its own
     model = ShardedModel(folder / case.model, torch.float32, mesh, CPU, kind, frozen=case.lora)
     model.load(folder / case.model)
-    check_lane(model)
+    check_sequence_parallel(model)
     if kind is not PolicyModel:
         # A head of zeros would leave the body without a gradient.
         with torch.no_grad():
@@ -241,7 +237,7 @@ def moved_reference(model: ShardedModel, objective: ObjectiveSettings) -> Refere
     """The model as it is becomes the reference, where one is asked for, and the policy goes a step away from it."""
     if not objective.keeps_reference:
         return None
-    reference = ReferenceDistribution(model, FrozenCopy(model))
+    reference = ReferenceDistribution(model, ReferenceWeights(model))
     with torch.no_grad():
         for parameter in model.parameters():
             local(parameter).mul_(1.1)

@@ -27,7 +27,7 @@ from flotilla_trainer.losses.divergence import full_divergence, teacher_divergen
 from flotilla_trainer.objective.policy import PolicyObjective
 from flotilla_trainer.objective.settings import check_objective, objective_settings
 from flotilla_trainer.rank.objective import Objective
-from flotilla_trainer.rank.objective_metrics import objective_metrics
+from flotilla_trainer.rank.update_metrics import objective_metrics
 
 VOCABULARY = 13
 TOLERANCE, LIMIT = 1e-5, 24

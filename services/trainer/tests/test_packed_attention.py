@@ -18,9 +18,9 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from flotilla_trainer.rank import packed_attention
-from flotilla_trainer.rank.packed_row import PackedRow
-from flotilla_trainer.rank.packing_probe import packing_refusal
+from flotilla_trainer.rank import packed_rows
+from flotilla_trainer.rank.model_checks import packing_refusal
+from flotilla_trainer.rank.packed_rows import PackedRow
 from flotilla_trainer.rank.policy_model import PolicyModel
 
 TOLERANCE = 1e-5
@@ -177,7 +177,7 @@ def test_rows_and_packed_rows_may_alternate(policy: PolicyModel, sequences: list
 
 def test_torch_offers_its_kernel_for_variable_lengths() -> None:
     # On GPUs speed hangs on it; a release that renames its options must not go unnoticed.
-    assert packed_attention.VARIABLE_LENGTH is not None
+    assert packed_rows.VARIABLE_LENGTH is not None
 
 
 def test_parts_of_transformers_that_are_not_public_are_there() -> None:

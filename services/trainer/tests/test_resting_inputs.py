@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from flotilla_trainer.rank.recomputed_layers import RecomputedLayers
+from flotilla_trainer.rank.activation_offload import RecomputedLayers
 
 WIDTH, TOKENS = 1024, 4096
 LAYERS = 8

@@ -26,8 +26,7 @@ from flotilla_trainer.front.session_settings import check_spec
 from flotilla_trainer.objective.pairs import after_answers
 from flotilla_trainer.objective.session_objective import session_objective
 from flotilla_trainer.objective.settings import check_objective, objective_settings
-from flotilla_trainer.rank.rank_objective import rank_objective
-from flotilla_trainer.rank.reward_objective import RewardObjective
+from flotilla_trainer.rank.objective import RewardObjective, rank_objective
 
 VOCABULARY = 13
 TOLERANCE = 1e-6

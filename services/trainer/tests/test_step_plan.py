@@ -22,7 +22,7 @@ from flotilla_trainer.front.session_settings import check_spec
 from flotilla_trainer.objective.policy import PolicyObjective
 from flotilla_trainer.objective.settings import objective_settings
 from flotilla_trainer.rank.objective import Objective
-from flotilla_trainer.rank.step_metrics import metrics_of_steps
+from flotilla_trainer.rank.update_metrics import metrics_of_steps
 
 VOCABULARY = 13
 VERSION = Version(0, 3)

@@ -22,8 +22,7 @@ from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.objective.policy import PolicyObjective
 from flotilla_trainer.objective.settings import check_objective, objective_settings
 from flotilla_trainer.objective.value import ValueUpdate
-from flotilla_trainer.rank.rank_objective import rank_objective
-from flotilla_trainer.rank.value_objective import ValueObjective
+from flotilla_trainer.rank.objective import ValueObjective, rank_objective
 
 VOCABULARY = 13
 TOLERANCE = 1e-6

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flotilla_trainer.rank import visiting_moments
-from flotilla_trainer.rank.visiting_moments import VisitingMoments
+from flotilla_trainer.rank import optimizer
+from flotilla_trainer.rank.optimizer import OptimizerOffload
 
 SHAPES = [(4, 3), (5,), (2, 2), (), (7, 1)]
 
@@ -24,10 +24,10 @@ def adamw(group: list[torch.nn.Parameter]) -> torch.optim.AdamW:
 def test_steps_in_parts_are_the_steps_of_all_at_once(
     part_elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(visiting_moments, "PART_ELEMENTS", part_elements)
+    monkeypatch.setattr(optimizer, "PART_ELEMENTS", part_elements)
     resident, visiting = parameters(), parameters()
     whole, parts = adamw(resident), adamw(visiting)
-    steps = VisitingMoments(parts, visiting)
+    steps = OptimizerOffload(parts, visiting)
     for step in range(4):
         for index, (left, right) in enumerate(zip(resident, visiting, strict=True)):
             # One parameter gets no gradient in the first steps, as experts that nothing is routed to.

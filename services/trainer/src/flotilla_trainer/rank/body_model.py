@@ -1,25 +1,113 @@
-"""A transformer as far as its last hidden states: token ids in, one vector a token out.
+"""A transformer as far as its last hidden states, and a body whose head is one number in place of the vocabulary's.
 
 Invariants: tokens come as rows padded on the right, where a causal model cannot see it, or as one packed row with its
-borders; either way no mask is built; no dropout, because rollouts and training must agree. The ranks of a lane get the
-same micro-batch and give the same answers, each having computed a part of them. What is made of the hidden states is
-the heirs', within their own forward, so that sharded parameters are whole when they are needed.
+borders; either way no mask is built; no dropout, because rollouts and training must agree. Ranks that share a row get
+the same micro-batch and give the same answers, each having computed a part of them. What is made of the hidden states
+is the heirs', within their own forward, so that sharded parameters are whole when they are needed.
+
+The names of a body with values are those of Hugging Face's token classification (the body under its own prefix,
+`score.weight` and `score.bias`), so that folders of either kind of classification with one label start it, and a folder
+of a language model does, with a head of zeros.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 
-from flotilla_trainer.rank.packed_attention import PACKED_ATTENTION
-from flotilla_trainer.rank.packed_row import PackedRow
-from flotilla_trainer.rank.sequence_lane import LANE_ATTENTION, RowPart, SequenceLane
-from flotilla_trainer.rank.value_body import ValueBody
+from flotilla_core.errors import FailedPrecondition, Mismatch
+from flotilla_trainer.rank.packed_rows import PACKED_ATTENTION, PackedRow
+from flotilla_trainer.rank.sequence_parallel import SEQUENCE_PARALLEL_ATTENTION, RowPart, SequenceParallel
 
 ROW_ATTENTION = "sdpa"
+
+HEAD = ("score.weight", "score.bias")
+WEIGHTS_FILE = "model.safetensors"
+
+
+class ValueBody(nn.Module):
+    """The body of a language model with a head of one number in place of the vocabulary's.
+
+    As much of transformers' own models as those who shard, save and score them ask for.
+    """
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self._prefix = body.base_model_prefix or "model"
+        setattr(self, self._prefix, body)
+        self.score = nn.Linear(body.config.get_text_config().hidden_size, 1, dtype=body.dtype)
+        self.config = body.config
+        self._no_split_modules = body._no_split_modules
+
+    @classmethod
+    def skeleton(cls, config: PretrainedConfig, dtype: torch.dtype) -> ValueBody:
+        """A model without numbers."""
+        return cls(AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa"))
+
+    @classmethod
+    def read(cls, folder: Path) -> tuple[ValueBody, set[str]]:
+        """The model of a folder in float32 on the host, and the names of what the folder lacks."""
+        body, report = AutoModel.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
+        )
+        model = cls(body)
+        with torch.no_grad():
+            for name in HEAD:
+                parameter, stored = model.get_parameter(name), _stored(folder, name)
+                if stored is not None and stored.shape != parameter.shape:
+                    raise Mismatch(
+                        "the folder's head gives more than one number",
+                        where=str(folder),
+                        why=f"{name} is {list(stored.shape)}, not {list(parameter.shape)}",
+                        next_step="start the critic from a model with one label, or from a language model",
+                    )
+                parameter.copy_(torch.zeros_like(parameter) if stored is None else stored)
+        return model, {f"{model._prefix}.{name}" for name in report["missing_keys"]}
+
+    @property
+    def base_model(self) -> Any:
+        """The body."""
+        return getattr(self, self._prefix)
+
+    def set_attn_implementation(self, name: str) -> None:
+        """Let the body attend so."""
+        self.base_model.set_attn_implementation(name)
+
+    def _can_set_attn_implementation(self) -> bool:
+        return bool(self.base_model._can_set_attn_implementation())
+
+    def save_pretrained(self, folder: Path, state_dict: dict[str, torch.Tensor]) -> None:
+        """Write the folder as transformers would for token classification."""
+        save_file(
+            {name: tensor.contiguous() for name, tensor in state_dict.items()},
+            folder / WEIGHTS_FILE,
+            {"format": "pt"},
+        )
+        family = type(self.base_model).__name__.removesuffix("Model")
+        config = type(self.config).from_dict(self.config.to_dict())
+        config.architectures = [f"{family}ForTokenClassification"]
+        config.num_labels = 1
+        config.dtype = str(next(iter(state_dict.values())).dtype).removeprefix("torch.")
+        config.save_pretrained(folder)
+
+
+def _stored(folder: Path, name: str) -> torch.Tensor | None:
+    """A tensor of the folder's weights, where they have it."""
+    try:
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                if name in file.keys():  # noqa: SIM118 - it is no dictionary
+                    stored: torch.Tensor = file.get_tensor(name)
+                    return stored.float()
+    except SafetensorError as error:
+        raise FailedPrecondition("the model cannot be loaded", where=str(folder), why=str(error)) from error
+    return None
 
 
 class BodyModel(nn.Module):
@@ -27,7 +115,7 @@ class BodyModel(nn.Module):
 
     causal_lm: PreTrainedModel | ValueBody
 
-    def __init__(self, causal_lm: PreTrainedModel | ValueBody, lane: SequenceLane | None = None) -> None:
+    def __init__(self, causal_lm: PreTrainedModel | ValueBody, lane: SequenceParallel | None = None) -> None:
         super().__init__()
         self.causal_lm = causal_lm
         self._lane = lane
@@ -65,7 +153,7 @@ class BodyModel(nn.Module):
 
     def _hidden_part(self, part: RowPart) -> torch.Tensor:
         given = {"position_ids": part.position_ids, "packed_row": part.row, "lane": self._lane}
-        return self._run(LANE_ATTENTION, part.tokens, given)
+        return self._run(SEQUENCE_PARALLEL_ATTENTION, part.tokens, given)
 
     def _run(self, attention: str, tokens: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
         if self.causal_lm.config._attn_implementation != attention:

@@ -1,27 +1,31 @@
 """Switching compiled layers on when the model is there, so that few updates wait for a compiler.
 
 Invariants: all ranks compile or none does; where nothing can be compiled, for want of a compiler or because of the
-model, layers run as they are and the reason is told once; a pass that broke off leaves shards gathered, so that whoever
-asked for it builds the model anew.
+model, layers run as they are and the reason is told once; a pass that broke off leaves shards gathered, so that
+whoever asked for it builds the model anew; every compilation of this process counts, also those of a backward pass
+and those that only a later micro-batch needs.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.exc import TorchDynamoException
 
 from flotilla_trainer.rank.compiled_layers import compiler_refusal, reason_of
-from flotilla_trainer.rank.compiler_watch import CompilerWatch
-from flotilla_trainer.rank.packed_row import PackedRow
+from flotilla_trainer.rank.packed_rows import PackedRow
 from flotilla_trainer.rank.policy_model import TokenScores
 from flotilla_trainer.rank.sharded_model import ShardedModel
 from flotilla_trainer.rank.value_model import ValueModel
 
 ROWS = ((37, 29), (41, 23, 5))
 """Lengths of the sequences to compile with; only a second row tells the compiler which sizes are no constants."""
+
+COMPILING = "compiling the layers"
 
 
 class Compilation:
@@ -87,3 +91,36 @@ def _one_pass(model: ShardedModel, lengths: tuple[int, ...], packed: bool) -> No
     if numbers.requires_grad:
         numbers.sum().backward()
         model.policy.zero_grad(set_to_none=True)
+
+
+class CompilerWatch:
+    """What a rank spends in the compiler: seen from outside while it lasts, counted when it is over.
+
+    Hears of every compilation from its making on.
+    """
+
+    def __init__(self, progress: Callable[[str], None]) -> None:
+        self._progress = progress
+        self._began = 0.0
+        self._seconds = 0.0
+        self._compilations = 0
+        callback_handler.register_start_callback(self._begins)
+        callback_handler.register_end_callback(self._ends)
+
+    def taken(self) -> dict[str, float]:
+        """Metrics of what was compiled since they were asked for last; none where nothing was."""
+        seconds, compilations = self._seconds, self._compilations
+        self._seconds, self._compilations = 0.0, 0
+        if not compilations:
+            return {}
+        return {"time/compile_s": seconds, "compilations": float(compilations)}
+
+    def _begins(self, _: CallbackArgs) -> None:
+        # Whoever looks sees why nothing else moves, and the watch over the ranks that this one does.
+        self._progress(COMPILING)
+        self._began = time.monotonic()
+
+    def _ends(self, _: CallbackArgs) -> None:
+        self._seconds += time.monotonic() - self._began
+        self._compilations += 1
+        self._progress("running what was compiled")

@@ -1,11 +1,14 @@
-"""The objective of one micro-batch: loss, corrections and bonuses, weighted and summed.
+"""The objective of one micro-batch, whatever its kind: loss, corrections and bonuses, weighted and summed.
 
 Invariants: weights come from the front and hold the denominators of the whole update, so nothing is averaged here; the
-gradient flows through `logprobs`, through `entropy` where it earns a bonus, through the divergences of whole
-distributions and from a teacher where these are asked for, and through nothing else.
+gradient of a policy flows through `logprobs`, through `entropy` where it earns a bonus, through the divergences of
+whole distributions and from a teacher where these are asked for, and through nothing else; sums and maxima are added up
+over micro-batches and ranks, and a weight of zero adds nothing to them, whatever its value is.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -27,14 +30,27 @@ from flotilla_trainer.losses.table import (
     not_one,
     sequence_sums,
 )
-from flotilla_trainer.losses.terms import LossTerms, weighted_sum
-from flotilla_trainer.rank.packed_row import PackedRow
+from flotilla_trainer.rank.packed_rows import PackedRow
 from flotilla_trainer.rank.policy_model import PolicyModel
-from flotilla_trainer.rank.reference_distribution import ReferenceDistribution
-from flotilla_trainer.wire.settings import FORWARD, ObjectiveSettings
+from flotilla_trainer.rank.reference_weights import ReferenceDistribution
+from flotilla_trainer.rank.value_model import RewardModel, ValueModel
+from flotilla_trainer.wire.settings import FORWARD, REWARD, VALUE, ObjectiveSettings
 from flotilla_trainer.wire.user_functions import is_user_function, load_user_function
 
 Columns = dict[str, torch.Tensor]
+
+
+class LossTerms(NamedTuple):
+    """`loss` carries the gradient; sums and maxima over its tokens are added up over micro-batches and ranks."""
+
+    loss: torch.Tensor
+    sums: dict[str, torch.Tensor]
+    maxima: dict[str, torch.Tensor]
+
+
+def weighted_sum(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The sum of weights times values, to which a weight of zero adds nothing, whatever its value is."""
+    return (weights * torch.where(weights != 0, values, 0.0)).sum()
 
 
 class Objective:
@@ -234,3 +250,66 @@ def _measure_distance(
     }
     if now.numel():
         maxima |= {"logprob_diff": difference.max(), "probs_diff": moved.max()}
+
+
+class RewardObjective:
+    """A reward model's loss on one micro-batch: rewards times the weights that the front made from the whole update.
+
+    A weighted sum of rewards.
+    """
+
+    def on(self, model: RewardModel, columns: Columns, chunk_tokens: int) -> LossTerms:
+        """What a micro-batch says; a head of one number needs no chunks."""
+        rewards = model(columns["tokens"], columns["positions"], packed_row=PackedRow.among(columns))
+        return self(rewards, columns)
+
+    def __call__(self, rewards: torch.Tensor, columns: Columns) -> LossTerms:
+        """The weighted sum over the answers of a micro-batch, and how many tokens they have."""
+        loss = weighted_sum(columns["weights"], rewards)
+        return LossTerms(loss, {"tokens": columns["answer_tokens"].sum(), "loss": loss.detach()}, {})
+
+
+class ValueObjective:
+    """A critic's loss on one micro-batch.
+
+    Half the squared distance from the returns, clipped around the old values.
+    """
+
+    def __init__(self, settings: ObjectiveSettings) -> None:
+        self._clip: float | None = settings.parameters["clip"]
+
+    def on(self, model: ValueModel, columns: Columns, chunk_tokens: int) -> LossTerms:
+        """What a micro-batch says; a head of one number needs no chunks."""
+        return self(
+            model(columns["tokens"], columns["positions"], packed_row=PackedRow.among(columns)), columns
+        )
+
+    def __call__(self, values: torch.Tensor, columns: Columns) -> LossTerms:
+        """The weighted sum over the tokens of a micro-batch, and what it says about itself."""
+        returns, weights = columns["returns"], columns["weights"]
+        losses = (values - returns).square()
+        clipped = torch.zeros_like(losses, dtype=torch.bool)
+        if self._clip is not None:
+            old = columns["old_values"]
+            bounded = (torch.clamp(values, old - self._clip, old + self._clip) - returns).square()
+            clipped = bounded > losses
+            losses = torch.maximum(losses, bounded)
+        loss = 0.5 * weighted_sum(weights, losses)
+        sums = {"tokens": torch.ones_like(losses).sum(), "clipped": clipped.sum(), "loss": loss.detach()}
+        return LossTerms(loss, sums, {})
+
+
+class RankObjective(Protocol):
+    """An objective of any kind."""
+
+    def on(self, model: Any, columns: dict[str, torch.Tensor], chunk_tokens: int) -> LossTerms:
+        """What a micro-batch says; the model is of the objective's kind, because a session's role chooses both."""
+
+
+def rank_objective(
+    settings: ObjectiveSettings, reference: ReferenceDistribution | None = None
+) -> RankObjective:
+    """Ready to be applied to micro-batches; `reference` where the session keeps one."""
+    if settings.loss == VALUE:
+        return ValueObjective(settings)
+    return RewardObjective() if settings.loss == REWARD else Objective(settings, reference)

@@ -2,7 +2,8 @@
 
 Invariants: logits exist for `chunk_tokens` tokens at a time, in the forward and again in the backward pass, never for
 all; hidden states and head are used inside this module's own forward, so that sharded parameters (tied ones too) are
-whole when they are needed.
+whole when they are needed; hidden states for the scored tokens and one head, so that whoever compares makes logits
+for as many tokens at a time as it can hold.
 """
 
 from __future__ import annotations
@@ -19,9 +20,25 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from flotilla_trainer.losses.divergence import TeacherTop, full_divergence, teacher_divergence
 from flotilla_trainer.rank.body_model import ROW_ATTENTION, BodyModel
-from flotilla_trainer.rank.packed_row import PackedRow
-from flotilla_trainer.rank.reference_states import ReferenceStates
-from flotilla_trainer.rank.sequence_lane import SequenceLane
+from flotilla_trainer.rank.packed_rows import PackedRow
+from flotilla_trainer.rank.sequence_parallel import SequenceParallel
+
+
+class ReferenceStates(NamedTuple):
+    """What is kept of the reference to say how likely it finds every token of the vocabulary.
+
+    The reference on one micro-batch; nothing of it carries a gradient.
+    """
+
+    hidden: torch.Tensor
+    """[scored tokens, hidden size], in their order."""
+    weight: torch.Tensor
+    """The head, whole."""
+    bias: torch.Tensor | None
+
+    def split(self, tokens: int) -> list[ReferenceStates]:
+        """So many tokens at a time."""
+        return [self._replace(hidden=hidden) for hidden in self.hidden.split(tokens)]
 
 
 class TokenScores(NamedTuple):
@@ -45,7 +62,7 @@ class PolicyModel(BodyModel):
 
     causal_lm: PreTrainedModel
 
-    def __init__(self, causal_lm: PreTrainedModel, lane: SequenceLane | None = None) -> None:
+    def __init__(self, causal_lm: PreTrainedModel, lane: SequenceParallel | None = None) -> None:
         super().__init__(causal_lm, lane)
         config = causal_lm.config
         self._multiplier = float(getattr(config, "logit_scale", None) or 1.0)

@@ -2,8 +2,9 @@
 
 Invariants: parameters and optimizer state are float32 whatever the forward pass computes in; gradients are reduced in
 float32 and as sums, never as means; every rank walks the parameters in the same order, because each step is a
-collective; names are those of the checkpoint, without tied duplicates. A frozen model has no gradients, and its weights
-are kept in the type that they are computed with: what learns are adapters beside them.
+collective; names are those of the checkpoint, without tied duplicates. A frozen model has no gradients, and its
+weights are kept in the type that they are computed with: what learns are adapters beside them; two bases of one model
+get the same number only where all of their parameters are equal, on any device and any number of ranks.
 """
 
 from __future__ import annotations
@@ -25,20 +26,40 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from flotilla_core.errors import FailedPrecondition, FlotillaError, Mismatch
+from flotilla_trainer.rank.activation_offload import RecomputedLayers
+from flotilla_trainer.rank.body_model import ValueBody
 from flotilla_trainer.rank.compiled_layers import CompiledLayers
-from flotilla_trainer.rank.frozen_base import BaseDigest
 from flotilla_trainer.rank.lora import Adapters
 from flotilla_trainer.rank.mesh import RankMesh
-from flotilla_trainer.rank.packing_probe import packing_refusal
+from flotilla_trainer.rank.model_checks import packing_refusal
 from flotilla_trainer.rank.peft_folder import read_adapters
 from flotilla_trainer.rank.policy_model import PolicyModel
-from flotilla_trainer.rank.recomputed_layers import RecomputedLayers
-from flotilla_trainer.rank.sequence_lane import SequenceLane
-from flotilla_trainer.rank.value_body import ValueBody
+from flotilla_trainer.rank.sequence_parallel import SequenceParallel
 from flotilla_trainer.rank.value_model import ValueModel
 from flotilla_trainer.wire.settings import LoraSettings
+from flotilla_weights.digest import pending_digest, tensor_digest
 
 HEAD_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+
+
+class BaseDigest:
+    """Which weights lie under adapters: told apart by all of their bytes.
+
+    The number of a base, from its parameters as they pass by one after the other, where they are.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[torch.Tensor] = []
+
+    def add(self, whole: torch.Tensor) -> None:
+        """The next parameter, in full; on a GPU the work is only queued."""
+        self._parts.append(pending_digest(whole))
+
+    @property
+    def number(self) -> int:
+        """For all parameters so far; 0 for none."""
+        # One bit less than the digest has: it travels as a signed number.
+        return tensor_digest(torch.stack(self._parts)) >> 1 if self._parts else 0
 
 
 class ShardedModel:
@@ -69,7 +90,7 @@ class ShardedModel:
             causal_lm.requires_grad_(False)
             for parameter in causal_lm.parameters():
                 parameter.data = parameter.data.to(dtype)
-        lane = SequenceLane(mesh.lane, mesh.place, mesh.width) if mesh.width > 1 else None
+        lane = SequenceParallel(mesh.lane, mesh.place, mesh.width) if mesh.width > 1 else None
         # Of the kind that `kind` takes, whichever it is: its own skeleton.
         self.policy = kind(cast(Any, causal_lm), lane)
         self.compiled_layers = CompiledLayers(self._layers(causal_lm))

@@ -2,27 +2,30 @@
 
 Invariants: all numbers leave a micro-batch as sums, the loss as one that is weighted already; every decision (skip,
 abort, distrust) is made from values reduced over the gang, so the ranks never part; weights change in `finish` only,
-and only where loss and gradient are finite.
+and only where loss and gradient are finite; whether the update is given up or its rollouts are refused is decided
+before a step has changed a weight; a step that is not finite is left out and named, and the others stand; an error
+after a step was made ends this process, for the weights belong to no version then.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from flotilla_core import telemetry
-from flotilla_core.errors import Mismatch
+from flotilla_core.errors import FlotillaError, Mismatch
 from flotilla_core.telemetry import names
-from flotilla_trainer.losses.terms import LossTerms
 from flotilla_trainer.rank.link import FrontLink
-from flotilla_trainer.rank.objective_metrics import MAXIMA, SUMS, objective_metrics
+from flotilla_trainer.rank.objective import LossTerms, RankObjective
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
-from flotilla_trainer.rank.rank_objective import RankObjective
 from flotilla_trainer.rank.sharded_model import ShardedModel
+from flotilla_trainer.rank.update_metrics import MAXIMA, SUMS, metrics_of_steps, objective_metrics
 from flotilla_trainer.wire.frames import Frame
 from flotilla_trainer.wire.settings import SessionSettings
 
@@ -163,3 +166,68 @@ def finish(
         )
     metrics["time/optimizer_s"] = time.monotonic() - started
     return metrics, skipped, bool(aborts)
+
+
+@dataclass
+class UpdateSteps:
+    """The optimizer steps of one update on one rank, one mini-batch after the other.
+
+    Takes the steps of one update.
+    """
+
+    optimizer: PolicyOptimizer
+    device: torch.device
+    accumulated: Callable[[Frame, range], Update]
+    """Forward and backward over some micro-batches of the command."""
+    aborted: Callable[[], bool]
+    """Whether somebody wants the update to be given up."""
+    _made: list[dict[str, float]] = field(default_factory=list)
+    _skipped: list[dict[str, float]] = field(default_factory=list)
+    _reasons: list[str] = field(default_factory=list)
+
+    def take(self, command: Frame) -> dict[str, Any]:
+        """All of them, or as many as are finite: the answer to the command."""
+        first, sizes = 0, command.fields["steps"]
+        for number, size in enumerate(sizes, 1):
+            place = f"step {number} of {len(sizes)}"
+            try:
+                aborted = self._one(command, range(first, first + size), place if len(sizes) > 1 else "")
+            except FlotillaError as error:
+                if self._made:
+                    raise RuntimeError(f"{place} failed after others were made") from error
+                raise
+            if aborted:
+                return self._answer(aborted=True)
+            first += size
+        return self._answer(aborted=False)
+
+    def _one(self, command: Frame, part: range, place: str) -> bool:
+        """Take one step or skip it; whether the update was given up instead."""
+        started = time.monotonic()
+        update = self.accumulated(command, part)
+        elapsed = time.monotonic() - started
+        untouched = not self._made
+        metrics, skipped, aborted = finish(
+            update,
+            self.optimizer,
+            command.fields["learning_rate"],
+            untouched and self.aborted(),
+            self.device,
+            judged=untouched,
+        )
+        metrics["time/forward_backward_s"] = elapsed
+        if skipped or aborted:
+            self._skipped.append(metrics)
+            self._reasons.append(f"{place}: {skipped}" if place else skipped)
+        else:
+            self._made.append(metrics)
+        return aborted
+
+    def _answer(self, *, aborted: bool) -> dict[str, Any]:
+        metrics = metrics_of_steps(self._made or self._skipped)
+        return {
+            "metrics": metrics | {"optimizer/steps": float(len(self._made))},
+            "skipped": "" if self._made else "; ".join(self._reasons),
+            "skipped_steps": self._reasons if self._made else [],
+            "aborted": aborted,
+        }

@@ -1,20 +1,25 @@
-"""The value model as training sees it: token ids in, what reward is expected at given places out.
+"""Models with a head of one number as training sees them: a critic's values at given places, a reward model's rewards.
 
 Invariants: a value is float32 and comes from the hidden state of the token before the one that it is about, so it knows
-nothing of that one; the head is kept and applied in float32 whatever the body computes in.
+nothing of that one; the head is kept and applied in float32 whatever the body computes in. A reward model is
+transformers' own sequence classification with one label: the reward of a sequence is the value after its last token;
+the head has no offset, which no comparison could teach it; a folder of a language model starts it with a head of zeros.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
-from flotilla_trainer.rank.body_model import BodyModel
-from flotilla_trainer.rank.packed_row import PackedRow
-from flotilla_trainer.rank.value_body import ValueBody
+from flotilla_core.errors import FailedPrecondition
+from flotilla_trainer.rank.body_model import ROW_ATTENTION, BodyModel, ValueBody
+from flotilla_trainer.rank.packed_rows import PackedRow
+
+HEAD = "score.weight"
 
 
 class ValueModel(BodyModel):
@@ -55,3 +60,56 @@ class ValueModel(BodyModel):
         head = self.causal_lm.score
         assert isinstance(head, nn.Linear), "skeletons without one are refused"
         return head
+
+
+class RewardModel(ValueModel):
+    """The reward model as training sees it: transformers' own sequence classification with one label.
+
+    A value model whose values count after the last token alone.
+    """
+
+    @staticmethod
+    def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+        """What is inside, without numbers."""
+        config.num_labels = 1
+        config.pad_token_id = _padding(config)
+        try:
+            model: PreTrainedModel = AutoModelForSequenceClassification.from_config(
+                config, dtype=dtype, attn_implementation=ROW_ATTENTION
+            )
+        except ValueError as error:
+            raise _cannot(config, str(error).partition("\n")[0]) from error
+        if not isinstance(getattr(model, "score", None), nn.Linear):
+            raise _cannot(config, f"{type(model).__name__} has no linear head named score")
+        return model
+
+    @staticmethod
+    def read(folder: Path) -> tuple[PreTrainedModel, set[str]]:
+        """What a folder has of it, in float32 on the host, and the names of what it lacks but the head."""
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            folder,
+            num_labels=1,
+            dtype=torch.float32,
+            attn_implementation=ROW_ATTENTION,
+            output_loading_info=True,
+        )
+        lacking = set(report["missing_keys"])
+        if HEAD in lacking:
+            with torch.no_grad():
+                model.score.weight.zero_()
+        return model, lacking - {HEAD}
+
+
+def _padding(config: PretrainedConfig) -> int | None:
+    """The token that classification leaves out at the end; never one that ends answers, whose value is the reward."""
+    ends: Any = config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    return None if config.pad_token_id in ends else config.pad_token_id
+
+
+def _cannot(config: PretrainedConfig, why: str) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"a model of type {config.model_type} cannot become a reward model",
+        why=why,
+        next_step="use a model that transformers knows as AutoModelForSequenceClassification",
+    )

@@ -23,22 +23,18 @@ from flotilla_core.telemetry import names
 from flotilla_trainer.rank.checkpoint import RankCheckpoints
 from flotilla_trainer.rank.compilation import Compilation
 from flotilla_trainer.rank.export import export
-from flotilla_trainer.rank.frozen_copy import FrozenCopy
-from flotilla_trainer.rank.lane_probe import check_lane
 from flotilla_trainer.rank.link import FrontLink
 from flotilla_trainer.rank.mesh import RankMesh
+from flotilla_trainer.rank.model_checks import check_sequence_parallel
+from flotilla_trainer.rank.objective import RankObjective, rank_objective
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
 from flotilla_trainer.rank.policy_model import PolicyModel
 from flotilla_trainer.rank.publisher import Publisher
-from flotilla_trainer.rank.rank_objective import RankObjective, rank_objective
-from flotilla_trainer.rank.reference_distribution import ReferenceDistribution
-from flotilla_trainer.rank.reward_model import RewardModel
-from flotilla_trainer.rank.scoring import score
+from flotilla_trainer.rank.reference_weights import ReferenceDistribution, ReferenceWeights
+from flotilla_trainer.rank.scoring import score, values_of
 from flotilla_trainer.rank.sharded_model import ShardedModel, gathered
-from flotilla_trainer.rank.update import Update, finish
-from flotilla_trainer.rank.update_steps import UpdateSteps
-from flotilla_trainer.rank.value_model import ValueModel
-from flotilla_trainer.rank.value_scoring import values_of
+from flotilla_trainer.rank.update import Update, UpdateSteps, finish
+from flotilla_trainer.rank.value_model import RewardModel, ValueModel
 from flotilla_trainer.wire.frames import Array, Frame
 from flotilla_trainer.wire.settings import (
     REWARD_HEAD,
@@ -78,7 +74,7 @@ class RankWorker:
         self._settings: SessionSettings | None = None
         self._objective: RankObjective | None = None
         self._optimizer: PolicyOptimizer | None = None
-        self._reference: FrozenCopy | None = None
+        self._reference: ReferenceWeights | None = None
         self._distribution: ReferenceDistribution | None = None
         self._pending: Update | None = None
         link.urgent("abort_group", lambda frame: self._publisher.abort(frame.fields["why"]))
@@ -126,7 +122,7 @@ class RankWorker:
         self._folder = folder
         self._link.progress("checking the head")
         self._model.check_head()
-        check_lane(self._model)
+        check_sequence_parallel(self._model)
         facts = self._model.packing_facts()
         facts |= self._compile(folder, packed=not facts["packing_refusal"])
         config = self._model.causal_lm.config
@@ -148,7 +144,7 @@ class RankWorker:
         self._model.recomputed_layers.inputs_rest_on_host = settings.activation_offload
         self._optimizer = PolicyOptimizer(self._model, self._settings)
         self._pending = None
-        self._reference = FrozenCopy(self._model) if self._settings.objective.keeps_reference else None
+        self._reference = ReferenceWeights(self._model) if self._settings.objective.keeps_reference else None
         self._distribution = None
         if self._reference is not None:
             self._distribution = ReferenceDistribution(self._model, self._reference)

@@ -1,11 +1,13 @@
-"""Metrics of an update from its sums over all tokens of all ranks.
+"""Metrics of an update: from its sums over all tokens of all ranks, and of several optimizer steps from those of each.
 
-Invariant: a metric is there on every rank or on none, because the same columns come to all of them.
+Invariants: a metric is there on every rank or on none, because the same columns come to all of them; how far the
+generator is from the trainer is said by the first step alone, for that step moves the policy.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 SUMS = (
     "loss",
@@ -33,6 +35,17 @@ MAXIMA = ("logprob_diff", "probs_diff")
 
 FRESH_ENOUGH = 0.5
 """Share of the tokens that the trained version has to have written before generator and trainer can be compared."""
+
+BEFORE_ANY_STEP = (
+    "logprob_diff/mean",
+    "logprob_diff/max",
+    "probs_diff/mean",
+    "probs_diff/max",
+    "probs_diff/fresh",
+    "rollout_kl",
+    "rollout_correlation",
+    "tokens/fresh_share",
+)
 
 
 def objective_metrics(totals: dict[str, float], peaks: dict[str, float], names: set[str]) -> dict[str, float]:
@@ -71,3 +84,15 @@ def _correlation(totals: dict[str, float]) -> float:
     if not (variance_p > 0 and variance_q > 0):
         return 1.0
     return (totals["products"] / tokens - mean_p * mean_q) / math.sqrt(variance_p * variance_q)
+
+
+def metrics_of_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Times and tokens of all steps together, means of everything else."""
+    first = steps[0]
+    metrics = {}
+    for name in first:
+        values = [step[name] for step in steps if name in step]
+        total = sum(values)
+        adds_up = name == "tokens/trained" or name.startswith("time/")
+        metrics[name] = total if adds_up else total / len(values)
+    return metrics | {name: first[name] for name in BEFORE_ANY_STEP if name in first}

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AttentionInterface
 
-from flotilla_trainer.rank.packed_attention import Heads, outside_graphs, packed_attention
-from flotilla_trainer.rank.packed_row import PackedRow
+from flotilla_trainer.rank.packed_rows import Heads, PackedRow, outside_graphs, packed_attention
 
-LANE_ATTENTION = "flotilla_lane"
+SEQUENCE_PARALLEL_ATTENTION = "flotilla_lane"
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class RowPart:
         return ((behind >= 0) & (behind < self.tokens.shape[1])).nonzero()[:, 0]
 
 
-class SequenceLane:
+class SequenceParallel:
     """One rank's end of its lane."""
 
     def __init__(self, group: dist.ProcessGroup, place: int, width: int) -> None:
@@ -123,7 +122,7 @@ def _exchanged(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 @outside_graphs
-def lane_attention(
+def sequence_parallel_attention(
     module: nn.Module,
     query: Heads,
     key: Heads,
@@ -131,7 +130,7 @@ def lane_attention(
     attention_mask: torch.Tensor | None,
     *,
     packed_row: PackedRow,
-    lane: SequenceLane,
+    lane: SequenceParallel,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """[1, part, heads, size] of causal attention within the sequences of the whole row."""
@@ -140,4 +139,4 @@ def lane_attention(
     return lane.by_tokens(output), None
 
 
-AttentionInterface.register(LANE_ATTENTION, lane_attention)
+AttentionInterface.register(SEQUENCE_PARALLEL_ATTENTION, sequence_parallel_attention)

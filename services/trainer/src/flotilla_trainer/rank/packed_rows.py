@@ -1,22 +1,23 @@
-"""Attention inside each sequence of a packed row, as transformers calls it.
+"""Several sequences one after the other in one row, and attention inside each of them, as transformers calls it.
 
-Invariants: no token sees another sequence, by construction and not by a mask over the whole row; memory grows with the
-tokens and, at most, the square of one sequence. Half precision on GPUs takes torch's variable-length kernel where torch
-has it; everything else takes the dense kernels, one call for each run of equally long sequences.
+Invariants: positions restart at zero with every sequence, so that a model cannot tell a packed sequence from a lone
+one; no token sees another sequence, by construction and not by a mask over the whole row; memory grows with the tokens
+and, at most, the square of one sequence. Half precision on GPUs takes torch's variable-length kernel where torch has
+it; everything else takes the dense kernels, one call for each run of equally long sequences.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
-
-from flotilla_trainer.rank.packed_row import PackedRow
 
 PACKED_ATTENTION = "flotilla_packed"
 HALVES = (torch.bfloat16, torch.float16)
@@ -26,6 +27,50 @@ Heads = torch.Tensor
 Attention = TypeVar("Attention", bound=Callable[..., Any])
 outside_graphs: Callable[[Attention], Attention] = torch.compiler.disable
 """For attention that no compiler may look into; torch gives it no types."""
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """Several sequences one after the other in one row, and where each of them lies.
+
+    Borders of the sequences of one row, on the host for shapes and on the device for kernels.
+    """
+
+    lengths: tuple[int, ...]
+    borders: torch.Tensor
+    """[sequences + 1] where each sequence begins, and the end, as int32."""
+    position_ids: torch.Tensor
+    """[1, tokens] place of each token within its sequence."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> PackedRow:
+        """A row of sequences of these lengths."""
+        counts = torch.tensor(lengths)
+        ends = counts.cumsum(0)
+        starts = ends - counts
+        places = torch.arange(int(ends[-1])) - starts.repeat_interleave(counts)
+        borders = torch.nn.functional.pad(ends, (1, 0)).int()
+        return cls(tuple(counts.tolist()), borders.to(device), places[None].to(device))
+
+    @classmethod
+    def among(cls, columns: dict[str, torch.Tensor]) -> PackedRow | None:
+        """The row that the columns of a micro-batch describe; None where its rows are padded."""
+        lengths = columns.get("packed_lengths")
+        return None if lengths is None else cls.of(lengths.tolist(), columns["tokens"].device)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.lengths)
+
+    def runs(self) -> list[tuple[int, int, int]]:
+        """Neighbours of equal length as (first token, sequences, length), which one dense call can take together."""
+        runs, start = [], 0
+        for length, neighbours in groupby(self.lengths):
+            count = len(list(neighbours))
+            runs.append((start, count, length))
+            start += count * length
+        return runs
 
 
 @outside_graphs
@@ -132,4 +177,6 @@ VARIABLE_LENGTH = _variable_length_kernel()
 NAMES_GROUPED_HEADS = (
     VARIABLE_LENGTH is not None and "enable_gqa" in inspect.signature(VARIABLE_LENGTH).parameters
 )
+
+
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

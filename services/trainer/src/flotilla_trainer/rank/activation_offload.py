@@ -1,0 +1,69 @@
+"""Activation checkpointing: a layer keeps its input, on the device or in host memory, and computes the rest again.
+
+Invariants: off until a session asks for it, and without effect where there is no backward pass; numbers never change,
+because nothing in a layer is random, and an input comes back from the host bit for bit; a copy out runs beside the
+layers that go on computing, and is done before its copy back begins; what is in host memory already, as everything is
+without an accelerator, stays there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class RecomputedLayers:
+    """Layers that can forget what they computed."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self.on = False
+        self.inputs_rest_on_host = False
+        self._inputs = ActivationOffload()
+        for layer in layers:
+            # Inside the hooks that gather a layer's shards, so that its weights are whole when it computes again.
+            layer.forward = partial(self._forward, layer.forward)
+
+    def _forward(self, forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+        if not (self.on and torch.is_grad_enabled()):
+            return forward(*inputs, **options)
+        with self._inputs.keeping() if self.inputs_rest_on_host else nullcontext():
+            return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
+
+
+class ActivationOffload:
+    """The inputs of recomputed layers in host memory, from the forward pass until the backward pass asks for them.
+
+    Takes what autograd keeps to the host, and brings it back.
+    """
+
+    def __init__(self) -> None:
+        self._outward: torch.cuda.Stream | None = None
+
+    def keeping(self) -> AbstractContextManager[object]:
+        """What is saved for the backward pass inside the block rests on the host."""
+        return torch.autograd.graph.saved_tensors_hooks(self._put_away, self._fetch)
+
+    def _put_away(self, tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+        if not tensor.is_cuda:
+            return tensor.device, tensor
+        if self._outward is None:
+            self._outward = torch.cuda.Stream(tensor.device)
+        resting = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._outward.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._outward):
+            resting.copy_(tensor, non_blocking=True)
+        # Its memory is not given to another tensor before the copy has been made.
+        tensor.record_stream(self._outward)
+        return tensor.device, resting
+
+    def _fetch(self, kept: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+        device, resting = kept
+        if self._outward is not None and device.type == "cuda":
+            torch.cuda.current_stream().wait_stream(self._outward)
+        return resting.to(device, non_blocking=True)
