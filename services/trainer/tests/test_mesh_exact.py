@@ -202,7 +202,7 @@ def loaded(folder: Path, case: Case) -> ShardedModel:
     compiled_layers.BACKEND = "aot_eager"  # of this rank alone, which is a process of its own
     model = ShardedModel(folder / case.model, torch.float32, mesh, CPU, kind, frozen=case.lora)
     model.load(folder / case.model)
-    check_sequence_parallel(model)
+    check_sequence_parallel(model.policy, model.mesh.width, model.dtype, model.device)
     if kind is not PolicyModel:
         # A head of zeros would leave the body without a gradient.
         with torch.no_grad():

@@ -112,7 +112,7 @@ def gang() -> RecordingGang:
 
 
 @pytest.fixture
-def holder(gang: RecordingGang, tmp_path: Path) -> SessionManager:
+def manager(gang: RecordingGang, tmp_path: Path) -> SessionManager:
     stack = StackConfig(model=tmp_path)
     plan = GangPlan.of_stack(stack, "trainer-0", "trainer-0-test", tmp_path, tmp_path)
     made = SessionManager(cast(Gang, gang), plan, stack, Activities())
@@ -122,37 +122,37 @@ def holder(gang: RecordingGang, tmp_path: Path) -> SessionManager:
     return made
 
 
-async def training(holder: SessionManager, gang: RecordingGang) -> asyncio.Task[pb.UpdateResult]:
+async def training(manager: SessionManager, gang: RecordingGang) -> asyncio.Task[pb.UpdateResult]:
     """An update that scores with the reference."""
-    update = asyncio.create_task(holder.session("a").updates.train(HEADER, groups()))
+    update = asyncio.create_task(manager.session("a").updates.train(HEADER, groups()))
     await asyncio.wait_for(gang.scoring.wait(), LIMIT_S)
     return update
 
 
 async def test_the_update_of_a_closed_session_never_reaches_the_ranks(
-    holder: SessionManager, gang: RecordingGang
+    manager: SessionManager, gang: RecordingGang
 ) -> None:
-    update = await training(holder, gang)
-    closing = asyncio.create_task(holder.close("a"))
+    update = await training(manager, gang)
+    closing = asyncio.create_task(manager.close("a"))
     await asyncio.sleep(0)
-    assert not closing.done() and holder.session("a").run_id == "a"
+    assert not closing.done() and manager.session("a").run_id == "a"
     gang.gate.set()
     await asyncio.wait_for(closing, LIMIT_S)
     with pytest.raises(Cancelled, match="run a closed its session"):
         await update
     assert gang.commands == ["score"]
     with pytest.raises(FailedPrecondition, match="run a closed it"):
-        holder.session("a")
+        manager.session("a")
 
 
 async def test_a_close_whose_caller_goes_away_comes_to_its_end(
-    holder: SessionManager, gang: RecordingGang
+    manager: SessionManager, gang: RecordingGang
 ) -> None:
-    update = await training(holder, gang)
-    first = asyncio.create_task(holder.close("a"))
+    update = await training(manager, gang)
+    first = asyncio.create_task(manager.close("a"))
     await asyncio.sleep(0)
     first.cancel()
-    again = asyncio.create_task(holder.close("a"))
+    again = asyncio.create_task(manager.close("a"))
     gang.gate.set()
     await asyncio.wait_for(again, LIMIT_S)
     with pytest.raises(Cancelled):
@@ -160,109 +160,109 @@ async def test_a_close_whose_caller_goes_away_comes_to_its_end(
 
 
 async def test_a_session_that_is_closing_keeps_the_next_one_waiting_until_it_is_done(
-    holder: SessionManager, gang: RecordingGang
+    manager: SessionManager, gang: RecordingGang
 ) -> None:
-    update = await training(holder, gang)
-    closing = asyncio.create_task(holder.close("a"))
+    update = await training(manager, gang)
+    closing = asyncio.create_task(manager.close("a"))
     await asyncio.sleep(0)
     next_run = pb.OpenSessionRequest(run_id="b", spec=opened_specification())
-    opening = asyncio.create_task(holder.open(next_run))
+    opening = asyncio.create_task(manager.open(next_run))
     done, _ = await asyncio.wait({opening}, timeout=0)
     assert not done and gang.commands == ["score"]
     gang.gate.set()
     await asyncio.wait_for(opening, LIMIT_S)
     assert closing.done() and gang.commands == ["score", "open_session"]
-    assert holder.session("b").run_id == "b"
+    assert manager.session("b").run_id == "b"
     with pytest.raises(Cancelled):
         await update
 
 
 async def test_a_session_whose_close_was_given_up_can_be_closed_again(
-    holder: SessionManager, gang: RecordingGang, monkeypatch: pytest.MonkeyPatch
+    manager: SessionManager, gang: RecordingGang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    update = await training(holder, gang)
+    update = await training(manager, gang)
     monkeypatch.setattr(gang, "slow_timeout_s", 0.0)
     with pytest.raises(DeadlineExceeded, match="cannot be closed"):
-        await holder.close("a")
+        await manager.close("a")
     with pytest.raises(FailedPrecondition, match="run a holds the trainer"):
-        await holder.open(pb.OpenSessionRequest(run_id="b", spec=opened_specification()))
+        await manager.open(pb.OpenSessionRequest(run_id="b", spec=opened_specification()))
     monkeypatch.setattr(gang, "slow_timeout_s", LIMIT_S)
     gang.gate.set()
-    await asyncio.wait_for(holder.close("a"), LIMIT_S)
+    await asyncio.wait_for(manager.close("a"), LIMIT_S)
     await asyncio.wait_for(
-        holder.open(pb.OpenSessionRequest(run_id="b", spec=opened_specification())), LIMIT_S
+        manager.open(pb.OpenSessionRequest(run_id="b", spec=opened_specification())), LIMIT_S
     )
     with pytest.raises(Cancelled):
         await update
 
 
 async def test_the_update_of_a_lost_session_never_reaches_the_next_gang(
-    holder: SessionManager, gang: RecordingGang
+    manager: SessionManager, gang: RecordingGang
 ) -> None:
-    update = await training(holder, gang)
-    holder.gang_lost(Unavailable("rank 0 died"))
+    update = await training(manager, gang)
+    manager.gang_lost(Unavailable("rank 0 died"))
     gang.gate.set()
     with pytest.raises(Unavailable, match="rank 0 died"):
         await asyncio.wait_for(update, LIMIT_S)
     assert gang.commands == ["score"]
 
 
-async def test_a_lost_session_publishes_no_checkpoint_after_its_close(holder: SessionManager) -> None:
+async def test_a_lost_session_publishes_no_checkpoint_after_its_close(manager: SessionManager) -> None:
     writing = asyncio.create_task(asyncio.Event().wait())
-    holder.checkpoints._writing = cast(Any, writing)
-    holder.gang_lost(Unavailable("rank 0 died"))
-    await asyncio.wait_for(holder.close("a"), LIMIT_S)
+    manager.checkpoints._writing = cast(Any, writing)
+    manager.gang_lost(Unavailable("rank 0 died"))
+    await asyncio.wait_for(manager.close("a"), LIMIT_S)
     assert writing.cancelled()
 
 
-async def left_opening(holder: SessionManager, gang: RecordingGang) -> asyncio.Task[pb.OpenSessionResponse]:
+async def left_opening(manager: SessionManager, gang: RecordingGang) -> asyncio.Task[pb.OpenSessionResponse]:
     """An opening that goes on although whoever asked for it is gone."""
-    holder._session = None
+    manager._session = None
     gang.opens.clear()
     request = pb.OpenSessionRequest(run_id="a", spec=opened_specification())
-    opening = asyncio.create_task(holder.open(request))
+    opening = asyncio.create_task(manager.open(request))
     await asyncio.wait_for(gang.opening.wait(), LIMIT_S)
     return opening
 
 
 async def test_after_the_close_of_a_session_that_was_opening_the_next_one_opens(
-    holder: SessionManager, gang: RecordingGang
+    manager: SessionManager, gang: RecordingGang
 ) -> None:
-    opening = await left_opening(holder, gang)
+    opening = await left_opening(manager, gang)
     again = pb.OpenSessionRequest(run_id="a", lineage=1, spec=opened_specification())
     with pytest.raises(FailedPrecondition, match="run a holds the trainer"):
-        await holder.open(again)
-    closing = asyncio.create_task(holder.close("a"))
+        await manager.open(again)
+    closing = asyncio.create_task(manager.close("a"))
     done, _ = await asyncio.wait({closing}, timeout=0)
     assert not done
     gang.opens.set()
     await asyncio.wait_for(closing, LIMIT_S)
-    reply = await asyncio.wait_for(holder.open(again), LIMIT_S)
+    reply = await asyncio.wait_for(manager.open(again), LIMIT_S)
     assert reply.policy_version.lineage == 1
     with pytest.raises(Cancelled, match="before it was open"):
         await opening
-    assert holder.session("a").version.lineage == 1, "the one that was given up left the next one alone"
+    assert manager.session("a").version.lineage == 1, "the one that was given up left the next one alone"
 
 
 async def test_a_close_says_so_when_the_opening_does_not_end(
-    holder: SessionManager, gang: RecordingGang, monkeypatch: pytest.MonkeyPatch
+    manager: SessionManager, gang: RecordingGang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opening = await left_opening(holder, gang)
+    opening = await left_opening(manager, gang)
     monkeypatch.setattr(gang, "slow_timeout_s", 0.0)
     with pytest.raises(DeadlineExceeded, match="opening cannot be closed"):
-        await holder.close("a")
+        await manager.close("a")
     monkeypatch.setattr(gang, "slow_timeout_s", LIMIT_S)
-    again = asyncio.create_task(holder.close("a"))
+    again = asyncio.create_task(manager.close("a"))
     gang.opens.set()
     await asyncio.wait_for(again, LIMIT_S)
     with pytest.raises(Cancelled):
         await opening
     with pytest.raises(FailedPrecondition, match="has no session"):
-        holder.session("a")
+        manager.session("a")
 
 
 async def test_a_close_ends_with_an_opening_that_fails(
-    holder: SessionManager, gang: RecordingGang, monkeypatch: pytest.MonkeyPatch
+    manager: SessionManager, gang: RecordingGang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def no_rank(*_: Any, **__: Any) -> list[Frame]:
         gang.opening.set()
@@ -270,8 +270,8 @@ async def test_a_close_ends_with_an_opening_that_fails(
         raise Unavailable("rank 0 died")
 
     monkeypatch.setattr(gang, "command", no_rank)
-    opening = await left_opening(holder, gang)
-    closing = asyncio.create_task(holder.close("a"))
+    opening = await left_opening(manager, gang)
+    closing = asyncio.create_task(manager.close("a"))
     gang.opens.set()
     await asyncio.wait_for(closing, LIMIT_S)
     with pytest.raises(Unavailable, match="rank 0 died"):

@@ -77,7 +77,7 @@ class Trainer:
     """The front, its gang and a client."""
 
     gang: Gang
-    holder: SessionManager
+    manager: SessionManager
     activities: Activities
     stub: Any
     model: Path
@@ -125,7 +125,7 @@ class Trainer:
 
     async def gradient(self, groups: list[pb.TrainGroup]) -> tuple[dict[str, float], dict[str, np.ndarray]]:
         """Metrics and the whole gradient of a batch, through the path that Train takes; no step follows."""
-        session = self.holder.session(self.run_id)
+        session = self.manager.session(self.run_id)
         prepared = await session._preparation.of(
             "gradients", groups, session.version, session._progress.objective
         )
@@ -300,7 +300,7 @@ def overflowing(groups: list[pb.TrainGroup]) -> list[pb.TrainGroup]:
 
 @asynccontextmanager
 async def running_trainer(
-    model: Path, logs: Path, nursery: RankForkServer, *, name: str = "trainer", **gang_config: Any
+    model: Path, logs: Path, fork_server: RankForkServer, *, name: str = "trainer", **gang_config: Any
 ) -> AsyncIterator[Trainer]:
     """The gang that goes by this name: the policy's, or that of another role."""
     stack = StackConfig(model=model, **{name: gang_config})
@@ -309,13 +309,13 @@ async def running_trainer(
 
     def on_lost(error: FlotillaError) -> None:
         lost.append(error)
-        holder.gang_lost(error)
+        manager.gang_lost(error)
 
     activities = Activities()
-    gang = Gang(plan, nursery, lost=on_lost, beyond_help=lost.append)
-    holder = SessionManager(gang, plan, stack, activities)
+    gang = Gang(plan, fork_server, lost=on_lost, beyond_help=lost.append)
+    manager = SessionManager(gang, plan, stack, activities)
     server = rpc.RpcServer(BindConfig(), token="secret")
-    server.add(add_TrainerServiceServicer_to_server, TrainerServicer(holder), SERVICE_NAME)
+    server.add(add_TrainerServiceServicer_to_server, TrainerServicer(manager), SERVICE_NAME)
     async with AsyncExitStack() as stack_of_exits:
         address = await server.start()
         stack_of_exits.push_async_callback(server.stop, 0)
@@ -323,25 +323,27 @@ async def running_trainer(
         await gang.start()
         channel = rpc.connect(address, token="secret")
         stack_of_exits.push_async_callback(channel.close)
-        yield Trainer(gang, holder, activities, TrainerServiceStub(channel), model, lost)
+        yield Trainer(gang, manager, activities, TrainerServiceStub(channel), model, lost)
 
 
 @pytest.fixture(scope="session")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankForkServer]:
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankForkServer]:
     """All gangs come from one: what it imports is the same for all of them."""
-    shared = RankForkServer(dict(os.environ), tmp_path_factory.mktemp("nursery") / "nursery.log")
+    shared = RankForkServer(dict(os.environ), tmp_path_factory.mktemp("fork-server") / "fork-server.log")
     yield shared
     shared.close()
 
 
 @pytest.fixture(scope="session")
-def start_trainer(tmp_path_factory: pytest.TempPathFactory, nursery: RankForkServer) -> Callable[..., Any]:
+def start_trainer(
+    tmp_path_factory: pytest.TempPathFactory, fork_server: RankForkServer
+) -> Callable[..., Any]:
     """Starts trainers with chosen configuration."""
 
-    def start(seed: int = 1, *, own_nursery: RankForkServer | None = None, **gang_config: Any) -> Any:
+    def start(seed: int = 1, *, own_fork_server: RankForkServer | None = None, **gang_config: Any) -> Any:
         model = make_model(tmp_path_factory.mktemp("model"), seed)
         logs = tmp_path_factory.mktemp("logs")
-        return running_trainer(model, logs, own_nursery or nursery, **gang_config)
+        return running_trainer(model, logs, own_fork_server or fork_server, **gang_config)
 
     return start
 

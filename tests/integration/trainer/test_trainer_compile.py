@@ -28,9 +28,11 @@ async def test_a_host_without_a_compiler_trains_and_the_reason_is_shown(
     groups = groups_of([2, 1])
     async with AsyncExitStack() as exits:
         # Which compiler there is, is looked up by the import.
-        nursery = RankForkServer(dict(os.environ), tmp_path / "nursery.log")
-        exits.callback(nursery.close)
-        trainer = await exits.enter_async_context(start_trainer(own_nursery=nursery, nproc=1, compile="on"))
+        fork_server = RankForkServer(dict(os.environ), tmp_path / "fork-server.log")
+        exits.callback(fork_server.close)
+        trainer = await exits.enter_async_context(
+            start_trainer(own_fork_server=fork_server, nproc=1, compile="on")
+        )
         (check,) = compiler_check(trainer.gang.facts)
         assert check.status == operate_pb2.CHECK_STATUS_WARNING
         assert "no-such-compiler" in check.finding

@@ -138,7 +138,7 @@ async def test_an_aborted_update_leaves_the_version(pair: Any, groups_of: MakeGr
     await pair.open(tokens_per_microbatch=1)
     groups = groups_of([40, 40])
     running = asyncio.create_task(pair.train(0, groups))
-    session = pair.holder.session(pair.run_id)
+    session = pair.manager.session(pair.run_id)
     async with asyncio.timeout(20):
         while not session.updates.running:
             await asyncio.sleep(0.01)
@@ -153,7 +153,7 @@ async def test_weights_are_never_labelled_with_the_version_before_a_running_upda
 ) -> None:
     await pair.open(tokens_per_microbatch=1)
     running = asyncio.create_task(pair.train(0, groups_of([20, 20])))
-    session = pair.holder.session(pair.run_id)
+    session = pair.manager.session(pair.run_id)
     async with asyncio.timeout(20):
         while not session.updates.running:
             await asyncio.sleep(0.01)

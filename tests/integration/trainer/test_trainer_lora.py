@@ -315,7 +315,7 @@ async def test_the_reference_is_the_model_without_its_adapters(
     for step in range(2):
         metrics = (await trainer.train(step, groups)).metrics
     assert metrics["kl/mean"] > 1e-3
-    session = trainer.holder.session(trainer.run_id)
+    session = trainer.manager.session(trainer.run_id)
     batch = UpdateBatch.read(groups, session._ranks.limits, session.version)
     reference = await session._preparation._logprobs(batch, session._progress.objective, reference=True)
     np.testing.assert_array_equal(reference, base)

@@ -50,8 +50,8 @@ class TrainerService:
             telemetry.endpoints(),
             host.token,
         )
-        self._nursery = RankForkServer(self._plan.environment(), self._plan.log_path(0))
-        self._gang = Gang(self._plan, self._nursery, lost=self._lost, beyond_help=host.failed)
+        self._fork_server = RankForkServer(self._plan.environment(), self._plan.log_path(0))
+        self._gang = Gang(self._plan, self._fork_server, lost=self._lost, beyond_help=host.failed)
         self._holder = SessionManager(self._gang, self._plan, host.stack, host.activities)
 
     def add_to(self, server: rpc.RpcServer) -> None:
@@ -112,7 +112,7 @@ class TrainerService:
     async def stop(self) -> None:
         """End the ranks."""
         await self._gang.stop()
-        self._nursery.close()
+        self._fork_server.close()
 
     def _lost(self, error: FlotillaError) -> None:
         self._holder.gang_lost(error)

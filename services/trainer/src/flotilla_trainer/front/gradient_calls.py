@@ -106,7 +106,7 @@ class GradientCalls:
                 self._pending.clear(forget=True)
                 raise
             metrics: dict[str, float] = answers[0].fields["metrics"]
-            share = objective.facts_share(prepared.batch)
+            share = objective.metric_weight(prepared.batch)
             self._pending.add(objective.unit, units, prepared.batch.sample_ids, share, prepared.facts)
             return pb.ForwardBackwardResponse(
                 metrics=metrics | prepared.metrics, policy_version=version.to_proto()

@@ -27,26 +27,26 @@ T = TypeVar("T")
 class TrainerServicer(TrainerServiceServicer):
     """Answers the calls of the trainer's contract."""
 
-    def __init__(self, holder: SessionManager) -> None:
-        self._holder = holder
+    def __init__(self, manager: SessionManager) -> None:
+        self._manager = manager
         self._replies: IdempotentCalls[Any] = IdempotentCalls(KEPT_REPLIES)
 
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Any) -> pb.OpenSessionResponse:
-        return await self._once("open", request, lambda: self._holder.open(request))
+        return await self._once("open", request, lambda: self._manager.open(request))
 
     async def CloseSession(self, request: pb.CloseSessionRequest, context: Any) -> pb.CloseSessionResponse:
-        await self._holder.close(request.run_id)
+        await self._manager.close(request.run_id)
         return pb.CloseSessionResponse()
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Any) -> pb.GetSessionResponse:
-        session = self._holder.session(request.run_id)
+        session = self._manager.session(request.run_id)
         return pb.GetSessionResponse(
             policy_version=session.version.to_proto(), last_update_id=session.last_update_id
         )
 
     async def Train(self, requests: AsyncIterator[pb.TrainRequest], context: Any) -> pb.TrainResponse:
         header = await read_header(requests)
-        session = self._holder.learner(header.run_id)
+        session = self._manager.learner(header.run_id)
         if (done := session.updates.finished(header.update_id)) is not None:
             return pb.TrainResponse(result=done)
         session.check_version(Version.from_proto(header.policy_version), f"update {header.update_id}")
@@ -59,61 +59,61 @@ class TrainerServicer(TrainerServiceServicer):
         return pb.TrainResponse(result=await session.updates.train(header, groups))
 
     async def GetUpdate(self, request: pb.GetUpdateRequest, context: Any) -> pb.GetUpdateResponse:
-        session = self._holder.learner(request.run_id)
+        session = self._manager.learner(request.run_id)
         return pb.GetUpdateResponse(result=await session.updates.result(request.update_id))
 
     async def AbortUpdate(self, request: pb.AbortUpdateRequest, context: Any) -> pb.AbortUpdateResponse:
-        await self._holder.learner(request.run_id).updates.abort(request.update_id)
+        await self._manager.learner(request.run_id).updates.abort(request.update_id)
         return pb.AbortUpdateResponse()
 
     async def ComputeLogprobs(
         self, request: pb.ComputeLogprobsRequest, context: Any
     ) -> pb.ComputeLogprobsResponse:
-        return await self._holder.session(request.run_id).logprobs(request)
+        return await self._manager.session(request.run_id).logprobs(request)
 
     async def ComputeValues(self, request: pb.ComputeValuesRequest, context: Any) -> pb.ComputeValuesResponse:
-        return await self._holder.learner(request.run_id).values(request)
+        return await self._manager.learner(request.run_id).values(request)
 
     async def EvaluateLoss(self, request: pb.EvaluateLossRequest, context: Any) -> pb.EvaluateLossResponse:
-        return await self._holder.learner(request.run_id).evaluate(request.groups)
+        return await self._manager.learner(request.run_id).evaluate(request.groups)
 
     async def ForwardBackward(
         self, request: pb.ForwardBackwardRequest, context: Any
     ) -> pb.ForwardBackwardResponse:
-        return await self._holder.learner(request.run_id).gradients.add(request)
+        return await self._manager.learner(request.run_id).gradients.add(request)
 
     async def OptimStep(self, request: pb.OptimStepRequest, context: Any) -> pb.OptimStepResponse:
-        session = self._holder.learner(request.run_id)
+        session = self._manager.learner(request.run_id)
         return await self._once("step", request, lambda: session.gradients.step(request.learning_rate))
 
     async def OpenWeightGroup(
         self, request: pb.OpenWeightGroupRequest, context: Any
     ) -> pb.OpenWeightGroupResponse:
-        self._holder.policy(request.run_id)
-        return await self._once("open group", request, lambda: self._holder.weights.open(request))
+        self._manager.policy(request.run_id)
+        return await self._once("open group", request, lambda: self._manager.weights.open(request))
 
     async def PublishWeights(
         self, request: pb.PublishWeightsRequest, context: Any
     ) -> pb.PublishWeightsResponse:
-        session = self._holder.policy(request.run_id)
+        session = self._manager.policy(request.run_id)
 
         async def publish() -> pb.PublishWeightsResponse:
             async with session.holding(Version.from_proto(request.policy_version), "the publication"):
-                return await self._holder.weights.publish(request)
+                return await self._manager.weights.publish(request)
 
         return await self._once("publish", request, publish)
 
     async def CloseWeightGroup(
         self, request: pb.CloseWeightGroupRequest, context: Any
     ) -> pb.CloseWeightGroupResponse:
-        await self._holder.weights.close(request.epoch)
+        await self._manager.weights.close(request.epoch)
         return pb.CloseWeightGroupResponse()
 
     async def SaveCheckpoint(
         self, request: pb.SaveCheckpointRequest, context: Any
     ) -> AsyncIterator[pb.SaveCheckpointResponse]:
-        session = self._holder.learner(request.run_id)
-        save = await self._once("save", request, lambda: self._holder.checkpoints.begin(session, request))
+        session = self._manager.learner(request.run_id)
+        save = await self._once("save", request, lambda: self._manager.checkpoints.begin(session, request))
         snapshot = pb.CheckpointSnapshot()
         snapshot.stall.FromNanoseconds(int(save.stall_s * 1e9))
         yield pb.SaveCheckpointResponse(snapshot=snapshot)
@@ -126,17 +126,19 @@ class TrainerServicer(TrainerServiceServicer):
     async def LoadCheckpoint(
         self, request: pb.LoadCheckpointRequest, context: Any
     ) -> pb.LoadCheckpointResponse:
-        session = self._holder.learner(request.run_id)
-        return await self._once("load", request, lambda: self._holder.checkpoints.load(session, request.path))
+        session = self._manager.learner(request.run_id)
+        return await self._once(
+            "load", request, lambda: self._manager.checkpoints.load(session, request.path)
+        )
 
     async def ExportModel(self, request: pb.ExportModelRequest, context: Any) -> pb.ExportModelResponse:
-        session = self._holder.learner(request.run_id)
+        session = self._manager.learner(request.run_id)
         if not request.path or not Path(request.path).is_absolute():
             raise InvalidRequest("the path is not absolute", where=f"path {request.path!r}")
 
         async def export() -> pb.ExportModelResponse:
             async with session.holding(Version.from_proto(request.policy_version), "the export"):
-                return await self._holder.export(request)
+                return await self._manager.export(request)
 
         return await self._once("export", request, export)
 

@@ -43,17 +43,17 @@ class ForkReply:
 class RankChild:
     """One forked rank; it leads a process group of its own."""
 
-    def __init__(self, pid: int, tidings: ForkReply) -> None:
+    def __init__(self, pid: int, reply: ForkReply) -> None:
         self.pid = pid
         self.returncode: int | None = None
         """None while it lives; minus the signal where one ended it."""
-        self._tidings = tidings
+        self._reply = reply
 
     async def wait(self) -> None:
         """Until it has ended; for one caller."""
-        word, status = await self._tidings.next()
+        word, status = await self._reply.next()
         self.returncode = status if word == ENDED else -signal.SIGKILL
-        self._tidings.close()
+        self._reply.close()
 
     def send_signal(self, signum: signal.Signals) -> None:
         """To the process alone; one that has ended raises ProcessLookupError."""
@@ -103,11 +103,11 @@ class RankForkServer:
                 ours.close()
                 raise self._failed(f"the process that they are forked from is gone: {error}") from None
         reader, writer = await asyncio.open_unix_connection(sock=ours)
-        tidings = ForkReply(reader, writer)
+        reply = ForkReply(reader, writer)
         try:
-            word, number = await asyncio.wait_for(tidings.next(), limit_s)
+            word, number = await asyncio.wait_for(reply.next(), limit_s)
         except TimeoutError:
-            tidings.close()
+            reply.close()
             self.close()  # The next rank is not to wait for the same one.
             raise DeadlineExceeded(
                 "a rank did not start",
@@ -116,11 +116,11 @@ class RankForkServer:
                 next_step="see the log",
             ) from None
         if word != BORN:
-            tidings.close()
+            reply.close()
             raise self._failed(
                 f"the first one ended with status {number}" if word else "what forks them ended"
             )
-        return RankChild(number, tidings)
+        return RankChild(number, reply)
 
     def close(self) -> None:
         """End the process; ranks that still live die with it."""

@@ -26,7 +26,7 @@ LINE_BREAKS_WITHIN_S = 2.0
 
 
 class RankProcess:
-    """A rank, forked by the nursery."""
+    """A rank, forked by the fork server."""
 
     def __init__(self, plan: GangPlan, rank: int) -> None:
         self._plan = plan
@@ -47,7 +47,7 @@ class RankProcess:
         """As users meet it in messages."""
         return f"rank {self.rank} (pid {self.process.pid})"
 
-    async def start(self, nursery: RankForkServer) -> None:
+    async def start(self, fork_server: RankForkServer) -> None:
         """Fork the process and open the line."""
         ours, theirs = socket.socketpair()
         log_path = self._plan.log_path(self.rank)
@@ -59,7 +59,7 @@ class RankProcess:
                 str(self._plan.stacks_path(self.rank)),
                 self._plan.environment(),
             )
-            self.process = await nursery.rank(order, theirs, log, self._plan.slow_timeout_s)
+            self.process = await fork_server.rank(order, theirs, log, self._plan.slow_timeout_s)
         self.last_beat = time.monotonic()
         ours.setblocking(False)
         reader, self._writer = await asyncio.open_unix_connection(sock=ours)
@@ -166,7 +166,7 @@ class RankProcess:
     async def reaped(self) -> None:
         """Wait for the end of a process that was killed."""
         await asyncio.wait({self._ending})  # a caller that is cancelled leaves the waiting task alone
-        # The line breaks when the process is gone, also where the end is only concluded from the nursery's.
+        # The line breaks when the process is gone, also where the end is only concluded from the fork server's.
         await asyncio.wait({self._reading}, timeout=LINE_BREAKS_WITHIN_S)
         self._reading.cancel()
         self._writer.close()

@@ -41,14 +41,14 @@ class Gang:
     def __init__(
         self,
         plan: GangPlan,
-        nursery: RankForkServer,
+        fork_server: RankForkServer,
         lost: Callable[[FlotillaError], None],
         beyond_help: Callable[[FlotillaError], None],
     ) -> None:
         self._plan = plan
         self._lost = lost
         self._beyond_help = beyond_help
-        self._crew = Crew(plan, nursery)
+        self._crew = Crew(plan, fork_server)
         self._turn = asyncio.Lock()
         self._ready = asyncio.Event()
         self._running: set[asyncio.Task[list[Frame]]] = set()
@@ -224,9 +224,9 @@ class Gang:
 class Crew:
     """The processes that are the gang at the moment; none before the first start."""
 
-    def __init__(self, plan: GangPlan, nursery: RankForkServer) -> None:
+    def __init__(self, plan: GangPlan, fork_server: RankForkServer) -> None:
         self._plan = plan
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._ranks: list[RankProcess] = []
         self._watch = GangWatch(plan, [])
 
@@ -237,7 +237,7 @@ class Crew:
         try:
             for index in range(self._plan.nproc):
                 rank = RankProcess(self._plan, index)
-                await rank.start(self._nursery)
+                await rank.start(self._fork_server)
                 self._ranks.append(rank)
             self._watch = GangWatch(self._plan, self._ranks)
             return await self._watched(self._introduce(self._plan.new_rendezvous()))
@@ -335,8 +335,8 @@ class Crew:
         reaped = [asyncio.ensure_future(rank.reaped()) for rank in self._ranks]
         if reaped:
             _, missing = await asyncio.wait(reaped, timeout=REAP_TIMEOUT_S)
-            if missing:  # The nursery, which would say so, is stopped or hangs itself.
-                self._nursery.close()
+            if missing:  # The fork server, which would say so, is stopped or hangs itself.
+                self._fork_server.close()
                 await asyncio.wait(reaped)
         self._forget_meetings()
 

@@ -85,7 +85,7 @@ class PairObjective(Unchanging):
         """How many pairs a batch has."""
         return float(len(batch.group_sizes))
 
-    def facts_share(self, batch: UpdateBatch) -> float:
+    def metric_weight(self, batch: UpdateBatch) -> float:
         """What the metrics of a batch are means over: its pairs."""
         return self.units(batch)
 
@@ -176,7 +176,7 @@ class RewardUpdate(Unchanging):
         """How many pairs a batch has."""
         return float(len(batch.group_sizes))
 
-    def facts_share(self, batch: UpdateBatch) -> float:
+    def metric_weight(self, batch: UpdateBatch) -> float:
         """What the metrics of a batch are means over: its pairs."""
         return self.units(batch)
 

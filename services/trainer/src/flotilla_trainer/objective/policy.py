@@ -124,7 +124,7 @@ class PolicyObjective:
             counted = columns.counted_tokens(batch, kept, shares)
         return counted_units(self._aggregation, batch.response_lengths, counted, shares)
 
-    def facts_share(self, batch: UpdateBatch) -> float:
+    def metric_weight(self, batch: UpdateBatch) -> float:
         """What the metrics of a batch are means over: its trained tokens."""
         return float(batch.trained.sum())
 

@@ -76,7 +76,7 @@ class ValueUpdate(Unchanging):
         """How many tokens its mean is over."""
         return counted_units(TOKEN_MEAN, batch.response_lengths, batch.trained)
 
-    def facts_share(self, batch: UpdateBatch) -> float:
+    def metric_weight(self, batch: UpdateBatch) -> float:
         """What the metrics of a batch are means over: its trained tokens."""
         return float(batch.trained.sum())
 

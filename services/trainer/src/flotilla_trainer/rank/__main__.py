@@ -1,4 +1,4 @@
-"""The nursery: imports once what every rank needs, then forks ranks off for the front.
+"""The fork server: imports once what every rank needs, then forks ranks off for the front.
 
 Invariants: it dies with the front, and every rank with it, whatever they do at that moment; it never touches a GPU and
 runs one thread, so that a fork is a whole process; it says how each rank ended, in the order in which they did.
@@ -64,19 +64,19 @@ class ForkServer:
                     os._exit(0)
                 self._fork(json.loads(request), *descriptors)
 
-    def _fork(self, request: dict[str, Any], line: int, log: int, tidings: int) -> None:
-        nursery, told = os.getpid(), socket.socket(fileno=tidings)
+    def _fork(self, request: dict[str, Any], line: int, log: int, reply: int) -> None:
+        fork_server, told = os.getpid(), socket.socket(fileno=reply)
         pid = os.fork()
         if pid == 0:
-            self._become_rank(nursery, request, line, log, told)
+            self._become_rank(fork_server, request, line, log, told)
         self._ranks[pid] = told
         os.close(line)
         os.close(log)
 
     def _become_rank(
-        self, nursery: int, request: dict[str, Any], line: int, log: int, told: socket.socket
+        self, fork_server: int, request: dict[str, Any], line: int, log: int, told: socket.socket
     ) -> NoReturn:
-        _die_with(nursery)
+        _die_with(fork_server)
         os.setsid()
         self._forget()
         for standard in (sys.stdout.fileno(), sys.stderr.fileno()):

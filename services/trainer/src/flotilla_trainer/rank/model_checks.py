@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from flotilla_core.errors import FailedPrecondition
 from flotilla_trainer.rank.body_model import BodyModel
-from flotilla_trainer.rank.sharded_model import ShardedModel
 
 FOLLOWS_THE_LONGEST = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies depend on the longest position that a rank sees."""
@@ -28,23 +27,22 @@ LEAKED = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 LAST_TOKENS = 7
 
 
-def check_sequence_parallel(model: ShardedModel) -> None:
-    """Refuse, on all ranks together, a model whose rows cannot be shared by the ranks of a lane."""
-    width = model.mesh.width
+def check_sequence_parallel(policy: BodyModel, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse, on all ranks together, a model whose rows cannot be shared by the `width` ranks of a lane."""
     if width == 1:
         return
-    why = _refusal(model, width)
+    why = _refusal(policy, width, dtype, device)
     if why:
         raise FailedPrecondition(
-            f"{width} ranks cannot share a row of {type(model.causal_lm).__name__}",
+            f"{width} ranks cannot share a row of {type(policy.causal_lm).__name__}",
             where="trainer.sequence_parallel",
             why=why,
             next_step="set trainer.sequence_parallel to 1, or to a divisor of the heads",
         )
 
 
-def _refusal(model: ShardedModel, width: int) -> str:
-    config = model.causal_lm.config.get_text_config()
+def _refusal(policy: BodyModel, width: int, dtype: torch.dtype, device: torch.device) -> str:
+    config = policy.causal_lm.config.get_text_config()
     heads = config.num_attention_heads
     if heads % width:
         return (
@@ -54,14 +52,14 @@ def _refusal(model: ShardedModel, width: int) -> str:
     rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
     if rotary in FOLLOWS_THE_LONGEST:
         return f"its positions are embedded by {rotary!r}, which looks at the whole row"
-    if refusal := packing_refusal(model.policy, model.dtype, model.device):
+    if refusal := packing_refusal(policy, dtype, device):
         return refusal
     # Two sequences, the border within a part, and a length that no width divides.
-    tokens = torch.arange(8 * width - 1, device=model.device) % config.vocab_size
+    tokens = torch.arange(8 * width - 1, device=device) % config.vocab_size
     with torch.no_grad():
-        error = model.policy.lane_error(tokens)
+        error = policy.lane_error(tokens)
     dist.all_reduce(error, dist.ReduceOp.MAX)
-    if not float(error) <= OFF_BY[model.dtype]:
+    if not float(error) <= OFF_BY[dtype]:
         return f"its hidden states are others in a part of a row (off by {float(error):.2g} of the largest)"
     return ""
 

@@ -122,7 +122,7 @@ class RankWorker:
         self._folder = folder
         self._link.progress("checking the head")
         self._model.check_head()
-        check_sequence_parallel(self._model)
+        check_sequence_parallel(self._model.policy, self._mesh.width, self._model.dtype, self._model.device)
         facts = self._model.packing_facts()
         facts |= self._compile(folder, packed=not facts["packing_refusal"])
         config = self._model.causal_lm.config

@@ -1,4 +1,4 @@
-"""What forks the ranks hangs, and they die: the run goes on, on ranks of another nursery."""
+"""What forks the ranks hangs, and they die: the run goes on, on ranks of another fork server."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ from flotilla_testing.stack import Stack, wait_until
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_a_gang_whose_nursery_hangs_comes_back_from_another_one(
+def test_a_gang_whose_fork_server_hangs_comes_back_from_another_one(
     fleet_of_faults: Stack, arithmetic: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with ChaosRun(fleet_of_faults, arithmetic, tmp_path) as run:
         run.wait_for_steps(2, 0, "at the start")
         old = [rank_of(fleet_of_faults, rank) for rank in (0, 1)]
-        nursery, lineage, struck = old[0].parent(), run.lineage, time.monotonic()
-        assert nursery is not None and nursery == old[1].parent()
-        nursery.suspend()  # One that hangs tells nobody how its ranks ended.
+        fork_server, lineage, struck = old[0].parent(), run.lineage, time.monotonic()
+        assert fork_server is not None and fork_server == old[1].parent()
+        fork_server.suspend()  # One that hangs tells nobody how its ranks ended.
         old[0].kill()
         wait_until("a step after the checkpoint", lambda: run.lineage > lineage, LIMIT_S)
         recovered_s = time.monotonic() - struck
-        assert not any(process.is_running() for process in (nursery, *old))
+        assert not any(process.is_running() for process in (fork_server, *old))
         ended = run.ends_by_itself()
         assert ended.state == RUN_STATE_SUCCEEDED, ended.reason
         verdict = check(fleet_of_faults.directory / "ledger.sqlite", run.run_id)
     assert verdict.passed and verdict.lost == verdict.trained_twice == verdict.stale == 0, str(verdict)
     with capsys.disabled():
-        sys.stdout.write(f"\n  a nursery that hangs: the next lineage after {recovered_s:.1f} s: {verdict}")
+        sys.stdout.write(
+            f"\n  a fork server that hangs: the next lineage after {recovered_s:.1f} s: {verdict}"
+        )
