@@ -52,11 +52,11 @@ class TrainerService:
         )
         self._fork_server = RankForkServer(self._plan.environment(), self._plan.log_path(0))
         self._gang = Gang(self._plan, self._fork_server, lost=self._lost, beyond_help=host.failed)
-        self._holder = SessionManager(self._gang, self._plan, host.stack, host.activities)
+        self._manager = SessionManager(self._gang, self._plan, host.stack, host.activities)
 
     def add_to(self, server: rpc.RpcServer) -> None:
         """Answer TrainerService."""
-        server.add(add_TrainerServiceServicer_to_server, TrainerServicer(self._holder), SERVICE_NAME)
+        server.add(add_TrainerServiceServicer_to_server, TrainerServicer(self._manager), SERVICE_NAME)
 
     async def start(self) -> None:
         """Start the ranks and load the model."""
@@ -115,7 +115,7 @@ class TrainerService:
         self._fork_server.close()
 
     def _lost(self, error: FlotillaError) -> None:
-        self._holder.gang_lost(error)
+        self._manager.gang_lost(error)
 
 
 def compiler_check(facts: dict[str, Any]) -> list[operate_pb2.CheckResult]:

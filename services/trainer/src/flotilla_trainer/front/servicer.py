@@ -32,7 +32,7 @@ class TrainerServicer(TrainerServiceServicer):
         self._replies: IdempotentCalls[Any] = IdempotentCalls(KEPT_REPLIES)
 
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Any) -> pb.OpenSessionResponse:
-        return await self._once("open", request, lambda: self._manager.open(request))
+        return await self._idempotent("open", request, lambda: self._manager.open(request))
 
     async def CloseSession(self, request: pb.CloseSessionRequest, context: Any) -> pb.CloseSessionResponse:
         await self._manager.close(request.run_id)
@@ -84,13 +84,13 @@ class TrainerServicer(TrainerServiceServicer):
 
     async def OptimStep(self, request: pb.OptimStepRequest, context: Any) -> pb.OptimStepResponse:
         session = self._manager.learner(request.run_id)
-        return await self._once("step", request, lambda: session.gradients.step(request.learning_rate))
+        return await self._idempotent("step", request, lambda: session.gradients.step(request.learning_rate))
 
     async def OpenWeightGroup(
         self, request: pb.OpenWeightGroupRequest, context: Any
     ) -> pb.OpenWeightGroupResponse:
         self._manager.policy(request.run_id)
-        return await self._once("open group", request, lambda: self._manager.weights.open(request))
+        return await self._idempotent("open group", request, lambda: self._manager.weights.open(request))
 
     async def PublishWeights(
         self, request: pb.PublishWeightsRequest, context: Any
@@ -101,7 +101,7 @@ class TrainerServicer(TrainerServiceServicer):
             async with session.holding(Version.from_proto(request.policy_version), "the publication"):
                 return await self._manager.weights.publish(request)
 
-        return await self._once("publish", request, publish)
+        return await self._idempotent("publish", request, publish)
 
     async def CloseWeightGroup(
         self, request: pb.CloseWeightGroupRequest, context: Any
@@ -113,7 +113,7 @@ class TrainerServicer(TrainerServiceServicer):
         self, request: pb.SaveCheckpointRequest, context: Any
     ) -> AsyncIterator[pb.SaveCheckpointResponse]:
         session = self._manager.learner(request.run_id)
-        save = await self._once("save", request, lambda: self._manager.checkpoints.begin(session, request))
+        save = await self._idempotent("save", request, lambda: self._manager.checkpoints.begin(session, request))
         snapshot = pb.CheckpointSnapshot()
         snapshot.stall.FromNanoseconds(int(save.stall_s * 1e9))
         yield pb.SaveCheckpointResponse(snapshot=snapshot)
@@ -127,7 +127,7 @@ class TrainerServicer(TrainerServiceServicer):
         self, request: pb.LoadCheckpointRequest, context: Any
     ) -> pb.LoadCheckpointResponse:
         session = self._manager.learner(request.run_id)
-        return await self._once(
+        return await self._idempotent(
             "load", request, lambda: self._manager.checkpoints.load(session, request.path)
         )
 
@@ -140,9 +140,9 @@ class TrainerServicer(TrainerServiceServicer):
             async with session.holding(Version.from_proto(request.policy_version), "the export"):
                 return await self._manager.export(request)
 
-        return await self._once("export", request, export)
+        return await self._idempotent("export", request, export)
 
-    async def _once(self, kind: str, request: Any, act: Callable[[], Awaitable[T]]) -> T:
+    async def _idempotent(self, kind: str, request: Any, act: Callable[[], Awaitable[T]]) -> T:
         reply: T = await self._replies.run(f"{kind} {request.request_id or ids.new_request_id()}", act)
         return reply
 

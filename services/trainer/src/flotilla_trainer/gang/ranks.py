@@ -27,7 +27,6 @@ from flotilla_trainer.wire.settings import RankSetup, first_head
 
 MAX_RESTARTS_IN_A_ROW = 3
 URGENT_TIMEOUT_S = 5.0
-
 LEAVE_TIMEOUT_S = 3.0
 REAP_TIMEOUT_S = 3.0
 
@@ -48,7 +47,10 @@ class Gang:
         self._plan = plan
         self._lost = lost
         self._beyond_help = beyond_help
-        self._crew = Crew(plan, fork_server)
+        self._fork_server = fork_server
+        self._ranks: list[RankProcess] = []
+        """The processes that are the gang at the moment; none before the first start."""
+        self._watch = GangWatch(plan, [])
         self._turn = asyncio.Lock()
         self._ready = asyncio.Event()
         self._running: set[asyncio.Task[list[Frame]]] = set()
@@ -92,8 +94,8 @@ class Gang:
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.wait({self._keeper})
-        await self._crew.leave()
-        await self._crew.kill(Unavailable("the trainer is stopping"))
+        await self._leave()
+        await self._kill(Unavailable("the trainer is stopping"))
 
     async def wait_ready(self) -> None:
         """Wait for a gang that is being replaced."""
@@ -146,14 +148,14 @@ class Gang:
 
     def reports(self, number: int) -> list[asyncio.Future[Frame]]:
         """What each rank will say under `number` about work that goes on behind a command; fails with the gang."""
-        return self._crew.reports(number)
+        return [rank.report(number) for rank in self._ranks]
 
     async def urgently(self, kind: str, fields: dict[str, Any]) -> None:
         """Tell all ranks something that they act on beside the command that runs."""
         if not self._ready.is_set():
             return
         try:
-            await asyncio.wait_for(self._crew.tell(kind, fields), URGENT_TIMEOUT_S)
+            await asyncio.wait_for(self._tell(kind, fields), URGENT_TIMEOUT_S)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"not every rank took {kind}",
@@ -164,15 +166,25 @@ class Gang:
 
     async def stacks(self) -> list[operate_pb2.ProcessStacks]:
         """Stacks of every rank, also of one that hangs."""
-        return await self._crew.stacks()
+        ranks = [rank for rank in self._ranks if not rank.ended()]
+        texts = await asyncio.gather(*(rank.stacks() for rank in ranks))
+        return [
+            operate_pb2.ProcessStacks(
+                process=f"rank {rank.rank}",
+                pid=rank.process.pid,
+                text=text
+                or f"{'stopped by a signal' if rank.is_stopped() else 'no answer'}; last seen: {rank.phase}",
+            )
+            for rank, text in zip(ranks, texts, strict=True)
+        ]
 
     def pids(self) -> list[int]:
         """Process ids by rank."""
-        return self._crew.pids()
+        return [rank.process.pid for rank in self._ranks]
 
     def phases(self) -> list[str]:
         """What each rank does now."""
-        return self._crew.phases()
+        return [f"rank {rank.rank}: {rank.phase}" for rank in self._ranks]
 
     def _finished(self, task: asyncio.Task[list[Frame]]) -> None:
         self._running.discard(task)
@@ -185,7 +197,7 @@ class Gang:
         async with self._turn:
             if not self._ready.is_set():
                 raise Unavailable(f"the trainer's ranks are being restarted ({kind})")
-            return await self._crew.ask(kind, fields, arrays, limit_s)
+            return await self._ask(kind, fields, arrays, limit_s)
 
     def _kept(self, keeper: asyncio.Task[None]) -> None:
         """Without its keeper a lost gang would never come back, and nobody would say so."""
@@ -198,10 +210,10 @@ class Gang:
     async def _keep(self) -> None:
         """Replace the gang whenever it is lost."""
         while True:
-            error = await self._crew.failure()
+            error = await self._watch.failure()
             self._ready.clear()
             self._lost(error)
-            await self._crew.kill(error)
+            await self._kill(error)
             await self._restart()
 
     async def _restart(self) -> None:
@@ -217,20 +229,10 @@ class Gang:
                 return
 
     async def _boot(self) -> None:
-        self.facts = await self._crew.start()
+        self.facts = await self._fork()
         self._ready.set()
 
-
-class Crew:
-    """The processes that are the gang at the moment; none before the first start."""
-
-    def __init__(self, plan: GangPlan, fork_server: RankForkServer) -> None:
-        self._plan = plan
-        self._fork_server = fork_server
-        self._ranks: list[RankProcess] = []
-        self._watch = GangWatch(plan, [])
-
-    async def start(self) -> dict[str, Any]:
+    async def _fork(self) -> dict[str, Any]:
         """Fork all ranks and let them load the model; what they say about it."""
         self._ranks = []
         self._forget_meetings()
@@ -242,7 +244,7 @@ class Crew:
             self._watch = GangWatch(self._plan, self._ranks)
             return await self._watched(self._introduce(self._plan.new_rendezvous()))
         except FlotillaError as error:
-            await self.kill(error)
+            await self._kill(error)
             raise
 
     async def _introduce(self, rendezvous: Path) -> dict[str, Any]:
@@ -266,12 +268,12 @@ class Crew:
             for rank in range(plan.nproc)
         ]
         nothing: list[Arrays] = [{}] * plan.nproc
-        await self.ask("setup", [asdict(setup) for setup in setups], nothing, plan.slow_timeout_s)
+        await self._ask("setup", [asdict(setup) for setup in setups], nothing, plan.slow_timeout_s)
         load = load_fields(plan.model, head, frozen=False) | {"carrier": telemetry.current_carrier()}
-        answers = await self.ask("load", [load] * plan.nproc, nothing, plan.slow_timeout_s)
+        answers = await self._ask("load", [load] * plan.nproc, nothing, plan.slow_timeout_s)
         return answers[0].fields
 
-    async def ask(
+    async def _ask(
         self, kind: str, fields: list[dict[str, Any]], arrays: Sequence[Arrays], limit_s: float
     ) -> list[Frame]:
         """Let all do the same thing, each with its own fields and arrays; their answers by rank."""
@@ -285,41 +287,11 @@ class Crew:
                 raise outcome
         return [outcome for outcome in outcomes if isinstance(outcome, Frame)]
 
-    async def tell(self, kind: str, fields: dict[str, Any]) -> None:
+    async def _tell(self, kind: str, fields: dict[str, Any]) -> None:
         """Something that all act on beside the command that runs."""
         await asyncio.gather(*(rank.command(kind, fields, {}) for rank in self._ranks))
 
-    def reports(self, number: int) -> list[asyncio.Future[Frame]]:
-        """What each will say under `number` about work that goes on behind a command."""
-        return [rank.report(number) for rank in self._ranks]
-
-    async def failure(self) -> FlotillaError:
-        """Wait until one of them is lost, which costs all of them; what happened to it."""
-        return await self._watch.failure()
-
-    async def stacks(self) -> list[operate_pb2.ProcessStacks]:
-        """Stacks of each, also of one that hangs."""
-        ranks = [rank for rank in self._ranks if not rank.ended()]
-        texts = await asyncio.gather(*(rank.stacks() for rank in ranks))
-        return [
-            operate_pb2.ProcessStacks(
-                process=f"rank {rank.rank}",
-                pid=rank.process.pid,
-                text=text
-                or f"{'stopped by a signal' if rank.is_stopped() else 'no answer'}; last seen: {rank.phase}",
-            )
-            for rank, text in zip(ranks, texts, strict=True)
-        ]
-
-    def pids(self) -> list[int]:
-        """Process ids by rank."""
-        return [rank.process.pid for rank in self._ranks]
-
-    def phases(self) -> list[str]:
-        """What each rank does now."""
-        return [f"rank {rank.rank}: {rank.phase}" for rank in self._ranks]
-
-    async def leave(self) -> None:
+    async def _leave(self) -> None:
         """Ask the ranks to send their last spans and leave; whoever does not is killed."""
         leaving = [asyncio.ensure_future(rank.leave()) for rank in self._ranks]
         if leaving:
@@ -327,7 +299,7 @@ class Crew:
             for waiting in late:
                 waiting.cancel()
 
-    async def kill(self, error: FlotillaError) -> None:
+    async def _kill(self, error: FlotillaError) -> None:
         """End all of them at once; what waits for an answer fails with `error`."""
         for rank in self._ranks:
             rank.kill()

@@ -44,7 +44,7 @@ class PolicyOptimizer:
             eps=settings.epsilon,
             foreach=True,
         )
-        self._visiting = OptimizerOffload(self._adamw, self._parameters) if settings.offload else None
+        self._offload = OptimizerOffload(self._adamw, self._parameters) if settings.offload else None
         self.discard_gradients()
 
     def discard_gradients(self) -> None:
@@ -82,7 +82,7 @@ class PolicyOptimizer:
             torch._foreach_mul_(self._local_gradients(), self._max_grad_norm / norm)
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
-        (self._visiting or self._adamw).step()
+        (self._offload or self._adamw).step()
         self.discard_gradients()
 
     def moments(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -102,7 +102,7 @@ class PolicyOptimizer:
         state = self._adamw.state[parameter]
         state["step"] = torch.tensor(float(steps))
         for name, values in moments.items():
-            if self._visiting is not None:
+            if self._offload is not None:
                 state[name] = values
                 continue
             state[name] = torch.zeros_like(parameter)
