@@ -19,8 +19,8 @@ from flotilla_trainer.batch.packing import MicroBatch, fed_tokens, padding_share
 from flotilla_trainer.batch.step_plan import StepPlan
 from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.front.session_ranks import SessionRanks
+from flotilla_trainer.objective.base import SessionObjective
 from flotilla_trainer.objective.pairs import RewardUpdate, after_answers
-from flotilla_trainer.objective.session_objective import SessionObjective
 from flotilla_trainer.wire.frames import Array
 
 ONE_STEP = StepPlan()

@@ -113,7 +113,9 @@ class TrainerServicer(TrainerServiceServicer):
         self, request: pb.SaveCheckpointRequest, context: Any
     ) -> AsyncIterator[pb.SaveCheckpointResponse]:
         session = self._manager.learner(request.run_id)
-        save = await self._idempotent("save", request, lambda: self._manager.checkpoints.begin(session, request))
+        save = await self._idempotent(
+            "save", request, lambda: self._manager.checkpoints.begin(session, request)
+        )
         snapshot = pb.CheckpointSnapshot()
         snapshot.stall.FromNanoseconds(int(save.stall_s * 1e9))
         yield pb.SaveCheckpointResponse(snapshot=snapshot)

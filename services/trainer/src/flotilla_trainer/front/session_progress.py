@@ -18,7 +18,7 @@ from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import FlotillaError, InvalidRequest, NotFinite, StaleVersion
 from flotilla_core.version import Version
-from flotilla_trainer.objective.session_objective import SessionObjective
+from flotilla_trainer.objective.base import SessionObjective
 
 NOTHING_COUNTS = "no sample counts: the objective leaves every group out (uniform rewards, or keep_mean_*)"
 """Why no step is made although nothing is wrong; such updates are not counted."""

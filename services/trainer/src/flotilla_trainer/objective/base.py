@@ -1,14 +1,19 @@
-"""What objectives of all kinds share: some remember nothing, and each refuses samples that lack what it needs.
+"""What every objective of a session can do, and how each refuses samples that lack what it needs.
 
 Invariant: what an objective needs of its samples beside their tokens is asked for before a rank sees anything.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from flotilla_core.config.advantages import AdvantageConfig, GaeAdvantage
 from flotilla_core.errors import InvalidRequest
+from flotilla_trainer.batch.packing import Sequences
 from flotilla_trainer.batch.tokens import sample_place
 from flotilla_trainer.batch.update_batch import UpdateBatch
 
@@ -27,6 +32,58 @@ ADVANTAGE_NEEDS = {
     ),
     "distill": ("teacher_logprobs", "ask the teacher for them with ComputeLogprobs"),
 }
+
+
+class SessionObjective(Protocol):
+    """What a session descends on, as the front applies it to one update after the other."""
+
+    @property
+    def unit(self) -> str:
+        """What its losses are a mean over."""
+
+    @property
+    def writes_samples(self) -> bool:
+        """Whether the versions of tokens are versions of the model that learns."""
+
+    @property
+    def temperature(self) -> float:
+        """The temperature under which tokens are judged."""
+
+    def scores_reference(self, batch: UpdateBatch) -> bool:
+        """Whether the ranks have to score the batch by the policy that the session started from."""
+
+    def scores_distributions(self, batch: UpdateBatch) -> bool:
+        """Whether advantages are made of the policy's distribution at every token, as it is before the update."""
+
+    def scores_policy(self, *, several_steps: bool) -> bool:
+        """Whether updates have to be scored by the model that learns before they train it."""
+
+    def sequences(
+        self,
+        batch: UpdateBatch,
+        seed: int,
+        policy: NDArray[np.float32] | None = None,
+        parts: Sequence[NDArray[np.bool_]] = (),
+    ) -> tuple[Sequences, dict[str, float]]:
+        """Make the sequences with their columns, and metrics; `policy` scores every response token.
+
+        Each of the `parts`, masks of the response tokens, has its own denominator; without any the whole is one.
+        """
+
+    def units(self, batch: UpdateBatch) -> float:
+        """Count the units of a batch."""
+
+    def metric_weight(self, batch: UpdateBatch) -> float:
+        """Count what the metrics of a batch are means over."""
+
+    def adapt(self, metrics: dict[str, float], samples: int) -> None:
+        """Move what changes from step to step, after a step."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what updates have changed here, for a checkpoint."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Stand where an earlier session stood."""
 
 
 class Unchanging:

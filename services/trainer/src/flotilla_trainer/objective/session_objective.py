@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_core.errors import InvalidRequest
+from flotilla_trainer.objective.base import SessionObjective
 from flotilla_trainer.objective.pairs import PairObjective, RewardUpdate
 from flotilla_trainer.objective.policy import PolicyObjective
 from flotilla_trainer.objective.settings import check_objective
 from flotilla_trainer.objective.value import ValueUpdate
 from flotilla_trainer.wire.settings import SUPERVISED
 
-SessionObjective = PolicyObjective | PairObjective | RewardUpdate | ValueUpdate
-
 LOSSES_OF_THEIR_OWN = {"value": "a critic", "reward_model": "a reward model"}
 """What learns by them, which has no vocabulary that another loss would be about."""
 
 
 def session_objective(objective: pb.Objective) -> SessionObjective:
-    """Of a checked specification."""
+    """Make the objective of a checked specification."""
     if objective.HasField("preference"):
         return PairObjective(objective.preference)
     if objective.HasField("reward_model"):
