@@ -10,10 +10,10 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL_WITH_ONE_IMPORTER = 47
-FRAGMENTS = 596
-LARGEST_IMPORT_SHARE = {"services/coordinator": 0.091, "services/trainer": 0.084}
-MOST_MODULES = {"services/coordinator": 105, "services/trainer": 67}
+SMALL_WITH_ONE_IMPORTER = 5
+FRAGMENTS = 580
+LARGEST_IMPORT_SHARE = {"services/coordinator": 0.091, "services/trainer": 0.09}
+MOST_MODULES = {"services/coordinator": 105, "services/trainer": 85}
 
 
 @pytest.fixture(scope="module")

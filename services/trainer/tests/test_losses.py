@@ -19,7 +19,8 @@ from flotilla_trainer.losses.correction import (
     within,
 )
 from flotilla_trainer.losses.divergence import TeacherTop, divergence, full_divergence, teacher_divergence
-from flotilla_trainer.losses.table import LOSSES, PolicyTokens, sequence_sums
+from flotilla_trainer.losses.policy_tokens import PolicyTokens, sequence_sums
+from flotilla_trainer.losses.table import LOSSES
 
 TOLERANCE = 1e-6
 STEP = 1e-6

@@ -21,7 +21,6 @@ from flotilla_core.gangs import model_of
 from flotilla_core.model_folder import model_folder, tokenizer_digest
 from flotilla_core.roles import role_of_process
 from flotilla_core.service import Host
-from flotilla_core.tokenizer_digest import tokenizer_digest
 from flotilla_trainer.front.model_shape import model_digest, model_shape
 from flotilla_trainer.front.servicer import TrainerServicer
 from flotilla_trainer.front.session_manager import SessionManager

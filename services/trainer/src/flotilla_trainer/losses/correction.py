@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from flotilla_trainer.losses.table import sequence_means, sequence_sums
+from flotilla_trainer.losses.policy_tokens import sequence_means, sequence_sums
 
 
 def truncated_token_weights(log_ratio: torch.Tensor, *, cap: float) -> torch.Tensor:

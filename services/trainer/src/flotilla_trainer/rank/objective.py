@@ -21,15 +21,14 @@ from flotilla_trainer.losses.correction import (
     within,
 )
 from flotilla_trainer.losses.divergence import TeacherTop, divergence
-from flotilla_trainer.losses.table import (
-    LOSSES,
+from flotilla_trainer.losses.policy_tokens import (
     MAX_LOG_RATIO,
-    PolicyLoss,
     PolicyTokens,
     TokenLosses,
     not_one,
     sequence_sums,
 )
+from flotilla_trainer.losses.table import LOSSES, PolicyLoss
 from flotilla_trainer.rank.packed_rows import PackedRow
 from flotilla_trainer.rank.policy_model import PolicyModel
 from flotilla_trainer.rank.reference_weights import ReferenceDistribution
