@@ -85,6 +85,19 @@ def test_timeline_shows_one_step_over_four_processes(
     assert {"rl.step", "rl.train", "rl.sync", "rl.sample", "rl.reward"} <= names
 
 
+def test_operators_see_into_services_and_samples(stack: Stack, finished_run: dict, tmp_path: Path) -> None:
+    for service in ("coordinator", "trainer"):
+        shown = stack.ok("stacks", service)["processes"]
+        assert shown[0]["process"] == "main" and "--- thread MainThread" in shown[0]["stacks"]
+    profile = tmp_path / "profile.txt"
+    stack.ok("profile", "reward-0", "-o", str(profile), "--seconds", "0.2")
+    assert profile.read_text().strip()
+    assert "exact" in {one["name"] for one in stack.ok("reward", "list")["rewards"]}
+    samples = stack.ok("samples", finished_run["run_id"], "--step", "1", "-n", "300")["samples"]
+    assert len(samples) == 64 * 4 and {one["state"] for one in samples} == {"durable"}
+    assert all(one["prompt"] and one["policy_versions"] and one["reward"] is not None for one in samples)
+
+
 def test_second_up_changes_nothing(stack: Stack) -> None:
     before = stack.process("coordinator").pid
     outcome = stack.flotilla("up")

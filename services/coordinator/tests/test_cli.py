@@ -4,8 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,37 +16,16 @@ from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1 import run_pb2
 from flotilla.coordinator.v1.coordinator_pb2_grpc import (
     CoordinatorServiceServicer,
-    add_CoordinatorServiceServicer_to_server,
 )
 from flotilla_client import connect
-from flotilla_coordinator.cli.main import main
 from flotilla_coordinator.cli.watch import progress
 from flotilla_coordinator.timeline import SpanStore
-from flotilla_core.config.stack import BindConfig
 from flotilla_core.errors import NotFound
-from flotilla_core.files import make_private_folder
-from flotilla_core.rpc import RpcServer
 from flotilla_core.telemetry import names
-from flotilla_core.trust import make_token
 from flotilla_launch import client as launcher_client
 
 RUN_YAML = "name: trial\nsteps: 2\ndata: {train: data.jsonl}\nrewards: [{reward: numeric}]\n"
 Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def flotilla(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """The command in an empty directory: (exit code, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-
-    def command(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["flotilla", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return command
 
 
 class RecordedCoordinator(CoordinatorServiceServicer):
@@ -108,43 +86,6 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(launcher_client, "require", lambda paths: SimpleNamespace(socket="/nowhere"))
     monkeypatch.setattr(launcher_client.LauncherClient, "scale", scale)
     return asked
-
-
-@pytest.fixture
-def serve(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[Callable[[CoordinatorServiceServicer], str]]:
-    """Starts a coordinator in the background and names it in FLOTILLA_COORDINATOR."""
-    monkeypatch.chdir(tmp_path)
-    folder = Path(".flotilla/local")
-    make_private_folder(folder)
-    token = make_token(BindConfig(), folder)
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    servers = []
-
-    def start(servicer: CoordinatorServiceServicer) -> str:
-        async def begin() -> str:
-            server = RpcServer(BindConfig(), token=token)
-            server.add(
-                add_CoordinatorServiceServicer_to_server,
-                servicer,
-                "flotilla.coordinator.v1.CoordinatorService",
-            )
-            servers.append(server)
-            return await server.start()
-
-        address = asyncio.run_coroutine_threadsafe(begin(), loop).result(10)
-        monkeypatch.setenv("FLOTILLA_COORDINATOR", address)
-        return address
-
-    yield start
-    for server in servers:
-        asyncio.run_coroutine_threadsafe(server.stop(0), loop).result(10)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
 
 
 def test_help_loads_nothing_heavy() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 HEADER = "===="
@@ -49,15 +49,21 @@ def failure_excerpt(path: Path, *, start: int = 0, lines: int = 20) -> tuple[str
     return "", last
 
 
-async def read_logs(paths: Mapping[str, Path], lines: int, *, follow: bool) -> AsyncIterator[tuple[str, str]]:
-    """(name, line) of all files merged by time, then new lines as they come while `follow` is set."""
+async def read_logs(
+    paths: Mapping[str, Path], lines: int, *, follow: bool, others: Mapping[str, Sequence[str]] | None = None
+) -> AsyncIterator[tuple[str, str]]:
+    """Give (name, line) of all files merged by time, then new lines as they come while `follow` is set.
+
+    `others` are the last lines of logs that have no file here; they are merged with those of the files.
+    """
     offsets = {name: path.stat().st_size if path.exists() else 0 for name, path in paths.items()}
+    last = {name: tail(path, lines) for name, path in paths.items()} | dict(others or {})
     past = [
         (moment, order, name, line)
-        for name, path in paths.items()
-        for order, (moment, line) in enumerate(_with_time(tail(path, lines)))
+        for name, found in last.items()
+        for order, (moment, line) in enumerate(_with_time(found))
     ]
-    for _, _, name, line in sorted(past, key=lambda entry: entry[:2])[-lines:]:
+    for _, _, name, line in sorted(past, key=lambda entry: entry[:2])[-lines:] if lines else []:
         yield name, line
     while follow:
         fresh = False
@@ -82,7 +88,7 @@ def _read_on(path: Path, offset: int) -> tuple[int, list[str]]:
     return offset + end, data[:end].decode("utf-8", errors="replace").splitlines()
 
 
-def _with_time(lines: list[str]) -> list[tuple[str, str]]:
+def _with_time(lines: Sequence[str]) -> list[tuple[str, str]]:
     """Each line with its ISO time; a line without one belongs to the moment of the line before it."""
     moment = ""
     timed = []

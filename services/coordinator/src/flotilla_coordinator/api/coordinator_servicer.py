@@ -235,7 +235,7 @@ def _sample_message(record: SampleRecord) -> pb.Sample:
         attempt=record.attempt,
         step=record.step,
         generator_id=record.generator,
-        reward=record.reward or 0.0,
+        reward=record.reward,
         drop_reason=record.drop_reason,
         update_id=record.update_id,
         prompt=record.prompt_text,

@@ -7,7 +7,20 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-from flotilla_coordinator.cli import checkpoint, config, doctor, fleet, replicas, run, timeline, weights
+from flotilla_coordinator.cli import (
+    checkpoint,
+    config,
+    doctor,
+    fleet,
+    logs,
+    replicas,
+    reward,
+    run,
+    samples,
+    stacks,
+    timeline,
+    weights,
+)
 from flotilla_coordinator.cli.options import INTERRUPTED, code_of
 from flotilla_core.files import keep_private
 
@@ -24,13 +37,17 @@ app = typer.Typer(
 app.command()(fleet.up)
 app.command()(fleet.down)
 app.command()(fleet.ps)
-app.command()(fleet.logs)
+app.command()(logs.logs)
+app.command()(stacks.stacks)
+app.command()(stacks.profile)
 app.command()(fleet.scale)
 app.add_typer(replicas.app, name="replicas")
 app.add_typer(weights.app, name="weights")
+app.add_typer(reward.app, name="reward")
 app.add_typer(run.app, name="run")
 run.app.command()(run.pause)
 run.app.command("set")(run.set_)
+app.command()(samples.samples)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command()(timeline.timeline)
 app.command()(doctor.doctor)

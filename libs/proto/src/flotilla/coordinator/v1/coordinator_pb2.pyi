@@ -502,6 +502,7 @@ class Sample(_message.Message):
     step: _builtins.int
     generator_id: _builtins.str
     reward: _builtins.float
+    """Absent until it was scored."""
     drop_reason: _builtins.str
     update_id: _builtins.str
     prompt: _builtins.str
@@ -520,7 +521,7 @@ class Sample(_message.Message):
         attempt: _builtins.int = ...,
         step: _builtins.int = ...,
         generator_id: _builtins.str = ...,
-        reward: _builtins.float = ...,
+        reward: _builtins.float | None = ...,
         drop_reason: _builtins.str = ...,
         update_id: _builtins.str = ...,
         prompt: _builtins.str = ...,
@@ -529,11 +530,13 @@ class Sample(_message.Message):
         logprobs: _tensor_pb2.Tensor | None = ...,
         version_spans: _abc.Iterable[_version_pb2.VersionSpan] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "logprobs", b"logprobs", "reward", b"reward", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "drop_reason", b"drop_reason", "generator_id", b"generator_id", "logprobs", b"logprobs", "prompt", b"prompt", "response", b"response", "reward", b"reward", "sample_id", b"sample_id", "state", b"state", "step", b"step", "token_ids", b"token_ids", "update_id", b"update_id", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "attempt", b"attempt", "drop_reason", b"drop_reason", "generator_id", b"generator_id", "logprobs", b"logprobs", "prompt", b"prompt", "response", b"response", "reward", b"reward", "sample_id", b"sample_id", "state", b"state", "step", b"step", "token_ids", b"token_ids", "update_id", b"update_id", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
+    _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
 
 Global___Sample: _TypeAlias = Sample  # noqa: Y015
 

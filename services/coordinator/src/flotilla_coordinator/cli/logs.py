@@ -1,0 +1,205 @@
+"""`flotilla logs`: the logs of a stack, from files on this machine and from the services themselves on others.
+
+Invariants: a service whose log lies here is never called, so the logs of a stopped or hanging stack can be read; where
+one log cannot be read the others are shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import typer
+
+from flotilla_coordinator.cli.options import Coordinator, Json, Stack
+from flotilla_coordinator.cli.output import say
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from flotilla_coordinator.cli.services import ServiceAddress
+    from flotilla_core.errors import FlotillaError
+
+_FIND_S = 4.0
+_FIRST_LINE_S = 5.0
+_PAST_ENDS_S = 0.5
+"""Silence after which the past of a log is taken to be complete; a later line is printed as it comes."""
+_FOLLOW_S = 24 * 3600.0
+
+Line: TypeAlias = tuple[str, str]
+"""A log's name, and one line of it."""
+Came: TypeAlias = "asyncio.Queue[Line | FlotillaError | None]"
+"""Lines; where a log ends None, or why it cannot be read on."""
+
+
+def logs(
+    name: Annotated[
+        str | None, typer.Argument(help="Process or service; all, merged by time, when left out.")
+    ] = None,
+    stack: Stack = None,
+    coordinator: Coordinator = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Keep printing new lines.")] = False,
+    lines: Annotated[
+        int, typer.Option("-n", "--lines", min=0, max=100_000, help="Past lines to show.")
+    ] = 100,
+    as_json: Json = False,
+) -> None:
+    """Show the logs of a stack, also of a stopped one and of services on other machines."""
+    from flotilla_coordinator.cli.options import wait
+
+    wait(_show(name, stack, coordinator, lines, follow=follow, as_json=as_json), interrupted="")
+
+
+async def _show(
+    name: str | None, stack: str | None, coordinator: str | None, lines: int, *, follow: bool, as_json: bool
+) -> None:
+    """With `--json` one object a line, because a log has no end."""
+    import json
+    import sys
+
+    here = _files(stack)
+    elsewhere = {} if name in here else await _elsewhere(stack, coordinator, here)
+    names = _chosen(name, stack, here, elsewhere)
+    width = max(map(len, names))
+    files = {one: here[one] for one in names if one in here}
+    services = [elsewhere[one] for one in names if one in elsewhere]
+    async with aclosing(_read(files, services, lines, follow=follow)) as found:
+        async for source, line in found:
+            if as_json:
+                text = json.dumps({"name": source, "line": line}, ensure_ascii=False)
+            else:
+                text = line if len(names) == 1 else f"{source:{width}} | {line}"
+            sys.stdout.write(text + "\n")
+            if follow:
+                sys.stdout.flush()
+
+
+def _files(stack: str | None) -> dict[str, Path]:
+    """The log files of this machine, by the name of the process."""
+    from flotilla_coordinator.cli.stack import stack_paths
+
+    paths = stack_paths(stack)
+    found = {path.stem: path for path in sorted(paths.logs.glob("*.log"))}
+    nats = paths.nats / "nats.log"
+    return found | {"nats": nats} if nats.exists() else found
+
+
+async def _elsewhere(
+    stack: str | None, coordinator: str | None, here: dict[str, Path]
+) -> dict[str, ServiceAddress]:
+    """The services without a log file here; none while nothing says which there are."""
+    from flotilla_coordinator.cli.services import find_services
+    from flotilla_core.errors import FlotillaError
+
+    try:
+        async with asyncio.timeout(_FIND_S if here else None):
+            services = await find_services(stack, coordinator)
+    except (FlotillaError, TimeoutError):
+        if coordinator is not None and not here:
+            raise
+        return {}
+    return {name: service for name, service in services.items() if name not in here}
+
+
+def _chosen(
+    name: str | None, stack: str | None, here: dict[str, Path], elsewhere: dict[str, ServiceAddress]
+) -> list[str]:
+    """All logs, or the one that was named."""
+    from flotilla_coordinator.cli.stack import stack_paths
+    from flotilla_core.errors import NotFound
+
+    known = [*here, *elsewhere]
+    paths = stack_paths(stack)
+    if not known:
+        raise NotFound(
+            f"stack {paths.directory.name!r} has no logs",
+            where=str(paths.logs),
+            why="it was never started here",
+            next_step="start it: flotilla up",
+        )
+    if name is None:
+        return known
+    if name not in known:
+        raise NotFound(
+            f"there is no log of {name!r}",
+            where=str(paths.logs),
+            why="no file here has that name, and no running service of another machine",
+            next_step=f"name one of: {', '.join(known)}",
+        )
+    return [name]
+
+
+async def _read(
+    files: dict[str, Path], services: list[ServiceAddress], lines: int, *, follow: bool
+) -> AsyncGenerator[Line]:
+    """The last lines of all logs merged by time, then new ones as they come."""
+    from flotilla_launch.logs import read_logs
+
+    came: Came = asyncio.Queue()
+
+    async def read_files(past: dict[str, list[str]]) -> None:
+        async for line in read_logs(files, lines, follow=follow, others=past):
+            await came.put(line)
+        await came.put(None)
+
+    tasks = [asyncio.create_task(_tail(service, lines, came, follow=follow)) for service in services]
+    try:
+        past, open_logs = await _past(came, len(services), alone=not files and len(services) == 1)
+        tasks.append(asyncio.create_task(read_files(past)))
+        open_logs += 1
+        while open_logs:
+            item = await came.get()
+            if isinstance(item, tuple):
+                yield item
+                continue
+            open_logs -= 1
+            if item is not None:
+                say(f"a log ends here: {item}")
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _past(came: Came, open_logs: int, *, alone: bool) -> tuple[dict[str, list[str]], int]:
+    """What the services send at once, and how many of them are still sending."""
+    past: dict[str, list[str]] = {}
+    patience_s = _FIRST_LINE_S
+    while open_logs:
+        try:
+            item = await asyncio.wait_for(came.get(), patience_s)
+        except TimeoutError:
+            break
+        patience_s = _PAST_ENDS_S
+        if isinstance(item, tuple):
+            past.setdefault(item[0], []).append(item[1])
+            continue
+        open_logs -= 1
+        if item is not None:
+            if alone:
+                raise item
+            say(f"a log cannot be read: {item}")
+    return past, open_logs
+
+
+async def _tail(service: ServiceAddress, lines: int, came: Came, *, follow: bool) -> None:
+    """Put each line of the service's log into `came`; at the end None, or why it ended."""
+    from flotilla.common.v1.operate_pb2 import TailLogRequest
+    from flotilla.common.v1.operate_pb2_grpc import OperateServiceStub
+    from flotilla_core import rpc
+    from flotilla_core.errors import FlotillaError
+
+    request = TailLogRequest(lines=lines, follow=follow)
+    silence_s = _FOLLOW_S if follow else _FIRST_LINE_S
+    try:
+        async with service.channel() as channel:
+            stream = rpc.server_stream(OperateServiceStub(channel).TailLog, request, idle_timeout_s=silence_s)
+            async with aclosing(stream):
+                async for answer in stream:
+                    await came.put((service.name, answer.line))
+    except FlotillaError as error:
+        await came.put(error)
+    else:
+        await came.put(None)

@@ -1,0 +1,115 @@
+"""Where the services of a stack can be asked: on this machine as its launcher says, elsewhere as its coordinator does.
+
+Invariant: what the launcher knows needs no coordinator, so a service here can be asked while the coordinator hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import grpc.aio
+
+    from flotilla.common.v1.registration_pb2 import ServiceKind
+    from flotilla_core.config import StackConfig
+    from flotilla_launch.paths import StackPaths
+
+_ANSWER_S = 2.0
+"""For the coordinator, where the services of this machine are known without it."""
+
+
+@dataclass(frozen=True)
+class ServiceAddress:
+    """A service of the stack that may be called."""
+
+    name: str
+    kind: ServiceKind.ValueType
+    address: str
+    token: str = field(repr=False)
+
+    @asynccontextmanager
+    async def channel(self) -> AsyncIterator[grpc.aio.Channel]:
+        """A connection for the time of the block."""
+        from flotilla_core import rpc
+
+        channel = rpc.connect(self.address, token=self.token)
+        try:
+            yield channel
+        finally:
+            await channel.close()
+
+
+async def find_services(
+    stack: str | None, coordinator: str | None, *, enough: str | None = None
+) -> dict[str, ServiceAddress]:
+    """List every service that has an address; nothing is asked of the coordinator where `enough` is found here."""
+    from flotilla_coordinator.cli.output import say
+    from flotilla_coordinator.cli.stack import load_stack, stack_paths
+    from flotilla_core.errors import Unavailable
+
+    config, paths = load_stack(stack), stack_paths(stack)
+    here = [] if coordinator is not None else await _of_launcher(config, paths)
+    everywhere: list[ServiceAddress] = []
+    if enough not in {service.name for service in here}:
+        try:
+            async with asyncio.timeout(_ANSWER_S if here else None):
+                everywhere = await _of_coordinator(config, coordinator)
+        except (Unavailable, TimeoutError):
+            if not here:
+                raise
+            say("the coordinator does not answer: only the services of this machine are known")
+    found = {service.name: service for service in [*everywhere, *here]}
+    return dict(sorted(found.items()))
+
+
+async def find_service(name: str, stack: str | None, coordinator: str | None) -> ServiceAddress:
+    """Find one service by its name."""
+    from flotilla_core.errors import NotFound
+
+    services = await find_services(stack, coordinator, enough=name)
+    if name not in services:
+        raise NotFound(
+            f"there is no running service {name!r}",
+            next_step=f"name one of: {', '.join(services)}" if services else "see: flotilla ps",
+        )
+    return services[name]
+
+
+async def _of_launcher(config: StackConfig, paths: StackPaths) -> list[ServiceAddress]:
+    """Those that the launcher of this machine started or was told to attach; none where no launcher runs."""
+    from flotilla_core.errors import Unavailable
+    from flotilla_core.trust import read_token
+    from flotilla_launch.client import LauncherClient, find
+
+    file = find(paths)
+    if file is None:
+        return []
+    try:
+        async with LauncherClient.open(file) as launcher:
+            processes = (await launcher.state()).processes
+    except Unavailable:
+        return []
+    token = read_token(config.bind, paths.directory)
+    return [
+        ServiceAddress(process.name, process.kind, process.address, token)
+        for process in processes
+        if process.kind and process.address
+    ]
+
+
+async def _of_coordinator(config: StackConfig, coordinator: str | None) -> list[ServiceAddress]:
+    from flotilla_client import Client
+    from flotilla_client.discovery import find_coordinator
+
+    token = find_coordinator(config.name, config.state_dir, coordinator).token
+    async with Client.find(config.name, config.state_dir, coordinator) as client:
+        services = await client.list_services()
+    return [
+        ServiceAddress(one.registration.name, one.registration.kind, one.registration.address, token)
+        for one in services
+        if one.registration.address
+    ]

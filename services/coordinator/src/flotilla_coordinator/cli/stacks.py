@@ -1,0 +1,95 @@
+"""`flotilla stacks` and `flotilla profile`: where a service is in its code, now or over a while."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flotilla_coordinator.cli.options import Coordinator, Json, Stack
+
+if TYPE_CHECKING:
+    from flotilla.common.v1.operate_pb2 import Activity, DumpStacksResponse
+
+ServiceName = Annotated[str, typer.Argument(metavar="SERVICE", help="Name of a service, as `ps` shows it.")]
+
+_STACKS_S = 30.0
+_SLACK_S = 30.0
+
+
+def stacks(
+    service: ServiceName, stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False
+) -> None:
+    """Show what a service is doing, and the stack of every thread and task of it, of its ranks too."""
+    from flotilla_coordinator.cli.options import wait
+    from flotilla_coordinator.cli.output import age, print_json, print_line
+
+    activities, processes = wait(_ask(service, stack, coordinator))
+    if as_json:
+        doing = [
+            {"what": one.what, "since": one.since.ToJsonString(), "run_id": one.run_id or None}
+            for one in activities
+        ]
+        shown = [{"process": one.process, "pid": one.pid, "stacks": one.text} for one in processes.processes]
+        print_json({"service": service, "activities": doing, "processes": shown})
+        return
+    for activity in activities:
+        run = f" (run {activity.run_id})" if activity.run_id else ""
+        print_line(f"for {age(activity.since)}: {activity.what}{run}")
+    for process in processes.processes:
+        print_line(f"\n=== {service} {process.process}, pid {process.pid}\n{process.text.rstrip()}")
+
+
+def profile(
+    service: ServiceName,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="File to write.")],
+    seconds: Annotated[float, typer.Option("--seconds", min=0.1, max=120, help="How long to sample.")] = 10.0,
+    rate: Annotated[int, typer.Option("--rate", min=1, max=1000, help="Samples per second.")] = 100,
+    stack: Stack = None,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """Sample the stacks of a service for a while, and write them for a flame graph (collapsed stacks)."""
+    from flotilla_coordinator.cli.options import wait
+    from flotilla_coordinator.cli.output import print_json, say
+    from flotilla_core.errors import InvalidRequest
+
+    if not output.parent.is_dir():
+        raise InvalidRequest(f"there is no folder {output.parent}", where=f"-o {output}")
+    say(f"sampling {service} for {seconds:g} s")
+    collapsed = wait(_sample(service, seconds, rate, stack, coordinator))
+    output.write_text(collapsed + "\n")
+    if as_json:
+        print_json({"service": service, "file": str(output.absolute())})
+    else:
+        say(f"wrote {output}; open it in https://www.speedscope.app")
+
+
+async def _ask(
+    name: str, stack: str | None, coordinator: str | None
+) -> tuple[list[Activity], DumpStacksResponse]:
+    from flotilla.common.v1.operate_pb2 import DumpStacksRequest, GetActivityRequest
+    from flotilla.common.v1.operate_pb2_grpc import OperateServiceStub
+    from flotilla_coordinator.cli.services import find_service
+    from flotilla_core import rpc
+
+    async with (await find_service(name, stack, coordinator)).channel() as channel:
+        stub = OperateServiceStub(channel)
+        doing = await rpc.unary(stub.GetActivity, GetActivityRequest(), timeout_s=_STACKS_S)
+        return list(doing.activities), await rpc.unary(
+            stub.DumpStacks, DumpStacksRequest(), timeout_s=_STACKS_S
+        )
+
+
+async def _sample(name: str, seconds: float, rate: int, stack: str | None, coordinator: str | None) -> str:
+    from flotilla.common.v1.operate_pb2 import ProfileRequest
+    from flotilla.common.v1.operate_pb2_grpc import OperateServiceStub
+    from flotilla_coordinator.cli.services import find_service
+    from flotilla_core import rpc
+
+    request = ProfileRequest(samples_per_second=rate)
+    request.duration.FromMilliseconds(int(seconds * 1000))
+    async with (await find_service(name, stack, coordinator)).channel() as channel:
+        call = OperateServiceStub(channel).Profile
+        return (await rpc.unary(call, request, timeout_s=seconds + _SLACK_S, attempts=1)).collapsed_stacks
