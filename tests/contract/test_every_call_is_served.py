@@ -1,7 +1,8 @@
-"""A contract lists what its service does, and nothing that it may do one day."""
+"""A contract lists what its service does and somebody asks for, and nothing that it may do one day."""
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from pathlib import Path
 
@@ -47,3 +48,30 @@ def test_every_call_of_a_contract_is_served(contract: ServiceDescriptor) -> None
     )
     inherited = [call.name for call in contract.methods if call.name not in vars(servicer)]
     assert inherited == [], "a call that nobody serves does not belong in the contract"
+
+
+REPOSITORY = Path(__file__).parents[2]
+PRODUCTION = "\n".join(
+    file.read_text()
+    for folder in ("libs", "services")
+    for file in sorted((REPOSITORY / folder).glob("*/src/**/*.py"))
+    if not file.is_relative_to(REPOSITORY / "libs/proto")
+    and not file.is_relative_to(REPOSITORY / "libs/testing")
+)
+WITHOUT_A_CALLER = {
+    "Drain": "the way to end a service of another machine gracefully, where no launcher of ours can signal it",
+    "Abort": "the engine's own abort, which a replica that must go uses too",
+    "Pause": "the engine's own pause, which commits of weights have to respect",
+    "Resume": "takes a pause back",
+    "AbortUpdate": "gives up an update that hangs, and leaves the session of the trainer as it was",
+}
+"""Calls for people at a debugger alone; each with what it is good for. The list only gets shorter."""
+
+
+@pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.name)
+def test_every_call_of_a_contract_has_a_caller_outside_of_tests(contract: ServiceDescriptor) -> None:
+    names = [call.name for call in contract.methods]
+    called = [name for name in names if re.search(rf"[\w)]\.{name}\b", PRODUCTION)]
+    idle = [name for name in names if name not in called and name not in WITHOUT_A_CALLER]
+    assert idle == [], "give it a caller that users want (a command, the SDK), or take it out of the contract"
+    assert not set(called) & set(WITHOUT_A_CALLER), "it has a caller: take it off the list"

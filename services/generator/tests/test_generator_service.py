@@ -30,7 +30,6 @@ from flotilla_core.errors import (
 from flotilla_core.service import Activities
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
-from flotilla_generator import servicer as servicer_module
 from flotilla_generator.checkpoint import Checkpoint
 from flotilla_generator.engine.base import Applied, EngineInfo, KvPolicy, WeightsNotLive
 from flotilla_generator.engine.sim.engine import SimEngine
@@ -458,22 +457,6 @@ async def test_a_pause_freezes_samples_and_resume_lets_them_end(slow_replica):
     assert not done
     await slow_replica.call("Resume", pb.ResumeRequest(run_id="run"))
     assert len(await generating) == 1
-
-
-async def test_load_is_streamed_when_it_changes(slow_replica):
-    loads = rpc.server_stream(slow_replica.stub.WatchLoad, pb.WatchLoadRequest(), idle_timeout_s=5)
-    assert (await anext(loads)).running_samples == 0
-    generating = asyncio.create_task(slow_replica.samples(ask(samples=4)))
-    assert (await anext(loads)).running_samples == 4
-    generating.cancel()
-    await loads.aclose()
-
-
-async def test_a_replica_that_nobody_asks_for_its_load_remembers_recent_samples_alone(replica, monkeypatch):
-    monkeypatch.setattr(servicer_module, "RATE_WINDOW_S", 0.0)
-    for number in range(5):
-        await replica.samples(ask(f"request-{number}", samples=8))
-    assert len(replica.servicer._delivered) <= 1
 
 
 async def until(replica: Replica, phase: int) -> None:

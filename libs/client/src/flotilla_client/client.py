@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _CALL_S = 30.0
 _SCALE_S = 300.0
+_EXPORT_S = 600.0
 _TIMELINE_IDLE_S = 60.0
 # A step may take very long; that the coordinator lives is keepalive's business.
 _WATCH_IDLE_S = 24 * 3600.0
@@ -182,6 +183,12 @@ class Client:
             run_id=run_id, step=step, state=state, limit=limit, page_token=page_token
         )
         return await rpc.unary(self._stub.ListSamples, request, timeout_s=_CALL_S)
+
+    async def export_run(self, run_id: str = "latest") -> list[Path]:
+        """Write metrics and samples as Parquet files into the run directory, and return their paths there."""
+        request = pb.ExportRunRequest(run_id=run_id, request_id=new_request_id())
+        answer = await rpc.unary(self._stub.ExportRun, request, timeout_s=_EXPORT_S)
+        return [Path(file) for file in answer.files]
 
     async def timeline(self, run_id: str = "latest", *, step: int | None = None) -> AsyncGenerator[bytes]:
         """Chrome trace JSON in chunks."""

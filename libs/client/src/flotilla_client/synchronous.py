@@ -111,6 +111,9 @@ class SyncClient(WaitingClient):
             self._client.list_samples(run_id, step=step, state=state, limit=limit, page_token=page_token)
         )
 
+    def export_run(self, run_id: str = "latest") -> list[Path]:
+        return self._wait(self._client.export_run(run_id))
+
     def timeline(self, run_id: str = "latest", *, step: int | None = None) -> Iterator[bytes]:
         """Chrome trace JSON in chunks."""
         return self._iterate(self._client.timeline(run_id, step=step))

@@ -49,10 +49,6 @@ class LauncherClient:
         request = pb.ApplyRequest(request_id=new_request_id(), stack_yaml=dump_yaml(stack))
         return await rpc.unary(self._stub.Apply, request, timeout_s=2 * stack.ready_timeout_s)
 
-    async def start(self, name: str, *, timeout_s: float) -> pb.ProcessStatus:
-        request = pb.StartRequest(request_id=new_request_id(), name=name)
-        return (await rpc.unary(self._stub.Start, request, timeout_s=timeout_s)).process
-
     async def stop(self, name: str = "") -> None:
         """One process; the whole stack and its supervisor when `name` is empty."""
         request = pb.StopRequest(request_id=new_request_id(), name=name)

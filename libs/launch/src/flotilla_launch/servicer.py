@@ -8,7 +8,7 @@ of the whole stack interrupts it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import structlog
@@ -17,7 +17,6 @@ from grpc.aio import ServicerContext
 from flotilla.launcher.v1 import launcher_pb2 as pb
 from flotilla.launcher.v1.launcher_pb2_grpc import LauncherServiceServicer
 from flotilla_core.config import StackConfig, load_text
-from flotilla_launch.logs import read_logs
 from flotilla_launch.supervisor import Supervisor
 
 log = structlog.get_logger()
@@ -38,9 +37,6 @@ class LauncherServicer(LauncherServiceServicer):
         changed = await self._finished(self._supervisor.apply(stack))
         return pb.ApplyResponse(changed=changed, processes=self._supervisor.processes())
 
-    async def Start(self, request: pb.StartRequest, context: Context) -> pb.StartResponse:
-        return pb.StartResponse(process=await self._finished(self._supervisor.start_process(request.name)))
-
     async def Stop(self, request: pb.StopRequest, context: Context) -> pb.StopResponse:
         log.info("stop", name=request.name or "the whole stack", request_id=request.request_id)
         if request.name:
@@ -60,11 +56,6 @@ class LauncherServicer(LauncherServiceServicer):
             nats_url=self._supervisor.nats_url,
             processes=self._supervisor.processes(),
         )
-
-    async def Logs(self, request: pb.LogsRequest, context: Context) -> AsyncIterator[pb.LogsResponse]:
-        paths = self._supervisor.log_paths(request.names)
-        async for name, line in read_logs(paths, request.lines, follow=request.follow):
-            yield pb.LogsResponse(name=name, line=line)
 
     async def _finished(self, change: Coroutine[Any, Any, Result]) -> Result:
         task = asyncio.create_task(change)

@@ -156,15 +156,6 @@ class Supervisor:
             await self._scale(kind, replicas)
         return [service.status() for service in self._services.values() if service.slot.kind == kind]
 
-    async def start_process(self, name: str) -> ProcessStatus:
-        """Start one that was stopped or has FAILED; one that runs is left alone."""
-        async with self._change():
-            service = self._service(name)
-            if _down(service):
-                service.start()
-                await service.ready()
-            return service.status()
-
     async def stop_process(self, name: str) -> None:
         async with self._changing:
             await self._service(name).stop()
@@ -195,16 +186,6 @@ class Supervisor:
     async def refresh_attached(self) -> None:
         """Ask the attached services for their health; they are not ours to watch all the time."""
         await asyncio.gather(*(service.refresh() for service in self._attached.values()))
-
-    def log_paths(self, names: Iterable[str]) -> dict[str, Path]:
-        """Log files of the named processes, or of all."""
-        known = {status.name: Path(status.log_path) for status in self.processes() if status.log_path}
-        known["launcher"] = self.paths.log_file("launcher")
-        wanted = list(names) or list(known)
-        for name in wanted:
-            if name not in known:
-                raise _unknown(name, known)
-        return {name: known[name] for name in wanted}
 
     @asynccontextmanager
     async def _change(self) -> AsyncIterator[None]:

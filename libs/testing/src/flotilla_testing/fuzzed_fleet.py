@@ -491,7 +491,6 @@ def _coordinator_drafts(run_yaml: str, run: str) -> Mapping[str, Draft]:
         "ListSamples": lambda n: pb.ListSamplesRequest(
             run_id=run, step=1, state=pb.SAMPLE_STATE_CONSUMED, limit=3
         ),
-        "StreamMetrics": lambda n: pb.StreamMetricsRequest(run_id=run, from_step=1),
         "ExportRun": lambda n: pb.ExportRunRequest(run_id=run, request_id=str(n)),
         "QueryTimeline": lambda n: pb.QueryTimelineRequest(run_id=run, step=1),
     }

@@ -13,8 +13,6 @@ handed on.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -51,10 +49,8 @@ PHASES = {
     Phase.COMMITTING: pb.WEIGHT_PHASE_COMMITTING,
     Phase.BROKEN: pb.WEIGHT_PHASE_BROKEN,
 }
-LOAD_EVERY_S = 0.1
 HAND_OVER_S = 2.0
 """Of the time to drain, for partial samples on their way to the coordinator."""
-RATE_WINDOW_S = 5.0
 
 
 class GeneratorServicer(GeneratorServiceServicer):
@@ -66,7 +62,6 @@ class GeneratorServicer(GeneratorServiceServicer):
         self._running: dict[str, str] = {}
         self._idle = asyncio.Event()
         self._idle.set()
-        self._delivered: deque[tuple[float, int]] = deque()
         self._unavailable = "the engine is still starting"
         self.weights = WeightSession(engine)
 
@@ -102,7 +97,6 @@ class GeneratorServicer(GeneratorServiceServicer):
             endings = gathered(self._engine.generate(wanted), request.gather.ToTimedelta().total_seconds())
             async with aclosing(endings):
                 async for samples in endings:
-                    self._note_delivered(sum(len(sample.token_ids) for sample in samples))
                     for message in write_samples(samples, self._engine.waiting_samples):
                         yield message
         finally:
@@ -203,41 +197,6 @@ class GeneratorServicer(GeneratorServiceServicer):
         self._require_open()
         await self.weights.leave(request.run_id)
         return pb.LeaveWeightGroupResponse()
-
-    async def WatchLoad(
-        self, request: pb.WatchLoadRequest, context: Any
-    ) -> AsyncIterator[pb.WatchLoadResponse]:
-        last: pb.WatchLoadResponse | None = None
-        while True:
-            load = self._load()
-            if load != last:
-                yield load
-            last = load
-            await asyncio.sleep(LOAD_EVERY_S)
-
-    def _load(self) -> pb.WatchLoadResponse:
-        load, live = self._engine.load(), self.weights.live
-        return pb.WatchLoadResponse(
-            running_samples=load.running_samples,
-            waiting_samples=load.waiting_samples,
-            outstanding_tokens=load.outstanding_tokens,
-            kv_cache_usage=load.kv_cache_usage,
-            tokens_per_second=self._tokens_per_second(),
-            live_version=None if live is None else live.to_proto(),
-        )
-
-    def _note_delivered(self, tokens: int) -> None:
-        self._delivered.append((time.monotonic(), tokens))
-        self._forget_delivered()  # here as well: most replicas are never asked for their load
-
-    def _forget_delivered(self) -> None:
-        horizon = time.monotonic() - RATE_WINDOW_S
-        while self._delivered and self._delivered[0][0] < horizon:
-            self._delivered.popleft()
-
-    def _tokens_per_second(self) -> float:
-        self._forget_delivered()
-        return sum(tokens for _, tokens in self._delivered) / RATE_WINDOW_S
 
     def _require_open(self) -> None:
         if self._unavailable:

@@ -91,12 +91,9 @@ UNTRACED_METHODS = frozenset(
         "/flotilla.common.v1.OperateService/TailLog",
         "/flotilla.coordinator.v1.CoordinatorService/ListServices",
         "/flotilla.coordinator.v1.CoordinatorService/QueryTimeline",
-        "/flotilla.coordinator.v1.CoordinatorService/StreamMetrics",
         "/flotilla.coordinator.v1.CoordinatorService/WatchRun",
         "/flotilla.generator.v1.GeneratorService/GetWeightStatus",
-        "/flotilla.generator.v1.GeneratorService/WatchLoad",
         "/flotilla.launcher.v1.LauncherService/List",
-        "/flotilla.launcher.v1.LauncherService/Logs",
     }
 )
 """Polls and watches of ours: they say nothing about the work and would drown it."""

@@ -15,14 +15,12 @@ import grpc
 
 from flotilla.common.v1.registration_pb2 import SERVICE_KIND_GENERATOR, Registration
 from flotilla.coordinator.v1 import coordinator_pb2 as pb
-from flotilla.coordinator.v1 import run_pb2
 from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceServicer
 from flotilla.launcher.v1 import launcher_pb2
 from flotilla_coordinator.fleet.fleet import Fleet
 from flotilla_coordinator.fleet.launcher import LauncherLink
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import SampleRecord, SampleState
-from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.records.report import Exporter
 from flotilla_coordinator.runs.events import all_events, past_events
 from flotilla_coordinator.runs.registry import Runs
@@ -91,30 +89,8 @@ class CoordinatorServicer(CoordinatorServiceServicer):
         run = await self._runs.find(request.run_id)
         return await list_samples(self._ledger, run.run_id, request)
 
-    async def StreamMetrics(
-        self, request: pb.StreamMetricsRequest, context: Context
-    ) -> AsyncIterator[pb.StreamMetricsResponse]:
-        """Metrics of every step, past and, while the run goes on, future."""
-        run = await self._runs.find(request.run_id)
-        active = self._runs.active(run.run_id)
-        newest = 0 if active is None else active.feed.last_sequence
-        past = await asyncio.to_thread(lambda: list(RunDirectory(Path(run.directory)).read_metrics()))
-        wanted = request.from_step
-        for index, metrics in past:
-            # The file counts from 0; on the wire a step has the number of steps done with it.
-            if index + 1 >= wanted:
-                yield pb.StreamMetricsResponse(metrics=run_pb2.StepMetrics(step=index + 1, metrics=metrics))
-                wanted = index + 2
-        if active is None:
-            return
-        async for event in active.feed.follow(newest):
-            if event.WhichOneof("event") == "step" and event.step.step >= wanted:
-                yield pb.StreamMetricsResponse(metrics=event.step)
-
     async def ExportRun(self, request: pb.ExportRunRequest, context: Context) -> pb.ExportRunResponse:
         """Metrics and samples as Parquet."""
-        if request.format not in (pb.EXPORT_FORMAT_UNSPECIFIED, pb.EXPORT_FORMAT_PARQUET):
-            raise InvalidRequest("only Parquet is exported", next_step="JSONL files are in the run directory")
         run = await self._runs.find(request.run_id)
         files = await self._exporter.export(Path(run.directory))
         return pb.ExportRunResponse(files=[str(file) for file in files])

@@ -210,6 +210,23 @@ def resume(
         say(f"run {found.run_id} {waits}\nnext: flotilla run watch {found.run_id}")
 
 
+@app.command()
+def export(run: RunId, stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False) -> None:
+    """Write metrics and samples of a run as Parquet files, into its directory."""
+    from flotilla_coordinator.cli.options import wait
+    from flotilla_coordinator.cli.output import print_json, print_line
+
+    async def ask() -> list[str]:
+        async with client_of(stack, coordinator) as client:
+            return [str(file) for file in await client.export_run(run)]
+
+    files = wait(ask())
+    if as_json:
+        print_json({"files": files})
+    else:
+        print_line("\n".join(files))
+
+
 def pause(run: RunId, stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False) -> None:
     """Begin no step after the one that is under way, until `run resume`; the run keeps the fleet."""
     from flotilla_coordinator.cli.options import wait

@@ -51,23 +51,6 @@ SAMPLE_STATE_DURABLE: SampleState.ValueType  # 5
 SAMPLE_STATE_DROPPED: SampleState.ValueType  # 6
 Global___SampleState: _TypeAlias = SampleState  # noqa: Y015
 
-class _ExportFormat:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _ExportFormatEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ExportFormat.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    EXPORT_FORMAT_UNSPECIFIED: _ExportFormat.ValueType  # 0
-    EXPORT_FORMAT_PARQUET: _ExportFormat.ValueType  # 1
-    EXPORT_FORMAT_JSONL: _ExportFormat.ValueType  # 2
-
-class ExportFormat(_ExportFormat, metaclass=_ExportFormatEnumTypeWrapper): ...
-
-EXPORT_FORMAT_UNSPECIFIED: ExportFormat.ValueType  # 0
-EXPORT_FORMAT_PARQUET: ExportFormat.ValueType  # 1
-EXPORT_FORMAT_JSONL: ExportFormat.ValueType  # 2
-Global___ExportFormat: _TypeAlias = ExportFormat  # noqa: Y015
-
 class _WorkState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -598,70 +581,22 @@ class ListSamplesResponse(_message.Message):
 Global___ListSamplesResponse: _TypeAlias = ListSamplesResponse  # noqa: Y015
 
 @_typing.final
-class StreamMetricsRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUN_ID_FIELD_NUMBER: _builtins.int
-    FROM_STEP_FIELD_NUMBER: _builtins.int
-    run_id: _builtins.str
-    from_step: _builtins.int
-    def __init__(
-        self,
-        *,
-        run_id: _builtins.str = ...,
-        from_step: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_step", b"from_step", "run_id", b"run_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StreamMetricsRequest: _TypeAlias = StreamMetricsRequest  # noqa: Y015
-
-@_typing.final
-class StreamMetricsResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    METRICS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def metrics(self) -> _run_pb2.StepMetrics: ...
-    def __init__(
-        self,
-        *,
-        metrics: _run_pb2.StepMetrics | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StreamMetricsResponse: _TypeAlias = StreamMetricsResponse  # noqa: Y015
-
-@_typing.final
 class ExportRunRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    PATH_FIELD_NUMBER: _builtins.int
-    FORMAT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     request_id: _builtins.str
-    path: _builtins.str
-    format: Global___ExportFormat.ValueType
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         request_id: _builtins.str = ...,
-        path: _builtins.str = ...,
-        format: Global___ExportFormat.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["format", b"format", "path", b"path", "request_id", b"request_id", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

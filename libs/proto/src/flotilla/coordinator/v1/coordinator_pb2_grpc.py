@@ -86,11 +86,6 @@ class CoordinatorServiceStub:
                 request_serializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.ListSamplesRequest.SerializeToString,
                 response_deserializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.ListSamplesResponse.FromString,
                 _registered_method=True)
-        self.StreamMetrics = channel.unary_stream(
-                '/flotilla.coordinator.v1.CoordinatorService/StreamMetrics',
-                request_serializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.StreamMetricsRequest.SerializeToString,
-                response_deserializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.StreamMetricsResponse.FromString,
-                _registered_method=True)
         self.ExportRun = channel.unary_unary(
                 '/flotilla.coordinator.v1.CoordinatorService/ExportRun',
                 request_serializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.ExportRunRequest.SerializeToString,
@@ -195,14 +190,9 @@ class CoordinatorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def StreamMetrics(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def ExportRun(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Metrics and samples as Parquet files, in the run directory.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -294,11 +284,6 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.ListSamples,
                     request_deserializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.ListSamplesRequest.FromString,
                     response_serializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.ListSamplesResponse.SerializeToString,
-            ),
-            'StreamMetrics': grpc.unary_stream_rpc_method_handler(
-                    servicer.StreamMetrics,
-                    request_deserializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.StreamMetricsRequest.FromString,
-                    response_serializer=flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.StreamMetricsResponse.SerializeToString,
             ),
             'ExportRun': grpc.unary_unary_rpc_method_handler(
                     servicer.ExportRun,
@@ -603,33 +588,6 @@ class CoordinatorService:
             '/flotilla.coordinator.v1.CoordinatorService/ListSamples',
             flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.ListSamplesRequest.SerializeToString,
             flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.ListSamplesResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def StreamMetrics(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/flotilla.coordinator.v1.CoordinatorService/StreamMetrics',
-            flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.StreamMetricsRequest.SerializeToString,
-            flotilla_dot_coordinator_dot_v1_dot_coordinator__pb2.StreamMetricsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -52,8 +52,8 @@ class CoordinatorServiceStub:
     UpdateRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.UpdateRunRequest, _coordinator_pb2.UpdateRunResponse]
     """Change settings from the next step on; of a run that ended early, for when it is resumed."""
     ListSamples: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListSamplesRequest, _coordinator_pb2.ListSamplesResponse]
-    StreamMetrics: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.StreamMetricsRequest, _coordinator_pb2.StreamMetricsResponse]
     ExportRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ExportRunRequest, _coordinator_pb2.ExportRunResponse]
+    """Metrics and samples as Parquet files, in the run directory."""
     ListServices: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListServicesRequest, _coordinator_pb2.ListServicesResponse]
     DrainReplica: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DrainReplicaRequest, _coordinator_pb2.DrainReplicaResponse]
     """No new work for one replica, for as long as its process lives: what runs there ends, and a generator leaves the weight
@@ -90,8 +90,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     UpdateRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.UpdateRunRequest, _coordinator_pb2.UpdateRunResponse]  # type: ignore[assignment]
     """Change settings from the next step on; of a run that ended early, for when it is resumed."""
     ListSamples: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListSamplesRequest, _coordinator_pb2.ListSamplesResponse]  # type: ignore[assignment]
-    StreamMetrics: _aio.UnaryStreamMultiCallable[_coordinator_pb2.StreamMetricsRequest, _coordinator_pb2.StreamMetricsResponse]  # type: ignore[assignment]
     ExportRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ExportRunRequest, _coordinator_pb2.ExportRunResponse]  # type: ignore[assignment]
+    """Metrics and samples as Parquet files, in the run directory."""
     ListServices: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListServicesRequest, _coordinator_pb2.ListServicesResponse]  # type: ignore[assignment]
     DrainReplica: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DrainReplicaRequest, _coordinator_pb2.DrainReplicaResponse]  # type: ignore[assignment]
     """No new work for one replica, for as long as its process lives: what runs there ends, and a generator leaves the weight
@@ -187,18 +187,12 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_coordinator_pb2.ListSamplesResponse, _abc.Awaitable[_coordinator_pb2.ListSamplesResponse]]: ...
 
     @_abc_1.abstractmethod
-    def StreamMetrics(
-        self,
-        request: _coordinator_pb2.StreamMetricsRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.StreamMetricsResponse], _abc.AsyncIterator[_coordinator_pb2.StreamMetricsResponse]]: ...
-
-    @_abc_1.abstractmethod
     def ExportRun(
         self,
         request: _coordinator_pb2.ExportRunRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_coordinator_pb2.ExportRunResponse, _abc.Awaitable[_coordinator_pb2.ExportRunResponse]]: ...
+    ) -> _typing.Union[_coordinator_pb2.ExportRunResponse, _abc.Awaitable[_coordinator_pb2.ExportRunResponse]]:
+        """Metrics and samples as Parquet files, in the run directory."""
 
     @_abc_1.abstractmethod
     def ListServices(

@@ -85,11 +85,6 @@ class GeneratorServiceStub:
                 request_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.LeaveWeightGroupRequest.SerializeToString,
                 response_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.LeaveWeightGroupResponse.FromString,
                 _registered_method=True)
-        self.WatchLoad = channel.unary_stream(
-                '/flotilla.generator.v1.GeneratorService/WatchLoad',
-                request_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.WatchLoadRequest.SerializeToString,
-                response_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.WatchLoadResponse.FromString,
-                _registered_method=True)
 
 
 class GeneratorServiceServicer:
@@ -166,13 +161,6 @@ class GeneratorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def WatchLoad(self, request, context):
-        """Load of the replica, whenever it changes, at most ten times a second.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_GeneratorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -225,11 +213,6 @@ def add_GeneratorServiceServicer_to_server(servicer, server):
                     servicer.LeaveWeightGroup,
                     request_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.LeaveWeightGroupRequest.FromString,
                     response_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.LeaveWeightGroupResponse.SerializeToString,
-            ),
-            'WatchLoad': grpc.unary_stream_rpc_method_handler(
-                    servicer.WatchLoad,
-                    request_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.WatchLoadRequest.FromString,
-                    response_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.WatchLoadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -503,33 +486,6 @@ class GeneratorService:
             '/flotilla.generator.v1.GeneratorService/LeaveWeightGroup',
             flotilla_dot_generator_dot_v1_dot_generator__pb2.LeaveWeightGroupRequest.SerializeToString,
             flotilla_dot_generator_dot_v1_dot_generator__pb2.LeaveWeightGroupResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def WatchLoad(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/flotilla.generator.v1.GeneratorService/WatchLoad',
-            flotilla_dot_generator_dot_v1_dot_generator__pb2.WatchLoadRequest.SerializeToString,
-            flotilla_dot_generator_dot_v1_dot_generator__pb2.WatchLoadResponse.FromString,
             options,
             channel_credentials,
             insecure,

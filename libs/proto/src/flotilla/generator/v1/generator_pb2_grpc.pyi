@@ -56,8 +56,6 @@ class GeneratorServiceStub:
     AbortWeights: _grpc.UnaryUnaryMultiCallable[_generator_pb2.AbortWeightsRequest, _generator_pb2.AbortWeightsResponse]
     """Drop what is staged or being received, and the group with it; the live weights stay."""
     LeaveWeightGroup: _grpc.UnaryUnaryMultiCallable[_generator_pb2.LeaveWeightGroupRequest, _generator_pb2.LeaveWeightGroupResponse]
-    WatchLoad: _grpc.UnaryStreamMultiCallable[_generator_pb2.WatchLoadRequest, _generator_pb2.WatchLoadResponse]
-    """Load of the replica, whenever it changes, at most ten times a second."""
 
 @_typing.type_check_only
 class GeneratorServiceAsyncStub(GeneratorServiceStub):
@@ -87,8 +85,6 @@ class GeneratorServiceAsyncStub(GeneratorServiceStub):
     AbortWeights: _aio.UnaryUnaryMultiCallable[_generator_pb2.AbortWeightsRequest, _generator_pb2.AbortWeightsResponse]  # type: ignore[assignment]
     """Drop what is staged or being received, and the group with it; the live weights stay."""
     LeaveWeightGroup: _aio.UnaryUnaryMultiCallable[_generator_pb2.LeaveWeightGroupRequest, _generator_pb2.LeaveWeightGroupResponse]  # type: ignore[assignment]
-    WatchLoad: _aio.UnaryStreamMultiCallable[_generator_pb2.WatchLoadRequest, _generator_pb2.WatchLoadResponse]  # type: ignore[assignment]
-    """Load of the replica, whenever it changes, at most ten times a second."""
 
 class GeneratorServiceServicer(metaclass=_abc_1.ABCMeta):
     """One model replica that samples tokens. It holds one policy version at a time and is leased to one run."""
@@ -175,13 +171,5 @@ class GeneratorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generator_pb2.LeaveWeightGroupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generator_pb2.LeaveWeightGroupResponse, _abc.Awaitable[_generator_pb2.LeaveWeightGroupResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def WatchLoad(
-        self,
-        request: _generator_pb2.WatchLoadRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_generator_pb2.WatchLoadResponse], _abc.AsyncIterator[_generator_pb2.WatchLoadResponse]]:
-        """Load of the replica, whenever it changes, at most ten times a second."""
 
 def add_GeneratorServiceServicer_to_server(servicer: GeneratorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -146,48 +146,6 @@ class ApplyResponse(_message.Message):
 Global___ApplyResponse: _TypeAlias = ApplyResponse  # noqa: Y015
 
 @_typing.final
-class StartRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    NAME_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    name: _builtins.str
-    def __init__(
-        self,
-        *,
-        request_id: _builtins.str = ...,
-        name: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "request_id", b"request_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StartRequest: _TypeAlias = StartRequest  # noqa: Y015
-
-@_typing.final
-class StartResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PROCESS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def process(self) -> Global___ProcessStatus: ...
-    def __init__(
-        self,
-        *,
-        process: Global___ProcessStatus | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["process", b"process"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["process", b"process"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StartResponse: _TypeAlias = StartResponse  # noqa: Y015
-
-@_typing.final
 class StopRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -310,53 +268,3 @@ class ListResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListResponse: _TypeAlias = ListResponse  # noqa: Y015
-
-@_typing.final
-class LogsRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAMES_FIELD_NUMBER: _builtins.int
-    LINES_FIELD_NUMBER: _builtins.int
-    FOLLOW_FIELD_NUMBER: _builtins.int
-    lines: _builtins.int
-    follow: _builtins.bool
-    @_builtins.property
-    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Empty: all processes, merged."""
-
-    def __init__(
-        self,
-        *,
-        names: _abc.Iterable[_builtins.str] | None = ...,
-        lines: _builtins.int = ...,
-        follow: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["follow", b"follow", "lines", b"lines", "names", b"names"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LogsRequest: _TypeAlias = LogsRequest  # noqa: Y015
-
-@_typing.final
-class LogsResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    LINE_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    line: _builtins.str
-    def __init__(
-        self,
-        *,
-        name: _builtins.str = ...,
-        line: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["line", b"line", "name", b"name"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LogsResponse: _TypeAlias = LogsResponse  # noqa: Y015

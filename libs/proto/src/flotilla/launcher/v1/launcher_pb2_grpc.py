@@ -41,11 +41,6 @@ class LauncherServiceStub:
                 request_serializer=flotilla_dot_launcher_dot_v1_dot_launcher__pb2.ApplyRequest.SerializeToString,
                 response_deserializer=flotilla_dot_launcher_dot_v1_dot_launcher__pb2.ApplyResponse.FromString,
                 _registered_method=True)
-        self.Start = channel.unary_unary(
-                '/flotilla.launcher.v1.LauncherService/Start',
-                request_serializer=flotilla_dot_launcher_dot_v1_dot_launcher__pb2.StartRequest.SerializeToString,
-                response_deserializer=flotilla_dot_launcher_dot_v1_dot_launcher__pb2.StartResponse.FromString,
-                _registered_method=True)
         self.Stop = channel.unary_unary(
                 '/flotilla.launcher.v1.LauncherService/Stop',
                 request_serializer=flotilla_dot_launcher_dot_v1_dot_launcher__pb2.StopRequest.SerializeToString,
@@ -61,11 +56,6 @@ class LauncherServiceStub:
                 request_serializer=flotilla_dot_launcher_dot_v1_dot_launcher__pb2.ListRequest.SerializeToString,
                 response_deserializer=flotilla_dot_launcher_dot_v1_dot_launcher__pb2.ListResponse.FromString,
                 _registered_method=True)
-        self.Logs = channel.unary_stream(
-                '/flotilla.launcher.v1.LauncherService/Logs',
-                request_serializer=flotilla_dot_launcher_dot_v1_dot_launcher__pb2.LogsRequest.SerializeToString,
-                response_deserializer=flotilla_dot_launcher_dot_v1_dot_launcher__pb2.LogsResponse.FromString,
-                _registered_method=True)
 
 
 class LauncherServiceServicer:
@@ -76,12 +66,6 @@ class LauncherServiceServicer:
     def Apply(self, request, context):
         """Make the fleet equal to a stack; already running and equal changes nothing.
         """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Start(self, request, context):
-        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -105,12 +89,6 @@ class LauncherServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Logs(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_LauncherServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -118,11 +96,6 @@ def add_LauncherServiceServicer_to_server(servicer, server):
                     servicer.Apply,
                     request_deserializer=flotilla_dot_launcher_dot_v1_dot_launcher__pb2.ApplyRequest.FromString,
                     response_serializer=flotilla_dot_launcher_dot_v1_dot_launcher__pb2.ApplyResponse.SerializeToString,
-            ),
-            'Start': grpc.unary_unary_rpc_method_handler(
-                    servicer.Start,
-                    request_deserializer=flotilla_dot_launcher_dot_v1_dot_launcher__pb2.StartRequest.FromString,
-                    response_serializer=flotilla_dot_launcher_dot_v1_dot_launcher__pb2.StartResponse.SerializeToString,
             ),
             'Stop': grpc.unary_unary_rpc_method_handler(
                     servicer.Stop,
@@ -138,11 +111,6 @@ def add_LauncherServiceServicer_to_server(servicer, server):
                     servicer.List,
                     request_deserializer=flotilla_dot_launcher_dot_v1_dot_launcher__pb2.ListRequest.FromString,
                     response_serializer=flotilla_dot_launcher_dot_v1_dot_launcher__pb2.ListResponse.SerializeToString,
-            ),
-            'Logs': grpc.unary_stream_rpc_method_handler(
-                    servicer.Logs,
-                    request_deserializer=flotilla_dot_launcher_dot_v1_dot_launcher__pb2.LogsRequest.FromString,
-                    response_serializer=flotilla_dot_launcher_dot_v1_dot_launcher__pb2.LogsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -174,33 +142,6 @@ class LauncherService:
             '/flotilla.launcher.v1.LauncherService/Apply',
             flotilla_dot_launcher_dot_v1_dot_launcher__pb2.ApplyRequest.SerializeToString,
             flotilla_dot_launcher_dot_v1_dot_launcher__pb2.ApplyResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Start(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/flotilla.launcher.v1.LauncherService/Start',
-            flotilla_dot_launcher_dot_v1_dot_launcher__pb2.StartRequest.SerializeToString,
-            flotilla_dot_launcher_dot_v1_dot_launcher__pb2.StartResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -282,33 +223,6 @@ class LauncherService:
             '/flotilla.launcher.v1.LauncherService/List',
             flotilla_dot_launcher_dot_v1_dot_launcher__pb2.ListRequest.SerializeToString,
             flotilla_dot_launcher_dot_v1_dot_launcher__pb2.ListResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Logs(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/flotilla.launcher.v1.LauncherService/Logs',
-            flotilla_dot_launcher_dot_v1_dot_launcher__pb2.LogsRequest.SerializeToString,
-            flotilla_dot_launcher_dot_v1_dot_launcher__pb2.LogsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,12 +37,10 @@ class LauncherServiceStub:
     def __new__(cls, channel: _aio.Channel) -> LauncherServiceAsyncStub: ...
     Apply: _grpc.UnaryUnaryMultiCallable[_launcher_pb2.ApplyRequest, _launcher_pb2.ApplyResponse]
     """Make the fleet equal to a stack; already running and equal changes nothing."""
-    Start: _grpc.UnaryUnaryMultiCallable[_launcher_pb2.StartRequest, _launcher_pb2.StartResponse]
     Stop: _grpc.UnaryUnaryMultiCallable[_launcher_pb2.StopRequest, _launcher_pb2.StopResponse]
     """Stop one process, or all and the supervisor with them."""
     Scale: _grpc.UnaryUnaryMultiCallable[_launcher_pb2.ScaleRequest, _launcher_pb2.ScaleResponse]
     List: _grpc.UnaryUnaryMultiCallable[_launcher_pb2.ListRequest, _launcher_pb2.ListResponse]
-    Logs: _grpc.UnaryStreamMultiCallable[_launcher_pb2.LogsRequest, _launcher_pb2.LogsResponse]
 
 @_typing.type_check_only
 class LauncherServiceAsyncStub(LauncherServiceStub):
@@ -53,12 +51,10 @@ class LauncherServiceAsyncStub(LauncherServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Apply: _aio.UnaryUnaryMultiCallable[_launcher_pb2.ApplyRequest, _launcher_pb2.ApplyResponse]  # type: ignore[assignment]
     """Make the fleet equal to a stack; already running and equal changes nothing."""
-    Start: _aio.UnaryUnaryMultiCallable[_launcher_pb2.StartRequest, _launcher_pb2.StartResponse]  # type: ignore[assignment]
     Stop: _aio.UnaryUnaryMultiCallable[_launcher_pb2.StopRequest, _launcher_pb2.StopResponse]  # type: ignore[assignment]
     """Stop one process, or all and the supervisor with them."""
     Scale: _aio.UnaryUnaryMultiCallable[_launcher_pb2.ScaleRequest, _launcher_pb2.ScaleResponse]  # type: ignore[assignment]
     List: _aio.UnaryUnaryMultiCallable[_launcher_pb2.ListRequest, _launcher_pb2.ListResponse]  # type: ignore[assignment]
-    Logs: _aio.UnaryStreamMultiCallable[_launcher_pb2.LogsRequest, _launcher_pb2.LogsResponse]  # type: ignore[assignment]
 
 class LauncherServiceServicer(metaclass=_abc_1.ABCMeta):
     """Places and supervises the processes of one stack. It starts what a stack file describes,
@@ -72,13 +68,6 @@ class LauncherServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_launcher_pb2.ApplyResponse, _abc.Awaitable[_launcher_pb2.ApplyResponse]]:
         """Make the fleet equal to a stack; already running and equal changes nothing."""
-
-    @_abc_1.abstractmethod
-    def Start(
-        self,
-        request: _launcher_pb2.StartRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_launcher_pb2.StartResponse, _abc.Awaitable[_launcher_pb2.StartResponse]]: ...
 
     @_abc_1.abstractmethod
     def Stop(
@@ -101,12 +90,5 @@ class LauncherServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _launcher_pb2.ListRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_launcher_pb2.ListResponse, _abc.Awaitable[_launcher_pb2.ListResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def Logs(
-        self,
-        request: _launcher_pb2.LogsRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_launcher_pb2.LogsResponse], _abc.AsyncIterator[_launcher_pb2.LogsResponse]]: ...
 
 def add_LauncherServiceServicer_to_server(servicer: LauncherServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
