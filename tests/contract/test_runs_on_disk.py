@@ -75,7 +75,7 @@ def test_without_a_fleet_runs_are_listed_shown_and_planned(
 
     listed = fleet.flotilla("run", "list", "--json")
     assert listed.json == asked
-    assert "no fleet runs: read from" in listed.err
+    assert "no fleet is running: read from" in listed.err
     shown = fleet.ok("run", "show", ended["run_id"])
     assert (shown["state"], shown["metrics"]) == ("succeeded", ended["metrics"])
     assert fleet.ok("run", "plan", str(run_file)) == planned

@@ -338,7 +338,7 @@ async def test_a_long_wait_is_told_while_it_lasts(monkeypatch: pytest.MonkeyPatc
     wait = asyncio.create_task(one.wait_for(1, 60.0, "a generator"))
     async with asyncio.timeout(5):
         text = await told.get()
-    assert text == "waiting for a generator, for at most 60 s more: no generator is there that may get work"
+    assert text == "waiting for a generator, for at most 60 s more: no generator is available"
     await one.update(snapshot(registration("generator-0")))
     async with asyncio.timeout(5):
         await wait
@@ -352,7 +352,7 @@ async def test_a_wait_that_finds_nobody_names_who_was_refused_and_both_protocols
     with pytest.raises(Unavailable, match=rf"for a generator: {refused}"):
         await pool.wait_for(1, 0.1, "a generator")
     await pool.update({})
-    with pytest.raises(Unavailable, match="for a generator: no generator is there that may get work"):
+    with pytest.raises(Unavailable, match="for a generator: no generator is available"):
         await pool.wait_for(1, 0.1, "a generator")
 
 

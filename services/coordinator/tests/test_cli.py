@@ -138,11 +138,11 @@ def test_wrong_use_ends_with_its_code_and_says_what_to_do(
 @pytest.mark.parametrize(
     ("states", "kind", "replicas", "refusal"),
     [
-        ("running", "generator", 0, "run run-0 may need a generator"),
-        ("paused", "generator", 0, "run run-0 may need a generator"),
-        ("paused running", "generator", 1, "2 runs go on, each with at least one generator: run-0, run-1"),
-        ("running", "reward", 0, "run run-0 may need a reward"),
-        ("running paused", "reward", 0, "2 runs go on, and share the rewards: run-0, run-1"),
+        ("running", "generator", 0, "run run-0 needs a generator"),
+        ("paused", "generator", 0, "run run-0 needs a generator"),
+        ("paused running", "generator", 1, "2 runs are active, each needs a generator: run-0, run-1"),
+        ("running", "reward", 0, "run run-0 needs a reward"),
+        ("running paused", "reward", 0, "2 runs are active, and need a reward service: run-0, run-1"),
         ("running paused", "generator", 2, ""),
         ("running paused", "reward", 1, ""),
         ("stopped failed succeeded", "generator", 0, ""),
@@ -284,7 +284,7 @@ def test_a_plan_needs_no_fleet_and_names_what_is_missing(flotilla: Command) -> N
     Path("run.yaml").write_text(RUN_YAML)
     code, out, err = flotilla("run", "plan", "run.yaml", "--json")
     assert code == 2
-    assert "no fleet runs" in err
+    assert "no fleet is running" in err
     assert len(json.loads(out)["errors"]) == 1
 
 

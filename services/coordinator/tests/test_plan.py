@@ -247,7 +247,7 @@ def test_a_mesh_changes_micro_batches_and_memory(run: dict[str, Any], stack: Sta
         "at most 4 a rank",
         "at most 8 a rank",
     ]
-    assert "copies of the weights: 2, each over 2 rank(s)" in lines[1]["trainer"].explanation
+    assert "2 copies on 2 ranks each" in lines[1]["trainer"].explanation
     refused, _ = planned(nproc=4, sequence_parallel=4)
     assert "2 attention heads = 0 x 4 + 2" in the_error(refused)
 
@@ -559,7 +559,7 @@ def test_ranks_that_the_host_cannot_hold_are_refused(
     monkeypatch.setattr(planning, "host_memory", lambda: GIB)
     batching = {"tokens_per_microbatch": 10_000_000, "logprob_chunk_tokens": 10_000_000}
     error = the_error(plan(run, long_stack, batching=batching))
-    assert "1 trainer rank(s) need about" in error and "1 GiB and no GPU" in error
+    assert "1 trainer rank needs about" in error and "1 GiB and no GPU" in error
     assert "batching.tokens_per_microbatch = 10000000" in error
 
 

@@ -70,5 +70,5 @@ async def test_a_cut_answer_is_a_failure_of_its_member(canary: Canary) -> None:
 
 @pytest.mark.parametrize("wrong", [np.full(4, -2.0, dtype=np.float32), np.full(4, np.nan, dtype=np.float32)])
 async def test_a_member_that_decodes_otherwise_ends_the_run(canary: Canary, wrong: np.ndarray) -> None:
-    with pytest.raises(Mismatch, match="b does not decode with the trainer"):
+    with pytest.raises(Mismatch, match="token probabilities of b differ from the trainer"):
         await canary.check(V1, [member("a"), member("b", wrong)])

@@ -412,7 +412,7 @@ async def test_a_version_that_failed_its_live_check_is_never_proved() -> None:
     bench = Bench("a")
     await bench.sync.publish(V1)
     waiting = asyncio.create_task(bench.sync.proved(V2))
-    bench.mismatch = Mismatch("a does not decode with the trainer's weights")
+    bench.mismatch = Mismatch("the token probabilities of a differ from the trainer's by 0.5")
     with pytest.raises(Mismatch):
         await bench.sync.publish(V2)
     assert not waiting.done()

@@ -231,7 +231,7 @@ class ReplicaSet(Generic[StubT]):
             for one in self._replicas.values()
         ]
         refused = [f"refused: {why}" for why in self._refused.values()]
-        return ", ".join(known + refused) or f"no {self._kind_name()} is there that may get work"
+        return ", ".join(known + refused) or f"no {self._kind_name()} is available"
 
     def _is_ours(self, registration: reg.Registration) -> bool:
         return registration.kind == self._kind and (

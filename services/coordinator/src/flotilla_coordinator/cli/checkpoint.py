@@ -1,4 +1,4 @@
-"""`flotilla checkpoint`: what a run can go on from. Needs the run's folder alone, whether a fleet runs or not."""
+"""`flotilla checkpoint`: what a run can continue from. Needs the run's folder alone, whether a fleet runs or not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="List, check, export and remove checkpoints of a run.", no_args_is_help=True)
 
 Name = Annotated[
-    str | None, typer.Option("--checkpoint", metavar="NAME", help="One of them, such as step-000120.")
+    str | None, typer.Option("--checkpoint", metavar="NAME", help="One checkpoint, such as step-000120.")
 ]
 
 
@@ -44,7 +44,7 @@ def list_(run: RunId, stack: Stack = None, as_json: Json = False) -> None:
 
 @app.command()
 def verify(run: RunId, checkpoint: Name = None, stack: Stack = None, as_json: Json = False) -> None:
-    """Compare every byte with what was written; exit code 1 when one is damaged."""
+    """Compare every byte with what was written; exit code 1 if a checkpoint is damaged."""
     from flotilla_coordinator.cli.options import RUN_FAILED
     from flotilla_coordinator.cli.output import print_json, print_line
     from flotilla_core.checkpoint import Manifest
@@ -70,14 +70,14 @@ def verify(run: RunId, checkpoint: Name = None, stack: Stack = None, as_json: Js
 @app.command()
 def export(
     run: RunId,
-    path: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to make.")],
+    path: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to create.")],
     checkpoint: Name = None,
     stack: Stack = None,
     as_json: Json = False,
 ) -> None:
     """Copy the model of a checkpoint, the newest by default, to a folder that transformers and vLLM load.
 
-    Where adapters were trained these are copied, in the layout of peft.
+    If adapters were trained, they are copied instead, in the layout of peft.
     """
     import shutil
 
@@ -108,7 +108,7 @@ def export(
 @app.command()
 def prune(
     run: RunId,
-    keep: Annotated[int, typer.Option("--keep", min=1, help="Newest ones that stay.")],
+    keep: Annotated[int, typer.Option("--keep", min=1, help="How many of the newest to keep.")],
     stack: Stack = None,
     as_json: Json = False,
 ) -> None:

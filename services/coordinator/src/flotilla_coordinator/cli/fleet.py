@@ -38,7 +38,7 @@ def up(stack: Stack = None, as_json: Json = False) -> None:
     config = load_stack(stack)
     # A stack that runs already stays, and its launcher ends by itself what it was asked for.
     runs_already = find(stack_paths(stack)) is not None
-    stays = "the stack stays up, and its launcher goes on with what it was asked for; see: flotilla ps"
+    stays = "the stack stays up, and its launcher finishes what it was asked for; see: flotilla ps"
     started = time.monotonic()
     with boot_progress() as show:
         result = wait(
@@ -60,7 +60,7 @@ def up(stack: Stack = None, as_json: Json = False) -> None:
 
 
 def down(stack: Stack = None, as_json: Json = False) -> None:
-    """Stop a stack, all of it; nothing is left behind but its files in the state directory."""
+    """Stop all processes of a stack; only its files in the state directory stay."""
     from flotilla_coordinator.cli.options import wait
     from flotilla_coordinator.cli.output import print_json, say
     from flotilla_coordinator.cli.stack import stack_paths
@@ -74,9 +74,8 @@ def down(stack: Stack = None, as_json: Json = False) -> None:
     elif stopped:
         say(f"stack {paths.directory.name!r} is down")
         for run in cut:
-            say(
-                f"run {run.run_id} was cut at step {run.step}: flotilla up, then flotilla run resume {run.run_id}"
-            )
+            say(f"run {run.run_id} was interrupted at step {run.step}")
+            say(f"to continue it: flotilla up, then flotilla run resume {run.run_id}")
     else:
         say(f"stack {paths.directory.name!r} is not running; nothing to do")
 
@@ -100,15 +99,17 @@ def ps(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = Fal
         if process.error:
             say(f"{process.name}: {process.error}")
     for run in waiting:
-        say(f"run {run.run_id} is paused and goes on by itself: {run.reason}")
+        say(f"run {run.run_id} is paused and will continue by itself: {run.reason}")
 
 
 def scale(
     kind: Annotated[str, typer.Argument(help="generator or reward")],
-    replicas: Annotated[int, typer.Argument(min=0, max=256, help="How many there shall be.")],
+    replicas: Annotated[int, typer.Argument(min=0, max=256, help="Wanted number of replicas.")],
     yes: Annotated[
         bool,
-        typer.Option("--yes", help="Also leave a run that goes on without a generator, or without rewards."),
+        typer.Option(
+            "--yes", help="Scale even if an active run is left without a generator or without rewards."
+        ),
     ] = False,
     stack: Stack = None,
     as_json: Json = False,
@@ -124,9 +125,7 @@ def scale(
 
     kinds = {kind_name(scalable): scalable for scalable in SCALABLE}
     if kind not in kinds:
-        raise InvalidRequest(
-            f"there is nothing to scale called {kind!r}", next_step=f"use one of: {', '.join(kinds)}"
-        )
+        raise InvalidRequest(f"{kind!r} cannot be scaled", next_step=f"use one of: {', '.join(kinds)}")
     paths = stack_paths(stack)
     file = require(paths)
     timeout_s = load_stack(stack).ready_timeout_s + 60
@@ -138,7 +137,7 @@ def scale(
             return await launcher.scale(kinds[kind], replicas, timeout_s=timeout_s)
 
     say(f"scaling {kind} to {replicas}")
-    processes = wait(ask(), interrupted="the launcher goes on; see: flotilla ps")
+    processes = wait(ask(), interrupted="interrupted; the launcher finishes the change: flotilla ps")
     if as_json:
         print_json({"kind": kind, "processes": [process_json(process) for process in processes]})
     else:
@@ -171,13 +170,13 @@ async def _refuse_to_starve(paths: StackPaths, kind: str, replicas: int) -> None
     # Generators have one run each, rewards serve all runs together.
     wanted = len(busy) if kind == "generator" else min(len(busy), 1)
     if wanted > replicas:
-        each = "each with at least one generator" if kind == "generator" else "and share the rewards"
+        each = "each needs a generator" if kind == "generator" else "and need a reward service"
         raise InvalidRequest(
-            f"run {busy[0]} may need a {kind}"
+            f"run {busy[0]} needs a {kind}"
             if len(busy) == 1
-            else f"{len(busy)} runs go on, {each}: {', '.join(busy)}",
-            why="a run without one would wait for another one, and fail after ready_timeout_s",
-            next_step=f"stop it first (`flotilla run stop {busy[0]}`), or say --yes",
+            else f"{len(busy)} runs are active, {each}: {', '.join(busy)}",
+            why="a run that has none waits for one, and fails after ready_timeout_s",
+            next_step=f"stop it first (`flotilla run stop {busy[0]}`), or pass --yes",
         )
 
 

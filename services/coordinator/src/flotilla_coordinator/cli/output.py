@@ -1,4 +1,4 @@
-"""Printing: data on stdout, talk on stderr, tables and colours where a person looks."""
+"""Printing: results on stdout, messages on stderr, tables and colours where a person looks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def print_json(value: Any) -> None:
 
 
 def print_line(text: str) -> None:
-    """Data, for a person or a pipe."""
+    """Print a line of the result."""
     sys.stdout.write(text + "\n")
 
 
 def say(text: str) -> None:
-    """Talk: progress, hints, what happens."""
+    """Print a message: progress, hints, what happens."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 

@@ -19,7 +19,7 @@ COLUMNS = ("NAME", "KIND", "WORK", "VERSION", "OWES TOKENS", "RUN", "WHY")
 
 @app.command("list")
 def list_(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False) -> None:
-    """List generators and reward replicas, and whether each may get work."""
+    """List generators and reward replicas, and whether each receives work."""
     from flotilla_coordinator.cli.options import wait
     from flotilla_coordinator.cli.output import print_json, print_table
 
@@ -42,7 +42,7 @@ def drain(
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
-    """Give a replica no more work. What it has it ends; its process stays, and works again once restarted."""
+    """Send a replica no more work. It finishes what it has; its process stays, and works again after a restart."""
     from flotilla_coordinator.cli.options import wait
     from flotilla_coordinator.cli.output import print_json, say
 

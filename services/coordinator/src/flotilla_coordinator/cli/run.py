@@ -32,12 +32,12 @@ Changes = Annotated[
 @app.command()
 def start(
     arguments: Arguments,
-    follow: Annotated[bool, typer.Option("--wait", help="Stay until the run has ended.")] = False,
+    follow: Annotated[bool, typer.Option("--wait", help="Follow the run until it ends.")] = False,
     stack: Stack = None,
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
-    """Start a run. Prints its id at once, or its end with --wait."""
+    """Start a run and print its id; with --wait, follow it until it ends."""
     from flotilla_client import resolve_run
     from flotilla_coordinator.cli.options import split_arguments, wait
     from flotilla_coordinator.cli.output import print_json, print_line, say
@@ -90,7 +90,7 @@ def list_(
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
-    """List runs, the newest first; those of a stack that is down, too."""
+    """List runs, the newest first; also while the stack is down."""
     from flotilla_coordinator.cli.output import age, print_json, print_table, state_name
     from flotilla_coordinator.cli.without_fleet import ask_or_else, list_runs
 
@@ -119,7 +119,7 @@ def list_(
 def show(
     run: Latest = "latest", stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False
 ) -> None:
-    """Show one run: state, metrics, files, resolved configuration; of a stack that is down, too."""
+    """Show one run: state, metrics, files, resolved configuration; also while the stack is down."""
     from flotilla_coordinator.cli.output import local_time, print_json, print_line
     from flotilla_coordinator.cli.without_fleet import ask_or_else, get_run
 
@@ -150,19 +150,19 @@ def show(
 def watch(
     run: Latest = "latest", stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False
 ) -> None:
-    """Follow a run until it ends. Ctrl-C leaves the run alone. With --json prints the run at its end."""
+    """Follow a run until it ends. Ctrl-C stops watching, not the run. With --json, print the run at its end."""
     stay_with(run, stack, coordinator, as_json=as_json)
 
 
 @app.command()
 def stop(
     run: RunId,
-    reason: Annotated[str, typer.Option(help="Kept with the run.")] = "stopped by the user",
+    reason: Annotated[str, typer.Option(help="Why; recorded with the run.")] = "stopped by the user",
     stack: Stack = None,
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
-    """End a run after the step that is under way; one that has ended stays as it is."""
+    """Stop a run after its current step; a run that has ended stays as it is."""
     from flotilla_coordinator.cli.options import wait
     from flotilla_coordinator.cli.output import print_json, say, state_name
 
@@ -185,14 +185,14 @@ def stop(
 def resume(
     run: RunId,
     checkpoint: Annotated[
-        str, typer.Option("--from", metavar="NAME", help="A checkpoint; those after it are given up.")
+        str, typer.Option("--from", metavar="NAME", help="A checkpoint; later ones are discarded.")
     ] = "",
-    follow: Annotated[bool, typer.Option("--wait", help="Stay until the run has ended.")] = False,
+    follow: Annotated[bool, typer.Option("--wait", help="Follow the run until it ends.")] = False,
     stack: Stack = None,
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
-    """Take a pause back; continue a run that failed or was stopped, from its newest good checkpoint."""
+    """Continue a paused run, or one that failed or was stopped, from its newest good checkpoint."""
     from flotilla_coordinator.cli.options import wait
     from flotilla_coordinator.cli.output import print_json, say, state_name
 
@@ -206,7 +206,7 @@ def resume(
     elif as_json:
         print_json(run_json(found))
     else:
-        waits = f"is still paused: {found.reason}" if state_name(found) == "paused" else "goes on"
+        waits = f"is still paused: {found.reason}" if state_name(found) == "paused" else "continues"
         say(f"run {found.run_id} {waits}\nnext: flotilla run watch {found.run_id}")
 
 
@@ -228,7 +228,7 @@ def export(run: RunId, stack: Stack = None, coordinator: Coordinator = None, as_
 
 
 def pause(run: RunId, stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False) -> None:
-    """Begin no step after the one that is under way, until `run resume`; the run keeps the fleet."""
+    """Pause a run after its current step, until `run resume`; it keeps its trainer and generators."""
     from flotilla_coordinator.cli.options import wait
     from flotilla_coordinator.cli.output import print_json, say
 
@@ -246,7 +246,7 @@ def pause(run: RunId, stack: Stack = None, coordinator: Coordinator = None, as_j
 def set_(
     run: RunId, changes: Changes, stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False
 ) -> None:
-    """Change settings of a run from its next step on: steps, learning rate, staleness, evaluation and checkpoints."""
+    """Change settings of a run from its next step on: steps, learning rate, staleness, evaluation, checkpoints."""
     from flotilla_coordinator.cli.options import wait
     from flotilla_coordinator.cli.output import print_json, say
 
@@ -258,4 +258,4 @@ def set_(
     if as_json:
         print_json(run_json(found))
     else:
-        say(f"run {found.run_id} goes on by {', '.join(changes)} after step {found.step}")
+        say(f"run {found.run_id}: {', '.join(changes)} from step {found.step + 1} on")

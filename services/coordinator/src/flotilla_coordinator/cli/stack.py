@@ -71,7 +71,7 @@ def make_example(file: Path | None) -> None:
         ("data", "make_data.py", "data of the arithmetic example"),
     ):
         if not (EXAMPLE / folder).exists():
-            say(f"making the {what}: {EXAMPLE / folder}")
+            say(f"creating the {what}: {EXAMPLE / folder}")
             _make(EXAMPLE / script)
 
 
@@ -83,7 +83,7 @@ def _make(script: Path) -> None:
     if done.returncode != 0:
         last = "\n".join(f"  {line}" for line in done.stderr.splitlines()[-LAST_LINES:])
         raise FailedPrecondition(
-            "the arithmetic example could not be made",
+            "the arithmetic example could not be created",
             where=str(script),
             why=f"the script exited with code {done.returncode}\n{last}\n",
             next_step=f"run it by hand: {sys.executable} {script}",

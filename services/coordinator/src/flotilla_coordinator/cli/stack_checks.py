@@ -145,10 +145,10 @@ def _token(config: StackConfig) -> Finding:
     try:
         read_token(config.bind, directory)
     except Unavailable:
-        return passed("token", "none yet: flotilla up makes it")
+        return passed("token", "none yet: flotilla up creates it")
     except FlotillaError as error:
         return failed("token", str(error), error.next_step or "write a random token to that file, mode 0600")
-    return passed("token", f"{config.bind.token_file or directory / 'token'}: its owner's alone")
+    return passed("token", f"{config.bind.token_file or directory / 'token'}: readable by its owner only")
 
 
 def _bind(config: StackConfig) -> Finding:
@@ -171,7 +171,7 @@ async def service_checks(config: StackConfig) -> list[Finding]:
     paths = StackPaths.of(config.state_dir, config.name)
     file = find(paths)
     if file is None and starts_launcher_again(paths):
-        return [warning("launcher", "it was killed, and is being started again", "flotilla logs launcher")]
+        return [warning("launcher", "it was killed and is being restarted", "flotilla logs launcher")]
     if file is None and (why := why_it_ended(paths)):
         return [failed("launcher", why, f"read {paths.log_file('launcher')}, then flotilla up")]
     if file is None:
@@ -181,7 +181,7 @@ async def service_checks(config: StackConfig) -> list[Finding]:
             processes = (await launcher.state()).processes
         token = read_token(config.bind, paths.directory)
     except FlotillaError as error:
-        return [failed("launcher", str(error), f"kill -9 {file.pid}: its guardian starts another one")]
+        return [failed("launcher", str(error), f"kill -9 {file.pid}; its guardian starts another one")]
     services = [process for process in processes if process.kind]
     answers = await asyncio.gather(*(_service(process, token) for process in services))
     return [finding for answer in answers for finding in answer]

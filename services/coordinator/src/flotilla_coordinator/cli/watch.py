@@ -51,7 +51,7 @@ def stay_with(run_id: str, stack: str | None, coordinator: str | None, *, as_jso
                     show(event)
             return await client.get_run(started.run_id)
 
-    detached = f"detached: the run goes on. Follow it again: flotilla run watch {run_id}"
+    detached = f"detached; the run continues. Follow it again: flotilla run watch {run_id}"
     ended = wait(stay(), interrupted=detached)
     if as_json:
         print_json(run_json(ended))

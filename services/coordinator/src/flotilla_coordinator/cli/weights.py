@@ -12,7 +12,7 @@ from flotilla_coordinator.cli.stack import client_of
 if TYPE_CHECKING:
     from flotilla.coordinator.v1.coordinator_pb2 import HeldWeights, ShowWeightsResponse
 
-app = typer.Typer(help="Weights of the runs that go on.", no_args_is_help=True)
+app = typer.Typer(help="Weights of active runs.", no_args_is_help=True)
 
 GIGA = 1e9
 
@@ -38,7 +38,7 @@ def show(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = F
         print_json({**shown[0], "runs": [one for one in shown if one["run_id"]]})
         return
     if not shown[0]["run_id"]:
-        say("no run goes on: no generator holds weights of one")
+        say("no run is active")
     for one in shown:
         if one["run_id"]:
             say(f"run {one['run_id']}: the trainer holds version {one['policy_version']}")

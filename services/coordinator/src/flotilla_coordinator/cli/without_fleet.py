@@ -1,6 +1,6 @@
 """What `flotilla run` can say of a stack that does not run: from the ledger, the run directories and the files.
 
-Invariants: nothing of a stack is written; its state on disk is read only when nobody could be changing it, which is
+Invariants: nothing of a stack is written; its state on disk is read only when nothing can be changing it, which is
 when no coordinator was named and no supervisor of the stack lives.
 """
 
@@ -59,14 +59,14 @@ def get_run(paths: StackPaths, reference: str) -> tuple[Run, str]:
 
 
 def plan_run(files: Sequence[Path], overrides: Sequence[str], stack: str | None) -> Plan:
-    """The coordinator's arithmetic, worked out here from the stack file."""
+    """The coordinator's arithmetic, calculated here from the stack file."""
     from flotilla_coordinator import plan
     from flotilla_coordinator.cli.output import say
     from flotilla_coordinator.cli.stack import load_stack, make_example, stack_file
     from flotilla_core.config import RunConfig, load
 
     make_example(stack_file(stack))
-    say("no fleet runs: worked out from the stack file")
+    say("no fleet is running: calculated from the stack file")
     return plan.plan_run(load(RunConfig, files, overrides, resolve_paths=True), load_stack(stack))
 
 
@@ -82,7 +82,7 @@ def _query(paths: StackPaths, query: Callable[[sqlite3.Connection], Result]) -> 
             where=str(paths.directory),
             next_step="start it with `flotilla up`, or name a coordinator by --coordinator HOST:PORT",
         )
-    say(f"no fleet runs: read from {paths.directory}")
+    say(f"no fleet is running: read from {paths.directory}")
     db = schema.connect_read_only(ledger)
     try:
         return query(db)

@@ -53,14 +53,13 @@ def update_lines(config: RunConfig, cut: MicroBatches, samples: int, lanes: int)
     yield (
         "optimizer steps",
         f"{optimizer.steps_of_an_update} an update",
-        f"{optimizer.steps_per_update} mini-batch(es) of whole groups, {config.rollout.prompts_per_step} groups "
-        f"together, x {optimizer.epochs_per_update} pass(es); {updates * optimizer.steps_of_an_update:,} in the run",
+        f"{_optimizer_steps(config)}; {updates * optimizer.steps_of_an_update:,} in the run",
     )
     yield (
         "micro-batches of an update",
         f"at most {cut.per_rank} a rank",
-        f"{samples} sequences over {lanes} lane(s) of ranks, {cut.together} together within "
-        f"tokens_per_microbatch = {budget} when each feeds {cut.fed_tokens} tokens; never changes the result",
+        f"{samples} sequences over {_counted(lanes, 'rank group', 'rank groups')}; up to {cut.together} sequences per "
+        f"micro-batch: tokens_per_microbatch = {budget}, {cut.fed_tokens} tokens each; never changes the result",
     )
     end = optimizer.learning_rate * (1.0 if optimizer.schedule == "constant" else optimizer.final_lr_ratio)
     yield (
@@ -95,14 +94,32 @@ def mesh_errors(algorithm: AlgorithmConfig, stack: StackConfig) -> list[str]:
     return errors
 
 
+def _optimizer_steps(config: RunConfig) -> str:
+    """How the groups of a step become optimizer steps, in words."""
+    optimizer, groups = config.optimizer, config.rollout.prompts_per_step
+    parts = optimizer.steps_per_update
+    once = (
+        f"1 optimizer step on all {groups} groups"
+        if parts == 1
+        else f"{parts} mini-batches of {groups} groups"
+    )
+    passes = optimizer.epochs_per_update
+    return once if passes == 1 else f"{once}, {passes} passes"
+
+
+def _counted(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
+
+
 def mesh_line(trainer: TrainerConfig) -> Line:
     """Copies of the weights, and who works on a micro-batch."""
     shards, width = trainer.nproc // trainer.replicate, trainer.sequence_parallel
+    each = " each" if trainer.replicate > 1 else ""
     parts = f"each micro-batch on {width} ranks" if width > 1 else "each rank with micro-batches of its own"
     compiled = {"auto": "compiled where there are GPUs", "on": "compiled", "off": "not compiled"}
     return (
         "trainer",
-        f"{trainer.nproc} rank(s)",
-        f"copies of the weights: {trainer.replicate}, each over {shards} rank(s); {parts}; "
+        _counted(trainer.nproc, "rank", "ranks"),
+        f"{_counted(trainer.replicate, 'copy', 'copies')} on {_counted(shards, 'rank', 'ranks')}{each}; {parts}; "
         f"layers {compiled[trainer.compile]}",
     )

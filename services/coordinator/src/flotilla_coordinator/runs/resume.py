@@ -73,10 +73,15 @@ async def begin(run: RunContext, beginning: Beginning) -> None:
         await run.source.go_on(progress.steps_done, progress.cursor)
     run.go_on(progress)
     run.begun, run.owes_evaluation = True, progress.steps_done == 0
-    origin = f"checkpoint {name}" if name else "its start, for there is no checkpoint yet"
+    origin = (
+        f"Restarting from checkpoint {name}"
+        if name
+        else "No checkpoint yet: restarting from the initial weights"
+    )
+    again = f"{len(voided)} updates are repeated" if voided else "no update lost"
     run.status.notice(
         run_pb2.NOTICE_LEVEL_INFO,
-        f"the run goes on from {origin} as version {run.policy.version}; {len(voided)} updates are made again",
+        f"{origin}, as version {run.policy.version}; {again}",
     )
 
 

@@ -98,11 +98,12 @@ class Canary:
 
     def _mismatch(self, version: Version, response: _Response, difference: float) -> Mismatch:
         return Mismatch(
-            f"{response.member} does not decode with the trainer's weights",
+            f"the token probabilities of {response.member} differ from the trainer's by {difference:.4f}",
             where=f"run {self._run_id}, version {version}",
-            why=f"mean probability difference {difference:.4f}, limit weights.canary.fail_at = "
-            f"{self._config.fail_at}",
-            next_step="compare dtypes of trainer and generator, then run `flotilla doctor`",
+            why=f"the weights are the same (their digests match), but the mean difference is above "
+            f"weights.canary.fail_at = {self._config.fail_at}",
+            next_step="in bfloat16 such a difference is usual: raise weights.canary.fail_at; in float32 it is a "
+            "defect of an engine or a dtype: run `flotilla doctor`",
         )
 
     async def _responses(

@@ -1,4 +1,4 @@
-"""All ranks of the trainer: commands go to all of them, and one that dies or stands still costs the gang alone.
+"""All ranks of the trainer: commands go to all of them, and one that dies or makes no progress costs the gang alone.
 
 Invariants: one command runs at a time and all ranks get the same ones in the same order; a command that was begun is
 finished even when its caller went away, because half of it cannot be taken back; a lost gang is killed whole, its

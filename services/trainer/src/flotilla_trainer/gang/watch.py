@@ -1,4 +1,4 @@
-"""Noticing that a rank died, fell silent or stands still, and saying so with everything known about it.
+"""Noticing that a rank died, fell silent or makes no progress, and saying so with everything known about it.
 
 Invariants: a process that is stopped or hung falls silent within `rank_timeout_s` and is named, not the ones that wait
 for it; a command in which no rank moves for its limit ends too; a front that was itself held up blames nobody for it.
@@ -54,7 +54,7 @@ class GangWatch:
             if silent := self._silent(now):
                 return await self._stuck(silent, "does not answer")
             if still := self._standing(now):
-                return await self._stuck(still, "stands still")
+                return await self._stuck(still, "made no progress")
 
     def _forgive(self, now: float) -> None:
         """This process did not run for a while, so it could not hear the ranks."""
@@ -97,7 +97,7 @@ class GangWatch:
             evidence.append(_quoted(f"stacks of {rank.name}", dump or "it wrote none"))
         why = "it was stopped by a signal (SIGSTOP) or a debugger. " if stopped else ""
         return RankFailed(
-            f"{' and '.join(rank.name for rank in ranks)} {how} for {limit_s:g} s",
+            f"{' and '.join(rank.name for rank in ranks)} {how} for {limit_s:g} s (trainer.rank_timeout_s)",
             where="; ".join(self._where(rank) for rank in ranks),
             why=why + "\n".join(evidence),
             next_step="The ranks are being restarted; a run goes on from its last checkpoint.",
