@@ -154,9 +154,9 @@ def test_a_reward_model_needs_a_trainer_alone_and_feeds_every_token(
     assert ours["step"].value == "32 sequences"
     assert ours["evaluations"].value == "5 x 40 pairs"
     # 5 of the prompt, 2 of the answer and its end: 8 tokens are fed, so that two go together; a policy feeds 7.
-    assert "each feeds 8 tokens" in ours["micro-batches of an update"].explanation
+    assert "8 tokens each" in ours["micro-batches of an update"].explanation
     assert ours["micro-batches of an update"].value == "at most 16 a rank"
-    assert "each feeds 7 tokens" in lines["dpo"]["micro-batches of an update"].explanation
+    assert "7 tokens each" in lines["dpo"]["micro-batches of an update"].explanation
     assert "logits" not in ours["memory of a trainer rank"].explanation
     assert "weight sync" not in ours
 

@@ -16,7 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.api.coordinator_servicer import add_recorded
 from flotilla_coordinator.ledger.records import TokenSpan
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.records.report import conclude, export_parquet, write_plots
@@ -87,6 +89,18 @@ def test_samples_of_a_step_are_readable_by_zstd(directory: RunDirectory) -> None
     (first, _) = directory.read_samples()
     assert first["policy_versions"] == [{"version": "0.1", "start": 0, "end": 2}]
     assert (first["reward"], first["logprob_mean"], first["step"]) == (1.0, -1.5, 1)
+
+
+def test_a_listed_sample_that_the_ledger_pruned_comes_from_its_step(directory: RunDirectory) -> None:
+    directory.write_samples(batch(1))
+    directory.write_samples(batch(2))
+    (recorded, _) = directory.read_samples([2])
+    durable = pb.Sample(sample_id=recorded["sample_id"], step=2, state=pb.SAMPLE_STATE_DURABLE, reward=1.0)
+    dropped = pb.Sample(sample_id="dropped", step=2, state=pb.SAMPLE_STATE_DROPPED)
+    page = pb.ListSamplesResponse(samples=[durable, dropped])
+    add_recorded(page, directory)
+    assert page.samples[0].response == "zwölf" and page.samples[0].version_spans[0].end == 2
+    assert page.samples[0].version_spans[0].version.step == 2 and page.samples[1].response == ""
 
 
 def test_an_earlier_attempt_is_never_overwritten(directory: RunDirectory) -> None:

@@ -178,7 +178,7 @@ class Client:
         limit: int = 100,
         page_token: str = "",
     ) -> pb.ListSamplesResponse:
-        """One page of samples, as the ledger has them."""
+        """One page of samples, as the ledger and the run directory have them."""
         request = pb.ListSamplesRequest(
             run_id=run_id, step=step, state=state, limit=limit, page_token=page_token
         )

@@ -21,12 +21,14 @@ from flotilla_coordinator.fleet.fleet import Fleet
 from flotilla_coordinator.fleet.launcher import LauncherLink
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import SampleRecord, SampleState
+from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.records.report import Exporter
 from flotilla_coordinator.runs.events import all_events, past_events
 from flotilla_coordinator.runs.registry import Runs
 from flotilla_coordinator.timeline import SpanStore, chrome_trace
 from flotilla_core.errors import InvalidRequest, NotFound
 from flotilla_core.tensors import to_tensor
+from flotilla_core.version import Version
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -85,9 +87,11 @@ class CoordinatorServicer(CoordinatorServiceServicer):
         return pb.StopRunResponse(run=await self._runs.stop(request.run_id, request.reason))
 
     async def ListSamples(self, request: pb.ListSamplesRequest, context: Context) -> pb.ListSamplesResponse:
-        """Samples as the ledger has them."""
+        """Samples as the ledger has them; what it no longer keeps of a durable one comes from the run directory."""
         run = await self._runs.find(request.run_id)
-        return await list_samples(self._ledger, run.run_id, request)
+        page = await list_samples(self._ledger, run.run_id, request)
+        await asyncio.to_thread(add_recorded, page, RunDirectory(Path(run.directory)))
+        return page
 
     async def ExportRun(self, request: pb.ExportRunRequest, context: Context) -> pb.ExportRunResponse:
         """Metrics and samples as Parquet."""
@@ -196,6 +200,25 @@ async def list_samples(ledger: Ledger, run_id: str, request: pb.ListSamplesReque
     return pb.ListSamplesResponse(
         samples=[_sample_message(record) for record in records], next_page_token=token
     )
+
+
+def add_recorded(page: pb.ListSamplesResponse, directory: RunDirectory) -> None:
+    """Complete the samples whose text and versions the ledger has pruned, from the records of their steps."""
+    pruned = {
+        one.sample_id: one
+        for one in page.samples
+        if one.state == pb.SAMPLE_STATE_DURABLE and not one.version_spans
+    }
+    if not pruned:
+        return
+    for recorded in directory.read_samples({one.step for one in pruned.values()}):
+        sample = pruned.get(recorded["sample_id"])
+        if sample is not None:
+            sample.prompt, sample.response = recorded["prompt"], recorded["response"]
+            for span in recorded["policy_versions"]:
+                lineage, _, step = span["version"].partition(".")
+                version = Version(int(lineage), int(step)).to_proto()
+                sample.version_spans.add(version=version, start=span["start"], end=span["end"])
 
 
 def _page_position(page_token: str) -> int:

@@ -55,7 +55,7 @@ def logs(
 async def _show(
     name: str | None, stack: str | None, coordinator: str | None, lines: int, *, follow: bool, as_json: bool
 ) -> None:
-    """With `--json` one object a line, because a log has no end."""
+    """Print the lines; with `--json` one object a line, because a log has no end."""
     import json
     import sys
 
@@ -164,7 +164,7 @@ async def _read(
 
 
 async def _past(came: Came, open_logs: int, *, alone: bool) -> tuple[dict[str, list[str]], int]:
-    """What the services send at once, and how many of them are still sending."""
+    """Collect what the services send at once, and count those that are still sending."""
     past: dict[str, list[str]] = {}
     patience_s = _FIRST_LINE_S
     while open_logs:

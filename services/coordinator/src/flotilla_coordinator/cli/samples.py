@@ -20,7 +20,7 @@ COLUMNS = ("SAMPLE", "STEP", "STATE", "REWARD", "VERSION", "PROMPT", "RESPONSE")
 
 
 class State(StrEnum):
-    """What became of a sample, as `--state` names it."""
+    """States of a sample, as `--state` names them."""
 
     ISSUED = "issued"
     GENERATED = "generated"
@@ -93,7 +93,7 @@ def _sample_json(sample: Sample) -> dict[str, Any]:
         "drop_reason": sample.drop_reason or None,
         "reward": sample.reward if sample.HasField("reward") else None,
         "policy_versions": list(dict.fromkeys(version_text(span.version) for span in sample.version_spans)),
-        "tokens": sample.token_ids.shape[0] if sample.token_ids.shape else 0,
+        "tokens": sample.version_spans[-1].end if sample.version_spans else 0,
         "generator": sample.generator_id or None,
         "attempt": sample.attempt,
         "update_id": sample.update_id or None,

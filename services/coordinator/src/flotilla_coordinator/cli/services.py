@@ -1,4 +1,4 @@
-"""Where the services of a stack can be asked: on this machine as its launcher says, elsewhere as its coordinator does.
+"""Finds the services of a stack: those of this machine through its launcher, the others through its coordinator.
 
 Invariant: what the launcher knows needs no coordinator, so a service here can be asked while the coordinator hangs.
 """
@@ -80,7 +80,7 @@ async def find_service(name: str, stack: str | None, coordinator: str | None) ->
 
 
 async def _of_launcher(config: StackConfig, paths: StackPaths) -> list[ServiceAddress]:
-    """Those that the launcher of this machine started or was told to attach; none where no launcher runs."""
+    """List those that the launcher of this machine started or attached; none where no launcher runs."""
     from flotilla_core.errors import Unavailable
     from flotilla_core.trust import read_token
     from flotilla_launch.client import LauncherClient, find

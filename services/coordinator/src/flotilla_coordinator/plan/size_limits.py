@@ -147,7 +147,8 @@ def trainer_errors(config: RunConfig, trainer: TrainerConfig, rank_bytes: int, m
     if trainer.attach is None and not _GPUS.is_dir() and need > ESTIMATE_MAY_BE_WRONG_BY * memory:
         lower = _settings(config, "batching.tokens_per_microbatch", "batching.logprob_chunk_tokens")
         yield (
-            f"{trainer.nproc} trainer {'rank needs' if trainer.nproc == 1 else 'ranks need'} about {shown_bytes(need)}, and the host has {shown_bytes(memory)} "
+            f"{trainer.nproc} trainer {'rank needs' if trainer.nproc == 1 else 'ranks need'} about "
+            f"{shown_bytes(need)}, and the host has {shown_bytes(memory)} "
             f"and no GPU: lower {lower}, or the length of sequences"
         )
 

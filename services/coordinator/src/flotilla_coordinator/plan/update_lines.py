@@ -95,7 +95,7 @@ def mesh_errors(algorithm: AlgorithmConfig, stack: StackConfig) -> list[str]:
 
 
 def _optimizer_steps(config: RunConfig) -> str:
-    """How the groups of a step become optimizer steps, in words."""
+    """Say how the groups of a step become optimizer steps."""
     optimizer, groups = config.optimizer, config.rollout.prompts_per_step
     parts = optimizer.steps_per_update
     once = (

@@ -16,7 +16,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -174,12 +174,13 @@ class RunDirectory:
         """All evaluations so far, those that a fall-back undid left out."""
         return _surviving(_read_lines(self.path / "evaluations.jsonl"))
 
-    def read_samples(self) -> Iterator[dict[str, Any]]:
-        """All samples, step by step; of a step that was made again, those of the last time."""
+    def read_samples(self, steps: Collection[int] | None = None) -> Iterator[dict[str, Any]]:
+        """All samples, or those of `steps`, step by step; of a step that was made again, those of the last time."""
         newest: dict[str, tuple[int, Path]] = {}
         for path in (self.path / "samples").glob(SAMPLE_FILES):
             step, _, number = path.name.partition(".")[0].removeprefix("step-").partition("-")
-            newest[step] = max(newest.get(step, (0, path)), (int(number or 1), path))
+            if steps is None or int(step) in steps:
+                newest[step] = max(newest.get(step, (0, path)), (int(number or 1), path))
         for _, (_, path) in sorted(newest.items()):
             with path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as reader:
                 for line in io.TextIOWrapper(reader, "utf-8"):
