@@ -35,6 +35,9 @@ class Elsewhere(CoordinatorServiceServicer):
     async def GetRun(self, request: Any, context: Any) -> pb.GetRunResponse:
         return pb.GetRunResponse(run=run_pb2.Run(run_id="trial-1"))
 
+    async def ExportRun(self, request: Any, context: Any) -> pb.ExportRunResponse:
+        return pb.ExportRunResponse(files=[f"/runs/{request.run_id}/parquet/metrics.parquet"])
+
     async def ListSamples(self, request: Any, context: Any) -> pb.ListSamplesResponse:
         first = int(request.page_token or 0)
         chosen = [one for one in SAMPLES if request.state in (0, one.state)]
@@ -177,3 +180,10 @@ def test_samples_shows_each_with_its_reward_and_what_became_of_it(flotilla: Comm
     assert len(json.loads(flotilla("samples", "latest", "-n", "1", "--json")[1])["samples"]) == 1
     assert "--- prompt\n1+1=\nthink\n--- response\n2\n" in flotilla("samples", "latest", "--full")[1]
     assert flotilla("samples", "latest", "--state", "lost")[0] == 2
+
+
+@pytest.mark.usefixtures("operated")
+def test_run_export_prints_the_files(flotilla: Command) -> None:
+    code, out, err = flotilla("run", "export", "trial-1")
+    assert (code, out) == (0, "/runs/trial-1/parquet/metrics.parquet\n"), err
+    assert json.loads(flotilla("run", "export", "trial-1", "--json")[1])["files"] == [out.strip()]

@@ -23,7 +23,7 @@ class Kind(StrEnum):
     run = "run"
 
 
-KindOption = Annotated[Kind | None, typer.Option(help="What the file is; found out when left out.")]
+KindOption = Annotated[Kind | None, typer.Option(help="What the file describes; detected if not given.")]
 
 
 @app.command()
@@ -52,11 +52,11 @@ def validate(
         say(f"warning: {warning}")
     say(f"valid {chosen.value} configuration; checked: {'; '.join(checked)}")
     if chosen is Kind.run:
-        say("not checked: model, tokens, memory and disk, which `flotilla run plan` works out for a stack")
+        say("not checked: model, tokens, memory and disk, which `flotilla run plan` checks against a stack")
 
 
 def _checked(config: StackConfig | RunConfig) -> tuple[list[str], list[str]]:
-    """What was checked beyond keys and values, and what is to be told; raises where something is wrong."""
+    """List what was checked beyond keys and values, and the warnings; raises where something is wrong."""
     from flotilla_core.config import RunConfig
     from flotilla_core.errors import InvalidConfig
 

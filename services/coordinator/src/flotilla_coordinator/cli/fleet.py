@@ -24,7 +24,7 @@ _RUNS_TO_LOOK_AT = 100
 
 
 def up(stack: Stack = None, as_json: Json = False) -> None:
-    """Start a stack and wait until every service is ready; a running one stays as it is."""
+    """Start a stack and wait until every service is ready; a running stack is left unchanged."""
     import time
 
     from flotilla_coordinator.cli.options import wait
@@ -103,7 +103,7 @@ def ps(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = Fal
 
 
 def scale(
-    kind: Annotated[str, typer.Argument(help="generator or reward")],
+    kind: Annotated[str, typer.Argument(help="generator or reward.")],
     replicas: Annotated[int, typer.Argument(min=0, max=256, help="Wanted number of replicas.")],
     yes: Annotated[
         bool,
@@ -114,7 +114,7 @@ def scale(
     stack: Stack = None,
     as_json: Json = False,
 ) -> None:
-    """Change the number of replicas while the stack runs; waits until new ones are ready."""
+    """Change the number of replicas of a running stack; waits until new ones are ready."""
     from flotilla_coordinator.cli.options import wait
     from flotilla_coordinator.cli.output import print_json, say
     from flotilla_coordinator.cli.processes import process_json, state_of

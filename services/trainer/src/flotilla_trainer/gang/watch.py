@@ -90,6 +90,7 @@ class GangWatch:
         for rank in self._ranks:
             rank.judge()
         limit_s = self._plan.rank_timeout_s if how == "does not answer" else self._limit_s
+        key = " (rank_timeout_s)" if limit_s == self._plan.rank_timeout_s else ""
         stopped = [rank for rank in ranks if rank.is_stopped()]
         evidence = []
         for rank in ranks:
@@ -97,7 +98,7 @@ class GangWatch:
             evidence.append(_quoted(f"stacks of {rank.name}", dump or "it wrote none"))
         why = "it was stopped by a signal (SIGSTOP) or a debugger. " if stopped else ""
         return RankFailed(
-            f"{' and '.join(rank.name for rank in ranks)} {how} for {limit_s:g} s (trainer.rank_timeout_s)",
+            f"{' and '.join(rank.name for rank in ranks)} {how} for {limit_s:g} s{key}",
             where="; ".join(self._where(rank) for rank in ranks),
             why=why + "\n".join(evidence),
             next_step="The ranks are being restarted; a run goes on from its last checkpoint.",
