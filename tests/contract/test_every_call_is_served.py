@@ -15,7 +15,7 @@ from flotilla_coordinator.api.loop_servicer import LoopServicer
 from flotilla_core.service.operate import OperateServicer
 from flotilla_generator.servicer import GeneratorServicer
 from flotilla_launch.servicer import LauncherServicer
-from flotilla_reward.servicer import RewardServicer
+from flotilla_reward.service import RewardServicer
 from flotilla_trainer.front.servicer import TrainerServicer
 
 SERVICERS = (
