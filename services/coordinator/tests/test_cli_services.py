@@ -162,7 +162,7 @@ def test_a_log_that_cannot_be_read_hides_no_other_one(flotilla: Command, operate
 def test_reward_list_names_every_built_in_with_its_parameters(flotilla: Command) -> None:
     code, out, err = flotilla("reward", "list")
     assert code == 0, err
-    assert "absolute_tolerance=0.0" in out and "is within a tolerance of the answer" in out
+    assert "absolute_tolerance=0" in out and "is within a tolerance of the answer" in out
     rewards = {one["name"]: one for one in json.loads(flotilla("reward", "list", "--json")[1])["rewards"]}
     assert {"exact", "numeric", "format", "regex", "math"} <= rewards.keys()
     assert rewards["regex"]["required"] == ["pattern"] and rewards["regex"]["services"] == ["reward-7"]

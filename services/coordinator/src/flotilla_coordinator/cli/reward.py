@@ -71,7 +71,7 @@ def _reward_json(info: RewardInfo, services: list[str]) -> dict[str, Any]:
     schema = MessageToDict(info.parameters)
     return {
         "name": info.name,
-        "description": info.description.partition("\n")[0],
+        "description": " ".join(info.description.split()),
         "parameters": schema.get("properties", {}),
         "required": schema.get("required", []),
         "services": services,
@@ -83,4 +83,6 @@ def _parameter(reward: dict[str, Any], name: str) -> str:
     import json
 
     default = reward["parameters"][name].get("default")
+    if isinstance(default, float):  # every number of a Struct is one
+        return f"{name}={default:g}"
     return name if default is None else f"{name}={json.dumps(default)}"
