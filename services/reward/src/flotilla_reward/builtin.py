@@ -213,7 +213,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 class Math(BuiltinReward):
-    """Mathematical equality, by math-verify.
+    r"""Mathematical equality, by math-verify.
 
     1 when the final expression of the response (best in `\boxed{}`) equals the answer; else 0.
     """
