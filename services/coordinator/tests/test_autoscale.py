@@ -9,7 +9,7 @@ import pytest
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet.autoscale import Autoscaler, Measured, advice
-from flotilla_coordinator.runs.events import RunFeed
+from flotilla_coordinator.runs.events import EventLog
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_core.config import AutoscaleConfig, StackConfig, load_text
 from flotilla_core.errors import InvalidConfig, Unavailable
@@ -69,7 +69,7 @@ class Bench:
     def __post_init__(self) -> None:
         self.booted = asyncio.Event()
         self.booted.set()
-        self.status = RunStatus(run_pb2.Run(), RunFeed(self._told))
+        self.status = RunStatus(run_pb2.Run(), EventLog(self._told))
         config = CONFIG.model_copy(update={"mode": self.mode})
         self.autoscaler = Autoscaler(
             config,

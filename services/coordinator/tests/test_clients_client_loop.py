@@ -22,14 +22,14 @@ from flotilla_coordinator.rollouts.batch import RolloutGroup
 from flotilla_coordinator.rollouts.generation import GenerationRequest
 from flotilla_coordinator.rollouts.samples import Generated
 from flotilla_coordinator.runs import executor as serve_client_module
-from flotilla_coordinator.runs.active import ActiveRun
+from flotilla_coordinator.runs.active import RunHandle
 from flotilla_coordinator.runs.checkpoints import Progress
 from flotilla_coordinator.runs.client import calls
 from flotilla_coordinator.runs.client.loop import ClientLoop
 from flotilla_coordinator.runs.client.sampling import ClientPrompt, ClientSampling
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.control import RunControl
-from flotilla_coordinator.runs.events import RunFeed
+from flotilla_coordinator.runs.events import EventLog
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_coordinator.trainers.learners import Learners
 from flotilla_core import rpc
@@ -135,7 +135,7 @@ class Bench:
             checkpoints=self.checkpoints,
             ledger=self.ledger,
             directory=self.directory,
-            status=RunStatus(run_pb2.Run(run_id=RUN), RunFeed(lambda event: None)),
+            status=RunStatus(run_pb2.Run(run_id=RUN), EventLog(lambda event: None)),
             activities=Activities(),
             idle=IdleShares(list),
         )
@@ -290,11 +290,11 @@ async def test_a_loop_that_nobody_calls_saves_and_ends_as_stopped_with_the_reaso
     bench.checkpoints.shelf = SimpleNamespace(names=list)
     loop = bench.loop()
     loop.run.sync.publish = nothing  # type: ignore[method-assign,assignment]
-    feed = RunFeed(lambda event: None)
-    active = ActiveRun(RUN, RunControl(bench.config), loop.run.status, feed, context=loop.run, client=loop)
-    beginning: Any = SimpleNamespace()
-    bench.monkeypatch.setattr(serve_client_module, "begin", nothing)
-    await asyncio.wait_for(serve_client_module.serve_client(loop, beginning, active), 5)
+    events = EventLog(lambda event: None)
+    active = RunHandle(RUN, RunControl(bench.config), loop.run.status, events, context=loop.run, client=loop)
+    start_point: Any = SimpleNamespace()
+    bench.monkeypatch.setattr(serve_client_module, "restore", nothing)
+    await asyncio.wait_for(serve_client_module.serve_client(loop, start_point, active), 5)
     assert saved == [0] and active.control.stop_requested and "loop_idle_timeout_s" in active.stop_reason
     with pytest.raises(Cancelled):
         loop.draw(1)

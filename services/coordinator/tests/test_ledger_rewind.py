@@ -23,7 +23,7 @@ from flotilla_coordinator.ledger.records import (
     TokenSpan,
 )
 from flotilla_coordinator.runs.checkpoints import Progress
-from flotilla_coordinator.runs.resume import Beginning, begin
+from flotilla_coordinator.runs.resume import StartPoint, restore
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.errors import FailedPrecondition, NotFound
 from flotilla_core.version import Version
@@ -223,5 +223,5 @@ async def test_a_beginning_that_the_ledger_refuses_leaves_every_checkpoint(
         phase=lambda _: nullcontext(),
     )
     with pytest.raises(FailedPrecondition, match="is durable and cannot be undone"):
-        await begin(run, Beginning(1, "step-000001", by_user=True))
+        await restore(run, StartPoint(1, "step-000001", by_user=True))
     assert shelf.names() == ["step-000001", "step-000003"]

@@ -117,7 +117,7 @@ class Run:
             self.lineage += 1
             cursor = self.batches[at - 1].cursor if at else None
             await self.ledger.fall_back(RUN, Version(self.lineage, at), step=at, cursor=cursor)
-            await self.source.go_on(at, cursor)
+            await self.source.restore(at, cursor)
 
     async def train(self, step: int) -> Batch:
         before, after = Version(self.lineage, step), Version(self.lineage, step + 1)

@@ -15,9 +15,9 @@ from flotilla_coordinator.fleet.fleet import Fleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.runs import start
-from flotilla_coordinator.runs.executor import Execution
+from flotilla_coordinator.runs.executor import RunExecutor
 from flotilla_coordinator.runs.registry import Runs
-from flotilla_coordinator.runs.resume import Beginning
+from flotilla_coordinator.runs.resume import StartPoint
 from flotilla_core.errors import FailedPrecondition
 
 CONFIG = "name: run\nsteps: 3\ndata: {train: /x.jsonl}\nrewards: [{reward: exact}]\n"
@@ -35,7 +35,7 @@ class Events:
 
 @pytest.fixture
 async def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Runs]:
-    async def execute(execution: Execution, _: Beginning) -> None:
+    async def execute(execution: RunExecutor, _: StartPoint) -> None:
         try:
             await asyncio.Event().wait()
         finally:
@@ -43,7 +43,7 @@ async def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
             execution.active.status.set_state(run_pb2.RUN_STATE_STOPPED)
 
     monkeypatch.setattr(start, "plan_run", lambda *_: run_pb2.Plan())
-    monkeypatch.setattr(Execution, "execute", execute)
+    monkeypatch.setattr(RunExecutor, "execute", execute)
     ledger = Ledger.open(tmp_path / "ledger.sqlite")
     host: Any = SimpleNamespace(stack=SimpleNamespace(ready_timeout_s=5.0), state_dir=tmp_path)
     fleet = Fleet(host, lambda: True)

@@ -114,7 +114,7 @@ async def made_again(ledger: Ledger, task: Task, *, retry_rewards: bool = False)
     await ledger.drop_in_flight(RUN, "run_interrupted")
     await ledger.fall_back(RUN, Version(1, 0), step=0, cursor=None, retry_rewards=retry_rewards)
     rollouts = source(ledger, task)
-    await rollouts.go_on(0, None)
+    await rollouts.restore(0, None)
     batch = await batch_of(rollouts, lineage=1)
     await rollouts.close()
     return batch

@@ -20,7 +20,7 @@ from flotilla_coordinator.runs import loop as loop_module
 from flotilla_coordinator.runs.checkpoints import Progress
 from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.disk_waits import DiskWaits
-from flotilla_coordinator.runs.resume import Beginning, begin
+from flotilla_coordinator.runs.resume import StartPoint, restore
 from flotilla_coordinator.trainers.learners import Learners
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.errors import Cancelled, DeadlineExceeded, FlotillaError, RankFailed, Unavailable
@@ -29,7 +29,7 @@ from flotilla_core.version import Version
 RUN = "run-20260314-0915-7f3a"
 STEPS_DONE = 3
 HERE, ANEW = Version(1, 3), Version(2, 2)
-AFTER_COORDINATOR = Beginning(2, after_coordinator=True)
+AFTER_COORDINATOR = StartPoint(2, after_coordinator=True)
 LAST, FOLLOWING, LATER = (f"{RUN}/1.{step}" for step in (3, 4, 5))
 
 
@@ -78,7 +78,7 @@ class Run:
         self.run_id, self.ledger, self.directory = RUN, ledger, RunDirectory(path)
         self.learners = Learners(session, beside, critic_steps=2)
         self.checkpoints = SimpleNamespace(shelf=CheckpointShelf(path / "checkpoints"), newest=-1)
-        self.source = SimpleNamespace(go_on=self._go_on)
+        self.source = SimpleNamespace(restore=self._go_on)
         self.status = SimpleNamespace(notice=lambda _level, text: self.told.append(text), run=run_pb2.Run())
         self.told: list[str] = []
         self.disk = DiskWaits(
@@ -99,7 +99,7 @@ class Run:
     def evaluation_due(self, steps_done: int) -> bool:
         return steps_done % self.evaluation_every == 0
 
-    def go_on(self, progress: Progress) -> None:
+    def restore(self, progress: Progress) -> None:
         self.stands = progress
         self.checkpoints.newest = progress.steps_done
 
@@ -108,7 +108,7 @@ class Run:
 
     async def begin(self) -> None:
         itself: Any = self
-        await begin(itself, AFTER_COORDINATOR)
+        await restore(itself, AFTER_COORDINATOR)
 
     @property
     def attached(self) -> bool:
@@ -222,7 +222,7 @@ class BareLoop:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, unrecorded: bool) -> None:
         self.done: list[str] = []
-        for name, what in (("begin", "begin"), ("_train_one_step", "step"), ("_sync", "sync")):
+        for name, what in (("restore", "begin"), ("_train_one_step", "step"), ("_sync", "sync")):
             monkeypatch.setattr(loop_module, name, self._noting(what))
         monkeypatch.setattr(loop_module, "_checkpoint_end", self._noting("end"))
         self.run: Any = SimpleNamespace(
@@ -232,7 +232,7 @@ class BareLoop:
             pinned=None,
             steps_done=STEPS_DONE,
             step=lambda _: nullcontext(),
-            goes_on=self._goes_on,
+            wait_for_next_step=self._goes_on,
             take_no_changes=lambda: None,
             policy=SimpleNamespace(version=HERE),
             sync=SimpleNamespace(version=HERE),

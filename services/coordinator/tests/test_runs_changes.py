@@ -16,10 +16,10 @@ from flotilla_coordinator.fleet.fleet import Fleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunState
 from flotilla_coordinator.runs import start
-from flotilla_coordinator.runs.active import ActiveRun
-from flotilla_coordinator.runs.executor import Execution
+from flotilla_coordinator.runs.active import RunHandle
+from flotilla_coordinator.runs.executor import RunExecutor
 from flotilla_coordinator.runs.registry import Runs
-from flotilla_coordinator.runs.resume import Beginning
+from flotilla_coordinator.runs.resume import StartPoint
 from flotilla_core.config import RunConfig, load_text
 from flotilla_core.errors import Exhausted, FailedPrecondition, InvalidConfig, InvalidRequest
 
@@ -59,7 +59,7 @@ class Bench:
     async def stored(self, run: run_pb2.Run) -> RunConfig:
         return load_text(RunConfig, (await self.ledger.get_run(run.run_id)).config_yaml)
 
-    def active(self, run: run_pb2.Run) -> ActiveRun:
+    def active(self, run: run_pb2.Run) -> RunHandle:
         """A run that goes on."""
         active = self.runs.active(run.run_id)
         assert active is not None
@@ -89,7 +89,7 @@ class Bench:
 
 @pytest.fixture
 async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
-    async def execute(execution: Execution, _: Beginning) -> None:
+    async def execute(execution: RunExecutor, _: StartPoint) -> None:
         execution.active.status.set_state(run_pb2.RUN_STATE_RUNNING)
         try:
             await asyncio.Event().wait()
@@ -105,7 +105,7 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         )
 
     monkeypatch.setattr(start, "plan_run", plan)
-    monkeypatch.setattr(Execution, "execute", execute)
+    monkeypatch.setattr(RunExecutor, "execute", execute)
     ledger = Ledger.open(tmp_path / "ledger.sqlite")
     made = Bench(tmp_path, ledger)
     await made.runs.recover()
@@ -257,18 +257,18 @@ async def test_a_run_that_is_being_started_when_the_coordinator_goes_is_ended_wi
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held, ended = bench.hold(monkeypatch, "save_run"), asyncio.Event()
-    execute = Execution.execute
+    execute = RunExecutor.execute
 
-    async def noting(execution: Execution, beginning: Beginning) -> None:
+    async def noting(execution: RunExecutor, start_point: StartPoint) -> None:
         try:
-            await execute(execution, beginning)
+            await execute(execution, start_point)
         finally:
             ended.set()
 
-    monkeypatch.setattr(Execution, "execute", noting)
+    monkeypatch.setattr(RunExecutor, "execute", noting)
     await leave(asyncio.create_task(bench.runs.start(CONFIG, "r1")), held)
     await asyncio.wait_for(bench.runs.close(), 5)
-    assert ended.is_set() and not bench.runs.going_on()
+    assert ended.is_set() and not bench.runs.active_runs()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.runs.checkpoints import Progress, RunCheckpoints
 from flotilla_coordinator.runs.loop import run_loop
-from flotilla_coordinator.runs.resume import Beginning
+from flotilla_coordinator.runs.resume import StartPoint
 from flotilla_core.checkpoint import CheckpointShelf, Manifest
 from flotilla_core.config import CheckpointConfig
 from flotilla_core.errors import FailedPrecondition, FlotillaError
@@ -90,7 +90,7 @@ class Bench:
             pinned=None,
             checkpoints=self.checkpoints,
             steps_done=steps_done,
-            goes_on=nothing,  # which says no
+            wait_for_next_step=nothing,  # which says no
             take_no_changes=lambda: None,
             phase=phase,
             update_unrecorded=False,
@@ -167,7 +167,7 @@ async def test_a_last_checkpoint_that_could_not_be_written_is_tried_again_at_the
     bench.trainer.may_write.clear()
     bench.trainer.not_durable = FailedPrecondition("the checkpoint cannot be written")
     await bench.save(2)
-    await asyncio.wait_for(run_loop(bench.at_its_last_step(2), Beginning()), 5)
+    await asyncio.wait_for(run_loop(bench.at_its_last_step(2), StartPoint()), 5)
     assert bench.shelf.names() == ["step-000002"] and len(bench.warnings) == 1
 
 

@@ -13,7 +13,7 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet.autoscale import IdleShares
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.control import LIVE_KEYS, RunControl, changed_config
-from flotilla_coordinator.runs.events import RunFeed
+from flotilla_coordinator.runs.events import EventLog
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_core.config import RunConfig, load_text
 from flotilla_core.errors import InvalidConfig, InvalidRequest
@@ -47,7 +47,7 @@ class Bench:
             checkpoints=collaborator,
             ledger=nobody,
             directory=nobody,
-            status=RunStatus(run_pb2.Run(total_steps=3, state=RUNNING), RunFeed(self.events.append)),
+            status=RunStatus(run_pb2.Run(total_steps=3, state=RUNNING), EventLog(self.events.append)),
             activities=Activities(),
             idle=IdleShares(list),
         )
@@ -59,7 +59,7 @@ class Bench:
     async def paused(self) -> asyncio.Task[bool]:
         """The loop as it waits."""
         self.control.pause()
-        waiting = asyncio.create_task(self.run.goes_on())
+        waiting = asyncio.create_task(self.run.wait_for_next_step())
         await asyncio.sleep(0)
         assert not waiting.done() and self.run.status.run.state == PAUSED
         return waiting
@@ -77,7 +77,7 @@ async def test_a_paused_run_begins_no_step_until_it_goes_on() -> None:
     bench = Bench()
     waiting = await bench.paused()
     assert bench.run.status.run.phase == "paused"
-    bench.control.go_on()
+    bench.control.unpause()
     assert await asyncio.wait_for(waiting, 5)
     states = [event.run.state for event in bench.events if event.WhichOneof("event") == "run"]
     assert PAUSED in states and states[-1] == RUNNING
@@ -95,8 +95,8 @@ async def test_a_stop_ends_a_pause_and_no_step_follows() -> None:
 async def test_a_pause_that_is_taken_back_in_time_is_none() -> None:
     bench = Bench()
     bench.control.pause()
-    bench.control.go_on()
-    assert await bench.run.goes_on() and not bench.events
+    bench.control.unpause()
+    assert await bench.run.wait_for_next_step() and not bench.events
 
 
 @pytest.mark.parametrize("paused", [False, True])
@@ -106,27 +106,27 @@ async def test_other_settings_hold_from_the_next_step_on(paused: bool) -> None:
     if paused:
         waiting = await bench.paused()
         bench.control.configure(config)
-        bench.control.go_on()
+        bench.control.unpause()
         assert await asyncio.wait_for(waiting, 5)
     else:
         bench.control.configure(config)
-        assert await bench.run.goes_on()
+        assert await bench.run.wait_for_next_step()
     assert bench.run.config is config and bench.taken == [config, config, config.checkpoint]
     assert bench.run.status.run.total_steps == 9
     before = CONFIG.optimizer.learning_rate
     assert bench.notices == [
         f"from step 0 on: steps 3 -> 9, optimizer.learning_rate {before} -> 0.5, checkpoint.keep 2 -> 5"
     ]
-    assert await bench.run.goes_on() and len(bench.notices) == 1
+    assert await bench.run.wait_for_next_step() and len(bench.notices) == 1
 
 
 async def test_a_run_ends_at_the_last_step_that_is_wanted_now() -> None:
     bench = Bench()
     bench.run.steps_done = 2
     bench.control.configure(changed("steps=4"))
-    assert await bench.run.goes_on()
+    assert await bench.run.wait_for_next_step()
     bench.run.steps_done = 4
-    assert not await bench.run.goes_on()
+    assert not await bench.run.wait_for_next_step()
 
 
 def test_every_key_of_the_list_can_change() -> None:

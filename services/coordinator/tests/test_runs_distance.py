@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flotilla_coordinator.runs.warnings import distance_warning, narrow_clip_warning
+from flotilla_coordinator.runs.warnings import narrow_clip_warning, policy_mismatch_warning
 from flotilla_core.config import RunConfig
 from flotilla_core.version import Version
 
@@ -23,9 +23,9 @@ def config(**sections: Any) -> RunConfig:
 
 def test_a_difference_above_the_limit_is_told() -> None:
     algorithm = config().algorithm
-    assert "0.006" in distance_warning(algorithm, {"probs_diff/fresh": 0.006})
-    assert not distance_warning(algorithm, {"probs_diff/fresh": 0.004})
-    assert not distance_warning(algorithm, {})
+    assert "0.006" in policy_mismatch_warning(algorithm, {"probs_diff/fresh": 0.006})
+    assert not policy_mismatch_warning(algorithm, {"probs_diff/fresh": 0.004})
+    assert not policy_mismatch_warning(algorithm, {})
 
 
 def test_a_clip_in_the_first_update_is_the_noise_of_the_engine() -> None:

@@ -16,11 +16,11 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.runs import executor
-from flotilla_coordinator.runs.active import ActiveRun
+from flotilla_coordinator.runs.active import RunHandle
 from flotilla_coordinator.runs.control import RunControl
-from flotilla_coordinator.runs.events import RunFeed
+from flotilla_coordinator.runs.events import EventLog
 from flotilla_coordinator.runs.executor import MOST_IN_A_ROW
-from flotilla_coordinator.runs.resume import Beginning
+from flotilla_coordinator.runs.resume import StartPoint
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_coordinator.trainers.learners import Learners
 from flotilla_coordinator.trainers.session import Gang
@@ -101,7 +101,7 @@ class Directory(RunDirectory):
 @dataclass
 class Bench:
     ledger: Ledger
-    active: ActiveRun
+    active: RunHandle
     directory: Directory
     context: Context
     ejected: list[str]
@@ -116,13 +116,13 @@ class Bench:
         return await self.ledger.get_run(RUN)
 
     async def _watched(self) -> None:
-        async for _ in self.active.feed.follow(0):
+        async for _ in self.active.events.follow(0):
             pass
 
 
-Loop = Callable[[Any, Beginning], Awaitable[None]]
+Loop = Callable[[Any, StartPoint], Awaitable[None]]
 Start = Callable[..., Bench]
-AT_THE_START = Beginning()
+AT_THE_START = StartPoint()
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     await ledger.save_run(RunRecord(RUN, "run", RunState.RUNNING, "", str(tmp_path), 0.0))
     context = Context()
 
-    class Assembly:
+    class RunWiring:
         def __init__(self, *_: Any) -> None:
             """Needs nothing."""
 
@@ -139,12 +139,12 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
             await asyncio.sleep(0)
             return context
 
-    monkeypatch.setattr(executor, "Assembly", Assembly)
+    monkeypatch.setattr(executor, "RunWiring", RunWiring)
 
-    def started(loop: Loop, beginning: Beginning = AT_THE_START) -> Bench:
+    def started(loop: Loop, start_point: StartPoint = AT_THE_START) -> Bench:
         monkeypatch.setattr(executor, "run_loop", loop)
-        feed = RunFeed(lambda event: None)
-        active = ActiveRun(RUN, RunControl(CONFIG), RunStatus(run_pb2.Run(run_id=RUN), feed), feed)
+        events = EventLog(lambda event: None)
+        active = RunHandle(RUN, RunControl(CONFIG), RunStatus(run_pb2.Run(run_id=RUN), events), events)
         directory = Directory(tmp_path)
         context.status = active.status
         nobody: Any = None
@@ -154,8 +154,8 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
             ejected.append(instance_id)
 
         fleet: Any = SimpleNamespace(begin=lambda fence: None, gang_lost=gang_lost, close=nothing)
-        run = executor.Execution(nobody, fleet, ledger, active, directory)
-        active.task = asyncio.create_task(run.execute(beginning))
+        run = executor.RunExecutor(nobody, fleet, ledger, active, directory)
+        active.task = asyncio.create_task(run.execute(start_point))
         return Bench(ledger, active, directory, context, ejected)
 
     yield started
@@ -163,14 +163,14 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def test_a_run_that_went_through_has_succeeded(start: Start) -> None:
-    async def loop(run: Any, beginning: Beginning) -> None:
+    async def loop(run: Any, start_point: StartPoint) -> None:
         await asyncio.sleep(0)
 
     assert (await start(loop).end()).state == RunState.SUCCEEDED
 
 
 async def test_a_failure_is_one_message(start: Start) -> None:
-    async def loop(run: Any, beginning: Beginning) -> None:
+    async def loop(run: Any, start_point: StartPoint) -> None:
         raise RankFailed("rank 1 was killed", next_step="see its log")
 
     record = await start(loop).end()
@@ -179,18 +179,18 @@ async def test_a_failure_is_one_message(start: Start) -> None:
 
 @pytest.mark.parametrize("role", [POLICY, CRITIC])
 async def test_a_run_that_lost_a_gang_begins_again_under_the_next_lineage(start: Start, role: str) -> None:
-    beginnings = []
+    start_points = []
 
-    async def loop(run: Any, beginning: Beginning) -> None:
-        beginnings.append(beginning)
+    async def loop(run: Any, start_point: StartPoint) -> None:
+        start_points.append(start_point)
         session = getattr(run, role)
-        session.is_lost = len(beginnings) == 1
+        session.is_lost = len(start_points) == 1
         if session.is_lost:
             raise WeightGroupFailed("the broadcast broke")
 
     bench = start(loop)
     assert (await bench.end()).state == RunState.SUCCEEDED
-    assert beginnings == [Beginning(0), Beginning(1)]
+    assert start_points == [StartPoint(0), StartPoint(1)]
     assert bench.ejected == [f"{role}-1"]
 
 
@@ -198,22 +198,22 @@ async def test_a_run_that_lost_a_gang_begins_again_under_the_next_lineage(start:
 async def test_a_gang_that_was_lost_with_the_coordinator_is_waited_for_like_any_other(
     start: Start, error: FlotillaError
 ) -> None:
-    beginnings = []
+    start_points = []
 
-    async def loop(run: Any, beginning: Beginning) -> None:
-        beginnings.append(beginning)
-        run.policy.opened = len(beginnings) > 1
+    async def loop(run: Any, start_point: StartPoint) -> None:
+        start_points.append(start_point)
+        run.policy.opened = len(start_points) > 1
         if not run.policy.opened:
             raise error
 
-    back = Beginning(1, after_coordinator=True)
+    back = StartPoint(1, after_coordinator=True)
     bench = start(loop, back)
     assert (await bench.end()).state == RunState.SUCCEEDED
-    assert beginnings == [back, back] and bench.ejected == [f"{POLICY}-1"]
+    assert start_points == [back, back] and bench.ejected == [f"{POLICY}-1"]
 
 
 async def test_a_new_run_whose_gang_cannot_open_fails_at_once(start: Start) -> None:
-    async def loop(run: Any, beginning: Beginning) -> None:
+    async def loop(run: Any, start_point: StartPoint) -> None:
         run.policy.opened = False
         raise Unavailable("the trainer went away")
 
@@ -224,28 +224,28 @@ async def test_a_new_run_whose_gang_cannot_open_fails_at_once(start: Start) -> N
 async def test_the_checkpoint_that_a_user_named_is_asked_for_until_the_run_has_begun_there(
     start: Start,
 ) -> None:
-    beginnings = []
+    start_points = []
 
-    async def loop(run: Any, beginning: Beginning) -> None:
-        beginnings.append(beginning)
-        run.begun = len(beginnings) > 1
-        run.policy.is_lost = len(beginnings) < 3
+    async def loop(run: Any, start_point: StartPoint) -> None:
+        start_points.append(start_point)
+        run.begun = len(start_points) > 1
+        run.policy.is_lost = len(start_points) < 3
         if run.policy.is_lost:
             raise RankFailed("rank 1 was killed")
 
-    named = Beginning(1, "step-000002", by_user=True)
+    named = StartPoint(1, "step-000002", by_user=True)
     assert (await start(loop, named).end()).state == RunState.SUCCEEDED
-    assert beginnings == [named, named, Beginning(1)]
+    assert start_points == [named, named, StartPoint(1)]
 
 
 async def test_a_trainer_that_is_lost_again_and_again_ends_the_run_with_the_reason(start: Start) -> None:
     tries = []
 
-    async def loop(run: Any, beginning: Beginning) -> None:
+    async def loop(run: Any, start_point: StartPoint) -> None:
         run.policy.is_lost = True
         # The first loss comes after three steps, the others before another one.
         run.steps_done = 3 if not tries else len(tries) - 1
-        tries.append(beginning)
+        tries.append(start_point)
         raise RankFailed("rank 1 was killed")
 
     record = await start(loop).end()
@@ -256,7 +256,7 @@ async def test_a_trainer_that_is_lost_again_and_again_ends_the_run_with_the_reas
 async def test_a_stop_ends_what_waits_and_says_why(start: Start) -> None:
     waiting = asyncio.Event()
 
-    async def loop(run: Any, beginning: Beginning) -> None:
+    async def loop(run: Any, start_point: StartPoint) -> None:
         waiting.set()
         await asyncio.Event().wait()
 
@@ -277,7 +277,7 @@ async def test_a_stop_before_the_services_are_there_ends_at_once(
         building.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(executor.Assembly, "build", build)
+    monkeypatch.setattr(executor.RunWiring, "build", build)
     bench = start(nothing_at_all)
     await asyncio.wait_for(building.wait(), 50)
     bench.active.request_stop("")
@@ -322,5 +322,5 @@ async def test_a_report_that_cannot_be_written_holds_up_no_watcher(start: Start)
     assert (await bench.end()).state == RunState.SUCCEEDED
 
 
-async def nothing_at_all(run: Any, beginning: Beginning) -> None:
+async def nothing_at_all(run: Any, start_point: StartPoint) -> None:
     await asyncio.sleep(0)

@@ -141,7 +141,7 @@ async def test_recorded_samples_train_again_in_their_order_and_missing_ones_are_
     again = Generation()
     rollouts = source(ledger, again)
     await ledger.fall_back(RUN, Version(1, 2), step=2, cursor=batches[1].cursor)
-    await rollouts.go_on(2, batches[1].cursor)
+    await rollouts.restore(2, batches[1].cursor)
     replayed = [await train(rollouts, ledger, step, 1) for step in (2, 3)]
     assert [content(batch) for batch in replayed] == [content(batch) for batch in batches[2:]]
     assert {batch.cursor["position"] for batch in replayed} == {10}, "behind all that the ledger has"
@@ -171,7 +171,7 @@ async def test_a_group_that_was_cut_in_the_middle_keeps_its_ids(ledger: Ledger, 
     again = Generation()
     rollouts = source(ledger, again)
     await ledger.fall_back(RUN, Version(1, 0), step=0, cursor=None)
-    await rollouts.go_on(0, None)
+    await rollouts.restore(0, None)
     assert content(await train(rollouts, ledger, 0, 1)) == content(first)
     second = await train(rollouts, ledger, 1, 1)
     assert [sample.sample_id for sample in second.samples] == [
@@ -199,7 +199,7 @@ async def test_a_run_whose_reward_was_mended_is_resumed_and_one_that_was_not_fai
     unchanged = Generation()
     rollouts = source(ledger, unchanged, scorer)
     await ledger.fall_back(RUN, Version(1, 0), step=0, cursor=None)
-    await rollouts.go_on(0, None)
+    await rollouts.restore(0, None)
     with pytest.raises(UserCodeError, match="4 samples of step 0 could not be scored"):
         await train(rollouts, ledger, 0, 1)
     await rollouts.close()
@@ -208,7 +208,7 @@ async def test_a_run_whose_reward_was_mended_is_resumed_and_one_that_was_not_fai
 
     rollouts = source(ledger, Generation())
     await ledger.fall_back(RUN, Version(2, 0), step=0, cursor=None, retry_rewards=True)
-    await rollouts.go_on(0, None)
+    await rollouts.restore(0, None)
     batch = await train(rollouts, ledger, 0, 2)
     assert [sample.sample_id for sample in batch.samples] == [
         f"{RUN}/0/{prompt}/{index}" for prompt in (0, 1) for index in range(3)
@@ -227,7 +227,7 @@ async def test_what_was_admitted_by_a_wider_bound_trains_under_it_once_more(ledg
     again = Generation()
     rollouts = source(ledger, again, config=settings(max_staleness=0))
     await ledger.fall_back(RUN, Version(1, 1), step=1, cursor=batches[0].cursor)
-    await rollouts.go_on(1, batches[0].cursor)
+    await rollouts.restore(1, batches[0].cursor)
     replayed = [await train(rollouts, ledger, step, 1) for step in (1, 2)]
     assert content(replayed[0]) == content(batches[1])
     assert [batch.metrics["staleness/max"] for batch in replayed] == [1, 1] and not again.asked
@@ -247,7 +247,7 @@ async def test_samples_that_became_too_old_are_asked_for_again(ledger: Ledger) -
     again = Generation()
     rollouts = source(ledger, again)
     await ledger.fall_back(RUN, Version(1, 2), step=1, cursor=None)
-    await rollouts.go_on(1, None)
+    await rollouts.restore(1, None)
     rollouts.admit(1, Version(1, 2))
     batch = await asyncio.wait_for(rollouts.batch(1, Version(1, 2)), 5)
     assert {sample.sample_id for sample in batch.samples} <= set(again.asked) and len(batch.samples) == 6
@@ -270,7 +270,7 @@ async def test_samples_never_train_as_answers_to_other_prompts(ledger: Ledger) -
     await ledger.fall_back(RUN, Version(1, 0), step=0, cursor=None)
     rollouts = source(ledger, Generation(), prompts=Edited())
     with pytest.raises(FailedPrecondition, match="does not fit the data"):
-        await rollouts.go_on(0, None)
+        await rollouts.restore(0, None)
     await rollouts.close()
 
 
@@ -285,8 +285,8 @@ async def test_a_new_run_replays_nothing(ledger: Ledger) -> None:
 async def test_a_client_that_goes_on_draws_what_comes_behind_its_checkpoint() -> None:
     prompts: Any = NumberedPrompts()
     client = ClientSource(prompts)
-    await client.go_on(0, None)
+    await client.restore(0, None)
     assert prompts.next().index == 0
-    await client.go_on(3, {"position": 7})
+    await client.restore(3, {"position": 7})
     assert prompts.next().index == 7
     await client.close()

@@ -19,9 +19,9 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.runs import start
-from flotilla_coordinator.runs.executor import Execution
+from flotilla_coordinator.runs.executor import RunExecutor
 from flotilla_coordinator.runs.registry import LIST_LIMIT, Runs
-from flotilla_coordinator.runs.resume import Beginning
+from flotilla_coordinator.runs.resume import StartPoint
 from flotilla_core.errors import FailedPrecondition, InvalidConfig, NotFound
 from flotilla_core.version import Version
 
@@ -32,7 +32,7 @@ RUN = "run-20260314-0915-7f3a"
 class Bench:
     """The runs of one coordinator; a run that is launched goes on until the end."""
 
-    def __init__(self, folder: Path, ledger: Ledger, launched: list[Beginning]) -> None:
+    def __init__(self, folder: Path, ledger: Ledger, launched: list[StartPoint]) -> None:
         host: Any = SimpleNamespace(stack=SimpleNamespace(ready_timeout_s=5.0), state_dir=folder)
         fleet = Fleet(host, lambda: True)
         events: Any = SimpleNamespace(publish=lambda *_: None, close=self._nothing)
@@ -68,10 +68,10 @@ class Bench:
 
 @pytest.fixture
 async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
-    launched: list[Beginning] = []
+    launched: list[StartPoint] = []
 
-    async def execute(execution: Execution, beginning: Beginning) -> None:
-        launched.append(beginning)
+    async def execute(execution: RunExecutor, start_point: StartPoint) -> None:
+        launched.append(start_point)
         execution.active.status.set_state(run_pb2.RUN_STATE_RUNNING)
         try:
             await asyncio.Event().wait()
@@ -80,7 +80,7 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
             execution.active.status.set_state(run_pb2.RUN_STATE_STOPPED)
 
     monkeypatch.setattr(start, "plan_run", lambda *_: run_pb2.Plan())
-    monkeypatch.setattr(Execution, "execute", execute)
+    monkeypatch.setattr(RunExecutor, "execute", execute)
     ledger = Ledger.open(tmp_path / "ledger.sqlite")
     made = Bench(tmp_path, ledger, launched)
     await made.runs.recover()
@@ -98,7 +98,7 @@ async def test_a_run_that_failed_or_was_stopped_goes_on_under_the_next_lineage(
     assert (run.run_id, run.step, run.reason) == (RUN, 2, "")
     assert not run.HasField("ended_at")
     assert (await bench.runs.resume(RUN, "", "r1")).run_id == RUN  # the same request
-    assert bench.launched == [Beginning(5, by_user=True)]
+    assert bench.launched == [StartPoint(5, by_user=True)]
     assert (await bench.ledger.get_run(RUN)).state == RunState.RUNNING
     assert bench.directory.read_outcome() is None and bench.directory.last_sequence() == 8
     with pytest.raises(FailedPrecondition, match="has not ended"):
@@ -132,14 +132,14 @@ async def test_a_checkpoint_that_is_not_there_changes_nothing(bench: Bench) -> N
     (bench.directory.checkpoints_path / "step-000001").mkdir(parents=True)
     await bench.runs.resume(RUN, "step-000001", "r1")
     await asyncio.sleep(0)
-    assert bench.launched == [Beginning(5, "step-000001", by_user=True)]
+    assert bench.launched == [StartPoint(5, "step-000001", by_user=True)]
 
 
 async def test_a_run_whose_coordinator_died_goes_on_by_itself(bench: Bench) -> None:
     await bench.left(RunState.RUNNING)
     await bench.runs.recover()
     await asyncio.sleep(0)
-    assert bench.launched == [Beginning(5, after_coordinator=True)]
+    assert bench.launched == [StartPoint(5, after_coordinator=True)]
     assert (await bench.runs.find(RUN)).state == run_pb2.RUN_STATE_RUNNING
     assert (await bench.ledger.get_run(RUN)).state == RunState.RUNNING
 
@@ -153,7 +153,7 @@ async def test_a_run_goes_on_by_itself_however_many_came_and_ended_beside_it(ben
         )
     await bench.runs.recover()
     await asyncio.sleep(0)
-    assert bench.launched == [Beginning(5, after_coordinator=True)]
+    assert bench.launched == [StartPoint(5, after_coordinator=True)]
 
 
 async def test_a_run_that_was_to_be_stopped_has_stopped_when_the_coordinator_is_back(bench: Bench) -> None:

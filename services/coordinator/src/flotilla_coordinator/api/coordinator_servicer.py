@@ -79,7 +79,9 @@ class CoordinatorServicer(CoordinatorServiceServicer):
         run = await self._runs.find(request.run_id)
         active = self._runs.active(run.run_id)
         after = request.after_sequence
-        async for event in past_events(run, after) if active is None else all_events(run, active.feed, after):
+        async for event in (
+            past_events(run, after) if active is None else all_events(run, active.events, after)
+        ):
             yield pb.WatchRunResponse(event=event)
 
     async def StopRun(self, request: pb.StopRunRequest, context: Context) -> pb.StopRunResponse:
@@ -116,12 +118,14 @@ class CoordinatorServicer(CoordinatorServiceServicer):
 
     async def ShowWeights(self, request: pb.ShowWeightsRequest, context: Context) -> pb.ShowWeightsResponse:
         """What each generator of the run holds."""
-        going_on = {active.run_id: active for active in self._runs.going_on() if active.context is not None}
+        active_runs = {
+            active.run_id: active for active in self._runs.active_runs() if active.context is not None
+        }
         run_id = (
-            (await self._runs.find(request.run_id)).run_id if request.run_id else next(iter(going_on), "")
+            (await self._runs.find(request.run_id)).run_id if request.run_id else next(iter(active_runs), "")
         )
-        reply = pb.ShowWeightsResponse(run_ids=going_on)
-        active = going_on.get(run_id)
+        reply = pb.ShowWeightsResponse(run_ids=active_runs)
+        active = active_runs.get(run_id)
         if active is not None and active.context is not None:
             reply.run_id = run_id
             reply.policy_version.CopyFrom(active.context.policy.version.to_proto())

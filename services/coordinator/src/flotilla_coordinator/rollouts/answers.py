@@ -33,7 +33,7 @@ class AnswerSource:
         self._tokenizer = tokenizer
         self._prompts_per_step = prompts_per_step
 
-    async def go_on(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
+    async def restore(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
         """Take the answers from there on."""
         if cursor is not None:
             self._prompts.restore(cursor)

@@ -116,7 +116,7 @@ class BatchSource(Protocol):
     samples_from_policy: bool
     """Whether every step needs the newest weights in the generators."""
 
-    async def go_on(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
+    async def restore(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
         """Begin after so many steps, where the data set stood then; what is recorded of later steps is used again."""
 
     def reconfigure(self, config: RunConfig) -> None:

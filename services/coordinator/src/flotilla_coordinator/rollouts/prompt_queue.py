@@ -68,7 +68,7 @@ class Admission:
         self._recorded: dict[int, list[tuple[Prompt, AdmittedGroup]]] = {}
         self._next_step = 0
 
-    async def go_on(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
+    async def restore(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
         """Begin after so many steps; what the ledger holds of later ones comes before any new prompt."""
         if cursor is not None:
             self._prompts.restore(cursor)

@@ -53,9 +53,9 @@ class RolloutSource:
         self._groups = groups
         self._admission = Admission(run_id, config, total_steps, prompts, ledger, self._start)
 
-    async def go_on(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
+    async def restore(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
         """Begin after so many steps; the ledger's samples of later ones come before any new sample."""
-        await self._admission.go_on(steps_done, cursor)
+        await self._admission.restore(steps_done, cursor)
         await self._note_outcomes(0, steps_done)
 
     def reconfigure(self, config: RunConfig) -> None:

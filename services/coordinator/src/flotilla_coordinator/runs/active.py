@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from flotilla_coordinator.runs.client.loop import ClientLoop
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.control import RunControl
-from flotilla_coordinator.runs.events import RunFeed
+from flotilla_coordinator.runs.events import EventLog
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_core.config import RunConfig
 from flotilla_core.errors import DiskFull
@@ -17,13 +17,13 @@ LEDGER = "ledger"
 
 
 @dataclass
-class ActiveRun:
+class RunHandle:
     """Handles of one run: what a servicer may touch."""
 
     run_id: str
     control: RunControl
     status: RunStatus
-    feed: RunFeed
+    events: EventLog
     context: RunContext | None = None
     task: asyncio.Task[None] | None = None
     client: ClientLoop | None = None
@@ -47,7 +47,7 @@ class ActiveRun:
             return
         self.status.wait_for_disk(LEDGER, str(full))
         if self.status.ended:
-            self.feed.close()  # its end is told, and only its record waits
+            self.events.close()  # its end is told, and only its record waits
         elif self.control.stop_requested:
             self.cancel()
 

@@ -26,8 +26,8 @@ from flotilla_coordinator.runs.checkpoints import Progress, RunCheckpoints
 from flotilla_coordinator.runs.control import RunControl, described, differences
 from flotilla_coordinator.runs.disk_waits import DiskWaits
 from flotilla_coordinator.runs.status import RunStatus
-from flotilla_coordinator.runs.warnings import distance_warning, narrow_clip_warning
-from flotilla_coordinator.trainers.learners import Learned, Learners
+from flotilla_coordinator.runs.warnings import narrow_clip_warning, policy_mismatch_warning
+from flotilla_coordinator.trainers.learners import Learners, StepUpdates
 from flotilla_coordinator.trainers.roles import PolicyTrainer
 from flotilla_coordinator.weights.sync import WeightSync
 from flotilla_core import telemetry
@@ -124,7 +124,7 @@ class RunContext:
         """Whether no further step is wanted."""
         return self.control.stop_requested
 
-    async def goes_on(self) -> bool:
+    async def wait_for_next_step(self) -> bool:
         """Between two steps: take in what the user wants, wait while that is a pause; whether a step follows."""
         self.control.over = False
         self._take_configuration()
@@ -175,16 +175,16 @@ class RunContext:
         self.directory.write_metrics(step, self.metrics, lineage=self.policy.version.lineage)
         self.status.step_done(self.steps_done, self.policy.version, self.metrics)
 
-    async def record_update(self, step: int, version: Version, batch: Batch, learned: Learned) -> None:
+    async def record_update(self, step: int, version: Version, batch: Batch, updates: StepUpdates) -> None:
         """The samples of the batch are consumed now, or dropped where the policy did not learn from them."""
         self.metrics.update(batch.metrics)
-        self.metrics.update(learned.metrics)
-        distance = distance_warning(self.config.algorithm, learned.metrics)
-        for warning in filter(None, (distance, narrow_clip_warning(self.config, version, learned.metrics))):
+        self.metrics.update(updates.metrics)
+        mismatch = policy_mismatch_warning(self.config.algorithm, updates.metrics)
+        for warning in filter(None, (mismatch, narrow_clip_warning(self.config, version, updates.metrics))):
             self.status.notice(run_pb2.NOTICE_LEVEL_WARNING, warning)
-        for update, why in learned.skipped.items():
+        for update, why in updates.skipped.items():
             self.status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"{update} skipped: {why}")
-        for skipped in learned.skipped_steps:
+        for skipped in updates.skipped_steps:
             self.status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"optimizer step skipped: {skipped}")
         self.cursor = batch.cursor
         if not self.source.samples_from_policy:
@@ -196,8 +196,8 @@ class RunContext:
         await self.ledger.check_owner()
         await self.disk.until_taken("samples", lambda: asyncio.to_thread(self.directory.write_samples, batch))
         sample_ids = [sample.sample_id for sample in batch.samples]
-        if learned.policy is None or learned.policy.skipped:
-            reason = CRITIC_ONLY if learned.policy is None else UPDATE_SKIPPED
+        if updates.policy is None or updates.policy.skipped:
+            reason = CRITIC_ONLY if updates.policy is None else UPDATE_SKIPPED
             await self.ledger.passed_by(
                 self.run_id,
                 sample_ids,
@@ -209,7 +209,7 @@ class RunContext:
         else:
             await self.ledger.consumed(
                 self.run_id,
-                learned.policy.update_id,
+                updates.policy.update_id,
                 sample_ids,
                 version,
                 result=self.policy.version,
@@ -226,7 +226,7 @@ class RunContext:
         """Where the run stands after so many steps."""
         return Progress(self.run_id, steps_done, self.policy.version, self.cursor, self.last_accuracy)
 
-    def go_on(self, progress: Progress) -> None:
+    def restore(self, progress: Progress) -> None:
         """Stand where an earlier part of the run stood."""
         self.steps_done = self.checkpoints.newest = progress.steps_done
         self.cursor, self.last_accuracy = progress.cursor, progress.last_accuracy

@@ -46,7 +46,7 @@ class RunControl:
         self.paused = True
         self._wake()
 
-    def go_on(self) -> None:
+    def unpause(self) -> None:
         """Take a pause back."""
         self.paused = False
         self._wake()

@@ -2,7 +2,7 @@
 
 Invariants: sequence numbers start at 1 and have no gaps; a watcher that reconnects with the last number it saw misses
 nothing of the last MAX_EVENTS; a slow watcher never slows the loop. All events are in the run directory, from which
-they are told once the run has ended: a feed lives as long as its run, and ended runs keep nothing in memory; the last
+they are told once the run has ended: a log lives as long as its run, and ended runs keep nothing in memory; the last
 event is always the end of the run, also where its file lost some (a full disk, a killed coordinator).
 """
 
@@ -25,7 +25,7 @@ MAX_EVENTS = 20_000
 EVENTS_AT_ONCE = 500
 
 
-class RunFeed:
+class EventLog:
     """Append-only events of one run."""
 
     def __init__(self, published: Callable[[run_pb2.RunEvent], None], *, after: int = 0) -> None:
@@ -95,16 +95,16 @@ async def past_events(run: run_pb2.Run, after_sequence: int) -> AsyncIterator[ru
         yield run_pb2.RunEvent(sequence=sequence, run=run)
 
 
-async def all_events(run: run_pb2.Run, feed: RunFeed, after_sequence: int) -> AsyncIterator[run_pb2.RunEvent]:
-    """Of a run that goes on: what was told before its feed began, then what that holds and gets."""
-    first = feed.first_kept
+async def all_events(run: run_pb2.Run, log: EventLog, after_sequence: int) -> AsyncIterator[run_pb2.RunEvent]:
+    """Of a run that goes on: what was told before its log began, then what that holds and gets."""
+    first = log.first_kept
     if after_sequence + 1 < first:
         events = _events(RunDirectory(Path(run.directory)), after_sequence)
         while batch := await asyncio.to_thread(lambda: list(islice(events, EVENTS_AT_ONCE))):
             for event in batch:
                 if event.sequence < first:
                     yield event
-    async for event in feed.follow(max(after_sequence, first - 1)):
+    async for event in log.follow(max(after_sequence, first - 1)):
         yield event
 
 

@@ -24,13 +24,13 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RUN_ENDED, RunState
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.records.report import conclude
-from flotilla_coordinator.runs.active import ActiveRun
+from flotilla_coordinator.runs.active import RunHandle
 from flotilla_coordinator.runs.client.loop import ClientLoop
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.disk_waits import TRY_AGAIN_S
 from flotilla_coordinator.runs.loop import run_loop
-from flotilla_coordinator.runs.resume import Beginning, begin
-from flotilla_coordinator.runs.wiring import Assembly
+from flotilla_coordinator.runs.resume import StartPoint, restore
+from flotilla_coordinator.runs.wiring import RunWiring
 from flotilla_coordinator.trainers.session import Gang
 from flotilla_core import telemetry
 from flotilla_core.errors import (
@@ -53,22 +53,22 @@ NOT_THERE = (Unavailable, RankFailed, DeadlineExceeded)
 
 
 @dataclass(frozen=True)
-class Execution:
+class RunExecutor:
     """One run, the services that it has, and where it is recorded."""
 
     host: Host
     fleet: RunFleet
     ledger: Ledger
-    active: ActiveRun
+    active: RunHandle
     directory: RunDirectory
 
-    async def execute(self, beginning: Beginning) -> None:
+    async def execute(self, start_point: StartPoint) -> None:
         """Go on to the end; never raises but for cancellation of the coordinator itself."""
         active = self.active
         state, reason = run_pb2.RUN_STATE_FAILED, ""
         try:
             active.status.set_state(run_pb2.RUN_STATE_RUNNING)
-            await self._run(beginning)
+            await self._run(start_point)
             stopped = active.control.stop_requested
             state = run_pb2.RUN_STATE_STOPPED if stopped else run_pb2.RUN_STATE_SUCCEEDED
             reason = active.stop_reason if stopped else ""
@@ -96,28 +96,28 @@ class Execution:
             if ours:
                 await self._record_end(state, reason)
 
-    async def _run(self, beginning: Beginning) -> None:
+    async def _run(self, start_point: StartPoint) -> None:
         """The loop, begun again from its last checkpoint whenever a gang is lost under it."""
         active = self.active
         recovery = Recovery(self.fleet, self.ledger)
         while True:
             active.status.enter("waiting for services")
-            assembly = Assembly(
+            wiring = RunWiring(
                 self.host, self.fleet, self.ledger, active.run_id, active.control, active.status
             )
-            fence = await self.ledger.begin(active.run_id, beginning.lineage)
+            fence = await self.ledger.begin(active.run_id, start_point.lineage)
             self.fleet.begin(fence)
-            context = await assembly.build(self.directory, beginning.lineage, fence.number)
+            context = await wiring.build(self.directory, start_point.lineage, fence.number)
             active.context = context
             if active.config.loop == "client":
-                assert assembly.client is not None, "built for every run of this kind"
-                active.client = assembly.client
-                return await serve_client(assembly.client, beginning, active)
+                assert wiring.client is not None, "built for every run of this kind"
+                active.client = wiring.client
+                return await serve_client(wiring.client, start_point, active)
             try:
-                return await run_loop(context, beginning)
+                return await run_loop(context, start_point)
             except FlotillaError as error:
                 log.warning("the loop broke", run_id=active.run_id, error=str(error))
-                beginning = await recovery.after(context, error, beginning)
+                start_point = await recovery.after(context, error, start_point)
             active.status.enter("recovering from the loss of a gang")
             await _close(context)
             active.context = None
@@ -139,7 +139,7 @@ class Execution:
         active.context = None
         active.status.set_state(state, reason)
         if self.ledger.full is not None:
-            active.feed.close()  # the end is told; only its record waits for room on the disk
+            active.events.close()  # the end is told; only its record waits for room on the disk
         try:
             await self.ledger.drop_in_flight(active.run_id, RUN_ENDED)
             await self.ledger.update_run(
@@ -157,7 +157,7 @@ class Execution:
         except Exception:
             log.exception("the end of the run could not be recorded whole", run_id=active.run_id)
         finally:
-            active.feed.close()
+            active.events.close()
 
     async def _concluded(self) -> str:
         """What `conclude` says, once the disk takes it, or the coordinator goes."""
@@ -166,7 +166,7 @@ class Execution:
             try:
                 return await asyncio.to_thread(conclude, self.directory, active.status.run)
             except DiskFull:
-                active.feed.close()
+                active.events.close()
                 if active.abandoned:
                     raise
                 await asyncio.sleep(TRY_AGAIN_S)
@@ -188,11 +188,11 @@ async def _close(context: RunContext, *, ours: bool = True) -> None:
             log.exception("closing failed", run_id=context.run_id)
 
 
-async def serve_client(loop: ClientLoop, beginning: Beginning, active: ActiveRun) -> None:
+async def serve_client(loop: ClientLoop, start_point: StartPoint, active: RunHandle) -> None:
     """Begin as the built-in loop does, take the client's calls, and leave what such a run leaves."""
     run = loop.run
     with telemetry.span(names.RL_LOOP, attributes={names.RUN_ID: run.run_id}):
-        await begin(run, beginning)
+        await restore(run, start_point)
         with run.phase("sync"):
             await run.sync.publish(run.policy.version)
         active.opened.set()
@@ -218,12 +218,12 @@ class Recovery:
         self._furthest = -1
         self._in_row = 0
 
-    async def after(self, run: RunContext, error: FlotillaError, beginning: Beginning) -> Beginning:
+    async def after(self, run: RunContext, error: FlotillaError, start_point: StartPoint) -> StartPoint:
         """How the run begins anew; raises `error` where no gang was lost."""
         if isinstance(error, DiskFull) and not run.stop_requested:
             await run.disk.wait(error)
-            return await self._anew(run, beginning)
-        lost = [] if run.stop_requested else await self._lost(run, error, beginning)
+            return await self._anew(run, start_point)
+        lost = [] if run.stop_requested else await self._lost(run, error, start_point)
         if not lost:
             raise error
         what = (
@@ -242,20 +242,20 @@ class Recovery:
         run.status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"{what}, the run waits and goes on: {error}")
         for gang in lost:
             await self._fleet.gang_lost(gang.role, gang.instance_id, str(error))
-        return await self._anew(run, beginning)
+        return await self._anew(run, start_point)
 
-    async def _anew(self, run: RunContext, beginning: Beginning) -> Beginning:
+    async def _anew(self, run: RunContext, start_point: StartPoint) -> StartPoint:
         """From its last checkpoint; what a user asked it to begin with is asked for until it has begun so."""
         record = await self._ledger.get_run(run.run_id)
         lineage = record.version.lineage + 1
-        return Beginning(lineage) if run.begun else replace(beginning, lineage=lineage)
+        return StartPoint(lineage) if run.begun else replace(start_point, lineage=lineage)
 
-    async def _lost(self, run: RunContext, error: FlotillaError, beginning: Beginning) -> list[Gang]:
+    async def _lost(self, run: RunContext, error: FlotillaError, start_point: StartPoint) -> list[Gang]:
         """The gangs whose sessions are gone."""
         learners = run.learners
         if learners.opened:
             return [session.gang for session in await learners.lost()]
         # One that was lost before, also while no coordinator was there, may take its time to come back.
-        if (self._in_row > 0 or beginning.after_coordinator) and isinstance(error, NOT_THERE):
+        if (self._in_row > 0 or start_point.after_coordinator) and isinstance(error, NOT_THERE):
             return [session.gang for session in learners.sessions if not session.opened]
         return []

@@ -9,16 +9,16 @@ Infrastructure lives in the collaborators: this module reads like the algorithm.
 from __future__ import annotations
 
 from flotilla_coordinator.runs.context import RunContext
-from flotilla_coordinator.runs.resume import Beginning, begin
+from flotilla_coordinator.runs.resume import StartPoint, restore
 from flotilla_core import telemetry
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.telemetry import names
 
 
-async def run_loop(run: RunContext, beginning: Beginning) -> None:
+async def run_loop(run: RunContext, start_point: StartPoint) -> None:
     """Train `run` from where it begins to its last step, or to its stop rule."""
     with telemetry.span(names.RL_LOOP, attributes={names.RUN_ID: run.run_id}):
-        await begin(run, beginning)
+        await restore(run, start_point)
         if run.update_unrecorded:
             await _step(run)
         else:
@@ -26,7 +26,7 @@ async def run_loop(run: RunContext, beginning: Beginning) -> None:
             await _make_up(run)
 
         # Before the first step too: a run that begins anew may have met the rule in an earlier part of it.
-        while not _stop_rule_met(run) and await run.goes_on():
+        while not _stop_rule_met(run) and await run.wait_for_next_step():
             await _step(run)
             await _checkpoint_taken(run)
         run.take_no_changes()
@@ -55,8 +55,8 @@ async def _train_one_step(run: RunContext, step: int) -> None:
         with run.phase(name):
             await judge(batch)
     with run.phase("train"):
-        learned = await run.learners.train(batch)
-    await run.record_update(step, version, batch, learned)
+        updates = await run.learners.train(batch)
+    await run.record_update(step, version, batch, updates)
 
     evaluation_due = run.evaluation_due(step + 1)
     if run.source.samples_from_policy or evaluation_due:

@@ -25,9 +25,9 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.plan import plan_run
 from flotilla_coordinator.records.directory import RunDirectory
-from flotilla_coordinator.runs.active import ActiveRun
+from flotilla_coordinator.runs.active import RunHandle
 from flotilla_coordinator.runs.control import changed_config, differences
-from flotilla_coordinator.runs.start import RunStarts
+from flotilla_coordinator.runs.start import RunStarter
 from flotilla_coordinator.runs.status import stored_run
 from flotilla_core.bus import EventStream
 from flotilla_core.config import RunConfig, dump_yaml, load_text
@@ -49,7 +49,7 @@ class Runs:
         self._host = host
         self._ledger = ledger
         self._events = events
-        self._starts = RunStarts(host, fleet, ledger, events)
+        self._starts = RunStarter(host, fleet, ledger, events)
         self._started: dict[str, str] = {}
         self._changes = RunChanges(ledger, self._starts.planned)
         self.admission = asyncio.Lock()
@@ -96,7 +96,7 @@ class Runs:
                 held = active is not None and (active.control.paused or active.status.waits_for_disk)
                 if active is not None and held and not checkpoint:
                     if active.control.paused:
-                        await self._changes.go_on(active)
+                        await self._changes.unpause(active)
                     await self._try_disk(active)
                     run = active.status.run
                 else:
@@ -153,7 +153,7 @@ class Runs:
 
         return await self._calls.shielded(act())
 
-    async def _try_disk(self, active: ActiveRun) -> None:
+    async def _try_disk(self, active: RunHandle) -> None:
         """Let a run that waits for room on a disk look at once."""
         active.control.try_again()
         if self._ledger.full is not None:
@@ -189,13 +189,13 @@ class Runs:
                 return session.version
         return active.context.sync.live_version(instance_id)
 
-    def active(self, run_id: str) -> ActiveRun | None:
+    def active(self, run_id: str) -> RunHandle | None:
         """Handles of a run that goes on."""
         return self._starts.active.get(run_id)
 
-    def going_on(self) -> Sequence[ActiveRun]:
+    def active_runs(self) -> Sequence[RunHandle]:
         """Those that have services now, in the order of their start."""
-        return self._starts.going_on()
+        return self._starts.active_runs()
 
     async def close(self) -> None:
         """The coordinator goes: every run ends now, recorded."""
@@ -224,7 +224,7 @@ class RunChanges:
         self._ledger = ledger
         self._planned = planned
 
-    async def pause(self, active: ActiveRun) -> None:
+    async def pause(self, active: RunHandle) -> None:
         """Begin no further step; a second pause changes nothing."""
         if active.control.paused:
             return
@@ -232,11 +232,11 @@ class RunChanges:
         try:
             await self._ledger.update_run(active.run_id, state=RunState.PAUSED, stays=False)
         except FlotillaError:
-            active.control.go_on()
+            active.control.unpause()
             raise
         active.status.notice(run_pb2.NOTICE_LEVEL_INFO, "a pause after the current step was asked for")
 
-    async def go_on(self, active: ActiveRun) -> None:
+    async def unpause(self, active: RunHandle) -> None:
         """Take a pause back, unless the run is about to end: its end would be overwritten in the ledger."""
         if not _goes_on(active):
             raise FailedPrecondition(
@@ -244,10 +244,10 @@ class RunChanges:
                 next_step=f"resume it once it has ended: flotilla run resume {active.run_id}",
             )
         await self._ledger.update_run(active.run_id, state=RunState.RUNNING, stays=False)
-        active.control.go_on()
+        active.control.unpause()
 
     async def configure(
-        self, record: RunRecord, active: ActiveRun | None, assignments: Sequence[str]
+        self, record: RunRecord, active: RunHandle | None, assignments: Sequence[str]
     ) -> None:
         """Go on by other settings; a run that ended early has them when it is resumed."""
         before = load_text(RunConfig, record.config_yaml, source=f"run {record.run_id}")
@@ -275,7 +275,7 @@ class RunChanges:
                     active.status.notice(run_pb2.NOTICE_LEVEL_WARNING, warning)
 
 
-def changeable(record: RunRecord, active: ActiveRun | None) -> ActiveRun:
+def changeable(record: RunRecord, active: RunHandle | None) -> RunHandle:
     """The handles of a run that goes on, and whose steps this coordinator makes."""
     if active is None or not _goes_on(active):
         raise FailedPrecondition(
@@ -296,12 +296,12 @@ def changeable(record: RunRecord, active: ActiveRun | None) -> ActiveRun:
     return active
 
 
-def _goes_on(active: ActiveRun) -> bool:
+def _goes_on(active: RunHandle) -> bool:
     """Whether no end has begun or was asked for."""
     return not (active.control.stop_requested or active.ending or active.status.ended)
 
 
-def _steps_done(record: RunRecord, active: ActiveRun | None) -> int:
+def _steps_done(record: RunRecord, active: RunHandle | None) -> int:
     """Of a run that takes other settings; raises where it takes none."""
     if record.state.resumable and active is None:
         return stored_run(record).step

@@ -31,7 +31,7 @@ NEVER_FINISHED = (Unavailable, RankFailed, DeadlineExceeded, Cancelled)
 
 
 @dataclass(frozen=True)
-class Beginning:
+class StartPoint:
     """Lineage 0 is the first; every other one goes on from a checkpoint."""
 
     lineage: int = 0
@@ -43,35 +43,35 @@ class Beginning:
     """The coordinator died: where its sessions still live the run goes on with them, in the lineage that it had."""
 
 
-async def begin(run: RunContext, beginning: Beginning) -> None:
-    """Open the session; a later beginning then goes back to a checkpoint."""
-    if beginning.after_coordinator:
+async def restore(run: RunContext, start_point: StartPoint) -> None:
+    """Open the session; a later attempt then goes back to a checkpoint."""
+    if start_point.after_coordinator:
         with run.phase("look for the sessions"):
-            if await attach(run):
+            if await reattach(run):
                 return
     with run.phase("open session"):
         await run.learners.open()
-    if beginning.lineage == 0:
+    if start_point.lineage == 0:
         run.begun = run.owes_evaluation = True
         return
     with run.phase("load checkpoint"):
         shelf = run.checkpoints.shelf
-        name, progress = await _loaded(run, beginning.checkpoint)
+        name, progress = await _loaded(run, start_point.checkpoint)
         await run.ledger.check_fall_back(run.run_id, run.policy.version)
         # Before the ledger: were the run cut off in between, no checkpoint may hold updates that the ledger undid.
         await run.disk.until_taken(
             "checkpoints",
-            lambda: asyncio.to_thread(on_disk, shelf.path, shelf.fall_back, name, beginning.lineage),
+            lambda: asyncio.to_thread(on_disk, shelf.path, shelf.fall_back, name, start_point.lineage),
         )
         voided = await run.ledger.fall_back(
             run.run_id,
             run.policy.version,
             step=progress.steps_done,
             cursor=progress.cursor,
-            retry_rewards=beginning.by_user,
+            retry_rewards=start_point.by_user,
         )
-        await run.source.go_on(progress.steps_done, progress.cursor)
-    run.go_on(progress)
+        await run.source.restore(progress.steps_done, progress.cursor)
+    run.restore(progress)
     run.begun, run.owes_evaluation = True, progress.steps_done == 0
     origin = (
         f"Restarting from checkpoint {name}"
@@ -110,7 +110,7 @@ async def _loaded(run: RunContext, wanted: str) -> tuple[str, Progress]:
     return "", Progress(run.run_id, 0, run.policy.version, None)
 
 
-async def attach(run: RunContext) -> bool:
+async def reattach(run: RunContext) -> bool:
     """Whether the run goes on with the sessions that it had."""
     record = await run.ledger.get_run(run.run_id)
     left = await gather_or_cancel(session.left() for session in run.learners.sessions)
@@ -131,7 +131,7 @@ async def attach(run: RunContext) -> bool:
         assert found is not None, "looked at above"
         session.opened, session.version = True, Version.from_proto(found.policy_version)
     run.policy.version = record.version
-    await _stand(run, record)
+    await _continue_from(run, record)
     run.update_unrecorded = any(ahead)
     return True
 
@@ -158,18 +158,18 @@ def _agree(run: RunContext, record: RunRecord, ahead: list[bool | None]) -> bool
     return len(set(alike)) == 1
 
 
-async def _stand(run: RunContext, record: RunRecord) -> None:
+async def _continue_from(run: RunContext, record: RunRecord) -> None:
     """Where the coordinator before stood, with what it did not come to."""
     directory, steps_done = run.directory, record.step
     evaluations = await asyncio.to_thread(lambda: list(directory.read_evaluations()))
     accuracy = float(evaluations[-1]["accuracy"]) if evaluations else None
-    await run.source.go_on(steps_done, record.cursor)
-    run.go_on(Progress(run.run_id, steps_done, record.version, record.cursor, accuracy))
+    await run.source.restore(steps_done, record.cursor)
+    run.restore(Progress(run.run_id, steps_done, record.version, record.cursor, accuracy))
     saved = run.checkpoints.shelf.names()
     run.checkpoints.newest = run.checkpoints.shelf.step_of(saved[-1]) if saved else -1
     due = steps_done == 0 or run.evaluation_due(steps_done)
     run.owes_evaluation = due and all(evaluation["step"] != steps_done for evaluation in evaluations)
-    await _tell_last_step(run, record)
+    await _complete_last_metrics(run, record)
     run.begun = True
     run.status.notice(
         run_pb2.NOTICE_LEVEL_INFO,
@@ -177,7 +177,7 @@ async def _stand(run: RunContext, record: RunRecord) -> None:
     )
 
 
-async def _tell_last_step(run: RunContext, record: RunRecord) -> None:
+async def _complete_last_metrics(run: RunContext, record: RunRecord) -> None:
     """A step whose metrics nobody wrote down has at least those of its update."""
     told = await asyncio.to_thread(
         lambda: max((step for step, _ in run.directory.read_metrics()), default=-1)

@@ -24,11 +24,11 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RUN_INTERRUPTED, RunRecord, RunState
 from flotilla_coordinator.plan import plan_run, remarks
 from flotilla_coordinator.records.directory import RunDirectory
-from flotilla_coordinator.runs.active import ActiveRun
+from flotilla_coordinator.runs.active import RunHandle
 from flotilla_coordinator.runs.control import RunControl
-from flotilla_coordinator.runs.events import RunFeed
-from flotilla_coordinator.runs.executor import Execution
-from flotilla_coordinator.runs.resume import Beginning
+from flotilla_coordinator.runs.events import EventLog
+from flotilla_coordinator.runs.executor import RunExecutor
+from flotilla_coordinator.runs.resume import StartPoint
 from flotilla_coordinator.runs.status import (
     INTERRUPTED,
     RunStatus,
@@ -55,7 +55,7 @@ REFUSED = (
 )
 
 
-class RunStarts:
+class RunStarter:
     """Starts runs, and holds those that go on."""
 
     def __init__(self, host: Host, fleet: Fleet, ledger: Ledger, events: EventStream) -> None:
@@ -63,7 +63,7 @@ class RunStarts:
         self._fleet = fleet
         self._ledger = ledger
         self._events = events
-        self.active: dict[str, ActiveRun] = {}
+        self.active: dict[str, RunHandle] = {}
         """By id."""
 
     async def new(self, config_yaml: str) -> run_pb2.Run:
@@ -81,15 +81,15 @@ class RunStarts:
             directory=str(directory.path),
         )
         run.created_at.GetCurrentTime()
-        feed = RunFeed(lambda event: self._publish(run_id, directory, event))
-        status = RunStatus(run, feed, learns_by_rewards=config.learns_by_rewards)
-        active = ActiveRun(run_id, RunControl(config), status, feed)
+        events = EventLog(lambda event: self._publish(run_id, directory, event))
+        status = RunStatus(run, events, learns_by_rewards=config.learns_by_rewards)
+        active = RunHandle(run_id, RunControl(config), status, events)
         await self._ledger.save_run(
             RunRecord(run_id, config.name, RunState.RUNNING, config_yaml, str(directory.path), time.time())
         )
         for level, text in remarks(plan):
             active.status.notice(level, text)
-        return await self._launch(active, directory, Beginning())
+        return await self._launch(active, directory, StartPoint())
 
     async def again(self, record: RunRecord, checkpoint: str) -> run_pb2.Run:
         """Continue a run that ended before its last step, or say why not."""
@@ -113,28 +113,30 @@ class RunStarts:
         self._fleet.require_place(Needs.of(config))
         if checkpoint:
             CheckpointShelf(directory.checkpoints_path).folder(checkpoint)
-        beginning = Beginning(record.version.lineage + 1, checkpoint, by_user=True)
+        start_point = StartPoint(record.version.lineage + 1, checkpoint, by_user=True)
         await self._ledger.asked_for(run_id)
-        return await self._launch(*await self._reopened(record, config, beginning))
+        return await self._launch(*await self._reopened(record, config, start_point))
 
     async def take_over(self, records: Sequence[RunRecord]) -> None:
         """Go on with what an earlier coordinator left open, or close it."""
         going_on = [goes_on for record in records if (goes_on := await self._left(record)) is not None]
         fleets = await self._fleet.admit_again([(one.run_id, Needs.of(one.config)) for one, _, _ in going_on])
-        for (active, directory, beginning), fleet in zip(going_on, fleets, strict=True):
-            self._begin(active, directory, beginning, fleet)
+        for (active, directory, start_point), fleet in zip(going_on, fleets, strict=True):
+            self._begin(active, directory, start_point, fleet)
 
-    async def _left(self, record: RunRecord) -> tuple[ActiveRun, RunDirectory, Beginning] | None:
+    async def _left(self, record: RunRecord) -> tuple[RunHandle, RunDirectory, StartPoint] | None:
         """A run that an earlier coordinator left, if it goes on; else it is closed."""
-        why = await asyncio.to_thread(why_it_ends, record, await self._ledger.takeovers(record.run_id))
+        why = await asyncio.to_thread(
+            reason_not_to_resume, record, await self._ledger.takeovers(record.run_id)
+        )
         if not why:
-            beginning = Beginning(record.version.lineage + 1, after_coordinator=True)
+            start_point = StartPoint(record.version.lineage + 1, after_coordinator=True)
             try:
                 # Before anything of it is looked at: its plan alone may be what the coordinator dies of.
                 if record.state is not RunState.PAUSED:
                     await self._ledger.taken_over(record.run_id)
                 config, _ = await self._checked(record.config_yaml)
-                return await self._reopened(record, config, beginning)
+                return await self._reopened(record, config, start_point)
             # A directory that is gone, or full, is its own trouble.
             except (FlotillaError, OSError) as error:
                 why = REFUSED.replace("{error}", str(error).rstrip("."))
@@ -150,7 +152,7 @@ class RunStarts:
         await asyncio.to_thread(record_end, run)
         return None
 
-    def going_on(self) -> list[ActiveRun]:
+    def active_runs(self) -> list[RunHandle]:
         """Those that have services now, in the order of their start."""
         return [active for active in self.active.values() if not active.status.ended]
 
@@ -164,8 +166,8 @@ class RunStarts:
         return plan
 
     async def _reopened(
-        self, record: RunRecord, config: RunConfig, beginning: Beginning
-    ) -> tuple[ActiveRun, RunDirectory, Beginning]:
+        self, record: RunRecord, config: RunConfig, start_point: StartPoint
+    ) -> tuple[RunHandle, RunDirectory, StartPoint]:
         """A run of the ledger works again, with the events and metrics that it has."""
         run_id, directory = record.run_id, RunDirectory(Path(record.directory))
         run = await asyncio.to_thread(continued_run, record)
@@ -174,41 +176,43 @@ class RunStarts:
             await asyncio.to_thread(directory.reopen, self._versions())
         except DiskFull as error:
             # Who takes part now is told nowhere then; that is no reason to give up a run that waits for room.
-            if not beginning.after_coordinator:
+            if not start_point.after_coordinator:
                 raise
             log.warning("the versions of the services were not written", run_id=run_id, error=str(error))
         # A pause outlives its coordinator; a user who resumes a run takes it back.
-        paused = beginning.after_coordinator and record.state is RunState.PAUSED
+        paused = start_point.after_coordinator and record.state is RunState.PAUSED
         state = RunState.PAUSED if paused else RunState.RUNNING
         await self._ledger.update_run(run_id, state=state, reason="", stays=False)
         newest = await asyncio.to_thread(directory.last_sequence)
-        feed = RunFeed(lambda event: self._publish(run_id, directory, event), after=newest)
-        status = RunStatus(run, feed, learns_by_rewards=config.learns_by_rewards)
-        active = ActiveRun(run_id, RunControl(config, paused=paused), status, feed)
-        if beginning.after_coordinator:
+        events = EventLog(lambda event: self._publish(run_id, directory, event), after=newest)
+        status = RunStatus(run, events, learns_by_rewards=config.learns_by_rewards)
+        active = RunHandle(run_id, RunControl(config, paused=paused), status, events)
+        if start_point.after_coordinator:
             status.notice(
                 run_pb2.NOTICE_LEVEL_WARNING, "the coordinator had died and is back; the run goes on"
             )
-        return active, directory, beginning
+        return active, directory, start_point
 
     async def _checked(self, config_yaml: str) -> tuple[RunConfig, run_pb2.Plan]:
         """The configuration of a run that would work here, and its plan."""
         config = await asyncio.to_thread(load_text, RunConfig, config_yaml, source="run")
         return config, await self.planned(config)
 
-    async def _launch(self, active: ActiveRun, directory: RunDirectory, beginning: Beginning) -> run_pb2.Run:
+    async def _launch(
+        self, active: RunHandle, directory: RunDirectory, start_point: StartPoint
+    ) -> run_pb2.Run:
         fleet = await self._fleet.admit(active.run_id, Needs.of(active.config))
-        return self._begin(active, directory, beginning, fleet)
+        return self._begin(active, directory, start_point, fleet)
 
     def _begin(
-        self, active: ActiveRun, directory: RunDirectory, beginning: Beginning, fleet: RunFleet
+        self, active: RunHandle, directory: RunDirectory, start_point: StartPoint, fleet: RunFleet
     ) -> run_pb2.Run:
         run_id = active.run_id
         self.active[run_id] = active
         if self._ledger.full is not None:
             active.ledger_full(self._ledger.full)
-        execution = Execution(self._host, fleet, self._ledger, active, directory)
-        active.task = asyncio.create_task(execution.execute(beginning), name=f"run {run_id}")
+        executor = RunExecutor(self._host, fleet, self._ledger, active, directory)
+        active.task = asyncio.create_task(executor.execute(start_point), name=f"run {run_id}")
         # What has ended is told from its records: memory is for runs that go on.
         active.task.add_done_callback(lambda _: self.active.pop(run_id, None))
         return active.status.run
@@ -227,7 +231,7 @@ class RunStarts:
         self._events.publish(run_id, f"{run_id}/{event.sequence}", event.SerializeToString())
 
 
-def why_it_ends(record: RunRecord, takeovers: int) -> str:
+def reason_not_to_resume(record: RunRecord, takeovers: int) -> str:
     """Why a run that was taken over so often does not go on by itself; empty where it does."""
     if record.state is RunState.STOPPING or RunDirectory(Path(record.directory)).read_outcome() is not None:
         return INTERRUPTED

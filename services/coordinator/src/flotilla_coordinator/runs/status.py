@@ -1,6 +1,6 @@
 """The state of one run as users see it, while it goes on and once nobody works on it.
 
-Invariants: every change is an event in the feed, and the end is in the ledger as well; the estimate of the
+Invariants: every change is an event in the log, and the end is in the ledger as well; the estimate of the
 remaining time uses the median of recent steps, so that one slow step does not frighten anybody. While a disk takes no
 more, a run that goes on shows as PAUSED, with that as its phase and its reason; below that its own state goes on.
 
@@ -23,7 +23,7 @@ from flotilla_coordinator.evaluation.evaluate import Evaluation
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.records.report import conclude
-from flotilla_coordinator.runs.events import RunFeed
+from flotilla_coordinator.runs.events import EventLog
 from flotilla_coordinator.runs.warnings import LearningSignal
 from flotilla_core.config import RunConfig, load_text
 from flotilla_core.errors import InvalidConfig
@@ -46,9 +46,9 @@ INTERRUPTED = (
 class RunStatus:
     """Holds the `Run` message and announces its changes."""
 
-    def __init__(self, run: run_pb2.Run, feed: RunFeed, *, learns_by_rewards: bool = True) -> None:
+    def __init__(self, run: run_pb2.Run, events: EventLog, *, learns_by_rewards: bool = True) -> None:
         self.run = run
-        self._feed = feed
+        self._events = events
         self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
         self._signal = LearningSignal() if learns_by_rewards else None
         self._state, self._reason, self._phase = run.state, run.reason, run.phase
@@ -110,7 +110,9 @@ class RunStatus:
         self.run.eta_seconds = statistics.median(self._durations) * max(0, self.run.total_steps - steps_done)
         for name, value in metrics.items():
             self.run.metrics[name] = value
-        self._feed.append(run_pb2.RunEvent(step=run_pb2.StepMetrics(step=steps_done, metrics=dict(metrics))))
+        self._events.append(
+            run_pb2.RunEvent(step=run_pb2.StepMetrics(step=steps_done, metrics=dict(metrics)))
+        )
         if self._signal is not None and (warning := self._signal.step_done(steps_done, metrics)):
             self.notice(run_pb2.NOTICE_LEVEL_WARNING, warning)
 
@@ -140,7 +142,7 @@ class RunStatus:
 
     def notice(self, level: run_pb2.NoticeLevel.ValueType, text: str) -> None:
         """Something that a user should read."""
-        self._feed.append(run_pb2.RunEvent(notice=run_pb2.Notice(level=level, text=text)))
+        self._events.append(run_pb2.RunEvent(notice=run_pb2.Notice(level=level, text=text)))
 
     def _show(self) -> None:
         """What goes on, or what keeps it from going on."""
@@ -156,7 +158,7 @@ class RunStatus:
         snapshot.CopyFrom(self.run)
         if not metrics:
             snapshot.ClearField("metrics")
-        self._feed.append(run_pb2.RunEvent(run=snapshot))
+        self._events.append(run_pb2.RunEvent(run=snapshot))
 
 
 def stored_run(record: RunRecord) -> run_pb2.Run:

@@ -21,7 +21,7 @@ FIRST_STEPS = 3
 ALMOST_ALL = 0.95
 
 
-def distance_warning(algorithm: AlgorithmConfig, metrics: Mapping[str, float]) -> str:
+def policy_mismatch_warning(algorithm: AlgorithmConfig, metrics: Mapping[str, float]) -> str:
     """What to say about rollouts that are further from the trainer than the run wants; empty where they are not."""
     if not isinstance(algorithm, PolicyConfig):
         return ""

@@ -48,7 +48,7 @@ from flotilla_core.service import Host
 NOTICE_EVERY_S = 10.0
 
 
-class Assembly:
+class RunWiring:
     """Builds the context of one run."""
 
     def __init__(

@@ -46,7 +46,7 @@ Stages = AsyncGenerator[pb.SaveCheckpointResponse]
 
 
 @dataclass(frozen=True)
-class Learned:
+class StepUpdates:
     """What one step taught whom.
 
     The updates of one step.
@@ -133,14 +133,14 @@ class Learners:
         """Whether a step moves the policy: the first ones may be for the critic alone."""
         return self.critic is None or step >= self._critic_steps
 
-    async def train(self, batch: Batch) -> Learned:
+    async def train(self, batch: Batch) -> StepUpdates:
         """One update of each; of the critic alone in the first steps, where the run says so."""
         if self.critic is None:
-            return Learned(await self.policy.train(batch))
+            return StepUpdates(await self.policy.train(batch))
         if not self.policy_learns(batch.step):
-            return Learned(None, await self.critic.train(batch))
+            return StepUpdates(None, await self.critic.train(batch))
         policy, critic = await gather_or_cancel([self.policy.train(batch), self.critic.train(batch)])
-        return Learned(policy, critic)
+        return StepUpdates(policy, critic)
 
     def save(self, folder: Path, state: bytes) -> AsyncGenerator[pb.SaveCheckpointResponse]:
         """One checkpoint, with `state` inside: a message when all of it is in memory, another when it is on disk."""

@@ -173,7 +173,7 @@ class ClientSource:
     def __init__(self, prompts: PromptSource) -> None:
         self._prompts = prompts
 
-    async def go_on(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
+    async def restore(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
         """Draw from there on."""
         if cursor is not None:
             self._prompts.restore(cursor)

@@ -18,7 +18,7 @@ from flotilla_coordinator.rollouts.batch import Batch, batch_metrics
 from flotilla_coordinator.rollouts.samples import ledger_sample
 from flotilla_coordinator.runs.client.sampling import ClientSampling
 from flotilla_coordinator.runs.context import RunContext
-from flotilla_coordinator.trainers.learners import Learned
+from flotilla_coordinator.trainers.learners import StepUpdates
 from flotilla_core import ids, rpc, telemetry
 from flotilla_core.telemetry import names
 from flotilla_core.version import Version
@@ -101,7 +101,7 @@ class ClientSteps:
             skipped=reply.skipped,
             metrics=reply.metrics,
         )
-        await run.record_update(made.step, made.version, batch, Learned(update))
+        await run.record_update(made.step, made.version, batch, StepUpdates(update))
         now = time.monotonic()
         run.end_step(made.step, now - self._began)
         run.metrics.clear()
