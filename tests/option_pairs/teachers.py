@@ -9,7 +9,7 @@ import numpy as np
 
 from flotilla.trainer.v1 import session_pb2
 from flotilla_coordinator.rollouts.batch import Batch
-from flotilla_coordinator.trainers.roles import FrozenRole, Teachers
+from flotilla_coordinator.trainers.roles import ScoringSession, Teachers
 from flotilla_coordinator.trainers.session import Gang
 from flotilla_core.config.roles import AskedTeachers
 from flotilla_core.roles import teacher_role
@@ -17,7 +17,7 @@ from flotilla_testing.exact_update import Rollouts
 from option_pairs.scenes import Drawn, whole_groups
 
 
-class SceneTeacher(FrozenRole):
+class SceneTeacher(ScoringSession):
     """Answers without a gang."""
 
     def __init__(self, name: str, said: dict[str, np.ndarray]) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from flotilla.common.v1 import registration_pb2 as reg
+from flotilla_coordinator.fleet.capacity import ResourceRequest
 from flotilla_coordinator.fleet.fleet import Fleet
 from flotilla_coordinator.fleet.leases import LeaseFile
-from flotilla_coordinator.fleet.needs import Needs
 from flotilla_core import rpc
 from flotilla_core.errors import FailedPrecondition, NotFound, Unavailable
 from flotilla_core.roles import POLICY, role_of_process
@@ -89,10 +89,10 @@ def generators(fleet: Fleet, run_id: str) -> list[str]:
 
 async def test_a_run_has_all_generators_until_another_one_takes_its_share(fleet: Fleet) -> None:
     await register(fleet, "trainer-0", "trainer-1", "generator-0", "generator-1", "generator-2", "reward-0")
-    first = await fleet.admit("first", Needs())
+    first = await fleet.admit("first", ResourceRequest())
     assert len(generators(fleet, "first")) == 3
-    fleet.require_place(Needs())
-    second = await fleet.admit("second", Needs())
+    fleet.require_place(ResourceRequest())
+    second = await fleet.admit("second", ResourceRequest())
     assert (generators(fleet, "first"), generators(fleet, "second")) == (
         ["generator-0", "generator-1"],
         ["generator-2"],
@@ -103,17 +103,17 @@ async def test_a_run_has_all_generators_until_another_one_takes_its_share(fleet:
     with pytest.raises(
         FailedPrecondition, match=f"run first is using {gangs[0]}, run second is using {gangs[1]}"
     ):
-        fleet.require_place(Needs())
+        fleet.require_place(ResourceRequest())
     await first.close()
     assert len(generators(fleet, "second")) == 3
-    fleet.require_place(Needs())
+    fleet.require_place(ResourceRequest())
 
 
 async def test_a_generator_changes_hands_when_its_last_group_has_ended_and_no_weights_move(
     fleet: Fleet,
 ) -> None:
     await register(fleet, "generator-0", "generator-1")
-    first = await fleet.admit("first", Needs())
+    first = await fleet.admit("first", ResourceRequest())
     moving = {"generator-1"}
     let_go: list[str] = []
     user: Any = SimpleNamespace(moves_weights_to=moving.__contains__, let_go=let_go.append)
@@ -122,7 +122,7 @@ async def test_a_generator_changes_hands_when_its_last_group_has_ended_and_no_we
     taken = await first.generators.acquire(
         LOAD, allowed=lambda one: one.name == "generator-1", timeout_s=1, what="it"
     )
-    await fleet.admit("second", Needs())
+    await fleet.admit("second", ResourceRequest())
     assert let_go == ["generator-1"] and generators(fleet, "first") == ["generator-0"]
     assert taken.why == "another run is to have it" and generators(fleet, "second") == []
     first.generators.release(taken, LOAD)
@@ -137,11 +137,11 @@ async def test_a_generator_that_was_to_leave_works_again_where_the_run_that_was_
     fleet: Fleet,
 ) -> None:
     await register(fleet, "generator-0", "generator-1")
-    first = await fleet.admit("first", Needs())
+    first = await fleet.admit("first", ResourceRequest())
     taken = await first.generators.acquire(
         LOAD, allowed=lambda one: one.name == "generator-1", timeout_s=1, what="it"
     )
-    second = await fleet.admit("second", Needs())
+    second = await fleet.admit("second", ResourceRequest())
     assert generators(fleet, "first") == ["generator-0"]
     await second.close()
     first.generators.release(taken, LOAD)
@@ -155,8 +155,8 @@ async def test_a_run_whose_only_generator_is_away_gets_another_one_sooner_than_o
     now = 1000.0
     monkeypatch.setattr("flotilla_coordinator.fleet.leases.time.monotonic", lambda: now)
     await register(fleet, "generator-0", "generator-1", "generator-2")
-    await fleet.admit("first", Needs(most_generators=1))
-    await fleet.admit("second", Needs())
+    await fleet.admit("first", ResourceRequest(most_generators=1))
+    await fleet.admit("second", ResourceRequest())
     await register(fleet, "generator-1", "generator-2")
     held = {"generator-0": "first", "generator-1": "second", "generator-2": "second"}
     assert fleet._generators.held == held
@@ -176,8 +176,8 @@ async def test_a_coordinator_that_was_replaced_leaves_what_the_next_one_wrote(tm
 
 async def test_a_slot_stays_with_its_run_while_its_process_is_started_again(fleet: Fleet) -> None:
     await register(fleet, "generator-0", "generator-1", "generator-2")
-    await fleet.admit("first", Needs())
-    await fleet.admit("second", Needs())
+    await fleet.admit("first", ResourceRequest())
+    await fleet.admit("second", ResourceRequest())
     await register(fleet, "generator-0", "generator-1")
     assert fleet._generators.held["generator-2"] == "second"
     await register(fleet, "generator-0", "generator-1", "generator-2/b")
@@ -191,13 +191,13 @@ async def test_a_slot_stays_with_its_run_while_its_process_is_started_again(flee
 
 async def test_a_run_that_needs_no_samples_leaves_the_generators_alone(fleet: Fleet) -> None:
     await register(fleet, "trainer-0", "trainer-1", "generator-0")
-    await fleet.admit("samples", Needs())
-    fleet.require_place(Needs(generates=False))
-    await fleet.admit("answers", Needs(generates=False))
+    await fleet.admit("samples", ResourceRequest())
+    fleet.require_place(ResourceRequest(generates=False))
+    await fleet.admit("answers", ResourceRequest(generates=False))
     assert generators(fleet, "samples") == ["generator-0"] and generators(fleet, "answers") == []
     await register(fleet, "trainer-0", "trainer-1", "trainer-2", "generator-0")
     with pytest.raises(FailedPrecondition, match="no generator for another run: 1 for run samples"):
-        fleet.require_place(Needs())
+        fleet.require_place(ResourceRequest())
 
 
 async def test_a_generator_of_another_protocol_is_dealt_to_no_run_and_named_to_who_finds_no_other(
@@ -205,18 +205,18 @@ async def test_a_generator_of_another_protocol_is_dealt_to_no_run_and_named_to_w
 ) -> None:
     await register(fleet, "trainer-0", "trainer-1", "generator-0")
     await register_another_build(fleet, "generator-1")
-    await fleet.admit("first", Needs())
+    await fleet.admit("first", ResourceRequest())
     refused = r"generator-1 speaks protocol 2\.0, this build speaks 1\.0"
     with pytest.raises(
         FailedPrecondition, match=rf"no generator for another run: 1 for run first.*{refused}"
     ):
-        fleet.require_place(Needs())
-    second = await fleet.admit("second", Needs())
+        fleet.require_place(ResourceRequest())
+    second = await fleet.admit("second", ResourceRequest())
     assert fleet._generators.held == {"generator-0": "first"}
     with pytest.raises(Unavailable, match=refused):
         await second.generators.wait_for(1, 0.1, "a generator")
-    standing = fleet.standing(fleet.registrations["generator-1"])
-    assert standing is not None and standing.state == "ejected" and re.match(refused, standing.why)
+    status = fleet.describe(fleet.registrations["generator-1"])
+    assert status is not None and status.state == "ejected" and re.match(refused, status.why)
 
 
 async def test_a_gang_of_another_protocol_is_leased_to_no_run_and_named_to_who_finds_no_other(
@@ -224,18 +224,18 @@ async def test_a_gang_of_another_protocol_is_leased_to_no_run_and_named_to_who_f
 ) -> None:
     await register(fleet, "generator-0", "generator-1")
     await register_another_build(fleet, "trainer-0")
-    run = await fleet.admit("first", Needs())
+    run = await fleet.admit("first", ResourceRequest())
     refused = r"trainer-0 speaks protocol 2\.0, this build speaks 1\.0"
     with pytest.raises(Unavailable, match=rf"for a trainer: refused: {refused}"):
         await run.gang(POLICY, 0.1)
     with pytest.raises(FailedPrecondition, match=refused):
-        fleet.require_place(Needs())
+        fleet.require_place(ResourceRequest())
 
 
 async def test_a_run_has_the_gang_of_the_very_teacher_that_it_asks_for(fleet: Fleet) -> None:
     names = ("trainer-0", "trainer-1", "generator-0", "generator-1")
     await register(fleet, *names, "teacher", "teacher-math", "teacher-code-0", "teacher-code-1")
-    both = Needs(roles=(POLICY, "teacher-math", "teacher-code"))
+    both = ResourceRequest(roles=(POLICY, "teacher-math", "teacher-code"))
     first = await fleet.admit("first", both)
     assert [(await first.gang(role, 5.0)).name for role in both.roles[1:]] in (
         ["teacher-math", "teacher-code-0"],
@@ -245,7 +245,7 @@ async def test_a_run_has_the_gang_of_the_very_teacher_that_it_asks_for(fleet: Fl
         FailedPrecondition, match=r"run first is using the teacher-math.*`teachers\.math\.replicas`"
     ):
         fleet.require_place(both)
-    other = Needs(roles=(POLICY, "teacher", "teacher-code"))
+    other = ResourceRequest(roles=(POLICY, "teacher", "teacher-code"))
     fleet.require_place(other)
     second = await fleet.admit("second", other)
     assert (await second.gang("teacher", 5.0)).name == "teacher"
@@ -259,14 +259,14 @@ async def test_a_run_has_the_gang_of_the_very_teacher_that_it_asks_for(fleet: Fl
 
 async def test_a_run_that_lost_its_gang_goes_on_with_one_that_is_free(fleet: Fleet) -> None:
     await register(fleet, "trainer-0", "trainer-1")
-    run = await fleet.admit("run", Needs())
+    run = await fleet.admit("run", ResourceRequest())
     lost = await run.gang(POLICY, 5.0)
     await run.gang_lost(POLICY, lost.instance_id, "it is gone")
     assert (await run.gang(POLICY, 5.0)).name != lost.name
 
 
 async def test_of_two_runs_that_wait_for_a_gang_each_gets_one(fleet: Fleet) -> None:
-    runs = [await fleet.admit(name, Needs()) for name in ("first", "second")]
+    runs = [await fleet.admit(name, ResourceRequest()) for name in ("first", "second")]
     waiting = [asyncio.create_task(run.gang(POLICY, 60.0)) for run in runs]
     await asyncio.sleep(0)
     await register(fleet, "trainer-0")
@@ -280,13 +280,13 @@ async def test_after_a_restart_each_run_has_the_services_that_it_had(new_fleet: 
     names = ("trainer-0", "trainer-1", "generator-0", "generator-1", "generator-2")
     before = new_fleet()
     await register(before, *names)
-    runs = [await before.admit(name, Needs()) for name in ("first", "second")]
+    runs = [await before.admit(name, ResourceRequest()) for name in ("first", "second")]
     gangs = [(await run.gang(POLICY, 5.0)).name for run in runs]
     held = dict(before._generators.held)
 
     after = new_fleet()
     await register(after, *names)
-    second, first = await after.admit_again([(name, Needs()) for name in ("second", "first")])
+    second, first = await after.admit_again([(name, ResourceRequest()) for name in ("second", "first")])
     assert after._generators.held == held
     await register(after, *(name for name in names if name != gangs[1]))
     with pytest.raises(
@@ -300,15 +300,15 @@ async def test_after_a_restart_each_run_has_the_services_that_it_had(new_fleet: 
 
 async def test_a_replica_is_drained_by_name_or_instance_and_the_others_work_on(fleet: Fleet) -> None:
     await register(fleet, "generator-0", "generator-1", "reward-0", "reward-1")
-    run = await fleet.admit("run", Needs())
+    run = await fleet.admit("run", ResourceRequest())
     drained = [
         await fleet.drain("generator-1"),
         await fleet.drain("reward-0"),
         await fleet.drain("generator-1"),
     ]
     for one in drained:
-        standing = fleet.standing(one)
-        assert standing is not None and (standing.state, standing.why) == ("draining", "drained by a user")
+        status = fleet.describe(one)
+        assert status is not None and (status.state, status.why) == ("draining", "drained by a user")
     assert generators(fleet, "run") == ["generator-0"]
     assert [one.name for one in run.rewards.replicas()] == ["reward-1"]
     await register(fleet, "generator-0", "generator-1/b", "reward-0/b", "reward-1")
@@ -317,8 +317,8 @@ async def test_a_replica_is_drained_by_name_or_instance_and_the_others_work_on(f
 
 async def test_the_last_generator_of_a_run_stays_in_service(fleet: Fleet) -> None:
     await register(fleet, "generator-0", "generator-1")
-    first = await fleet.admit("first", Needs())
-    await fleet.admit("second", Needs())
+    first = await fleet.admit("first", ResourceRequest())
+    await fleet.admit("second", ResourceRequest())
     for name in ("generator-0", "generator-1"):
         with pytest.raises(FailedPrecondition, match="the only generator"):
             await fleet.drain(name)
@@ -329,7 +329,7 @@ async def test_the_last_generator_of_a_run_stays_in_service(fleet: Fleet) -> Non
 
 async def test_the_last_reward_stays_in_service(fleet: Fleet) -> None:
     await register(fleet, "generator-0", "reward-0", "reward-1")
-    await fleet.admit("run", Needs())
+    await fleet.admit("run", ResourceRequest())
     await fleet.drain("reward-0")
     with pytest.raises(FailedPrecondition, match="the only reward of run run"):
         await fleet.drain("reward-1")
@@ -337,7 +337,7 @@ async def test_the_last_reward_stays_in_service(fleet: Fleet) -> None:
 
 async def test_a_name_means_the_replica_that_lives_in_its_slot(fleet: Fleet) -> None:
     await register(fleet, "generator-0", "generator-1")
-    run = await fleet.admit("run", Needs())
+    run = await fleet.admit("run", ResourceRequest())
     dead = fleet.registrations["generator-1"]
     dead.started_at.FromSeconds(100)
     successor = reg.Registration()

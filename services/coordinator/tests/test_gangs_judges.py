@@ -16,7 +16,7 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
 from flotilla_coordinator.rollouts.scoring import Scorer
 from flotilla_coordinator.trainers import messages as group_messages
-from flotilla_coordinator.trainers.roles import FrozenRole, PolicyTrainer, Teachers, mean_logprobs
+from flotilla_coordinator.trainers.roles import PolicyTrainer, ScoringSession, Teachers, mean_logprobs
 from flotilla_coordinator.trainers.session import Gang
 from flotilla_coordinator.trainers.spec import critic_needs_start, frozen_roles_of
 from flotilla_core import rpc
@@ -70,7 +70,7 @@ def gang(role: str, asked: list[pb.ComputeLogprobsRequest], times: float = 1.0) 
 async def test_a_frozen_gang_fills_its_own_column_however_many_calls_that_takes(
     role: str, column: str, asked: list[pb.ComputeLogprobsRequest]
 ) -> None:
-    session = FrozenRole("run", session_pb2.SessionSpec(), gang(role, asked), nobody, 0, temperature=0.5)
+    session = ScoringSession("run", session_pb2.SessionSpec(), gang(role, asked), nobody, 0, temperature=0.5)
     batch = a_batch()
     await session.score(batch)
     assert len(asked) > 1 and {request.temperature for request in asked} == {0.5}
@@ -88,7 +88,7 @@ def teachers_of(
     section = DistillAdvantage.model_validate(advantage)
     gangs = [gang(f"teacher-{name}", asked.setdefault(name, []), times) for name, times in said.items()]
     spec = session_pb2.SessionSpec()
-    return Teachers(section, [FrozenRole("run", spec, one, nobody, 0, temperature=1.0) for one in gangs])
+    return Teachers(section, [ScoringSession("run", spec, one, nobody, 0, temperature=1.0) for one in gangs])
 
 
 async def test_several_teachers_say_the_weighted_mean_of_what_each_of_them_says(
@@ -139,7 +139,7 @@ async def test_teachers_are_asked_side_by_side(asked: list[pb.ComputeLogprobsReq
     for name in ("math", "code"):
         stub: Any = SimpleNamespace(ComputeLogprobs=waits_for_the_other(meeting))
         one = Gang(f"teacher-{name}", stub, f"{name}-1", 1.0, f"teacher-{name}")
-        sessions.append(FrozenRole("run", session_pb2.SessionSpec(), one, nobody, 0, temperature=1.0))
+        sessions.append(ScoringSession("run", session_pb2.SessionSpec(), one, nobody, 0, temperature=1.0))
     section, batch = DistillAdvantage(teachers={"math": 1, "code": 1}), a_batch(1)
     async with asyncio.timeout(10):  # One after the other, the first would wait for ever.
         await Teachers(section, sessions).score(batch)
@@ -190,7 +190,9 @@ async def test_no_call_outgrows_a_message_however_often_a_long_prompt_stands_in_
     prompt, token = np.arange(100, dtype=np.int32), np.array([7], np.int32)
     samples = [RolloutSample(f"run/0/{i}", token, None, "text") for i in range(8)]
     batch = Batch(0, [RolloutGroup("run/0", "prompt", prompt, samples)], {})
-    session = FrozenRole("run", session_pb2.SessionSpec(), gang(TEACHER, asked), nobody, 0, temperature=1.0)
+    session = ScoringSession(
+        "run", session_pb2.SessionSpec(), gang(TEACHER, asked), nobody, 0, temperature=1.0
+    )
     await session.score(batch)
     assert [len(request.sequences) for request in asked] == [1] * 8
     assert all(sample.teacher_logprobs is not None for sample in batch.samples)
@@ -203,7 +205,7 @@ async def test_a_teacher_that_is_asked_for_them_also_says_which_tokens_it_finds_
     # What is said of three tokens, and not of six.
     monkeypatch.setattr(group_messages, "PIECE_BYTES", 3 * 4 * 8)
     spec = session_pb2.SessionSpec()
-    session = FrozenRole("run", spec, gang(TEACHER, asked), nobody, 0, temperature=0.5, top_k=4)
+    session = ScoringSession("run", spec, gang(TEACHER, asked), nobody, 0, temperature=0.5, top_k=4)
     batch = a_batch()
     await session.score(batch)
     assert [(request.top_k, request.temperature) for request in asked] == [(4, 0.5)] * 5

@@ -15,7 +15,7 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
 from flotilla_coordinator.trainers import session
-from flotilla_coordinator.trainers.learners import Gangs
+from flotilla_coordinator.trainers.learners import SessionFactory
 from flotilla_coordinator.trainers.roles import PolicyTrainer
 from flotilla_coordinator.trainers.session import Gang
 from flotilla_coordinator.trainers.spec import session_spec
@@ -134,7 +134,7 @@ async def test_a_trainer_is_taken_back_from_every_run_of_the_ledger_however_old(
 
     fleet: Any = SimpleNamespace(gang=gang)
     tokenizer: Any = None
-    gangs = Gangs("run", StackConfig(model=tmp_path), fleet, ledger, lineage=0)
+    gangs = SessionFactory("run", StackConfig(model=tmp_path), fleet, ledger, lineage=0)
     learners = await gangs.learners(CONFIG, tokenizer, tmp_path)
     await learners.open()
     assert trainer.holder == "run"

@@ -103,7 +103,7 @@ class Run:
         self.asked: list[Version] = []
         """Versions whose live check a group waited for."""
 
-    async def proved(self, version: Version) -> None:
+    async def wait_until_verified(self, version: Version) -> None:
         self.asked.append(version)
         await self.passed.wait()
 
@@ -111,7 +111,9 @@ class Run:
         """From the start, or once more from after so many steps."""
         prompts: Any = resting_prompts(self.rows) if self.rows else NumberedPrompts()
         parts: Any = (SimpleNamespace(decode=str), task, task)
-        groups = GroupRollout(RUN, self.config, *parts, self.ledger, GrpoAdvantage(), self.proved)
+        groups = GroupRollout(
+            RUN, self.config, *parts, self.ledger, GrpoAdvantage(), self.wait_until_verified
+        )
         self.source = RolloutSource(RUN, self.config, self.steps, prompts, groups, self.ledger)
         if at is not None:
             self.lineage += 1

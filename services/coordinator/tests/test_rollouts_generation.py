@@ -297,5 +297,5 @@ async def test_a_sample_that_is_refused_is_counted_and_drawn_again(
         got = [(s.sample.sample_id, s.attempt) async for s in samples]
     assert got == [(SLOTS[1], 0), (SLOTS[2], 0), (SLOTS[0], 1)]
     assert "a sample of a was refused" in lost[0]
-    assert generation.door.take_metrics() == {"samples/rejected": 1.0, f"samples/rejected_{kind}": 1.0}
-    assert generation.door.take_metrics() == {"samples/rejected": 0.0}
+    assert generation.validator.take_metrics() == {"samples/rejected": 1.0, f"samples/rejected_{kind}": 1.0}
+    assert generation.validator.take_metrics() == {"samples/rejected": 0.0}

@@ -133,7 +133,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
     class RunWiring:
         def __init__(self, *_: Any) -> None:
-            """Needs nothing."""
+            """ResourceRequest nothing."""
 
         async def build(self, directory: RunDirectory, lineage: int, fence: int) -> Context:
             await asyncio.sleep(0)

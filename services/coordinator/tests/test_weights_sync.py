@@ -377,7 +377,7 @@ async def test_who_is_left_out_of_a_group_holds_and_serves_nothing_of_the_run() 
 
 async def test_a_version_is_proved_when_its_live_check_has_passed_and_not_before() -> None:
     bench = Bench("a")
-    before = asyncio.create_task(bench.sync.proved(V1))
+    before = asyncio.create_task(bench.sync.wait_until_verified(V1))
     bench.checking.clear()
     publishing = asyncio.create_task(bench.sync.publish(V1))
     async with asyncio.timeout(TIMEOUT_S):
@@ -388,7 +388,7 @@ async def test_a_version_is_proved_when_its_live_check_has_passed_and_not_before
     await publishing
     async with asyncio.timeout(TIMEOUT_S):
         await before
-        await bench.sync.proved(Version(0, 0))
+        await bench.sync.wait_until_verified(Version(0, 0))
 
 
 async def test_a_version_that_others_take_is_proved_again() -> None:
@@ -400,7 +400,7 @@ async def test_a_version_that_others_take_is_proved_again() -> None:
     async with asyncio.timeout(TIMEOUT_S):
         while len(bench.verified) < 2:
             await asyncio.sleep(0)
-        waiting = asyncio.create_task(bench.sync.proved(V1))
+        waiting = asyncio.create_task(bench.sync.wait_until_verified(V1))
         await asyncio.sleep(0)
         assert not waiting.done()
         bench.checking.set()
@@ -411,7 +411,7 @@ async def test_a_version_that_others_take_is_proved_again() -> None:
 async def test_a_version_that_failed_its_live_check_is_never_proved() -> None:
     bench = Bench("a")
     await bench.sync.publish(V1)
-    waiting = asyncio.create_task(bench.sync.proved(V2))
+    waiting = asyncio.create_task(bench.sync.wait_until_verified(V2))
     bench.mismatch = Mismatch("the token probabilities of a differ from the trainer's by 0.5")
     with pytest.raises(Mismatch):
         await bench.sync.publish(V2)

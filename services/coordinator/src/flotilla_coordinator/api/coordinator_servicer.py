@@ -169,11 +169,11 @@ class CoordinatorServicer(CoordinatorServiceServicer):
         run_id = self._fleet.holder(registration)
         version = self._runs.version_on(run_id, registration.instance_id)
         service = pb.Service(registration=registration, run_id=run_id)
-        if (standing := self._fleet.standing(registration)) is not None:
-            service.work_state = WORK_STATES[standing.state]
-            service.work_state_reason = standing.why
+        if (status := self._fleet.describe(registration)) is not None:
+            service.work_state = WORK_STATES[status.state]
+            service.work_state_reason = status.why
             if registration.kind == SERVICE_KIND_GENERATOR:
-                service.outstanding_tokens = standing.outstanding
+                service.outstanding_tokens = status.outstanding
         if version is not None:
             service.live_version.CopyFrom(version.to_proto())
         return service

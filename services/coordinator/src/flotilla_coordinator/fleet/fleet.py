@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 
 from flotilla.common.v1 import registration_pb2 as reg
+from flotilla_coordinator.fleet.capacity import ResourceRequest, require_gang, require_generator
 from flotilla_coordinator.fleet.leases import (
     GANGS,
     GENERATORS,
@@ -27,7 +28,6 @@ from flotilla_coordinator.fleet.leases import (
     GeneratorSlots,
     LeaseFile,
 )
-from flotilla_coordinator.fleet.needs import Needs, require_gang, require_generator
 from flotilla_coordinator.fleet.run_fleet import RunFleet
 from flotilla_core.errors import FailedPrecondition, NotFound
 from flotilla_core.protocol import refusal
@@ -75,34 +75,34 @@ class Fleet:
         for run in [*self._runs.values()]:
             await run.close()
 
-    def require_place(self, needs: Needs) -> None:
+    def require_place(self, wanted: ResourceRequest) -> None:
         """Refuse one more run that would find no gang or no generator; a run that is alone waits for them."""
         if not self._runs:
             return
-        for role in needs.roles:
+        for role in wanted.roles:
             held = self._gangs.of_role(role)
             refused = self._refusals(reg.SERVICE_KIND_TRAINER, role)
             require_gang(role, self._gang_slots(role), held, self._gangs.claimants(role), refused)
-        if needs.generates:
+        if wanted.generates:
             refused = self._refusals(reg.SERVICE_KIND_GENERATOR)
-            require_generator(self._there(), self._generators.claimants, refused)
+            require_generator(self._available_slots(), self._generators.claimants, refused)
 
-    async def admit(self, run_id: str, needs: Needs) -> RunFleet:
+    async def admit(self, run_id: str, wanted: ResourceRequest) -> RunFleet:
         """A run's own view; it gets generators at once, and gangs when it asks for them."""
-        run = self._claim(run_id, needs, gangs=(), generators=())
+        run = self._claim(run_id, wanted, gangs=(), generators=())
         await self.settle()
         return run
 
-    async def admit_again(self, runs: Sequence[tuple[str, Needs]]) -> list[RunFleet]:
+    async def admit_again(self, runs: Sequence[tuple[str, ResourceRequest]]) -> list[RunFleet]:
         """Those that an earlier coordinator left; each has what it had there, before anybody looks for more."""
         admitted = [
             self._claim(
                 run_id,
-                needs,
+                wanted,
                 gangs=self._file.had(GANGS, run_id),
                 generators=self._file.had(GENERATORS, run_id),
             )
-            for run_id, needs in runs
+            for run_id, wanted in runs
         ]
         await self.settle()
         return admitted
@@ -135,7 +135,7 @@ class Fleet:
             return self._generators.held.get(registration.name, "")
         return self._gangs.held.get(registration.name, "")
 
-    def standing(self, registration: reg.Registration) -> Standing | None:
+    def describe(self, registration: reg.Registration) -> ReplicaStatus | None:
         """How the runs see a generator or a reward replica; None for anything else, and for what only starts."""
         if not is_working_replica(registration):
             return None
@@ -144,7 +144,7 @@ class Fleet:
             for run in self._runs.values()
             if (replica := run.replica(registration.instance_id)) is not None
         ]
-        return standing(registration, seen, drained=registration.instance_id in self._drained)
+        return describe(registration, seen, drained=registration.instance_id in self._drained)
 
     async def drain(self, reference: str) -> reg.Registration:
         """No more work for a replica, by its instance id or its slot's name; the last of a kind stays with its run."""
@@ -179,16 +179,16 @@ class Fleet:
         self._file.write({GENERATORS: self._generators.held, GANGS: self._gangs.held})
 
     def _claim(
-        self, run_id: str, needs: Needs, *, gangs: Sequence[str], generators: Sequence[str]
+        self, run_id: str, wanted: ResourceRequest, *, gangs: Sequence[str], generators: Sequence[str]
     ) -> RunFleet:
-        self._gangs.claim(run_id, needs.roles, gangs)
-        if needs.generates:
-            self._generators.claim(Claim(run_id, needs.most_generators), generators)
-        run = self._runs[run_id] = RunFleet(run_id, self._connect, self, needs.roles)
+        self._gangs.claim(run_id, wanted.roles, gangs)
+        if wanted.generates:
+            self._generators.claim(Claim(run_id, wanted.most_generators), generators)
+        run = self._runs[run_id] = RunFleet(run_id, self._connect, self, wanted.roles)
         return run
 
     def _deal(self) -> None:
-        for slot in self._generators.deal(self._there()):
+        for slot in self._generators.deal(self._available_slots()):
             self._holding(slot).leave(slot, self._why_it_leaves(slot))
 
     def _holding(self, slot: str) -> RunFleet:
@@ -221,8 +221,8 @@ class Fleet:
         is_going = all(one.state == reg.INSTANCE_STATE_DRAINING for one in theirs)
         return "draining" if is_going else "another run is to have it"
 
-    def _there(self) -> set[str]:
-        return self._slots.there(self.registrations, self._generators.held, self._drained)
+    def _available_slots(self) -> set[str]:
+        return self._slots.available(self.registrations, self._generators.held, self._drained)
 
     def _gang_slots(self, role: str) -> set[str]:
         return {
@@ -266,7 +266,7 @@ async def _look_again(fleet: Fleet) -> None:
 
 
 @dataclass(frozen=True)
-class Standing:
+class ReplicaStatus:
     """Whether a replica gets work, and how much it has."""
 
     state: ReplicaState
@@ -279,17 +279,17 @@ def is_working_replica(registration: reg.Registration) -> bool:
     return registration.kind in _REPLICAS and registration.state in _WORKING
 
 
-def standing(registration: reg.Registration, seen: Sequence[Replica[Any]], *, drained: bool) -> Standing:
+def describe(registration: reg.Registration, seen: Sequence[Replica[Any]], *, drained: bool) -> ReplicaStatus:
     """How a replica stands that each of the runs sees in its own way; `drained` by a user."""
     if why := refusal(registration):
-        return Standing("ejected", why)
+        return ReplicaStatus("ejected", why)
     outstanding = sum(replica.outstanding for replica in seen)
     if drained:
-        return Standing("draining", DRAINED, outstanding)
+        return ReplicaStatus("draining", DRAINED, outstanding)
     if registration.state == reg.INSTANCE_STATE_DRAINING:
-        return Standing("draining", "draining", outstanding)
+        return ReplicaStatus("draining", "draining", outstanding)
     worst = next((replica for replica in seen if replica.state != "ready"), None)
-    return Standing("ready" if worst is None else worst.state, worst.why if worst else "", outstanding)
+    return ReplicaStatus("ready" if worst is None else worst.state, worst.why if worst else "", outstanding)
 
 
 def working_replica(registrations: Iterable[reg.Registration], reference: str) -> reg.Registration:

@@ -157,7 +157,7 @@ class GeneratorLeases:
         """Deal these, which are all that there are; the slots that their runs are to let go from now on."""
         slots = sorted(slots, key=_natural)
         staying = {slot: run_id for slot, run_id in self._held.items() if slot not in self._leaving}
-        dealt = shares(slots, list(self._claims.values()), staying)
+        dealt = allocate(slots, list(self._claims.values()), staying)
         for slot in slots:
             if slot in dealt and slot not in self._held:
                 self._held[slot] = dealt[slot]
@@ -187,7 +187,7 @@ class GeneratorSlots:
         """Whether time alone may change what there is."""
         return bool(self._away)
 
-    def there(
+    def available(
         self, snapshot: Mapping[str, reg.Registration], leased: Mapping[str, str], drained: Collection[str]
     ) -> set[str]:
         """The slots; `leased` says which run has one, `drained` are instances."""
@@ -219,7 +219,7 @@ class Claim:
     """Generators that it wants at most."""
 
 
-def shares(slots: Sequence[str], claims: Sequence[Claim], held: Mapping[str, str]) -> dict[str, str]:
+def allocate(slots: Sequence[str], claims: Sequence[Claim], held: Mapping[str, str]) -> dict[str, str]:
     """The run of each slot, by who holds them now; nobody's is left out. Earlier claims come first."""
     rooms = _counts(len(slots), claims, Counter(held[slot] for slot in slots if slot in held))
     dealt: dict[str, str] = {}

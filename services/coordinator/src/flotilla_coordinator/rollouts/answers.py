@@ -20,7 +20,7 @@ from flotilla_core.errors import InvalidConfig
 from flotilla_core.version import Version
 
 
-class AnswerSource:
+class SupervisedSource:
     """Batches of prompts with what was answered to them."""
 
     samples_from_policy = False

@@ -16,7 +16,7 @@ import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
 from flotilla.generator.v1 import generator_pb2 as pb
-from flotilla_coordinator.rollouts.samples import Generated, PartialSample, SampleDoor
+from flotilla_coordinator.rollouts.samples import Generated, PartialSample, SampleValidator
 from flotilla_core import ids, rpc
 from flotilla_core.config import SamplingConfig
 from flotilla_core.errors import Exhausted, FlotillaError, InvalidRequest, StaleVersion, Unavailable
@@ -71,7 +71,7 @@ class Generation:
         self._serves = serves
         self._wait_limit_s = wait_limit_s
         self._lost = lost
-        self.door = SampleDoor()
+        self.validator = SampleValidator()
         """What every delivered sample passes."""
 
     async def samples(self, request: GenerationRequest) -> AsyncGenerator[Generated]:
@@ -87,9 +87,11 @@ class Generation:
                         ended = sample.finish_reason != pb.FINISH_REASON_ABORT
                         if not ended and not request.resume_partial:
                             continue
-                        refusal = self.door.refusal(sample, missing, request.min_version, replica.name)
-                        if refusal is not None:
-                            cause = refusal
+                        rejected = self.validator.reject_reason(
+                            sample, missing, request.min_version, replica.name
+                        )
+                        if rejected is not None:
+                            cause = rejected
                         elif ended:
                             whole = missing.pop(sample.sample_id).whole(sample)
                             yield Generated(whole, replica.name, attempt)

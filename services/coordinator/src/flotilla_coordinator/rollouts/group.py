@@ -50,12 +50,12 @@ class GreedyBaseline:
         tokenizer: Tokenizer,
         generation: Generation,
         scorer: Scorer,
-        proved: Callable[[Version], Awaitable[None]],
+        wait_until_verified: Callable[[Version], Awaitable[None]],
     ) -> None:
         self._tokenizer = tokenizer
         self._generation = generation
         self._scorer = scorer
-        self._proved = proved
+        self._wait_until_verified = wait_until_verified
 
     async def outcome(
         self, group_id: str, prompt: Prompt, beside: GenerationRequest, recorded: Sequence[RolloutSample]
@@ -71,14 +71,14 @@ class GreedyBaseline:
         async with aclosing(self._generation.samples(request)) as samples:
             (response,) = [rollout_sample(generated, self._tokenizer) async for generated in samples]
         for span in response.spans:
-            await self._proved(span.version)
+            await self._wait_until_verified(span.version)
         item = score_item(response.sample_id, prompt, response.text, response.token_ids)
         return (await self._scorer.score([item]))[response.sample_id]
 
 
 @dataclass(frozen=True)
-class Ticket:
-    """A prompt that was admitted for a step."""
+class GroupRequest:
+    """A prompt that was admitted for a step, and the limits of its samples."""
 
     prompt: Prompt
     group_id: str
@@ -117,7 +117,7 @@ class GroupRollout:
         scorer: Scorer,
         ledger: Ledger,
         advantage: AdvantageConfig,
-        proved: Callable[[Version], Awaitable[None]],
+        wait_until_verified: Callable[[Version], Awaitable[None]],
     ) -> None:
         self._run_id = run_id
         self._config = config
@@ -125,45 +125,47 @@ class GroupRollout:
         self._generation = generation
         self._scorer = scorer
         self._ledger = ledger
-        self._proved = proved
+        self._wait_until_verified = wait_until_verified
         self._min_group_samples = advantage.needed_group_samples
         self._baseline = (
-            GreedyBaseline(tokenizer, generation, scorer, proved) if advantage.needs_greedy_reward else None
+            GreedyBaseline(tokenizer, generation, scorer, wait_until_verified)
+            if advantage.needs_greedy_reward
+            else None
         )
 
     def sample_ids(self, group_id: str) -> tuple[str, ...]:
         """Of a whole group, in the order of its slots."""
         return tuple(ids.sample_id(group_id, i) for i in range(self._config.samples_per_prompt))
 
-    async def run(self, ticket: Ticket, records: list[SampleRecord]) -> FinishedGroup:
+    async def run(self, wanted: GroupRequest, records: list[SampleRecord]) -> FinishedGroup:
         """Generate, score and record one group, or what `records` do not hold of it."""
-        sample_ids = self.sample_ids(ticket.group_id)
+        sample_ids = self.sample_ids(wanted.group_id)
         attributes: dict[str, str | int] = {
             names.RUN_ID: self._run_id,
-            names.STEP: ticket.step,
-            names.GROUP_ID: ticket.group_id,
+            names.STEP: wanted.step,
+            names.GROUP_ID: wanted.group_id,
         }
         with telemetry.span(names.RL_SAMPLE, attributes=attributes) as span:
             if not records:
-                await self._ledger.group_issued(self._issue(ticket, sample_ids))
+                await self._ledger.group_issued(self._issue(wanted, sample_ids))
             have = decided(records)
             request = GenerationRequest(
-                prompt_token_ids=ticket.prompt.token_ids,
+                prompt_token_ids=wanted.prompt.token_ids,
                 sample_ids=tuple(sample_id for sample_id in sample_ids if sample_id not in have),
                 sampling=self._config.sampling,
-                min_version=ticket.version,
-                timeout_s=ticket.limit_s,
+                min_version=wanted.version,
+                timeout_s=wanted.limit_s,
                 max_attempts=self._config.max_attempts,
                 resume_partial=self._config.resume_partial,
                 gather_s=GATHER_S,
-                priority=ticket.step,
+                priority=wanted.step,
             )
             recorded = recorded_samples(records)
-            scored = await self._judged(request, ticket, recorded) if request.sample_ids else []
+            scored = await self._judged(request, wanted, recorded) if request.sample_ids else []
             # A sample that ends while its version is still being checked may be of weights that nobody has.
             if newest := max((span.version for item in scored for span in item.sample.spans), default=None):
-                await self._proved(newest)
-            group = await self._record(ticket, recorded, scored)
+                await self._wait_until_verified(newest)
+            group = await self._record(wanted, recorded, scored)
             group.span = span.get_span_context() if span.is_recording() else None
         uniform = self._config.dynamic_sampling is not None and group.uniform
         if uniform:
@@ -180,29 +182,29 @@ class GroupRollout:
             uniform=uniform or any(record.drop_reason == UNIFORM for record in records),
         )
 
-    def _issue(self, ticket: Ticket, sample_ids: tuple[str, ...]) -> GroupIssue:
-        prompt = ticket.prompt
+    def _issue(self, wanted: GroupRequest, sample_ids: tuple[str, ...]) -> GroupIssue:
+        prompt = wanted.prompt
         return GroupIssue(
             self._run_id,
-            ticket.group_id,
+            wanted.group_id,
             sample_ids,
-            ticket.step,
+            wanted.step,
             0,
             prompt.prompt_text,
             prompt.token_ids,
-            ticket.max_staleness,
+            wanted.max_staleness,
         )
 
     async def _judged(
-        self, request: GenerationRequest, ticket: Ticket, recorded: list[RolloutSample]
+        self, request: GenerationRequest, wanted: GroupRequest, recorded: list[RolloutSample]
     ) -> list[JudgedSample]:
         """The samples that are asked for, beside the greedy response where the run compares with it."""
-        samples = self._generate_and_score(request, ticket.prompt)
+        samples = self._generate_and_score(request, wanted.prompt)
         if self._baseline is None:
             return await samples
-        greedy = self._baseline.outcome(ticket.group_id, ticket.prompt, request, recorded)
+        greedy = self._baseline.outcome(wanted.group_id, wanted.prompt, request, recorded)
         judged, outcome = await both(samples, greedy)
-        return [item.against(outcome) for item in judged]
+        return [item.minus_greedy(outcome) for item in judged]
 
     async def _generate_and_score(self, request: GenerationRequest, prompt: Prompt) -> list[JudgedSample]:
         """Score whatever has ended while the rest still decodes."""
@@ -240,12 +242,12 @@ class GroupRollout:
         return [JudgedSample(sample, outcomes[sample.sample_id]) for sample in samples]
 
     async def _record(
-        self, ticket: Ticket, recorded: list[RolloutSample], scored: list[JudgedSample]
+        self, wanted: GroupRequest, recorded: list[RolloutSample], scored: list[JudgedSample]
     ) -> RolloutGroup:
         """Write what is new of a group to the ledger, then hand on what may train, in the order of the slots."""
-        prompt = ticket.prompt
+        prompt = wanted.prompt
         group = RolloutGroup(
-            ticket.group_id,
+            wanted.group_id,
             prompt.prompt_text,
             prompt.token_ids,
             [],
@@ -269,7 +271,7 @@ class GroupRollout:
             item.sample.reward = item.outcome.total or 0.0
             item.sample.reward_terms = item.outcome.terms
         await self._ledger.group_scored([ledger_sample(item.sample) for item in trainable])
-        order = self.sample_ids(ticket.group_id).index
+        order = self.sample_ids(wanted.group_id).index
         group.samples = sorted(
             [*recorded, *(item.sample for item in trainable)], key=lambda sample: order(sample.sample_id)
         )

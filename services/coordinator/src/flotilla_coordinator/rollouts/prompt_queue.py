@@ -21,7 +21,7 @@ from flotilla_coordinator.data.prompt_source import PromptSource, other_data
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import AdmittedGroup
-from flotilla_coordinator.rollouts.group import FinishedGroup, Ticket
+from flotilla_coordinator.rollouts.group import FinishedGroup, GroupRequest
 from flotilla_core import ids
 from flotilla_core.config import RolloutConfig
 from flotilla_core.version import Version
@@ -31,10 +31,10 @@ MOST_TIMES = 4
 
 
 @dataclass(eq=False)
-class Admitted:
-    """A group under way."""
+class GroupTask:
+    """A group that is being generated and scored."""
 
-    ticket: Ticket
+    request: GroupRequest
     place: int
     """In the order of admission."""
     task: asyncio.Task[FinishedGroup]
@@ -45,7 +45,7 @@ class Admitted:
         return self.task.done() and bool(self.task.result().group.samples)
 
 
-class Admission:
+class PromptQueue:
     """Draws prompts for steps and knows what is under way for each."""
 
     def __init__(
@@ -55,7 +55,7 @@ class Admission:
         total_steps: int,
         prompts: PromptSource,
         ledger: Ledger,
-        start: Callable[[Ticket], asyncio.Task[FinishedGroup]],
+        start: Callable[[GroupRequest], asyncio.Task[FinishedGroup]],
     ) -> None:
         self._run_id = run_id
         self._config = config
@@ -64,7 +64,7 @@ class Admission:
         self._ledger = ledger
         self._start = start
         self._places = count()
-        self._steps: dict[int, list[Admitted]] = {}
+        self._steps: dict[int, list[GroupTask]] = {}
         self._recorded: dict[int, list[tuple[Prompt, AdmittedGroup]]] = {}
         self._next_step = 0
 
@@ -100,22 +100,26 @@ class Admission:
             if recorded:
                 # Its batch may have been full: a group too many could take the place of one that was in it.
                 wanted = self._config.prompts_per_step
-            groups += [self._admitted(prompt, new, version, new - step, group) for prompt, group in recorded]
+            groups += [
+                self._group_task(prompt, new, version, new - step, group) for prompt, group in recorded
+            ]
             self.draw(new, wanted - len(groups), version, new - step)
 
-    def draw(self, step: int, number: int, version: Version, ahead: int = 0) -> list[Admitted]:
+    def draw(self, step: int, number: int, version: Version, ahead: int = 0) -> list[GroupTask]:
         """Issue so many more groups for a step, as far as its limit goes."""
         groups = self._steps[step]
         room = most_prompts_per_step(self._config) - len(groups)
-        drawn = [self._admitted(self._prompts.next(), step, version, ahead) for _ in range(min(number, room))]
+        drawn = [
+            self._group_task(self._prompts.next(), step, version, ahead) for _ in range(min(number, room))
+        ]
         groups += drawn
         return drawn
 
-    def groups(self, step: int) -> list[Admitted]:
+    def groups(self, step: int) -> list[GroupTask]:
         """All that were admitted for a step or carried into it."""
         return list(self._steps[step])
 
-    def carry_over(self, groups: list[Admitted], step: int) -> None:
+    def carry_over(self, groups: list[GroupTask], step: int) -> None:
         """Let groups of the step before count for `step`."""
         self._steps.setdefault(step, []).extend(groups)
 
@@ -132,7 +136,7 @@ class Admission:
         """Where the next prompt will come from."""
         return self._prompts.cursor
 
-    def close(self) -> list[Admitted]:
+    def close(self) -> list[GroupTask]:
         """Forget everything; what was under way."""
         groups = [group for step in self._steps.values() for group in step]
         self._steps.clear()
@@ -143,17 +147,17 @@ class Admission:
         needed = self._config.prompts_per_step
         return sum(max(0, len(groups) - needed) for other, groups in self._steps.items() if other != step)
 
-    def _admitted(
+    def _group_task(
         self, prompt: Prompt, step: int, version: Version, ahead: int, recorded: AdmittedGroup | None = None
-    ) -> Admitted:
+    ) -> GroupTask:
         group_id = ids.group_id(self._run_id, prompt.epoch, prompt.index)
         # What runs ahead also waits in the generators behind the steps before it.
         limit_s = self._config.sample_timeout_s * (1 + ahead)
         bound = self._config.max_staleness
         if recorded is not None and recorded.max_staleness is not None:
             bound = recorded.max_staleness
-        ticket = Ticket(prompt, group_id, step, version, limit_s, bound, recorded is not None)
-        return Admitted(ticket, next(self._places), self._start(ticket))
+        request = GroupRequest(prompt, group_id, step, version, limit_s, bound, recorded is not None)
+        return GroupTask(request, next(self._places), self._start(request))
 
 
 def issued_per_step(rollout: RolloutConfig) -> int:

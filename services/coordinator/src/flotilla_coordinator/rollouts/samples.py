@@ -1,4 +1,4 @@
-"""A sample on its way from a generator: checked at the door, put together from its pieces, handed to loop and ledger.
+"""A sample on its way from a generator: checked, put together from its pieces, handed to loop and ledger.
 
 Invariants: a sample that nobody waits for, that an older version than the one asked for wrote, that says of some token
 no version, or that cannot be read never gets further than here; each one is counted and logged, and its slot is issued
@@ -128,23 +128,20 @@ class PartialSample:
         self.logprobs = np.concatenate([self.logprobs, from_tensor(piece.logprobs)])
 
 
-class SampleDoor:
-    """What a generator delivers is looked at before anything is made of it.
-
-    Counts whom it refuses.
-    """
+class SampleValidator:
+    """Checks what generators deliver before anything is made of it, and counts what it rejects."""
 
     def __init__(self) -> None:
-        self._refused: Counter[str] = Counter()
+        self._rejected: Counter[str] = Counter()
 
-    def refusal(
+    def reject_reason(
         self, sample: gen.GeneratedSample, awaited: Container[str], oldest: Version, generator: str
     ) -> Mismatch | None:
-        """Why a sample is refused; None where it may come in."""
+        """Return why a sample is rejected, or None where it is accepted."""
         kind, why = _fault(sample, awaited, oldest)
         if not kind:
             return None
-        self._refused[kind] += 1
+        self._rejected[kind] += 1
         log.warning("sample refused", sample_id=sample.sample_id, generator=generator, why=why)
         return Mismatch(
             f"a sample of {generator} was refused",
@@ -154,10 +151,10 @@ class SampleDoor:
         )
 
     def take_metrics(self) -> dict[str, float]:
-        """What was refused since the last time, in all and by kind."""
-        refused, self._refused = self._refused, Counter()
-        by_kind = {f"samples/rejected_{kind}": float(count) for kind, count in refused.items()}
-        return {"samples/rejected": float(refused.total()), **by_kind}
+        """Count what was rejected since the last call, in all and by kind."""
+        rejected, self._rejected = self._rejected, Counter()
+        by_kind = {f"samples/rejected_{kind}": float(count) for kind, count in rejected.items()}
+        return {"samples/rejected": float(rejected.total()), **by_kind}
 
 
 def _fault(sample: gen.GeneratedSample, awaited: Container[str], oldest: Version) -> tuple[str, str]:

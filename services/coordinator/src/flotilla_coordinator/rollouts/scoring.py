@@ -261,7 +261,7 @@ class JudgedSample:
             return ""
         return REWARD_TIMEOUT if self.outcome.timed_out else REWARD_ERROR
 
-    def against(self, greedy: Outcome) -> JudgedSample:
+    def minus_greedy(self, greedy: Outcome) -> JudgedSample:
         """The same beside the greedy response to its prompt: where that one has no value, neither has this."""
         self.sample.greedy_reward = greedy.total
         if greedy.total is not None or self.outcome.total is None:

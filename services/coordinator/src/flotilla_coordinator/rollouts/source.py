@@ -21,8 +21,8 @@ from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import STALE, TAIL
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, batch_metrics
-from flotilla_coordinator.rollouts.group import FinishedGroup, GroupRollout, Ticket
-from flotilla_coordinator.rollouts.prompt_queue import Admission, Admitted
+from flotilla_coordinator.rollouts.group import FinishedGroup, GroupRequest, GroupRollout
+from flotilla_coordinator.rollouts.prompt_queue import GroupTask, PromptQueue
 from flotilla_coordinator.rollouts.replay import Replay
 from flotilla_coordinator.rollouts.scoring import RIGHT_AT
 from flotilla_core import ids
@@ -51,21 +51,21 @@ class RolloutSource:
         self._ledger = ledger
         self._replay = Replay(run_id, ledger)
         self._groups = groups
-        self._admission = Admission(run_id, config, total_steps, prompts, ledger, self._start)
+        self._queue = PromptQueue(run_id, config, total_steps, prompts, ledger, self._start)
 
     async def restore(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
         """Begin after so many steps; the ledger's samples of later ones come before any new sample."""
-        await self._admission.restore(steps_done, cursor)
+        await self._queue.restore(steps_done, cursor)
         await self._note_outcomes(0, steps_done)
 
     def reconfigure(self, config: RunConfig) -> None:
         """Admit by another bound, up to another last step; what is admitted keeps the bound that it was admitted by."""
         self._config = config.rollout
-        self._admission.reconfigure(config.rollout, config.steps)
+        self._queue.reconfigure(config.rollout, config.steps)
 
     def admit(self, step: int, version: Version) -> None:
         """Issue every step that may begin while `step` is made and has not been issued yet."""
-        self._admission.admit(step, version)
+        self._queue.admit(step, version)
 
     async def batch(self, step: int, version: Version) -> Batch:
         """The groups of `step` that end first, as many as it needs; fails as soon as one of them cannot be had."""
@@ -74,8 +74,8 @@ class RolloutSource:
             chosen = [item for item in ended if item.usable][: self._config.prompts_per_step]
         except BaseException:
             # Also when cancelled: no group of a step that failed goes on.
-            await _cancel(self._admission.groups(step))
-            self._admission.end(step)
+            await _cancel(self._queue.groups(step))
+            self._queue.end(step)
             raise
         # A group that is left over is told of in the step that it counts for.
         in_batch = set(chosen)
@@ -85,7 +85,7 @@ class RolloutSource:
         left_over = await self._pass_on(step, in_batch, version)
         await self._note_outcomes(step, step + 1)
         groups = [await self._within_staleness(item, version) for item in chosen]
-        batch = Batch(step, [group for group in groups if group.samples], self._admission.cursor)
+        batch = Batch(step, [group for group in groups if group.samples], self._queue.cursor)
         self._refuse_a_step_too_old(batch)
         batch.metrics.update(batch_metrics(batch, version))
         batch.metrics.update(self._metrics(finished) | left_over)
@@ -93,7 +93,7 @@ class RolloutSource:
 
     async def close(self) -> None:
         """Cancel what is under way."""
-        await _cancel(self._admission.close())
+        await _cancel(self._queue.close())
 
     async def _note_outcomes(self, first_step: int, end_step: int) -> None:
         """Let the data know what was solved, from the ledger, so that a run that goes on knows the same."""
@@ -102,63 +102,63 @@ class RolloutSource:
             for outcome in outcomes:
                 self._prompts.note(*ids.prompt_of_group(outcome.group_id), solved=outcome.solved)
 
-    def _start(self, ticket: Ticket) -> asyncio.Task[FinishedGroup]:
-        return asyncio.create_task(self._run(ticket))
+    def _start(self, request: GroupRequest) -> asyncio.Task[FinishedGroup]:
+        return asyncio.create_task(self._run(request))
 
-    async def _run(self, ticket: Ticket) -> FinishedGroup:
+    async def _run(self, request: GroupRequest) -> FinishedGroup:
         # A new group waits for nothing before it is recorded: that keeps the order of the draws.
-        records = await self._replay.group(ticket.step, ticket.group_id) if ticket.recorded else []
-        return await self._groups.run(ticket, records)
+        records = await self._replay.group(request.step, request.group_id) if request.recorded else []
+        return await self._groups.run(request, records)
 
-    async def _enough(self, step: int, version: Version) -> list[Admitted]:
+    async def _enough(self, step: int, version: Version) -> list[GroupTask]:
         """Groups of the step that have ended, in the order of admission; with `dynamic_sampling` others are drawn."""
         news: asyncio.Queue[asyncio.Task[FinishedGroup]] = asyncio.Queue()
 
-        def watch(items: list[Admitted]) -> int:
+        def watch(items: list[GroupTask]) -> int:
             for item in items:
                 item.task.add_done_callback(news.put_nowait)
             return len(items)
 
-        wanted, usable, running = self._config.prompts_per_step, 0, watch(self._admission.groups(step))
+        wanted, usable, running = self._config.prompts_per_step, 0, watch(self._queue.groups(step))
         while usable < wanted:
             if self._config.dynamic_sampling is not None:
-                running += watch(self._admission.draw(step, wanted - usable - running, version))
+                running += watch(self._queue.draw(step, wanted - usable - running, version))
             if not running:
                 break
             usable += bool((await news.get()).result().group.samples)
             running -= 1
-        ended = [item for item in self._admission.groups(step) if item.task.done()]
+        ended = [item for item in self._queue.groups(step) if item.task.done()]
         return sorted(ended, key=lambda item: item.place)
 
-    async def _pass_on(self, step: int, in_batch: set[Admitted], version: Version) -> dict[str, float]:
+    async def _pass_on(self, step: int, in_batch: set[GroupTask], version: Version) -> dict[str, float]:
         """Groups that the batch has no place for count for the next step, or end here where they would be too old."""
-        groups = self._admission.groups(step)
+        groups = self._queue.groups(step)
         spare = [item for item in groups if item not in in_batch and (item.usable or not item.task.done())]
-        self._admission.end(step)
-        last = self._admission.is_last(step)
+        self._queue.end(step)
+        last = self._queue.is_last(step)
         kept = [item for item in spare if not last and self._may_wait(item, version)]
         waiting = set(kept)
         tails = [item for item in spare if item not in waiting]
         if kept:
-            self._admission.carry_over(kept, step + 1)
-            await self._ledger.carry_over(self._run_id, [item.ticket.group_id for item in kept], step + 1)
+            self._queue.carry_over(kept, step + 1)
+            await self._ledger.carry_over(self._run_id, [item.request.group_id for item in kept], step + 1)
         if tails:
             await self._give_up(tails)
         if not self._config.over_issue:
             return {}
         return {"rollout/carried": float(len(kept)), "rollout/tails": float(len(tails))}
 
-    def _may_wait(self, item: Admitted, version: Version) -> bool:
+    def _may_wait(self, item: GroupTask, version: Version) -> bool:
         """Whether the group is still young enough for the update after the one of `version`."""
         samples = item.task.result().group.samples if item.task.done() else []
         steps = [oldest.step for sample in samples if (oldest := sample.oldest_version()) is not None]
-        return version.step + 1 - min(steps, default=item.ticket.version.step) <= item.ticket.max_staleness
+        return version.step + 1 - min(steps, default=item.request.version.step) <= item.request.max_staleness
 
-    async def _give_up(self, tails: list[Admitted]) -> None:
+    async def _give_up(self, tails: list[GroupTask]) -> None:
         """Stop groups, and drop of their samples what has not been dropped for a reason of its own."""
         await _cancel(tails)
         for item in tails:
-            lost = self._groups.sample_ids(item.ticket.group_id)
+            lost = self._groups.sample_ids(item.request.group_id)
             if not item.task.cancelled() and item.task.exception() is None:
                 lost = tuple(sample.sample_id for sample in item.task.result().group.samples)
             await self._ledger.dropped(self._run_id, lost, TAIL)
@@ -201,9 +201,9 @@ class RolloutSource:
             metrics["data/resting"] = self._prompts.resting_share
         return metrics
 
-    async def _within_staleness(self, item: Admitted, version: Version) -> RolloutGroup:
+    async def _within_staleness(self, item: GroupTask, version: Version) -> RolloutGroup:
         """Drop samples that any version older than the bound wrote; by construction there are none."""
-        group, bound = item.task.result().group, item.ticket.max_staleness
+        group, bound = item.task.result().group, item.request.max_staleness
         stale = [sample.sample_id for sample in group.samples if sample.steps_old(version) > bound]
         if stale:
             await self._ledger.dropped(self._run_id, stale, STALE)
@@ -211,7 +211,7 @@ class RolloutSource:
         return group
 
 
-async def _cancel(groups: list[Admitted]) -> None:
+async def _cancel(groups: list[GroupTask]) -> None:
     for item in groups:
         item.task.cancel()
     await asyncio.gather(*(item.task for item in groups), return_exceptions=True)

@@ -21,7 +21,7 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import CRITIC_ONLY, UPDATE_SKIPPED
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.rollouts.batch import Batch, BatchSource
-from flotilla_coordinator.rollouts.samples import SampleDoor
+from flotilla_coordinator.rollouts.samples import SampleValidator
 from flotilla_coordinator.runs.checkpoints import Progress, RunCheckpoints
 from flotilla_coordinator.runs.control import RunControl, described, differences
 from flotilla_coordinator.runs.disk_waits import DiskWaits
@@ -92,7 +92,7 @@ class RunContext:
     status: RunStatus
     activities: Activities
     idle: IdleShares
-    door: SampleDoor = field(default_factory=SampleDoor)
+    validator: SampleValidator = field(default_factory=SampleValidator)
     autoscaler: Autoscaler | None = None
     pinned: PinnedEvaluation | None = None
     """Where evaluations go on beside the training."""
@@ -170,7 +170,7 @@ class RunContext:
         self.metrics["tokens_per_s"] = tokens / self.metrics["time/step_s"]
         self.metrics.update(self.lag.take_metrics())
         self.metrics.update(self.checkpoints.take_metrics())
-        self.metrics.update(self.door.take_metrics())
+        self.metrics.update(self.validator.take_metrics())
         self.steps_done = step + 1
         self.directory.write_metrics(step, self.metrics, lineage=self.policy.version.lineage)
         self.status.step_done(self.steps_done, self.policy.version, self.metrics)

@@ -17,8 +17,8 @@ from pathlib import Path
 import structlog
 
 from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.fleet.capacity import ResourceRequest
 from flotilla_coordinator.fleet.fleet import Fleet
-from flotilla_coordinator.fleet.needs import Needs
 from flotilla_coordinator.fleet.run_fleet import RunFleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RUN_INTERRUPTED, RunRecord, RunState
@@ -69,7 +69,7 @@ class RunStarter:
     async def new(self, config_yaml: str) -> run_pb2.Run:
         """Admit a run, or say why not."""
         config, plan = await self._checked(config_yaml)
-        self._fleet.require_place(Needs.of(config))
+        self._fleet.require_place(ResourceRequest.of(config))
         run_id = ids.new_run_id(config.name)
         directory = RunDirectory.create(self._host.state_dir / "runs" / run_id)
         directory.write_configuration(dump_yaml(config), self._versions())
@@ -110,7 +110,7 @@ class RunStarter:
                 "checkpoint",
             )
         config, _ = await self._checked(record.config_yaml)
-        self._fleet.require_place(Needs.of(config))
+        self._fleet.require_place(ResourceRequest.of(config))
         if checkpoint:
             CheckpointShelf(directory.checkpoints_path).folder(checkpoint)
         start_point = StartPoint(record.version.lineage + 1, checkpoint, by_user=True)
@@ -120,7 +120,9 @@ class RunStarter:
     async def take_over(self, records: Sequence[RunRecord]) -> None:
         """Go on with what an earlier coordinator left open, or close it."""
         going_on = [goes_on for record in records if (goes_on := await self._left(record)) is not None]
-        fleets = await self._fleet.admit_again([(one.run_id, Needs.of(one.config)) for one, _, _ in going_on])
+        fleets = await self._fleet.admit_again(
+            [(one.run_id, ResourceRequest.of(one.config)) for one, _, _ in going_on]
+        )
         for (active, directory, start_point), fleet in zip(going_on, fleets, strict=True):
             self._begin(active, directory, start_point, fleet)
 
@@ -201,7 +203,7 @@ class RunStarter:
     async def _launch(
         self, active: RunHandle, directory: RunDirectory, start_point: StartPoint
     ) -> run_pb2.Run:
-        fleet = await self._fleet.admit(active.run_id, Needs.of(active.config))
+        fleet = await self._fleet.admit(active.run_id, ResourceRequest.of(active.config))
         return self._begin(active, directory, start_point, fleet)
 
     def _begin(

@@ -22,7 +22,7 @@ from flotilla_coordinator.fleet.launcher import LauncherLink
 from flotilla_coordinator.fleet.run_fleet import RunFleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.records.directory import RunDirectory
-from flotilla_coordinator.rollouts.answers import AnswerSource
+from flotilla_coordinator.rollouts.answers import SupervisedSource
 from flotilla_coordinator.rollouts.batch import BatchSource
 from flotilla_coordinator.rollouts.generation import Generation
 from flotilla_coordinator.rollouts.group import GroupRollout
@@ -34,7 +34,7 @@ from flotilla_coordinator.runs.client.sampling import ClientSampling, ClientSour
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.status import RunStatus
-from flotilla_coordinator.trainers.learners import Gangs
+from flotilla_coordinator.trainers.learners import SessionFactory
 from flotilla_coordinator.trainers.roles import PolicyTrainer
 from flotilla_coordinator.weights.canary import Canary, LiveCheck
 from flotilla_coordinator.weights.members import Candidates
@@ -76,8 +76,8 @@ class RunWiring:
             PromptSource, config.data, tokenizer, config.seed, training_data(config)
         )
         held_out = await asyncio.to_thread(self._held_out, tokenizer)
-        gangs = Gangs(self._run_id, self._host.stack, self._fleet, self._ledger, lineage)
-        learners = await gangs.learners(config, tokenizer, directory.path / "dumps")
+        sessions = SessionFactory(self._run_id, self._host.stack, self._fleet, self._ledger, lineage)
+        learners = await sessions.learners(config, tokenizer, directory.path / "dumps")
         policy = learners.policy
         sync = self._sync(policy, prompts, tokenizer, fence)
         generation = self._generation(sync)
@@ -108,7 +108,7 @@ class RunWiring:
             status=self._status,
             activities=self._host.activities,
             idle=IdleShares(self._fleet.generators.replicas),
-            door=generation.door,
+            validator=generation.validator,
             metrics=self._metrics,
             autoscaler=self._autoscaler(),
         )
@@ -218,7 +218,7 @@ class RunWiring:
     ) -> BatchSource:
         config = self._config
         if not isinstance(config.algorithm, PolicyConfig):
-            return AnswerSource(self._run_id, prompts, tokenizer, config.rollout.prompts_per_step)
+            return SupervisedSource(self._run_id, prompts, tokenizer, config.rollout.prompts_per_step)
         if config.loop == "client":
             return ClientSource(prompts)
         groups = GroupRollout(
@@ -229,7 +229,7 @@ class RunWiring:
             scorer,
             self._ledger,
             config.algorithm.advantage,
-            sync.proved,
+            sync.wait_until_verified,
         )
         return RolloutSource(self._run_id, config.rollout, config.steps, prompts, groups, self._ledger)
 

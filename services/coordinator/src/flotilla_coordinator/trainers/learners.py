@@ -21,7 +21,7 @@ from flotilla_coordinator.data.tokenizer import Tokenizer, require_same_tokenize
 from flotilla_coordinator.fleet.run_fleet import RunFleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.rollouts.batch import Batch
-from flotilla_coordinator.trainers.roles import Critic, FrozenRole, PolicyTrainer, Teachers
+from flotilla_coordinator.trainers.roles import Critic, PolicyTrainer, ScoringSession, Teachers
 from flotilla_coordinator.trainers.session import Gang, GangSession, LearningSession
 from flotilla_coordinator.trainers.spec import (
     FROZEN_ROLES,
@@ -88,7 +88,7 @@ class Learners:
         critic: Critic | None = None,
         critic_steps: int = 0,
         *,
-        frozen: Sequence[FrozenRole] = (),
+        frozen: Sequence[ScoringSession] = (),
         judges: Mapping[str, Judge] | None = None,
     ) -> None:
         self.policy = policy
@@ -197,7 +197,7 @@ def _join(shelf: CheckpointShelf, name: str, whole: Path, parts: Mapping[str, Pa
     return manifest
 
 
-class Gangs:
+class SessionFactory:
     """The gangs that a run needs: waited for, looked at, and asked for a session each.
 
     Those of one stack, for one run.
@@ -237,12 +237,14 @@ class Gangs:
         spec = critic_spec(config, critic, dump_dir, has_own_model=has_own_model)
         return Critic(self._run_id, spec, gang, self._ledger.run_ids, self._lineage)
 
-    async def _frozen(self, role: str, config: RunConfig, tokenizer: Tokenizer) -> FrozenRole:
+    async def _frozen(self, role: str, config: RunConfig, tokenizer: Tokenizer) -> ScoringSession:
         gang = await self._gang(role, tokenizer)
         start = config.initial_weights if role == REFERENCE and self._stack.reference.model is None else None
         spec = frozen_spec(config, FROZEN_ROLES[kind_of_role(role)], str(start or ""))
         temperature, top_k = config.rollout.sampling.temperature, _top_k(config, role)
-        return FrozenRole(self._run_id, spec, gang, self._ledger.run_ids, self._lineage, temperature, top_k)
+        return ScoringSession(
+            self._run_id, spec, gang, self._ledger.run_ids, self._lineage, temperature, top_k
+        )
 
     async def _gang(self, role: str, tokenizer: Tokenizer) -> Gang:
         section = gang_of(self._stack, role)
@@ -258,7 +260,7 @@ def _top_k(config: RunConfig, role: str) -> int:
     return teacher.top_k if teacher is not None and kind_of_role(role) == TEACHER else 0
 
 
-def _judges(config: RunConfig, frozen: list[FrozenRole]) -> dict[str, Judge]:
+def _judges(config: RunConfig, frozen: list[ScoringSession]) -> dict[str, Judge]:
     """The reference by itself, and all teachers as one."""
     algorithm = config.algorithm
     teachers = [session for session in frozen if kind_of_role(session.gang.role) == TEACHER]

@@ -100,7 +100,7 @@ class Critic(LearningSession):
             sample.values, sample.value_after = expected[:-1], float(expected[-1])
 
 
-class FrozenRole(GangSession):
+class ScoringSession(GangSession):
     """The session of a gang that learns nothing: a reference or a teacher.
 
     Scores batches at the temperature of the rollouts.
@@ -150,7 +150,7 @@ class FrozenRole(GangSession):
 class Teachers:
     """The sessions of a run's teachers, one or several."""
 
-    def __init__(self, asked: AskedTeachers, sessions: Sequence[FrozenRole]) -> None:
+    def __init__(self, asked: AskedTeachers, sessions: Sequence[ScoringSession]) -> None:
         self._asked = asked
         self._sessions = {session.gang.role: session for session in sessions}
 

@@ -81,7 +81,7 @@ class WeightSync:
         """Whether a replica may be given work that needs `version` or newer."""
         return self._serving.serves(instance_id, version)
 
-    async def proved(self, version: Version) -> None:
+    async def wait_until_verified(self, version: Version) -> None:
         """Wait until the live check of `version` or a newer one has passed; where none ever does, the run ends."""
         while self._checked is None or self._checked < version:
             await self._passed.wait()

@@ -8,7 +8,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flotilla_coordinator.fleet.leases import Claim, GeneratorLeases, shares
+from flotilla_coordinator.fleet.leases import Claim, GeneratorLeases, allocate
 
 RUNS = ("a", "b", "c", "d")
 
@@ -29,7 +29,7 @@ def test_shares_are_even_within_what_each_wants_and_none_is_left_that_somebody_w
     holders: dict[str, str | None], claims: list[Claim]
 ) -> None:
     held = {slot: run for slot, run in holders.items() if run is not None}
-    counts = Counter(shares(sorted(holders), claims, held).values())
+    counts = Counter(allocate(sorted(holders), claims, held).values())
     assert set(counts) <= {claim.run_id for claim in claims}
     for claim in claims:
         has = counts[claim.run_id]
@@ -42,20 +42,20 @@ def test_shares_are_even_within_what_each_wants_and_none_is_left_that_somebody_w
 @given(slots_and_holders, claims_of_runs)
 def test_what_was_dealt_stays_as_it_is(holders: dict[str, str | None], claims: list[Claim]) -> None:
     held = {slot: run for slot, run in holders.items() if run is not None}
-    dealt = shares(sorted(holders), claims, held)
-    assert shares(sorted(holders), claims, dealt) == dealt
+    dealt = allocate(sorted(holders), claims, held)
+    assert allocate(sorted(holders), claims, dealt) == dealt
 
 
 @given(st.dictionaries(st.integers(0, 4).map(str), st.sampled_from(("a", "b", "c")), min_size=1))
 def test_no_other_even_deal_takes_fewer_generators_away(held: dict[str, str]) -> None:
     claims, slots = [Claim(run) for run in "abc"], sorted(held)
-    sizes = sorted(Counter(shares(slots, claims, held).values()).values())
+    sizes = sorted(Counter(allocate(slots, claims, held).values()).values())
     fewest = min(
         sum(held[slot] != run for slot, run in zip(slots, deal, strict=True))
         for deal in product("abc", repeat=len(slots))
         if sorted(Counter(deal).values()) == sizes
     )
-    assert sum(run != held[slot] for slot, run in shares(slots, claims, held).items()) == fewest
+    assert sum(run != held[slot] for slot, run in allocate(slots, claims, held).items()) == fewest
 
 
 def test_a_slot_changes_hands_when_its_run_has_let_it_go() -> None:

@@ -14,8 +14,8 @@ from flotilla_core.roles import POLICY, process_name, section_of
 
 
 @dataclass(frozen=True)
-class Needs:
-    """A gang of each role, and generators where the run asks for samples."""
+class ResourceRequest:
+    """What a run asks of the fleet: a gang of each role, and generators where it draws samples."""
 
     roles: tuple[str, ...] = (POLICY,)
     generates: bool = True
@@ -23,7 +23,7 @@ class Needs:
     """None takes an even share of all."""
 
     @classmethod
-    def of(cls, config: RunConfig) -> Needs:
+    def of(cls, config: RunConfig) -> ResourceRequest:
         """By the configuration of the run."""
         algorithm = config.algorithm
         learns_from_samples = isinstance(algorithm, PolicyConfig) or config.loop == "client"
