@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from flotilla_coordinator.ledger.checker import Verdict, check
-from flotilla_coordinator.ledger.records import RUN_ENDED
+from flotilla_coordinator.ledger.records import DropReason
 from flotilla_testing.many_syncs import MID_SYNC, Seen, one_in_ten, sync_figures, watch_syncs
 from flotilla_testing.stack import Stack, light_stack, running_stack, wait_until
 
@@ -43,7 +43,7 @@ async def test_clean_syncs_under_generation_load(
     _report(capsys, steps, seen, verdict)
     assert all(step["sync/epochs"] == 1 and step["sync/members"] == 1 for step in steps)
     assert max(step["canary/max"] for step in steps) < EXACT
-    assert set(verdict.dropped) <= {RUN_ENDED}, "nothing else was lost"
+    assert set(verdict.dropped) <= {DropReason.RUN_ENDED}, "nothing else was lost"
 
 
 async def test_syncs_while_receivers_die_at_random(

@@ -16,7 +16,7 @@ from flotilla.common.v1.registration_pb2 import SERVICE_KIND_GENERATOR
 from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from flotilla_coordinator.ledger.checker import check
-from flotilla_coordinator.ledger.records import RUN_ENDED
+from flotilla_coordinator.ledger.records import DropReason
 from flotilla_core.rpc import unary
 from flotilla_testing.stack import Stack, light_stack, wait_until
 
@@ -74,7 +74,7 @@ async def test_throughput_follows_the_number_of_generators_and_no_sample_is_lost
     with capsys.disabled():
         sys.stdout.write("\n  " + "\n  ".join(map(str, [*changes, verdict])) + "\n")
     assert verdict.passed, str(verdict)
-    assert set(verdict.dropped) <= {RUN_ENDED}, "nothing else was lost"
+    assert set(verdict.dropped) <= {DropReason.RUN_ENDED}, "nothing else was lost"
     assert max(change.follows_s for change in changes) <= FOLLOWS_WITHIN_S
 
 

@@ -12,15 +12,13 @@ import numpy as np
 import pytest
 
 from flotilla.coordinator.v1 import loop_pb2, run_pb2
-from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla.trainer.v1 import trainer_pb2 as train
 from flotilla_coordinator.fleet.autoscale import IdleShares
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.records.directory import RunDirectory
-from flotilla_coordinator.rollouts.batch import RolloutGroup
+from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample
 from flotilla_coordinator.rollouts.generation import GenerationRequest
-from flotilla_coordinator.rollouts.samples import Generated
 from flotilla_coordinator.runs import executor as serve_client_module
 from flotilla_coordinator.runs.active import RunHandle
 from flotilla_coordinator.runs.checkpoints import Progress
@@ -36,7 +34,6 @@ from flotilla_core import rpc
 from flotilla_core.config import RunConfig
 from flotilla_core.errors import Cancelled, FlotillaError, InvalidRequest, Unavailable
 from flotilla_core.service import Activities
-from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 
 RUN = "run-1"
@@ -95,17 +92,13 @@ class Generators:
         self.may_answer.set()
         self.ended = asyncio.Event()
 
-    async def samples(self, request: GenerationRequest) -> AsyncGenerator[Generated]:
+    async def samples(self, request: GenerationRequest) -> AsyncGenerator[RolloutSample]:
         self.asked.set()
         try:
             await self.may_answer.wait()
             for sample_id in request.sample_ids:
-                response = gen.GeneratedSample(
-                    sample_id=sample_id,
-                    token_ids=to_tensor(np.array([4, 5], np.int32)),
-                    logprobs=to_tensor(np.array([-1.0, -1.0], np.float32)),
-                )
-                yield Generated(response, "generator-0", 0)
+                tokens, logprobs = np.array([4, 5], np.int32), np.array([-1.0, -1.0], np.float32)
+                yield RolloutSample(sample_id, tokens, logprobs, "2")
         finally:
             self.ended.set()
 

@@ -10,14 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla_coordinator.evaluation.evaluate import Evaluation, Evaluator, pass_at
+from flotilla_coordinator.rollouts.batch import RolloutSample
 from flotilla_coordinator.rollouts.generation import GenerationRequest
-from flotilla_coordinator.rollouts.samples import Generated
 from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_core.config import SamplingConfig
 from flotilla_core.errors import UserCodeError
-from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 
 VERSION = Version(0, 4)
@@ -29,12 +27,11 @@ class Generation:
     def __init__(self) -> None:
         self.asked: list[GenerationRequest] = []
 
-    async def samples(self, request: GenerationRequest) -> AsyncGenerator[Generated]:
+    async def samples(self, request: GenerationRequest) -> AsyncGenerator[RolloutSample]:
         self.asked.append(request)
         for sample_id in reversed(request.sample_ids):
             number = int(sample_id.rpartition("/")[2])
-            tokens = to_tensor(np.array([number], np.int32))
-            yield Generated(gen.GeneratedSample(sample_id=sample_id, token_ids=tokens), "generator-0", 0)
+            yield RolloutSample(sample_id, np.array([number], np.int32), None, str(number))
 
 
 class Scorer:
@@ -56,7 +53,7 @@ def evaluator(generation: Generation, scorer: Scorer, prompts: int, drawn: int) 
     held_out: Any = [
         SimpleNamespace(index=i, token_ids=tokens, prompt_text="", answer="", info={}) for i in range(prompts)
     ]
-    parts: Any = (SimpleNamespace(decode=str), generation, scorer)
+    parts: Any = (generation, scorer)
     return Evaluator("run", held_out, *parts, SamplingConfig(temperature=0.7), drawn, timeout_s=5.0)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from flotilla_coordinator.ledger.checker import Verdict, check
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.ledger.records import GroupIssue, RunRecord, RunState, ScoredSample, TokenSpan
+from flotilla_coordinator.ledger.records import FinishedSample, GroupIssue, RunRecord, RunState, TokenSpan
 from flotilla_core.errors import NotFound
 from flotilla_core.version import Version
 
@@ -33,10 +33,7 @@ async def path(tmp_path: Path) -> Path:
     span = (TokenSpan(Version(0, 2), 0, 1),)
     logprobs = np.zeros(1, dtype=np.float32)
     await ledger.group_scored(
-        [
-            ScoredSample(sample, 0, "generator-0", ids, logprobs, "", span, False, 1.0)
-            for sample in SAMPLES[:3]
-        ]
+        [FinishedSample(sample, ids, logprobs, "", span, reward=1.0) for sample in SAMPLES[:3]]
     )
     await ledger.consumed(
         RUN, f"{RUN}/0.4", SAMPLES[:2], Version(0, 3), result=Version(0, 4), step=4, cursor=None

@@ -27,15 +27,13 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import (
     REOPENED,
     REWARDS_FAILED,
-    RUN_ENDED,
-    RUN_INTERRUPTED,
-    GeneratedSample,
+    DropReason,
+    FinishedSample,
     GroupIssue,
     Recorded,
     RunRecord,
     RunState,
     SampleState,
-    ScoredSample,
     TokenSpan,
 )
 from flotilla_core.errors import FailedPrecondition
@@ -117,11 +115,10 @@ class LedgerMachine(RuleBasedStateMachine):
         for name in names:
             self.samples[name].state, self.samples[name].reason = state, reason
 
-    def arrived(self, name: str) -> GeneratedSample:
+    def arrived(self, name: str) -> FinishedSample:
         spans = (TokenSpan(self.version, 0, 2),)
-        return GeneratedSample(
-            name, self.samples[name].attempt, "generator-0", TOKENS, LOGPROBS, "", spans, False
-        )
+        attempt = self.samples[name].attempt
+        return FinishedSample(name, TOKENS, LOGPROBS, "", spans, attempt=attempt, reward=1.0)
 
     @precondition(lambda self: not self.ended)
     @rule(size=st.integers(1, 4), ahead=st.integers(0, 1))
@@ -162,7 +159,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.deliver_and_score(self.pick(data))
 
     def deliver_and_score(self, names: list[str]) -> None:
-        delivered = [ScoredSample(**vars(self.arrived(name)), reward=1.0) for name in names]
+        delivered = [self.arrived(name) for name in names]
         recorded = self.do(self.ledger.group_scored(delivered))
         fresh = [name for name in names if self.samples[name].state in (State.ISSUED, State.GENERATED)]
         assert list(recorded.accepted) == fresh
@@ -184,7 +181,7 @@ class LedgerMachine(RuleBasedStateMachine):
         asked = [*names, *names[:1]]
 
         async def at_once() -> list[Recorded]:
-            delivered = [ScoredSample(**vars(self.arrived(name)), reward=1.0) for name in asked]
+            delivered = [self.arrived(name) for name in asked]
             return await asyncio.gather(*(self.ledger.group_scored([sample]) for sample in delivered))
 
         accepted = [name for recorded in self.do(at_once()) for name in recorded.accepted]
@@ -309,7 +306,7 @@ class LedgerMachine(RuleBasedStateMachine):
         with pytest.raises(FailedPrecondition, match="durable"):
             self.do(self.ledger.fall_back(RUN, before, step=0, cursor=None))
 
-    @rule(reason=st.sampled_from([RUN_ENDED, RUN_INTERRUPTED]))
+    @rule(reason=st.sampled_from([DropReason.RUN_ENDED, DropReason.RUN_INTERRUPTED]))
     def run_ends(self, reason: str) -> None:
         open_ = [name for name, sample in self.samples.items() if sample.state in OPEN]
         assert self.do(self.ledger.drop_in_flight(RUN, reason)) == len(open_)

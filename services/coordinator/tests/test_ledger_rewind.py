@@ -15,11 +15,11 @@ import pytest
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import (
+    FinishedSample,
     GroupIssue,
     RunRecord,
     RunState,
     SampleState,
-    ScoredSample,
     TokenSpan,
 )
 from flotilla_coordinator.runs.checkpoints import Progress
@@ -52,7 +52,7 @@ async def scored(ledger: Ledger, step: int) -> list[str]:
     sample_ids = await issued(ledger, step)
     await ledger.group_scored(
         [
-            ScoredSample(
+            FinishedSample(
                 sample_id=sample_id,
                 attempt=0,
                 generator="generator-0",

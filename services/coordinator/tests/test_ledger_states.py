@@ -14,12 +14,11 @@ import pytest
 from flotilla.coordinator.v1 import coordinator_pb2, run_pb2
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import (
-    GeneratedSample,
+    FinishedSample,
     GroupIssue,
     RunRecord,
     RunState,
     SampleState,
-    ScoredSample,
     TokenSpan,
 )
 from flotilla_core.errors import AlreadyExists, FailedPrecondition, InvalidRequest, NotFound
@@ -37,8 +36,8 @@ def issue(group: int = 0, *, step: int = 0, size: int = 2, attempt: int = 0) -> 
 
 def scored(
     sample_id: str, *, version: Version = START, reward: float = 1.0, attempt: int = 0
-) -> ScoredSample:
-    return ScoredSample(
+) -> FinishedSample:
+    return FinishedSample(
         sample_id=sample_id,
         attempt=attempt,
         generator="generator-0",
@@ -78,7 +77,7 @@ async def test_a_sample_is_stored_byte_for_byte(ledger: Ledger) -> None:
     group = issue()
     await ledger.group_issued(group)
     spans = (TokenSpan(Version(1, 7), 0, 1), TokenSpan(Version(1, 8), 1, 2))
-    sample = ScoredSample(
+    sample = FinishedSample(
         sample_id=group.sample_ids[0],
         attempt=0,
         generator="generator-1",
@@ -186,7 +185,7 @@ async def test_a_score_may_follow_its_response(ledger: Ledger) -> None:
     first, second = group.sample_ids
     response = scored(first)
     await ledger.group_generated(
-        [GeneratedSample(first, 0, "generator-0", response.token_ids, response.logprobs, "2", ())]
+        [FinishedSample(first, response.token_ids, response.logprobs, "2", generator="generator-0")]
     )
     accepted = await ledger.group_scored([scored(first), scored(second)])
     assert accepted.accepted == (first, second)

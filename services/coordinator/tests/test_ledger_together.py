@@ -19,11 +19,11 @@ from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.ownership import Owner
 from flotilla_coordinator.ledger.records import (
+    FinishedSample,
     GroupIssue,
     Recorded,
     RunRecord,
     RunState,
-    ScoredSample,
     TokenSpan,
 )
 from flotilla_coordinator.ledger.writer import MOST_TOGETHER, WriterThread
@@ -50,10 +50,10 @@ def group(number: int, run_id: str = RUNS[0]) -> GroupIssue:
     return GroupIssue(run_id, group_id, (f"{group_id}/0", f"{group_id}/1"), 0, 0, f"{number}+1=", prompt)
 
 
-def scored(sample_id: str) -> ScoredSample:
+def scored(sample_id: str) -> FinishedSample:
     tokens = np.array([5, 6], dtype=np.int32)
     spans = (TokenSpan(Version(0, 0), 0, 2),)
-    return ScoredSample(sample_id, 0, "generator-0", tokens, np.zeros(2, np.float32), "2", spans, reward=1.0)
+    return FinishedSample(sample_id, tokens, np.zeros(2, np.float32), "2", spans, reward=1.0)
 
 
 class Held:

@@ -17,11 +17,11 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import (
+    FinishedSample,
     GroupIssue,
     RunRecord,
     RunState,
     SampleState,
-    ScoredSample,
     TokenSpan,
 )
 from flotilla_coordinator.ledger.run_rows import used_bytes
@@ -65,10 +65,7 @@ async def scored(ledger: Ledger, run_id: str, step: int) -> list[str]:
     tokens, logprobs = np.zeros(TOKENS, np.int32), np.zeros(TOKENS, np.float32)
     spans = (TokenSpan(Version(0, step), 0, TOKENS),)
     await ledger.group_scored(
-        [
-            ScoredSample(name, 0, "generator-0", tokens, logprobs, "", spans, False, reward=1.0)
-            for name in samples
-        ]
+        [FinishedSample(name, tokens, logprobs, "", spans, reward=1.0) for name in samples]
     )
     return list(samples)
 

@@ -7,29 +7,25 @@ import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.data.prompts import Prompt, PromptFile
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.ledger.records import RunRecord, RunState, SampleState
-from flotilla_coordinator.rollouts.batch import Batch
+from flotilla_coordinator.ledger.records import RunRecord, RunState, SampleState, TokenSpan
+from flotilla_coordinator.rollouts.batch import Batch, RolloutSample
 from flotilla_coordinator.rollouts.generation import GenerationRequest
 from flotilla_coordinator.rollouts.group import GroupRollout
-from flotilla_coordinator.rollouts.samples import Generated
 from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_coordinator.rollouts.source import RolloutSource
 from flotilla_core.config import DataConfig, DynamicSamplingConfig, RolloutConfig
 from flotilla_core.config.advantages import GrpoAdvantage
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.ids import prompt_of_group
-from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 from flotilla_testing.numbered_prompts import NumberedPrompts
 
@@ -56,7 +52,7 @@ class Task:
         self.cut: list[int] = []
         self.free = asyncio.Event()
 
-    async def samples(self, request: GenerationRequest) -> AsyncGenerator[Generated]:
+    async def samples(self, request: GenerationRequest) -> AsyncGenerator[RolloutSample]:
         prompt = int(request.prompt_token_ids[0])
         self.asked.append(prompt)
         try:
@@ -68,13 +64,10 @@ class Task:
             self.cut.append(prompt)
             raise
         for sample_id in request.sample_ids:
-            response = gen.GeneratedSample(
-                sample_id=sample_id,
-                token_ids=to_tensor(np.array([prompt, request.min_version.lineage], dtype=np.int32)),
-                logprobs=to_tensor(np.array([-0.5, -0.25], dtype=np.float32)),
-            )
-            response.version_spans.add(version=request.min_version.to_proto(), start=0, end=2)
-            yield Generated(response, "generator-0", 0)
+            tokens = np.array([prompt, request.min_version.lineage], np.int32)
+            logprobs = np.array([-0.5, -0.25], np.float32)
+            spans = (TokenSpan(request.min_version, 0, 2),)
+            yield RolloutSample(sample_id, tokens, logprobs, str(tokens), spans)
 
     async def score(self, items: list[Any]) -> dict[str, Outcome]:
         outcomes = {}
@@ -110,7 +103,7 @@ class Run:
     async def begin(self, task: Task, at: int | None = None) -> None:
         """From the start, or once more from after so many steps."""
         prompts: Any = resting_prompts(self.rows) if self.rows else NumberedPrompts()
-        parts: Any = (SimpleNamespace(decode=str), task, task)
+        parts: Any = (task, task)
         groups = GroupRollout(
             RUN, self.config, *parts, self.ledger, GrpoAdvantage(), self.wait_until_verified
         )

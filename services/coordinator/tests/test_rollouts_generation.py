@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla.reward.v1 import reward_pb2 as reward
+from flotilla_coordinator.rollouts.batch import RolloutSample
 from flotilla_coordinator.rollouts.generation import Generation, GenerationRequest
 from flotilla_coordinator.rollouts.scoring import Scorer
 from flotilla_core import rpc
@@ -29,6 +31,7 @@ from flotilla_core.errors import (
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
 
+TOKENIZER: Any = SimpleNamespace(decode=str)
 SLOTS = ("run/0/0/0", "run/0/0/1", "run/0/0/2")
 
 
@@ -118,11 +121,11 @@ def generator(name: str, gives: int = len(SLOTS), then: FlotillaError | None = N
 
 async def generate(*replicas: Replica) -> tuple[list[tuple[str, str, int]], Pool]:
     pool: Any = Pool(list(replicas))
-    generation = Generation("run", 0, pool, lambda *_: True, 1.0, lambda *_: None)
+    generation = Generation("run", 0, TOKENIZER, pool, lambda *_: True, 1.0, lambda *_: None)
     prompt = np.arange(3, dtype=np.int32)
     request = GenerationRequest(prompt, SLOTS, SamplingConfig(), Version(0, 0), 5.0, max_attempts=3)
     async with aclosing(generation.samples(request)) as samples:
-        got = [(s.sample.sample_id, s.generator, s.attempt) async for s in samples]
+        got = [(s.sample_id, s.generator, s.attempt) async for s in samples]
     assert all(replica.leases == 0 for replica in replicas)
     return got, pool
 
@@ -166,9 +169,9 @@ def piecewise(name: str, version: int, tokens: list[int], whole: bool, asked: li
     return Replica(name, answer)
 
 
-async def pieces(*replicas: Replica, resume: bool, most: int = 256) -> list[gen.GeneratedSample]:
+async def pieces(*replicas: Replica, resume: bool, most: int = 256) -> list[RolloutSample]:
     pool: Any = Pool(list(replicas))
-    generation = Generation("run", 0, pool, lambda *_: True, 1.0, lambda *_: None)
+    generation = Generation("run", 0, TOKENIZER, pool, lambda *_: True, 1.0, lambda *_: None)
     request = GenerationRequest(
         np.arange(3, dtype=np.int32),
         SLOTS[:1],
@@ -179,7 +182,7 @@ async def pieces(*replicas: Replica, resume: bool, most: int = 256) -> list[gen.
         resume_partial=resume,
     )
     async with aclosing(generation.samples(request)) as samples:
-        return [sample.sample async for sample in samples]
+        return [sample async for sample in samples]
 
 
 async def test_a_sample_goes_on_elsewhere_with_the_logprobs_and_versions_of_each_piece() -> None:
@@ -190,9 +193,9 @@ async def test_a_sample_goes_on_elsewhere_with_the_logprobs_and_versions_of_each
         piecewise("c", 5, [13, 14], True, asked),
         resume=True,
     )
-    assert from_tensor(whole.token_ids).tolist() == [10, 11, 12, 13, 14]
-    assert from_tensor(whole.logprobs).tolist() == [-10, -11, -12, -13, -14]
-    spans = [(Version.from_proto(s.version).step, s.start, s.end) for s in whole.version_spans]
+    assert whole.token_ids.tolist() == [10, 11, 12, 13, 14]
+    assert whole.logprobs is not None and whole.logprobs.tolist() == [-10, -11, -12, -13, -14]
+    spans = [(span.version.step, span.start, span.end) for span in whole.spans]
     assert spans == [(3, 0, 2), (4, 2, 3), (5, 3, 5)]
     slots = [request.samples[0] for request in asked]
     assert [slot.HasField("prefix_token_ids") for slot in slots] == [False, True, True]
@@ -205,7 +208,7 @@ async def test_without_resuming_a_sample_begins_anew_with_its_own_seed() -> None
     (whole,) = await pieces(
         piecewise("a", 3, [10, 11], False, asked), piecewise("b", 4, [12], True, asked), resume=False
     )
-    assert from_tensor(whole.token_ids).tolist() == [12]
+    assert whole.token_ids.tolist() == [12]
     assert asked[0].samples == asked[1].samples
 
 
@@ -214,7 +217,7 @@ async def test_a_piece_that_fills_the_response_is_drawn_again() -> None:
     (whole,) = await pieces(
         piecewise("a", 3, [10, 11], False, asked), piecewise("b", 4, [12], True, asked), resume=True, most=2
     )
-    assert from_tensor(whole.token_ids).tolist() == [12] and asked[0].samples == asked[1].samples
+    assert whole.token_ids.tolist() == [12] and asked[0].samples == asked[1].samples
 
 
 def rewarder(name: str, then: FlotillaError | None = None) -> Replica:
@@ -290,11 +293,11 @@ async def test_a_sample_that_is_refused_is_counted_and_drawn_again(
         lost.append(str(error))
         pool.replicas.pop(0)
 
-    generation = Generation("run", 0, pool, lambda *_: True, 1.0, tell)
+    generation = Generation("run", 0, TOKENIZER, pool, lambda *_: True, 1.0, tell)
     prompt = np.arange(3, dtype=np.int32)
     request = GenerationRequest(prompt, SLOTS, SamplingConfig(), Version(0, 4), 5.0, max_attempts=2)
     async with aclosing(generation.samples(request)) as samples:
-        got = [(s.sample.sample_id, s.attempt) async for s in samples]
+        got = [(s.sample_id, s.attempt) async for s in samples]
     assert got == [(SLOTS[1], 0), (SLOTS[2], 0), (SLOTS[0], 1)]
     assert "a sample of a was refused" in lost[0]
     assert generation.validator.take_metrics() == {"samples/rejected": 1.0, f"samples/rejected_{kind}": 1.0}

@@ -6,29 +6,25 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
 
-from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla.trainer.v1 import trainer_pb2
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.ledger.records import RunRecord, RunState, SampleState
-from flotilla_coordinator.rollouts.batch import Batch
+from flotilla_coordinator.ledger.records import RunRecord, RunState, SampleState, TokenSpan
+from flotilla_coordinator.rollouts.batch import Batch, RolloutSample
 from flotilla_coordinator.rollouts.generation import GenerationRequest
 from flotilla_coordinator.rollouts.group import GroupRollout
-from flotilla_coordinator.rollouts.samples import Generated
 from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_coordinator.rollouts.source import RolloutSource
 from flotilla_coordinator.trainers.messages import fill
 from flotilla_core.config import RolloutConfig, SamplingConfig
 from flotilla_core.config.advantages import AdvantageConfig, GrpoAdvantage, RemaxAdvantage
 from flotilla_core.errors import Exhausted, UserCodeError
-from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 from flotilla_testing.numbered_prompts import NumberedPrompts
 
@@ -48,7 +44,7 @@ class Task:
         self.no_greedy_comes = self.no_sample_comes = False
         self.cut = 0
 
-    async def samples(self, request: GenerationRequest) -> AsyncGenerator[Generated]:
+    async def samples(self, request: GenerationRequest) -> AsyncGenerator[RolloutSample]:
         self.asked.append(request)
         is_greedy = request.sampling.temperature == 0
         if is_greedy and self.no_greedy_comes:
@@ -59,13 +55,8 @@ class Task:
             finally:
                 self.cut += 1
         for sample_id in request.sample_ids:
-            response = gen.GeneratedSample(
-                sample_id=sample_id,
-                token_ids=to_tensor(np.array([7], dtype=np.int32)),
-                logprobs=to_tensor(np.array([-0.5], dtype=np.float32)),
-            )
-            response.version_spans.add(version=request.min_version.to_proto(), start=0, end=1)
-            yield Generated(response, "generator-0", 0)
+            tokens, logprobs = np.array([7], np.int32), np.array([-0.5], np.float32)
+            yield RolloutSample(sample_id, tokens, logprobs, "7", (TokenSpan(request.min_version, 0, 1),))
 
     async def score(self, items: list[Any]) -> dict[str, Outcome]:
         return {item.sample_id: self._outcome(item.sample_id) for item in items}
@@ -95,7 +86,7 @@ def source(ledger: Ledger, task: Task, advantage: AdvantageConfig | None = None)
         prompts_per_step=2, samples_per_prompt=SAMPLES, sampling=LIMITS, max_reward_failure_rate=0.5
     )
     prompts: Any = NumberedPrompts()
-    parts: Any = (SimpleNamespace(decode=str), task, task)
+    parts: Any = (task, task)
     groups = GroupRollout(RUN, config, *parts, ledger, advantage or RemaxAdvantage(), AsyncMock())
     return RolloutSource(RUN, config, 4, prompts, groups, ledger)
 
@@ -255,5 +246,7 @@ async def test_a_greedy_response_that_never_comes_ends_the_step_and_what_waits_b
     rollouts = source(ledger, task)
     with pytest.raises(Exhausted):
         await batch_of(rollouts)
-    assert task.cut == 2
+    # The other group may have been cut off before it was recorded, and then asks for nothing.
+    waited = len(task.asked) - len(task.asked_greedily)
+    assert task.cut == waited >= 1
     await rollouts.close()

@@ -17,19 +17,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla_coordinator.ledger.checker import Verdict, check
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.ledger.records import RunRecord, RunState
+from flotilla_coordinator.ledger.records import RunRecord, RunState, TokenSpan
 from flotilla_coordinator.records.directory import RunDirectory
+from flotilla_coordinator.rollouts.batch import RolloutSample
 from flotilla_coordinator.rollouts.generation import GenerationRequest
 from flotilla_coordinator.rollouts.group import GroupRollout
-from flotilla_coordinator.rollouts.samples import Generated
 from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_coordinator.rollouts.source import RolloutSource
 from flotilla_core.config import RolloutConfig
 from flotilla_core.config.advantages import ReinforceAdvantage
-from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 from flotilla_testing.numbered_prompts import NumberedPrompts
 
@@ -46,20 +44,15 @@ class Fleet:
         self.asked: list[GenerationRequest] = []
         self._turns = turns
 
-    async def samples(self, request: GenerationRequest) -> AsyncGenerator[Generated]:
+    async def samples(self, request: GenerationRequest) -> AsyncGenerator[RolloutSample]:
         self.asked.append(request)
         assert self.live >= request.min_version
         for sample_id in request.sample_ids:
             for _ in range(self._turns[len(self.asked) % len(self._turns)]):
                 await asyncio.sleep(0)
-            response = gen.GeneratedSample(
-                sample_id=sample_id,
-                token_ids=to_tensor(np.array([1, 2], dtype=np.int32)),
-                logprobs=to_tensor(np.array([-0.5, -0.5], dtype=np.float32)),
-            )
-            response.version_spans.add(version=request.min_version.to_proto(), start=0, end=1)
-            response.version_spans.add(version=self.live.to_proto(), start=1, end=2)
-            yield Generated(response, "generator-0", 0)
+            tokens, logprobs = np.array([1, 2], np.int32), np.array([-0.5, -0.5], np.float32)
+            spans = (TokenSpan(request.min_version, 0, 1), TokenSpan(self.live, 1, 2))
+            yield RolloutSample(sample_id, tokens, logprobs, "12", spans)
 
 
 class Scorer:
@@ -68,7 +61,7 @@ class Scorer:
 
 
 def source(config: RolloutConfig, steps: int, prompts: Any, fleet: Fleet, ledger: Ledger) -> RolloutSource:
-    parts: Any = (SimpleNamespace(decode=str), fleet, Scorer())
+    parts: Any = (fleet, Scorer())
     groups = GroupRollout(RUN, config, *parts, ledger, ReinforceAdvantage(), AsyncMock())
     return RolloutSource(RUN, config, steps, prompts, groups, ledger)
 
@@ -91,7 +84,7 @@ async def train(folder: Path, staleness: int, steps: int, turns: list[int]) -> V
         rollouts.admit(step, before)
         assert prompts.drawn == PROMPTS * min(step + staleness + 1, steps)
         batch = await asyncio.wait_for(rollouts.batch(step, before), TIMEOUT_S)
-        oldest = [sample.oldest_version() for sample in batch.samples]
+        oldest = [sample.oldest_version for sample in batch.samples]
         assert len(oldest) == PROMPTS * SAMPLES and batch.metrics["staleness/max"] <= staleness
         assert all(version is not None and version.step >= step - staleness for version in oldest)
         ids = [sample.sample_id for sample in batch.samples]

@@ -6,28 +6,24 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
 
-from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.ledger.records import RunRecord, RunState, SampleState
-from flotilla_coordinator.rollouts.batch import Batch
+from flotilla_coordinator.ledger.records import RunRecord, RunState, SampleState, TokenSpan
+from flotilla_coordinator.rollouts.batch import Batch, RolloutSample
 from flotilla_coordinator.rollouts.generation import GenerationRequest
 from flotilla_coordinator.rollouts.group import GroupRollout
-from flotilla_coordinator.rollouts.samples import Generated
 from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_coordinator.rollouts.source import RolloutSource
 from flotilla_coordinator.runs.client.sampling import ClientSource
 from flotilla_core.config import RolloutConfig
 from flotilla_core.config.advantages import GrpoAdvantage
 from flotilla_core.errors import FailedPrecondition, UserCodeError
-from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 from flotilla_testing.numbered_prompts import NumberedPrompts
 
@@ -42,20 +38,16 @@ class Generation:
         self.asked: list[str] = []
         self.silent_from = 1000
 
-    async def samples(self, request: GenerationRequest) -> AsyncGenerator[Generated]:
+    async def samples(self, request: GenerationRequest) -> AsyncGenerator[RolloutSample]:
         for sample_id in request.sample_ids:
             self.asked.append(sample_id)
             prompt = int(sample_id.split("/")[2])
             if prompt >= self.silent_from and not sample_id.endswith("/0"):
                 await asyncio.Event().wait()
             version = request.min_version
-            response = gen.GeneratedSample(
-                sample_id=sample_id,
-                token_ids=to_tensor(np.array([prompt, 7 + version.lineage], dtype=np.int32)),
-                logprobs=to_tensor(np.array([-0.5, -0.25], dtype=np.float32)),
-            )
-            response.version_spans.add(version=version.to_proto(), start=0, end=2)
-            yield Generated(response, "generator-0", 0)
+            tokens = np.array([prompt, 7 + version.lineage], np.int32)
+            logprobs = np.array([-0.5, -0.25], np.float32)
+            yield RolloutSample(sample_id, tokens, logprobs, str(tokens), (TokenSpan(version, 0, 2),))
 
 
 class Scorer:
@@ -95,7 +87,7 @@ def source(
 ) -> RolloutSource:
     config = config or settings()
     prompts = prompts or NumberedPrompts()
-    parts: Any = (SimpleNamespace(decode=str), generation, scorer or Scorer())
+    parts: Any = (generation, scorer or Scorer())
     groups = GroupRollout(RUN, config, *parts, ledger, GrpoAdvantage(), AsyncMock())
     return RolloutSource(RUN, config, STEPS, prompts, groups, ledger)
 

@@ -19,7 +19,6 @@ from typing import Any
 
 from flotilla.reward.v1 import reward_pb2
 from flotilla_coordinator.data.prompts import Prompt
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.rollouts.answers import given_group
 from flotilla_coordinator.rollouts.batch import RolloutGroup
 from flotilla_coordinator.rollouts.generation import EVALUATION, Generation, GenerationRequest
@@ -31,7 +30,6 @@ from flotilla_core.config import SamplingConfig
 from flotilla_core.errors import UserCodeError
 from flotilla_core.tasks import gather_or_cancel
 from flotilla_core.telemetry import names
-from flotilla_core.tensors import from_tensor
 from flotilla_core.version import Version
 
 ANSWERS_PER_SCORE_CALL = 64
@@ -83,7 +81,6 @@ class Evaluator:
         self,
         run_id: str,
         prompts: list[Prompt],
-        tokenizer: Tokenizer,
         generation: Generation,
         scorer: Scorer,
         sampling: SamplingConfig,
@@ -92,7 +89,6 @@ class Evaluator:
     ) -> None:
         self._run_id = run_id
         self._prompts = prompts
-        self._tokenizer = tokenizer
         self._generation = generation
         self._scorer = scorer
         self._sampling = sampling
@@ -140,13 +136,8 @@ class Evaluator:
             priority=EVALUATION,
             instance_id=on,
         )
-        items: list[reward_pb2.ScoreItem] = []
         async with gate, aclosing(self._generation.samples(request)) as samples:
-            async for generated in samples:
-                token_ids = from_tensor(generated.sample.token_ids)
-                text = self._tokenizer.decode(token_ids.tolist())
-                items.append(score_item(generated.sample.sample_id, prompt, text, token_ids))
-        return items
+            return [score_item(sample, prompt) async for sample in samples]
 
 
 def _right(outcome: Outcome) -> bool:

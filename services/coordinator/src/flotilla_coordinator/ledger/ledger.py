@@ -22,7 +22,8 @@ from flotilla_coordinator.ledger.ownership import Owner
 from flotilla_coordinator.ledger.records import (
     AdmittedGroup,
     Conservation,
-    GeneratedSample,
+    DropReason,
+    FinishedSample,
     GroupIssue,
     GroupOutcome,
     Recorded,
@@ -30,7 +31,6 @@ from flotilla_coordinator.ledger.records import (
     RunState,
     SampleRecord,
     SampleState,
-    ScoredSample,
     VoidedUpdate,
 )
 from flotilla_coordinator.ledger.writer import WriterThread
@@ -112,11 +112,11 @@ class Ledger:
         """Ask again for samples that did not arrive; their ids stay."""
         await self._writer.submit(lambda db: transitions.reissue(db, sample_ids, attempt, why))
 
-    async def group_generated(self, samples: Sequence[GeneratedSample]) -> Recorded:
+    async def group_generated(self, samples: Sequence[FinishedSample]) -> Recorded:
         """Keep finished responses whose scores come later."""
         return await self._writer.submit_step(transitions.generated, samples)
 
-    async def group_scored(self, samples: Sequence[ScoredSample]) -> Recorded:
+    async def group_scored(self, samples: Sequence[FinishedSample]) -> Recorded:
         """Keep rewards, together with the responses that are not there yet."""
         return await self._writer.submit_step(transitions.scored, samples)
 
@@ -143,7 +143,7 @@ class Ledger:
 
         await self._writer.submit(record)
 
-    async def dropped(self, run_id: str, sample_ids: Sequence[str], reason: str) -> Recorded:
+    async def dropped(self, run_id: str, sample_ids: Sequence[str], reason: DropReason) -> Recorded:
         """Take samples out of the run, for a reason that is counted."""
         return await self._writer.submit(lambda db: transitions.dropped(db, run_id, sample_ids, reason))
 
@@ -151,7 +151,7 @@ class Ledger:
         self,
         run_id: str,
         sample_ids: Sequence[str],
-        reason: str,
+        reason: DropReason,
         *,
         result: Version,
         step: int,
@@ -169,7 +169,7 @@ class Ledger:
         """Let groups that were admitted for an earlier step count for `step`."""
         await self._writer.submit(lambda db: transitions.carry_over(db, run_id, group_ids, step))
 
-    async def drop_in_flight(self, run_id: str, reason: str) -> int:
+    async def drop_in_flight(self, run_id: str, reason: DropReason) -> int:
         """Drop everything of a run that was neither trained nor dropped; the number of samples."""
         return await self._writer.submit(lambda db: transitions.drop_in_flight(db, run_id, reason))
 

@@ -1,13 +1,13 @@
 """What goes into the ledger and what comes out of it, and the reasons for which samples are dropped.
 
-Invariants: the numbers of both enums are those of the coordinator's contract; arrays are the generator's
+Invariants: the numbers of the states are those of the coordinator's contract; arrays are the generator's
 own token ids (int32) and log-probabilities (float32), stored byte for byte.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import Any
 
 import numpy as np
@@ -20,24 +20,35 @@ Float32Array = npt.NDArray[np.float32]
 
 START = Version(0, 0)
 
-RUN_ENDED = "run_ended"
-RUN_INTERRUPTED = "run_interrupted"
-UPDATE_SKIPPED = "update_skipped"
-CRITIC_ONLY = "critic_only"
-STALE = "stale"
-"""Older than its bound when its update came; whoever makes the step again asks for it again."""
-REOPENED = (RUN_ENDED, RUN_INTERRUPTED, UPDATE_SKIPPED, CRITIC_ONLY, STALE)
+
+class DropReason(StrEnum):
+    """Why a sample was taken out of its run, by the names that disk and wire have."""
+
+    RUN_ENDED = "run_ended"
+    RUN_INTERRUPTED = "run_interrupted"
+    UPDATE_SKIPPED = "update_skipped"
+    CRITIC_ONLY = "critic_only"
+    STALE = "stale"
+    """It was older than its bound when its update came; a step that is made again asks for it again."""
+    UNIFORM = "uniform"
+    """All rewards of the group were equal; it stays out, however often its step is made again."""
+    TAIL = "tail"
+    """Its batch was full before it ended, and it would be too old for the next one."""
+    REWARD_ERROR = "reward_error"
+    REWARD_TIMEOUT = "reward_timeout"
+    GROUP_TOO_SMALL = "group_too_small"
+
+
+REOPENED = (
+    DropReason.RUN_ENDED,
+    DropReason.RUN_INTERRUPTED,
+    DropReason.UPDATE_SKIPPED,
+    DropReason.CRITIC_ONLY,
+    DropReason.STALE,
+)
 """Reasons that say something about the run and nothing about the sample: one that goes on may train it after all."""
 
-UNIFORM = "uniform"
-"""All rewards of the group were equal; it stays out, however often its step is made again."""
-TAIL = "tail"
-"""Its batch was full before it ended, and it would be too old for the next one."""
-
-REWARD_ERROR = "reward_error"
-REWARD_TIMEOUT = "reward_timeout"
-GROUP_TOO_SMALL = "group_too_small"
-REWARDS_FAILED = (REWARD_ERROR, REWARD_TIMEOUT, GROUP_TOO_SMALL)
+REWARDS_FAILED = (DropReason.REWARD_ERROR, DropReason.REWARD_TIMEOUT, DropReason.GROUP_TOO_SMALL)
 """Reasons that a failing reward makes, the last for the siblings of what it failed on."""
 
 
@@ -119,34 +130,29 @@ class GroupOutcome:
     """Whether every answer that was scored was right."""
 
 
-@dataclass(frozen=True)
-class GeneratedSample:
-    """A finished response."""
+@dataclass
+class FinishedSample:
+    """A finished response, scored or not: all that is needed to train from it."""
 
     sample_id: str
-    attempt: int
-    generator: str
     token_ids: Int32Array
-    logprobs: Float32Array
+    logprobs: Float32Array | None
+    """Of each token by the version that wrote it; given answers have none, and are in no ledger."""
     text: str
-    spans: tuple[TokenSpan, ...]
+    spans: tuple[TokenSpan, ...] = ()
     truncated: bool = False
-
-    @property
-    def oldest_version(self) -> Version:
-        """The oldest version that wrote any of its tokens; the start of the run where it has no tokens."""
-        return min((span.version for span in self.spans), default=START)
-
-
-@dataclass(frozen=True)
-class ScoredSample(GeneratedSample):
-    """A finished response with its reward."""
-
+    generator: str = ""
+    attempt: int = 0
     reward: float = 0.0
     reward_terms: tuple[float, ...] = ()
-    """What each term gave by itself."""
+    """What each term of the reward gave by itself."""
     greedy_reward: float | None = None
     """What the greedy response to its prompt earned, where the run compares with it."""
+
+    @property
+    def oldest_version(self) -> Version | None:
+        """The oldest version that wrote any of its tokens."""
+        return min((span.version for span in self.spans), default=None)
 
 
 @dataclass(frozen=True)
@@ -202,6 +208,7 @@ class SampleRecord:
     reward: float | None = None
     truncated: bool = False
     drop_reason: str = ""
+    """A `DropReason`, or one that an older Flotilla knew."""
     update_id: str = ""
     prompt_text: str = ""
     prompt_token_ids: Int32Array | None = None

@@ -17,16 +17,16 @@ import json
 import sqlite3
 from collections import Counter
 from collections.abc import Sequence
-from typing import TypeVar
 
 import numpy as np
 
 from flotilla_coordinator.ledger.records import (
-    GeneratedSample,
+    START,
+    DropReason,
+    FinishedSample,
     GroupIssue,
     Recorded,
     SampleState,
-    ScoredSample,
     TokenSpan,
 )
 from flotilla_coordinator.ledger.rows import (
@@ -49,7 +49,6 @@ from flotilla_core.errors import FailedPrecondition, InvalidRequest
 State = SampleState
 IN_FLIGHT = (State.ISSUED, State.GENERATED, State.SCORED)
 
-S = TypeVar("S", bound=GeneratedSample)
 MOST_PAYLOADS = 32
 """In one statement, a power of two: they may have many tokens each."""
 _REWARDED = (
@@ -118,7 +117,7 @@ def _group_keys(db: sqlite3.Connection, groups: Sequence[GroupIssue]) -> dict[st
     return found
 
 
-def generated(db: sqlite3.Connection, deliveries: Sequence[Sequence[GeneratedSample]]) -> list[Recorded]:
+def generated(db: sqlite3.Connection, deliveries: Sequence[Sequence[FinishedSample]]) -> list[Recorded]:
     """Keep finished responses whose scores come later."""
     fresh, recorded = _sort_out(db, deliveries, (State.ISSUED,))
     _store_responses(db, fresh)
@@ -132,7 +131,7 @@ def generated(db: sqlite3.Connection, deliveries: Sequence[Sequence[GeneratedSam
     return recorded
 
 
-def scored(db: sqlite3.Connection, deliveries: Sequence[Sequence[ScoredSample]]) -> list[Recorded]:
+def scored(db: sqlite3.Connection, deliveries: Sequence[Sequence[FinishedSample]]) -> list[Recorded]:
     """Keep rewards, and the responses with them where they are not there yet."""
     fresh, recorded = _sort_out(db, deliveries, (State.ISSUED, State.GENERATED))
     arrived = [(known, sample) for known, sample in fresh if known.state is State.ISSUED]
@@ -160,11 +159,11 @@ def scored(db: sqlite3.Connection, deliveries: Sequence[Sequence[ScoredSample]])
 
 
 def _sort_out(
-    db: sqlite3.Connection, deliveries: Sequence[Sequence[S]], open_states: tuple[State, ...]
-) -> tuple[list[tuple[Known, S]], list[Recorded]]:
+    db: sqlite3.Connection, deliveries: Sequence[Sequence[FinishedSample]], open_states: tuple[State, ...]
+) -> tuple[list[tuple[Known, FinishedSample]], list[Recorded]]:
     """Split deliveries into what is new, what came before, and what came too late."""
     known = iter(all_known(db, [sample.sample_id for delivered in deliveries for sample in delivered]))
-    fresh: list[tuple[Known, S]] = []
+    fresh: list[tuple[Known, FinishedSample]] = []
     recorded = []
     for delivered in deliveries:
         pairs = [(next(known), sample) for sample in delivered]
@@ -180,13 +179,13 @@ def _sort_out(
     return fresh, recorded
 
 
-def _store_responses(db: sqlite3.Connection, fresh: Sequence[tuple[Known, GeneratedSample]]) -> None:
+def _store_responses(db: sqlite3.Connection, fresh: Sequence[tuple[Known, FinishedSample]]) -> None:
     """Payloads, and the step to GENERATED in the event log; the samples' own rows are the caller's."""
     for _, sample in fresh:
-        if len(sample.token_ids) != len(sample.logprobs):
+        logprobs = 0 if sample.logprobs is None else len(sample.logprobs)
+        if len(sample.token_ids) != logprobs:
             raise InvalidRequest(
-                f"sample {sample.sample_id} has {len(sample.token_ids)} tokens "
-                f"but {len(sample.logprobs)} logprobs"
+                f"sample {sample.sample_id} has {len(sample.token_ids)} tokens but {logprobs} logprobs"
             )
     for_all(
         db,
@@ -195,7 +194,7 @@ def _store_responses(db: sqlite3.Connection, fresh: Sequence[tuple[Known, Genera
             (
                 known.key,
                 np.ascontiguousarray(s.token_ids, dtype="<i4").data,
-                np.ascontiguousarray(s.logprobs, dtype="<f4").data,
+                np.ascontiguousarray(() if s.logprobs is None else s.logprobs, dtype="<f4").data,
                 spans_to_bytes(s.spans),
                 s.text,
             )
@@ -206,13 +205,13 @@ def _store_responses(db: sqlite3.Connection, fresh: Sequence[tuple[Known, Genera
     log(
         db,
         [
-            Event(known.run, s.sample_id, s.attempt, known.state, State.GENERATED, s.oldest_version)
+            Event(known.run, s.sample_id, s.attempt, known.state, State.GENERATED, s.oldest_version or START)
             for known, s in fresh
         ],
     )
 
 
-def _rewarded(sample: ScoredSample) -> tuple[float, bytes, float | None]:
+def _rewarded(sample: FinishedSample) -> tuple[float, bytes, float | None]:
     """Values of these columns."""
     return sample.reward, terms_to_bytes(sample.reward_terms), sample.greedy_reward
 
@@ -251,7 +250,7 @@ def reissue(db: sqlite3.Connection, sample_ids: Sequence[str], attempt: int, why
     tally_moves(db, samples, State.ISSUED)
 
 
-def dropped(db: sqlite3.Connection, run_id: str, sample_ids: Sequence[str], reason: str) -> Recorded:
+def dropped(db: sqlite3.Connection, run_id: str, sample_ids: Sequence[str], reason: DropReason) -> Recorded:
     """Take samples out, for a reason that is counted."""
     if not reason:
         raise InvalidRequest("a sample is dropped without a reason", where=run_id)
@@ -298,7 +297,7 @@ def carry_over(db: sqlite3.Connection, run_id: str, group_ids: Sequence[str], st
     )
 
 
-def drop_in_flight(db: sqlite3.Connection, run_id: str, reason: str) -> int:
+def drop_in_flight(db: sqlite3.Connection, run_id: str, reason: DropReason) -> int:
     """Drop everything of a run that was neither trained nor dropped; the number of samples."""
     open_ = admitted_ids(db, "WHERE s.run = ? AND s.state IN (?, ?, ?)", (run_key(db, run_id), *IN_FLIGHT))
     return len(dropped(db, run_id, open_, reason).accepted)

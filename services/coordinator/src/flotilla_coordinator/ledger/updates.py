@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from flotilla_coordinator.ledger.records import (
     REOPENED,
     REWARDS_FAILED,
-    STALE,
+    DropReason,
     RunState,
     SampleState,
     VoidedUpdate,
@@ -209,14 +209,14 @@ def _ask_again_for_forgotten(db: sqlite3.Connection, run: int) -> None:
     _return_to(db, run, list(known.values()), State.ISSUED)
 
 
-def _reopen(db: sqlite3.Connection, run: int, step: int, reasons: tuple[str, ...]) -> None:
+def _reopen(db: sqlite3.Connection, run: int, step: int, reasons: tuple[DropReason, ...]) -> None:
     """Take back drops for reasons that hold no more."""
     places = ", ".join("?" * len(reasons))
     rows = db.execute(
         "SELECT s.sample_id, p.sample IS NOT NULL AND s.reward IS NOT NULL AND s.drop_reason != ? FROM samples s "
         "LEFT JOIN payloads p ON p.sample = s.key "
         f"WHERE s.run = ? AND s.step >= ? AND s.state = ? AND s.drop_reason IN ({places}) ORDER BY s.key",
-        (STALE, run, step, State.DROPPED, *reasons),
+        (DropReason.STALE, run, step, State.DROPPED, *reasons),
     ).fetchall()
     known = lookup(db, [sample_id for sample_id, _ in rows])
     _return_to(db, run, [known[sample_id] for sample_id, whole in rows if whole], State.SCORED)

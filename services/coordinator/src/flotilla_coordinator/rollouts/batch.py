@@ -7,34 +7,24 @@ re-tokenised; `group_id` and `sample_id` never change over attempts; metrics hav
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 from opentelemetry.trace import SpanContext
 
-from flotilla_coordinator.ledger.records import TokenSpan
+from flotilla_coordinator.ledger.records import DropReason, FinishedSample
+from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_core.config import RunConfig
 from flotilla_core.version import Version
 
 
 @dataclass
-class RolloutSample:
-    """One finished response, scored or (in supervised training) given."""
+class RolloutSample(FinishedSample):
+    """One finished response with what the trainer gets beside it, scored or (in supervised training) given."""
 
-    sample_id: str
-    token_ids: np.ndarray
-    logprobs: np.ndarray | None
-    text: str
-    spans: tuple[TokenSpan, ...] = ()
-    reward: float = 0.0
-    reward_terms: tuple[float, ...] = ()
-    """What each term of the reward gave by itself."""
-    greedy_reward: float | None = None
-    """What the greedy response to its prompt earned, where the run compares with it."""
-    truncated: bool = False
-    generator: str = ""
-    attempt: int = 0
+    outcome: Outcome | None = None
+    """What the rewards made of it in this attempt at its step; None where it was scored before, or given."""
     values: np.ndarray | None = None
     """What a critic expects before each token, where the run has one."""
     value_after: float | None = None
@@ -60,13 +50,29 @@ class RolloutSample:
         )
         return self.token_ids.nbytes + sum(column.nbytes for column in columns if column is not None)
 
-    def oldest_version(self) -> Version | None:
-        """The oldest version that wrote any of its tokens."""
-        return min((span.version for span in self.spans), default=None)
+    @property
+    def drop_reason(self) -> DropReason | None:
+        """Why it cannot train, where its rewards failed."""
+        if self.outcome is None or self.outcome.total is not None:
+            return None
+        return DropReason.REWARD_TIMEOUT if self.outcome.timed_out else DropReason.REWARD_ERROR
+
+    def take_outcome(self, outcome: Outcome) -> None:
+        """Note what the rewards made of it."""
+        self.outcome = outcome
+        if outcome.total is not None:
+            self.reward, self.reward_terms = outcome.total, outcome.terms
+
+    def compare_with_greedy(self, greedy: Outcome) -> None:
+        """Note what the greedy response to its prompt earned: where that has no value, neither has this one."""
+        self.greedy_reward = greedy.total
+        if greedy.total is None and self.outcome is not None and self.outcome.total is not None:
+            failure = f"the greedy response to its prompt: {greedy.failure}"
+            self.outcome = replace(greedy, failure=failure)
 
     def steps_old(self, version: Version) -> int:
         """By steps: a sample of an earlier lineage is as old as the step that it was drawn for."""
-        oldest = self.oldest_version()
+        oldest = self.oldest_version
         return 0 if oldest is None else version.step - oldest.step
 
 
@@ -139,7 +145,7 @@ def batch_metrics(batch: Batch, version: Version) -> dict[str, float]:
         return {}
     rewards = np.array([sample.reward for sample in samples])
     lengths = np.array([len(sample.token_ids) for sample in samples])
-    oldest = [sample.oldest_version() for sample in samples]
+    oldest = [sample.oldest_version for sample in samples]
     staleness = np.array([version.step - v.step for v in oldest if v is not None] or [0])
     metrics = {
         "reward/mean": float(rewards.mean()),

@@ -16,7 +16,9 @@ import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
 from flotilla.generator.v1 import generator_pb2 as pb
-from flotilla_coordinator.rollouts.samples import Generated, PartialSample, SampleValidator
+from flotilla_coordinator.data.tokenizer import Tokenizer
+from flotilla_coordinator.rollouts.batch import RolloutSample
+from flotilla_coordinator.rollouts.samples import PartialSample, SampleValidator
 from flotilla_core import ids, rpc
 from flotilla_core.config import SamplingConfig
 from flotilla_core.errors import Exhausted, FlotillaError, InvalidRequest, StaleVersion, Unavailable
@@ -60,6 +62,7 @@ class Generation:
         self,
         run_id: str,
         seed: int,
+        tokenizer: Tokenizer,
         pool: ReplicaPool[GeneratorServiceAsyncStub],
         serves: Callable[[str, Version], bool],
         wait_limit_s: float,
@@ -67,6 +70,7 @@ class Generation:
     ) -> None:
         self._run_id = run_id
         self._seed = seed
+        self._tokenizer = tokenizer
         self._pool = pool
         self._serves = serves
         self._wait_limit_s = wait_limit_s
@@ -74,7 +78,7 @@ class Generation:
         self.validator = SampleValidator()
         """What every delivered sample passes."""
 
-    async def samples(self, request: GenerationRequest) -> AsyncGenerator[Generated]:
+    async def samples(self, request: GenerationRequest) -> AsyncGenerator[RolloutSample]:
         """Each slot's sample as it ends; Exhausted when a slot ran out of attempts."""
         missing = {sample_id: PartialSample(sample_id) for sample_id in request.sample_ids}
         cause: FlotillaError | None = None
@@ -93,8 +97,8 @@ class Generation:
                         if rejected is not None:
                             cause = rejected
                         elif ended:
-                            whole = missing.pop(sample.sample_id).whole(sample)
-                            yield Generated(whole, replica.name, attempt)
+                            pieces = missing.pop(sample.sample_id)
+                            yield pieces.whole(sample, replica.name, attempt, self._tokenizer)
                         else:
                             missing[sample.sample_id].add(sample, request.sampling.max_response_tokens)
             except StaleVersion as error:

@@ -19,14 +19,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from flotilla_coordinator.data.prompts import Prompt
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.ledger.records import GROUP_TOO_SMALL, UNIFORM, GroupIssue, SampleRecord
+from flotilla_coordinator.ledger.records import DropReason, GroupIssue, SampleRecord
 from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample
 from flotilla_coordinator.rollouts.generation import Generation, GenerationRequest
 from flotilla_coordinator.rollouts.replay import decided, recorded_failures, recorded_samples
-from flotilla_coordinator.rollouts.samples import ledger_sample, rollout_sample
-from flotilla_coordinator.rollouts.scoring import JudgedSample, Outcome, Scorer, score_item
+from flotilla_coordinator.rollouts.scoring import Outcome, Scorer, score_item
 from flotilla_core import ids, telemetry
 from flotilla_core.config import RolloutConfig
 from flotilla_core.config.advantages import AdvantageConfig
@@ -47,12 +45,10 @@ class GreedyBaseline:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
         generation: Generation,
         scorer: Scorer,
         wait_until_verified: Callable[[Version], Awaitable[None]],
     ) -> None:
-        self._tokenizer = tokenizer
         self._generation = generation
         self._scorer = scorer
         self._wait_until_verified = wait_until_verified
@@ -69,11 +65,10 @@ class GreedyBaseline:
             sampling=beside.sampling.model_copy(update={"temperature": 0.0}),
         )
         async with aclosing(self._generation.samples(request)) as samples:
-            (response,) = [rollout_sample(generated, self._tokenizer) async for generated in samples]
+            (response,) = [sample async for sample in samples]
         for span in response.spans:
             await self._wait_until_verified(span.version)
-        item = score_item(response.sample_id, prompt, response.text, response.token_ids)
-        return (await self._scorer.score([item]))[response.sample_id]
+        return (await self._scorer.score([score_item(response, prompt)]))[response.sample_id]
 
 
 @dataclass(frozen=True)
@@ -112,7 +107,6 @@ class GroupRollout:
         self,
         run_id: str,
         config: RolloutConfig,
-        tokenizer: Tokenizer,
         generation: Generation,
         scorer: Scorer,
         ledger: Ledger,
@@ -121,16 +115,13 @@ class GroupRollout:
     ) -> None:
         self._run_id = run_id
         self._config = config
-        self._tokenizer = tokenizer
         self._generation = generation
         self._scorer = scorer
         self._ledger = ledger
         self._wait_until_verified = wait_until_verified
         self._min_group_samples = advantage.needed_group_samples
         self._baseline = (
-            GreedyBaseline(tokenizer, generation, scorer, wait_until_verified)
-            if advantage.needs_greedy_reward
-            else None
+            GreedyBaseline(generation, scorer, wait_until_verified) if advantage.needs_greedy_reward else None
         )
 
     def sample_ids(self, group_id: str) -> tuple[str, ...]:
@@ -161,25 +152,25 @@ class GroupRollout:
                 priority=wanted.step,
             )
             recorded = recorded_samples(records)
-            scored = await self._judged(request, wanted, recorded) if request.sample_ids else []
+            scored = await self._scored_samples(request, wanted, recorded) if request.sample_ids else []
             # A sample that ends while its version is still being checked may be of weights that nobody has.
-            if newest := max((span.version for item in scored for span in item.sample.spans), default=None):
+            if newest := max((span.version for sample in scored for span in sample.spans), default=None):
                 await self._wait_until_verified(newest)
             group = await self._record(wanted, recorded, scored)
             group.span = span.get_span_context() if span.is_recording() else None
         uniform = self._config.dynamic_sampling is not None and group.uniform
         if uniform:
-            await self._ledger.dropped(self._run_id, [s.sample_id for s in group.samples], UNIFORM)
+            await self._ledger.dropped(self._run_id, [s.sample_id for s in group.samples], DropReason.UNIFORM)
             group.samples = []
         return FinishedGroup(
             group,
             failures=[
-                *(item.outcome for item in scored if item.outcome.total is None),
+                *(sample.outcome for sample in scored if sample.outcome and sample.drop_reason),
                 *recorded_failures(records),
             ],
             dropped=len(sample_ids) - len(group.samples),
-            retried=sum(item.sample.attempt > 0 for item in scored),
-            uniform=uniform or any(record.drop_reason == UNIFORM for record in records),
+            retried=sum(sample.attempt > 0 for sample in scored),
+            uniform=uniform or any(record.drop_reason == DropReason.UNIFORM for record in records),
         )
 
     def _issue(self, wanted: GroupRequest, sample_ids: tuple[str, ...]) -> GroupIssue:
@@ -195,31 +186,33 @@ class GroupRollout:
             wanted.max_staleness,
         )
 
-    async def _judged(
+    async def _scored_samples(
         self, request: GenerationRequest, wanted: GroupRequest, recorded: list[RolloutSample]
-    ) -> list[JudgedSample]:
+    ) -> list[RolloutSample]:
         """The samples that are asked for, beside the greedy response where the run compares with it."""
         samples = self._generate_and_score(request, wanted.prompt)
         if self._baseline is None:
             return await samples
         greedy = self._baseline.outcome(wanted.group_id, wanted.prompt, request, recorded)
-        judged, outcome = await both(samples, greedy)
-        return [item.minus_greedy(outcome) for item in judged]
+        scored, outcome = await both(samples, greedy)
+        for sample in scored:
+            sample.compare_with_greedy(outcome)
+        return scored
 
-    async def _generate_and_score(self, request: GenerationRequest, prompt: Prompt) -> list[JudgedSample]:
+    async def _generate_and_score(self, request: GenerationRequest, prompt: Prompt) -> list[RolloutSample]:
         """Score whatever has ended while the rest still decodes."""
         arrived: asyncio.Queue[RolloutSample | None] = asyncio.Queue()
 
         async def generate() -> None:
             try:
                 async with aclosing(self._generation.samples(request)) as samples:
-                    async for generated in samples:
-                        arrived.put_nowait(rollout_sample(generated, self._tokenizer))
+                    async for sample in samples:
+                        arrived.put_nowait(sample)
             finally:
                 arrived.put_nowait(None)
 
         producer = asyncio.create_task(generate())
-        scored: list[JudgedSample] = []
+        scored: list[RolloutSample] = []
         try:
             ended = False
             while not ended:
@@ -229,20 +222,21 @@ class GroupRollout:
                 ended = ready[-1] is None
                 samples = [sample for sample in ready if sample is not None]
                 if samples:
-                    scored += await self._score(samples, prompt)
+                    await self._score(samples, prompt)
+                    scored += samples
             await producer
         finally:
             producer.cancel()
             await asyncio.gather(producer, return_exceptions=True)
         return scored
 
-    async def _score(self, samples: list[RolloutSample], prompt: Prompt) -> list[JudgedSample]:
-        items = [score_item(s.sample_id, prompt, s.text, s.token_ids) for s in samples]
-        outcomes = await self._scorer.score(items)
-        return [JudgedSample(sample, outcomes[sample.sample_id]) for sample in samples]
+    async def _score(self, samples: list[RolloutSample], prompt: Prompt) -> None:
+        outcomes = await self._scorer.score([score_item(sample, prompt) for sample in samples])
+        for sample in samples:
+            sample.take_outcome(outcomes[sample.sample_id])
 
     async def _record(
-        self, wanted: GroupRequest, recorded: list[RolloutSample], scored: list[JudgedSample]
+        self, wanted: GroupRequest, recorded: list[RolloutSample], scored: list[RolloutSample]
     ) -> RolloutGroup:
         """Write what is new of a group to the ledger, then hand on what may train, in the order of the slots."""
         prompt = wanted.prompt
@@ -254,25 +248,20 @@ class GroupRollout:
             data_set=prompt.data_set,
             teacher=prompt.teacher,
         )
-        trainable = [item for item in scored if item.outcome.total is not None]
+        trainable = [sample for sample in scored if sample.drop_reason is None]
         too_few = len(recorded) + len(trainable) < self._min_group_samples
-        dropped: dict[str, list[str]] = {}
+        dropped: dict[DropReason, list[str]] = {}
         if too_few and recorded:
-            dropped[GROUP_TOO_SMALL] = [sample.sample_id for sample in recorded]
-        for item in scored:
-            reason = item.drop_reason or (GROUP_TOO_SMALL if too_few else "")
-            if reason:
-                dropped.setdefault(reason, []).append(item.sample.sample_id)
+            dropped[DropReason.GROUP_TOO_SMALL] = [sample.sample_id for sample in recorded]
+        for sample in scored:
+            if sample.drop_reason or too_few:
+                reason = sample.drop_reason or DropReason.GROUP_TOO_SMALL
+                dropped.setdefault(reason, []).append(sample.sample_id)
         for reason, lost in dropped.items():
             await self._ledger.dropped(self._run_id, lost, reason)
         if too_few:
             return group
-        for item in trainable:
-            item.sample.reward = item.outcome.total or 0.0
-            item.sample.reward_terms = item.outcome.terms
-        await self._ledger.group_scored([ledger_sample(item.sample) for item in trainable])
+        await self._ledger.group_scored(trainable)
         order = self.sample_ids(wanted.group_id).index
-        group.samples = sorted(
-            [*recorded, *(item.sample for item in trainable)], key=lambda sample: order(sample.sample_id)
-        )
+        group.samples = sorted([*recorded, *trainable], key=lambda sample: order(sample.sample_id))
         return group

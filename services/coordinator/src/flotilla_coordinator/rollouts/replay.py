@@ -7,13 +7,17 @@ dropped, and counts as a failure of its reward where it was one.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import fields
 
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.ledger.records import REWARD_ERROR, REWARD_TIMEOUT, SampleRecord, SampleState
+from flotilla_coordinator.ledger.records import DropReason, FinishedSample, SampleRecord, SampleState
 from flotilla_coordinator.rollouts.batch import RolloutSample
 from flotilla_coordinator.rollouts.scoring import Outcome
 
 MOST_SAMPLES = 1 << 30
+KEPT = tuple(field.name for field in fields(FinishedSample))
+"""What the ledger holds of a scored sample under the same names."""
+FAILED = (DropReason.REWARD_ERROR, DropReason.REWARD_TIMEOUT)
 FINAL = (SampleState.SCORED, SampleState.DROPPED)
 
 
@@ -47,19 +51,7 @@ def decided(records: list[SampleRecord]) -> set[str]:
 def recorded_samples(records: list[SampleRecord]) -> list[RolloutSample]:
     """Those that may train, with the tokens, log-probabilities and rewards that they had."""
     return [
-        RolloutSample(
-            sample_id=record.sample_id,
-            token_ids=record.token_ids,
-            logprobs=record.logprobs,
-            text=record.text,
-            spans=record.spans,
-            reward=record.reward or 0.0,
-            reward_terms=record.reward_terms,
-            greedy_reward=record.greedy_reward,
-            truncated=record.truncated,
-            generator=record.generator,
-            attempt=record.attempt,
-        )
+        RolloutSample(**{name: getattr(record, name) for name in KEPT})
         for record in records
         if record.state is SampleState.SCORED and record.token_ids is not None
     ]
@@ -71,8 +63,8 @@ def recorded_failures(records: list[SampleRecord]) -> list[Outcome]:
         Outcome(
             None,
             f"the reward of {record.sample_id} failed before the run went on",
-            timed_out=record.drop_reason == REWARD_TIMEOUT,
+            timed_out=record.drop_reason == DropReason.REWARD_TIMEOUT,
         )
         for record in records
-        if record.state is SampleState.DROPPED and record.drop_reason in (REWARD_ERROR, REWARD_TIMEOUT)
+        if record.state is SampleState.DROPPED and record.drop_reason in FAILED
     ]

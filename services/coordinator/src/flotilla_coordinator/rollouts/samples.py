@@ -1,4 +1,4 @@
-"""A sample on its way from a generator: checked, put together from its pieces, handed to loop and ledger.
+"""A sample on its way from a generator: checked, put together from its pieces, and made ready for loop and ledger.
 
 Invariants: a sample that nobody waits for, that an older version than the one asked for wrote, that says of some token
 no version, or that cannot be read never gets further than here; each one is counted and logged, and its slot is issued
@@ -18,7 +18,7 @@ import structlog
 from flotilla.common.v1 import version_pb2
 from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla_coordinator.data.tokenizer import Tokenizer
-from flotilla_coordinator.ledger.records import ScoredSample, TokenSpan
+from flotilla_coordinator.ledger.records import TokenSpan
 from flotilla_coordinator.rollouts.batch import RolloutSample
 from flotilla_core import ids
 from flotilla_core.errors import FlotillaError, Mismatch
@@ -30,62 +30,14 @@ log = structlog.get_logger(__name__)
 UNASKED, STALE, UNREADABLE = "unasked", "stale", "unreadable"
 
 
-@dataclass(frozen=True)
-class Generated:
-    """One sample as a generator delivered it."""
-
-    sample: gen.GeneratedSample
-    generator: str
-    attempt: int
-
-
-def rollout_sample(generated: Generated, tokenizer: Tokenizer) -> RolloutSample:
-    """The sample that a generator delivered, still without a reward."""
-    sample = generated.sample
-    token_ids = from_tensor(sample.token_ids)
-    return RolloutSample(
-        sample_id=sample.sample_id,
-        token_ids=token_ids,
-        logprobs=from_tensor(sample.logprobs),
-        text=tokenizer.decode(token_ids.tolist()),
-        spans=tuple(
-            TokenSpan(Version.from_proto(span.version), span.start, span.end) for span in sample.version_spans
-        ),
-        truncated=sample.finish_reason == gen.FINISH_REASON_LENGTH,
-        generator=generated.generator,
-        attempt=generated.attempt,
-    )
-
-
-def ledger_sample(sample: RolloutSample) -> ScoredSample:
-    """What the ledger keeps of a scored sample until a checkpoint covers it: enough to train from."""
-    assert sample.logprobs is not None, "rollouts always carry logprobs"
-    return ScoredSample(
-        sample_id=sample.sample_id,
-        attempt=sample.attempt,
-        generator=sample.generator,
-        token_ids=sample.token_ids,
-        logprobs=sample.logprobs,
-        text=sample.text,
-        spans=sample.spans,
-        truncated=sample.truncated,
-        reward=sample.reward,
-        reward_terms=sample.reward_terms,
-        greedy_reward=sample.greedy_reward,
-    )
-
-
 @dataclass
 class PartialSample:
-    """A sample in pieces: what generators wrote of it before they gave it up, and the last of them ended.
-
-    The pieces of one sample, in order.
-    """
+    """A sample in pieces: what generators wrote of it, in order, until the last of them ended it."""
 
     sample_id: str
     token_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     logprobs: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
-    spans: list[version_pb2.VersionSpan] = field(default_factory=list)
+    spans: list[TokenSpan] = field(default_factory=list)
 
     def add(self, piece: gen.GeneratedSample, most_tokens: int) -> None:
         """The next piece; one that leaves no room for a last one is drawn again."""
@@ -103,27 +55,28 @@ class PartialSample:
             prefix_token_ids=to_tensor(self.token_ids),
         )
 
-    def whole(self, last: gen.GeneratedSample) -> gen.GeneratedSample:
-        """The response with its last piece."""
-        if not len(self.token_ids):
-            return last
+    def whole(
+        self, last: gen.GeneratedSample, generator: str, attempt: int, tokenizer: Tokenizer
+    ) -> RolloutSample:
+        """The response with its last piece, still without a reward."""
         self._append(last)
-        return gen.GeneratedSample(
+        return RolloutSample(
             sample_id=self.sample_id,
-            token_ids=to_tensor(self.token_ids),
-            logprobs=to_tensor(self.logprobs),
-            finish_reason=last.finish_reason,
-            version_spans=self.spans,
-            timing=last.timing,
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            text=tokenizer.decode(self.token_ids.tolist()),
+            spans=tuple(self.spans),
+            truncated=last.finish_reason == gen.FINISH_REASON_LENGTH,
+            generator=generator,
+            attempt=attempt,
         )
 
     def _append(self, piece: gen.GeneratedSample) -> None:
         written = len(self.token_ids)
-        for span in piece.version_spans:
-            shifted = version_pb2.VersionSpan(start=written + span.start, end=written + span.end)
-            if span.HasField("version"):
-                shifted.version.CopyFrom(span.version)
-            self.spans.append(shifted)
+        self.spans += (
+            TokenSpan(Version.from_proto(span.version), written + span.start, written + span.end)
+            for span in piece.version_spans
+        )
         self.token_ids = np.concatenate([self.token_ids, from_tensor(piece.token_ids)])
         self.logprobs = np.concatenate([self.logprobs, from_tensor(piece.logprobs)])
 

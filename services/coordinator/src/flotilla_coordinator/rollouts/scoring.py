@@ -13,10 +13,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-import numpy as np
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.struct_pb2 import Struct
 from opentelemetry import trace
@@ -24,8 +23,7 @@ from opentelemetry.trace import SpanContext
 
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_coordinator.data.prompts import Prompt
-from flotilla_coordinator.ledger.records import REWARD_ERROR, REWARD_TIMEOUT
-from flotilla_coordinator.rollouts.batch import RolloutSample
+from flotilla_coordinator.ledger.records import FinishedSample
 from flotilla_core import ids, rpc, telemetry
 from flotilla_core.config import LARGEST_REWARD, RewardTermConfig
 from flotilla_core.errors import DeadlineExceeded, Unavailable
@@ -230,41 +228,15 @@ def _spec(term: RewardTermConfig) -> pb.RewardSpec:
     return pb.RewardSpec(reward=term.reward, weight=term.weight, parameters=parameters, timeout=timeout)
 
 
-def score_item(sample_id: str, prompt: Prompt, response: str, token_ids: np.ndarray) -> pb.ScoreItem:
+def score_item(sample: FinishedSample, prompt: Prompt) -> pb.ScoreItem:
     """One item of a Score call."""
     info = Struct()
     info.update(prompt.info)
     return pb.ScoreItem(
-        sample_id=sample_id,
+        sample_id=sample.sample_id,
         prompt=prompt.prompt_text,
-        response=response,
-        response_token_ids=to_tensor(token_ids),
+        response=sample.text,
+        response_token_ids=to_tensor(sample.token_ids),
         answer=prompt.answer,
         info=info,
     )
-
-
-@dataclass(frozen=True)
-class JudgedSample:
-    """A sample and what the rewards made of it.
-
-    It may train where its outcome is a value.
-    """
-
-    sample: RolloutSample
-    outcome: Outcome
-
-    @property
-    def drop_reason(self) -> str:
-        """Why it cannot train; empty where it has a value."""
-        if self.outcome.total is not None:
-            return ""
-        return REWARD_TIMEOUT if self.outcome.timed_out else REWARD_ERROR
-
-    def minus_greedy(self, greedy: Outcome) -> JudgedSample:
-        """The same beside the greedy response to its prompt: where that one has no value, neither has this."""
-        self.sample.greedy_reward = greedy.total
-        if greedy.total is not None or self.outcome.total is None:
-            return self
-        failure = f"the greedy response to its prompt: {greedy.failure}"
-        return replace(self, outcome=replace(greedy, failure=failure))

@@ -19,7 +19,7 @@ from typing import Any
 
 from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.ledger.records import STALE, TAIL
+from flotilla_coordinator.ledger.records import DropReason
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, batch_metrics
 from flotilla_coordinator.rollouts.group import FinishedGroup, GroupRequest, GroupRollout
 from flotilla_coordinator.rollouts.prompt_queue import GroupTask, PromptQueue
@@ -151,7 +151,7 @@ class RolloutSource:
     def _may_wait(self, item: GroupTask, version: Version) -> bool:
         """Whether the group is still young enough for the update after the one of `version`."""
         samples = item.task.result().group.samples if item.task.done() else []
-        steps = [oldest.step for sample in samples if (oldest := sample.oldest_version()) is not None]
+        steps = [oldest.step for sample in samples if (oldest := sample.oldest_version) is not None]
         return version.step + 1 - min(steps, default=item.request.version.step) <= item.request.max_staleness
 
     async def _give_up(self, tails: list[GroupTask]) -> None:
@@ -161,7 +161,7 @@ class RolloutSource:
             lost = self._groups.sample_ids(item.request.group_id)
             if not item.task.cancelled() and item.task.exception() is None:
                 lost = tuple(sample.sample_id for sample in item.task.result().group.samples)
-            await self._ledger.dropped(self._run_id, lost, TAIL)
+            await self._ledger.dropped(self._run_id, lost, DropReason.TAIL)
 
     def _refuse_a_step_without_lessons(self, step: int, finished: list[FinishedGroup]) -> None:
         if any(item.group.samples for item in finished):
@@ -206,7 +206,7 @@ class RolloutSource:
         group, bound = item.task.result().group, item.request.max_staleness
         stale = [sample.sample_id for sample in group.samples if sample.steps_old(version) > bound]
         if stale:
-            await self._ledger.dropped(self._run_id, stale, STALE)
+            await self._ledger.dropped(self._run_id, stale, DropReason.STALE)
             group.samples = [sample for sample in group.samples if sample.sample_id not in stale]
         return group
 

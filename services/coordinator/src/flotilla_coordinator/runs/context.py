@@ -18,7 +18,7 @@ from flotilla_coordinator.evaluation.evaluate import Evaluation, Evaluator, Pair
 from flotilla_coordinator.evaluation.pinned_evaluation import PinnedEvaluation
 from flotilla_coordinator.fleet.autoscale import Autoscaler, IdleShares
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.ledger.records import CRITIC_ONLY, UPDATE_SKIPPED
+from flotilla_coordinator.ledger.records import DropReason
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.rollouts.batch import Batch, BatchSource
 from flotilla_coordinator.rollouts.samples import SampleValidator
@@ -197,7 +197,7 @@ class RunContext:
         await self.disk.until_taken("samples", lambda: asyncio.to_thread(self.directory.write_samples, batch))
         sample_ids = [sample.sample_id for sample in batch.samples]
         if updates.policy is None or updates.policy.skipped:
-            reason = CRITIC_ONLY if updates.policy is None else UPDATE_SKIPPED
+            reason = DropReason.CRITIC_ONLY if updates.policy is None else DropReason.UPDATE_SKIPPED
             await self.ledger.passed_by(
                 self.run_id,
                 sample_ids,

@@ -21,7 +21,7 @@ import structlog
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet.run_fleet import RunFleet
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.ledger.records import RUN_ENDED, RunState
+from flotilla_coordinator.ledger.records import DropReason, RunState
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.records.report import conclude
 from flotilla_coordinator.runs.active import RunHandle
@@ -141,7 +141,7 @@ class RunExecutor:
         if self.ledger.full is not None:
             active.events.close()  # the end is told; only its record waits for room on the disk
         try:
-            await self.ledger.drop_in_flight(active.run_id, RUN_ENDED)
+            await self.ledger.drop_in_flight(active.run_id, DropReason.RUN_ENDED)
             await self.ledger.update_run(
                 active.run_id,
                 state=RunState(state),

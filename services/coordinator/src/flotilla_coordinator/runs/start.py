@@ -21,7 +21,7 @@ from flotilla_coordinator.fleet.capacity import ResourceRequest
 from flotilla_coordinator.fleet.fleet import Fleet
 from flotilla_coordinator.fleet.run_fleet import RunFleet
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.ledger.records import RUN_INTERRUPTED, RunRecord, RunState
+from flotilla_coordinator.ledger.records import DropReason, RunRecord, RunState
 from flotilla_coordinator.plan import plan_run, remarks
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.runs.active import RunHandle
@@ -142,7 +142,7 @@ class RunStarter:
             # A directory that is gone, or full, is its own trouble.
             except (FlotillaError, OSError) as error:
                 why = REFUSED.replace("{error}", str(error).rstrip("."))
-        await self._ledger.drop_in_flight(record.run_id, RUN_INTERRUPTED)
+        await self._ledger.drop_in_flight(record.run_id, DropReason.RUN_INTERRUPTED)
         run = await asyncio.to_thread(interrupted_run, record, why)
         await self._ledger.update_run(
             record.run_id,

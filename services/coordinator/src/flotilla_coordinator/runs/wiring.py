@@ -80,9 +80,9 @@ class RunWiring:
         learners = await sessions.learners(config, tokenizer, directory.path / "dumps")
         policy = learners.policy
         sync = self._sync(policy, prompts, tokenizer, fence)
-        generation = self._generation(sync)
+        generation = self._generation(sync, tokenizer)
         scorer = Scorer(self._run_id, config.rewards, self._fleet.rewards, self._wait_limit_s)
-        evaluator = self._evaluator(held_out, tokenizer, policy, generation, scorer)
+        evaluator = self._evaluator(held_out, policy, generation, scorer)
         if isinstance(evaluator, Evaluator) and config.evaluation is not None and config.evaluation.pinned:
             self._pinned = PinnedEvaluation(evaluator, self._fleet.generators.replicas, sync.serves)
             self._fleet.users.append(self._pinned)
@@ -191,7 +191,7 @@ class RunWiring:
             may_act=lambda: self._fleet.is_alone,
         )
 
-    def _generation(self, sync: WeightSync) -> Generation:
+    def _generation(self, sync: WeightSync, tokenizer: Tokenizer) -> Generation:
         told: dict[str, float] = {}
 
         def lost(sample_ids: tuple[str, ...], error: FlotillaError) -> None:
@@ -202,7 +202,13 @@ class RunWiring:
                 self._warn(f"samples are issued again: {error}")
 
         return Generation(
-            self._run_id, self._config.seed, self._fleet.generators, sync.serves, self._wait_limit_s, lost
+            self._run_id,
+            self._config.seed,
+            tokenizer,
+            self._fleet.generators,
+            sync.serves,
+            self._wait_limit_s,
+            lost,
         )
 
     def _warn(self, text: str) -> None:
@@ -224,7 +230,6 @@ class RunWiring:
         groups = GroupRollout(
             self._run_id,
             config.rollout,
-            tokenizer,
             generation,
             scorer,
             self._ledger,
@@ -243,7 +248,6 @@ class RunWiring:
     def _evaluator(
         self,
         held_out: list[Prompt],
-        tokenizer: Tokenizer,
         policy: PolicyTrainer,
         generation: Generation,
         scorer: Scorer,
@@ -260,7 +264,6 @@ class RunWiring:
         return Evaluator(
             self._run_id,
             held_out,
-            tokenizer,
             generation,
             scorer,
             sampling,

@@ -22,7 +22,6 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import GroupIssue
 from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample
 from flotilla_coordinator.rollouts.generation import Generation, GenerationRequest
-from flotilla_coordinator.rollouts.samples import ledger_sample, rollout_sample
 from flotilla_core import ids, telemetry
 from flotilla_core.config import RolloutConfig, RunConfig, SamplingConfig
 from flotilla_core.telemetry import names
@@ -151,10 +150,9 @@ class ClientSampling:
     async def _sampled(self, request: GenerationRequest, prompt: ClientPrompt, group_id: str) -> RolloutGroup:
         group = RolloutGroup(group_id, prompt.text, prompt.token_ids, [])
         async with aclosing(self._generation.samples(request)) as samples:
-            async for generated in samples:
-                group.samples.append(rollout_sample(generated, self._tokenizer))
+            group.samples += [sample async for sample in samples]
         group.samples.sort(key=lambda sample: request.sample_ids.index(sample.sample_id))
-        await self._ledger.group_generated([ledger_sample(sample) for sample in group.samples])
+        await self._ledger.group_generated(group.samples)
         for sample in group.samples:
             self._unused[sample.sample_id] = (group, sample)
         while len(self._unused) > MOST_UNUSED:

@@ -15,7 +15,6 @@ from typing import Any
 from flotilla.trainer.v1 import trainer_pb2 as train
 from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.rollouts.batch import Batch, batch_metrics
-from flotilla_coordinator.rollouts.samples import ledger_sample
 from flotilla_coordinator.runs.client.sampling import ClientSampling
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.trainers.learners import StepUpdates
@@ -94,7 +93,7 @@ class ClientSteps:
         if reply.skipped:
             # Nothing was trained: the samples stay as they are, for a later step or for the end of the run.
             batch.groups = []
-        await run.ledger.group_scored([ledger_sample(sample) for sample in batch.samples])
+        await run.ledger.group_scored(batch.samples)
         update = train.UpdateResult(
             update_id=ids.update_id(run.run_id, Version(made.version.lineage, made.step + 1)),
             policy_version=reply.policy_version,
