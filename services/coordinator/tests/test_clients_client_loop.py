@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ledger_counts import counts_of
 
 from flotilla.coordinator.v1 import loop_pb2, run_pb2
 from flotilla.trainer.v1 import trainer_pb2 as train
@@ -168,7 +169,7 @@ async def test_a_step_whose_answer_was_lost_is_recorded_with_its_samples_when_it
         await loop.step_optimizer("step", 0.0)
     await loop.step_optimizer("step", 0.0)
     await loop.step_optimizer("step", 0.0)
-    assert (await bench.ledger.counts(RUN)).trained == 2
+    assert counts_of(bench.ledger, RUN).trained == 2
     assert loop.run.steps_done == 1 and loop.run.policy.version == Version(0, 1)
 
 
@@ -184,7 +185,7 @@ async def test_a_step_that_could_not_be_recorded_is_recorded_before_the_next_one
     assert loop.run.steps_done == 0 and loop.run.policy.version == Version(0, 1)
     await loop.add_gradients(gradients(await sample(loop)))
     await loop.step_optimizer("second", 0.0)
-    assert (await bench.ledger.counts(RUN)).trained == 4
+    assert counts_of(bench.ledger, RUN).trained == 4
     assert loop.run.steps_done == 2 and len(list(bench.directory.read_samples())) == 4
 
 
@@ -240,7 +241,7 @@ async def test_sampling_that_cannot_be_is_refused_by_name_before_anything_is_dra
     loop = bench.loop()
     with pytest.raises(InvalidRequest, match="temperature"):
         _ = [group async for group in loop.groups([PROMPT], 2, {"temperature": -1.0})]
-    assert (await bench.ledger.counts(RUN)).admitted == 0
+    assert counts_of(bench.ledger, RUN).admitted == 0
 
 
 async def test_a_call_that_asks_for_too_much_is_refused_with_its_limit(bench: Bench) -> None:
@@ -262,11 +263,11 @@ async def test_samples_of_a_skipped_step_are_recorded_with_the_step_that_trains_
     bench.trainer.skips = "the gradients are not finite"
     await loop.add_gradients(gradients(group))
     await loop.step_optimizer("skipped", 0.0)
-    assert (await bench.ledger.counts(RUN)).in_flight == 2
+    assert counts_of(bench.ledger, RUN).in_flight == 2
     bench.trainer.skips = ""
     await loop.add_gradients(gradients(group))
     await loop.step_optimizer("made", 0.0)
-    assert (await bench.ledger.counts(RUN)).trained == 2
+    assert counts_of(bench.ledger, RUN).trained == 2
 
 
 async def test_a_loop_that_nobody_calls_saves_and_ends_as_stopped_with_the_reason(bench: Bench) -> None:
@@ -300,7 +301,7 @@ async def test_a_loop_whose_call_takes_long_is_not_idle(bench: Bench) -> None:
         work.close()
         waits.append(limit_s)
         if len(waits) == 3:
-            loop.end()
+            loop.calls.end()
         raise TimeoutError
 
     async def score(*_: Any) -> None:

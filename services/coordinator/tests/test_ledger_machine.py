@@ -21,6 +21,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from ledger_counts import counts_of
 
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.ledger import Ledger
@@ -59,7 +60,6 @@ class Sample:
 
     step: int
     state: State = State.ISSUED
-    attempt: int = 0
     reason: str = ""
     sampled_at: int = 0
     scored: bool = False
@@ -117,8 +117,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def arrived(self, name: str) -> FinishedSample:
         spans = (TokenSpan(self.version, 0, 2),)
-        attempt = self.samples[name].attempt
-        return FinishedSample(name, TOKENS, LOGPROBS, "", spans, attempt=attempt, reward=1.0)
+        return FinishedSample(name, TOKENS, LOGPROBS, "", spans, reward=1.0)
 
     @precondition(lambda self: not self.ended)
     @rule(size=st.integers(1, 4), ahead=st.integers(0, 1))
@@ -130,16 +129,6 @@ class LedgerMachine(RuleBasedStateMachine):
         for asked in (names, names[::-1]):  # asked for twice, in another order: admitted once
             self.do(self.ledger.group_issued(GroupIssue(RUN, group_id, asked, step, 0, "", TOKENS)))
         self.samples |= {name: Sample(step) for name in names}
-
-    @rule(data=st.data())
-    def issue_again_what_did_not_arrive(self, data: st.DataObject) -> None:
-        for name in self.pick(data, State.ISSUED, State.GENERATED):
-            sample = self.samples[name]
-            sample.attempt += 1
-            self.do(self.ledger.reissue([name], sample.attempt, "generator-0 went away"))
-            sample.state = State.ISSUED
-            with pytest.raises(FailedPrecondition, match="attempt"):
-                self.do(self.ledger.reissue([name], sample.attempt, "told twice"))
 
     @rule(data=st.data())
     def deliver_without_scores(self, data: st.DataObject) -> None:
@@ -189,7 +178,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.note_scores(accepted)
 
     @rule(data=st.data(), reason=st.sampled_from(REASONS))
-    def drop(self, data: st.DataObject, reason: str) -> None:
+    def drop(self, data: st.DataObject, reason: DropReason) -> None:
         names = self.pick(data, *OPEN, State.DROPPED)
         fresh = [name for name in names if self.samples[name].state is not State.DROPPED]
         assert list(self.do(self.ledger.dropped(RUN, names, reason)).accepted) == fresh
@@ -297,6 +286,8 @@ class LedgerMachine(RuleBasedStateMachine):
         reasons = {*REOPENED, *(REWARDS_FAILED if retry_rewards else ())}
         for name, sample in self.samples.items():
             if sample.state is State.DROPPED and sample.reason in reasons and sample.step >= self.steps_done:
+                # What was too old for its update is drawn again by a newer version.
+                sample.scored = sample.scored and sample.reason != DropReason.STALE
                 self.moved([name], State.SCORED if sample.scored else State.ISSUED)
 
     @precondition(lambda self: self.checkpoints and self.checkpoints[0].version_step > 0)
@@ -307,7 +298,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.do(self.ledger.fall_back(RUN, before, step=0, cursor=None))
 
     @rule(reason=st.sampled_from([DropReason.RUN_ENDED, DropReason.RUN_INTERRUPTED]))
-    def run_ends(self, reason: str) -> None:
+    def run_ends(self, reason: DropReason) -> None:
         open_ = [name for name, sample in self.samples.items() if sample.state in OPEN]
         assert self.do(self.ledger.drop_in_flight(RUN, reason)) == len(open_)
         self.do(self.ledger.update_run(RUN, state=RunState.FAILED))
@@ -343,7 +334,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert (verdict.lost, verdict.trained_twice, verdict.unexpected) == (0, 0, 0), verdict
         assert verdict.conservation_ok, verdict
         states = Counter(sample.state for sample in self.samples.values())
-        counts = self.do(self.ledger.counts(RUN))
+        counts = counts_of(self.ledger, RUN)
         assert counts.holds and counts.admitted == verdict.admitted == len(self.samples)
         assert counts.trained == verdict.trained == states[State.CONSUMED] + states[State.DURABLE]
         assert verdict.dropped == counts.dropped

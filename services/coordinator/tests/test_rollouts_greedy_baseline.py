@@ -11,6 +11,7 @@ from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
+from ledger_counts import counts_of
 
 from flotilla.trainer.v1 import trainer_pb2
 from flotilla_coordinator.ledger.checker import check
@@ -144,7 +145,7 @@ async def test_the_greedy_response_is_no_sample(ledger: Ledger) -> None:
     batch = await batch_of(rollouts)
     records = await ledger.samples(RUN)
     assert [record.sample_id for record in records] == [sample.sample_id for sample in batch.samples]
-    assert (await ledger.counts(RUN)).admitted == 4
+    assert counts_of(ledger, RUN).admitted == 4
     await rollouts.close()
     await ledger.drop_in_flight(RUN, "run_ended")
     await ledger.update_run(RUN, state=RunState.STOPPED)

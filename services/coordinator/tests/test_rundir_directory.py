@@ -108,7 +108,7 @@ def test_an_earlier_attempt_is_never_overwritten(directory: RunDirectory) -> Non
     directory.write_configuration("steps: 2\n", {})
     directory.write_samples(batch(1, samples=1))
     directory.write_samples(batch(1, samples=3))
-    assert directory.read_configuration() == "steps: 1\n"
+    assert (directory.path / "run.yaml").read_text("utf-8") == "steps: 1\n"
     assert (directory.path / "run-2.yaml").read_text() == "steps: 2\n"
     assert sorted(path.name for path in (directory.path / "samples").iterdir()) == [
         "step-000001-2.jsonl.zst",

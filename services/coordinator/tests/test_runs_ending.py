@@ -133,11 +133,11 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
     class RunWiring:
         def __init__(self, *_: Any) -> None:
-            """ResourceRequest nothing."""
+            """Needs nothing."""
 
-        async def build(self, directory: RunDirectory, lineage: int, fence: int) -> Context:
+        async def build(self, directory: RunDirectory, lineage: int, fence: int) -> tuple[Context, None]:
             await asyncio.sleep(0)
-            return context
+            return context, None
 
     monkeypatch.setattr(executor, "RunWiring", RunWiring)
 

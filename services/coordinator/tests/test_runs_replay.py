@@ -11,6 +11,7 @@ from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
+from ledger_counts import counts_of
 
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.ledger import Ledger
@@ -169,7 +170,7 @@ async def test_a_group_that_was_cut_in_the_middle_keeps_its_ids(ledger: Ledger, 
     assert [sample.sample_id for sample in second.samples] == [
         f"{RUN}/0/{p}/{i}" for p in (2, 3) for i in range(3)
     ]
-    assert await ledger.counts(RUN) and (await ledger.counts(RUN)).admitted == 3 * 6
+    assert counts_of(ledger, RUN) and counts_of(ledger, RUN).admitted == 3 * 6
     await rollouts.close()
     await ledger.drop_in_flight(RUN, "run_ended")
     await ledger.update_run(RUN, state=RunState.STOPPED)

@@ -187,7 +187,7 @@ async def taken_over(bench: Bench) -> run_pb2.Run:
     )
     await coordinator.recover()
     run = await coordinator.find(RUN)
-    going_on = coordinator._starts.active.get(RUN)
+    going_on = coordinator.active(RUN)
     if going_on is not None and going_on.task is not None:
         going_on.task.cancel()
         await asyncio.gather(going_on.task, return_exceptions=True)
@@ -261,7 +261,7 @@ async def test_a_stored_run_that_asks_for_too_much_is_refused_with_the_key(bench
 
 async def test_nothing_is_answered_before_it_is_known_which_runs_go_on(bench: Bench) -> None:
     await bench.left(RunState.RUNNING)
-    runs = Runs(bench.runs._host, bench.runs._starts._fleet, bench.ledger, bench.runs._events)
+    runs = Runs(bench.runs._host, bench.runs._starter._fleet, bench.ledger, bench.runs._events)
     asked = asyncio.create_task(runs.find(RUN))
     await asyncio.wait({asked}, timeout=0.05)
     assert not asked.done()

@@ -63,7 +63,7 @@ class Bench:
 
     async def _verify(self, report: SyncReport) -> dict[str, FlotillaError]:
         self.reports.append(report)
-        self.served_at_check.append(self.sync.serves(JOINER, report.version))
+        self.served_at_check.append(self.sync.serving.serves(JOINER, report.version))
         return {m.name: self.verdicts[m.name] for m in report.members if m.name in self.verdicts}
 
     async def begin(self) -> None:
@@ -101,7 +101,7 @@ def direct_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 async def test_a_joiner_takes_the_version_in_a_group_of_its_own_and_the_next_sync_is_of_all() -> None:
     bench = Bench()
     await bench.begin()
-    await bench.work_until(lambda: bench.sync.serves(JOINER, V1))
+    await bench.work_until(lambda: bench.sync.serving.serves(JOINER, V1))
     assert bench.worlds == [(1, 2), (2, 2)]
     assert len(bench.a.stub.asked("JoinWeightGroup")) == len(bench.a.stub.asked("StageWeights")) == 1
     report = await bench.sync.publish(V2)
@@ -111,7 +111,7 @@ async def test_a_joiner_takes_the_version_in_a_group_of_its_own_and_the_next_syn
 async def test_a_joiner_serves_only_after_its_live_check_and_its_report_says_that_it_caught_up() -> None:
     bench = Bench()
     await bench.begin()
-    await bench.work_until(lambda: bench.sync.serves(JOINER, V1))
+    await bench.work_until(lambda: bench.sync.serving.serves(JOINER, V1))
     assert bench.served_at_check == [False, False]
     assert [(report.caught_up, len(report.members)) for report in bench.reports] == [(False, 1), (True, 1)]
 
@@ -123,10 +123,10 @@ async def test_work_that_ends_waits_for_no_joiner(phase: str) -> None:
     bench.b.stub.gates[phase] = asyncio.Event()
     await bench.work_until(lambda: bool(bench.b.stub.asked(phase)))
     assert bench.stub.asked("CloseWeightGroup")[-1].epoch == 2, "the trainer is free again"
-    assert not bench.evicted and not bench.sync.serves(JOINER, V1)
+    assert not bench.evicted and not bench.sync.serving.serves(JOINER, V1)
     bench.b.stub.gates.clear()
     await bench.sync.publish(V2)
-    assert bench.sync.serves(JOINER, V2) and bench.sync.serves("a-1", V2)
+    assert bench.sync.serving.serves(JOINER, V2) and bench.sync.serving.serves("a-1", V2)
 
 
 @pytest.mark.parametrize("phase", ["JoinWeightGroup", "StageWeights", "CommitWeights"])
@@ -136,7 +136,7 @@ async def test_trouble_of_a_joiner_evicts_it_and_the_work_goes_on(phase: str, er
     await bench.begin()
     bench.b.stub.failures[phase] = [error]
     await bench.work_until(lambda: bool(bench.evicted))
-    assert bench.evicted == {JOINER: error} and bench.sync.serves("a-1", V1)
+    assert bench.evicted == {JOINER: error} and bench.sync.serving.serves("a-1", V1)
 
 
 async def test_a_joiner_that_cannot_answer_the_live_check_is_evicted() -> None:
@@ -144,7 +144,7 @@ async def test_a_joiner_that_cannot_answer_the_live_check_is_evicted() -> None:
     await bench.begin()
     bench.verdicts["b"] = Internal("no tokens")
     await bench.work_until(lambda: bool(bench.evicted))
-    assert list(bench.evicted) == [JOINER] and not bench.sync.serves(JOINER, V1)
+    assert list(bench.evicted) == [JOINER] and not bench.sync.serving.serves(JOINER, V1)
 
 
 async def test_a_broken_wire_is_tried_once_a_version() -> None:
@@ -180,5 +180,5 @@ async def test_a_joiners_group_that_cannot_be_closed_ends_nothing(
     await bench.work_until(
         lambda: len(bench.stub.asked("CloseWeightGroup")) == closings and next(looks, None) is None
     )
-    assert list(bench.evicted) == ([JOINER] if phase else []) and bench.sync.serves("a-1", V1)
-    assert bench.sync.serves(JOINER, V1) == (phase is None)
+    assert list(bench.evicted) == ([JOINER] if phase else []) and bench.sync.serving.serves("a-1", V1)
+    assert bench.sync.serving.serves(JOINER, V1) == (phase is None)

@@ -78,7 +78,7 @@ class Bench:
         self.replicas[name].stub.failures[method] = list(failures)
 
     def serving(self, version: Version) -> set[str]:
-        return {n for n, r in self.replicas.items() if self.sync.serves(r.instance_id, version)}
+        return {n for n, r in self.replicas.items() if self.sync.serving.serves(r.instance_id, version)}
 
     @property
     def epochs(self) -> list[int]:
@@ -216,7 +216,7 @@ async def test_a_member_that_stages_but_does_not_commit_costs_itself_alone() -> 
     bench.fail("b", "CommitWeights", Unavailable("it died"))
     report = await bench.sync.publish(V2)
     assert report.epochs == 1 and [m.name for m in report.members] == ["a"]
-    assert [who for who, _ in bench.evicted] == ["b-1"] and bench.sync.live_version("b-1") is None
+    assert [who for who, _ in bench.evicted] == ["b-1"] and bench.sync.serving.live_version("b-1") is None
 
 
 async def test_no_survivor_means_a_new_epoch_for_those_that_come() -> None:
@@ -231,7 +231,7 @@ async def test_no_survivor_means_a_new_epoch_for_those_that_come() -> None:
     bench.sync._evict = evict
     report = await bench.sync.publish(V1)
     assert report.epochs == 2 and [who for who, _ in bench.evicted] == ["a-1"]
-    assert bench.sync.serves("a-2", V1)
+    assert bench.sync.serving.serves("a-2", V1)
 
 
 async def test_a_mismatch_of_one_member_evicts_it() -> None:
@@ -302,8 +302,8 @@ async def test_a_live_check_that_nobody_answers_is_repeated_with_those_that_come
 
     bench.sync._evict = evict
     await bench.sync.publish(V1)
-    assert len(bench.verified) == 2 and bench.sync.serves("a-2", V1)
-    assert bench.sync.live_version("a-1") is None
+    assert len(bench.verified) == 2 and bench.sync.serving.serves("a-2", V1)
+    assert bench.sync.serving.live_version("a-1") is None
 
 
 async def test_close_gives_the_group_up_even_where_a_member_is_gone() -> None:
@@ -335,7 +335,7 @@ async def test_work_goes_on_with_the_replica_that_replaced_the_last_one(
 
     bench.sync._verify = verify
     assert await bench.sync.keep_serving(work()) == "done"
-    assert bench.sync.serves("a-2", V1) and bench.epochs == [1, 2]
+    assert bench.sync.serving.serves("a-2", V1) and bench.epochs == [1, 2]
 
 
 async def test_work_that_fails_is_raised_and_work_of_a_failed_sync_is_cancelled(
@@ -370,8 +370,8 @@ async def test_who_is_left_out_of_a_group_holds_and_serves_nothing_of_the_run() 
     await bench.sync.publish(V1)
     left_out = bench.replicas.pop("b")
     await bench.sync.publish(V2)
-    assert [(held.member.name, held.version) for held in bench.sync.held()] == [("a", V2)]
-    assert bench.sync.live_version(left_out.instance_id) is None
+    assert [(held.member.name, held.version) for held in bench.sync.serving.held()] == [("a", V2)]
+    assert bench.sync.serving.live_version(left_out.instance_id) is None
     assert left_out.stub.asked("AbortWeights")
 
 
@@ -422,12 +422,12 @@ async def test_a_version_that_failed_its_live_check_is_never_proved() -> None:
 async def test_equal_weights_have_one_digest_and_others_another() -> None:
     bench = Bench("a", "b")
     await bench.sync.publish(V1)
-    first, second = bench.sync.held()
+    first, second = bench.sync.serving.held()
     digest = first.digest
     assert digest == second.digest == first.to_proto().digest
     bench.stub.answers["PublishWeights"].digests.tensor_digests.append(7)
     await bench.sync.publish(V2)
-    assert digest != bench.sync.held()[0].digest
+    assert digest != bench.sync.serving.held()[0].digest
 
 
 async def test_a_generator_with_another_model_is_refused_at_the_door_and_the_others_go_on() -> None:

@@ -129,7 +129,7 @@ class CoordinatorServicer(CoordinatorServiceServicer):
         if active is not None and active.context is not None:
             reply.run_id = run_id
             reply.policy_version.CopyFrom(active.context.policy.version.to_proto())
-            reply.generators.extend(held.to_proto() for held in active.context.sync.held())
+            reply.generators.extend(held.to_proto() for held in active.context.sync.serving.held())
         return reply
 
     async def ScaleService(

@@ -150,14 +150,14 @@ class LoopServicer(LoopServiceServicer):
 
     async def CloseLoop(self, request: pb.CloseLoopRequest, context: Context) -> pb.CloseLoopResponse:
         """The run ends well."""
-        (await self._loop(request.run_id)).end()
+        (await self._loop(request.run_id)).calls.end()
         return pb.CloseLoopResponse()
 
     async def _loop(self, run_id: str) -> ClientLoop:
         """The loop of a run that takes calls."""
         active = self._runs.active(run_id)
         if active is not None and active.client is not None and active.opened.is_set():
-            active.client.heard()
+            active.client.calls.heard()
             return active.client
         run = await self._runs.find(run_id)
         if active is None:

@@ -21,7 +21,6 @@ from flotilla_coordinator.ledger import ownership, queries, run_rows, schema, tr
 from flotilla_coordinator.ledger.ownership import Owner
 from flotilla_coordinator.ledger.records import (
     AdmittedGroup,
-    Conservation,
     DropReason,
     FinishedSample,
     GroupIssue,
@@ -108,10 +107,6 @@ class Ledger:
         """Admit the samples of a group, before anyone is asked to generate them."""
         return await self._writer.submit_step(transitions.issue, group)
 
-    async def reissue(self, sample_ids: Sequence[str], attempt: int, why: str) -> None:
-        """Ask again for samples that did not arrive; their ids stay."""
-        await self._writer.submit(lambda db: transitions.reissue(db, sample_ids, attempt, why))
-
     async def group_generated(self, samples: Sequence[FinishedSample]) -> Recorded:
         """Keep finished responses whose scores come later."""
         return await self._writer.submit_step(transitions.generated, samples)
@@ -178,10 +173,6 @@ class Ledger:
         for update_id in update_ids:
             await self._writer.submit(partial(updates.durable, run_id=run_id, update_id=update_id))
 
-    async def void_updates(self, run_id: str, after_version: Version) -> list[VoidedUpdate]:
-        """Undo the updates after `after_version`; their samples are scored again, in recorded order."""
-        return await self._writer.submit(lambda db: updates.void_updates(db, run_id, after_version))
-
     async def prune_payloads(self, run_id: str, before_step: int) -> int:
         """Forget the tokens of durable and dropped samples of earlier steps, one by one; the number of samples."""
         forgotten = 0
@@ -227,10 +218,6 @@ class Ledger:
     ) -> list[GroupOutcome]:
         """What the groups earned that count for a step from `first_step` to before `end_step`."""
         return await self._read(lambda db: queries.outcomes(db, run_id, first_step, end_step, right_at))
-
-    async def counts(self, run_id: str) -> Conservation:
-        """Where the admitted samples of a run are."""
-        return await self._read(lambda db: queries.conservation(db, run_id))
 
     async def samples(
         self,

@@ -9,7 +9,6 @@ import numpy as np
 
 from flotilla_coordinator.ledger.records import (
     AdmittedGroup,
-    Conservation,
     GroupOutcome,
     RunRecord,
     RunState,
@@ -24,7 +23,6 @@ _RUN_COLUMNS = (
     "run_id, name, state, config_yaml, directory, created_at, ended_at, reason, step, version_lineage, "
     "version_step, cursor"
 )
-_TRAINED = (SampleState.CONSUMED, SampleState.DURABLE)
 
 
 def run(db: sqlite3.Connection, reference: str) -> RunRecord:
@@ -66,28 +64,6 @@ def unfinished(db: sqlite3.Connection) -> list[RunRecord]:
 def run_ids(db: sqlite3.Connection) -> list[str]:
     """Of all runs, newest first."""
     return [str(run_id) for (run_id,) in db.execute("SELECT run_id FROM runs ORDER BY key DESC")]
-
-
-def conservation(db: sqlite3.Connection, run_id: str) -> Conservation:
-    """Where the admitted samples of a run are."""
-    row = db.execute(
-        "SELECT key, admitted, duplicates, late FROM runs WHERE run_id = ?", (run_id,)
-    ).fetchone()
-    if row is None:
-        raise NotFound(f"the ledger has no run {run_id}")
-    key, admitted, duplicates, late = row
-    trained = in_flight = 0
-    dropped: dict[str, int] = {}
-    for state, reason, samples in db.execute(
-        "SELECT state, reason, samples FROM tallies WHERE run = ? AND samples != 0 ORDER BY reason", (key,)
-    ):
-        if state == SampleState.DROPPED:
-            dropped[reason] = samples
-        elif state in _TRAINED:
-            trained += samples
-        else:
-            in_flight += samples
-    return Conservation(admitted, trained, dropped, in_flight, duplicates, late)
 
 
 def admitted_groups(db: sqlite3.Connection, run_id: str, first_step: int) -> list[AdmittedGroup]:

@@ -6,7 +6,7 @@ own token ids (int32) and log-probabilities (float32), stored byte for byte.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Any
 
@@ -174,23 +174,6 @@ class VoidedUpdate:
     update_id: str
     version: Version
     sample_ids: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Conservation:
-    """Every admitted sample is trained, dropped with a reason, or in flight."""
-
-    admitted: int = 0
-    trained: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    in_flight: int = 0
-    duplicates: int = 0
-    late: int = 0
-
-    @property
-    def holds(self) -> bool:
-        """True when no sample is missing or counted twice."""
-        return self.admitted == self.trained + sum(self.dropped.values()) + self.in_flight
 
 
 @dataclass(frozen=True)

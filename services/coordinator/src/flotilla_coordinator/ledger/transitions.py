@@ -1,4 +1,4 @@
-"""The steps of a sample up to an update: admitted, generated, scored, asked for again, dropped, or carried over.
+"""The steps of a sample up to an update: admitted, generated, scored, dropped, or carried over.
 
 Invariants of every step of a sample, wherever it is written: it is checked against the stored state before anything
 changes; an illegal one raises an error that names the sample and both states, and changes nothing; each leaves one row
@@ -36,7 +36,6 @@ from flotilla_coordinator.ledger.rows import (
     all_known,
     count_ignored,
     for_all,
-    keys,
     log,
     lookup,
     require,
@@ -225,29 +224,6 @@ def spans_to_bytes(spans: Sequence[TokenSpan]) -> bytes:
 def terms_to_bytes(terms: Sequence[float]) -> bytes:
     """Little-endian float64."""
     return np.array(terms, dtype="<f8").tobytes()
-
-
-def reissue(db: sqlite3.Connection, sample_ids: Sequence[str], attempt: int, why: str) -> None:
-    """Ask again for samples that did not arrive (or were not scored)."""
-    samples = all_known(db, sample_ids)
-    require(samples, (State.ISSUED, State.GENERATED), State.ISSUED)
-    for sample in samples:
-        if attempt <= sample.attempt:
-            raise FailedPrecondition(
-                f"sample {sample.sample_id} is at attempt {sample.attempt} and cannot go to attempt {attempt}"
-            )
-    for_all(
-        db,
-        f"UPDATE samples SET state = {State.ISSUED:d}, attempt = new.column2, generator = '' "
-        "FROM (VALUES {rows}) AS new WHERE key = new.column1",
-        [(sample.key, attempt) for sample in samples],
-    )
-    for_all(db, "DELETE FROM payloads WHERE sample IN (VALUES {rows})", keys(samples))
-    log(
-        db,
-        [Event(s.run, s.sample_id, attempt, s.state, State.ISSUED, detail=why) for s in samples],
-    )
-    tally_moves(db, samples, State.ISSUED)
 
 
 def dropped(db: sqlite3.Connection, run_id: str, sample_ids: Sequence[str], reason: DropReason) -> Recorded:

@@ -146,10 +146,6 @@ class RunDirectory:
         except (json_format.ParseError, UnicodeDecodeError):  # damaged; the ledger knows the end as well
             return None
 
-    def read_configuration(self) -> str:
-        """The resolved configuration."""
-        return (self.path / "run.yaml").read_text("utf-8")
-
     def read_metrics(self) -> Iterator[tuple[int, dict[str, float]]]:
         """Steps so far with their metrics, those that a fall-back undid left out."""
         for line in _surviving(_read_lines(self.path / "metrics.jsonl")):

@@ -59,7 +59,7 @@ class RunHandle:
         if self.context is None or waits:
             self.cancel()
         elif self.client is not None:
-            self.client.end()
+            self.client.calls.end()
 
     def cancel(self) -> None:
         """End now; a run that is ending already ends by itself."""

@@ -107,12 +107,10 @@ class RunExecutor:
             )
             fence = await self.ledger.begin(active.run_id, start_point.lineage)
             self.fleet.begin(fence)
-            context = await wiring.build(self.directory, start_point.lineage, fence.number)
+            context, active.client = await wiring.build(self.directory, start_point.lineage, fence.number)
             active.context = context
-            if active.config.loop == "client":
-                assert wiring.client is not None, "built for every run of this kind"
-                active.client = wiring.client
-                return await serve_client(wiring.client, start_point, active)
+            if active.client is not None:
+                return await serve_client(active.client, start_point, active)
             try:
                 return await run_loop(context, start_point)
             except FlotillaError as error:

@@ -49,9 +49,11 @@ class Runs:
         self._host = host
         self._ledger = ledger
         self._events = events
-        self._starts = RunStarter(host, fleet, ledger, events)
+        self._starter = RunStarter(host, fleet, ledger, events)
+        self._active: dict[str, RunHandle] = {}
+        """Those that go on, by id."""
         self._started: dict[str, str] = {}
-        self._changes = RunChanges(ledger, self._starts.planned)
+        self._changes = RunChanges(ledger, self._starter.planned)
         self.admission = asyncio.Lock()
         """Whoever holds it sees no run start, be resumed or change."""
         self._calls = BackgroundTasks()
@@ -62,7 +64,8 @@ class Runs:
         self._ledger.watch_disk(self._disk_changed)
         async with self.admission:
             # Of two runs the earlier one comes first.
-            await self._starts.take_over(await self._ledger.unfinished_runs())
+            for active in await self._starter.take_over(await self._ledger.unfinished_runs()):
+                self._register(active)
         self._recovered.set()
 
     def plan(self, config_yaml: str) -> run_pb2.Plan:
@@ -77,7 +80,7 @@ class Runs:
             async with self.admission:
                 if request_id and request_id in self._started:
                     return await self.find(self._started[request_id])
-                run = await self._starts.new(config_yaml)
+                run = self._register(await self._starter.start(config_yaml))
                 self._started[request_id] = run.run_id
                 return run
 
@@ -92,7 +95,7 @@ class Runs:
                 if request_id and request_id in self._started:
                     return await self.find(self._started[request_id])
                 record = await self._ledger.get_run(run_id)
-                active = self._starts.active.get(record.run_id)
+                active = self._active.get(record.run_id)
                 held = active is not None and (active.control.paused or active.status.waits_for_disk)
                 if active is not None and held and not checkpoint:
                     if active.control.paused:
@@ -100,7 +103,8 @@ class Runs:
                     await self._try_disk(active)
                     run = active.status.run
                 else:
-                    run = await self._starts.again(record, checkpoint)
+                    self._refuse_active(active)
+                    run = self._register(await self._starter.resume(record, checkpoint))
                 self._started[request_id] = run.run_id
                 return run
 
@@ -113,7 +117,7 @@ class Runs:
         async def act() -> run_pb2.Run:
             async with self.admission:
                 record = await self._ledger.get_run(run_id)
-                active = self._starts.active.get(record.run_id)
+                active = self._active.get(record.run_id)
                 await self._changes.pause(changeable(record, active))
                 return await self.find(record.run_id)
 
@@ -126,7 +130,7 @@ class Runs:
         async def act() -> run_pb2.Run:
             async with self.admission:
                 record = await self._ledger.get_run(run_id)
-                active = self._starts.active.get(record.run_id)
+                active = self._active.get(record.run_id)
                 await self._changes.configure(record, active, assignments)
                 return await self.find(record.run_id)
 
@@ -137,7 +141,7 @@ class Runs:
         found = await self.find(run_id)
 
         async def act() -> run_pb2.Run:
-            active = self._starts.active.get(found.run_id)
+            active = self._active.get(found.run_id)
             if active is None or active.status.ended:
                 raise FailedPrecondition(
                     f"run {found.run_id} has ended already",
@@ -153,6 +157,26 @@ class Runs:
 
         return await self._calls.shielded(act())
 
+    def _register(self, active: RunHandle) -> run_pb2.Run:
+        """Know a run that has begun to work until its task ends."""
+        assert active.task is not None, "it works"
+        self._active[active.run_id] = active
+        # What has ended is told from its records: memory is for runs that go on.
+        active.task.add_done_callback(lambda _: self._active.pop(active.run_id, None))
+        return active.status.run
+
+    def _refuse_active(self, active: RunHandle | None) -> None:
+        """Raise where a run that is to be resumed has not ended, or its end is not recorded yet."""
+        if active is None:
+            return
+        if active.status.ended and self._ledger.full is not None:
+            raise self._ledger.full
+        raise FailedPrecondition(
+            f"run {active.run_id} has not ended",
+            why="there is nothing to continue",
+            next_step=f"follow it, or wait for its end: flotilla run watch {active.run_id}",
+        )
+
     async def _try_disk(self, active: RunHandle) -> None:
         """Let a run that waits for room on a disk look at once."""
         active.control.try_again()
@@ -161,7 +185,7 @@ class Runs:
                 await self._ledger.beat()
 
     def _disk_changed(self, full: DiskFull | None) -> None:
-        for active in list(self._starts.active.values()):
+        for active in list(self._active.values()):
             active.ledger_full(full)
 
     async def find(self, run_id: str) -> run_pb2.Run:
@@ -181,28 +205,28 @@ class Runs:
 
     def version_on(self, run_id: str, instance_id: str) -> Version | None:
         """The version of a run that goes on that one of its services holds; None where it holds none."""
-        active = self._starts.active.get(run_id)
+        active = self._active.get(run_id)
         if active is None or active.context is None or active.status.ended:
             return None
         for session in active.context.learners.sessions:
             if instance_id == session.gang.instance_id:
                 return session.version
-        return active.context.sync.live_version(instance_id)
+        return active.context.sync.serving.live_version(instance_id)
 
     def active(self, run_id: str) -> RunHandle | None:
         """Handles of a run that goes on."""
-        return self._starts.active.get(run_id)
+        return self._active.get(run_id)
 
     def active_runs(self) -> Sequence[RunHandle]:
         """Those that have services now, in the order of their start."""
-        return self._starts.active_runs()
+        return [active for active in self._active.values() if not active.status.ended]
 
     async def close(self) -> None:
         """The coordinator goes: every run ends now, recorded."""
         self._ledger.give_up_waiting()
         await self._calls.settle()  # what is being started or resumed is then among the runs
         tasks = []
-        for active in self._starts.active.values():
+        for active in self._active.values():
             if active.task is not None and not active.task.done():
                 active.control.stop_requested, active.stop_reason = True, "the coordinator was stopped"
                 active.abandoned = True
@@ -213,7 +237,7 @@ class Runs:
         await self._events.close()
 
     def _message(self, record: RunRecord) -> run_pb2.Run:
-        active = self._starts.active.get(record.run_id)
+        active = self._active.get(record.run_id)
         return active.status.run if active is not None else stored_run(record)
 
 

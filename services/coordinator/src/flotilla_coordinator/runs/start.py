@@ -56,17 +56,15 @@ REFUSED = (
 
 
 class RunStarter:
-    """Starts runs, and holds those that go on."""
+    """Starts new runs, resumes ended ones, and takes over what an earlier coordinator left."""
 
     def __init__(self, host: Host, fleet: Fleet, ledger: Ledger, events: EventStream) -> None:
         self._host = host
         self._fleet = fleet
         self._ledger = ledger
         self._events = events
-        self.active: dict[str, RunHandle] = {}
-        """By id."""
 
-    async def new(self, config_yaml: str) -> run_pb2.Run:
+    async def start(self, config_yaml: str) -> RunHandle:
         """Admit a run, or say why not."""
         config, plan = await self._checked(config_yaml)
         self._fleet.require_place(ResourceRequest.of(config))
@@ -89,19 +87,12 @@ class RunStarter:
         )
         for level, text in remarks(plan):
             active.status.notice(level, text)
-        return await self._launch(active, directory, StartPoint())
+        fleet = await self._fleet.admit(run_id, ResourceRequest.of(config))
+        return self._execute(active, directory, StartPoint(), fleet)
 
-    async def again(self, record: RunRecord, checkpoint: str) -> run_pb2.Run:
+    async def resume(self, record: RunRecord, checkpoint: str) -> RunHandle:
         """Continue a run that ended before its last step, or say why not."""
         run_id, directory = record.run_id, RunDirectory(Path(record.directory))
-        if run_id in self.active and self.active[run_id].status.ended and self._ledger.full is not None:
-            raise self._ledger.full
-        if run_id in self.active:
-            raise FailedPrecondition(
-                f"run {run_id} has not ended",
-                why="there is nothing to continue",
-                next_step=f"follow it, or wait for its end: flotilla run watch {run_id}",
-            )
         if record.state is RunState.SUCCEEDED:
             raise FailedPrecondition(
                 f"run {run_id} has succeeded",
@@ -115,18 +106,23 @@ class RunStarter:
             CheckpointShelf(directory.checkpoints_path).folder(checkpoint)
         start_point = StartPoint(record.version.lineage + 1, checkpoint, by_user=True)
         await self._ledger.asked_for(run_id)
-        return await self._launch(*await self._reopened(record, config, start_point))
+        active = await self._reopened(record, config, directory, start_point)
+        fleet = await self._fleet.admit(run_id, ResourceRequest.of(active.config))
+        return self._execute(active, directory, start_point, fleet)
 
-    async def take_over(self, records: Sequence[RunRecord]) -> None:
-        """Go on with what an earlier coordinator left open, or close it."""
-        going_on = [goes_on for record in records if (goes_on := await self._left(record)) is not None]
+    async def take_over(self, records: Sequence[RunRecord]) -> list[RunHandle]:
+        """Go on with what an earlier coordinator left open, or close it; the runs that go on."""
+        left = [(record, await self._left(record)) for record in records]
+        kept = [(RunDirectory(Path(record.directory)), *found) for record, found in left if found is not None]
         fleets = await self._fleet.admit_again(
-            [(one.run_id, ResourceRequest.of(one.config)) for one, _, _ in going_on]
+            [(active.run_id, ResourceRequest.of(active.config)) for _, active, _ in kept]
         )
-        for (active, directory, start_point), fleet in zip(going_on, fleets, strict=True):
-            self._begin(active, directory, start_point, fleet)
+        return [
+            self._execute(active, directory, start_point, fleet)
+            for (directory, active, start_point), fleet in zip(kept, fleets, strict=True)
+        ]
 
-    async def _left(self, record: RunRecord) -> tuple[RunHandle, RunDirectory, StartPoint] | None:
+    async def _left(self, record: RunRecord) -> tuple[RunHandle, StartPoint] | None:
         """A run that an earlier coordinator left, if it goes on; else it is closed."""
         why = await asyncio.to_thread(
             reason_not_to_resume, record, await self._ledger.takeovers(record.run_id)
@@ -138,7 +134,8 @@ class RunStarter:
                 if record.state is not RunState.PAUSED:
                     await self._ledger.taken_over(record.run_id)
                 config, _ = await self._checked(record.config_yaml)
-                return await self._reopened(record, config, start_point)
+                directory = RunDirectory(Path(record.directory))
+                return await self._reopened(record, config, directory, start_point), start_point
             # A directory that is gone, or full, is its own trouble.
             except (FlotillaError, OSError) as error:
                 why = REFUSED.replace("{error}", str(error).rstrip("."))
@@ -154,10 +151,6 @@ class RunStarter:
         await asyncio.to_thread(record_end, run)
         return None
 
-    def active_runs(self) -> list[RunHandle]:
-        """Those that have services now, in the order of their start."""
-        return [active for active in self.active.values() if not active.status.ended]
-
     async def planned(self, config: RunConfig) -> run_pb2.Plan:
         """What the stack would make of it, where it would work."""
         plan = await asyncio.to_thread(plan_run, config, self._host.stack)
@@ -168,10 +161,10 @@ class RunStarter:
         return plan
 
     async def _reopened(
-        self, record: RunRecord, config: RunConfig, start_point: StartPoint
-    ) -> tuple[RunHandle, RunDirectory, StartPoint]:
+        self, record: RunRecord, config: RunConfig, directory: RunDirectory, start_point: StartPoint
+    ) -> RunHandle:
         """A run of the ledger works again, with the events and metrics that it has."""
-        run_id, directory = record.run_id, RunDirectory(Path(record.directory))
+        run_id = record.run_id
         run = await asyncio.to_thread(continued_run, record)
         run.total_steps = config.steps
         try:
@@ -193,31 +186,22 @@ class RunStarter:
             status.notice(
                 run_pb2.NOTICE_LEVEL_WARNING, "the coordinator had died and is back; the run goes on"
             )
-        return active, directory, start_point
+        return active
 
     async def _checked(self, config_yaml: str) -> tuple[RunConfig, run_pb2.Plan]:
         """The configuration of a run that would work here, and its plan."""
         config = await asyncio.to_thread(load_text, RunConfig, config_yaml, source="run")
         return config, await self.planned(config)
 
-    async def _launch(
-        self, active: RunHandle, directory: RunDirectory, start_point: StartPoint
-    ) -> run_pb2.Run:
-        fleet = await self._fleet.admit(active.run_id, ResourceRequest.of(active.config))
-        return self._begin(active, directory, start_point, fleet)
-
-    def _begin(
+    def _execute(
         self, active: RunHandle, directory: RunDirectory, start_point: StartPoint, fleet: RunFleet
-    ) -> run_pb2.Run:
-        run_id = active.run_id
-        self.active[run_id] = active
+    ) -> RunHandle:
+        """Let the run work from here on, with the services that it was admitted to."""
         if self._ledger.full is not None:
             active.ledger_full(self._ledger.full)
         executor = RunExecutor(self._host, fleet, self._ledger, active, directory)
-        active.task = asyncio.create_task(executor.execute(start_point), name=f"run {run_id}")
-        # What has ended is told from its records: memory is for runs that go on.
-        active.task.add_done_callback(lambda _: self.active.pop(run_id, None))
-        return active.status.run
+        active.task = asyncio.create_task(executor.execute(start_point), name=f"run {active.run_id}")
+        return active
 
     def _versions(self) -> dict[str, dict[str, str]]:
         return {r.name: dict(r.versions) for r in self._fleet.registrations.values()}

@@ -63,13 +63,13 @@ class RunWiring:
         self._config = control.config
         self._status = status
         self._wait_limit_s = host.stack.ready_timeout_s
-        self.client: ClientLoop | None = None
-        """Where a client makes the steps of the run."""
         self._pinned: PinnedEvaluation | None = None
         self._metrics: dict[str, float] = {}
 
-    async def build(self, directory: RunDirectory, lineage: int, fence: int) -> RunContext:
-        """Wait for the services that the run needs, then wire them."""
+    async def build(
+        self, directory: RunDirectory, lineage: int, fence: int
+    ) -> tuple[RunContext, ClientLoop | None]:
+        """Wait for the services that the run needs, then wire them; the loop of a client where one makes the steps."""
         config = self._config
         tokenizer = await asyncio.to_thread(lambda: Tokenizer.load(model_folder(self._host.stack.model)))
         prompts = await asyncio.to_thread(
@@ -84,7 +84,7 @@ class RunWiring:
         scorer = Scorer(self._run_id, config.rewards, self._fleet.rewards, self._wait_limit_s)
         evaluator = self._evaluator(held_out, policy, generation, scorer)
         if isinstance(evaluator, Evaluator) and config.evaluation is not None and config.evaluation.pinned:
-            self._pinned = PinnedEvaluation(evaluator, self._fleet.generators.replicas, sync.serves)
+            self._pinned = PinnedEvaluation(evaluator, self._fleet.generators.replicas, sync.serving.serves)
             self._fleet.users.append(self._pinned)
         context = RunContext(
             run_id=self._run_id,
@@ -112,20 +112,14 @@ class RunWiring:
             metrics=self._metrics,
             autoscaler=self._autoscaler(),
         )
-        if config.loop == "client":
-            sampling = ClientSampling(
-                self._run_id, config.rollout, lineage, tokenizer, generation, self._ledger
-            )
-            self.client = ClientLoop(
-                context,
-                prompts,
-                sampling,
-                scorer,
-                lambda error: self._fleet.trainers.eject(
-                    policy.gang.instance_id, str(error), replaceable=False
-                ),
-            )
-        return context
+        if config.loop != "client":
+            return context, None
+        sampling = ClientSampling(self._run_id, config.rollout, lineage, tokenizer, generation, self._ledger)
+
+        def trainer_lost(error: FlotillaError) -> None:
+            self._fleet.trainers.eject(policy.gang.instance_id, str(error), replaceable=False)
+
+        return context, ClientLoop(context, prompts, sampling, scorer, trainer_lost)
 
     def _sync(
         self, policy: PolicyTrainer, prompts: PromptSource, tokenizer: Tokenizer, fence: int
@@ -170,13 +164,13 @@ class RunWiring:
 
     def _autoscaler(self) -> Autoscaler | None:
         config = self._host.stack.autoscale
-        launcher = LauncherLink(self._host.state_dir, self._host.stack.ready_timeout_s)
         if config is None or not isinstance(self._config.algorithm, PolicyConfig):
             return None
         wanted = self._config.rollout.generators
         if wanted is not None:  # More would be nobody's.
             most = max(config.min_generators, min(config.max_generators, wanted))
             config = config.model_copy(update={"max_generators": most})
+        launcher = LauncherLink(self._host.state_dir, self._host.stack.ready_timeout_s)
         least, most = config.min_generators, config.max_generators
 
         async def change(by: int) -> None:
@@ -206,7 +200,7 @@ class RunWiring:
             self._config.seed,
             tokenizer,
             self._fleet.generators,
-            sync.serves,
+            sync.serving.serves,
             self._wait_limit_s,
             lost,
         )

@@ -9,6 +9,7 @@ blame nobody; what every single member refuses alike would be refused in any oth
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,14 @@ from flotilla.common.v1 import weights_pb2
 from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla.trainer.v1 import trainer_pb2 as train
 from flotilla_coordinator.trainers.roles import PolicyTrainer
-from flotilla_coordinator.weights.members import GeneratorReplica, Group, HeldWeights, Member, seat
+from flotilla_coordinator.weights.members import (
+    GeneratorReplica,
+    Group,
+    HeldWeights,
+    Member,
+    SyncReport,
+    seat,
+)
 from flotilla_core import ids, rpc
 from flotilla_core.config import WeightSyncConfig
 from flotilla_core.errors import (
@@ -113,7 +121,23 @@ class WeightEpochs:
         await self._together(group, {m.name: self._join(m, opened) for m in members})
         return group
 
-    async def stage(self, group: Group, version: Version) -> Staged:
+    async def move(self, group: Group, version: Version) -> tuple[SyncReport, list[HeldWeights], Failures]:
+        """Bring `version` to a group: what that cost, what each member took, and who failed at its end."""
+        started = time.monotonic()
+        staged = await self._stage(group, version)
+        stage_s = time.monotonic() - started
+        taken, failures = await self._commit(group, staged)
+        report = SyncReport(
+            version,
+            staged.published.bytes,
+            stage_s,
+            stall_s=max(held.stall_s for held in taken),
+            members=tuple(held.member for held in taken),
+            epochs=1,
+        )
+        return report, taken, failures
+
+    async def _stage(self, group: Group, version: Version) -> Staged:
         """Broadcast beside the live weights; decoding goes on."""
         publish = train.PublishWeightsRequest(
             run_id=self._run_id,
@@ -133,7 +157,7 @@ class WeightEpochs:
         answers = await self._together(group, calls)
         return Staged(version, answers.pop(TRAINER), answers)
 
-    async def commit(self, group: Group, staged: Staged) -> tuple[list[HeldWeights], Failures]:
+    async def _commit(self, group: Group, staged: Staged) -> tuple[list[HeldWeights], Failures]:
         """Each member switches at its own time; a failure costs that member alone. Breaks when nobody is left."""
         outcomes = await asyncio.gather(
             *(self._commit_one(group, member, staged) for member in group.members), return_exceptions=True

@@ -16,9 +16,9 @@ member of the next sync.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from flotilla_coordinator.trainers.roles import PolicyTrainer
@@ -26,7 +26,6 @@ from flotilla_coordinator.weights.epochs import GroupBrokenError, WeightEpochs
 from flotilla_coordinator.weights.members import (
     GeneratorReplica,
     Group,
-    HeldWeights,
     Member,
     Serving,
     SyncReport,
@@ -66,10 +65,10 @@ class WeightSync:
         self._evict = evict
         self._verify = verify
         self._epochs = WeightEpochs(run_id, config, backend, policy, fence, longest_sample_s)
-        self._serving = Serving()
+        self.serving = Serving()
         self._let_go: set[str] = set()
         """Instances that left for another run since the group was formed."""
-        self._joiners = LateJoiners(run_id, self._epochs, self._serving, self._expel, verify)
+        self._joiners = LateJoiners(run_id, self._epochs, self.serving, self._expel, verify)
         self._group: Group | None = None
         self._moving_to: frozenset[str] = frozenset()
         self.version: Version | None = None
@@ -77,22 +76,10 @@ class WeightSync:
         """The newest whose live check passed, by everybody who decodes with it."""
         self._passed = asyncio.Event()
 
-    def serves(self, instance_id: str, version: Version) -> bool:
-        """Whether a replica may be given work that needs `version` or newer."""
-        return self._serving.serves(instance_id, version)
-
     async def wait_until_verified(self, version: Version) -> None:
         """Wait until the live check of `version` or a newer one has passed; where none ever does, the run ends."""
         while self._checked is None or self._checked < version:
             await self._passed.wait()
-
-    def live_version(self, instance_id: str) -> Version | None:
-        """What a replica serves for this run."""
-        return self._serving.live_version(instance_id)
-
-    def held(self) -> list[HeldWeights]:
-        """What each replica that serves this run took last, by the names of their slots."""
-        return self._serving.held()
 
     async def publish(self, version: Version) -> SyncReport:
         """Make every reachable generator serve `version`; return when the survivors do, verified."""
@@ -148,7 +135,7 @@ class WeightSync:
 
     def let_go(self, instance_id: str) -> None:
         """It is to serve another run; should it come back, it joins anew."""
-        self._serving.lost(instance_id)
+        self.serving.lost(instance_id)
         self._let_go.add(instance_id)
 
     async def close(self) -> None:
@@ -162,18 +149,13 @@ class WeightSync:
         group = self._group
         if group is None or not group.matches(replicas) or self._let_go & group.instance_ids:
             group = await self._form(replicas)
-        started = time.monotonic()
-        staged = await self._epochs.stage(group, version)
-        stage_s = time.monotonic() - started
-        taken, failures = await self._epochs.commit(group, staged)
+        report, taken, failures = await self._epochs.move(group, version)
         for held in taken:
-            self._serving.took(held)
+            self.serving.took(held)
         for member in group.members:
             if member.name in failures:
                 self._expel(member, failures[member.name])
-        members = tuple(held.member for held in taken)
-        stall_s = max(held.stall_s for held in taken)
-        return SyncReport(version, staged.published.bytes, stage_s, stall_s, members, attempt)
+        return replace(report, epochs=attempt)
 
     async def _verified(self, report: SyncReport) -> None:
         """The live check; members that cannot answer it are out, and somebody has to be left."""
@@ -187,14 +169,14 @@ class WeightSync:
     async def _form(self, replicas: list[GeneratorReplica]) -> Group:
         """The group that follows the policy from now on."""
         await self.close()
-        self._serving.keep_only({replica.instance_id for replica in replicas})
+        self.serving.keep_only({replica.instance_id for replica in replicas})
         self._let_go.clear()
         self._group = await self._epochs.form(replicas)
         return self._group
 
     async def _look_after_newcomers(self, version: Version, work: asyncio.Task[Any]) -> None:
         ready = self._ready()
-        if ready and not any(self.serves(replica.instance_id, version) for replica in ready):
+        if ready and not any(self.serving.serves(replica.instance_id, version) for replica in ready):
             await self.publish(version)
         elif self._joiners.among(ready, version):
             await run_while(work, self._take_in_newcomers(version))
@@ -222,7 +204,7 @@ class WeightSync:
 
     def _expel(self, member: Member, why: FlotillaError) -> None:
         """It serves nothing of ours any more; its health decides when it may join again."""
-        self._serving.lost(member.instance_id)
+        self.serving.lost(member.instance_id)
         self._evict(member.replica, why)
 
 
@@ -277,14 +259,8 @@ class LateJoiners:
 
     async def _catch_up(self, replicas: list[GeneratorReplica], version: Version) -> None:
         group = await self._epochs.form(replicas)
-        started = time.monotonic()
-        staged = await self._epochs.stage(group, version)
-        stage_s = time.monotonic() - started
-        taken, failures = await self._epochs.commit(group, staged)
-        members = tuple(held.member for held in taken)
-        stall_s = max(held.stall_s for held in taken)
-        report = SyncReport(version, staged.published.bytes, stage_s, stall_s, members, 1, caught_up=True)
-        failures |= await self._verify(report)
+        report, taken, failures = await self._epochs.move(group, version)
+        failures |= await self._verify(replace(report, caught_up=True))
         for held in taken:
             if held.member.name not in failures:
                 self._serving.took(held)

@@ -47,17 +47,12 @@ class ClientLoop:
         scorer: Scorer,
         trainer_lost: Callable[[FlotillaError], None],
     ) -> None:
-        self._run = run
+        self.run = run
         self._prompts = prompts
         self._scorer = scorer
-        self._calls = ClientCalls(run, trainer_lost)
+        self.calls = ClientCalls(run, trainer_lost)
         self._steps = ClientSteps(run, prompts, sampling)
         self.sampling = sampling
-
-    @property
-    def run(self) -> RunContext:
-        """The run that is driven."""
-        return self._run
 
     async def serve(self) -> str:
         """Until the client closes the loop; why it was given up where the client went silent.
@@ -65,33 +60,25 @@ class ClientLoop:
         Raises what made further calls useless.
         """
         self._steps.begin()
-        self._calls.begin()
-        silence = await self._calls.silence(lambda: self.sampling.busy)
-        self.end()
-        async with self._calls.alone():
-            if self._calls.failure is not None:
-                raise self._calls.failure
-            if silence and self._run.checkpoints.wanted:
-                with self._run.phase("checkpoint"):
+        self.calls.begin()
+        silence = await self.calls.silence(lambda: self.sampling.busy)
+        self.calls.end()
+        async with self.calls.alone():
+            if self.calls.failure is not None:
+                raise self.calls.failure
+            if silence and self.run.checkpoints.wanted:
+                with self.run.phase("checkpoint"):
                     await self._save()
         return silence
 
-    def heard(self) -> None:
-        """The client is there."""
-        self._calls.heard()
-
-    def end(self) -> None:
-        """Take no further calls."""
-        self._calls.end()
-
     async def close(self) -> None:
         """Give up what is still under way."""
-        await self._calls.close()
+        await self.calls.close()
         await self.sampling.close()
 
     def draw(self, count: int) -> list[Prompt]:
         """The next prompts of the data set."""
-        self._calls.check_open()
+        self.calls.check_open()
         _refuse_above(MOST_GROUPS, count, "count", "prompts")
         return [self._prompts.next() for _ in range(count)]
 
@@ -99,60 +86,60 @@ class ClientLoop:
         self, prompts: Sequence[ClientPrompt], count: int, changes: dict[str, Any]
     ) -> AsyncGenerator[tuple[int, RolloutGroup]]:
         """Groups from the weights that the generators serve, as they are complete."""
-        self._calls.check_open()
+        self.calls.check_open()
         _refuse_above(MOST_GROUPS, len(prompts), "prompts", "groups")
         _refuse_above(MOST_SAMPLES, len(prompts) * count, "samples_per_prompt", "samples")
         sampling = self._sampling_with(changes)
-        version = self._run.sync.version
+        version = self.run.sync.version
         assert version is not None, "the first version was published before the first call"
-        groups = self.sampling.groups(prompts, count, sampling, version, self._run.steps_done)
-        with self._calls.told_when_over():
+        groups = self.sampling.groups(prompts, count, sampling, version, self.run.steps_done)
+        with self.calls.told_when_over():
             async with aclosing(groups):
                 async for index, group in groups:
                     yield index, group
-                    self.heard()
+                    self.calls.heard()
 
     async def scores(self, items: list[reward_pb2.ScoreItem]) -> dict[str, Outcome]:
         """What the rewards of the run make of samples."""
-        self._calls.check_open()
-        if not self._run.config.rewards:
+        self.calls.check_open()
+        if not self.run.config.rewards:
             raise InvalidRequest(
-                "the run has no rewards", where=f"run {self._run.run_id}", next_step="name them in `rewards`"
+                "the run has no rewards", where=f"run {self.run.run_id}", next_step="name them in `rewards`"
             )
-        return await self._calls.while_open(self._scorer.score(items))
+        return await self.calls.while_open(self._scorer.score(items))
 
     async def logprobs(
         self, sequences: Sequence[train.ScoredSequence], temperature: float
     ) -> train.ComputeLogprobsResponse:
         """Of given tokens under the policy as the trainer holds it."""
         request = train.ComputeLogprobsRequest(
-            run_id=self._run.run_id, sequences=sequences, temperature=temperature
+            run_id=self.run.run_id, sequences=sequences, temperature=temperature
         )
-        self._calls.check_open()
-        method = self._run.policy.stub.ComputeLogprobs
-        return await self._calls.while_open(rpc.unary(method, request, timeout_s=STEP_TIMEOUT_S))
+        self.calls.check_open()
+        method = self.run.policy.stub.ComputeLogprobs
+        return await self.calls.while_open(rpc.unary(method, request, timeout_s=STEP_TIMEOUT_S))
 
     async def add_gradients(self, request: pb.AddGradientsRequest) -> train.ForwardBackwardResponse:
         """Gradients of a batch, added to those that wait for their step."""
         # Without an id of its own, a call that is sent again over a broken connection would count twice.
         request_id = request.request_id or ids.new_request_id()
         asked = train.ForwardBackwardRequest(
-            run_id=self._run.run_id, request_id=request_id, groups=request.groups
+            run_id=self.run.run_id, request_id=request_id, groups=request.groups
         )
         if request.HasField("loss"):
             asked.loss.CopyFrom(request.loss)
         rewards = {s.sample_id: s.reward for group in request.groups for s in group.samples}
 
         async def act() -> train.ForwardBackwardResponse:
-            async with self._calls.turn("forward and backward"):
-                method = self._run.policy.stub.ForwardBackward
+            async with self.calls.turn("forward and backward"):
+                method = self.run.policy.stub.ForwardBackward
                 reply: train.ForwardBackwardResponse = await rpc.unary(
                     method, asked, timeout_s=STEP_TIMEOUT_S
                 )
                 self._steps.add(rewards)
                 return reply
 
-        return await self._calls.shielded(act())
+        return await self.calls.shielded(act())
 
     async def step_optimizer(self, request_id: str, rate: float) -> train.OptimStepResponse:
         """One optimizer step, recorded as a step of the run."""
@@ -165,83 +152,83 @@ class ClientLoop:
         request_id = request_id or ids.new_request_id()
 
         async def act() -> train.OptimStepResponse:
-            async with self._calls.turn("optimizer step"):
+            async with self.calls.turn("optimizer step"):
                 return await self._steps.make(request_id, rate)
 
-        return await self._calls.shielded(act())
+        return await self.calls.shielded(act())
 
     async def sync(self) -> SyncReport:
         """Bring the policy to the generators."""
 
         async def act() -> SyncReport:
-            async with self._calls.turn("sync"):
-                return await self._run.sync.publish(self._run.policy.version)
+            async with self.calls.turn("sync"):
+                return await self.run.sync.publish(self.run.policy.version)
 
-        return await self._calls.shielded(act())
+        return await self.calls.shielded(act())
 
     async def evaluate(self) -> tuple[Version, float]:
         """Accuracy on held-out prompts, and the version that was asked."""
 
         async def act() -> tuple[Version, float]:
-            async with self._calls.turn("evaluate"):
-                evaluator, version = self._run.evaluator, self._run.sync.version
+            async with self.calls.turn("evaluate"):
+                evaluator, version = self.run.evaluator, self.run.sync.version
                 if evaluator is None or version is None:
                     raise FailedPrecondition(
                         "the run has no held-out prompts",
-                        where=f"run {self._run.run_id}",
+                        where=f"run {self.run.run_id}",
                         next_step="name them in `evaluation`",
                     )
-                evaluation = await evaluator.evaluate(version, self._run.steps_done)
-                self._run.record_evaluation(self._run.steps_done, version, evaluation)
+                evaluation = await evaluator.evaluate(version, self.run.steps_done)
+                self.run.record_evaluation(self.run.steps_done, version, evaluation)
                 return version, evaluation.accuracy
 
-        return await self._calls.shielded(act())
+        return await self.calls.shielded(act())
 
     async def save_state(self) -> Path:
         """A checkpoint of the run, on disk."""
 
         async def act() -> Path:
-            async with self._calls.turn("checkpoint"):
-                name, shelf = await self._save(), self._run.checkpoints.shelf
+            async with self.calls.turn("checkpoint"):
+                name, shelf = await self._save(), self.run.checkpoints.shelf
                 if name not in shelf.names():
                     raise Unavailable(
                         f"checkpoint {name} was not written",
-                        where=f"run {self._run.run_id}",
+                        where=f"run {self.run.run_id}",
                         next_step="the last notice of `flotilla run watch` says why; save again",
                     )
                 return shelf.folder(name)
 
-        return await self._calls.shielded(act())
+        return await self.calls.shielded(act())
 
     async def save_model(self, path: Path) -> Path:
         """A Hugging Face folder of the policy."""
 
         async def act() -> Path:
-            async with self._calls.turn("export"):
-                await self._run.policy.export(path)
+            async with self.calls.turn("export"):
+                await self.run.policy.export(path)
                 return path
 
-        return await self._calls.shielded(act())
+        return await self.calls.shielded(act())
 
     async def _save(self) -> str:
         """The name of a checkpoint of the steps done, on disk unless its writing failed."""
         await self._steps.record()
-        checkpoints, steps = self._run.checkpoints, self._run.steps_done
+        checkpoints, steps = self.run.checkpoints, self.run.steps_done
         name = CheckpointShelf.name_of(steps)
         if name not in checkpoints.shelf.names():
-            await checkpoints.save(self._run.progress(steps))
+            await checkpoints.save(self.run.progress(steps))
             await checkpoints.settle()
         return name
 
     def _sampling_with(self, changes: dict[str, Any]) -> SamplingConfig:
         """The sampling of the run, changed for one call."""
         try:
-            return SamplingConfig.model_validate(self._run.config.rollout.sampling.model_dump() | changes)
+            return SamplingConfig.model_validate(self.run.config.rollout.sampling.model_dump() | changes)
         except ValidationError as error:
             problems = (f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
             raise InvalidRequest(
                 "nothing can be sampled so",
-                where=f"run {self._run.run_id}",
+                where=f"run {self.run.run_id}",
                 why="; ".join(problems),
                 next_step="the limits are those of `rollout.sampling` in a run file",
             ) from error
