@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from flotilla_coordinator.ledger import rows
 from flotilla_coordinator.ledger.records import (
     START,
     DropReason,
@@ -28,20 +29,6 @@ from flotilla_coordinator.ledger.records import (
     Recorded,
     SampleState,
     TokenSpan,
-)
-from flotilla_coordinator.ledger.rows import (
-    Event,
-    Known,
-    admitted_ids,
-    all_known,
-    count_ignored,
-    for_all,
-    log,
-    lookup,
-    require,
-    run_key,
-    tally,
-    tally_moves,
 )
 from flotilla_core.errors import FailedPrecondition, InvalidRequest
 
@@ -57,8 +44,8 @@ _REWARDED = (
 
 def issue(db: sqlite3.Connection, groups: Sequence[GroupIssue]) -> list[Recorded]:
     """Admit the samples of groups that are not known yet."""
-    runs = {run_id: run_key(db, run_id) for run_id in {group.run_id for group in groups}}
-    known = lookup(db, [sample_id for group in groups for sample_id in group.sample_ids])
+    runs = {run_id: rows.run_key(db, run_id) for run_id in {group.run_id for group in groups}}
+    known = rows.lookup(db, [sample_id for group in groups for sample_id in group.sample_ids])
     recorded = []
     for group in groups:
         before = [known[sample_id] for sample_id in group.sample_ids if sample_id in known]
@@ -66,7 +53,7 @@ def issue(db: sqlite3.Connection, groups: Sequence[GroupIssue]) -> list[Recorded
             raise InvalidRequest(f"group {group.group_id} holds samples of another run", where=group.run_id)
         fresh = tuple(sample_id for sample_id in group.sample_ids if sample_id not in known)
         recorded.append(Recorded(fresh, tuple(sample.sample_id for sample in before)))
-        count_ignored(db, runs[group.run_id], duplicates=len(before))
+        rows.count_ignored(db, runs[group.run_id], duplicates=len(before))
     if fresh_of := [(group, of.accepted) for group, of in zip(groups, recorded, strict=True) if of.accepted]:
         _admit(db, runs, fresh_of)
     return recorded
@@ -77,25 +64,27 @@ def _admit(
 ) -> None:
     """Samples of groups that nobody asked for before."""
     group_keys = _group_keys(db, [group for group, _ in fresh])
-    rows = [(sample_id, runs[group.run_id], group) for group, sample_ids in fresh for sample_id in sample_ids]
-    for_all(
+    new = [(sample_id, runs[group.run_id], group) for group, sample_ids in fresh for sample_id in sample_ids]
+    rows.for_all(
         db,
         "INSERT INTO samples (sample_id, run, grp, step, state, attempt) VALUES {rows}",
         [
             (sample_id, run, group_keys[group.group_id], group.step, State.ISSUED, group.attempt)
-            for sample_id, run, group in rows
+            for sample_id, run, group in new
         ],
     )
-    log(db, [Event(run, sample_id, group.attempt, None, State.ISSUED) for sample_id, run, group in rows])
-    admitted = Counter(run for _, run, _ in rows)
-    tally(db, Counter({(run, State.ISSUED, ""): number for run, number in admitted.items()}))
+    rows.log(
+        db, [rows.Event(run, sample_id, group.attempt, None, State.ISSUED) for sample_id, run, group in new]
+    )
+    admitted = Counter(run for _, run, _ in new)
+    rows.tally(db, Counter({(run, State.ISSUED, ""): number for run, number in admitted.items()}))
     for run, number in admitted.items():
         db.execute("UPDATE runs SET admitted = admitted + ? WHERE key = ?", (number, run))
 
 
 def _group_keys(db: sqlite3.Connection, groups: Sequence[GroupIssue]) -> dict[str, int]:
     """The rows of groups, those that are new among them."""
-    for_all(
+    rows.for_all(
         db,
         "INSERT OR IGNORE INTO groups (group_id, prompt_text, prompt_token_ids, max_staleness) VALUES {rows}",
         [
@@ -120,13 +109,13 @@ def generated(db: sqlite3.Connection, deliveries: Sequence[Sequence[FinishedSamp
     """Keep finished responses whose scores come later."""
     fresh, recorded = _sort_out(db, deliveries, (State.ISSUED,))
     _store_responses(db, fresh)
-    for_all(
+    rows.for_all(
         db,
         f"UPDATE samples SET state = {State.GENERATED:d}, generator = new.column2, truncated = new.column3 "
         "FROM (VALUES {rows}) AS new WHERE key = new.column1",
         [(known.key, sample.generator, sample.truncated) for known, sample in fresh],
     )
-    tally_moves(db, [known for known, _ in fresh], State.GENERATED)
+    rows.tally_moves(db, [known for known, _ in fresh], State.GENERATED)
     return recorded
 
 
@@ -135,34 +124,34 @@ def scored(db: sqlite3.Connection, deliveries: Sequence[Sequence[FinishedSample]
     fresh, recorded = _sort_out(db, deliveries, (State.ISSUED, State.GENERATED))
     arrived = [(known, sample) for known, sample in fresh if known.state is State.ISSUED]
     _store_responses(db, arrived)
-    for_all(
+    rows.for_all(
         db,
         f"UPDATE samples SET {_REWARDED}, generator = new.column5, truncated = new.column6 "
         "FROM (VALUES {rows}) AS new WHERE key = new.column1",
         [(known.key, *_rewarded(s), s.generator, s.truncated) for known, s in arrived],
     )
-    for_all(
+    rows.for_all(
         db,
         f"UPDATE samples SET {_REWARDED} FROM (VALUES {{rows}}) AS new WHERE key = new.column1",
         [(known.key, *_rewarded(s)) for known, s in fresh if known.state is not State.ISSUED],
     )
-    log(
+    rows.log(
         db,
         [
-            Event(known.run, sample.sample_id, sample.attempt, State.GENERATED, State.SCORED)
+            rows.Event(known.run, sample.sample_id, sample.attempt, State.GENERATED, State.SCORED)
             for known, sample in fresh
         ],
     )
-    tally_moves(db, [known for known, _ in fresh], State.SCORED)
+    rows.tally_moves(db, [known for known, _ in fresh], State.SCORED)
     return recorded
 
 
 def _sort_out(
     db: sqlite3.Connection, deliveries: Sequence[Sequence[FinishedSample]], open_states: tuple[State, ...]
-) -> tuple[list[tuple[Known, FinishedSample]], list[Recorded]]:
+) -> tuple[list[tuple[rows.Known, FinishedSample]], list[Recorded]]:
     """Split deliveries into what is new, what came before, and what came too late."""
-    known = iter(all_known(db, [sample.sample_id for delivered in deliveries for sample in delivered]))
-    fresh: list[tuple[Known, FinishedSample]] = []
+    known = iter(rows.all_known(db, [sample.sample_id for delivered in deliveries for sample in delivered]))
+    fresh: list[tuple[rows.Known, FinishedSample]] = []
     recorded = []
     for delivered in deliveries:
         pairs = [(next(known), sample) for sample in delivered]
@@ -172,13 +161,13 @@ def _sort_out(
             k.sample_id for k, _ in pairs if k.state not in open_states and k.state is not State.DROPPED
         )
         if pairs:
-            count_ignored(db, pairs[0][0].run, duplicates=len(duplicates), late=len(late))
+            rows.count_ignored(db, pairs[0][0].run, duplicates=len(duplicates), late=len(late))
         fresh += new
         recorded.append(Recorded(tuple(k.sample_id for k, _ in new), duplicates, late))
     return fresh, recorded
 
 
-def _store_responses(db: sqlite3.Connection, fresh: Sequence[tuple[Known, FinishedSample]]) -> None:
+def _store_responses(db: sqlite3.Connection, fresh: Sequence[tuple[rows.Known, FinishedSample]]) -> None:
     """Payloads, and the step to GENERATED in the event log; the samples' own rows are the caller's."""
     for _, sample in fresh:
         logprobs = 0 if sample.logprobs is None else len(sample.logprobs)
@@ -186,7 +175,7 @@ def _store_responses(db: sqlite3.Connection, fresh: Sequence[tuple[Known, Finish
             raise InvalidRequest(
                 f"sample {sample.sample_id} has {len(sample.token_ids)} tokens but {logprobs} logprobs"
             )
-    for_all(
+    rows.for_all(
         db,
         "INSERT INTO payloads (sample, token_ids, logprobs, spans, text) VALUES {rows}",
         [
@@ -201,10 +190,12 @@ def _store_responses(db: sqlite3.Connection, fresh: Sequence[tuple[Known, Finish
         ],
         MOST_PAYLOADS,
     )
-    log(
+    rows.log(
         db,
         [
-            Event(known.run, s.sample_id, s.attempt, known.state, State.GENERATED, s.oldest_version or START)
+            rows.Event(
+                known.run, s.sample_id, s.attempt, known.state, State.GENERATED, s.oldest_version or START
+            )
             for known, s in fresh
         ],
     )
@@ -217,8 +208,8 @@ def _rewarded(sample: FinishedSample) -> tuple[float, bytes, float | None]:
 
 def spans_to_bytes(spans: Sequence[TokenSpan]) -> bytes:
     """Four little-endian int64 a span: lineage, step, start, end."""
-    rows = [(span.version.lineage, span.version.step, span.start, span.end) for span in spans]
-    return np.array(rows, dtype="<i8").tobytes()
+    numbers = [(span.version.lineage, span.version.step, span.start, span.end) for span in spans]
+    return np.array(numbers, dtype="<i8").tobytes()
 
 
 def terms_to_bytes(terms: Sequence[float]) -> bytes:
@@ -230,23 +221,23 @@ def dropped(db: sqlite3.Connection, run_id: str, sample_ids: Sequence[str], reas
     """Take samples out, for a reason that is counted."""
     if not reason:
         raise InvalidRequest("a sample is dropped without a reason", where=run_id)
-    run = run_key(db, run_id)
-    samples = all_known(db, sample_ids)
+    run = rows.run_key(db, run_id)
+    samples = rows.all_known(db, sample_ids)
     already = [sample for sample in samples if sample.state is State.DROPPED]
     leaving = [sample for sample in samples if sample.state is not State.DROPPED]
-    require(leaving, IN_FLIGHT, State.DROPPED)
-    for_all(
+    rows.require(leaving, IN_FLIGHT, State.DROPPED)
+    rows.for_all(
         db,
         f"UPDATE samples SET state = {State.DROPPED:d}, drop_reason = new.column2 "
         "FROM (VALUES {rows}) AS new WHERE key = new.column1",
         [(sample.key, reason) for sample in leaving],
     )
-    log(
+    rows.log(
         db,
-        [Event(run, s.sample_id, s.attempt, s.state, State.DROPPED, detail=reason) for s in leaving],
+        [rows.Event(run, s.sample_id, s.attempt, s.state, State.DROPPED, detail=reason) for s in leaving],
     )
-    tally_moves(db, leaving, State.DROPPED, reason)
-    count_ignored(db, run, duplicates=len(already))
+    rows.tally_moves(db, leaving, State.DROPPED, reason)
+    rows.count_ignored(db, run, duplicates=len(already))
     return Recorded(
         tuple(sample.sample_id for sample in leaving), tuple(sample.sample_id for sample in already)
     )
@@ -254,11 +245,11 @@ def dropped(db: sqlite3.Connection, run_id: str, sample_ids: Sequence[str], reas
 
 def carry_over(db: sqlite3.Connection, run_id: str, group_ids: Sequence[str], step: int) -> None:
     """Let whole groups count for another step; no sample changes its state."""
-    run = run_key(db, run_id)
+    run = rows.run_key(db, run_id)
     of_groups = (
         "JOIN groups g ON g.key = s.grp WHERE s.run = ? AND g.group_id IN (SELECT value FROM json_each(?))"
     )
-    samples = all_known(db, admitted_ids(db, of_groups, (run, json.dumps(list(group_ids)))))
+    samples = rows.all_known(db, rows.admitted_ids(db, of_groups, (run, json.dumps(list(group_ids)))))
     trained = [sample for sample in samples if sample.state not in (*IN_FLIGHT, State.DROPPED)]
     if trained:
         raise FailedPrecondition(
@@ -266,7 +257,7 @@ def carry_over(db: sqlite3.Connection, run_id: str, group_ids: Sequence[str], st
             where=run_id,
             why=f"update {trained[0].update_id} has trained it",
         )
-    for_all(
+    rows.for_all(
         db,
         "UPDATE samples SET step = new.column2 FROM (VALUES {rows}) AS new WHERE key = new.column1",
         [(sample.key, step) for sample in samples],
@@ -275,5 +266,7 @@ def carry_over(db: sqlite3.Connection, run_id: str, group_ids: Sequence[str], st
 
 def drop_in_flight(db: sqlite3.Connection, run_id: str, reason: DropReason) -> int:
     """Drop everything of a run that was neither trained nor dropped; the number of samples."""
-    open_ = admitted_ids(db, "WHERE s.run = ? AND s.state IN (?, ?, ?)", (run_key(db, run_id), *IN_FLIGHT))
+    open_ = rows.admitted_ids(
+        db, "WHERE s.run = ? AND s.state IN (?, ?, ?)", (rows.run_key(db, run_id), *IN_FLIGHT)
+    )
     return len(dropped(db, run_id, open_, reason).accepted)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Sequence
 
+from flotilla_coordinator.ledger import rows
 from flotilla_coordinator.ledger.records import (
     REOPENED,
     REWARDS_FAILED,
@@ -19,21 +20,6 @@ from flotilla_coordinator.ledger.records import (
     RunState,
     SampleState,
     VoidedUpdate,
-)
-from flotilla_coordinator.ledger.rows import (
-    Event,
-    Known,
-    admitted_ids,
-    all_known,
-    count_ignored,
-    for_all,
-    keys,
-    log,
-    lookup,
-    of_update,
-    require,
-    run_key,
-    tally_moves,
 )
 from flotilla_core.errors import FailedPrecondition, NotFound
 from flotilla_core.version import Version
@@ -45,45 +31,45 @@ def consumed(
     db: sqlite3.Connection, run_id: str, update_id: str, sample_ids: Sequence[str], version: Version
 ) -> bool:
     """Note the samples of an update in the order in which it trained them; False for a repeat."""
-    run = run_key(db, run_id)
-    samples = all_known(db, sample_ids)
+    run = rows.run_key(db, run_id)
+    samples = rows.all_known(db, sample_ids)
     if _repeats_update(db, run, update_id, sample_ids):
-        count_ignored(db, run, duplicates=len(sample_ids))
+        rows.count_ignored(db, run, duplicates=len(sample_ids))
         return False
-    require(samples, (State.SCORED,), State.CONSUMED, update_id)
+    rows.require(samples, (State.SCORED,), State.CONSUMED, update_id)
     update_key = db.execute(
         "INSERT INTO updates (update_id, run, lineage, step, status) VALUES (?, ?, ?, ?, 'applied')",
         (update_id, run, version.lineage, version.step),
     ).lastrowid
-    for_all(
+    rows.for_all(
         db,
         f"UPDATE samples SET state = {State.CONSUMED:d}, update_key = new.column2, "
         "update_position = new.column3 FROM (VALUES {rows}) AS new WHERE key = new.column1",
         [(sample.key, update_key, position) for position, sample in enumerate(samples)],
     )
-    log(
+    rows.log(
         db,
         [
-            Event(run, s.sample_id, s.attempt, s.state, State.CONSUMED, version, detail=update_id)
+            rows.Event(run, s.sample_id, s.attempt, s.state, State.CONSUMED, version, detail=update_id)
             for s in samples
         ],
     )
-    tally_moves(db, samples, State.CONSUMED)
+    rows.tally_moves(db, samples, State.CONSUMED)
     return True
 
 
 def applied_before(db: sqlite3.Connection, run_id: str, version: Version) -> list[str]:
     """Updates that led to `version` and are not durable yet, in order."""
-    rows = db.execute(
+    found = db.execute(
         "SELECT update_id FROM updates WHERE run = ? AND step < ? AND status = 'applied' ORDER BY key",
-        (run_key(db, run_id), version.step),
+        (rows.run_key(db, run_id), version.step),
     )
-    return [update_id for (update_id,) in rows.fetchall()]
+    return [update_id for (update_id,) in found.fetchall()]
 
 
 def durable(db: sqlite3.Connection, run_id: str, update_id: str) -> None:
     """Mark an update that a checkpoint covers; its samples can never come back."""
-    run = run_key(db, run_id)
+    run = rows.run_key(db, run_id)
     row = db.execute("SELECT key, status FROM updates WHERE update_id = ?", (update_id,)).fetchone()
     if row is None:
         raise NotFound(f"the ledger has no update {update_id}", where=run_id)
@@ -92,22 +78,22 @@ def durable(db: sqlite3.Connection, run_id: str, update_id: str) -> None:
         return
     if status == "void":
         raise FailedPrecondition(f"update {update_id} is void and cannot become durable", where=run_id)
-    samples = of_update(db, key)
-    require(samples, (State.CONSUMED,), State.DURABLE, update_id)
+    samples = rows.of_update(db, key)
+    rows.require(samples, (State.CONSUMED,), State.DURABLE, update_id)
     db.execute("UPDATE updates SET status = 'durable' WHERE key = ?", (key,))
     db.execute("UPDATE samples SET state = ? WHERE update_key = ?", (State.DURABLE, key))
-    log(
+    rows.log(
         db,
-        [Event(run, s.sample_id, s.attempt, s.state, State.DURABLE, detail=update_id) for s in samples],
+        [rows.Event(run, s.sample_id, s.attempt, s.state, State.DURABLE, detail=update_id) for s in samples],
     )
-    tally_moves(db, samples, State.DURABLE)
+    rows.tally_moves(db, samples, State.DURABLE)
 
 
 def refuse_to_void_durable(db: sqlite3.Connection, run_id: str, after_version: Version) -> None:
     """Raise where an update that started from `after_version` or later can no longer be undone."""
     row = db.execute(
         "SELECT update_id FROM updates WHERE run = ? AND step >= ? AND status = 'durable' ORDER BY key LIMIT 1",
-        (run_key(db, run_id), after_version.step),
+        (rows.run_key(db, run_id), after_version.step),
     ).fetchone()
     if row is not None:
         raise FailedPrecondition(
@@ -121,25 +107,28 @@ def refuse_to_void_durable(db: sqlite3.Connection, run_id: str, after_version: V
 def void_updates(db: sqlite3.Connection, run_id: str, after_version: Version) -> list[VoidedUpdate]:
     """Undo the updates that started from `after_version` or later: the trainer fell back to it."""
     refuse_to_void_durable(db, run_id, after_version)
-    run = run_key(db, run_id)
-    rows = db.execute(
+    run = rows.run_key(db, run_id)
+    found = db.execute(
         "SELECT key, update_id, lineage, step FROM updates "
         "WHERE run = ? AND step >= ? AND status != 'void' ORDER BY key",
         (run, after_version.step),
     ).fetchall()
     voided = []
-    for key, update_id, lineage, step in rows:
-        samples = of_update(db, key)
+    for key, update_id, lineage, step in found:
+        samples = rows.of_update(db, key)
         db.execute("UPDATE updates SET status = 'void' WHERE key = ?", (key,))
         db.execute(
             "UPDATE samples SET state = ?, update_key = NULL, update_position = NULL WHERE update_key = ?",
             (State.SCORED, key),
         )
-        log(
+        rows.log(
             db,
-            [Event(run, s.sample_id, s.attempt, s.state, State.SCORED, detail=update_id) for s in samples],
+            [
+                rows.Event(run, s.sample_id, s.attempt, s.state, State.SCORED, detail=update_id)
+                for s in samples
+            ],
         )
-        tally_moves(db, samples, State.SCORED)
+        rows.tally_moves(db, samples, State.SCORED)
         order = tuple(sample.sample_id for sample in samples)
         voided.append(VoidedUpdate(update_id, Version(lineage, step), order))
     return voided
@@ -147,12 +136,12 @@ def void_updates(db: sqlite3.Connection, run_id: str, after_version: Version) ->
 
 def steps_to_prune(db: sqlite3.Connection, run_id: str, before_step: int) -> list[int]:
     """Earlier steps with tokens of samples that can never be trained again."""
-    rows = db.execute(
+    found = db.execute(
         "SELECT DISTINCT s.step FROM payloads p JOIN samples s ON s.key = p.sample "
         "WHERE s.run = ? AND s.step < ? AND s.state IN (?, ?)",
-        (run_key(db, run_id), before_step, State.DURABLE, State.DROPPED),
+        (rows.run_key(db, run_id), before_step, State.DURABLE, State.DROPPED),
     )
-    return [step for (step,) in rows.fetchall()]
+    return [step for (step,) in found.fetchall()]
 
 
 def prune_payloads(db: sqlite3.Connection, run_id: str, step: int) -> int:
@@ -160,7 +149,7 @@ def prune_payloads(db: sqlite3.Connection, run_id: str, step: int) -> int:
     return db.execute(
         "DELETE FROM payloads WHERE sample IN "
         "(SELECT key FROM samples WHERE run = ? AND step = ? AND state IN (?, ?))",
-        (run_key(db, run_id), step, State.DURABLE, State.DROPPED),
+        (rows.run_key(db, run_id), step, State.DURABLE, State.DROPPED),
     ).rowcount
 
 
@@ -172,7 +161,7 @@ def _repeats_update(db: sqlite3.Connection, run: int, update_id: str, sample_ids
     key, owner, status = row
     if owner != run or status == "void":
         raise FailedPrecondition(f"update {update_id} is {status} and cannot be applied again")
-    if {sample.sample_id for sample in of_update(db, key)} != set(sample_ids):
+    if {sample.sample_id for sample in rows.of_update(db, key)} != set(sample_ids):
         raise FailedPrecondition(f"update {update_id} has been applied with other samples")
     return True
 
@@ -188,8 +177,8 @@ def fall_back(
 ) -> list[VoidedUpdate]:
     """The run goes on as `version`, a new lineage, after `step` steps; the updates that this undid."""
     voided = void_updates(db, run_id, version)
-    _ask_again_for_forgotten(db, run_key(db, run_id))
-    _reopen(db, run_key(db, run_id), step, (*REOPENED, *REWARDS_FAILED) if retry_rewards else REOPENED)
+    _ask_again_for_forgotten(db, rows.run_key(db, run_id))
+    _reopen(db, rows.run_key(db, run_id), step, (*REOPENED, *REWARDS_FAILED) if retry_rewards else REOPENED)
     # What a user asked of the run in the meantime holds on.
     db.execute(
         "UPDATE runs SET state = iif(state IN (?, ?), state, ?), reason = '', ended_at = NULL, step = ?, "
@@ -205,32 +194,34 @@ def fall_back(
 def _ask_again_for_forgotten(db: sqlite3.Connection, run: int) -> None:
     """Samples whose tokens retention took, before a user resumed the run after all."""
     without = "WHERE s.run = ? AND s.state IN (?, ?) AND NOT EXISTS (SELECT 1 FROM payloads p WHERE p.sample = s.key)"
-    known = lookup(db, admitted_ids(db, without, (run, State.GENERATED, State.SCORED)))
+    known = rows.lookup(db, rows.admitted_ids(db, without, (run, State.GENERATED, State.SCORED)))
     _return_to(db, run, list(known.values()), State.ISSUED)
 
 
 def _reopen(db: sqlite3.Connection, run: int, step: int, reasons: tuple[DropReason, ...]) -> None:
     """Take back drops for reasons that hold no more."""
     places = ", ".join("?" * len(reasons))
-    rows = db.execute(
+    found = db.execute(
         "SELECT s.sample_id, p.sample IS NOT NULL AND s.reward IS NOT NULL AND s.drop_reason != ? FROM samples s "
         "LEFT JOIN payloads p ON p.sample = s.key "
         f"WHERE s.run = ? AND s.step >= ? AND s.state = ? AND s.drop_reason IN ({places}) ORDER BY s.key",
         (DropReason.STALE, run, step, State.DROPPED, *reasons),
     ).fetchall()
-    known = lookup(db, [sample_id for sample_id, _ in rows])
-    _return_to(db, run, [known[sample_id] for sample_id, whole in rows if whole], State.SCORED)
-    again = [known[sample_id] for sample_id, whole in rows if not whole]
-    for_all(db, "DELETE FROM payloads WHERE sample IN (VALUES {rows})", keys(again))
+    known = rows.lookup(db, [sample_id for sample_id, _ in found])
+    _return_to(db, run, [known[sample_id] for sample_id, whole in found if whole], State.SCORED)
+    again = [known[sample_id] for sample_id, whole in found if not whole]
+    rows.for_all(db, "DELETE FROM payloads WHERE sample IN (VALUES {rows})", rows.keys(again))
     _return_to(db, run, again, State.ISSUED)
 
 
-def _return_to(db: sqlite3.Connection, run: int, samples: list[Known], state: State) -> None:
+def _return_to(db: sqlite3.Connection, run: int, samples: list[rows.Known], state: State) -> None:
     forgotten = ", reward = NULL" if state is State.ISSUED else ""
-    for_all(
+    rows.for_all(
         db,
         f"UPDATE samples SET state = {state:d}, drop_reason = ''{forgotten} WHERE key IN (VALUES {{rows}})",
-        keys(samples),
+        rows.keys(samples),
     )
-    log(db, [Event(run, s.sample_id, s.attempt, s.state, state, detail="run_goes_on") for s in samples])
-    tally_moves(db, samples, state)
+    rows.log(
+        db, [rows.Event(run, s.sample_id, s.attempt, s.state, state, detail="run_goes_on") for s in samples]
+    )
+    rows.tally_moves(db, samples, state)
