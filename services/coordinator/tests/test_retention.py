@@ -126,10 +126,10 @@ async def test_the_event_log_still_refuses_to_shrink_by_itself(ledger: Ledger) -
 
 
 def keeping_one(
-    ledger: Ledger, spans: SpanStore, folder: Path, admission: asyncio.Lock | None = None
+    ledger: Ledger, spans: SpanStore, folder: Path, change_lock: asyncio.Lock | None = None
 ) -> Retention:
     config = CoordinatorConfig.model_validate({"retention": {"runs_kept": 1}})
-    return Retention(config, ledger, spans, folder / "runs", admission or asyncio.Lock())
+    return Retention(config, ledger, spans, folder / "runs", change_lock or asyncio.Lock())
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ async def test_what_a_run_began_from_goes_at_the_look_after_that_run_went(
 async def test_a_run_that_is_resumed_while_others_are_removed_stays(
     ledger: Ledger, spans: SpanStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    admission, listed, list_ended = asyncio.Lock(), asyncio.Event(), ledger.ended_beyond
+    change_lock, listed, list_ended = asyncio.Lock(), asyncio.Event(), ledger.ended_beyond
 
     async def ended_beyond(kept: int) -> list[tuple[str, str]]:
         ended = await list_ended(kept)
@@ -218,8 +218,8 @@ async def test_a_run_that_is_resumed_while_others_are_removed_stays(
         return ended
 
     monkeypatch.setattr(ledger, "ended_beyond", ended_beyond)
-    retention = keeping_one(ledger, spans, tmp_path, admission)
-    async with admission:  # as a resume does
+    retention = keeping_one(ledger, spans, tmp_path, change_lock)
+    async with change_lock:  # as a resume does
         looking = asyncio.create_task(retention.enforce())
         await asyncio.wait_for(listed.wait(), LIMIT_S)
         await ledger.update_run("first", state=RunState.RUNNING)
@@ -239,12 +239,12 @@ async def test_a_run_whose_files_are_being_removed_is_forgotten_already_and_hold
         rmtree(path, ignore_errors=ignore_errors)
 
     monkeypatch.setattr(shutil, "rmtree", slowly)
-    admission = asyncio.Lock()
-    removing = asyncio.create_task(keeping_one(ledger, spans, tmp_path, admission).enforce())
+    change_lock = asyncio.Lock()
+    removing = asyncio.create_task(keeping_one(ledger, spans, tmp_path, change_lock).enforce())
     assert await asyncio.to_thread(begun.wait, LIMIT_S)
     with pytest.raises(NotFound):
         await ledger.get_run("first")
-    assert not admission.locked() and not (tmp_path / "runs" / "first").exists()
+    assert not change_lock.locked() and not (tmp_path / "runs" / "first").exists()
     go_on.set()
     await asyncio.wait_for(removing, LIMIT_S)
 

@@ -43,13 +43,13 @@ class Retention:
         ledger: Ledger,
         spans: SpanStore,
         runs: Path,
-        admission: asyncio.Lock,
+        change_lock: asyncio.Lock,
     ) -> None:
         self._config = config
         self._ledger = ledger
         self._spans = spans
         self._runs = runs
-        self._admission = admission
+        self._change_lock = change_lock
 
     async def keep(self) -> None:
         """For as long as the coordinator lives; what cannot be removed now is tried again."""
@@ -77,7 +77,7 @@ class Retention:
             # Looked at before the turn as well: to read every configuration for the first time takes seconds.
             if await self._needed(run_id, Path(place)):
                 continue
-            async with self._admission:
+            async with self._change_lock:
                 # Meanwhile it may have been resumed, or another run may have begun from its weights.
                 ended = dict(await self._ledger.ended_beyond(kept))
                 if run_id not in ended or await self._needed(run_id, Path(place)):

@@ -45,7 +45,7 @@ class Coordinator:
         self._fleet = Fleet(host, lambda: not self._ledger.lost)
         self._runs = Runs(host, self._fleet, self._ledger, EventStream(host.bus))
         self._retention = Retention(
-            host.stack.coordinator, self._ledger, self._spans, host.state_dir / "runs", self._runs.admission
+            host.stack.coordinator, self._ledger, self._spans, host.state_dir / "runs", self._runs.change_lock
         )
 
     def add_to(self, server: RpcServer) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
@@ -53,16 +53,15 @@ class Runs:
         self._active: dict[str, RunHandle] = {}
         """Those that go on, by id."""
         self._started: dict[str, str] = {}
-        self._changes = RunChanges(ledger, self._starter.planned)
-        self.admission = asyncio.Lock()
-        """Whoever holds it sees no run start, be resumed or change."""
+        self.change_lock = asyncio.Lock()
+        """While it is held no run starts, is resumed or changes."""
         self._calls = BackgroundTasks()
         self._recovered = asyncio.Event()
 
     async def recover(self) -> None:
         """Go on with what an earlier coordinator left open, or close it, before anything is answered."""
         self._ledger.watch_disk(self._disk_changed)
-        async with self.admission:
+        async with self.change_lock:
             # Of two runs the earlier one comes first.
             for active in await self._starter.take_over(await self._ledger.unfinished_runs()):
                 self._register(active)
@@ -77,7 +76,7 @@ class Runs:
         await self._recovered.wait()
 
         async def act() -> run_pb2.Run:
-            async with self.admission:
+            async with self.change_lock:
                 if request_id and request_id in self._started:
                     return await self.find(self._started[request_id])
                 run = self._register(await self._starter.start(config_yaml))
@@ -91,7 +90,7 @@ class Runs:
         await self._recovered.wait()
 
         async def act() -> run_pb2.Run:
-            async with self.admission:
+            async with self.change_lock:
                 if request_id and request_id in self._started:
                     return await self.find(self._started[request_id])
                 record = await self._ledger.get_run(run_id)
@@ -99,7 +98,7 @@ class Runs:
                 held = active is not None and (active.control.paused or active.status.waits_for_disk)
                 if active is not None and held and not checkpoint:
                     if active.control.paused:
-                        await self._changes.unpause(active)
+                        await self._unpause(active)
                     await self._try_disk(active)
                     run = active.status.run
                 else:
@@ -115,10 +114,10 @@ class Runs:
         await self._recovered.wait()
 
         async def act() -> run_pb2.Run:
-            async with self.admission:
+            async with self.change_lock:
                 record = await self._ledger.get_run(run_id)
                 active = self._active.get(record.run_id)
-                await self._changes.pause(changeable(record, active))
+                await self._pause(changeable(record, active))
                 return await self.find(record.run_id)
 
         return await self._calls.shielded(act())
@@ -128,10 +127,10 @@ class Runs:
         await self._recovered.wait()
 
         async def act() -> run_pb2.Run:
-            async with self.admission:
+            async with self.change_lock:
                 record = await self._ledger.get_run(run_id)
                 active = self._active.get(record.run_id)
-                await self._changes.configure(record, active, assignments)
+                await self._configure(record, active, assignments)
                 return await self.find(record.run_id)
 
         return await self._calls.shielded(act())
@@ -176,6 +175,56 @@ class Runs:
             why="there is nothing to continue",
             next_step=f"follow it, or wait for its end: flotilla run watch {active.run_id}",
         )
+
+    async def _pause(self, active: RunHandle) -> None:
+        """Let the run begin no further step, and record that; a second pause changes nothing."""
+        if active.control.paused:
+            return
+        active.control.pause()
+        try:
+            await self._ledger.update_run(active.run_id, state=RunState.PAUSED, stays=False)
+        except FlotillaError:
+            active.control.unpause()
+            raise
+        active.status.notice(run_pb2.NOTICE_LEVEL_INFO, "a pause after the current step was asked for")
+
+    async def _unpause(self, active: RunHandle) -> None:
+        """Take a pause back, unless the run is about to end: its end would be overwritten in the ledger."""
+        if not _goes_on(active):
+            raise FailedPrecondition(
+                f"run {active.run_id} is being stopped, or ends by itself",
+                next_step=f"resume it once it has ended: flotilla run resume {active.run_id}",
+            )
+        await self._ledger.update_run(active.run_id, state=RunState.RUNNING, stays=False)
+        active.control.unpause()
+
+    async def _configure(
+        self, record: RunRecord, active: RunHandle | None, assignments: Sequence[str]
+    ) -> None:
+        """Give the run other settings, and record them; a run that ended early has them when it is resumed."""
+        before = load_text(RunConfig, record.config_yaml, source=f"run {record.run_id}")
+        config = changed_config(before, assignments, _steps_done(record, active))
+        plan = await self._starter.planned(config)
+        # Meanwhile the run made steps, perhaps its last one.
+        steps_done = _steps_done(record, active)
+        config = changed_config(before, assignments, steps_done)
+        if not (changes := differences(before, config)):
+            return
+        # Not in a thread: the loop must get no turn between that look and the ledger's queue.
+        text = dump_yaml(config)
+        RunDirectory(Path(record.directory)).write_change(steps_done, text, changes)
+        if active is not None:
+            active.control.configure(config)
+        try:
+            await self._ledger.update_run(record.run_id, config_yaml=text, stays=False)
+        except FlotillaError:
+            if active is not None:
+                active.control.configure(before)
+            raise
+        if active is not None:
+            for warning in plan.warnings:
+                if any(key in warning for key in changes):
+                    active.status.notice(run_pb2.NOTICE_LEVEL_WARNING, warning)
 
     async def _try_disk(self, active: RunHandle) -> None:
         """Let a run that waits for room on a disk look at once."""
@@ -239,64 +288,6 @@ class Runs:
     def _message(self, record: RunRecord) -> run_pb2.Run:
         active = self._active.get(record.run_id)
         return active.status.run if active is not None else stored_run(record)
-
-
-class RunChanges:
-    """Says what a user wants of a run to the run, and records it."""
-
-    def __init__(self, ledger: Ledger, planned: Callable[[RunConfig], Awaitable[run_pb2.Plan]]) -> None:
-        self._ledger = ledger
-        self._planned = planned
-
-    async def pause(self, active: RunHandle) -> None:
-        """Begin no further step; a second pause changes nothing."""
-        if active.control.paused:
-            return
-        active.control.pause()
-        try:
-            await self._ledger.update_run(active.run_id, state=RunState.PAUSED, stays=False)
-        except FlotillaError:
-            active.control.unpause()
-            raise
-        active.status.notice(run_pb2.NOTICE_LEVEL_INFO, "a pause after the current step was asked for")
-
-    async def unpause(self, active: RunHandle) -> None:
-        """Take a pause back, unless the run is about to end: its end would be overwritten in the ledger."""
-        if not _goes_on(active):
-            raise FailedPrecondition(
-                f"run {active.run_id} is being stopped, or ends by itself",
-                next_step=f"resume it once it has ended: flotilla run resume {active.run_id}",
-            )
-        await self._ledger.update_run(active.run_id, state=RunState.RUNNING, stays=False)
-        active.control.unpause()
-
-    async def configure(
-        self, record: RunRecord, active: RunHandle | None, assignments: Sequence[str]
-    ) -> None:
-        """Go on by other settings; a run that ended early has them when it is resumed."""
-        before = load_text(RunConfig, record.config_yaml, source=f"run {record.run_id}")
-        config = changed_config(before, assignments, _steps_done(record, active))
-        plan = await self._planned(config)
-        # Meanwhile the run made steps, perhaps its last one.
-        steps_done = _steps_done(record, active)
-        config = changed_config(before, assignments, steps_done)
-        if not (changes := differences(before, config)):
-            return
-        # Not in a thread: the loop must get no turn between that look and the ledger's queue.
-        text = dump_yaml(config)
-        RunDirectory(Path(record.directory)).write_change(steps_done, text, changes)
-        if active is not None:
-            active.control.configure(config)
-        try:
-            await self._ledger.update_run(record.run_id, config_yaml=text, stays=False)
-        except FlotillaError:
-            if active is not None:
-                active.control.configure(before)
-            raise
-        if active is not None:
-            for warning in plan.warnings:
-                if any(key in warning for key in changes):
-                    active.status.notice(run_pb2.NOTICE_LEVEL_WARNING, warning)
 
 
 def changeable(record: RunRecord, active: RunHandle | None) -> RunHandle:
