@@ -186,7 +186,7 @@ async def _rounds() -> tuple[list[Round], int]:
 
 
 async def _unless_it_dies(engine: VllmEngine, work: Coroutine[Any, Any, T]) -> T:
-    """vLLM leaves whoever waits for an engine that died without an answer."""
+    """Await `work`, or raise when the engine dies: vLLM never answers a caller of a dead engine."""
     working = asyncio.create_task(work)
     dying = asyncio.create_task(engine.wait_failed())
     try:

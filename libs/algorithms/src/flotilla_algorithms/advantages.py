@@ -203,7 +203,7 @@ def reinforce(outcomes: Outcomes, *, gamma: float) -> Floats:
 
 
 def discounted(values: Floats, lengths: Ints, factor: float) -> Floats:
-    """sum over k >= t of factor^(k - t) values_k within each response, for all responses at once."""
+    """Return the sum over k >= t of factor^(k - t) values_k within each response, for all responses at once."""
     sums = np.zeros_like(values)
     place = np.cumsum(lengths) - 1
     behind = np.zeros(lengths.size)

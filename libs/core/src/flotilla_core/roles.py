@@ -36,8 +36,10 @@ def kind_of_role(role: str) -> str:
 
 
 def role_of_process(name: str) -> str:
-    """`critic` for critic and critic-a, `teacher` for teacher-0, `teacher-math` for teacher-math and teacher-math-0;
-    `policy` for trainer and for any name that says nothing."""
+    """Return the role that the name of a process begins with; `policy` for trainer and for any other name.
+
+    `critic` for critic and critic-a, `teacher` for teacher-0, `teacher-math` for teacher-math and teacher-math-0.
+    """
     first, _, rest = name.partition("-")
     second = rest.partition("-")[0]
     # A number tells replicas apart and begins no teacher's name.

@@ -1,4 +1,6 @@
-"""The lease under which the processes of a stack run: `python -I -S lease.py PARENT DIRECTORY SECONDS COMMAND...`
+"""The lease under which the processes of a stack run.
+
+    python -I -S lease.py PARENT DIRECTORY SECONDS COMMAND...
 
 The launcher and the guardian of a stack each hold a lock file for as long as they live. This script leaves a small
 watcher beside the command that it becomes: when neither lock was held for so many seconds, the watcher ends the whole

@@ -1,9 +1,9 @@
-"""Several services of one kind in one process, for fleets larger than a machine has memory for processes.
+r"""Several services of one kind in one process, for fleets larger than a machine has memory for processes.
 
 Each has a slot, a port, a registration and a connection to NATS of its own; they share the event loop and the exporter
 of spans. Invariant: when one of them ends, all of them do.
 
-    python -m flotilla_testing.crowd generator flotilla_generator.service:GeneratorHostService \\
+    python -m flotilla_testing.crowd generator flotilla_generator.service:GeneratorHostService \
         --first 8 --count 8 --stack stack.yaml
 """
 

@@ -30,7 +30,7 @@ LIMIT_S = 120.0
 
 
 async def kill_inside(stack: Stack, name: str, phase: str) -> None:
-    """kill -9 of the replica the moment it is seen inside `phase`."""
+    """Kill the replica with SIGKILL as soon as it is seen inside `phase`."""
     process = stack.process(name)
     decoding = phase == "decoding"
     look = (

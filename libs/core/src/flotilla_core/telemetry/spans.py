@@ -1,5 +1,6 @@
-"""Opening spans around the work, and span contexts as text: W3C trace context in gRPC metadata, NATS headers and the
-environment of children.
+"""Spans around the work, and span contexts as text.
+
+The text is W3C trace context: in gRPC metadata, in NATS headers and in the environment of children.
 
 Rule of the timeline: parent while the caller waits, link where work crosses a queue or a step. `span` makes its span
 current and must not stay open across a generator's `yield`; `start_span` makes nothing current, is for spans that

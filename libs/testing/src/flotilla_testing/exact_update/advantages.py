@@ -219,7 +219,10 @@ def gae(judgement: Judgement, *, gamma: float, lam: float, bootstrap_truncated: 
 
 
 def taught(section: Any, rollouts: Rollouts) -> Floats:
-    """log p_teacher at each token: of the one without a name, of the one of its prompt, or the mean by weight."""
+    """Return log p_teacher at each token.
+
+    The teacher is the one without a name or the one of the prompt; several are averaged by their weights.
+    """
     if not section.teachers:
         return rollouts.teacher_logprobs
     if section.teacher_field is not None:
@@ -234,7 +237,7 @@ def taught(section: Any, rollouts: Rollouts) -> Floats:
 
 
 def distill(judgement: Judgement, *, coefficient: float, reward_weight: float, taught: Floats) -> Floats:
-    """coefficient (log p_teacher - log p_rollout) at each token, and the group's comparison of rewards beside it."""
+    """Return coefficient (log p_teacher - log p_rollout) at each token, plus the group's comparison of rewards."""
     rollouts = judgement.rollouts
     lead = coefficient * (taught - rollouts.rollout_logprobs)
     compared = _by_group(judgement, judgement.totals, _standardised)

@@ -29,7 +29,7 @@ class Tokens(NamedTuple):
 
     @property
     def ratio(self) -> torch.Tensor:
-        """p / p_old of each token."""
+        """Return p / p_old of each token."""
         return torch.exp(self.now - self.old)
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
@@ -205,7 +205,8 @@ def critic_loss(
 ) -> torch.Tensor:
     """Half the squared distance of a critic from the returns, clipped as in PPO.
 
-    The mean over the trained tokens inside; a return is the advantage by `gae` and what was expected."""
+    The mean over the trained tokens inside; a return is the advantage by `gae` plus the expected value.
+    """
     own = torch.from_numpy(np.flatnonzero(rollouts.trained & inside))
     old = torch.from_numpy(rollouts.values)[own]
     returns = torch.from_numpy(advantages)[own] + old

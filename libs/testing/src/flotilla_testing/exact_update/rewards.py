@@ -79,7 +79,7 @@ def kept_samples(rollouts: Rollouts, advantage: AdvantageConfig) -> Bools:
 def normalised(
     section: RewardNormalizationConfig, rollouts: Rollouts, rewards: Floats, kept: Bools, earlier: Floats
 ) -> Floats:
-    """scale times (R - mean) / deviation, by the samples that stay; what is all alike is divided by nothing."""
+    """Return scale times (R - mean) / deviation over the kept samples; equal rewards are not divided."""
     made = np.zeros(len(rewards))
     for members in rollouts.members:
         seen = {

@@ -1,4 +1,4 @@
-"""An independent judge of the ledger: was anything lost, trained twice, or trained too late?
+"""An independent judge of the ledger: it finds what was lost, trained twice, or trained too late.
 
 Invariants: judges by the append-only event log alone (as a queue's enqueue and dequeue history is judged)
 and shares no code with the writer; states and tallies that the ledger keeps are then compared with that

@@ -1,4 +1,4 @@
-"""Files and folders that a configuration names: are they there, as what they should be?
+"""Check that the files and folders that a configuration names exist, and are of the right kind.
 
 Each is told by its key, its path, and what is wrong with it; nothing is said of what Flotilla makes itself.
 """

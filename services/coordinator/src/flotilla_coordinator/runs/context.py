@@ -40,10 +40,9 @@ ASK_EVERY_S = 0.02
 
 
 class LoopLag:
-    """How late the event loop gives a turn to somebody who asks for one: what every call and every timer waits as
-    well.
+    """The delay of the event loop: how long a task waits for its turn.
 
-    Asks the running loop for a turn again and again, until `close`.
+    Every call and every timer waits as long. Asks the running loop for a turn again and again, until `close`.
     """
 
     def __init__(self) -> None:

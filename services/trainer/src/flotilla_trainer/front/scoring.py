@@ -87,10 +87,9 @@ class SequenceScores:
 
 
 class ScoringSession:
-    """One run's use of a gang that learns nothing: a reference or a teacher, which scores with the weights of its
-    start.
+    """One run's use of a gang that learns nothing: a reference or a teacher.
 
-    The state between OpenSession and CloseSession; its version never moves.
+    It scores with the weights of its start. The state between OpenSession and CloseSession; its version never moves.
     """
 
     last_update_id = ""

@@ -109,7 +109,7 @@ class GangPlan:
 
 
 def _backend(configured: str) -> str:
-    """gloo or nccl; without torch, a device node says whether there are GPUs."""
+    """Choose gloo or nccl; without torch, a device node shows whether there are GPUs."""
     if configured != "auto":
         return configured
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")

@@ -61,7 +61,7 @@ class Running:
 
 
 def sampling_params(sampling: Sampling, seed: int, end_of_sequence: tuple[int, ...], *, stream: bool) -> Any:
-    """vLLM's parameters of one sample; `stream` when positions are wanted while it decodes."""
+    """Return vLLM's parameters for one sample; `stream` when positions are wanted while it decodes."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

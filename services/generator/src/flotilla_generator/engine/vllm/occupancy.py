@@ -16,7 +16,7 @@ class Occupancy(StatLoggerBase):
         """From 0 to 1."""
 
     def record(self, scheduler_stats: Any, *_others: Any, **_more: Any) -> None:
-        """vLLM calls this; some steps say nothing of the scheduler."""
+        """Record the statistics of a step (vLLM calls this); some steps have none of the scheduler."""
         if scheduler_stats is not None:
             self.waiting_samples = scheduler_stats.num_waiting_reqs
             self.kv_cache_usage = scheduler_stats.kv_cache_usage

@@ -101,7 +101,7 @@ _CONTAINERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_s
 
 
 def _reload_like(live: torch.nn.Module, twin: torch.nn.Module) -> None:
-    """vLLM recorded at boot what each layer looks like before it is packed; so looks its twin."""
+    """Give the twin the layout of each layer before packing, which vLLM recorded at boot for the live model."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     def copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

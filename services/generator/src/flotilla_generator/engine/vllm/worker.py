@@ -177,7 +177,7 @@ class WeightWorker:
 
 
 def _leave_the_decoder_its_cores() -> None:
-    """vLLM pins the worker's main thread on CPUs; a thread inherits that pin and would compete with the decoder."""
+    """Let this thread run on any core: it inherited the main thread's CPU pin and would compete with the decoder."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
