@@ -1,3 +1,3 @@
-"""Samples of an update, from the wire to micro-batches: checked, laid out flat, cut into steps and packed."""
+"""This package turns the samples of an update into micro-batches: it checks, flattens, splits and packs them."""
 
 from __future__ import annotations

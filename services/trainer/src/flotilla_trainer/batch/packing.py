@@ -1,12 +1,12 @@
-"""Laying the sequences of an update out in micro-batches, balanced over ranks or groups of ranks.
+"""Lay the sequences of an update out in micro-batches, balanced over ranks or groups of ranks.
 
 Invariants: every sequence is in exactly one micro-batch and every scored token is scored once; a micro-batch has at
 most `budget` tokens, padding included, unless it is one single longer sequence; all ranks get equally many
-micro-batches, so that their collectives match, idle ones where there is nothing left to do. How an update is laid out
-never changes its result: only sums leave a micro-batch.
+micro-batches, some of them idle, so that their collectives match. The layout of an update never changes its result:
+only sums leave a micro-batch.
 
-Packed rows are dealt out so that all cost about the same: there are as few bins as first-fit in descending order needs,
-rounded up to the ranks, so that balance never costs a further micro-batch. Padded rows hold neighbours in length.
+Packed rows are balanced so that all cost about the same. There are as few bins as first-fit in descending order needs,
+rounded up to the ranks, so that balance never costs another micro-batch. Padded rows hold sequences of similar length.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ Bins = list[list[int]]
 
 @dataclass(frozen=True)
 class Layout:
-    """What decides how an update is laid out."""
+    """The settings that decide how an update is laid out."""
 
     budget: int
-    """Tokens of one micro-batch."""
+    """The most tokens of one micro-batch."""
     ranks: int
     packed: bool = False
-    """Sequences one after the other in one row, instead of in padded rows of their own."""
+    """True puts sequences one after the other in one row; False gives each a padded row of its own."""
     crossover_tokens: float = float("inf")
-    """Length of a sequence whose attention costs as much as everything else in the model."""
+    """The length at which the attention of a sequence costs as much as the rest of the model."""
 
     def costs(self, lengths: Ints) -> NDArray[np.float64]:
-        """Work for sequences of these lengths, in tokens of linear work."""
+        """Return the work for sequences of these lengths, in tokens of linear work."""
         return lengths * (1 + lengths / self.crossover_tokens)
 
 
@@ -52,17 +52,17 @@ class Sequences:
     """All sequences one after the other."""
     lengths: Ints
     scored: Ints
-    """Places within `tokens`, ascending; never the first token of a sequence, which nothing predicts."""
+    """Indices into `tokens`, ascending; never the first token of a sequence, which nothing predicts."""
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
-    """What belongs to the scored tokens, one row a token: numbers, for example advantages, and ids of other tokens."""
+    """Data of the scored tokens, one row for each: numbers such as advantages, or ids of other tokens."""
 
     @property
     def starts(self) -> Ints:
-        """Where each sequence begins."""
+        """The index of the first token of each sequence."""
         return np.cumsum(self.lengths) - self.lengths
 
     def between(self, first: int, last: int) -> Sequences:
-        """The sequences from `first` up to `last`, without it."""
+        """Return the sequences from `first` up to, but not including, `last`."""
         edges = np.concatenate([[0], np.cumsum(self.lengths)])
         begin, end = edges[first], edges[last]
         inside = (self.scored >= begin) & (self.scored < end)
@@ -76,12 +76,12 @@ class Sequences:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass of one rank: the rows and what is scored in them."""
+    """One forward pass of one rank: the rows and the tokens scored in them."""
 
     tokens: NDArray[np.int32]
-    """[rows, width]; padded on the right, or one packed row."""
+    """Token ids, [rows, width]; padded on the right, or one packed row."""
     positions: Ints
-    """Places in the flattened rows whose hidden states predict the scored tokens."""
+    """Indices into the flattened rows of the hidden states that predict the scored tokens."""
     targets: NDArray[np.int32]
     columns: dict[str, NDArray[Any]]
     places: Ints
@@ -89,11 +89,11 @@ class MicroBatch:
     packed_lengths: Ints
     """Lengths of the sequences of a packed row; empty for padded rows."""
     sequence_tokens: int
-    """Tokens without padding."""
+    """The number of tokens without padding."""
     idle: bool = False
 
     def arrays(self, index: int) -> dict[str, Array]:
-        """The arrays that a rank needs, under names that keep micro-batches apart."""
+        """Return the arrays that a rank needs, under names that keep micro-batches apart."""
         named: dict[str, Array] = {
             "tokens": self.tokens,
             "positions": self.positions,
@@ -105,7 +105,7 @@ class MicroBatch:
 
 
 def pack(sequences: Sequences, layout: Layout) -> list[list[MicroBatch]]:
-    """The micro-batches of each rank; ranks walk their lists in step."""
+    """Return the micro-batches of each rank; the ranks walk their lists in step."""
     starts = sequences.starts
     owner = np.searchsorted(starts, sequences.scored, side="right") - 1
     per_sequence = np.bincount(owner, minlength=len(starts))
@@ -121,18 +121,18 @@ def pack(sequences: Sequences, layout: Layout) -> list[list[MicroBatch]]:
 
 
 def fed_tokens(per_rank: list[list[MicroBatch]]) -> int:
-    """Tokens that the forward passes see, padding included."""
+    """Count the tokens that the forward passes see, padding included."""
     return sum(batch.tokens.size for batches in per_rank for batch in batches)
 
 
 def padding_share(per_rank: list[list[MicroBatch]]) -> float:
-    """Share of the fed tokens that belong to no sequence."""
+    """Return the share of the fed tokens that belong to no sequence."""
     wanted = sum(batch.sequence_tokens for batches in per_rank for batch in batches)
     return 1.0 - wanted / fed_tokens(per_rank)
 
 
 def _divided(lengths: Ints, layout: Layout) -> list[Ints]:
-    """The sequences of each micro-batch, the longest first."""
+    """Return the sequences of each micro-batch, the longest first."""
     if layout.packed:
         bins = balanced_bins(lengths, layout.costs(lengths), layout.budget, layout.ranks)
         return [np.array(members) for members in bins]
@@ -170,7 +170,7 @@ def _micro_batch(
 
 
 def _idle(sequences: Sequences, packed: bool) -> MicroBatch:
-    """Work of weight zero for a rank that would otherwise be missing from the collectives."""
+    """Return work of weight zero for a rank that would otherwise be missing from the collectives."""
     tokens = np.zeros((1, 2), np.int32)
     return MicroBatch(
         tokens=tokens,
@@ -187,7 +187,7 @@ def _idle(sequences: Sequences, packed: bool) -> MicroBatch:
 
 
 def balanced_bins(lengths: Ints, costs: NDArray[np.float64], budget: int, ranks: int) -> Bins:
-    """Indices of the sequences of each bin, in an order in which `ranks` neighbours cost alike."""
+    """Return the indices of the sequences of each bin; `ranks` consecutive bins cost about the same."""
     order = np.argsort(-lengths, kind="stable").tolist()
     sizes = lengths.tolist()
     fitted = _first_fit(order, sizes, budget)
@@ -197,7 +197,7 @@ def balanced_bins(lengths: Ints, costs: NDArray[np.float64], budget: int, ranks:
 
 
 def _first_fit(order: list[int], sizes: list[int], budget: int) -> Bins:
-    """Each sequence into the first bin with room; a tree of the largest room below each node finds it."""
+    """Put each sequence into the first bin with room; a tree of the largest room below each node finds it."""
     leaves = 1 << max(1, (len(order) - 1).bit_length())
     room = [budget] * (2 * leaves)
     bins: Bins = []
@@ -219,7 +219,7 @@ def _first_fit(order: list[int], sizes: list[int], budget: int) -> Bins:
 def _cheapest_first(
     order: list[int], sizes: list[int], costs: list[float], budget: int, count: int
 ) -> Bins | None:
-    """Each sequence into the cheapest bin with room; None when at last one finds no room."""
+    """Put each sequence into the cheapest bin with room; return None when a sequence finds no room."""
     bins: Bins = [[] for _ in range(count)]
     room = [budget] * count
     heap = [(0.0, number) for number in range(count)]
@@ -240,7 +240,7 @@ def _cheapest_first(
 
 
 def length_cuts(descending: Ints, budget: int, ranks: int) -> list[int]:
-    """Cuts within `budget`, as few as the budget allows rounded up to the ranks, and evened out."""
+    """Return even cuts within `budget`: as few micro-batches as the budget allows, rounded up to the ranks."""
     cuts = _greedy(descending, budget)
     target = -(-(len(cuts) - 1) // ranks) * ranks
     # The smallest budget that still needs no more than `target` micro-batches spreads the work evenly.
@@ -255,7 +255,7 @@ def length_cuts(descending: Ints, budget: int, ranks: int) -> list[int]:
 
 
 def _greedy(descending: Ints, budget: int) -> list[int]:
-    """Edges where rows of a micro-batch are as wide as its first, which is the longest."""
+    """Return the edges of micro-batches whose rows are as wide as their first, which is the longest."""
     edges = [0]
     while edges[-1] < len(descending):
         rows = max(1, budget // int(descending[edges[-1]]))

@@ -1,7 +1,7 @@
-"""The optimizer steps of an update: mini-batches of whole groups, in one pass over them or several.
+"""Plan the optimizer steps of an update: mini-batches of whole groups, in one pass over them or several.
 
-Invariants: every group is in one mini-batch, and these differ by one group at most; the passes are alike; a mini-batch
-in which nothing counts is no step; where an update has fewer groups than steps are asked for, each group is one.
+Invariants: every group is in one mini-batch, and their sizes differ by one group at most; all passes are equal; a
+mini-batch without a counted token is no step; an update with fewer groups than steps makes one step for each group.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from flotilla_trainer.batch.update_batch import UpdateBatch
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a session asks for."""
+    """The number of mini-batches of an update, and of passes over them, that a session asks for."""
 
     mini_batches: int = 1
     epochs: int = 1
 
     @classmethod
     def of(cls, optimizer: pb.Optimizer) -> StepPlan:
-        """As on the wire, where 0 is the default."""
+        """Read the plan from the wire, where 0 is the default."""
         return cls(max(1, optimizer.steps_per_update), max(1, optimizer.epochs_per_update))
 
     @property
     def several(self) -> bool:
-        """Whether an update may take more than one step."""
+        """Return whether an update may take more than one step."""
         return self.mini_batches * self.epochs > 1
 
     def parts(self, batch: UpdateBatch) -> list[NDArray[np.bool_]]:
-        """For each mini-batch which of all response tokens lie in it."""
+        """Return a mask over all response tokens for each mini-batch."""
         samples = self._of_groups(len(batch.group_sizes)).repeat(batch.group_sizes)
         tokens = samples.repeat(batch.response_lengths)
         return [tokens == number for number in range(int(tokens[-1]) + 1)]
 
     def steps(self, sequences: Sequences, batch: UpdateBatch) -> list[Sequences]:
-        """The sequences of each step, in the order of the steps; none where nothing counts."""
+        """Return the sequences of each step, in order; mini-batches without a counted token are left out."""
         samples = self._of_groups(len(batch.group_sizes)).repeat(batch.group_sizes)
         edges = np.searchsorted(samples, np.arange(int(samples[-1]) + 2))
         cut = [sequences.between(first, last) for first, last in pairwise(edges.tolist())]
@@ -49,16 +49,16 @@ class StepPlan:
         return [_at(step, number, len(steps)) for number, step in enumerate(steps)]
 
     def _of_groups(self, groups: int) -> NDArray[np.int64]:
-        """The mini-batch of each group."""
+        """Return the mini-batch of each group."""
         return np.arange(groups) * min(self.mini_batches, groups) // groups
 
 
 def _at(step: Sequences, number: int, steps: int) -> Sequences:
-    """The step with what its place among the steps of the update says about its tokens."""
+    """Return the step with the columns that depend on its place among the steps of the update."""
     columns = dict(step.columns)
     if number == 0:
-        # The first forward pass is that of the policy before the update: what another one says of it differs by
-        # rounding, whose sign would be the gradient of a distance.
+        # The first forward pass already runs the policy before the update. Log-probabilities of a separate pass would
+        # differ by rounding, and the sign of that difference would become the gradient of a distance.
         columns.pop("proximal_logprobs", None)
     if "staleness" not in columns:
         return replace(step, columns=columns)
@@ -67,9 +67,9 @@ def _at(step: Sequences, number: int, steps: int) -> Sequences:
 
 
 def proximal_share(staleness: NDArray[np.float32], gone: float) -> NDArray[np.float32]:
-    """How far the policy before the update lies on the way from the one that sampled to the one of now: s / (s + d).
+    """Return how far the policy before the update is on the way from the sampling to the current policy: s / (s + d).
 
-    s is the staleness of a token in updates, d the share of this update that is `gone`; at its start both are one.
+    s is the staleness of a token in updates, d the share of this update that is `gone`; the result is 1 at its start.
     """
     if not gone:
         return np.ones_like(staleness)

@@ -1,7 +1,8 @@
-"""Tokens on the wire, checked and laid out as arrays: prompts, responses, and what a teacher finds likeliest.
+"""Read tokens from the wire into checked arrays: prompts, responses, and the likeliest tokens of a teacher.
 
-Invariants: token ids are those that were sampled, never re-made from text; whatever does not fit the model is refused,
-naming the sample and the field; a teacher's tokens are there for all samples or for none, as many at every position.
+Invariants: token ids are those that were sampled, never re-made from text; input that does not fit the model is
+refused, naming the sample and the field; all samples carry a teacher's tokens or none does, equally many at every
+position.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ from flotilla_trainer.wire.frames import Array
 
 IDS, LOGPROBS = "teacher_top_token_ids", "teacher_top_logprobs"
 ROUNDING = 1e-3
-"""By how much the probabilities of a position may add up to more than one."""
+"""The most by which the probabilities of a position may add up to more than one."""
 
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What fits the model."""
+    """The limits that a model sets on sequences."""
 
     vocabulary: int
     max_sequence_tokens: int
-    """0 where the model has no limit."""
+    """The longest sequence; 0 where the model has no limit."""
 
 
 NOTHING_FOLLOWS = 0
-"""Stands after a sequence as the place of what is said after its last token; it is no token and is fed to no model."""
+"""A placeholder after a sequence, for the score after its last token; it is no token and is fed to no model."""
 
 
 def read_scored(
     sequences: Iterable[pb.ScoredSequence], limits: ModelLimits, *, after_last: bool = False
 ) -> tuple[list[str], Sequences, Any]:
-    """Return ids, sequences and how many places of each are scored; with `after_last` one more than response tokens."""
+    """Return ids, sequences and the number of scored places of each; `after_last` adds a place after the response."""
     items = list(sequences)
     if not items:
         raise InvalidRequest("there is nothing to score", where="sequences")
@@ -63,7 +64,7 @@ def read_scored(
 def response_places(
     prompt_lengths: NDArray[np.int64], response_lengths: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Where the response tokens lie within all tokens."""
+    """Return the indices of the response tokens within all tokens."""
     ends = np.cumsum(prompt_lengths + response_lengths)
     before = np.cumsum(response_lengths) - response_lengths
     offset = ends - response_lengths - before
@@ -74,7 +75,7 @@ def response_places(
 def joined_tokens(
     prompts: list[Array], responses: list[Array], ids: list[str], limits: ModelLimits
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Prompt, response, prompt, response, ... as one array, within the limits of the model."""
+    """Join prompt, response, prompt, response, ... into one array and check it against the limits of the model."""
     parts = [part for pair in zip(prompts, responses, strict=True) for part in pair]
     tokens = np.concatenate(parts)
     prompt_lengths = np.array([len(prompt) for prompt in prompts])
@@ -101,7 +102,7 @@ def joined_tokens(
 
 
 def token_ids(tensor: tensor_pb2.Tensor, where: str) -> Array:
-    """A list of token ids that is not empty."""
+    """Read a list of token ids that is not empty."""
     if not tensor.data:
         raise InvalidRequest("there are no tokens", where=where)
     tokens = from_tensor(tensor)
@@ -113,7 +114,7 @@ def token_ids(tensor: tensor_pb2.Tensor, where: str) -> Array:
 
 
 def check_ids(ids: list[str]) -> None:
-    """Every id stands once."""
+    """Refuse ids that are empty or repeated."""
     seen: set[str] = set()
     for identifier in ids:
         if not identifier or identifier in seen:
@@ -122,14 +123,14 @@ def check_ids(ids: list[str]) -> None:
 
 
 def sample_place(identifier: str) -> str:
-    """Where an error about a sample points."""
+    """Return the `where` of an error about a sample."""
     return f"sample {identifier!r}"
 
 
 def teacher_tokens(
     samples: list[pb.TrainSample], lengths: NDArray[np.int64], vocabulary: int
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]] | tuple[None, None]:
-    """Ids and log-probabilities, [response tokens, k] both; all samples carry them, or none does."""
+    """Return ids and log-probabilities, both [response tokens, k]; all samples carry them, or none does."""
     if not any(sample.teacher_top_token_ids.data or sample.teacher_top_logprobs.data for sample in samples):
         return None, None
     ids: list[NDArray[Any]] = []
@@ -151,7 +152,7 @@ def teacher_tokens(
 
 
 def _table(tensor: tensor_pb2.Tensor, name: str, kind: str, length: int, place: str) -> NDArray[Any]:
-    """Of a field, one row a response token."""
+    """Read a field with one row for each response token."""
     if not tensor.data:
         raise InvalidRequest(
             f"the field `{name}` is empty",

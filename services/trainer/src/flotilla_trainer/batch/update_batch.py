@@ -1,8 +1,8 @@
-"""The samples of one update, checked and laid out flat: their tokens, and one column for each thing said beside them.
+"""The samples of one update as flat, checked arrays: their tokens, and one column for each field sent with them.
 
-Invariants: whatever is wrong is refused here, naming the sample, before a rank sees anything; arrays follow the order
-of the wire, group by group; a column is there for all samples or for none, and per-token columns cover the responses
-one after the other; token ids are those that were sampled, never re-made from text.
+Invariants: invalid samples are refused here, by name, before a rank sees any; arrays follow the order of the wire,
+group by group; a column is there for all samples or for none, and per-token columns cover the responses one after the
+other; token ids are those that were sampled, never re-made from text.
 """
 
 from __future__ import annotations
@@ -41,37 +41,38 @@ class UpdateBatch:
     tokens: NDArray[np.int32]
     rewards: NDArray[np.float64]
     reward_terms: NDArray[np.float64] | None
-    """One row a term of the reward, one column a sample, where they were sent."""
+    """One row for each term of the reward, one column for each sample; None where they were not sent."""
     greedy_reward: NDArray[np.float64] | None
-    """One a group: what the greedy response to its prompt earned, where it was sent."""
+    """The reward of the greedy response to the prompt of each group; None where they were not sent."""
     trained: NDArray[np.bool_]
     logprobs: NDArray[np.float32] | None
     advantages: NDArray[np.float32] | None
-    """Where the caller computed them itself."""
+    """The advantages that the caller computed itself; None where it did not."""
     values: NDArray[np.float32] | None
-    """What the critic expected before each token."""
+    """The critic's value before each token."""
     value_after: NDArray[np.float64] | None
-    """One a sample: what the critic expected after its last token, where it was sent."""
+    """The critic's value after the last token of each sample; None where they were not sent."""
     truncated: NDArray[np.bool_]
-    """One a sample: whether it was cut off at a length limit."""
+    """One flag for each sample; a True sample was cut off at a length limit."""
     reference_logprobs: NDArray[np.float32] | None
     teacher_logprobs: NDArray[np.float32] | None
     teacher_top_token_ids: NDArray[np.int32] | None
-    """[response tokens, k]: those that the teacher finds likeliest."""
+    """The tokens that the teacher finds likeliest, [response tokens, k]."""
     teacher_top_logprobs: NDArray[np.float32] | None
-    """[response tokens, k]."""
+    """Their log-probabilities, [response tokens, k]."""
     score_squares: NDArray[np.float64] | None
-    """One a response token, where the ranks were asked: 1 - 2 p + the sum of all p^2 under the policy as it is."""
+    """One number for each response token, where the ranks were asked for it: 1 - 2 p + the sum of all p^2, under the
+    current policy."""
     staleness: NDArray[np.int64]
-    """Versions that lie between the one that wrote a token and the one that it trains."""
+    """The number of versions between the one that wrote a token and the one that it trains."""
     fresh: NDArray[np.bool_]
-    """Tokens that are known to be written by the version that they train."""
+    """The tokens that the version that they train is known to have written."""
 
     @classmethod
     def read(
         cls, groups: Sequence[pb.TrainGroup], limits: ModelLimits, version: Version | None
     ) -> UpdateBatch:
-        """The batch on the wire, to train `version`; None where another model wrote it, whose versions say nothing."""
+        """Read the batch that trains `version`; None says that another model wrote it, whose versions do not count."""
         samples = [sample for group in groups for sample in group.samples]
         if not samples:
             raise InvalidRequest(
@@ -122,9 +123,9 @@ class UpdateBatch:
         return batch
 
     def sequences(self, columns: dict[str, NDArray[Any]] | None = None) -> Sequences:
-        """What the ranks need; `columns` cover all response tokens and are cut down to those that are trained.
+        """Return the sequences for the ranks, with `columns` over all response tokens cut down to the trained ones.
 
-        Numbers become float32; ids of tokens, which are int32 from the wire on, stay what they are.
+        Numbers become float32; token ids, which are int32 from the wire on, keep their type.
         """
         return Sequences(
             tokens=self.tokens,
@@ -137,7 +138,7 @@ class UpdateBatch:
         )
 
     def all_responses(self) -> Sequences:
-        """Every response token to be scored, trained or not."""
+        """Return the sequences with every response token scored, trained or not."""
         return Sequences(
             tokens=self.tokens,
             lengths=self.prompt_lengths + self.response_lengths,
@@ -148,7 +149,7 @@ class UpdateBatch:
 def numbers(
     name: str, samples: list[pb.TrainSample], lengths: NDArray[np.int64]
 ) -> NDArray[np.float32] | None:
-    """A per-token number that all samples carry, or none does."""
+    """Read a per-token number that all samples carry, or none does."""
     given = [bool(getattr(sample, name).data) for sample in samples]
     if not any(given):
         return None
@@ -170,7 +171,7 @@ def numbers(
 
 
 def reward_terms(samples: list[pb.TrainSample]) -> NDArray[np.float64] | None:
-    """The terms of every reward, as many for each sample."""
+    """Read the terms of every reward, equally many for each sample."""
     count = len(samples[0].reward_terms)
     for sample in samples:
         if len(sample.reward_terms) != count or not np.isfinite(sample.reward_terms).all():
@@ -183,7 +184,7 @@ def reward_terms(samples: list[pb.TrainSample]) -> NDArray[np.float64] | None:
 
 
 def greedy_rewards(groups: Sequence[pb.TrainGroup]) -> NDArray[np.float64] | None:
-    """One finite number a group, which all of its samples carry, or none in the whole update."""
+    """Read one finite number for each group, which all of its samples carry; None where no sample carries one."""
     samples = [sample for group in groups for sample in group.samples]
     if not any(sample.HasField("greedy_reward") for sample in samples):
         return None
@@ -200,7 +201,7 @@ def greedy_rewards(groups: Sequence[pb.TrainGroup]) -> NDArray[np.float64] | Non
 
 
 def values_after(samples: list[pb.TrainSample]) -> NDArray[np.float64] | None:
-    """Return one finite number a sample, or None where no sample carries one."""
+    """Read one finite number for each sample; None where no sample carries one."""
     if not any(sample.HasField("value_after") for sample in samples):
         return None
     for sample in samples:
@@ -214,7 +215,7 @@ def values_after(samples: list[pb.TrainSample]) -> NDArray[np.float64] | None:
 
 
 def trained_mask(samples: list[pb.TrainSample], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which tokens train: all of a sample that says nothing."""
+    """Read the mask of trained tokens; a sample without a mask trains all of its tokens."""
     masks = []
     for sample, length in zip(samples, lengths, strict=True):
         mask = from_tensor(sample.mask) if sample.mask.data else np.ones(length, np.bool_)
@@ -229,7 +230,10 @@ def trained_mask(samples: list[pb.TrainSample], lengths: NDArray[np.int64]) -> N
 def ages(
     samples: list[pb.TrainSample], lengths: NDArray[np.int64], version: Version | None
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Staleness, and what is known to be fresh; tokens that no version claims count as written by the newest."""
+    """Return the staleness of each token and whether it is known to be fresh.
+
+    A token outside every version span counts as written by the newest version.
+    """
     behind = np.zeros(int(lengths.sum()), np.int64)
     fresh = np.zeros(len(behind), np.bool_)
     if version is None:

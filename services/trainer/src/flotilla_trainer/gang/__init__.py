@@ -1,3 +1,3 @@
-"""The process group of ranks as the front holds it: started, commanded, watched, replaced. Free of torch."""
+"""This package holds the gang for the front: it starts, commands, watches and replaces the ranks, without torch."""
 
 from __future__ import annotations

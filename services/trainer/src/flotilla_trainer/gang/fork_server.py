@@ -1,8 +1,8 @@
-"""Where ranks come from: a process that has imported what they need, and forks each of them off. Free of torch.
+"""The front's side of the fork server, a process that has imported torch and forks each rank. Free of torch itself.
 
-Invariants: the import is paid once, so a gang that replaces a lost one is there at once; the fork server dies with the
-front, and its ranks with it; one that is gone is replaced with the next rank; nothing here waits without a limit. The
-fork server says how a rank ended; where it says nothing it died, and its ranks were killed with it.
+Invariants: the import is paid once, so a gang that replaces a lost one starts at once; the fork server dies with the
+front, and its ranks with it; a lost fork server is replaced with the next rank; nothing here waits without a limit. The
+fork server reports how a rank ended; if its line ends without a report, it died and its ranks were killed with it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ BORN, ENDED = "born", "ended"
 
 
 class ForkReply:
-    """What is told about one rank, a word and a number a line."""
+    """Reads what the fork server reports about one rank: lines of a word and a number."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
 
     async def next(self) -> tuple[str, int]:
-        """The next line; an empty word once nobody is there to tell more."""
+        """Return the next line; the word is empty once the other end is closed."""
         line = (await self._reader.readline()).split()
         return (line[0].decode(), int(line[1])) if len(line) == 2 else ("", 0)
 
     def close(self) -> None:
-        """Hear no more."""
+        """Stop reading."""
         self._writer.close()
 
 
@@ -46,17 +46,17 @@ class RankChild:
     def __init__(self, pid: int, reply: ForkReply) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        """None while it lives; minus the signal where one ended it."""
+        """The exit status: None while the process lives, minus the signal where a signal ended it."""
         self._reply = reply
 
     async def wait(self) -> None:
-        """Until it has ended; for one caller."""
+        """Wait until the process has ended; only one caller may wait."""
         word, status = await self._reply.next()
         self.returncode = status if word == ENDED else -signal.SIGKILL
         self._reply.close()
 
     def send_signal(self, signum: signal.Signals) -> None:
-        """To the process alone; one that has ended raises ProcessLookupError."""
+        """Send a signal to the process alone; raise ProcessLookupError if it has ended."""
         if self.returncode is not None:
             raise ProcessLookupError(self.pid)
         os.kill(self.pid, signum)
@@ -67,22 +67,22 @@ class RankChild:
             try:
                 os.killpg(self.pid, signal.SIGKILL)
             except ProcessLookupError:
-                pass  # it ended between the two lines
+                pass  # The process ended between the two lines.
 
 
 @dataclass(frozen=True)
 class RankOrder:
-    """What differs between ranks before they are told anything."""
+    """The settings of one rank that the fork server applies before the first command."""
 
     name: str
-    """As the system shows the process."""
+    """The name of the process that the system shows."""
     stacks: str
-    """Where it writes its stacks on SIGUSR1."""
+    """The file that the rank writes its stacks to on SIGUSR1."""
     environment: dict[str, str]
 
 
 class RankForkServer:
-    """Forks ranks off, for as many gangs as ask."""
+    """Forks ranks for any number of gangs."""
 
     def __init__(self, environment: dict[str, str], log: Path) -> None:
         self._environment = environment
@@ -91,7 +91,7 @@ class RankForkServer:
         self._line: socket.socket | None = None
 
     async def rank(self, order: RankOrder, line: socket.socket, log: IO[bytes], limit_s: float) -> RankChild:
-        """A new rank at the other end of `line`; its output goes to `log`."""
+        """Start a new rank at the other end of `line`; its output goes to `log`."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         request = json.dumps(asdict(order)).encode()
@@ -101,14 +101,14 @@ class RankForkServer:
                 socket.send_fds(self._open_line(), [request], descriptors)
             except OSError as error:
                 ours.close()
-                raise self._failed(f"the process that they are forked from is gone: {error}") from None
+                raise self._failed(f"the fork server is gone: {error}") from None
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         reply = ForkReply(reader, writer)
         try:
             word, number = await asyncio.wait_for(reply.next(), limit_s)
         except TimeoutError:
             reply.close()
-            self.close()  # The next rank is not to wait for the same one.
+            self.close()  # The next rank must not wait for the same fork server.
             raise DeadlineExceeded(
                 "a rank did not start",
                 where=str(self._log),
@@ -118,12 +118,12 @@ class RankForkServer:
         if word != BORN:
             reply.close()
             raise self._failed(
-                f"the first one ended with status {number}" if word else "what forks them ended"
+                f"the first one ended with status {number}" if word else "the fork server ended"
             )
         return RankChild(number, reply)
 
     def close(self) -> None:
-        """End the process; ranks that still live die with it."""
+        """End the fork server; ranks that still live die with it."""
         if self._line is not None:
             self._line.close()
             self._line = None

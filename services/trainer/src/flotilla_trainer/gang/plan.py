@@ -1,6 +1,6 @@
-"""What every gang of one trainer has in common.
+"""The plan that every gang of one trainer is started from.
 
-Invariant: fixed while the trainer lives; a gang that replaces another one is started from the same plan.
+Invariant: the plan is fixed while the trainer lives; a gang that replaces another one is started from the same plan.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from flotilla_core.roles import role_of_process
 
 @dataclass(frozen=True)
 class GangPlan:
-    """How many ranks, of which model, how long they may be silent, where their logs go."""
+    """The settings of a gang: the number of ranks, their model, their time limits and the place of their logs."""
 
     name: str
     role: str
-    """policy, critic, reference or teacher, or teacher-math for the one called math."""
+    """One of policy, critic, reference and teacher; the teacher named math has the role teacher-math."""
     instance_id: str
     nproc: int
     replicate: int
@@ -32,9 +32,9 @@ class GangPlan:
     model: Path
     log_dir: Path
     rank_timeout_s: float
-    """Longest silence of a process, and longest standstill within training and scoring."""
+    """The longest silence of a process, and the longest time without progress within training and scoring."""
     slow_timeout_s: float
-    """Longest standstill where a rank reads or writes whole models."""
+    """The longest time without progress where a rank reads or writes whole models."""
     otlp: tuple[str, ...] = ()
     token: str | None = field(default=None, repr=False)
     """The stack's secret, which signs the spans of the ranks."""
@@ -50,7 +50,7 @@ class GangPlan:
         otlp: tuple[str, ...] = (),
         token: str | None = None,
     ) -> GangPlan:
-        """The plan of the gang of a stack that goes by this name."""
+        """Return the plan of the gang of a stack that has this name."""
         role = role_of_process(name)
         trainer = gang_of(stack, role)
         return cls(
@@ -72,34 +72,34 @@ class GangPlan:
         )
 
     def log_path(self, rank: int) -> Path:
-        """Where a rank's output goes."""
+        """Return the log file of a rank."""
         return self.log_dir / f"{self.name}.rank-{rank}.log"
 
     def stacks_path(self, rank: int) -> Path:
-        """Where a rank writes its stacks on SIGUSR1."""
+        """Return the file that a rank writes its stacks to on SIGUSR1."""
         return self.log_dir / f"{self.name}.rank-{rank}.stacks"
 
     def new_rendezvous(self) -> Path:
-        """A file that no gang has met through; it has to stay while the gang lives."""
+        """Return the path of a rendezvous file that no gang has used; the file has to stay while the gang lives."""
         return self.log_dir / f"{self.name}.rendezvous-{secrets.token_hex(4)}"
 
     def rendezvous_paths(self) -> list[Path]:
-        """Those of gangs that are gone."""
+        """Return the rendezvous files that exist, also those of lost gangs."""
         return list(self.log_dir.glob(f"{self.name}.rendezvous-*"))
 
     def environment(self) -> dict[str, str]:
-        """Variables of every rank: threads shared fairly, what they compile kept, loopback for ranks of one host."""
+        """Return the variables of every rank: its share of the threads, a cache for compiled code, and the loopback."""
         threads = max(1, len(os.sched_getaffinity(0)) // self.nproc)
         return {
             **os.environ,
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
-            # A gang that replaces another one finds what that compiled.
+            # A gang that replaces another one finds the code that the other one compiled.
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get(
                 "TORCHINDUCTOR_CACHE_DIR", str(self.log_dir.parent / "compiled")
             ),
             "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", str(threads)),
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-            # Asking the driver instead would keep a process that is forked later from its GPU.
+            # Asking the driver instead would keep processes that are forked later from using their GPU.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             "TRANSFORMERS_VERBOSITY": "error",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -109,7 +109,7 @@ class GangPlan:
 
 
 def _backend(configured: str) -> str:
-    """Choose gloo or nccl; without torch, a device node shows whether there are GPUs."""
+    """Return gloo or nccl; without torch, the device node of the driver shows whether there are GPUs."""
     if configured != "auto":
         return configured
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")

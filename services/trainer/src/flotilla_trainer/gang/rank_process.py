@@ -1,7 +1,7 @@
-"""One rank as the front sees it: its process, its line, its last sign of life.
+"""One rank as the front sees it: its process, its connection and its last beat.
 
-Invariants: the process leads a group of its own and is killed with it; an answer that will never come fails with the
-rank's end; nothing here waits for a rank without a limit.
+Invariants: the process leads a process group of its own and is killed with it; an answer that will never come fails
+when the rank ends; nothing here waits for a rank without a limit.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class RankProcess:
 
     @property
     def name(self) -> str:
-        """As users meet it in messages."""
+        """The name of the rank in messages to users."""
         return f"rank {self.rank} (pid {self.process.pid})"
 
     async def start(self, fork_server: RankForkServer) -> None:
-        """Fork the process and open the line."""
+        """Fork the process and open the connection."""
         ours, theirs = socket.socketpair()
         log_path = self._plan.log_path(self.rank)
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ class RankProcess:
         self._ending = asyncio.create_task(self._note_end(), name=f"rank-{self.rank}-end")
 
     async def command(self, kind: str, fields: dict[str, Any], arrays: dict[str, Array]) -> Frame:
-        """Send one command and wait for its answer; a refusal is raised."""
+        """Send one command and return its answer; a refusal is raised."""
         number = next(self._numbers)
         answer: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
@@ -81,29 +81,29 @@ class RankProcess:
             self._answers.pop(number, None)
 
     def report(self, number: int) -> asyncio.Future[Frame]:
-        """What this rank will say under `number` about work that goes on behind a command."""
+        """Return the future report `number` of this rank, about work that continues after its command was answered."""
         report: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
         self._reports[number] = report
         report.add_done_callback(lambda _: self._reports.pop(number, None))
         return report
 
     def judge(self) -> None:
-        """The gang is given up: what this rank still answers, perhaps woken to show its stacks, is void."""
+        """Ignore all later answers: the gang is given up, even if this rank is woken once more to write its stacks."""
         self._judged = True
 
     def fail_answers(self, error: FlotillaError) -> None:
-        """Nobody waits for this rank any longer."""
+        """Fail every answer and report that a caller still waits for."""
         for answer in (*self._answers.values(), *self._reports.values()):
             if not answer.done():
                 answer.set_exception(error)
 
     @property
     def waits_for_answer(self) -> bool:
-        """Whether this rank has not answered the command that runs."""
+        """Return whether this rank has yet to answer the running command."""
         return bool(self._answers)
 
     def ended(self) -> str:
-        """How the process ended; empty while it lives."""
+        """Describe how the process ended; empty while it lives."""
         code = self.process.returncode
         if code is None:
             return ""
@@ -112,7 +112,7 @@ class RankProcess:
         return f"exited with status {code}"
 
     def is_stopped(self) -> bool:
-        """Whether somebody stopped the process (SIGSTOP, a debugger)."""
+        """Return whether the process is stopped by SIGSTOP or a debugger."""
         try:
             with open(f"/proc/{self.process.pid}/stat", encoding="ascii", errors="replace") as stat:
                 return stat.read().rpartition(")")[2].split()[0] in ("T", "t")
@@ -120,7 +120,7 @@ class RankProcess:
             return False
 
     def last_log_lines(self) -> str:
-        """The end of what this process wrote."""
+        """Return the last lines that this process wrote."""
         try:
             with self._plan.log_path(self.rank).open("rb") as log:
                 log.seek(self._log_start)
@@ -130,7 +130,7 @@ class RankProcess:
         return "\n".join(lines[-LAST_LOG_LINES:])
 
     async def stacks(self, *, wake: bool = False) -> str:
-        """The stacks of all its threads; `wake` continues a stopped process so that it can write them."""
+        """Return the stacks of all its threads; `wake` continues a stopped process so that it can write them."""
         if self.is_stopped() and not wake:
             return ""
         path = self._plan.stacks_path(self.rank)
@@ -141,7 +141,7 @@ class RankProcess:
                 self.process.send_signal(signal.SIGCONT)
         except ProcessLookupError:
             return ""
-        # The dump has no end mark: it is over when the file was written to and has been quiet for a moment.
+        # The dump has no end mark: it is complete when the file has grown and then stayed unchanged for a short time.
         size, quiet_s, waited_s = before, 0.0, 0.0
         while waited_s < STACK_DUMP_TIMEOUT_S and (size == before or quiet_s < STACK_DUMP_QUIET_S):
             await asyncio.sleep(POLL_S)
@@ -155,7 +155,7 @@ class RankProcess:
             return dump.read().decode(errors="replace")
 
     async def leave(self) -> None:
-        """Ask the process to end by itself, and wait for that."""
+        """Ask the process to end by itself, and wait until it has."""
         self._writer.writelines(encode(Frame("leave")))
         await asyncio.wait({self._ending})
 
@@ -164,9 +164,9 @@ class RankProcess:
         self.process.kill()
 
     async def reaped(self) -> None:
-        """Wait for the end of a process that was killed."""
-        await asyncio.wait({self._ending})  # a caller that is cancelled leaves the waiting task alone
-        # The line breaks when the process is gone, also where the end is only concluded from the fork server's.
+        """Wait until the killed process has ended."""
+        await asyncio.wait({self._ending})  # A cancelled caller does not cancel this task.
+        # The connection breaks when the process is gone, also if only the end of the fork server says that it is.
         await asyncio.wait({self._reading}, timeout=LINE_BREAKS_WITHIN_S)
         self._reading.cancel()
         self._writer.close()
@@ -176,7 +176,7 @@ class RankProcess:
         self.ended_at = time.monotonic()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Beats and answers until the line breaks; the watch finds out why it did."""
+        """Read beats and answers until the connection breaks; the watch finds out why it broke."""
         try:
             while True:
                 header_bytes, body_bytes = lengths(await reader.readexactly(PREFIX_BYTES))

@@ -1,10 +1,10 @@
-"""All ranks of the trainer: commands go to all of them, and one that dies or makes no progress costs the gang alone.
+"""The gang: every command goes to all ranks, and a rank that dies or hangs costs only the gang.
 
-Invariants: one command runs at a time and all ranks get the same ones in the same order; a command that was begun is
-finished even when its caller went away, because half of it cannot be taken back; a lost gang is killed whole, its
-callers fail at once with the name of the rank, and a new gang is started in the background; a start that fails leaves
-no process behind; a rank that does not end when it is killed ends with the fork server; nothing blocks the front's loop
-meanwhile.
+Invariants: one command runs at a time and all ranks get the same commands in the same order; a started command is
+finished even when its caller went away, because half of it cannot be undone; a lost gang is killed whole, its callers
+fail at once with the name of the rank, and a new gang is started in the background; a start that fails leaves no
+process behind; a rank that does not end when it is killed ends with the fork server; nothing blocks the front's event
+loop meanwhile.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Arrays = dict[str, Array]
 
 
 class Gang:
-    """The ranks, whichever processes they are at the moment."""
+    """The ranks of a trainer, also after their processes were replaced."""
 
     def __init__(
         self,
@@ -49,42 +49,42 @@ class Gang:
         self._beyond_help = beyond_help
         self._fork_server = fork_server
         self._ranks: list[RankProcess] = []
-        """The processes that are the gang at the moment; none before the first start."""
+        """The current processes of the gang; empty before the first start."""
         self._watch = GangWatch(plan, [])
         self._turn = asyncio.Lock()
         self._ready = asyncio.Event()
         self._running: set[asyncio.Task[list[Frame]]] = set()
         self._keeper: asyncio.Task[None] | None = None
         self.facts: dict[str, Any] = {}
-        """What the ranks said about the model: parameters, vocabulary, max_sequence_tokens, torch, device."""
+        """Facts about the model that the ranks reported: parameters, vocabulary, max_sequence_tokens, torch, device."""
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return self._plan.nproc
 
     @property
     def lane_width(self) -> int:
-        """Ranks that share each micro-batch."""
+        """The number of ranks that share each micro-batch."""
         return self._plan.sequence_parallel
 
     @property
     def lanes(self) -> int:
-        """Groups of ranks with micro-batches of their own."""
+        """The number of groups of ranks with micro-batches of their own."""
         return self.size // self.lane_width
 
     @property
     def ready(self) -> bool:
-        """Whether every rank holds the model."""
+        """Return whether every rank holds the model."""
         return self._ready.is_set()
 
     @property
     def slow_timeout_s(self) -> float:
-        """Limit for commands that read or write whole models."""
+        """The limit for commands that read or write whole models."""
         return self._plan.slow_timeout_s
 
     async def start(self) -> None:
-        """Start the ranks and load the model; raises what kept them from it."""
+        """Start the ranks and load the model; raise the reason if they cannot."""
         await self._boot()
         self._keeper = asyncio.create_task(self._keep(), name="gang-keeper")
         self._keeper.add_done_callback(self._kept)
@@ -98,7 +98,7 @@ class Gang:
         await self._kill(Unavailable("the trainer is stopping"))
 
     async def wait_ready(self) -> None:
-        """Wait for a gang that is being replaced."""
+        """Wait until a gang that is being replaced is ready."""
         try:
             await asyncio.wait_for(self._ready.wait(), self._plan.slow_timeout_s)
         except TimeoutError:
@@ -123,9 +123,9 @@ class Gang:
         limit_s: float | None = None,
         per_rank: Sequence[dict[str, Any]] | None = None,
     ) -> list[Frame]:
-        """Let every rank do the same thing, each with its own arrays; returns their answers by rank.
+        """Send every rank the same command, each with its own arrays; return their answers by rank.
 
-        `limit_s` is the longest standstill (default `rank_timeout_s`), not the longest time.
+        `limit_s` is the longest time without progress (default `rank_timeout_s`), not the longest total time.
         """
         everything = [
             fields | (per_rank[rank] if per_rank else {}) | {"carrier": telemetry.current_carrier()}
@@ -140,18 +140,21 @@ class Gang:
         return await asyncio.shield(task)
 
     async def load(self, folder: Path, head: str, *, frozen: bool) -> None:
-        """Let the ranks hold these weights under this head; the facts are those of what they hold then."""
+        """Load these weights under this head into the ranks, and keep the facts about the loaded model."""
         answers = await self.command(
             "load", load_fields(folder, head, frozen=frozen), limit_s=self.slow_timeout_s
         )
         self.facts = answers[0].fields
 
     def reports(self, number: int) -> list[asyncio.Future[Frame]]:
-        """What each rank will say under `number` about work that goes on behind a command; fails with the gang."""
+        """Return the future reports `number` of all ranks, about work that continues after a command.
+
+        The reports fail when the gang is lost.
+        """
         return [rank.report(number) for rank in self._ranks]
 
     async def urgently(self, kind: str, fields: dict[str, Any]) -> None:
-        """Tell all ranks something that they act on beside the command that runs."""
+        """Send all ranks a command that they act on while another command runs."""
         if not self._ready.is_set():
             return
         try:
@@ -161,11 +164,11 @@ class Gang:
                 f"not every rank took {kind}",
                 where=self._plan.name,
                 why=f"waited {URGENT_TIMEOUT_S:g} s; " + "; ".join(self.phases()),
-                next_step="a rank that hangs is named and replaced by itself",
+                next_step="the watch names a rank that hangs and replaces the gang; no action is needed",
             ) from None
 
     async def stacks(self) -> list[operate_pb2.ProcessStacks]:
-        """Stacks of every rank, also of one that hangs."""
+        """Return the stacks of every rank, also of one that hangs."""
         ranks = [rank for rank in self._ranks if not rank.ended()]
         texts = await asyncio.gather(*(rank.stacks() for rank in ranks))
         return [
@@ -179,17 +182,17 @@ class Gang:
         ]
 
     def pids(self) -> list[int]:
-        """Process ids by rank."""
+        """Return the process ids by rank."""
         return [rank.process.pid for rank in self._ranks]
 
     def phases(self) -> list[str]:
-        """What each rank does now."""
+        """Return what each rank is doing now."""
         return [f"rank {rank.rank}: {rank.phase}" for rank in self._ranks]
 
     def _finished(self, task: asyncio.Task[list[Frame]]) -> None:
         self._running.discard(task)
         if not task.cancelled():
-            task.exception()  # retrieved here too, for commands whose caller went away
+            task.exception()  # Retrieved here too, for commands whose caller went away.
 
     async def _command(
         self, kind: str, fields: list[dict[str, Any]], arrays: Sequence[Arrays], limit_s: float
@@ -200,7 +203,7 @@ class Gang:
             return await self._ask(kind, fields, arrays, limit_s)
 
     def _kept(self, keeper: asyncio.Task[None]) -> None:
-        """Without its keeper a lost gang would never come back, and nobody would say so."""
+        """Report a failure of the keeper: without it, a lost gang would never be replaced."""
         error = None if keeper.cancelled() else keeper.exception()
         if error is not None:
             self._beyond_help(
@@ -208,7 +211,7 @@ class Gang:
             )
 
     async def _keep(self) -> None:
-        """Replace the gang whenever it is lost."""
+        """Replace the gang each time it is lost."""
         while True:
             error = await self._watch.failure()
             self._ready.clear()
@@ -233,7 +236,7 @@ class Gang:
         self._ready.set()
 
     async def _fork(self) -> dict[str, Any]:
-        """Fork all ranks and let them load the model; what they say about it."""
+        """Fork all ranks, let them load the model and return its facts."""
         self._ranks = []
         self._forget_meetings()
         try:
@@ -276,7 +279,7 @@ class Gang:
     async def _ask(
         self, kind: str, fields: list[dict[str, Any]], arrays: Sequence[Arrays], limit_s: float
     ) -> list[Frame]:
-        """Let all do the same thing, each with its own fields and arrays; their answers by rank."""
+        """Send all ranks the same command, each with its own fields and arrays; return their answers by rank."""
         with self._watch.command(kind, limit_s):
             outcomes = await asyncio.gather(
                 *(rank.command(kind, fields[rank.rank], arrays[rank.rank]) for rank in self._ranks),
@@ -288,11 +291,11 @@ class Gang:
         return [outcome for outcome in outcomes if isinstance(outcome, Frame)]
 
     async def _tell(self, kind: str, fields: dict[str, Any]) -> None:
-        """Something that all act on beside the command that runs."""
+        """Send all ranks a command that they act on while another command runs."""
         await asyncio.gather(*(rank.command(kind, fields, {}) for rank in self._ranks))
 
     async def _leave(self) -> None:
-        """Ask the ranks to send their last spans and leave; whoever does not is killed."""
+        """Ask the ranks to send their last spans and leave; a rank that does not leave in time is killed later."""
         leaving = [asyncio.ensure_future(rank.leave()) for rank in self._ranks]
         if leaving:
             _, late = await asyncio.wait(leaving, timeout=LEAVE_TIMEOUT_S)
@@ -300,25 +303,25 @@ class Gang:
                 waiting.cancel()
 
     async def _kill(self, error: FlotillaError) -> None:
-        """End all of them at once; what waits for an answer fails with `error`."""
+        """Kill all ranks at once and fail the callers that wait for an answer with `error`."""
         for rank in self._ranks:
             rank.kill()
             rank.fail_answers(error)
         reaped = [asyncio.ensure_future(rank.reaped()) for rank in self._ranks]
         if reaped:
             _, missing = await asyncio.wait(reaped, timeout=REAP_TIMEOUT_S)
-            if missing:  # The fork server, which would say so, is stopped or hangs itself.
+            if missing:  # The fork server, which would report their end, is stopped or hangs itself.
                 self._fork_server.close()
                 await asyncio.wait(reaped)
         self._forget_meetings()
 
     def _forget_meetings(self) -> None:
-        """Remove rendezvous files, also those of a front that was killed."""
+        """Remove all rendezvous files, also those of a front that was killed."""
         for path in self._plan.rendezvous_paths():
             path.unlink(missing_ok=True)
 
     async def _watched(self, work: Awaitable[T]) -> T:
-        """Do `work`, unless a rank fails first."""
+        """Await `work`, unless a rank fails first."""
         doing = asyncio.ensure_future(work)
         watching = asyncio.create_task(self._watch.failure())
         try:
@@ -332,5 +335,5 @@ class Gang:
 
 
 def load_fields(folder: Path, head: str, *, frozen: bool) -> dict[str, Any]:
-    """What a rank is told to load."""
+    """Return the fields of a load command."""
     return {"model": str(folder), "head": head, "frozen": frozen}

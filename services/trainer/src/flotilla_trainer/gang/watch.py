@@ -1,7 +1,7 @@
-"""Noticing that a rank died, fell silent or makes no progress, and saying so with everything known about it.
+"""Notice a rank that died, fell silent or makes no progress, and report it with all evidence.
 
-Invariants: a process that is stopped or hung falls silent within `rank_timeout_s` and is named, not the ones that wait
-for it; a command in which no rank moves for its limit ends too; a front that was itself held up blames nobody for it.
+Invariants: a stopped or hung process is found within `rank_timeout_s` and named, not the ranks that wait for it; a
+command in which no rank makes progress within its limit fails too; a front that was itself delayed blames no rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HELD_UP_S = 1.0
 
 
 class GangWatch:
-    """The watch over one gang, from its start to its end."""
+    """Watches one gang from its start to its end."""
 
     def __init__(self, plan: GangPlan, ranks: list[RankProcess]) -> None:
         self._plan = plan
@@ -32,7 +32,7 @@ class GangWatch:
 
     @contextlib.contextmanager
     def command(self, kind: str, limit_s: float) -> Iterator[None]:
-        """While a command runs, at least one rank has to move within every `limit_s`."""
+        """Expect at least one rank to make progress within every `limit_s` while a command runs."""
         self._command, self._limit_s = kind, limit_s
         self._moved_at = time.monotonic()
         try:
@@ -41,7 +41,7 @@ class GangWatch:
             self._command = ""
 
     async def failure(self) -> RankFailed:
-        """Wait until the gang is lost; what happened to it."""
+        """Wait until the gang is lost and return what happened to it."""
         checked = time.monotonic()
         while True:
             await asyncio.sleep(POLL_S)
@@ -53,11 +53,11 @@ class GangWatch:
                 return found
             if silent := self._silent(now):
                 return await self._stuck(silent, "does not answer")
-            if still := self._standing(now):
+            if still := self._without_progress(now):
                 return await self._stuck(still, "made no progress")
 
     def _forgive(self, now: float) -> None:
-        """This process did not run for a while, so it could not hear the ranks."""
+        """Restart all limits: this process did not run for a while, so it could not receive beats."""
         self._moved_at = now
         for rank in self._ranks:
             rank.last_beat = now
@@ -71,14 +71,14 @@ class GangWatch:
             f"{first.name} {first.ended()}",
             where=self._where(first),
             why=_quoted("the last lines of its log", first.last_log_lines()),
-            next_step="The ranks are being restarted; a run goes on from its last checkpoint.",
+            next_step="The ranks are being restarted; a run continues from its last checkpoint.",
         )
 
     def _silent(self, now: float) -> list[RankProcess]:
         return [rank for rank in self._ranks if now - rank.last_beat > self._plan.rank_timeout_s]
 
-    def _standing(self, now: float) -> list[RankProcess]:
-        """The ranks that are furthest behind, where none has moved for too long."""
+    def _without_progress(self, now: float) -> list[RankProcess]:
+        """Return the ranks that are furthest behind if no rank has made progress for too long."""
         steps = [rank.progress for rank in self._ranks]
         if steps != self._steps:
             self._steps, self._moved_at = steps, now
@@ -101,7 +101,7 @@ class GangWatch:
             f"{' and '.join(rank.name for rank in ranks)} {how} for {limit_s:g} s{key}",
             where="; ".join(self._where(rank) for rank in ranks),
             why=why + "\n".join(evidence),
-            next_step="The ranks are being restarted; a run goes on from its last checkpoint.",
+            next_step="The ranks are being restarted; a run continues from its last checkpoint.",
         )
 
     def _where(self, rank: RankProcess) -> str:

@@ -1,4 +1,4 @@
-"""Losses: pure functions of the tokens of a micro-batch, one number a token, neither weighted nor averaged here.
+"""Losses are pure functions of the tokens of a micro-batch: one number for each token, not weighted or averaged.
 
 The front weighs every token once, by denominators of the whole update; a micro-batch adds up weight times loss.
 """

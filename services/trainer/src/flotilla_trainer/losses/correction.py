@@ -1,4 +1,4 @@
-"""Weights that make up for the difference between the engine that sampled and the trainer that learns.
+"""Weights that correct for the difference between the engine that sampled and the trainer that learns.
 
 Invariants: pure functions of log(p_trainer / p_rollout), detached; a weight of zero takes a token out of the loss and
 leaves the denominators of the update as they are.
@@ -12,19 +12,19 @@ from flotilla_trainer.losses.policy_tokens import sequence_means, sequence_sums
 
 
 def truncated_token_weights(log_ratio: torch.Tensor, *, cap: float) -> torch.Tensor:
-    """Truncated importance sampling by token: min(r, cap)."""
+    """Return the weights of truncated importance sampling by token: min(r, cap)."""
     return log_ratio.exp().clamp(max=cap)
 
 
 def truncated_sequence_weights(
     log_ratio: torch.Tensor, sequences: torch.Tensor, *, cap: float
 ) -> torch.Tensor:
-    """Truncated importance sampling by sequence: min(product of r, cap) for all its tokens."""
+    """Return the weights of truncated importance sampling by sequence: min(product of r, cap) for all its tokens."""
     return sequence_sums(log_ratio, sequences).exp().clamp(max=cap)
 
 
 def icepop_weights(log_ratio: torch.Tensor, *, low: float, high: float) -> torch.Tensor:
-    """IcePop: r where it lies between the limits, 0 where it does not."""
+    """Return the weights of IcePop: r where it is between the limits, 0 where it is not."""
     ratio = log_ratio.exp()
     return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
 
@@ -39,9 +39,10 @@ def within(
     low: float | None,
     high: float | None,
 ) -> torch.Tensor:
-    """Which tokens lie within the limits, or in a sequence that does.
+    """Return the mask of the tokens that are within the limits, or in a sequence that is.
 
-    k1 is compared as a ratio: r, the product of r, its geometric mean. Of `sequence_max` every token has to be within.
+    k1 is compared as a ratio: r, the product of r, its geometric mean. `sequence_max` asks every token of a sequence
+    to be within the limits.
     """
     values = _measured(trainer, rollout, measure)
     if over == "sequence_sum":
@@ -61,7 +62,7 @@ def within(
 
 
 def _measured(trainer: torch.Tensor, rollout: torch.Tensor, measure: str) -> torch.Tensor:
-    """One a token; of k1 the log of the ratio."""
+    """Return the measure of each token; k1 stays the log of the ratio."""
     log_ratio = trainer - rollout
     if measure == "k2":
         return 0.5 * log_ratio.square()
@@ -75,6 +76,6 @@ def _measured(trainer: torch.Tensor, rollout: torch.Tensor, measure: str) -> tor
 def geometric_mask(
     log_ratio: torch.Tensor, sequences: torch.Tensor, *, low: float, high: float
 ) -> torch.Tensor:
-    """1 for tokens of sequences whose geometric mean of r lies between the limits, 0 for the others."""
+    """Return 1 for tokens of sequences whose geometric mean of r is between the limits, 0 for the others."""
     mean = sequence_means(log_ratio, sequences).exp()
     return ((mean >= low) & (mean <= high)).to(log_ratio.dtype)

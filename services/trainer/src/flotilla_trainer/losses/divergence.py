@@ -1,7 +1,7 @@
 """Divergences with a gradient: from a reference, by sampled tokens or whole distributions, and from a teacher.
 
-Invariant: the divergence from a teacher is finite, and so is its gradient, for any finite logits and log-probabilities;
-what is sure to the last digit leaves a tail of nothing, and nothing has no logarithm.
+Invariant: the divergence from a teacher is finite, and so is its gradient, for any finite logits and log-probabilities,
+also where the likeliest tokens take all of the probability and leave zero, which has no logarithm, to the others.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import NamedTuple
 import torch
 
 MAX_LOG_RATIO = 20.0
-"""From where on a reference that finds a token likelier changes k3 no more."""
+"""The log-ratio beyond which a reference that finds a token likelier does not change k3 any more."""
 
 LEAST_TAIL = 1e-6
-"""What float32 can tell of a teacher's probability beside its likeliest tokens: a sum of them is not more exact."""
+"""The smallest probability of the teacher's other tokens; a float32 sum of the likeliest ones is no more exact."""
 
 
 def divergence(estimator: str, logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """One a token, of samples of the policy: k1, k2 (square), k3 (never negative) or abs."""
+    """Return one estimate for each sampled token: k1, k2 (square), k3 (never negative) or abs."""
     difference = logprobs - reference
     if estimator == "k1":
         return difference
@@ -33,36 +33,36 @@ def divergence(estimator: str, logprobs: torch.Tensor, reference: torch.Tensor) 
 
 
 def full_divergence(logits: torch.Tensor, reference_logits: torch.Tensor) -> torch.Tensor:
-    """One a row: the sum over the vocabulary of p (log p - log q)."""
+    """Return for each row the sum over the vocabulary of p (log p - log q)."""
     logprobs = torch.log_softmax(logits, dim=-1)
     distance: torch.Tensor = logprobs - torch.log_softmax(reference_logits, dim=-1)
     return (logprobs.exp() * distance).sum(-1)
 
 
 class TeacherTop(NamedTuple):
-    """What a teacher says, one row a scored token, and how the policy is held to it."""
+    """The likeliest tokens of a teacher, one row for each scored token, and the direction of the divergence."""
 
     ids: torch.Tensor
-    """[tokens, k]."""
+    """Token ids, [tokens, k]."""
     logprobs: torch.Tensor
-    """[tokens, k]."""
+    """Their log-probabilities, [tokens, k]."""
     forward: bool
-    """By the teacher's probabilities, and not by the policy's."""
+    """True weighs by the teacher's probabilities, False by the policy's."""
     tail: bool
-    """All other tokens together count as one more."""
+    """True counts all other tokens together as one more."""
 
     def rows(self, chosen: torch.Tensor) -> TeacherTop:
-        """Of some of the tokens."""
+        """Return the rows of the `chosen` tokens."""
         return self._replace(ids=self.ids[chosen], logprobs=self.logprobs[chosen])
 
     def split(self, tokens: int) -> list[TeacherTop]:
-        """So many tokens at a time."""
+        """Split into parts of at most `tokens` rows."""
         parts = zip(self.ids.split(tokens), self.logprobs.split(tokens), strict=True)
         return [self._replace(ids=ids, logprobs=logprobs) for ids, logprobs in parts]
 
 
 def teacher_divergence(logits: torch.Tensor, teacher: TeacherTop) -> torch.Tensor:
-    """One a row: the sum of q (log q - log p) or of p (log p - log q), q the teacher and p the policy."""
+    """Return for each row the sum of q (log q - log p) or of p (log p - log q), q the teacher and p the policy."""
     ids, theirs = teacher.ids, teacher.logprobs.to(logits.dtype)
     normalizer = torch.logsumexp(logits, dim=-1, keepdim=True)
     ours = logits.gather(-1, ids) - normalizer
@@ -76,10 +76,10 @@ def teacher_divergence(logits: torch.Tensor, teacher: TeacherTop) -> torch.Tenso
 
 
 def _others(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Log of what all other tokens add to the sum of exponentials.
+    """Return the log of the share of all other tokens in the sum of exponentials.
 
-    The rest of a probability of almost one would be rounding; the lowest number in place of minus infinity keeps the
-    gradient finite where others have nothing.
+    One minus a probability of almost one would be mere rounding. The lowest number in place of minus infinity keeps
+    the gradient finite where there are no others.
     """
     others = logits.scatter(-1, ids, torch.finfo(logits.dtype).min)
     return torch.logsumexp(others, dim=-1, keepdim=True)

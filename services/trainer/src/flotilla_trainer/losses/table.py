@@ -1,7 +1,7 @@
-"""Every policy loss that a run can name, one by one, and the table of their names.
+"""All policy losses that a run can name, and the table of their names.
 
-Invariants: each loss takes the tokens of a micro-batch and its parameters by keyword, and gives one number a token,
-neither weighted nor averaged; what it knows of the update beyond its micro-batch came with the tokens.
+Invariants: each loss takes the tokens of a micro-batch and its parameters by keyword, and returns one number for each
+token, neither weighted nor averaged; all that it uses of the update beyond its micro-batch comes with the tokens.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from flotilla_trainer.losses.policy_tokens import (
 
 
 def reinforce(tokens: PolicyTokens) -> TokenLosses:
-    """REINFORCE: the plain policy gradient.
+    """Compute REINFORCE, the plain policy gradient.
 
-    -A log p; needs no log-probabilities of the rollout.
+    The loss is -A log p; it needs no log-probabilities of the rollout.
     """
     return TokenLosses(-tokens.advantages * tokens.logprobs, not_one(tokens))
 
 
 def ppo(tokens: PolicyTokens, *, clip_low: float, clip_high: float, dual_clip: float | None) -> TokenLosses:
-    """PPO: the pessimistic minimum of the plain and the clipped objective; also the loss of GRPO and DAPO.
+    """Compute PPO, the pessimistic minimum of the plain and the clipped objective; also the loss of GRPO and DAPO.
 
-    -min(r A, clip(r, 1 - low, 1 + high) A); with dual clip, for A < 0, at most -c A.
+    The loss is -min(r A, clip(r, 1 - low, 1 + high) A); with dual clip, for A < 0, at most -c A.
 
-    Where the policy is the one that sampled, r is 1 and the gradient that of REINFORCE with these advantages.
+    Where the policy is the one that sampled, r is 1 and the gradient is that of REINFORCE with these advantages.
     """
     ratio = tokens.ratio
     plain = ratio * tokens.advantages
@@ -44,9 +44,9 @@ def ppo(tokens: PolicyTokens, *, clip_low: float, clip_high: float, dual_clip: f
 
 
 def gspo(tokens: PolicyTokens, *, clip_low: float, clip_high: float, over: str) -> TokenLosses:
-    """GSPO: one ratio a sequence, or a turn of it, the geometric mean of its tokens' ratios.
+    """Compute GSPO, which has one ratio for a sequence or a turn of it: the geometric mean of its tokens' ratios.
 
-    -min(s A, clip(s, 1 - low, 1 + high) A) with s = exp(mean log r), over the `sequence` or over each `segment`.
+    The loss is -min(s A, clip(s, 1 - low, 1 + high) A) with s = exp(mean log r), over the `sequence` or each `segment`.
     """
     if over == "segment":
         assert tokens.segments is not None, "the front cuts sequences for this loss"
@@ -58,9 +58,9 @@ def gspo(tokens: PolicyTokens, *, clip_low: float, clip_high: float, over: str) 
 
 
 def gmpo(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> TokenLosses:
-    """GMPO: the geometric mean of clipped token ratios, which single tokens cannot rule.
+    """Compute GMPO, the geometric mean of clipped token ratios, which single tokens cannot dominate.
 
-    -A exp(mean of clipped log r): at most +high where A > 0, at least -low where A < 0 (limits of the log).
+    The loss is -A exp(mean of clipped log r): at most +high where A > 0, at least -low where A < 0 (limits of the log).
     """
     log_ratio = tokens.log_ratio
     bounded = torch.where(
@@ -70,9 +70,9 @@ def gmpo(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> TokenLos
 
 
 def cispo(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> TokenLosses:
-    """CISPO: importance weights are clipped, gradients of tokens never are.
+    """Compute CISPO, which clips importance weights and never the gradients of tokens.
 
-    -w A log p with the constant w = clip(r, 1 - low, 1 + high); a token at the limit still teaches.
+    The loss is -w A log p with the constant w = clip(r, 1 - low, 1 + high); a token at the limit still has a gradient.
     """
     ratio = tokens.ratio.detach()
     weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -80,9 +80,9 @@ def cispo(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> TokenLo
 
 
 def sapo(tokens: PolicyTokens, *, tau_positive: float, tau_negative: float) -> TokenLosses:
-    """SAPO: a soft gate in place of the clip.
+    """Compute SAPO, which has a soft gate in place of the clip.
 
-    -(4 / tau) sigmoid(tau (r - 1)) A, whose gradient fades with distance; tau by the sign of A.
+    The loss is -(4 / tau) sigmoid(tau (r - 1)) A, whose gradient fades with distance; tau depends on the sign of A.
     """
     tau = torch.full_like(tokens.advantages, tau_positive)
     tau = torch.where(tokens.advantages > 0, tau, torch.full_like(tau, tau_negative))
@@ -91,9 +91,9 @@ def sapo(tokens: PolicyTokens, *, tau_positive: float, tau_negative: float) -> T
 
 
 def clip_cov(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> TokenLosses:
-    """Clip-Cov: PPO whose tokens of high covariance give no gradient, so that entropy lasts longer.
+    """Compute Clip-Cov: PPO whose tokens of high covariance give no gradient, so that entropy lasts longer.
 
-    The clipped loss, zero where the front selected the token by its covariance.
+    The loss is that of PPO, but zero where the front selected the token by its covariance.
     """
     assert tokens.selected is not None, "the front selects tokens for this loss"
     loss, clipped = ppo(tokens, clip_low=clip_low, clip_high=clip_high, dual_clip=None)
@@ -101,9 +101,9 @@ def clip_cov(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> Toke
 
 
 def kl_cov(tokens: PolicyTokens, *, penalty: float) -> TokenLosses:
-    """KL-Cov: the plain surrogate, with a penalty on tokens of high covariance, so that entropy lasts longer.
+    """Compute KL-Cov: the plain surrogate, with a penalty on tokens of high covariance, so that entropy lasts longer.
 
-    -r A, and penalty |log r| more where the front selected the token by its covariance.
+    The loss is -r A, plus penalty |log r| where the front selected the token by its covariance.
     """
     assert tokens.selected is not None, "the front selects tokens for this loss"
     surrogate = -tokens.ratio * tokens.advantages
@@ -114,9 +114,9 @@ def kl_cov(tokens: PolicyTokens, *, penalty: float) -> TokenLosses:
 def dppo_tv(
     tokens: PolicyTokens, *, limit: float, limit_low: float | None, ratio_cap: float | None
 ) -> TokenLosses:
-    """DPPO: trust region by the divergence of the two policies, in place of the ratio.
+    """Compute DPPO, whose trust region is the total variation of the two policies, in place of the ratio.
 
-    -r A, masked where the token's probability has moved by more than the limit in the direction of A.
+    The loss is -r A, masked where the token's probability has moved by more than the limit in the direction of A.
     """
     moved = (tokens.logprobs.detach().exp() - tokens.old_logprobs.exp()).abs()
     return _masked(tokens, moved > _limits(tokens, limit, limit_low), ratio_cap)
@@ -125,20 +125,20 @@ def dppo_tv(
 def dppo_kl(
     tokens: PolicyTokens, *, limit: float, limit_low: float | None, ratio_cap: float | None
 ) -> TokenLosses:
-    """The same, by the KL divergence between "this token" and "another one", then against now."""
+    """Compute DPPO with the KL divergence between "this token" and "another one", then against now."""
     now, then = tokens.logprobs.detach(), tokens.old_logprobs
     divergence = then.exp() * (then - now) + _other(then).exp() * (_other(then) - _other(now))
     return _masked(tokens, divergence > _limits(tokens, limit, limit_low), ratio_cap)
 
 
 def _limits(tokens: PolicyTokens, limit: float, limit_low: float | None) -> torch.Tensor:
-    """One a token: `limit_low` where the advantage is not positive."""
+    """Return the limit of each token: `limit_low` where the advantage is not positive."""
     limits = torch.full_like(tokens.advantages, limit)
     return limits if limit_low is None else torch.where(tokens.advantages > 0, limits, limit_low)
 
 
 def _other(logprobs: torch.Tensor) -> torch.Tensor:
-    """Log-probability of every other token together; kept finite where the token is certain."""
+    """Return the log-probability of all other tokens together, finite even where the token is certain."""
     return torch.log1p(-logprobs.exp().clamp(max=1.0 - 1e-7))
 
 
@@ -146,18 +146,19 @@ def _masked(tokens: PolicyTokens, far: torch.Tensor, ratio_cap: float | None) ->
     ratio = tokens.ratio
     stopped = far & ((ratio.detach() - 1.0) * tokens.advantages > 0)
     if ratio_cap is not None:
-        # The truncated ratio is a constant weight: beyond the cap a token goes on learning, at that strength.
+        # The truncated ratio is a constant weight: beyond the cap a token still learns, with that weight.
         ratio = ratio.detach().clamp(max=ratio_cap) * (1.0 + (tokens.logprobs - tokens.logprobs.detach()))
     return TokenLosses(torch.where(stopped, 0.0, -ratio * tokens.advantages), stopped)
 
 
 def topr(tokens: PolicyTokens, *, negative_cap: float) -> TokenLosses:
-    """TOPR: tapered off-policy REINFORCE.
+    """Compute TOPR, tapered off-policy REINFORCE.
 
-    -w A log p; w is 1 for good sequences, and the sequence's whole ratio, at most `negative_cap`, for bad ones.
+    The loss is -w A log p; w is 1 for good sequences, and the sequence's whole ratio, at most `negative_cap`, for bad
+    ones.
 
-    What is good is learned at full strength however unlikely it has become; what is bad is forgotten only as far as
-    the policy would still say it.
+    The policy learns good sequences at full weight, however unlikely they have become. It unlearns bad ones only as
+    far as it would still sample them.
     """
     ratio = tokens.sequence_sums(tokens.log_ratio.detach()).exp()
     good = tokens.advantages >= 0
@@ -166,9 +167,9 @@ def topr(tokens: PolicyTokens, *, negative_cap: float) -> TokenLosses:
 
 
 def kimi(tokens: PolicyTokens, *, tau: float) -> TokenLosses:
-    """Kimi k1.5: policy mirror descent with a quadratic pull towards the policy that sampled.
+    """Compute the loss of Kimi k1.5: policy mirror descent with a quadratic pull towards the policy that sampled.
 
-    Over a sequence: -A log r + tau / 2 (log r)^2, with log r summed over its tokens.
+    The loss of a sequence is -A log r + tau / 2 (log r)^2, with log r summed over its tokens.
 
     Each token carries its own share of the first term, an equal share of the second and its own share of the gradient.
     """
@@ -181,18 +182,18 @@ def kimi(tokens: PolicyTokens, *, tau: float) -> TokenLosses:
 
 
 def dro(tokens: PolicyTokens, *, beta: float) -> TokenLosses:
-    """DRO: direct reward optimisation, REINFORCE with a quadratic pull of every token towards the policy that sampled.
+    """Compute DRO, direct reward optimisation: REINFORCE with a quadratic pull towards the policy that sampled.
 
-    -A log p + beta / 2 (log r)^2, each token by itself.
+    The loss is -A log p + beta / 2 (log r)^2, for each token by itself.
     """
     pull = 0.5 * beta * tokens.log_ratio.square()
     return TokenLosses(-tokens.advantages * tokens.logprobs + pull, not_one(tokens))
 
 
 def raft_plus_plus(tokens: PolicyTokens, *, clip_high: float) -> TokenLosses:
-    """RAFT++: reward-ranked fine-tuning on good samples alone, with importance ratios and the clip of PPO.
+    """Compute RAFT++: reward-ranked fine-tuning on good samples alone, with importance ratios and the clip of PPO.
 
-    -min(r, 1 + high) A where A > 0, and 0 elsewhere: bad samples are not unlearnt, so no floor is needed.
+    The loss is -min(r, 1 + high) A where A > 0, and 0 elsewhere: bad samples are not unlearnt, so no floor is needed.
     """
     good, ratio = tokens.advantages > 0, tokens.ratio
     bounded = ratio.clamp(max=1.0 + clip_high)

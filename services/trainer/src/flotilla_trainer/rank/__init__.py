@@ -1,3 +1,3 @@
-"""The ranks of the gang, and the fork server (`python -m flotilla_trainer.rank`) that forks them off for the front."""
+"""The ranks of the gang, and the fork server (`python -m flotilla_trainer.rank`) that forks them for the front."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The fork server: imports once what every rank needs, then forks ranks off for the front.
+"""Run the fork server: it imports torch and the rank's code once, then forks ranks for the front.
 
-Invariants: it dies with the front, and every rank with it, whatever they do at that moment; it never touches a GPU and
-runs one thread, so that a fork is a whole process; it says how each rank ended, in the order in which they did.
+Invariants: it dies with the front, and every rank with it, whatever they are doing; it never touches a GPU and runs one
+thread, so that a fork is a complete process; it reports how each rank ended, in the order in which they ended.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 class ForkServer:
-    """Ranks by process id, each with the line that hears of its end."""
+    """Holds the ranks by process id, each with the socket that its end is reported on."""
 
     def __init__(self, front: socket.socket) -> None:
         self._front = front
@@ -49,10 +49,10 @@ class ForkServer:
         self._wakeup = wakeup
 
     def serve(self) -> None:
-        """Until the front's line ends."""
+        """Fork and reap ranks until the front closes its socket."""
         import flotilla_trainer.rank.main  # noqa: F401
 
-        gc.freeze()  # What is here now stays shared with the ranks.
+        gc.freeze()  # The ranks keep sharing the memory of all objects that exist now.
         while True:
             ready, _, _ = select.select([self._front, self._ended], [], [])
             if self._ended in ready:
@@ -92,7 +92,7 @@ class ForkServer:
         serve(line, Path(request["stacks"]))
 
     def _forget(self) -> None:
-        """What a rank has no business with."""
+        """Close the sockets and handlers of the fork server, in the rank."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for ours in (self._front, self._ended, self._wakeup, *self._ranks.values()):
@@ -110,7 +110,7 @@ class ForkServer:
                 try:
                     told.sendall(b"ended %d\n" % os.waitstatus_to_exitcode(status))
                 except OSError:
-                    pass  # Whoever started it is gone.
+                    pass  # The gang that started this rank is gone.
 
 
 def _die_with(parent: int) -> None:

@@ -1,9 +1,9 @@
 """Activation checkpointing: a layer keeps its input, on the device or in host memory, and computes the rest again.
 
-Invariants: off until a session asks for it, and without effect where there is no backward pass; numbers never change,
-because nothing in a layer is random, and an input comes back from the host bit for bit; a copy out runs beside the
-layers that go on computing, and is done before its copy back begins; what is in host memory already, as everything is
-without an accelerator, stays there.
+Invariants: it is off until a session asks for it, and has no effect without a backward pass; numbers never change,
+because nothing in a layer is random, and an input comes back from the host bit for bit; a copy to the host runs while
+further layers compute, and is done before its copy back begins; tensors that are already in host memory, as all are
+without an accelerator, stay there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class RecomputedLayers:
-    """Layers that can forget what they computed."""
+    """Layers that can drop their activations and compute them again."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self.on = False
@@ -37,16 +37,13 @@ class RecomputedLayers:
 
 
 class ActivationOffload:
-    """The inputs of recomputed layers in host memory, from the forward pass until the backward pass asks for them.
-
-    Takes what autograd keeps to the host, and brings it back.
-    """
+    """Keeps the inputs of recomputed layers in host memory until the backward pass asks for them."""
 
     def __init__(self) -> None:
         self._outward: torch.cuda.Stream | None = None
 
     def keeping(self) -> AbstractContextManager[object]:
-        """What is saved for the backward pass inside the block rests on the host."""
+        """Keep tensors that autograd saves inside the block on the host."""
         return torch.autograd.graph.saved_tensors_hooks(self._put_away, self._fetch)
 
     def _put_away(self, tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
@@ -58,7 +55,7 @@ class ActivationOffload:
         self._outward.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._outward):
             resting.copy_(tensor, non_blocking=True)
-        # Its memory is not given to another tensor before the copy has been made.
+        # The allocator must not reuse this memory before the copy is made.
         tensor.record_stream(self._outward)
         return tensor.device, resting
 

@@ -1,13 +1,13 @@
-"""A transformer as far as its last hidden states, and a body whose head is one number in place of the vocabulary's.
+"""A transformer up to its last hidden states, and a body whose head is one number in place of the vocabulary's.
 
-Invariants: tokens come as rows padded on the right, where a causal model cannot see it, or as one packed row with its
-borders; either way no mask is built; no dropout, because rollouts and training must agree. Ranks that share a row get
-the same micro-batch and give the same answers, each having computed a part of them. What is made of the hidden states
-is the heirs', within their own forward, so that sharded parameters are whole when they are needed.
+Invariants: tokens come as rows padded on the right, where a causal model cannot see the padding, or as one packed row
+with its borders; either way no mask is built; there is no dropout, because rollouts and training must agree. Ranks that
+share a row get the same micro-batch and return the same answers, each having computed a part of them. Subclasses use
+the hidden states within their own forward, so that sharded parameters are whole when they are needed.
 
-The names of a body with values are those of Hugging Face's token classification (the body under its own prefix,
-`score.weight` and `score.bias`), so that folders of either kind of classification with one label start it, and a folder
-of a language model does, with a head of zeros.
+The tensor names of a body with values are those of Hugging Face's token classification (the body under its own prefix,
+`score.weight` and `score.bias`). It can start from a folder of either kind of classification with one label, or from a
+language model, with a head of zeros.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WEIGHTS_FILE = "model.safetensors"
 class ValueBody(nn.Module):
     """The body of a language model with a head of one number in place of the vocabulary's.
 
-    As much of transformers' own models as those who shard, save and score them ask for.
+    It has the part of the interface of transformers' models that sharding, saving and scoring use.
     """
 
     def __init__(self, body: Any) -> None:
@@ -47,12 +47,12 @@ class ValueBody(nn.Module):
 
     @classmethod
     def skeleton(cls, config: PretrainedConfig, dtype: torch.dtype) -> ValueBody:
-        """A model without numbers."""
+        """Build a model without weights."""
         return cls(AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa"))
 
     @classmethod
     def read(cls, folder: Path) -> tuple[ValueBody, set[str]]:
-        """The model of a folder in float32 on the host, and the names of what the folder lacks."""
+        """Read the model of a folder in float32 on the host, and the names of the tensors that the folder lacks."""
         body, report = AutoModel.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
         )
@@ -72,11 +72,11 @@ class ValueBody(nn.Module):
 
     @property
     def base_model(self) -> Any:
-        """The body."""
+        """The body without the head."""
         return getattr(self, self._prefix)
 
     def set_attn_implementation(self, name: str) -> None:
-        """Let the body attend so."""
+        """Set the attention of the body."""
         self.base_model.set_attn_implementation(name)
 
     def _can_set_attn_implementation(self) -> bool:
@@ -98,7 +98,7 @@ class ValueBody(nn.Module):
 
 
 def _stored(folder: Path, name: str) -> torch.Tensor | None:
-    """A tensor of the folder's weights, where they have it."""
+    """Read a tensor of the folder's weights; None where they lack it."""
     try:
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
@@ -111,7 +111,7 @@ def _stored(folder: Path, name: str) -> torch.Tensor | None:
 
 
 class BodyModel(nn.Module):
-    """What models of all roles share."""
+    """The part that models of all roles share: the way to the hidden states."""
 
     causal_lm: PreTrainedModel | ValueBody
 
@@ -122,9 +122,9 @@ class BodyModel(nn.Module):
         self.eval()
 
     def packing_errors(self, first: torch.Tensor, other: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        """What packing does to `last`, as shares of its largest hidden state.
+        """Measure how packing changes `last`, as shares of its largest hidden state.
 
-        How much it differs from `last` alone in a row, and how much it depends on which sequence lies before it.
+        The first number is its difference from `last` alone in a row, the second its dependence on the sequence before.
         """
         row = PackedRow.of((len(first), len(last)), last.device)
         alone = self._hidden(last[None])
@@ -135,7 +135,7 @@ class BodyModel(nn.Module):
         return differences.float() / alone.abs().max()
 
     def lane_error(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What feeding only a part of a row of two sequences does to it, as a share of its largest hidden state."""
+        """Measure how feeding a row of two sequences in parts changes it, as a share of its largest hidden state."""
         assert self._lane is not None
         row = PackedRow.of((len(tokens) // 3, len(tokens) - len(tokens) // 3), tokens.device)
         whole = self._hidden(tokens[None], row)

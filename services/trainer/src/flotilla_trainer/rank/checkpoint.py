@@ -1,9 +1,9 @@
-"""This rank's part in checkpoints: a copy in host memory, a thread that writes it, and the way back.
+"""Write and load this rank's part of checkpoints: a copy in host memory, and a thread that writes it.
 
-Invariants: once `snapshot` returns, training may change everything and the checkpoint will not; the writing thread
-takes part in no collective, so it can neither hold up an update nor be held up by one; a load changes nothing before
-every rank has read all of its numbers. Of a frozen model only the adapters are kept. No random state is kept: a forward
-pass has no dropout, and seeds derive from the run's.
+Invariants: once `snapshot` returns, training may change everything and the checkpoint stays the same; the writing
+thread takes part in no collective, so neither it nor an update delays the other; a load changes nothing before every
+rank has read all of its numbers. Of a frozen model only the adapters are kept. No random state is kept: a forward pass
+has no dropout, and seeds derive from the run's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODEL = "model"
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """What one rank writes."""
+    """The data that one rank writes."""
 
     pieces: dict[str, Piece]
     steps: dict[str, int]
@@ -53,7 +53,7 @@ class RankCheckpoints:
         self._mesh = model.mesh
 
     def snapshot(self, fields: dict[str, Any], optimizer: PolicyOptimizer, source: Path) -> None:
-        """Copy everything to the host, then let a thread write it; its end is a report of its own to the front."""
+        """Copy everything to the host, then let a thread write it; the thread reports its end to the front."""
         with telemetry.span(names.TRAINER_SAVE):
             taken = self._take(optimizer, source)
         report = Frame("report", fields["report"])
@@ -65,7 +65,7 @@ class RankCheckpoints:
         ).start()
 
     def load(self, folder: Path, optimizer: PolicyOptimizer) -> None:
-        """Put weights and moments back to those of a checkpoint, whatever number of ranks wrote it."""
+        """Restore weights and moments from a checkpoint, whatever number of ranks wrote it."""
         with telemetry.span(names.TRAINER_LOAD):
             found: dict[str, tuple[dict[str, torch.Tensor], int]] = {}
             failure: FlotillaError | None = None
@@ -99,7 +99,7 @@ class RankCheckpoints:
 
     @property
     def _writes_pieces(self) -> bool:
-        """Whether no other rank holds the same numbers for the same file: adapters are whole on all of them."""
+        """Return whether this rank writes its numbers; adapters, which are whole on every rank, are written once."""
         return self._rank == 0 if self._model.frozen else self._mesh.counts_shard
 
     def _write(self, folder: Path, taken: _Snapshot, report: Frame) -> None:
@@ -111,7 +111,7 @@ class RankCheckpoints:
                 taken.model.write(folder / (ADAPTERS if self._model.frozen else MODEL))
         except FlotillaError as error:
             self._link.refuse(report, error)
-        # Nobody is above a thread; the front waits for its report, and training goes on without it.
+        # No caller could catch an error of this thread; the front waits for its report while training continues.
         except Exception as error:  # noqa: BLE001
             unexpected = Internal("the checkpoint cannot be written", why=repr(error))
             self._link.refuse(report, disk_full(error, unexpected.what, folder) or unexpected)
@@ -120,7 +120,7 @@ class RankCheckpoints:
             self._link.answer(report, {})
 
     def _read(self, folder: Path) -> dict[str, tuple[dict[str, torch.Tensor], int]]:
-        """This rank's rows of every tensor, and the steps that each parameter has taken."""
+        """Return this rank's rows of every tensor, and the steps that each parameter has taken."""
         found = {}
         with ShardReader(folder) as shards:
             parameters = self._model.trainable()
@@ -141,7 +141,7 @@ class RankCheckpoints:
         return found
 
     def _check_base(self, folder: Path, facts: dict[str, Any]) -> None:
-        """The weights under adapters are in no checkpoint: they have to be those of its first run."""
+        """Refuse a checkpoint whose adapters were trained on other weights; those weights are in no checkpoint."""
         if facts.get("base", 0) != self._model.base:
             raise Mismatch(
                 "the weights under the adapters are not those that they were trained on",
@@ -151,9 +151,9 @@ class RankCheckpoints:
             )
 
     def _rows(self, parameter: torch.Tensor) -> tuple[int, int]:
-        """First row and number of rows that this rank holds: FSDP cuts evenly along them, the last part short.
+        """Return the first row and the number of rows that this rank holds.
 
-        Adapters are whole on every rank.
+        FSDP cuts rows evenly, with the last part short; adapters are whole on every rank.
         """
         if self._model.frozen:
             return 0, parameter.shape[0]

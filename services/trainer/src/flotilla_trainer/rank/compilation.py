@@ -1,9 +1,9 @@
-"""Switching compiled layers on when the model is there, so that few updates wait for a compiler.
+"""Switch compiled layers on when the model is loaded, so that few updates wait for a compiler.
 
 Invariants: all ranks compile or none does; where nothing can be compiled, for want of a compiler or because of the
-model, layers run as they are and the reason is told once; a pass that broke off leaves shards gathered, so that
-whoever asked for it builds the model anew; every compilation of this process counts, also those of a backward pass
-and those that only a later micro-batch needs.
+model, layers run uncompiled and the reason is reported once; a pass that fails leaves shards gathered, so the caller
+has to build the model again; every compilation of this process counts, also those of a backward pass and those that
+only a later micro-batch needs.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from flotilla_trainer.rank.sharded_model import ShardedModel
 from flotilla_trainer.rank.value_model import ValueModel
 
 ROWS = ((37, 29), (41, 23, 5))
-"""Lengths of the sequences to compile with; only a second row tells the compiler which sizes are no constants."""
+"""The lengths of the sequences to compile with; only a second row shows the compiler which sizes vary."""
 
 COMPILING = "compiling the layers"
 
 
 class Compilation:
-    """Whether this rank's layers run compiled, why not, and what it cost."""
+    """Compiles this rank's layers where that is wanted, and keeps the reason if it cannot, and the cost."""
 
     def __init__(self, wanted: str, device: torch.device, progress: Callable[[str], None]) -> None:
         self._wanted = wanted == "on" or (wanted == "auto" and device.type != "cpu")
         self._device = device
         self._watch = CompilerWatch(progress)
         self.refusal = ""
-        """Why layers that should be compiled are not."""
+        """The reason why layers that should be compiled are not; empty if there is none."""
 
     def begin(self, model: ShardedModel, *, packed: bool) -> bool:
-        """Compile where it is wanted and was not refused; False where the model has to be built anew. A collective."""
+        """Compile if that is wanted and not refused; return False if the model has to be built again. A collective."""
         if not self._wanted or self.refusal or model.compiled_layers.on:
             return True
         if not self._agreed(compiler_refusal(self._device)):
@@ -51,16 +51,16 @@ class Compilation:
         except TorchDynamoException as error:
             self.refusal = reason_of(error)
             return False
-        # A shape that only an update has, and that the compiler fails on, runs as it is.
+        # A later shape that the compiler fails on runs uncompiled.
         torch._dynamo.config.suppress_errors = True
         return True
 
     def metrics(self) -> dict[str, float]:
-        """What the compiler took since this was asked last; empty where it did nothing."""
+        """Return the cost of compilations since the last call; empty where there were none."""
         return self._watch.taken()
 
     def _agreed(self, refusal: str) -> bool:
-        """Whether no rank refuses."""
+        """Return whether no rank refuses; a collective."""
         refused = torch.tensor(int(bool(refusal)), device=self._device)
         dist.all_reduce(refused)
         if refused.item():
@@ -69,7 +69,7 @@ class Compilation:
 
 
 def _one_pass(model: ShardedModel, lengths: tuple[int, ...], packed: bool) -> None:
-    """Forward without and with gradient, and backward where something learns."""
+    """Run forward without and with gradient, and backward where something learns."""
     row = PackedRow.of(lengths, model.device) if packed else None
     rows = 1 if packed else len(lengths)
     tokens = torch.zeros(rows, sum(lengths), dtype=torch.long, device=model.device)
@@ -94,9 +94,9 @@ def _one_pass(model: ShardedModel, lengths: tuple[int, ...], packed: bool) -> No
 
 
 class CompilerWatch:
-    """What a rank spends in the compiler: seen from outside while it lasts, counted when it is over.
+    """Measures the time that a rank spends in the compiler, and shows the front while it does.
 
-    Hears of every compilation from its making on.
+    It sees every compilation of the process after its own creation.
     """
 
     def __init__(self, progress: Callable[[str], None]) -> None:
@@ -108,7 +108,7 @@ class CompilerWatch:
         callback_handler.register_end_callback(self._ends)
 
     def taken(self) -> dict[str, float]:
-        """Metrics of what was compiled since they were asked for last; none where nothing was."""
+        """Return metrics of the compilations since the last call; empty where there were none."""
         seconds, compilations = self._seconds, self._compilations
         self._seconds, self._compilations = 0.0, 0
         if not compilations:
@@ -116,11 +116,11 @@ class CompilerWatch:
         return {"time/compile_s": seconds, "compilations": float(compilations)}
 
     def _begins(self, _: CallbackArgs) -> None:
-        # Whoever looks sees why nothing else moves, and the watch over the ranks that this one does.
+        # The phase tells users why no work is done, and the progress tells the watch that this rank is not stuck.
         self._progress(COMPILING)
         self._began = time.monotonic()
 
     def _ends(self, _: CallbackArgs) -> None:
         self._seconds += time.monotonic() - self._began
         self._compilations += 1
-        self._progress("running what was compiled")
+        self._progress("running compiled layers")

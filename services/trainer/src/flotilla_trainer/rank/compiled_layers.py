@@ -1,8 +1,8 @@
-"""The repeated layers of the model, compiled: one graph serves all layers of a kind, whatever the shape of a row.
+"""Compile the repeated layers of the model: one graph serves all layers of a kind, whatever the shape of a row.
 
-Invariants: results are those of the plain layers up to rounding; rows and their lengths are dynamic, so that no length
-compiles anew, and a layer that has been compiled for `RECOMPILE_LIMIT` situations (with and without gradient, one row
-or several, each kind of attention) runs as it is in further ones. Only what is inside the hooks that gather a layer's
+Invariants: results are those of the plain layers up to rounding; rows and their lengths are dynamic, so that no new
+length is compiled again; a layer that was compiled for `RECOMPILE_LIMIT` cases (with and without gradient, one row or
+several, each kind of attention) runs uncompiled in any other case. Only code inside the hooks that gather a layer's
 shards is compiled; attention over packed rows stays a call of its own between two graphs.
 """
 
@@ -28,7 +28,7 @@ class CompiledLayers:
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self.on = False
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-        # What hooks onto a layer later, as adapters do, would be left out of what was compiled before.
+        # With True, code compiled earlier would ignore hooks that are added to a layer later, as adapters do.
         torch._dynamo.config.skip_nnmodule_hook_guards = False
         for layer in layers:
             layer.forward = partial(
@@ -46,7 +46,10 @@ class CompiledLayers:
 
 
 def compiler_refusal(device: torch.device) -> str:
-    """Why nothing can be compiled here, empty where it can; tried on a sum, because compilers fail in many ways."""
+    """Return why nothing can be compiled here; empty where it can.
+
+    It compiles a small sum, because compilers fail in many ways.
+    """
     if switched_off := [name for name in OFF_SWITCHES if os.environ.get(name) == "1"]:
         return f"{switched_off[0]} is set in the environment of this rank"
     numbers = torch.ones(64, device=device, requires_grad=True)
@@ -58,7 +61,7 @@ def compiler_refusal(device: torch.device) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """What went wrong, in a line; the rest is for the compiler's makers."""
+    """Describe a compiler's error in one line; the rest of it only helps the compiler's developers."""
     cause = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
     first_line, *_ = str(cause).strip().splitlines() or [""]
     return f"{type(cause).__name__}: {first_line}"
@@ -73,16 +76,19 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         yield value
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
-    # A packed row is a tuple by no means: its tensors never enter a graph.
+    # A packed row is no tuple, so it is skipped here: its tensors never enter a graph.
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors(item)
 
 
 def _mark_row(tensor: torch.Tensor) -> None:
-    """Hidden states, positions and their embeddings are [rows, tokens, ...]; masks [rows, 1, tokens, tokens]."""
+    """Mark the sizes that vary: rows and tokens.
+
+    Hidden states, positions and their embeddings are [rows, tokens, ...]; masks are [rows, 1, tokens, tokens].
+    """
     places = (2, 3) if tensor.ndim == 4 else (1,)
     for place in (0, *places):
-        # Compilers treat the length 1 by itself whatever is marked.
+        # Compilers always treat the length 1 as a special case.
         if place < tensor.ndim and tensor.shape[place] > 1:
             torch._dynamo.maybe_mark_dynamic(tensor, place)

@@ -1,7 +1,8 @@
-"""The policy as a Hugging Face folder; where adapters were trained, summed up, with the adapters in a folder inside.
+"""Export the policy as a Hugging Face folder, with trained adapters merged into it and kept in a folder inside.
 
-Invariants: written aside and renamed when it is complete, so a reader never sees half a model and a failed export
-leaves what was there; weights are stored in the type that the forward pass computes in, tied ones once.
+Invariants: a folder is written under another name and renamed when it is complete, so a reader never sees half a model
+and a failed export leaves an earlier one in place; weights are stored in the type that the forward pass computes in,
+tied ones once.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from flotilla_trainer.rank.link import FrontLink
 from flotilla_trainer.rank.sharded_model import ShardedModel
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-"""Files of the source folder that the export writes anew or leaves behind."""
+"""Suffixes of the files of the source folder that the export does not copy."""
 
 
 class WholeModel:
-    """The policy in full on the host of rank 0, ready to be written; the other ranks take part in the gathers."""
+    """The whole policy on the host of rank 0, ready to be written; the other ranks take part in the gathers."""
 
     def __init__(self, source: Path, model: ShardedModel, link: FrontLink) -> None:
         self._source = source
@@ -43,7 +44,7 @@ class WholeModel:
             self._skeleton = model.policy.skeleton(AutoConfig.from_pretrained(source), model.dtype)
 
     def write(self, folder: Path) -> None:
-        """Fill a new folder; from any thread."""
+        """Write the model to a new folder; any thread may call this."""
         try:
             folder.mkdir()
             _copy_companions(self._source, folder)
@@ -57,7 +58,7 @@ class WholeModel:
 
 
 def export(path: Path, source: Path, model: ShardedModel, link: FrontLink) -> dict[str, Any]:
-    """Write the folder on rank 0."""
+    """Write the model to `path` on rank 0; a collective."""
     with telemetry.span(names.TRAINER_EXPORT):
         whole = WholeModel(source, model, link)
         if dist.get_rank() != 0:
@@ -81,14 +82,14 @@ def export(path: Path, source: Path, model: ShardedModel, link: FrontLink) -> di
 
 
 def _copy_companions(source: Path, target: Path) -> None:
-    """Tokenizer, chat template and whatever else belongs to the model beside its weights."""
+    """Copy the tokenizer, the chat template and all other files of the model except its weights."""
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES) and not file.name.startswith("."):
             shutil.copy2(file, target / file.name)
 
 
 def _replace(path: Path, aside: Path) -> None:
-    """Put the complete folder in place; an earlier one gives way last."""
+    """Rename the complete folder to `path`; an earlier one is removed last."""
     earlier = path.with_name(f".{path.name}.replaced")
     shutil.rmtree(earlier, ignore_errors=True)
     if path.exists():

@@ -1,9 +1,9 @@
-"""A rank's end of the line to the front.
+"""A rank's end of the connection to the front.
 
-Invariants: only threads of this module touch the socket's read side; commands are handed to the main thread one by
-one, in order; what must act while the main thread is busy (`urgent`) runs on the reading thread. The beat says that
-this process lives and how far its main thread has come, so that the front can tell a stopped process from one that
-waits for another. When the front is gone, so is the rank.
+Invariants: only threads of this module read from the socket; the main thread gets commands one by one, in order;
+commands that must act while the main thread is busy (`urgent`) run on the reading thread. The beat says that this
+process lives and how far its main thread has come, so that the front can tell a stopped process from one that waits
+for another. When the front is gone, the rank ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BEAT_S = 0.25
 
 
 class FrontLink:
-    """Commands in, answers and beats out."""
+    """Receives commands and sends answers and beats."""
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
@@ -36,25 +36,25 @@ class FrontLink:
             threading.Thread(target=target, name=name, daemon=True).start()
 
     def urgent(self, kind: str, act: Callable[[Frame], None]) -> None:
-        """Let commands of this kind act at once, beside what the main thread does."""
+        """Run commands of this kind at once, while the main thread works."""
         self._urgent[kind] = act
 
     def next_command(self) -> Frame:
-        """The next command for the main thread."""
+        """Wait for the next command for the main thread."""
         self._phase = "waiting for a command"
         return self._commands.get()
 
     def progress(self, phase: str) -> None:
-        """Say that the main thread moves, and what it does now."""
+        """Record that the main thread made progress, and what it does now."""
         self._phase = phase
         self._progress += 1
 
     def answer(self, command: Frame, fields: dict[str, Any], arrays: dict[str, Array] | None = None) -> None:
-        """The command is done."""
+        """Answer that the command is done."""
         self._send(Frame("done", command.number, fields, arrays or {}))
 
     def refuse(self, command: Frame, error: FlotillaError) -> None:
-        """The command failed in a way that leaves this rank, and every other one, ready for the next."""
+        """Answer that the command failed, with this and every other rank ready for the next one."""
         parts = {part: getattr(error, part) for part in ("what", "where", "why", "next_step")}
         self._send(Frame("refused", command.number, {"reason": int(error.reason), **parts}))
 

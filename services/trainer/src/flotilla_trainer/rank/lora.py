@@ -1,8 +1,8 @@
-"""Adapters of linear layers: the model stays, what they add to its layers' outputs learns.
+"""Adapters of linear layers: the model is frozen, and only the matrices that add to its layers' outputs learn.
 
 Invariants: adapters are plain float32 parameters, whole and equal on every rank; A comes from the run's seed and the
-name of its layer, so neither ranks nor other layers change it; with B at zero every number of the model is what it was
-without adapters, bit by bit; the model's own parameters are neither touched nor renamed.
+name of its layer, so neither ranks nor other layers change it; with B at zero the model gives the same numbers as
+without adapters, bit by bit; the model's own parameters are neither changed nor renamed.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from flotilla_trainer.wire.settings import LoraSettings
 from flotilla_weights.adapters import WEIGHT, AdapterNames, merged
 
 NAMED = 8
-"""Layers that a message lists."""
+"""The most layers that an error message lists."""
 
 
 class Adapters:
-    """One pair of matrices beside each target; part of every forward pass until it is removed."""
+    """One pair of matrices for each target; they take part in every forward pass until they are removed."""
 
     def __init__(
         self, causal_lm: PreTrainedModel, settings: LoraSettings, seed: int, device: torch.device
@@ -46,32 +46,32 @@ class Adapters:
         ]
 
     def remove(self) -> None:
-        """Leave the model as it was without."""
+        """Detach the adapters from the model."""
         for hook in self._hooks:
             hook.remove()
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """A and B of every layer, by the names that a sync gives them."""
+        """Return A and B of every layer, by the names that they have in a weight sync."""
         return dict(self._parameters)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The same without gradients."""
+        """Return A and B of every layer, detached from gradients."""
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     def target_names(self) -> list[str]:
-        """The targets as a list of ends of names: as they were given, or the last parts of all."""
+        """Return the targets as suffixes of layer names: the given ones, or the last part of every name."""
         if self.settings.targets:
             return list(self.settings.targets)
         return sorted({name.split(".")[-3] for name in self._parameters})
 
     def set(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Go on from these."""
+        """Copy these tensors into the adapters."""
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(tensors[name])
 
     def merged_into(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights of the model, with those of the targets summed up with their adapters."""
+        """Yield the weights of the model, with the adapters merged into those of the targets."""
         for name, weight in named:
             if AdapterNames.of(name).a in self._parameters:
                 yield name, merged(weight, *self._pair(name), self.scale)
@@ -96,7 +96,7 @@ class Adapters:
 
 
 def _targets(causal_lm: PreTrainedModel, wanted: tuple[str, ...]) -> dict[str, nn.Linear]:
-    """The layers that get adapters, by name."""
+    """Return the layers that get adapters, by name."""
     linear = {name: module for name, module in causal_lm.named_modules() if isinstance(module, nn.Linear)}
     output_embeddings: Callable[[], nn.Module | None] = causal_lm.get_output_embeddings  # without types
     head = output_embeddings()
@@ -124,12 +124,12 @@ def _targets(causal_lm: PreTrainedModel, wanted: tuple[str, ...]) -> dict[str, n
 
 
 def _ends_with(target: str) -> Callable[[str], bool]:
-    """Whole parts of a name only: proj is no end of q_proj."""
+    """Return a test for names that end with whole parts of `target`: proj does not match q_proj."""
     return lambda name: name == target or name.endswith("." + target)
 
 
 def _first_a(name: str, layer: nn.Linear, rank: int, seed: int) -> torch.Tensor:
-    """Uniform and of the size that torch gives the weights of a new layer; made on the host, equal on every rank."""
+    """Draw A uniformly within torch's limit for a new layer; on the host, so that it is equal on every rank."""
     random = torch.Generator().manual_seed(ids.derive_seed("lora", seed, name))
     limit = 1 / math.sqrt(layer.in_features)
     return torch.empty(rank, layer.in_features).uniform_(-limit, limit, generator=random)

@@ -1,7 +1,7 @@
-"""The life of a rank process, from its fork on.
+"""Run a rank process, from its fork on.
 
-Invariants: SIGUSR1 writes the stacks of all its threads to a file that the front reads; an error that nobody expected
-ends the process at once with a traceback in its log, because peers would wait for it in a collective.
+Invariants: SIGUSR1 writes the stacks of all its threads to a file that the front reads; an unexpected error ends the
+process at once with a traceback in its log, because other ranks would wait for it in a collective.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from flotilla_trainer.wire.settings import RankSetup
 
 
 def serve(descriptor: int, stacks_path: Path) -> NoReturn:
-    """Serve the front until it goes away, which ends the process."""
+    """Serve the front until its connection ends, which ends the process."""
     tolerate_lost_lines()
     stacks = stacks_path.open("a", encoding="utf-8")
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     faulthandler.enable()
-    # Stopping the gang is the front's business, also when a terminal signals the whole foreground group.
+    # Only the front stops the gang, also when a terminal signals the whole foreground group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.excepthook = end_at_once
     # The variable was read before the fork, perhaps with another value.
@@ -49,13 +49,13 @@ def serve(descriptor: int, stacks_path: Path) -> NoReturn:
 
 
 def _leave(frame: Frame) -> None:
-    """End now, whatever the main thread waits for; spans that are done still go out."""
+    """End the process now, whatever the main thread waits for; finished spans are still sent."""
     telemetry.stop()
     os._exit(0)
 
 
 def end_at_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """As `sys.excepthook`: the traceback into the log, and out, whatever other threads do."""
+    """Write the traceback to the log and end the process, whatever other threads do; this is `sys.excepthook`."""
     # Not sys.stderr: torch.distributed puts a buffer there while it calls this, and would print it too late.
     with contextlib.suppress(OSError):  # a full disk takes no log
         traceback.print_exception(kind, error, trace, file=sys.__stderr__)

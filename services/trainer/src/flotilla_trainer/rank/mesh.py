@@ -1,7 +1,7 @@
-"""Where the ranks of a gang stand: which shard of the weights each holds, in which copy, and which lane it works in.
+"""Arrange the ranks of a gang: the shard of the weights that each holds, its copy, and the lane that it works in.
 
-Invariants: rank = copy x shards + shard, and rank = lane x width + place, so that the ranks that talk most are
-neighbours; every number that is a sum over the gang counts a shard in the first copy and a lane at its first place.
+Invariants: rank = copy x shards + shard, and rank = lane x width + place, so that the ranks that communicate most are
+neighbours; a sum over the gang counts each shard in the first copy only, and each lane at its first place only.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 @dataclass(frozen=True)
 class RankMesh:
-    """One rank's place among all of them."""
+    """The place of one rank among all of them."""
 
     weights: DeviceMesh
-    """What FSDP spreads the weights over: shards, or copies x shards."""
+    """The mesh that FSDP spreads the weights over: shards, or copies x shards."""
     shard: int
     shards: int
     copy: int
     place: int
-    """Which part of its lane's tokens this rank takes."""
+    """The part of its lane's tokens that this rank takes."""
     width: int
-    """Ranks of a lane, which share each micro-batch."""
+    """The number of ranks of a lane, which share each micro-batch."""
     lane: dist.ProcessGroup
-    """The ranks of this one's lane."""
+    """The ranks of this rank's lane."""
 
     @classmethod
     def form(cls, device_type: str, *, replicate: int = 1, sequence_parallel: int = 1) -> RankMesh:
@@ -54,10 +54,10 @@ class RankMesh:
 
     @property
     def counts_shard(self) -> bool:
-        """Whether sums over the gang take this rank's shards; the other copies hold the same."""
+        """Return whether sums over the gang include this rank's shards; the other copies hold the same numbers."""
         return self.copy == 0
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether sums over the gang take this rank's micro-batches; the rest of the lane has the same."""
+        """Return whether sums over the gang include this rank's micro-batches; the rest of the lane has the same."""
         return self.place == 0

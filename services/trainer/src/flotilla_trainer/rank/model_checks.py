@@ -1,9 +1,9 @@
-"""Whether a model may get packed rows, or rows in parts: asked of the model itself, as only its numbers can tell.
+"""Check by running a model whether it may get packed rows, or rows in parts.
 
-Invariants: a model passes only if the hidden states of a packed sequence are those that it has alone in a row and do
-not depend on its neighbour, and if those of a part are the ones that it has in the whole row; whatever carries
-something across a border (a recurrent state, a convolution, a mask that a layer builds itself, positions that do not
-restart) shows here.
+Invariants: a model passes only if the hidden states of a packed sequence equal those of the same sequence alone in a
+row and do not depend on its neighbour, and if those of a part equal those in the whole row. Anything that carries
+information across a border fails (a recurrent state, a convolution, a mask that a layer builds itself, positions that
+do not restart).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from flotilla_core.errors import FailedPrecondition
 from flotilla_trainer.rank.body_model import BodyModel
 
 FOLLOWS_THE_LONGEST = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies depend on the longest position that a rank sees."""
+"""The rotary embeddings whose frequencies depend on the longest position that a rank sees."""
 
 OFF_BY = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Other kernels may round differently than those for rows."""
+"""The tolerance against plain rows, whose kernels may round differently."""
 LEAKED = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""The same kernels on the same shapes: dense layers give the same bits, experts may regroup their tokens."""
+"""The tolerance between two packed rows: dense layers give the same bits, experts may regroup their tokens."""
 LAST_TOKENS = 7
 
 
 def check_sequence_parallel(policy: BodyModel, width: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse, on all ranks together, a model whose rows cannot be shared by the `width` ranks of a lane."""
+    """Refuse, on all ranks together, a model whose rows the `width` ranks of a lane cannot share."""
     if width == 1:
         return
     why = _refusal(policy, width, dtype, device)
@@ -65,7 +65,7 @@ def _refusal(policy: BodyModel, width: int, dtype: torch.dtype, device: torch.de
 
 
 def packing_refusal(policy: BodyModel, dtype: torch.dtype, device: torch.device) -> str:
-    """Why this model cannot be trained on packed rows, empty where it can; a collective."""
+    """Return why this model cannot be trained on packed rows; empty where it can. A collective."""
     causal_lm = policy.causal_lm
     name = type(causal_lm).__name__
     if any(isinstance(part, PreTrainedModel) and part._is_stateful for part in causal_lm.modules()):

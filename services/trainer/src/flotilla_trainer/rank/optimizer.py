@@ -1,10 +1,10 @@
-"""One optimizer step on gradients that were accumulated over micro-batches.
+"""Make optimizer steps on gradients that were accumulated over micro-batches.
 
-Invariants: losses came weighted, so gradients are scaled by nothing but the clip; the norm is that of the whole
-gradient over all ranks; matrices decay, vectors (norms, biases) do not; a rank updates only its own shards, which
-element-wise AdamW allows. Adapters, which are whole on every rank, take the same step everywhere; between steps no
-moment is on the device, within one only those of one part; the numbers are those of one step over all parameters at
-once, because AdamW treats every element by itself.
+Invariants: losses came weighted, so only the clip scales gradients; the norm is that of the whole gradient over all
+ranks; matrices decay, vectors (norms, biases) do not; a rank updates only its own shards, which element-wise AdamW
+allows. Adapters, which are whole on every rank, take the same step everywhere. With offload no moment is on the device
+between steps, and within a step only those of one part; the result is that of one step over all parameters at once,
+because AdamW treats every element by itself.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from flotilla_trainer.rank.sharded_model import ShardedModel, local
 from flotilla_trainer.wire.settings import SessionSettings
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW remembers of a parameter, by torch's names."""
+"""The state that AdamW keeps of a parameter, by torch's names."""
 
 PART_ELEMENTS = 1 << 26
-"""Two float32 moments of one part take 512 MiB."""
+"""The most elements of one part; its two float32 moments take 512 MiB."""
 
 
 class PolicyOptimizer:
@@ -48,15 +48,15 @@ class PolicyOptimizer:
         self.discard_gradients()
 
     def discard_gradients(self) -> None:
-        """Forget what was accumulated."""
+        """Drop the accumulated gradients."""
         self._adamw.zero_grad(set_to_none=True)
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply what was accumulated."""
+        """Multiply the accumulated gradients."""
         torch._foreach_mul_(self._local_gradients(), factor)
 
     def complete_gradients(self) -> None:
-        """Sum over the ranks what was accumulated on each; a collective."""
+        """Sum the gradients of adapters over the ranks; a collective."""
         if not self._replicated:
             return
         for parameter in self._parameters:
@@ -69,7 +69,7 @@ class PolicyOptimizer:
         torch._foreach_copy_(gradients, [p.view_as(g) for p, g in zip(parts, gradients, strict=True)])
 
     def squared_norm(self) -> torch.Tensor:
-        """This rank's share of the squared norm of the gradient, in float64."""
+        """Return this rank's share of the squared norm of the gradient, in float64."""
         norms = torch._foreach_norm(self._local_gradients())
         share = torch.stack(norms).double().square().sum()
         if self._replicated:
@@ -77,7 +77,7 @@ class PolicyOptimizer:
         return share if self._counts_shard else torch.zeros_like(share)
 
     def step(self, learning_rate: float, norm: float) -> None:
-        """Update the weights; `norm` is that of the whole gradient."""
+        """Update the weights; `norm` is the norm of the whole gradient."""
         if self._max_grad_norm and norm > self._max_grad_norm:
             torch._foreach_mul_(self._local_gradients(), self._max_grad_norm / norm)
         for group in self._adamw.param_groups:
@@ -86,16 +86,16 @@ class PolicyOptimizer:
         self.discard_gradients()
 
     def moments(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What is remembered of a parameter; nothing before its first step."""
+        """Return the moments of a parameter; empty before its first step."""
         state = self._adamw.state.get(parameter, {})
         return {name: state[name] for name in MOMENTS if name in state}
 
     def steps(self, parameter: torch.Tensor) -> int:
-        """Steps that a parameter has taken."""
+        """Return the number of steps that a parameter has taken."""
         return int(self._adamw.state.get(parameter, {}).get("step", 0))
 
     def restore(self, parameter: torch.Tensor, moments: dict[str, torch.Tensor], steps: int) -> None:
-        """Remember this rank's part of `moments` instead; without any, as before the first step."""
+        """Replace the moments with this rank's part of `moments`; without any, reset as before the first step."""
         self._adamw.state.pop(parameter, None)
         if not moments:
             return
@@ -113,10 +113,7 @@ class PolicyOptimizer:
 
 
 class OptimizerOffload:
-    """An optimizer step whose moments live in host memory and visit the device part by part.
-
-    Steps an optimizer in parts.
-    """
+    """Makes optimizer steps in parts: moments stay in host memory, and only those of one part are on the device."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
         self._optimizer = optimizer
@@ -130,7 +127,7 @@ class OptimizerOffload:
             self._parts[-1].append(parameter)
 
     def step(self) -> None:
-        """One step of all parameters that have a gradient; the gradients are gone afterwards."""
+        """Step all parameters that have a gradient; the gradients are gone afterwards."""
         gradients = {parameter: parameter.grad for part in self._parts for parameter in part}
         for parameter in gradients:
             parameter.grad = None
@@ -152,7 +149,7 @@ class OptimizerOffload:
         for parameter in part:
             parameter.grad = None
             for name, moment in self._moments(parameter).items():
-                # Pinned memory is what a GPU copies to at full speed; torch keeps and reuses freed pieces.
+                # A GPU copies to pinned memory at full speed; torch keeps and reuses freed pieces.
                 resting = torch.empty_like(local(moment), device="cpu", pin_memory=moment.is_cuda)
                 resting.copy_(local(moment), non_blocking=True)
                 self._optimizer.state[parameter][name] = resting

@@ -1,9 +1,9 @@
-"""Several sequences one after the other in one row, and attention inside each of them, as transformers calls it.
+"""Pack several sequences into one row, with attention inside each of them, through the interface of transformers.
 
 Invariants: positions restart at zero with every sequence, so that a model cannot tell a packed sequence from a lone
 one; no token sees another sequence, by construction and not by a mask over the whole row; memory grows with the tokens
-and, at most, the square of one sequence. Half precision on GPUs takes torch's variable-length kernel where torch has
-it; everything else takes the dense kernels, one call for each run of equally long sequences.
+and, at most, the square of one sequence. Half precision on GPUs uses torch's variable-length kernel where torch has
+it; everything else uses the dense kernels, one call for each run of equally long sequences.
 """
 
 from __future__ import annotations
@@ -23,28 +23,25 @@ PACKED_ATTENTION = "flotilla_packed"
 HALVES = (torch.bfloat16, torch.float16)
 
 Heads = torch.Tensor
-"""[1, heads, tokens, size]."""
+"""A tensor of [1, heads, tokens, size]."""
 Attention = TypeVar("Attention", bound=Callable[..., Any])
 outside_graphs: Callable[[Attention], Attention] = torch.compiler.disable
-"""For attention that no compiler may look into; torch gives it no types."""
+"""Keeps attention out of compiled graphs; torch's own decorator has no types."""
 
 
 @dataclass(frozen=True)
 class PackedRow:
-    """Several sequences one after the other in one row, and where each of them lies.
-
-    Borders of the sequences of one row, on the host for shapes and on the device for kernels.
-    """
+    """Several sequences in one row, and their borders: on the host for shapes, on the device for kernels."""
 
     lengths: tuple[int, ...]
     borders: torch.Tensor
-    """[sequences + 1] where each sequence begins, and the end, as int32."""
+    """The first index of each sequence, and the end of the row: int32, [sequences + 1]."""
     position_ids: torch.Tensor
-    """[1, tokens] place of each token within its sequence."""
+    """The index of each token within its sequence, [1, tokens]."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> PackedRow:
-        """A row of sequences of these lengths."""
+        """Return a row of sequences of these lengths."""
         counts = torch.tensor(lengths)
         ends = counts.cumsum(0)
         starts = ends - counts
@@ -54,17 +51,17 @@ class PackedRow:
 
     @classmethod
     def among(cls, columns: dict[str, torch.Tensor]) -> PackedRow | None:
-        """The row that the columns of a micro-batch describe; None where its rows are padded."""
+        """Return the row that the columns of a micro-batch describe; None where its rows are padded."""
         lengths = columns.get("packed_lengths")
         return None if lengths is None else cls.of(lengths.tolist(), columns["tokens"].device)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """The number of tokens of the longest sequence."""
         return max(self.lengths)
 
     def runs(self) -> list[tuple[int, int, int]]:
-        """Neighbours of equal length as (first token, sequences, length), which one dense call can take together."""
+        """Return runs of equally long sequences, one dense call each, as (first token, sequences, length)."""
         runs, start = [], 0
         for length, neighbours in groupby(self.lengths):
             count = len(list(neighbours))
@@ -86,9 +83,9 @@ def packed_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """[1, tokens, heads, size] of causal attention within the sequences of the row.
+    """Return [1, tokens, heads, size] of causal attention within the sequences of the row.
 
-    A model that does not hand the row down gets attention over the whole row, which the probe of the model finds.
+    A model that does not pass the row on gets attention over the whole row, which the probe of the model finds.
     """
     if packed_row is None:
         packed_row = PackedRow.of((query.shape[2],), query.device)
@@ -136,7 +133,7 @@ def _run(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """[tokens, heads, size] of `count` neighbours of `length` tokens each."""
+    """Return [tokens, heads, size] for `count` consecutive sequences of `length` tokens each."""
     query, key, value = (
         heads[0, :, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1)
         for heads in (query, key, value)
@@ -155,25 +152,25 @@ def _run(
 
 
 def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """Which keys a query sees: itself and the `window` - 1 before it."""
+    """Return the mask of the keys that a query sees: itself and the `window` - 1 before it."""
     everything = torch.ones(length, length, dtype=torch.bool, device=device)
     return everything.tril().triu(1 - window)
 
 
 def _variable_length_kernel() -> Callable[..., torch.Tensor] | None:
-    """Torch's kernel, from the release on in which it takes a scale and a window."""
+    """Return torch's kernel if this release of torch has one that takes a scale and a window."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
     if not {"scale", "window_size"} <= inspect.signature(varlen_attn).parameters.keys():
         return None
-    # It gives a pair only where `return_aux` asks for one.
+    # It returns a pair only where `return_aux` asks for one.
     return cast(Callable[..., torch.Tensor], varlen_attn)
 
 
 VARIABLE_LENGTH = _variable_length_kernel()
-# Releases that do not name the option take fewer key heads than query heads as they come.
+# Releases without this option accept fewer key heads than query heads without it.
 NAMES_GROUPED_HEADS = (
     VARIABLE_LENGTH is not None and "enable_gqa" in inspect.signature(VARIABLE_LENGTH).parameters
 )

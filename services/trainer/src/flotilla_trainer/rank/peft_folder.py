@@ -1,8 +1,8 @@
-"""Adapters as a folder in the layout of peft, out of the trainer and into it.
+"""Write and read adapters as a folder in the layout of peft.
 
-Invariants: files are safetensors, because nothing is unpickled; what is read has a tensor for every adapter of this
-session and no other, of its shape, or is refused by name before a number changes; what another setting of peft would
-add to the sum W + alpha / r * B A is refused too.
+Invariants: files are safetensors, because nothing is unpickled; a folder has exactly one tensor of the right shape for
+every adapter of this session, or it is refused by name before a number changes; settings of peft that change the sum
+W + alpha / r * B A are refused too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
 }
-"""Settings of peft, and the values under which an adapter is the sum that this trainer computes."""
+"""Settings of peft, and their values with which an adapter is the sum that this trainer computes."""
 
 
 class AdapterFolder:
@@ -61,7 +61,7 @@ class AdapterFolder:
         }
 
     def write(self, folder: Path) -> None:
-        """Fill a new folder; from any thread."""
+        """Write the adapters to a new folder; any thread may call this."""
         try:
             folder.mkdir()
             (folder / CONFIG_FILE).write_text(json.dumps(self._config, indent=2) + "\n", "utf-8")
@@ -72,7 +72,7 @@ class AdapterFolder:
 
 
 def read_adapters(folder: Path, adapters: Adapters) -> dict[str, torch.Tensor]:
-    """The tensors of a folder that these adapters can go on from."""
+    """Read the tensors of a folder that these adapters can continue from."""
     _check_config(folder, adapters)
     try:
         found = load_file(folder / TENSORS_FILE)

@@ -1,9 +1,9 @@
-"""The language model as training sees it: token ids in, log-probabilities of given tokens out.
+"""The language model as training uses it: it takes token ids and returns log-probabilities of given tokens.
 
 Invariants: logits exist for `chunk_tokens` tokens at a time, in the forward and again in the backward pass, never for
 all; hidden states and head are used inside this module's own forward, so that sharded parameters (tied ones too) are
-whole when they are needed; hidden states for the scored tokens and one head, so that whoever compares makes logits
-for as many tokens at a time as it can hold.
+whole when they are needed; of a reference only the hidden states of the scored tokens and one head are kept, so that
+its logits, too, exist for one chunk at a time.
 """
 
 from __future__ import annotations
@@ -25,36 +25,33 @@ from flotilla_trainer.rank.sequence_parallel import SequenceParallel
 
 
 class ReferenceStates(NamedTuple):
-    """What is kept of the reference to say how likely it finds every token of the vocabulary.
-
-    The reference on one micro-batch; nothing of it carries a gradient.
-    """
+    """The hidden states of the reference on one micro-batch, and its head; they give logits without a gradient."""
 
     hidden: torch.Tensor
-    """[scored tokens, hidden size], in their order."""
+    """The last hidden states of the scored tokens, in their order: [scored tokens, hidden size]."""
     weight: torch.Tensor
-    """The head, whole."""
+    """The weight of the whole head."""
     bias: torch.Tensor | None
 
     def split(self, tokens: int) -> list[ReferenceStates]:
-        """So many tokens at a time."""
+        """Split into parts of at most `tokens` tokens."""
         return [self._replace(hidden=hidden) for hidden in self.hidden.split(tokens)]
 
 
 class TokenScores(NamedTuple):
-    """One row a scored token."""
+    """The scores of tokens, one row for each."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
     top_ids: torch.Tensor
-    """[tokens, k] most likely tokens; k is 0 unless asked for."""
+    """The most likely tokens, [tokens, k]; k is 0 unless asked for."""
     top_logprobs: torch.Tensor
     divergence: torch.Tensor
-    """From the reference, over the whole vocabulary; zero where none was given."""
+    """The divergence from the reference over the whole vocabulary; zero where none was given."""
     squares: torch.Tensor
-    """Sum of all squared probabilities; zero unless asked for."""
+    """The sum of all squared probabilities; zero unless asked for."""
     teacher_divergence: torch.Tensor
-    """From a teacher, over the tokens that it finds likeliest; zero where none was given."""
+    """The divergence from a teacher over the tokens that it finds likeliest; zero where none was given."""
 
 
 class PolicyModel(BodyModel):
@@ -71,7 +68,7 @@ class PolicyModel(BodyModel):
 
     @staticmethod
     def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-        """What is inside, without numbers."""
+        """Build the model inside, without weights."""
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=ROW_ATTENTION
         )
@@ -79,8 +76,8 @@ class PolicyModel(BodyModel):
 
     @staticmethod
     def read(folder: Path) -> tuple[PreTrainedModel, set[str]]:
-        """What a folder has of it, in float32 on the host, and the names of what it lacks."""
-        # Its type promises a model alone and knows nothing of `output_loading_info`.
+        """Read the model of a folder in float32 on the host, and the names of the tensors that it lacks."""
+        # The declared type returns a model only and does not cover `output_loading_info`.
         from_pretrained: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
         model, report = from_pretrained(
             folder, dtype=torch.float32, attn_implementation=ROW_ATTENTION, output_loading_info=True
@@ -88,7 +85,7 @@ class PolicyModel(BodyModel):
         return model, set(report["missing_keys"])
 
     def in_float32(self) -> list[nn.Module]:
-        """No part stays in float32 where the rest computes in another type."""
+        """Return no parts: all of a policy computes in the same type."""
         return []
 
     def forward(
@@ -160,15 +157,15 @@ class PolicyModel(BodyModel):
     def hidden_states(
         self, tokens: torch.Tensor, positions: torch.Tensor, packed_row: PackedRow | None
     ) -> torch.Tensor:
-        """Last hidden states at the flattened `positions`; in a lane at those of this rank's part."""
+        """Return the last hidden states at the flattened `positions`; in a lane at those of this rank's part."""
         if self._lane is None:
             return self._hidden(tokens, packed_row)[positions]
         part = self._lane.part(tokens, packed_row)
         return self._hidden_part(part)[positions[part.own(positions)] - part.first]
 
     def head_error(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Largest difference between our logits and those of the model's own forward."""
-        ours = self._logits(self._hidden(tokens))  # first: it sets the attention of plain rows for both
+        """Return the largest difference between our logits and those of the model's own forward."""
+        ours = self._logits(self._hidden(tokens))  # This comes first because it sets the attention for both.
         own = self.causal_lm(input_ids=tokens, use_cache=False).logits.flatten(0, 1).float()
         error: torch.Tensor = (ours - own).abs().max()
         return error
@@ -180,7 +177,7 @@ class PolicyModel(BodyModel):
         return self._as_given(nn.functional.linear(reference.hidden, reference.weight, reference.bias))
 
     def _as_given(self, raw: torch.Tensor) -> torch.Tensor:
-        """What the model's own forward makes of the numbers of its head."""
+        """Scale and cap the output of the head as the model's own forward does."""
         logits = raw.float()
         if self._multiplier != 1.0 or self._divisor != 1.0:
             logits = logits * (self._multiplier / self._divisor)

@@ -1,11 +1,11 @@
-"""Sending the policy to the generators: rank 0 holds the wire, all ranks gather.
+"""Send the policy to the generators: all ranks gather the weights, and rank 0 sends them.
 
-Of a frozen model the first publication of a group carries the weights and the adapters, every later one the adapters
-alone.
+The first publication of a frozen model to a group carries the weights and the adapters, every later one only the
+adapters.
 
-Invariants: every rank walks all tensors in one order, whatever happens on the wire, so a receiver that fails or a
-publication that is given up costs the weight group alone, never the ranks; nothing here blocks but `publish`, and
-`abort`, which may come from another thread, ends that.
+Invariants: every rank walks all tensors in one order, whatever happens on the wire, so a failed receiver or an aborted
+publication costs only the weight group, never the ranks; only `publish` blocks, and `abort`, which may come from
+another thread, ends it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from flotilla_weights.manifest import Manifest
 
 @dataclass
 class _OpenGroup:
-    """The sender of one epoch, on rank 0."""
+    """The open weight group of one epoch, on rank 0."""
 
     epoch: int
     sender: Sender
@@ -40,7 +40,7 @@ class _OpenGroup:
 
 
 class Publisher:
-    """This rank's part in weight groups; at most one is open."""
+    """This rank's part in weight groups, of which at most one is open."""
 
     def __init__(self, model: ShardedModel, link: FrontLink) -> None:
         self._model = model
@@ -84,14 +84,14 @@ class Publisher:
                 span.set_attribute(names.BYTES, nbytes)
                 return {"digests": digests, "bytes": nbytes, "manifest_digest": manifest.digest}
         finally:
-            # The other ranks are in these gathers: they come to an end on every rank, whatever the wire does.
+            # The other ranks take part in these gathers, so every rank finishes them, whatever the wire does.
             for _ in tensors:
                 pass
-            # The same on every rank, also where the sending failed: it took the group with it.
+            # Every rank sets the same value, also where the sending failed: a failure ends the group.
             self._frozen_sent = self._model.frozen
 
     def abort(self, why: str) -> None:
-        """Give the open group up, from any thread."""
+        """Abort the open group; any thread may call this."""
         group, self._group = self._group, None
         if group is not None:
             group.sender.abort(why)
@@ -99,7 +99,7 @@ class Publisher:
     def _send(
         self, sender: Sender, manifest: Manifest, tensors: Iterator[tuple[str, torch.Tensor]]
     ) -> tuple[list[int], int]:
-        """Digests of everything in the manifest, and the bytes that moved."""
+        """Send the tensors of the manifest; return all digests and the bytes that moved."""
         if self._frozen_sent:
             digests, nbytes = self._frozen_digests, 0
         else:
@@ -126,7 +126,7 @@ class Publisher:
         return manifest.with_adapters(Manifest.from_named(specs, bucket_bytes), adapters.scale)
 
     def _checked_manifest(self, bucket_bytes: int) -> Manifest:
-        """Refuse architectures whose checkpoint names are not those of the live modules."""
+        """Return the manifest; refuse architectures whose checkpoint names are not those of the live modules."""
         manifest = self._manifest(bucket_bytes)
         live = {spec.name: torch.empty(spec.shape, device="meta") for spec in manifest.tensors}
         causal_lm = self._model.causal_lm
@@ -146,7 +146,7 @@ class Publisher:
             group.failure = error
 
     def _joined(self, epoch: int) -> Sender:
-        """The sender of the open group, once every member is in."""
+        """Wait until every member has joined the open group, and return its sender."""
         group = self._group
         if group is None or group.epoch != epoch:
             raise FailedPrecondition(

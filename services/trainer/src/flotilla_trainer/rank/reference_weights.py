@@ -1,9 +1,9 @@
-"""The weights that a session started from: put in place to score what the policy has become, or beside it as it trains.
+"""Keep the weights that a session started from, to score with them, or to compare distributions with them in training.
 
-Invariants: every rank keeps its own shards and nothing is gathered but the head, once, by all ranks, and kept as long
-as the session; of a frozen model only the adapters are kept, for nothing else changes; the reference's weights are in
-the model only while it scores or its hidden states are made, before the policy's own forward pass, and the model holds
-the policy again whenever `in_place` is left, bit by bit, whatever happened.
+Invariants: every rank keeps its own shards; only the head is gathered, once, by all ranks, and kept as long as the
+session; of a frozen model only the adapters are kept, because nothing else changes; the reference's weights are in the
+model only while it scores or computes its hidden states, before the policy's own forward pass; when `in_place` is left,
+the model holds the policy again bit by bit, whatever happened.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flotilla_trainer.rank.sharded_model import ShardedModel, gathered, local
 
 
 class ReferenceWeights:
-    """A copy of this rank's shards, taken when it is made."""
+    """A copy of this rank's shards, made when this object is created."""
 
     def __init__(self, model: ShardedModel) -> None:
         self._model = model
@@ -27,7 +27,7 @@ class ReferenceWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model holds the copy meanwhile, and the copy the policy."""
+        """Let the model hold the copy, and the copy hold the policy, inside the block."""
         self._swap()
         try:
             yield
@@ -44,10 +44,7 @@ class ReferenceWeights:
 
 
 class ReferenceDistribution:
-    """The frozen reference beside the policy that trains, one micro-batch at a time.
-
-    Gives what the reference knows of micro-batches.
-    """
+    """Computes the states of the frozen reference for one micro-batch at a time, next to the policy that trains."""
 
     def __init__(self, model: ShardedModel, reference: ReferenceWeights) -> None:
         self._model = model
@@ -55,7 +52,7 @@ class ReferenceDistribution:
         self._head: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def on(self, columns: dict[str, torch.Tensor]) -> ReferenceStates:
-        """The states of the scored tokens; a collective."""
+        """Return the states of the scored tokens; a collective."""
         with torch.no_grad(), self._reference.in_place():
             if self._head is None:
                 self._head = self._gathered_head()
@@ -76,5 +73,5 @@ class ReferenceDistribution:
         return self._whole(head.weight), None if bias is None else self._whole(bias)
 
     def _whole(self, parameter: torch.Tensor) -> torch.Tensor:
-        # A copy in any case: where one rank holds all of it, the model takes its own numbers back when this ends.
+        # This must be a copy: with one rank the tensor is the model's own, whose numbers change back after the block.
         return gathered(parameter.detach()).to(self._model.dtype, copy=True)

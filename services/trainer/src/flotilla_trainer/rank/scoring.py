@@ -1,4 +1,4 @@
-"""Scores of given tokens, without a gradient: log-probabilities under a policy, or values by a critic.
+"""Score given tokens without a gradient: log-probabilities under a policy, or values by a critic.
 
 Invariant: the first rank of each group that shares rows answers with the tokens of that group in the order of its
 micro-batches; the front puts them back in place.
@@ -41,7 +41,7 @@ def score(command: Frame, model: ShardedModel, link: FrontLink) -> dict[str, Arr
 
 
 def values_of(command: Frame, model: ShardedModel, link: FrontLink) -> dict[str, Array]:
-    """The values of this lane's tokens."""
+    """Return the values of this lane's tokens."""
     parts: list[torch.Tensor] = []
     total = len(command.fields["idle"])
     with torch.no_grad():

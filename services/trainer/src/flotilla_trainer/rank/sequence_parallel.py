@@ -1,8 +1,8 @@
-"""Several ranks on one row: each takes a part of the tokens, and in attention a part of the heads for all tokens.
+"""Share one row among several ranks: each takes a part of the tokens, and in attention a part of the heads.
 
-Invariants: parts are equally long, the last ones filled up with a sequence of their own that nobody scores; every rank
-of a lane calls the same exchanges in the same order; scores are put together before the loss, and each rank's gradient
-flows through its own part alone, so that a sum over all ranks is the gradient of the whole.
+Invariants: parts are equally long, the last ones filled up with a sequence of their own that is never scored; every
+rank of a lane calls the same exchanges in the same order; scores are joined before the loss, and each rank's gradient
+flows through its own part alone, so that the sum over all ranks is the gradient of the whole.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ SEQUENCE_PARALLEL_ATTENTION = "flotilla_lane"
 
 @dataclass(frozen=True)
 class RowPart:
-    """What one rank feeds of a row."""
+    """The part of a row that one rank feeds."""
 
     tokens: torch.Tensor
-    """[1, part]."""
+    """The token ids of the part, [1, part]."""
     position_ids: torch.Tensor
     first: int
-    """Place of the first of them within the row."""
+    """The index of the first of them within the row."""
     row: PackedRow
-    """The whole row with what fills it up."""
+    """The whole row, with the sequence that fills it up."""
 
     def own(self, positions: torch.Tensor) -> torch.Tensor:
-        """Which of these places of the row lie in this part."""
+        """Return the indices of those `positions` of the row that are in this part."""
         behind = positions - self.first
         return ((behind >= 0) & (behind < self.tokens.shape[1])).nonzero()[:, 0]
 
 
 class SequenceParallel:
-    """One rank's end of its lane."""
+    """The exchanges of one rank with the other ranks of its lane."""
 
     def __init__(self, group: dist.ProcessGroup, place: int, width: int) -> None:
         self._group = group
@@ -48,7 +48,7 @@ class SequenceParallel:
         self.width = width
 
     def part(self, tokens: torch.Tensor, row: PackedRow | None) -> RowPart:
-        """This rank's part of a micro-batch; padded rows count as one row of equally long sequences."""
+        """Return this rank's part of a micro-batch; padded rows count as one row of equally long sequences."""
         lengths = row.lengths if row is not None else (tokens.shape[1],) * tokens.shape[0]
         filling = -tokens.numel() % self.width
         if filling or row is None:
@@ -60,20 +60,23 @@ class SequenceParallel:
         return RowPart(flat[:, mine], row.position_ids[:, mine], first, row)
 
     def joined(self, values: torch.Tensor, own: torch.Tensor, count: int) -> torch.Tensor:
-        """The `count` values of all ranks; this one's are those at the places `own`."""
+        """Return the `count` values of all ranks; those of this rank go to the indices `own`."""
         whole: torch.Tensor = _Joined.apply(values, own, count, self._group)  # type: ignore[no-untyped-call]
         return whole
 
     def by_heads(self, heads: Heads) -> Heads:
-        """All tokens of this rank's heads, from its tokens of all heads; few heads are repeated until they divide."""
+        """Exchange this rank's tokens of all heads for all tokens of its heads.
+
+        Heads that do not divide among the ranks are repeated until they do.
+        """
         copies = lcm(heads.shape[1], self.width) // heads.shape[1]
-        # The neighbours that query heads share a key with stay neighbours.
+        # Query heads that share a key head stay next to each other.
         parts = heads[0].repeat_interleave(copies, 0) if copies > 1 else heads[0]
         exchanged = self._exchange(parts.unflatten(0, (self.width, -1)))
         return exchanged.transpose(0, 1).flatten(1, 2)[None]
 
     def by_tokens(self, output: torch.Tensor) -> torch.Tensor:
-        """[1, part, all heads, size], from [1, tokens, this rank's heads, size]."""
+        """Return [1, part, all heads, size], from [1, tokens, this rank's heads, size]."""
         exchanged = self._exchange(output[0].unflatten(0, (self.width, -1)))
         return exchanged.transpose(0, 1).flatten(1, 2)[None]
 
@@ -83,7 +86,7 @@ class SequenceParallel:
 
 
 class _Exchanged(torch.autograd.Function):
-    """Part i goes to rank i, whose part comes back in its place; the gradient goes the same way."""
+    """Sends part i to rank i and puts the part of rank i in its place; the gradient takes the same way."""
 
     @staticmethod
     def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -96,7 +99,7 @@ class _Exchanged(torch.autograd.Function):
 
 
 class _Joined(torch.autograd.Function):
-    """All ranks' values in their places; the gradient of each rank is that of its own values."""
+    """Joins the values of all ranks; each rank gets the gradient of its own values."""
 
     @staticmethod
     def forward(
@@ -133,7 +136,7 @@ def sequence_parallel_attention(
     lane: SequenceParallel,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """[1, part, heads, size] of causal attention within the sequences of the whole row."""
+    """Return [1, part, heads, size] of causal attention within the sequences of the whole row."""
     query, key, value = (lane.by_heads(heads) for heads in (query, key, value))
     output, _ = packed_attention(module, query, key, value, None, packed_row=packed_row, **options)
     return lane.by_tokens(output), None

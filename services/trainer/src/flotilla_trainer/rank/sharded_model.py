@@ -1,10 +1,10 @@
-"""A model whose parameters are spread over the ranks, and the ways of whole tensors in and out of it.
+"""A model whose parameters are sharded over the ranks; whole tensors are loaded into it and gathered from it.
 
 Invariants: parameters and optimizer state are float32 whatever the forward pass computes in; gradients are reduced in
 float32 and as sums, never as means; every rank walks the parameters in the same order, because each step is a
-collective; names are those of the checkpoint, without tied duplicates. A frozen model has no gradients, and its
-weights are kept in the type that they are computed with: what learns are adapters beside them; two bases of one model
-get the same number only where all of their parameters are equal, on any device and any number of ranks.
+collective; names are those of the checkpoint, without tied duplicates. A frozen model has no gradients, its weights are
+kept in the type that they are computed with, and only its adapters learn; two base models get the same digest only if
+all of their parameters are equal, on any device and any number of ranks.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ HEAD_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 
 
 class BaseDigest:
-    """Which weights lie under adapters: told apart by all of their bytes.
+    """A digest of the weights under adapters, over all of their bytes.
 
-    The number of a base, from its parameters as they pass by one after the other, where they are.
+    It takes the parameters one after the other, on the device that holds them.
     """
 
     def __init__(self) -> None:
         self._parts: list[torch.Tensor] = []
 
     def add(self, whole: torch.Tensor) -> None:
-        """The next parameter, in full; on a GPU the work is only queued."""
+        """Add the next whole parameter; on a GPU the work is only queued."""
         self._parts.append(pending_digest(whole))
 
     @property
     def number(self) -> int:
-        """For all parameters so far; 0 for none."""
-        # One bit less than the digest has: it travels as a signed number.
+        """The digest of all parameters so far; 0 for none."""
+        # The digest loses one bit because it travels as a signed number.
         return tensor_digest(torch.stack(self._parts)) >> 1 if self._parts else 0
 
 
@@ -80,18 +80,18 @@ class ShardedModel:
         self.dtype = dtype
         self.frozen = frozen
         self.base = 0
-        """Digest of the weights, where they are frozen."""
+        """The digest of the weights where they are frozen, otherwise 0."""
         self.adapters: Adapters | None = None
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
             causal_lm = kind.skeleton(config, torch.float32)
         if frozen:
-            # Before the shards are cut: they never ask again which parameters have gradients.
+            # This comes before the model is sharded: FSDP does not check again which parameters have gradients.
             causal_lm.requires_grad_(False)
             for parameter in causal_lm.parameters():
                 parameter.data = parameter.data.to(dtype)
         lane = SequenceParallel(mesh.lane, mesh.place, mesh.width) if mesh.width > 1 else None
-        # Of the kind that `kind` takes, whichever it is: its own skeleton.
+        # The skeleton comes from `kind` itself, so its type is the one that `kind` takes.
         self.policy = kind(cast(Any, causal_lm), lane)
         self.compiled_layers = CompiledLayers(self._layers(causal_lm))
         self.recomputed_layers = RecomputedLayers(self._layers(causal_lm))
@@ -100,21 +100,21 @@ class ShardedModel:
 
     @property
     def causal_lm(self) -> PreTrainedModel | ValueBody:
-        """The transformers model inside; a critic's has a head of one number."""
+        """The transformers model inside; that of a critic has a head of one number."""
         return self.policy.causal_lm
 
     def parameters(self) -> list[nn.Parameter]:
-        """All parameters, each once."""
+        """Return all parameters, each once."""
         return list(self.causal_lm.parameters())
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """What an optimizer may change, by name: all parameters, or the adapters of a frozen model."""
+        """Return the parameters that an optimizer may change, by name: all, or the adapters of a frozen model."""
         if self.frozen:
             return self.adapters.named_parameters() if self.adapters is not None else {}
         return dict(self.causal_lm.named_parameters())
 
     def adapt(self, settings: LoraSettings | None, seed: int) -> None:
-        """Begin with new adapters, or with none, in place of those before."""
+        """Replace the adapters with new ones, or with none."""
         if self.adapters is not None:
             self.adapters.remove()
             self.adapters = None
@@ -131,7 +131,7 @@ class ShardedModel:
         self.adapters = adapters
 
     def load(self, folder: Path) -> None:
-        """Replace all weights by those of a folder that has the same shapes; rank 0 reads it."""
+        """Replace all weights with those of a folder that has the same shapes; rank 0 reads it."""
         failure: FlotillaError | None = None
         source: dict[str, torch.Tensor] = {}
         if dist.get_rank() == 0:
@@ -143,7 +143,7 @@ class ShardedModel:
         base = BaseDigest()
         with torch.no_grad():
             for name, parameter in self.causal_lm.named_parameters():
-                # Rank 0 has the numbers; the others give a place of the same shape for theirs.
+                # Rank 0 has the numbers; the other ranks pass an empty tensor of the same shape.
                 whole = (
                     source[name].to(self.device)
                     if source
@@ -163,14 +163,14 @@ class ShardedModel:
             self.base = int(number)
 
     def agree(self, failure: FlotillaError | None) -> None:
-        """All ranks go on, or none does."""
+        """Raise on all ranks if any rank has a failure."""
         failed = torch.tensor(int(failure is not None), device=self.device)
         dist.all_reduce(failed)
         if failed.item():
             raise failure or FailedPrecondition("another rank could not load the model")
 
     def check_head(self) -> None:
-        """Refuse an architecture whose logits are not its head on its last hidden states; values have our own head."""
+        """Refuse a policy whose logits are not its head on its last hidden states; value models have our own head."""
         if not isinstance(self.policy, PolicyModel):
             return
         tokens = torch.arange(4, device=self.device)[None] % self.causal_lm.config.vocab_size
@@ -184,7 +184,7 @@ class ShardedModel:
             )
 
     def packing_facts(self) -> dict[str, Any]:
-        """Why rows cannot be packed, if so, and the length at which attention costs as much as all the rest."""
+        """Return why rows cannot be packed, if so, and the length at which attention costs as much as all the rest."""
         config = self.causal_lm.config.get_text_config()
         heads = config.num_attention_heads
         width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -197,28 +197,28 @@ class ShardedModel:
         }
 
     def specs(self, dtype: torch.dtype) -> list[tuple[str, torch.dtype, torch.Size]]:
-        """Name, type and whole shape of every tensor of the checkpoint, with weights stored as `dtype`."""
+        """Return name, type and whole shape of every tensor of the checkpoint, with weights stored as `dtype`."""
         return [
             (name, dtype if tensor.is_floating_point() else tensor.dtype, tensor.shape)
             for name, tensor in self._checkpoint().items()
         ]
 
     def whole_tensors(self, order: Iterable[str], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor of the checkpoint in full, one after the other; all ranks have to walk to the end."""
+        """Yield every tensor of the checkpoint in full; all ranks have to iterate to the end."""
         tensors = self._checkpoint()
         for name in order:
             whole = gathered(tensors[name])
             yield name, whole.to(dtype) if whole.is_floating_point() else whole
 
     def _checkpoint(self) -> dict[str, torch.Tensor]:
-        """Parameters, each once, and the buffers that are saved with them."""
+        """Return the parameters, each once, and the buffers that are saved with them."""
         saved = self.causal_lm.state_dict().keys()
         parameters = {name: parameter.detach() for name, parameter in self.causal_lm.named_parameters()}
         return parameters | {n: buffer for n, buffer in self.causal_lm.named_buffers() if n in saved}
 
     @staticmethod
     def _layers(causal_lm: PreTrainedModel | ValueBody) -> list[nn.Module]:
-        """The repeated blocks of the model."""
+        """Return the repeated blocks of the model."""
         blocks = set(causal_lm._no_split_modules or ())
         return [module for module in causal_lm.modules() if type(module).__name__ in blocks]
 
@@ -230,8 +230,8 @@ class ShardedModel:
             fully_shard(
                 part, mesh=self.mesh.weights, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32)
             )
-        # By default the root stays whole after a forward pass without a backward one, and then the parameters that
-        # the optimizer, the loader and the publisher find are copies that nobody keeps.
+        # By default the root stays whole after a forward pass without a backward one. The optimizer, the loader and
+        # the publisher would then find copies that FSDP discards.
         fully_shard(self.policy, mesh=self.mesh.weights, mp_policy=policy, reshard_after_forward=True)
         for method in ("head_error", "packing_errors", "lane_error", "hidden_states"):
             if hasattr(self.policy, method):
@@ -242,7 +242,7 @@ class ShardedModel:
                 module.set_force_sum_reduction_for_comms(True)
 
     def _read(self, folder: Path) -> dict[str, torch.Tensor]:
-        """All parameters and buffers of the folder, whole, in float32, on the host."""
+        """Return all parameters and buffers of the folder, whole, in float32, on the host."""
         try:
             model, lacking = self.policy.read(folder)
         except (OSError, ValueError, RuntimeError, KeyError) as error:
@@ -276,10 +276,10 @@ class ShardedModel:
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a sharded tensor; a collective."""
+    """Return a sharded tensor in full; a collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor."""
+    """Return this rank's part of a sharded tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

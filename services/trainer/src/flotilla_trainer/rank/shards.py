@@ -1,8 +1,8 @@
-"""Sharded numbers in files, one file a rank, and back into a gang of any size.
+"""Write sharded tensors to files, one for each rank, and read them into a gang of any size.
 
-Invariants: a piece is a range of rows of a whole tensor, and says of which; reading asks for rows and never for ranks,
-so the number of ranks that wrote does not matter; files are safetensors, because nothing is unpickled; what is missing
-or of another shape is named before a number is used.
+Invariants: a piece is a range of rows of a whole tensor, and says which; reading asks for rows and never for ranks, so
+the number of ranks that wrote does not matter; files are safetensors, because nothing is unpickled; a tensor that is
+missing or of another shape is named before a number is used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Piece:
 
 
 def write_shard(folder: Path, rank: int, ranks: int, pieces: dict[str, Piece], facts: dict[str, Any]) -> None:
-    """This rank's file; `facts` are small and the same on all ranks."""
+    """Write this rank's file; `facts` are small and the same on all ranks."""
     path = folder / FOLDER / f"rank-{rank:05d}-of-{ranks:05d}.safetensors"
     places = {name: [piece.first, list(piece.whole)] for name, piece in pieces.items()}
     try:
@@ -49,7 +49,7 @@ def write_shard(folder: Path, rank: int, ranks: int, pieces: dict[str, Piece], f
 
 
 class _Source(NamedTuple):
-    """Where the rows [first, last) of a tensor are."""
+    """The file that holds the rows [first, last) of a tensor."""
 
     first: int
     last: int
@@ -81,11 +81,11 @@ class ShardReader:
         self._open.close()
 
     def names(self) -> set[str]:
-        """Every tensor that any file holds a piece of."""
+        """Return the names of all tensors that any file holds a piece of."""
         return set(self._shapes)
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Refuse a tensor that is not there, or has another shape."""
+        """Refuse a tensor that is missing or has another shape."""
         if self._shapes.get(name) != shape:
             raise Mismatch(
                 "the checkpoint is for another model than the trainer holds",
@@ -95,7 +95,7 @@ class ShardReader:
             )
 
     def rows(self, name: str, first: int, count: int) -> torch.Tensor:
-        """Rows [first, first + count), from whichever files hold them."""
+        """Read the rows [first, first + count), from the files that hold them."""
         parts, at = [], first
         try:
             for source in sorted(self._sources[name], key=lambda source: source.first):

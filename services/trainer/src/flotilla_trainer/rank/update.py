@@ -1,10 +1,10 @@
-"""One update on one rank: forward and backward over its micro-batches, then a step that all ranks take or none.
+"""Make one update on one rank: forward and backward over its micro-batches, then a step that all ranks take or none.
 
-Invariants: all numbers leave a micro-batch as sums, the loss as one that is weighted already; every decision (skip,
-abort, distrust) is made from values reduced over the gang, so the ranks never part; weights change in `finish` only,
-and only where loss and gradient are finite; whether the update is given up or its rollouts are refused is decided
-before a step has changed a weight; a step that is not finite is left out and named, and the others stand; an error
-after a step was made ends this process, for the weights belong to no version then.
+Invariants: all numbers leave a micro-batch as sums, the loss as a weighted one; every decision (skip, abort, distrust)
+is made from values reduced over the gang, so all ranks decide alike; weights change in `finish` only, and only where
+loss and gradient are finite; an update is aborted, or its rollouts refused, only before a step has changed a weight; a
+step that is not finite is skipped and named, and the other steps are kept; an error after a step was made ends this
+process, because the weights then belong to no version.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Columns = dict[str, torch.Tensor]
 def micro_batches(
     command: Frame, device: torch.device, part: range | None = None
 ) -> Iterator[tuple[Columns, bool]]:
-    """The micro-batches of a command as tensors, or a part of them, and whether each is idle work."""
+    """Yield the micro-batches of a command, or a part of them, as tensors, and whether each is idle work."""
     idle_ones = command.fields["idle"]
     for index in range(len(idle_ones)) if part is None else part:
         prefix = f"{index}/"
@@ -50,12 +50,12 @@ def micro_batches(
 
 
 def _placed(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    # Lengths shape the kernels' work: on the device every look at them would wait for it.
+    # The host reads lengths to choose kernels: on the device every such read would wait for it.
     return tensor if name.endswith("packed_lengths") else tensor.to(device)
 
 
 class Update:
-    """Accumulates sums of losses and gradients."""
+    """The sums of losses and metrics of an update, and the gradients in the model."""
 
     def __init__(
         self, model: ShardedModel, settings: SessionSettings, objective: RankObjective, link: FrontLink
@@ -81,17 +81,17 @@ class Update:
                 self._one(columns, idle, backward)
 
     def absorb(self, other: Update) -> None:
-        """Count what `other` counted as well."""
+        """Add the sums of `other` to those of this update."""
         self._named |= other._named
         self._sums += other._sums
         self._maxima = torch.maximum(self._maxima, other._maxima)
 
     def scale_loss(self, factor: float) -> None:
-        """Let the loss so far count `factor` times."""
+        """Multiply the loss so far by `factor`."""
         self._sums[SUMS.index("loss")] *= factor
 
     def reduced(self, *extra: torch.Tensor) -> tuple[dict[str, float], list[float]]:
-        """The metrics over all tokens of all ranks, and `extra` summed over the ranks."""
+        """Return the metrics over all tokens of all ranks, and `extra` summed over the ranks; a collective."""
         self._link.progress("reducing over the ranks")
         sums = torch.cat([self._sums, *(value.double().reshape(1) for value in extra)])
         dist.all_reduce(sums)
@@ -101,7 +101,7 @@ class Update:
         return objective_metrics(totals, peaks, self._named), sums[len(SUMS) :].tolist()
 
     def distrust(self, metrics: dict[str, float]) -> str:
-        """Why rollouts this far from the trainer must not be trained on; empty where they may."""
+        """Return why the rollouts are too far from the trainer to be trained on; empty where they are not."""
         limit, mean = self._settings.objective.fail_at, metrics.get("probs_diff/fresh", 0.0)
         if limit is None or mean <= limit:
             return ""
@@ -137,9 +137,9 @@ def finish(
     *,
     judged: bool = True,
 ) -> tuple[dict[str, float], str, bool]:
-    """Step, skip or abort, the same on all ranks: metrics, why the step was skipped, whether it was aborted.
+    """Step, skip or abort, the same on all ranks; return metrics, why the step was skipped, and whether it was aborted.
 
-    Only a `judged` one can be refused for its rollouts.
+    Only a `judged` step can be refused for its rollouts.
     """
     started = time.monotonic()
     with telemetry.span(names.TRAINER_OPTIMIZER_STEP):
@@ -170,23 +170,20 @@ def finish(
 
 @dataclass
 class UpdateSteps:
-    """The optimizer steps of one update on one rank, one mini-batch after the other.
-
-    Takes the steps of one update.
-    """
+    """Takes the optimizer steps of one update on one rank, one mini-batch after the other."""
 
     optimizer: PolicyOptimizer
     device: torch.device
     accumulated: Callable[[Frame, range], Update]
-    """Forward and backward over some micro-batches of the command."""
+    """Runs forward and backward over some micro-batches of the command."""
     aborted: Callable[[], bool]
-    """Whether somebody wants the update to be given up."""
+    """Returns whether the update shall be aborted."""
     _made: list[dict[str, float]] = field(default_factory=list)
     _skipped: list[dict[str, float]] = field(default_factory=list)
     _reasons: list[str] = field(default_factory=list)
 
     def take(self, command: Frame) -> dict[str, Any]:
-        """All of them, or as many as are finite: the answer to the command."""
+        """Take all finite steps and return the answer to the command."""
         first, sizes = 0, command.fields["steps"]
         for number, size in enumerate(sizes, 1):
             place = f"step {number} of {len(sizes)}"
@@ -202,7 +199,7 @@ class UpdateSteps:
         return self._answer(aborted=False)
 
     def _one(self, command: Frame, part: range, place: str) -> bool:
-        """Take one step or skip it; whether the update was given up instead."""
+        """Take one step or skip it; return whether the update was aborted instead."""
         started = time.monotonic()
         update = self.accumulated(command, part)
         elapsed = time.monotonic() - started

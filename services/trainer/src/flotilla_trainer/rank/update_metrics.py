@@ -1,7 +1,7 @@
-"""Metrics of an update: from its sums over all tokens of all ranks, and of several optimizer steps from those of each.
+"""Compute the metrics of a step from its sums over all tokens, and those of an update from the metrics of its steps.
 
-Invariants: a metric is there on every rank or on none, because the same columns come to all of them; how far the
-generator is from the trainer is said by the first step alone, for that step moves the policy.
+Invariants: a metric is there on every rank or on none, because all ranks get the same columns; only the first step
+measures the difference between generator and trainer, because that step already changes the policy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SUMS = (
 MAXIMA = ("logprob_diff", "probs_diff")
 
 FRESH_ENOUGH = 0.5
-"""Share of the tokens that the trained version has to have written before generator and trainer can be compared."""
+"""The least share of tokens written by the trained version with which generator and trainer are compared."""
 
 BEFORE_ANY_STEP = (
     "logprob_diff/mean",
@@ -49,7 +49,7 @@ BEFORE_ANY_STEP = (
 
 
 def objective_metrics(totals: dict[str, float], peaks: dict[str, float], names: set[str]) -> dict[str, float]:
-    """What the sums say, of those whose `names` the objective gave."""
+    """Return the metrics of those sums whose `names` the objective gave."""
     tokens = totals["tokens"]
     metrics = {"loss": totals["loss"], "tokens/trained": tokens}
     shares = {"entropy": "entropy", "clipped": "clip_fraction", "ratio": "ratio_mean"}
@@ -57,7 +57,7 @@ def objective_metrics(totals: dict[str, float], peaks: dict[str, float], names: 
     if "divergence" in names:
         metrics["kl/mean"] = totals["divergence"] / tokens
     if "teacher_divergence" in names:
-        # Nothing may count in one of several mini-batches.
+        # In one of several mini-batches, no token may count.
         metrics["teacher/divergence"] = totals["teacher_divergence"] / max(1.0, totals["teacher_tokens"])
     if "probs_diff" in names:
         for name, peak in peaks.items():
@@ -69,14 +69,14 @@ def objective_metrics(totals: dict[str, float], peaks: dict[str, float], names: 
             "correction/left_out": totals["left_out"] / tokens,
             "tokens/fresh_share": totals["fresh"] / tokens,
         }
-        # An engine reports the border between two versions to a token or two: a few fresh tokens prove nothing.
+        # An engine's border between two versions is off by a token or two, so a few fresh tokens prove nothing.
         if totals["fresh"] >= FRESH_ENOUGH * tokens:
             metrics["probs_diff/fresh"] = totals["fresh_probs_diff"] / totals["fresh"]
     return metrics
 
 
 def _correlation(totals: dict[str, float]) -> float:
-    """Of the probabilities of trainer and rollout over all tokens; 1 where one of them never varies."""
+    """Return the correlation of the probabilities of trainer and rollout; 1 where one of them never varies."""
     tokens = totals["tokens"]
     mean_p, mean_q = totals["trainer_probs"] / tokens, totals["rollout_probs"] / tokens
     variance_p = totals["trainer_squares"] / tokens - mean_p**2
@@ -87,7 +87,7 @@ def _correlation(totals: dict[str, float]) -> float:
 
 
 def metrics_of_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Times and tokens of all steps together, means of everything else."""
+    """Return the sums of times and tokens over the steps, and the means of all other metrics."""
     first = steps[0]
     metrics = {}
     for name in first:

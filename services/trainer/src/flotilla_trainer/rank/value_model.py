@@ -1,9 +1,9 @@
-"""Models with a head of one number as training sees them: a critic's values at given places, a reward model's rewards.
+"""Models with a head of one number, as training uses them: critics give values, reward models give rewards.
 
-Invariants: a value is float32 and comes from the hidden state of the token before the one that it is about, so it knows
-nothing of that one; the head is kept and applied in float32 whatever the body computes in. A reward model is
+Invariants: a value is float32 and comes from the hidden state before the token that it belongs to, so it does not
+depend on that token; the head is kept and applied in float32 whatever the body computes in. A reward model is
 transformers' own sequence classification with one label: the reward of a sequence is the value after its last token;
-the head has no offset, which no comparison could teach it; a folder of a language model starts it with a head of zeros.
+the head has no bias, which no comparison could teach it; a folder of a language model starts it with a head of zeros.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ HEAD = "score.weight"
 
 
 class ValueModel(BodyModel):
-    """A language model's body and one number a token."""
+    """A language model's body with a head that gives one number for each token."""
 
     @staticmethod
     def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel | ValueBody:
-        """What is inside, without numbers."""
+        """Build the model inside, without weights."""
         return ValueBody.skeleton(config, dtype)
 
     @staticmethod
     def read(folder: Path) -> tuple[PreTrainedModel | ValueBody, set[str]]:
-        """What a folder has of it, and the names of what it lacks; a head that it lacks is zero."""
+        """Read the model of a folder, and the names of the tensors that it lacks; a missing head is zero."""
         return ValueBody.read(folder)
 
     def in_float32(self) -> list[nn.Module]:
-        """The parts that stay in float32 whatever the rest computes in."""
+        """Return the parts that stay in float32 whatever the rest computes in."""
         return [self._head]
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, *, packed_row: PackedRow | None = None
     ) -> torch.Tensor:
-        """One value for each of the flattened `positions`."""
+        """Return one value for each of the flattened `positions`."""
         if self._lane is None:
             return self._values(self._hidden(tokens, packed_row)[positions])
         part = self._lane.part(tokens, packed_row)
@@ -51,7 +51,7 @@ class ValueModel(BodyModel):
         return self._lane.joined(mine, own, len(positions))
 
     def _values(self, hidden: torch.Tensor) -> torch.Tensor:
-        # A view of the module's output would lose FSDP's hook at the first operation in place.
+        # A view of the module's output would lose FSDP's hook at the first in-place operation.
         values: torch.Tensor = self._head(hidden.float())
         return values.squeeze(-1).clone()
 
@@ -63,14 +63,14 @@ class ValueModel(BodyModel):
 
 
 class RewardModel(ValueModel):
-    """The reward model as training sees it: transformers' own sequence classification with one label.
+    """A value model of which only the value after the last token counts.
 
-    A value model whose values count after the last token alone.
+    It is transformers' own sequence classification with one label.
     """
 
     @staticmethod
     def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-        """What is inside, without numbers."""
+        """Build the model inside, without weights."""
         config.num_labels = 1
         config.pad_token_id = _padding(config)
         try:
@@ -85,7 +85,7 @@ class RewardModel(ValueModel):
 
     @staticmethod
     def read(folder: Path) -> tuple[PreTrainedModel, set[str]]:
-        """What a folder has of it, in float32 on the host, and the names of what it lacks but the head."""
+        """Read the model of a folder in float32 on the host, and the names of the missing tensors except the head."""
         model, report = AutoModelForSequenceClassification.from_pretrained(
             folder,
             num_labels=1,
@@ -101,7 +101,7 @@ class RewardModel(ValueModel):
 
 
 def _padding(config: PretrainedConfig) -> int | None:
-    """The token that classification leaves out at the end; never one that ends answers, whose value is the reward."""
+    """Return the padding token that classification skips; never one that ends answers: its value is the reward."""
     ends: Any = config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     return None if config.pad_token_id in ends else config.pad_token_id
@@ -111,5 +111,5 @@ def _cannot(config: PretrainedConfig, why: str) -> FailedPrecondition:
     return FailedPrecondition(
         f"a model of type {config.model_type} cannot become a reward model",
         why=why,
-        next_step="use a model that transformers knows as AutoModelForSequenceClassification",
+        next_step="use a model that transformers can load as AutoModelForSequenceClassification",
     )

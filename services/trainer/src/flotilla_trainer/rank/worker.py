@@ -1,4 +1,4 @@
-"""The rank's main thread: one command after the other, the same ones in the same order on every rank.
+"""The rank's main thread: it runs one command after the other, the same commands in the same order on every rank.
 
 Invariants: a FlotillaError is raised by all ranks together or outside every collective, so the gang stays usable after
 it; any other exception ends this process, and the front replaces the gang.
@@ -97,7 +97,7 @@ class RankWorker:
         }
 
     def serve(self) -> NoReturn:
-        """Do what the front says, for ever."""
+        """Run the commands of the front for ever."""
         while True:
             command = self._link.next_command()
             self._link.progress(command.kind)
@@ -167,7 +167,7 @@ class RankWorker:
         return taken, {}
 
     def _forward_backward(self, command: Frame) -> Answer:
-        """Add sums of gradients to those that wait; what they are sums of is divided out when the step is made."""
+        """Add sums of gradients to the pending ones; the step divides them by the units of all calls."""
         settings, objective, _ = self._session()
         asked = ObjectiveSettings(**command.fields["objective"])
         units, started = command.fields["units"], time.monotonic()
@@ -185,7 +185,7 @@ class RankWorker:
 
     def _optim_step(self, command: Frame) -> Answer:
         _, _, optimizer = self._session()
-        # The front knows whether any call succeeded: stepping on nothing is a defect.
+        # The front refuses a step before any call succeeded, so a step on nothing is a defect.
         assert self._pending is not None
         update, self._pending = self._pending, None
         if not command.fields["units"]:
@@ -207,7 +207,7 @@ class RankWorker:
         return {"metrics": metrics}, {}
 
     def _gradients(self, command: Frame) -> Answer:
-        """The loss and the whole gradient of a batch, from rank 0; no step follows."""
+        """Return the loss and, from rank 0, the whole gradient of a batch; no step follows."""
         settings, objective, optimizer = self._session()
         update = Update(self._model, settings, objective, self._link)
         update.accumulate(command, backward=True)
@@ -215,7 +215,7 @@ class RankWorker:
         metrics, _ = update.reduced()
         arrays = {}
         for name, parameter in self._model.trainable().items():
-            # What no sample of the batch reaches, an expert say, has none.
+            # A parameter that no sample of the batch reaches, such as an expert, has no gradient.
             whole = gathered(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
             if self._setup.rank == 0:
                 arrays[name] = whole.cpu().numpy()
@@ -226,7 +226,7 @@ class RankWorker:
         with telemetry.span(names.TRAINER_LOGPROBS):
             if not command.fields.get("reference"):
                 return {}, score(command, self._model, self._link)
-            # The front asks for it only where the session keeps one.
+            # The front asks for reference scores only where the session keeps the reference.
             assert self._reference is not None
             with self._reference.in_place():
                 return {}, score(command, self._model, self._link)
@@ -250,8 +250,8 @@ class RankWorker:
         return {}, {}
 
     def _compile(self, folder: Path, *, packed: bool) -> dict[str, Any]:
-        """Compile the layers where that is wanted: what became of it."""
-        # As `batching.packing: auto` lays rows out; a session that asks for the other way compiles in its first update.
+        """Compile the layers if that is wanted; return the refusal, if any, and the time it took."""
+        # `batching.packing: auto` packs rows so; a session with the other layout compiles in its first update.
         packed = packed and self._device.type != "cpu"
         if not self._compilation.begin(self._model, packed=packed):
             self._rebuild(self._head, self._model.frozen)
@@ -260,7 +260,7 @@ class RankWorker:
         return {"compile_refusal": self._compilation.refusal, "compile_s": took}
 
     def _build(self, head: str, *, frozen: bool) -> None:
-        """The model and what works on it; the numbers come with a load."""
+        """Build the model, the publisher and the checkpoints; a load brings the weights."""
         dtype = getattr(torch, self._setup.dtype)
         self._head = head
         self._model = ShardedModel(
@@ -270,10 +270,10 @@ class RankWorker:
         self._checkpoints = RankCheckpoints(self._model, self._link)
 
     def _rebuild(self, head: str, frozen: bool) -> None:
-        """Let the old model go first: two do not fit where one may fill the device. No session is open meanwhile."""
-        self._link.progress("building the model anew")
+        """Build the model again, after the old one is freed: the device may hold only one. No session is open then."""
+        self._link.progress("building the model again")
         if head != self._head:
-            # What cannot have this head is refused while the old model is still there.
+            # A model that cannot have this head is refused while the old model still exists.
             with torch.device("meta"):
                 MODELS[head].skeleton(AutoConfig.from_pretrained(self._setup.model), torch.float32)
         self._settings = self._objective = self._optimizer = self._pending = None
@@ -285,7 +285,7 @@ class RankWorker:
     def _accumulate(
         self, update: Update, command: Frame, *, factor: float = 1.0, part: range | None = None
     ) -> None:
-        """Forward and backward; gradients that came half of the way are dropped with all that waited before them."""
+        """Run forward and backward; an error drops the unfinished gradients and all pending ones."""
         try:
             update.accumulate(command, backward=True, factor=factor, part=part)
         except FlotillaError:
@@ -298,7 +298,7 @@ class RankWorker:
         self._pending = None
 
     def _session(self) -> tuple[SessionSettings, RankObjective, PolicyOptimizer]:
-        # The front sends no such command without a session: reaching this is a defect, and ends the process.
+        # The front sends these commands only in a session; anything else is a defect and ends the process.
         assert self._settings is not None and self._objective is not None and self._optimizer is not None
         return self._settings, self._objective, self._optimizer
 
