@@ -1,4 +1,4 @@
-"""`flotilla-trainer`: the trainer service as a process."""
+"""Run the trainer service as the process `flotilla-trainer`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flotilla_core.service import Host, Service, run_service
 
 
 def main() -> None:
-    """Serve until told to stop."""
+    """Serve until the process is asked to stop."""
     sys.exit(run_service(SERVICE_KIND_TRAINER, _build))
 
 

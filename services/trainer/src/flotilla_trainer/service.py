@@ -1,8 +1,8 @@
-"""The trainer as a service: a front that stays answerable, and the ranks behind it.
+"""The trainer as a service: a front that can always answer, and the ranks behind it.
 
-Invariants: READY means that every rank holds the model; this process never imports torch, so nothing that a rank does
-can block its answers. `flotilla doctor` does not mention the compiler of a gang that was not to compile; a gang that
-should compile and could not trains, so it is no failure.
+Invariants: READY means that every rank holds the model; this process never imports torch, so no rank can block its
+answers. `flotilla doctor` does not mention the compiler of a gang that shall not compile. A gang that should compile
+and cannot still trains, so this is a warning and no failure.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ INSTALL_COMPILER = "Install a C++ compiler (g++) and Python's headers, or set co
 
 
 class TrainerService:
-    """One gang of one role, one session, one port."""
+    """The service of one gang with one role, one session and one port."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -54,7 +54,7 @@ class TrainerService:
         self._manager = SessionManager(self._gang, self._plan, host.stack, host.activities)
 
     def add_to(self, server: rpc.RpcServer) -> None:
-        """Answer TrainerService."""
+        """Add TrainerService to the server."""
         server.add(add_TrainerServiceServicer_to_server, TrainerServicer(self._manager), SERVICE_NAME)
 
     async def start(self) -> None:
@@ -66,7 +66,7 @@ class TrainerService:
             logger.warning("layers are not compiled", why=refusal, next_step=INSTALL_COMPILER)
 
     def describe(self, registration: Registration) -> None:
-        """What this trainer holds."""
+        """Write the facts of this trainer into its registration."""
         facts = self._gang.facts
         registration.versions["torch"] = facts["torch"]
         registration.tokenizer_digest = tokenizer_digest(self._plan.model)
@@ -77,7 +77,7 @@ class TrainerService:
         registration.capacity["max_sequence_tokens"] = facts["max_sequence_tokens"]
 
     async def check(self) -> list[operate_pb2.CheckResult]:
-        """Whether the ranks are there, and their layers compiled where they should be."""
+        """Check that the ranks are ready, and their layers compiled where they should be."""
         if self._gang.ready:
             return [
                 operate_pb2.CheckResult(
@@ -98,15 +98,15 @@ class TrainerService:
         ]
 
     async def dump_stacks(self) -> list[operate_pb2.ProcessStacks]:
-        """Stacks of the ranks, also of one that hangs."""
+        """Return the stacks of the ranks, also of one that hangs."""
         return await self._gang.stacks()
 
     async def drain(self, grace_s: float) -> None:
-        """Let the command that runs come to its end."""
+        """Wait until the running command has ended, at most `grace_s`."""
         try:
             await asyncio.wait_for(self._gang.idle(), grace_s)
         except TimeoutError:
-            return  # it is cut by `stop`; the coordinator learns it from its broken call
+            return  # `stop` ends the command; the coordinator sees that its call failed.
 
     async def stop(self) -> None:
         """End the ranks."""
@@ -118,7 +118,7 @@ class TrainerService:
 
 
 def compiler_check(facts: dict[str, Any]) -> list[operate_pb2.CheckResult]:
-    """One finding or none, from what the ranks said about the model."""
+    """Return one finding or none, from the facts that the ranks reported."""
     if refusal := facts["compile_refusal"]:
         return [
             operate_pb2.CheckResult(

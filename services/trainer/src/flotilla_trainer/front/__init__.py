@@ -1,3 +1,3 @@
-"""The front of the trainer: sessions, their updates, scores, checkpoints and weight groups. Free of torch."""
+"""The front of the trainer holds sessions, their updates, scores, checkpoints and weight groups, without torch."""
 
 from __future__ import annotations

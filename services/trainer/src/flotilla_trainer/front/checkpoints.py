@@ -1,9 +1,9 @@
-"""Checkpoints as the front sees them: the ranks copy and write, the front seals, verifies and hands back.
+"""Save and load checkpoints: the ranks copy and write them, the front seals and verifies them.
 
-Invariants: at most one is being written; no update waits for more than its snapshot; whatever fails after that costs
-this checkpoint alone, and leaves no folder behind; a load verifies every byte before a rank hears of it. This process
-reads files on threads of its own, so it stays answerable. A save gives a sealed folder that stands by itself, whatever
-the role of the gang; it may be put into another one afterwards, and is loaded from wherever it lies.
+Invariants: at most one checkpoint is being written; no update waits for more than its snapshot; a later failure costs
+only this checkpoint, and leaves no folder behind; a load verifies every byte before it sends the ranks a command. This
+process reads files on separate threads, so that it can always answer. A save gives a sealed folder that is complete by
+itself, whatever the role of the gang; it may be moved into another one afterwards, and can be loaded from any place.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from flotilla_trainer.wire.frames import Frame
 TRAINER_FILE = "trainer.json"
 COORDINATOR_FILE = "coordinator.json"
 NUMBER_BITS = 48
-"""A report is named by chance: a gang that replaces another one must not answer for it."""
+"""The size of the random number of a report; numbers are random so that a new gang cannot answer for a lost one."""
 
 Reports = list[asyncio.Future[Frame]]
 logger = structlog.get_logger()
@@ -45,14 +45,14 @@ logger = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Save:
-    """A checkpoint whose state is in host memory; `durable` ends when it is sealed, or raises why it never will be."""
+    """A checkpoint whose state is in host memory; `durable` ends when it is sealed, or raises why it cannot be."""
 
     stall_s: float
     durable: asyncio.Task[pb.CheckpointDurable]
 
 
 class Checkpoints:
-    """Saves and loads for whichever session is open."""
+    """Saves and loads checkpoints for the open session."""
 
     def __init__(self, gang: Gang, booted: Path, activities: Activities) -> None:
         self._gang = gang
@@ -63,7 +63,7 @@ class Checkpoints:
         self._publishing = False
 
     async def begin(self, session: Session, request: pb.SaveCheckpointRequest) -> Save:
-        """Copy the state of the session to host memory; the rest goes on behind."""
+        """Copy the state of the session to host memory; a task then writes the checkpoint."""
         shelf, name = _place(request.path)
         if self._busy:
             raise FailedPrecondition(
@@ -91,7 +91,7 @@ class Checkpoints:
                 self._busy = ""
 
     async def load(self, session: Session, path: str) -> pb.LoadCheckpointResponse:
-        """Put the session back to a sealed checkpoint; nothing changes unless all of it is good and fits."""
+        """Return the session to a sealed checkpoint; nothing changes unless all of it is intact and fits."""
         folder = Path(path)
         async with session.holding(session.version, "the load"):
             with self._activities.doing(f"verifying checkpoint {folder.name}", run_id=session.run_id):
@@ -103,16 +103,16 @@ class Checkpoints:
                 await self._gang.command(
                     "load_checkpoint", {"folder": str(folder)}, limit_s=self._gang.slow_timeout_s
                 )
-            session.go_on_from(facts)
+            session.continue_from(facts)
         return pb.LoadCheckpointResponse(policy_version=session.version.to_proto(), coordinator_state=state)
 
     def give_up(self) -> None:
-        """Write no further; a checkpoint that is about to be seen comes to its end."""
+        """Stop writing the checkpoint; one that is already being published is finished."""
         if self._writing is not None and not self._publishing:
             self._writing.cancel()
 
     async def abandon(self) -> None:
-        """Give up the checkpoint that is being written, and wait for its end."""
+        """Stop writing the checkpoint, and wait until the writer has ended."""
         self.give_up()
         if self._writing is not None:
             await asyncio.wait({self._writing})
@@ -161,7 +161,7 @@ class Checkpoints:
         return durable
 
     async def _written(self, reports: Reports, folder: Path) -> None:
-        """Wait until every rank has written its files, or one has failed and the others are done."""
+        """Wait until every rank has written its files or failed."""
         if not reports:
             raise Unavailable("the trainer's ranks are being restarted")
         limit_s, nbytes = self._gang.slow_timeout_s, -1
@@ -174,7 +174,7 @@ class Checkpoints:
                     "the checkpoint cannot be written",
                     where=str(folder),
                     why=f"nothing was added to its {nbytes} bytes for {limit_s:g} s",
-                    next_step="see whether the disk answers",
+                    next_step="check whether the disk is full or hangs",
                 )
         for report in reports:
             report.result()
@@ -200,7 +200,7 @@ def _seal(folder: Path, contents: dict[str, bytes]) -> Manifest:
 
 
 def _size(folder: Path) -> int:
-    """Bytes below a folder in which others write; a file that goes away meanwhile counts no more."""
+    """Count the bytes below a folder that ranks write to; a file that vanishes meanwhile does not count."""
     total = 0
     for path in folder.rglob("*"):
         try:

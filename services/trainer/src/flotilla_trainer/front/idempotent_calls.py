@@ -1,7 +1,7 @@
-"""Requests that may be sent twice and must act once.
+"""Let requests that may be sent twice act once.
 
 Invariants: while the work of a key runs, a repeat waits for it; once it succeeded, a repeat gets its result; work that
-failed is forgotten, so that a repeat tries again. The work goes on when its caller goes away.
+failed is forgotten, so that a repeat tries again. The work continues when its caller goes away.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 class IdempotentCalls(Generic[T]):
-    """The results of the last `kept` keys."""
+    """Runs the work of each key once, and keeps the results of the last `kept` keys."""
 
     def __init__(self, kept: int) -> None:
         self._kept = kept
         self._tasks: OrderedDict[str, asyncio.Task[T]] = OrderedDict()
 
     async def run(self, key: str, work: Callable[[], Awaitable[T]]) -> T:
-        """The result of the one and only run of `work` for this key."""
+        """Run `work` once for this key and return its result; a repeat gets the same result."""
         task = self._tasks.get(key)
         if task is None:
             task = asyncio.ensure_future(_awaited(work))
@@ -31,11 +31,11 @@ class IdempotentCalls(Generic[T]):
         try:
             return await asyncio.shield(task)
         finally:
-            # A failed task holds its exception, whose traceback holds this frame: together they would keep the request.
+            # A failed task holds its exception, whose traceback holds this frame; this cycle would keep the request.
             del task
 
     def get(self, key: str) -> asyncio.Task[T] | None:
-        """The run of a key, done or not."""
+        """Return the task of a key, done or not; None where there is none."""
         return self._tasks.get(key)
 
     def forget(self, key: str) -> None:

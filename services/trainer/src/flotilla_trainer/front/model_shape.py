@@ -1,7 +1,7 @@
-"""The shape of a model, read from its configuration without loading it.
+"""Read the shape of a model from its configuration, without loading it.
 
-Invariant: two folders have the same shape exactly when weights of one can be put into a model built from the other, and
-tokens mean the same places in both.
+Invariant: two folders have the same shape exactly when a model built from one can hold the weights of the other, with
+every token id at the same place.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flotilla_core.errors import Mismatch, NotFound
 from flotilla_core.json_text import read_json_object
 
 COSMETIC = {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache", "initializer_range"}
-"""Keys that change neither a tensor nor a number that a forward pass computes."""
+"""The keys that change neither a tensor nor a number that a forward pass computes."""
 
 
 OF_THE_HEAD = {
@@ -27,11 +27,11 @@ OF_THE_HEAD = {
     "problem_type",
     "tie_word_embeddings",
 }
-"""Keys that say what stands on the body of a model, and shape none of its tensors."""
+"""The keys that describe the head of a model, and shape no tensor of its body."""
 
 
 def model_shape(folder: Path) -> dict[str, Any]:
-    """The keys of config.json that shape the model."""
+    """Return the keys of config.json that shape the model."""
     path = folder / "config.json"
     try:
         content = read_json_object(path)
@@ -45,7 +45,7 @@ def model_shape(folder: Path) -> dict[str, Any]:
 
 
 def model_digest(folder: Path) -> str:
-    """SHA-256 of the shape, in hex."""
+    """Return the SHA-256 of the shape, in hex."""
     return hashlib.sha256(json.dumps(model_shape(folder), sort_keys=True).encode()).hexdigest()
 
 
@@ -55,7 +55,7 @@ def check_same_shape(folder: Path, booted: Path, *, with_head: bool = True) -> N
 
 
 def check_shape(theirs: dict[str, Any], folder: Path, booted: Path, *, with_head: bool = True) -> None:
-    """The same for a shape that is known already; without its head, the body alone has to fit."""
+    """Raise Mismatch when the shape `theirs` of `folder` does not fit; without its head, only the body has to fit."""
     ours = model_shape(booted)
     ignored = set() if with_head else OF_THE_HEAD
     for key in sorted((theirs.keys() | ours.keys()) - ignored):

@@ -1,7 +1,7 @@
-"""What the front knows of gradients that were added up on the ranks and wait for their step.
+"""Keep the front's record of gradients that were summed on the ranks and wait for their step.
 
 Invariants: gradients are for one version and share one kind of denominator; a call counts once however often it is
-sent; when gradients are dropped, the answers to their calls are forgotten with them.
+sent; when gradients are dropped, the answers to their calls are dropped with them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from flotilla_trainer.objective.base import WHOLE_UPDATES
 
 KEPT_REPLIES = 4096
 NOT_MEANS = ("advantages/std", "explained_variance")
-"""What a batch says about itself that its parts do not add up to."""
+"""The facts of a batch that are no means over its parts."""
 
 Respond = Callable[[], Awaitable[pb.ForwardBackwardResponse]]
 
 
 class PendingGradients:
-    """The calls since the last step."""
+    """The ForwardBackward calls since the last step."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -32,14 +32,14 @@ class PendingGradients:
         self.calls = 0
         self.sample_ids: list[str] = []
         self.units = 0.0
-        """What the sum of the gradients is divided by."""
+        """The number that the sum of the gradients is divided by."""
 
     async def once(self, request_id: str, call: Respond) -> pb.ForwardBackwardResponse:
-        """The answer to the one and only run of `call` for this request."""
+        """Run `call` once for this request and return its answer; a repeat gets the same answer."""
         return await self._replies.run(request_id, call)
 
     def refuse(self, what: str) -> None:
-        """Refuse what cannot be done while gradients wait."""
+        """Refuse an action that is impossible while gradients wait."""
         if self.calls:
             raise FailedPrecondition(
                 f"{what} cannot be done now",
@@ -49,7 +49,7 @@ class PendingGradients:
             )
 
     def require(self) -> None:
-        """Refuse a step on nothing."""
+        """Refuse a step without gradients."""
         if not self.calls:
             raise FailedPrecondition(
                 "there are no gradients to step on",
@@ -59,7 +59,7 @@ class PendingGradients:
             )
 
     def check_kind(self, kind: str) -> None:
-        """Refuse to add gradients that are divided by something else."""
+        """Refuse to add gradients with another kind of denominator."""
         if self.calls and kind != self._kind:
             raise FailedPrecondition(
                 f"a loss that is a mean over {kind} does not add up with means over {self._kind}",
@@ -71,7 +71,7 @@ class PendingGradients:
     def add(
         self, kind: str, units: float, sample_ids: list[str], share: float, facts: dict[str, float]
     ) -> None:
-        """One more call; its facts are means over `share` tokens or pairs."""
+        """Record one more call; its facts are means over `share` tokens or pairs."""
         self._kind = kind
         self.calls += 1
         self.units = max(self.units, units) if kind == WHOLE_UPDATES else self.units + units
@@ -82,11 +82,11 @@ class PendingGradients:
                 self._sums[name] = self._sums.get(name, 0.0) + value * share
 
     def facts(self) -> dict[str, float]:
-        """What the batches of all calls say about themselves, as one."""
+        """Return the facts of the batches of all calls, as if they were one batch."""
         return {name: value / self._share for name, value in self._sums.items()}
 
     def clear(self, *, forget: bool) -> None:
-        """No gradients are left; `forget` where no step was made of them, and their calls are to be sent again."""
+        """Record that no gradients are left; `forget` the calls if no step used them, so that they may be repeated."""
         self._kind, self._share, self._sums = "", 0.0, {}
         self.calls, self.sample_ids, self.units = 0, [], 0.0
         if forget:

@@ -1,6 +1,6 @@
-"""An update as the ranks get it: checked, scored where the objective asks for it, laid out.
+"""Prepare an update for the ranks: check it, score it where the objective asks for it, and lay it out.
 
-Invariant: nothing of the session changes while an update is prepared.
+Invariant: preparing an update changes nothing in the session.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ ONE_STEP = StepPlan()
 
 
 def score_squares(logprobs: Array, squares: Array) -> Array:
-    """1 - 2 p + the sum of all p^2: p is the probability of a token, the sum is over the vocabulary."""
+    """Return 1 - 2 p + the sum of all p^2: p is the probability of a token, the sum is over the vocabulary."""
     return 1.0 - 2.0 * np.exp(logprobs.astype(np.float64)) + squares
 
 
 @dataclass(frozen=True)
 class PreparedUpdate:
-    """What goes to the ranks, and what it says about itself."""
+    """The micro-batches of an update, and its facts."""
 
     batch: UpdateBatch
     packed: list[list[MicroBatch]]
     facts: dict[str, float]
     """Metrics of the objective, means over the trained tokens or the pairs of the batch."""
     steps: list[int]
-    """Micro-batches of each optimizer step, which lie one after the other."""
+    """The number of micro-batches of each optimizer step; those of a step follow those of the step before."""
     counts: bool = True
-    """Whether anything of it can change a weight: an objective may leave out every group."""
+    """False if no token can change a weight, because the objective left out every group."""
 
     @property
     def metrics(self) -> dict[str, float]:
-        """All metrics that need no rank."""
+        """The metrics that need no rank."""
         return self.facts | {
             "tokens/response_mean": float(self.batch.response_lengths.mean()),
             "tokens/fed": float(fed_tokens(self.packed)),
@@ -70,7 +70,7 @@ class Preparation:
         objective: SessionObjective,
         plan: StepPlan = ONE_STEP,
     ) -> PreparedUpdate:
-        """The update of `version` on these groups, in as many steps as planned."""
+        """Prepare the update of `version` on these groups, in as many steps as planned."""
         writer = version if objective.writes_samples else None
         batch = await asyncio.to_thread(UpdateBatch.read, groups, self._ranks.limits, writer)
         if objective.scores_reference(batch):
@@ -92,13 +92,13 @@ class Preparation:
         return await asyncio.to_thread(lay_out)
 
     async def _own_scores(self, batch: UpdateBatch, objective: SessionObjective) -> Array:
-        """What the model says of the batch before it learns from it."""
+        """Score the batch with the model before it learns from it."""
         if isinstance(objective, RewardUpdate):
             return await self._rewards(batch)
         return await self._logprobs(batch, objective, reference=False)
 
     async def _score_squares(self, batch: UpdateBatch, objective: SessionObjective) -> Array:
-        """Squared length of the gradient of each token's log-probability by the logits, under the policy as it is."""
+        """Return the squared norm of the gradient of each token's log-probability by the logits, under the policy."""
         sequences = batch.all_responses()
         packed = await asyncio.to_thread(self._ranks.pack, sequences)
         with self._ranks.doing("scoring with the policy"):
@@ -108,7 +108,7 @@ class Preparation:
         return score_squares(scores["logprobs"], scores["squares"])
 
     async def _rewards(self, batch: UpdateBatch) -> Array:
-        """Of every answer, under the reward model as it is."""
+        """Return the reward of every answer under the current reward model."""
         sequences = after_answers(batch)
         packed = await asyncio.to_thread(self._ranks.pack, sequences)
         with self._ranks.doing("scoring with the reward model"):
@@ -116,7 +116,7 @@ class Preparation:
         return scores["values"]
 
     async def _logprobs(self, batch: UpdateBatch, objective: SessionObjective, *, reference: bool) -> Array:
-        """Of every response token, under the policy as it is, or as the session started from it."""
+        """Score every response token under the current policy, or under the one that the session started from."""
         sequences = batch.all_responses()
         packed = await asyncio.to_thread(self._ranks.pack, sequences)
         with self._ranks.doing(f"scoring with the {'reference' if reference else 'policy'}"):
@@ -126,5 +126,5 @@ class Preparation:
         return scores["logprobs"]
 
     def _shuffle_seed(self, update_id: str) -> int:
-        """The same for an update and its repetition in a later lineage: run/lineage.step counts by its step."""
+        """Return the same seed for an update and its repetition in a later lineage; it depends on the step alone."""
         return ids.derive_seed("shuffle", self._seed, update_id.rpartition("/")[2].rpartition(".")[2])

@@ -1,7 +1,7 @@
-"""What a session says of given sequences, and the sessions of gangs that do nothing else: a reference or a teacher.
+"""Score given sequences in a session; gangs of a reference or a teacher have sessions that do nothing else.
 
-Invariants: all sequences of a call are scored under one version of the weights, with one number a response token, and
-nothing changes; a session that learns nothing scores with the weights of its start.
+Invariants: all sequences of a call are scored under one version of the weights, with one number for each response
+token, and nothing changes; a session that does not learn scores with the weights of its start.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SequenceScores:
         self._version = version
 
     async def logprobs(self, request: pb.ComputeLogprobsRequest) -> pb.ComputeLogprobsResponse:
-        """Log-probabilities under the weights that are held, or those of the start, in the order of the request."""
+        """Return log-probabilities under the current weights, or those of the start, in the order of the request."""
 
         def score(packed: list[list[MicroBatch]], count: int) -> Awaitable[Columns]:
             return self._ranks.scores(
@@ -53,7 +53,7 @@ class SequenceScores:
         return reply
 
     async def values(self, request: pb.ComputeValuesRequest) -> pb.ComputeValuesResponse:
-        """Return what the critic expects before each response token, in the order of the request."""
+        """Return the critic's value before each response token, in the order of the request."""
         version, scored = await self._scored(
             request, self._ranks.values, "computing values", after_last=request.after_last
         )
@@ -70,7 +70,7 @@ class SequenceScores:
         *,
         after_last: bool = False,
     ) -> tuple[Version, Iterator[tuple[str, Columns]]]:
-        """The version that scored, and what it says of each sequence."""
+        """Return the version that scored, and the scores of each sequence."""
         sequence_ids, sequences, lengths = read_scored(
             request.sequences, self._ranks.limits, after_last=after_last
         )
@@ -87,9 +87,9 @@ class SequenceScores:
 
 
 class ScoringSession:
-    """One run's use of a gang that learns nothing: a reference or a teacher.
+    """A run's session on a gang that does not learn: a reference or a teacher.
 
-    It scores with the weights of its start. The state between OpenSession and CloseSession; its version never moves.
+    It exists between OpenSession and CloseSession. It scores with the weights of its start; its version never changes.
     """
 
     last_update_id = ""
@@ -104,20 +104,20 @@ class ScoringSession:
         self._scores = SequenceScores(self._ranks, lambda: self.version)
 
     async def open(self) -> None:
-        """Refuse a layout that the model does not allow; the ranks hold all that is needed."""
+        """Refuse a layout that the model does not allow; the ranks need no command."""
         self._ranks.layout()
 
     def end(self, why: FlotillaError) -> None:
-        """Let nothing of this session reach the ranks any more; what they do already comes to its end."""
+        """Send no more work of this session to the ranks; a command that already runs is finished."""
         self._ranks.end(why)
 
     async def settled(self) -> None:
-        """Wait until nothing of this session is under way."""
+        """Wait until no work of this session is in progress."""
         await self._ranks.settled()
 
     async def logprobs(self, request: pb.ComputeLogprobsRequest) -> pb.ComputeLogprobsResponse:
-        """Log-probabilities under the weights of the start, asked for as such or not."""
+        """Return log-probabilities under the weights of the start, whether the request names the reference or not."""
         asked = pb.ComputeLogprobsRequest()
         asked.CopyFrom(request)
-        asked.reference = False  # the ranks keep no second copy of what they hold
+        asked.reference = False  # The ranks hold these weights as their model and keep no second copy.
         return await self._scores.logprobs(asked)

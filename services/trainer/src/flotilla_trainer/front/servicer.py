@@ -1,7 +1,7 @@
-"""TrainerService on the wire: checks what is asked, reads the messages of an update, finds the session, answers.
+"""Serve TrainerService: check requests, read the messages of an update, find the session and answer.
 
 Invariants: a mutating call that is repeated acts once; every refusal is a typed error; a group that came in pieces is
-whole again; nothing in here waits for a rank except through the gang, so the loop stays free.
+joined again; nothing in here waits for a rank except through the gang, so the event loop stays free.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class TrainerServicer(TrainerServiceServicer):
-    """Answers the calls of the trainer's contract."""
+    """Answers the calls of TrainerService."""
 
     def __init__(self, manager: SessionManager) -> None:
         self._manager = manager
@@ -119,10 +119,10 @@ class TrainerServicer(TrainerServiceServicer):
         snapshot = pb.CheckpointSnapshot()
         snapshot.stall.FromNanoseconds(int(save.stall_s * 1e9))
         yield pb.SaveCheckpointResponse(snapshot=snapshot)
-        # Its writer outlives this call.
+        # The writer outlives this call.
         await asyncio.wait({save.durable})
         if save.durable.cancelled():
-            raise Cancelled(f"the checkpoint was given up: the session of run {request.run_id} has ended")
+            raise Cancelled(f"the checkpoint was cancelled: the session of run {request.run_id} has ended")
         yield pb.SaveCheckpointResponse(durable=save.durable.result())
 
     async def LoadCheckpoint(
@@ -150,7 +150,7 @@ class TrainerServicer(TrainerServiceServicer):
 
 
 async def read_header(requests: AsyncIterator[pb.TrainRequest]) -> pb.TrainHeader:
-    """The first message."""
+    """Read the first message of an update."""
     async for request in requests:
         if request.WhichOneof("part") == "header" and request.header.update_id:
             return request.header
@@ -159,12 +159,12 @@ async def read_header(requests: AsyncIterator[pb.TrainRequest]) -> pb.TrainHeade
 
 
 async def read_groups(requests: AsyncIterator[pb.TrainRequest]) -> list[pb.TrainGroup]:
-    """Whole groups, each put together from the pieces that it came in."""
+    """Read the groups of an update, each joined from its pieces."""
     groups: list[pb.TrainGroup] = []
     async for request in requests:
         for group in _chunk(request).groups:
-            goes_on = bool(groups and group.group_id) and group.group_id == groups[-1].group_id
-            if goes_on and not group.prompt_token_ids.data:
+            continues = bool(groups and group.group_id) and group.group_id == groups[-1].group_id
+            if continues and not group.prompt_token_ids.data:
                 groups[-1].samples.MergeFrom(group.samples)
             else:
                 groups.append(group)

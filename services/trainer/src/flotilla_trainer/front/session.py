@@ -1,7 +1,7 @@
-"""One run's use of the trainer: its objective, its version, its updates.
+"""A run's session on the trainer: its objective, its version and its updates.
 
-Invariants: its parts share one turn, so that weights are read or changed by one call at a time; a session that has
-ended sends the ranks nothing.
+Invariants: the parts of a session share one turn, so that one call at a time reads or changes weights; a session that
+has ended sends the ranks nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = structlog.get_logger()
 
 
 class Session:
-    """The state between OpenSession and CloseSession."""
+    """The state of a run between OpenSession and CloseSession."""
 
     def __init__(
         self, request: pb.OpenSessionRequest, folder: Path, gang: Gang, activities: Activities
@@ -54,13 +54,13 @@ class Session:
         self._preparation = prepared = Preparation(spec.seed, ranks)
         self._pending = pending = PendingGradients(run_id)
         self.updates = Updates(spec.dump_dir, StepPlan.of(spec.optimizer), ranks, prepared, progress, pending)
-        """Train, GetUpdate and AbortUpdate."""
+        """Serves Train, GetUpdate and AbortUpdate."""
         self.gradients = GradientCalls(spec.objective, ranks, prepared, progress, pending, self.updates)
-        """ForwardBackward and OptimStep."""
+        """Serves ForwardBackward and OptimStep."""
 
     @property
     def writes(self) -> bool:
-        """Whether what learns is a language model: one that samples, and that generators can take."""
+        """Return whether the session trains a policy, which writes samples and which generators can load."""
         return self._learner == A_POLICY
 
     @property
@@ -69,12 +69,12 @@ class Session:
 
     @property
     def version(self) -> Version:
-        """Of the weights that the ranks hold."""
+        """The version of the weights that the ranks hold."""
         return self._progress.version
 
     @property
     def last_update_id(self) -> str:
-        """Of the update that was sent last; empty before the first."""
+        """The id of the update that was sent last; empty before the first."""
         return self.updates.last_id
 
     async def open(self) -> None:
@@ -84,7 +84,7 @@ class Session:
         await self._ranks.command("open_session", rank_settings(self._spec))
 
     def end(self, why: FlotillaError) -> None:
-        """Let nothing of this session reach the ranks any more; what they do already comes to its end."""
+        """Send no more work of this session to the ranks; a command that already runs is finished."""
         self._ranks.end(why)
 
     def check_open(self) -> None:
@@ -92,33 +92,33 @@ class Session:
         self._ranks.check_open()
 
     def check_version(self, version: Version, what: str) -> None:
-        """Refuse work for another version than the one that is held."""
+        """Refuse work for another version than the current one."""
         self._progress.check_version(version, what)
 
     async def settled(self) -> None:
-        """Wait until nothing of this session is under way."""
+        """Wait until no work of this session is in progress."""
         await self._ranks.settled()
 
     @contextlib.asynccontextmanager
     async def holding(self, version: Version, what: str) -> AsyncIterator[None]:
-        """Keep the weights at `version` meanwhile: no update runs, and one that ran before has been counted."""
+        """Keep the weights at `version` inside the block; an earlier update is finished first, and no other runs."""
         async with self._ranks.turn:
             self.check_open()
             self.check_version(version, what)
             yield
 
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint says about this session, beside the numbers of its ranks."""
+        """Return the facts of this session for a checkpoint, in addition to the numbers of its ranks."""
         specification = json_format.MessageToDict(self._spec, preserving_proto_field_name=True)
         return {"run_id": self.run_id, **self._progress.facts(), "specification": specification}
 
-    def go_on_from(self, facts: dict[str, Any]) -> None:
-        """The ranks hold a checkpoint with these facts now: this session's lineage goes on at its step."""
-        self._progress.go_on_from(facts)
+    def continue_from(self, facts: dict[str, Any]) -> None:
+        """Continue this session's lineage at the step of the checkpoint with these facts, which the ranks now hold."""
+        self._progress.continue_from(facts)
         self._pending.clear(forget=True)
 
     async def evaluate(self, groups: Sequence[pb.TrainGroup]) -> pb.EvaluateLossResponse:
-        """The loss of a batch; nothing changes."""
+        """Return the loss of a batch; nothing changes."""
         async with self._ranks.turn:
             version = self.version
             prepared = await self._preparation.of("evaluate", groups, version, self._progress.objective)
@@ -128,7 +128,7 @@ class Session:
         return pb.EvaluateLossResponse(policy_version=version.to_proto(), metrics=metrics)
 
     async def values(self, request: pb.ComputeValuesRequest) -> pb.ComputeValuesResponse:
-        """What a critic expects before each response token."""
+        """Return the critic's value before each response token."""
         if not self._spec.objective.HasField("value"):
             raise FailedPrecondition(
                 f"{self._learner} has no values",
@@ -138,7 +138,7 @@ class Session:
         return await self._scores.values(request)
 
     async def logprobs(self, request: pb.ComputeLogprobsRequest) -> pb.ComputeLogprobsResponse:
-        """Log-probabilities under the current policy, or the one that the session started from."""
+        """Return log-probabilities under the current policy, or the one that the session started from."""
         if not self.writes:
             raise FailedPrecondition(
                 f"{self._learner} has no log-probabilities",

@@ -1,8 +1,8 @@
-"""Who holds the trainer: at most one session, and the gang under it.
+"""Open and close sessions; at most one holds the trainer and its gang.
 
 Invariants: a session that is lost with its gang stays lost, and later calls say why; a new session starts from exactly
-the weights that it names, whatever was trained before it; a session that was closed, or never opened because it was
-closed before, is done with the ranks.
+the weights that it names, whatever was trained before it; after a close, also one during the opening, a session sends
+the ranks nothing any more.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class SessionManager:
         self._unwanted = False
         self._why_none = "no run has opened one"
         self._new = plan.model, first_head(plan.role), False
-        """What the ranks of a new gang hold: weights, head, and whether they are frozen."""
+        """The weights and the head that a new gang holds, and whether they are frozen."""
         self._pristine: tuple[Path, str, bool] | None = self._new
         self.checkpoints = Checkpoints(gang, plan.model, activities)
         self.weights = WeightGroups(gang, stack.bind, plan.rank_timeout_s, activities)
 
     def session(self, run_id: str) -> Session | ScoringSession:
-        """The session of this run, whatever its role."""
+        """Return the session of this run, whatever its role."""
         if self._session is None or self._session.run_id != run_id:
             why = self._why_none if self._session is None else f"run {self._session.run_id} holds the trainer"
             raise FailedPrecondition(
@@ -69,19 +69,19 @@ class SessionManager:
         return self._session
 
     def learner(self, run_id: str) -> Session:
-        """The session of this run, which has an objective and an optimizer."""
+        """Return the session of this run if it has an objective and an optimizer."""
         session = self.session(run_id)
         if isinstance(session, ScoringSession):
             raise FailedPrecondition(
-                f"the {self._plan.role} learns nothing",
+                f"the {self._plan.role} does not learn",
                 where=self._plan.name,
-                why="its weights stay as they are; it scores sequences and no more",
+                why="its weights never change; it only scores sequences",
                 next_step="ask the gang of the policy or of the critic",
             )
         return session
 
     def policy(self, run_id: str) -> Session:
-        """The session of this run, whose weights generators take."""
+        """Return the session of this run if generators can load its weights."""
         session = self.learner(run_id)
         if not session.writes:
             what = self._plan.role if self._plan.role != roles.POLICY else "reward model"
@@ -131,17 +131,17 @@ class SessionManager:
         )
 
     async def close(self, run_id: str) -> None:
-        """End a run's session; one that is gone already is fine, and one that is still opening never opens."""
+        """End a run's session; do nothing if it is already gone, and cancel it if it is still opening."""
         opening = self._opening_over if self._opening == run_id else None
         if opening is not None:
             self._unwanted = True
         if self._session is not None and self._session.run_id == run_id:
-            # A caller that goes away must not leave the session half closed: it goes on, and a repeat waits for it.
+            # A caller that goes away must not leave the session half closed: closing continues, a repeat waits for it.
             if self._closing is None or self._closing.done():
                 self._closing = asyncio.create_task(self._close(self._session), name=f"close {run_id}")
             await asyncio.shield(self._closing)
         elif self._session is None:
-            # What a session that was lost began must not appear once its run has fallen back.
+            # A checkpoint that a lost session began must not appear after its run returned to an earlier one.
             await self.checkpoints.abandon()
         if opening is not None:
             await self._wait_for_opening(run_id, opening)
@@ -155,7 +155,7 @@ class SessionManager:
         return pb.ExportModelResponse(path=request.path, **answers[0].fields)
 
     def gang_lost(self, error: FlotillaError) -> None:
-        """The ranks are gone, and with them the weights of the session."""
+        """End the session, whose weights were lost with the ranks."""
         logger.error("the ranks were lost and are being restarted", error=str(error))
         if self._session is not None:
             self._why_none = f"the session of run {self._session.run_id} was lost: {error.what}"
@@ -175,7 +175,7 @@ class SessionManager:
             self._why_none = f"run {session.run_id} closed it"
 
     async def _wait_for_opening(self, run_id: str, over: asyncio.Event) -> None:
-        """The coordinator that asked for it may be dead: the next open must find the ranks free."""
+        """Wait until an opening has ended: its coordinator may be dead, and the next open must find the ranks free."""
         limit_s = self._gang.slow_timeout_s
         try:
             await asyncio.wait_for(over.wait(), limit_s)
@@ -184,7 +184,7 @@ class SessionManager:
                 "the session that is opening cannot be closed",
                 where=f"run {run_id}",
                 why=f"waited {limit_s:g} s for its opening to end; " + "; ".join(self._gang.phases()),
-                next_step="close it again; a rank that hangs is named and replaced by itself",
+                next_step="close it again; the watch names a rank that hangs and replaces the gang",
             ) from None
 
     async def _opened(
@@ -193,14 +193,14 @@ class SessionManager:
         await self._gang.wait_ready()
         frozen = request.spec.HasField("lora")
         if (folder, head, frozen) != self._pristine:
-            # Until the load is through, nobody knows what the ranks hold.
+            # Until the load is done, the weights on the ranks are unknown.
             self._pristine = None
             await self._gang.load(folder, head, frozen=frozen)
             self._pristine = (folder, head, frozen)
         self.weights.forget_epochs()
         session: Session | ScoringSession
         if self._plan.role in roles.LEARNING:
-            # It will change what the ranks hold.
+            # The session will change the weights on the ranks.
             self._pristine = None
             session = Session(request, folder, self._gang, self._activities)
         else:

@@ -1,9 +1,8 @@
-"""Where a session stands: its version, its learning rate, what was skipped in a row, and whether that was too much.
+"""Keep the progress of a session: its version, its learning rate, and the updates skipped in a row.
 
-Invariants: the version grows by one with every update that was made and with nothing else; a skipped update leaves it
-as it was, and too many in a row that could not be made end the session; those in which nothing counts are none of them.
-The learning rate is a function of the update's number alone, so a repeated or skipped update changes nothing for the
-others.
+Invariants: the version grows by one with every update that was made and with nothing else; a skipped update does not
+change it, and too many skipped in a row end the session; an update in which no sample counts is not one of them. The
+learning rate is a function of the update's number alone, so a repeated or skipped update does not affect the others.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from flotilla_core.version import Version
 from flotilla_trainer.objective.base import SessionObjective
 
 NOTHING_COUNTS = "no sample counts: the objective leaves every group out (uniform rewards, or keep_mean_*)"
-"""Why no step is made although nothing is wrong; such updates are not counted."""
+"""The reason for a step that is left out without a fault; such updates do not count as skipped in a row."""
 
 logger = structlog.get_logger()
 
 
 class SessionProgress:
-    """Counts updates."""
+    """Counts made and skipped updates."""
 
     def __init__(
         self, run_id: str, spec: session_pb2.SessionSpec, lineage: int, objective: SessionObjective
@@ -40,7 +39,7 @@ class SessionProgress:
         self.version = Version(lineage, 0)
 
     def learning_rate(self, wanted: pb.LearningRate | None = None) -> float:
-        """Of the update that comes next, by the schedule; its peak and length may be others than at the beginning."""
+        """Return the rate of the next update by the schedule; `wanted` may change its peak and length."""
         optimizer, total_updates = self._spec.optimizer, self._spec.total_updates
         if wanted is None:
             return learning_rate(optimizer, optimizer.learning_rate, total_updates, self.version.step)
@@ -53,7 +52,7 @@ class SessionProgress:
         return learning_rate(optimizer, wanted.peak, wanted.total_updates, self.version.step)
 
     def check_version(self, version: Version, what: str) -> None:
-        """Refuse work for another version than the one that is held."""
+        """Refuse work for another version than the current one."""
         if version != self.version:
             raise StaleVersion(
                 f"{what} is for version {version}",
@@ -68,13 +67,13 @@ class SessionProgress:
             raise self._failure
 
     def made(self, metrics: dict[str, float], samples: int) -> None:
-        """An update was made of so many samples."""
+        """Count an update that was made, of so many samples."""
         self.version = Version(self.version.lineage, self.version.step + 1)
         self._skipped_in_row = 0
         self.objective.adapt(metrics, samples)
 
     def skipped(self, update_id: str, why: str, dump: Callable[[], str]) -> None:
-        """An update could not be made: `dump` what led to it, and end the session where that is one too many."""
+        """Count an update that could not be made and `dump` its batch; end the session if there are too many."""
         self._skipped_in_row += 1
         dumped = dump()
         logger.warning(
@@ -90,15 +89,15 @@ class SessionProgress:
             raise self._failure
 
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint says of it."""
+        """Return the facts for a checkpoint."""
         return {
             "policy_version": list(self.version),
             "skipped_in_row": self._skipped_in_row,
             **self.objective.state(),
         }
 
-    def go_on_from(self, facts: dict[str, Any]) -> None:
-        """The ranks hold a checkpoint with these facts now: this session's lineage goes on at its step."""
+    def continue_from(self, facts: dict[str, Any]) -> None:
+        """Continue this session's lineage at the step of the checkpoint with these facts."""
         _, step = facts["policy_version"]
         self.version = Version(self.version.lineage, step)
         self._skipped_in_row = facts["skipped_in_row"]
@@ -106,7 +105,7 @@ class SessionProgress:
 
 
 def learning_rate(optimizer: session_pb2.Optimizer, peak: float, total_updates: int, update: int) -> float:
-    """Rate of update `update` (the first is 0): linear warm-up to `peak`, then the schedule down to its final share."""
+    """Return the rate of an update (the first is 0): linear warm-up to `peak`, then the schedule to its final share."""
     warmup = optimizer.warmup_updates
     if update < warmup:
         return peak * (update + 1) / warmup

@@ -1,6 +1,6 @@
-"""The ranks as one session reaches them: work is laid out for all of them, scores come back in place.
+"""Send the work of one session to the ranks, and put their scores in the order of the tokens.
 
-Invariants: whoever reads or changes weights holds `turn`; a session that has ended sends nothing any more.
+Invariants: callers that read or change weights hold `turn`; a session that has ended sends nothing any more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flotilla_trainer.wire.frames import Array, Frame
 
 
 class SessionRanks:
-    """One session's way to the gang."""
+    """The access of one session to the gang."""
 
     def __init__(
         self, run_id: str, batching: session_pb2.Batching, gang: Gang, activities: Activities
@@ -35,7 +35,7 @@ class SessionRanks:
         self.turn = asyncio.Lock()
 
     def end(self, why: FlotillaError) -> None:
-        """Let nothing of this session reach the ranks any more; what they do already comes to its end."""
+        """Send no more work of this session to the ranks; a command that already runs is finished."""
         self._over = self._over or why
 
     def check_open(self) -> None:
@@ -44,7 +44,7 @@ class SessionRanks:
             raise self._over
 
     async def settled(self) -> None:
-        """Wait until nothing of this session is under way."""
+        """Wait until no work of this session is in progress."""
         limit_s = self._gang.slow_timeout_s
         try:
             async with asyncio.timeout(limit_s), self.turn:
@@ -54,42 +54,42 @@ class SessionRanks:
                 "the session cannot be closed",
                 where=f"run {self.run_id}",
                 why=f"waited {limit_s:g} s for its last command; " + "; ".join(self._gang.phases()),
-                next_step="close it again; a rank that hangs is named and replaced by itself",
+                next_step="close it again; the watch names a rank that hangs and replaces the gang",
             ) from None
 
     @property
     def limits(self) -> ModelLimits:
-        """What fits the model that the ranks hold."""
+        """The limits of the model that the ranks hold."""
         facts = self._gang.facts
         return ModelLimits(facts["vocabulary"], facts["max_sequence_tokens"])
 
     @property
     def packing_refusal(self) -> str:
-        """Why sequences of the model cannot be packed; empty where they can."""
+        """The reason why sequences of the model cannot be packed; empty where they can."""
         refusal: str = self._gang.facts["packing_refusal"]
         return refusal
 
     def doing(self, what: str) -> AbstractContextManager[None]:
-        """Name what goes on to whoever looks."""
+        """Show `what` as an activity of this run inside the block."""
         return self._activities.doing(what, run_id=self.run_id)
 
     def layout(self) -> Layout:
-        """How work is cut and dealt to the lanes."""
+        """Return how work is divided among the lanes."""
         return layout(self._batching, self._gang.facts, self._gang.lanes)
 
     def pack(self, sequences: Sequences) -> list[list[MicroBatch]]:
-        """The micro-batches of each lane."""
+        """Return the micro-batches of each lane."""
         return pack(sequences, self.layout())
 
     async def command(self, kind: str, *arguments: Any, **options: Any) -> list[Frame]:
-        """Let every rank do the same thing."""
-        # Checked here and not where the work began: a batch takes a while to prepare, and the next session's
-        # commands must find none of ours behind them.
+        """Send every rank the same command."""
+        # This check is here and not where the work began: a batch takes time to prepare, and no command of this
+        # session may follow those of the next session.
         self.check_open()
         return await self._gang.command(kind, *arguments, **options)
 
     async def work(self, kind: str, packed: list[list[MicroBatch]], fields: dict[str, Any]) -> list[Frame]:
-        """Let every lane do its micro-batches; its first rank answers for it."""
+        """Let every lane do its micro-batches; return the answers of the first rank of each."""
         width = self._gang.lane_width
         answers = await self.command(
             kind,
@@ -111,7 +111,7 @@ class SessionRanks:
         reference: bool = False,
         squares: bool = False,
     ) -> dict[str, Array]:
-        """Of `count` scored tokens, in their order, under the policy or the one that the session started from."""
+        """Return scores of `count` tokens, in order, under the policy or the one that the session started from."""
         fields = {
             "temperature": temperature,
             "chunk_tokens": self._batching.logprob_chunk_tokens,
@@ -122,11 +122,11 @@ class SessionRanks:
         return _in_place(await self.work("score", packed, fields), packed, count)
 
     async def values(self, packed: list[list[MicroBatch]], count: int) -> dict[str, Array]:
-        """Of `count` scored tokens, in their order, by a critic."""
+        """Return the values of `count` tokens, in order, by a critic."""
         return _in_place(await self.work("values", packed, {}), packed, count)
 
     async def urgently(self, kind: str, fields: dict[str, Any]) -> None:
-        """Tell all ranks something that they act on beside the command that runs."""
+        """Send all ranks a command that they act on while another command runs."""
         await self._gang.urgently(kind, fields)
 
 
@@ -135,7 +135,7 @@ def _arrays(batches: list[MicroBatch]) -> dict[str, Array]:
 
 
 def _in_place(answers: list[Frame], packed: list[list[MicroBatch]], count: int) -> dict[str, Array]:
-    """The lanes' scores in the order of the scored tokens."""
+    """Return the lanes' scores in the order of the scored tokens."""
     result: dict[str, Array] = {}
     for answer, batches in zip(answers, packed, strict=True):
         places = np.concatenate([batch.places for batch in batches])

@@ -1,8 +1,8 @@
-"""Whole updates: one call in, one version out.
+"""Train whole updates: each call makes one version.
 
-Invariants: an update id trains once, and a repeat gets the first result; nothing changes before a whole valid batch is
-here; a skipped update leaves weights and version as they were. One of several optimizer steps is one call and one
-version still: it was made where any of its steps was.
+Invariants: an update id trains once, and a repeat gets the first result; nothing changes before a whole valid batch has
+arrived; a skipped update leaves weights and version as they were. An update of several optimizer steps is still one
+call and one version; it counts as made if any of its steps was made.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from flotilla_trainer.front.session_progress import NOTHING_COUNTS, SessionProgr
 from flotilla_trainer.front.session_ranks import SessionRanks
 
 KEPT_RESULTS = 64
-"""Each names its samples; only the newest can still be asked about."""
+"""The most results that are kept, because each lists its samples; a caller can only ask about these."""
 
 
 class Updates:
@@ -54,33 +54,33 @@ class Updates:
         self._results: IdempotentCalls[pb.UpdateResult] = IdempotentCalls(KEPT_RESULTS)
         self._attempts: dict[str, str] = {}
         self.last_id = ""
-        """The update that was sent last, if any."""
+        """The id of the update that was sent last; empty before the first."""
 
     @property
     def running(self) -> str:
-        """The id of an update that is under way; empty where none is."""
+        """The id of an update that is in progress; empty where none is."""
         return next(iter(self._attempts), "")
 
     async def train(self, header: pb.TrainHeader, groups: Sequence[pb.TrainGroup]) -> pb.UpdateResult:
-        """One update on a whole batch, or the result of the same update earlier."""
+        """Make one update on a whole batch, or return the earlier result of the same update."""
         known = self._results.get(header.update_id)
         if known is not None and known.done() and _was_another_try(known.result(), groups):
             self._results.forget(header.update_id)
         return await self._results.run(header.update_id, lambda: self._attempt(header, groups))
 
     def finished(self, update_id: str) -> pb.UpdateResult | None:
-        """The result of an update that was made."""
+        """Return the result of an update that was made; None where it was not."""
         known = self._results.get(update_id)
         if known is None or not known.done() or known.result().skipped:
             return None
         return known.result()
 
     async def result(self, update_id: str) -> pb.UpdateResult:
-        """The result of an update that runs or is done."""
+        """Wait for the result of an update that runs or is done."""
         known = self._results.get(update_id)
         if known is None:
             raise NotFound(
-                f"update {update_id!r} never happened here",
+                f"update {update_id!r} is not known to this session",
                 where=f"run {self._ranks.run_id}",
                 why=f"the session is at version {self._progress.version}",
                 next_step="send it with Train",
@@ -88,7 +88,7 @@ class Updates:
         return await asyncio.shield(known)
 
     async def abort(self, update_id: str) -> None:
-        """Give up an update that runs; when this returns it has ended one way or the other."""
+        """Abort an update that runs, and wait until it has ended, made or not."""
         running = self._results.get(update_id)
         if running is None or running.done() or update_id not in self._attempts:
             return
@@ -96,7 +96,7 @@ class Updates:
         await asyncio.wait({running})
 
     async def _attempt(self, header: pb.TrainHeader, groups: Sequence[pb.TrainGroup]) -> pb.UpdateResult:
-        """One try at an update, under a name that an abort can mean without hitting the next try."""
+        """Run one attempt at an update, under a name of its own, so that an abort cannot hit the next attempt."""
         attempt = self._attempts[header.update_id] = ids.new_request_id()
         self.last_id = header.update_id
         try:
@@ -162,7 +162,7 @@ class Updates:
 
 
 def _was_another_try(result: pb.UpdateResult, groups: Sequence[pb.TrainGroup]) -> bool:
-    """A skipped update leaves its version, and so its id, to the next batch."""
+    """Return whether a new batch uses the id of a skipped update, whose version is still to be made."""
     samples = [sample.sample_id for group in groups for sample in group.samples]
     return bool(result.skipped) and samples != list(result.sample_ids)
 
@@ -170,7 +170,7 @@ def _was_another_try(result: pb.UpdateResult, groups: Sequence[pb.TrainGroup]) -
 def dump_batch(
     directory: Path, update_id: str, batch: UpdateBatch, why: str, metrics: dict[str, float]
 ) -> Path:
-    """Write `<update>.npz` with the arrays and `<update>.json` with ids and metrics; returns the former."""
+    """Write `<update>.npz` with the arrays and `<update>.json` with ids and metrics; return the path of the former."""
     directory.mkdir(parents=True, exist_ok=True)
     stem = directory / re.sub(r"[^A-Za-z0-9.-]+", "_", update_id)
     arrays: dict[str, Any] = {

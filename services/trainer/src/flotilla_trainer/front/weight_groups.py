@@ -1,7 +1,7 @@
-"""The trainer's side of weight synchronisation, as the front sees it.
+"""Open, use and close weight groups on the trainer's side.
 
-Invariants: at most one group is open, the one of the newest epoch; an older epoch is refused; giving a group up works
-while a broadcast is stuck in it, and costs neither the session nor the ranks.
+Invariants: at most one group is open, the one of the newest epoch; an older epoch is refused; a group can be closed
+while a broadcast hangs in it, which costs neither the session nor the ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
 class WeightGroups:
-    """Opens, uses and gives up the group of one epoch."""
+    """Opens, uses and closes the weight group of one epoch at a time."""
 
     def __init__(self, gang: Gang, bind: BindConfig, rank_timeout_s: float, activities: Activities) -> None:
         self._gang = gang
@@ -34,7 +34,7 @@ class WeightGroups:
         self._newest_epoch = -1
 
     async def open(self, request: pb.OpenWeightGroupRequest) -> pb.OpenWeightGroupResponse:
-        """Let the sender listen; members join in the background."""
+        """Start the sender, which listens while members join in the background."""
         backend = BACKENDS.get(request.backend)
         if backend is None:
             name = weights_pb2.WeightBackend.Name(request.backend)
@@ -51,7 +51,7 @@ class WeightGroups:
             raise StaleVersion(
                 f"epoch {request.epoch} is over", why=f"epoch {self._newest_epoch} was opened since"
             )
-        # What an earlier coordinator left open may wait for members that never come.
+        # A group that an earlier coordinator left open may wait for members that never come.
         await self.close_any()
         answers = await self._gang.command(
             "open_group",
@@ -90,7 +90,7 @@ class WeightGroups:
             answers = await self._gang.command(
                 "publish",
                 {"epoch": request.epoch, "bucket_bytes": group.bucket_bytes},
-                # The wire has its own deadline; the ranks are stuck only when that one did not end it.
+                # The wire has its own deadline; the ranks are stuck only if that deadline did not end the broadcast.
                 limit_s=timeout_s + self._rank_timeout_s,
             )
         sent = answers[0].fields
@@ -104,22 +104,22 @@ class WeightGroups:
         return pb.PublishWeightsResponse(digests=digests, bytes=sent["bytes"], elapsed=elapsed)
 
     async def close(self, epoch: int) -> None:
-        """Give up the group of this epoch and a broadcast under way; a group that is gone already is fine."""
+        """Close the group of this epoch and end a running broadcast; do nothing if the group is already gone."""
         if self._open is not None and self._open.epoch == epoch:
             self._open = None
             await self._gang.urgently("abort_group", {"why": "the coordinator closed the weight group"})
 
     async def close_any(self) -> None:
-        """Give up whatever is open."""
+        """Close the open group, if any."""
         if self._open is not None:
             await self.close(self._open.epoch)
 
     def forget(self) -> None:
-        """The ranks that held the group are gone, or about to open another one."""
+        """Drop the record of the open group, because its ranks are gone."""
         self._open = None
 
     def forget_epochs(self) -> None:
-        """A new session counts its epochs from the beginning."""
+        """Accept every epoch again: a new session counts its epochs from the beginning."""
         self._newest_epoch = -1
 
     def _of_epoch(self, epoch: int) -> pb.OpenWeightGroupRequest:
@@ -132,7 +132,7 @@ class WeightGroups:
         return self._open
 
     def _listening_host(self) -> str:
-        """An address of this host, where rank 0 runs; it also says which interface the weights take."""
+        """Return an address of this host, where rank 0 runs; it also decides the interface that the weights take."""
         if self._bind.host not in EVERY_ADDRESS:
             return self._bind.host
         advertised = self._bind.advertise_host
@@ -142,7 +142,7 @@ class WeightGroups:
 
 
 def _is_local(host: str) -> bool:
-    """Whether one can listen there; what peers dial may be a NAT's address, or a name of one."""
+    """Return whether this host can listen at `host`: an advertised address may be that of a NAT."""
     try:
         socket.create_server((host, 0)).close()
     except OSError:
