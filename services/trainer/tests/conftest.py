@@ -1,4 +1,4 @@
-"""Ranks for unit tests: forked from the test, so that nothing is imported again and four of them start in a moment."""
+"""Ranks for unit tests: forked from the test, so that nothing is imported again and four of them start quickly."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _meet_and_act(
 
 @pytest.fixture(scope="session")
 def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, Callable[[], Any]], list[Any]]:
-    """Does the same on so many ranks that meet over gloo; what each returned, by rank."""
+    """A function that runs another one on several ranks over gloo, and returns the result of each by rank."""
 
     def run(ranks: int, act: Callable[[], Any]) -> list[Any]:
         context = multiprocessing.get_context("fork")

@@ -1,4 +1,4 @@
-"""Layers are compiled when the model is loaded; a rank whose layers cannot be says why and trains as it is."""
+"""Layers are compiled when the model is loaded; a rank that cannot compile reports why and trains uncompiled."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def loaded(folder: Path) -> ShardedModel:
 
 
 def nothing(phase: str) -> None:
-    """Nobody asks how far this rank is."""
+    """Ignore the progress of this rank."""
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
@@ -80,7 +80,7 @@ def test_without_a_compiler_the_reason_is_told_and_layers_run_as_they_are(
     fit, refusal, on = answers[0]
     assert fit and not on
     assert "no-such-compiler" in refusal
-    # On the CPU nothing is compiled that nobody asked for.
+    # On the CPU layers are only compiled where the configuration asks for it.
     assert answers[1:] == [(True, "", False)] * 2
 
 

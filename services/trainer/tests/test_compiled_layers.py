@@ -27,7 +27,7 @@ SHAPES = [(2, 17), (3, 23), (2, 7), (4, 32)]
 
 @pytest.fixture
 def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
-    """Traced and differentiated as for any compiler, without the minutes that one takes."""
+    """Traces and differentiates as for any compiler, without the minutes that one takes."""
     torch._dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(compiled_layers, "BACKEND", backend)
@@ -45,7 +45,7 @@ def model(layers: int) -> PolicyModel:
 def numbers(
     policy: PolicyModel, rows: int, length: int, packed: bool, adapters: Adapters | None = None
 ) -> list[torch.Tensor]:
-    """Log-probabilities with and without gradient, and the gradient."""
+    """Return log-probabilities with and without gradient, and the gradient."""
     tokens = torch.randint(VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(length))
     row = PackedRow.of((length - 2, 2) * rows, CPU) if packed else None
     given = tokens.reshape(1, -1) if packed else tokens

@@ -50,7 +50,7 @@ def batch() -> UpdateBatch:
 
 
 def scores_of(batch: UpdateBatch) -> np.ndarray:
-    """What the policy says of every response token before the update."""
+    """Return the log-probability of every response token under the policy before the update."""
     noise: np.ndarray = np.random.default_rng(12).normal(-1.5, 0.3, batch.trained.size).astype(np.float32)
     return noise
 
@@ -78,7 +78,7 @@ def objective(kind: str, *, normalize: bool = False, rejects: bool = False) -> s
 
 
 def weights_by_hand(batch: UpdateBatch, kind: str, cap: float, floor: float) -> list[float]:
-    """One for each token, stretch or sequence with a trained token, from its definition."""
+    """Return one number for each token, turn or sequence with a trained token, from its definition."""
     assert batch.logprobs is not None
     ratios = np.exp(scores_of(batch).astype(float) - batch.logprobs)
     products: list[float] = []

@@ -1,4 +1,4 @@
-"""When rows are packed: where it pays and the model allows it, or never silently against what was asked."""
+"""Rows are packed where it pays and the model allows it, and never silently against the configuration."""
 
 from __future__ import annotations
 

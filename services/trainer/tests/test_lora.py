@@ -55,7 +55,7 @@ def frozen(folder: Path, dtype: torch.dtype) -> ShardedModel:
 
 
 def moved(adapters: Tensors) -> Tensors:
-    """As after some training: no matrix is zero."""
+    """Return adapters as after some training, with no matrix of zeros."""
     random = torch.Generator().manual_seed(1)
     return {name: torch.randn(tensor.shape, generator=random) * 0.2 for name, tensor in adapters.items()}
 
@@ -71,7 +71,7 @@ def loss(model: ShardedModel) -> torch.Tensor:
 
 
 def dense(folder: Path, adapters: Tensors) -> tuple[torch.Tensor, Tensors]:
-    """The loss and its gradients by A and B, through weights that are summed up first."""
+    """Return the loss and its gradients by A and B, through merged weights."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     exact = {name: tensor.double().requires_grad_() for name, tensor in adapters.items()}
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}

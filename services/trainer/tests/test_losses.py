@@ -86,7 +86,7 @@ def gmpo(low: float, high: float) -> Token:
 
 
 def constant_weight(weight: Token) -> Token:
-    """-sg(w) A log p, with the weight from the log-probabilities at which the gradient is taken."""
+    """Return -sg(w) A log p, with the weight from the log-probabilities at which the gradient is taken."""
     return lambda i, new: -weight(i, NEW) * ADVANTAGES[i] * new[i]
 
 
@@ -372,13 +372,13 @@ def test_the_divergence_of_whole_distributions_and_its_gradient_equal_the_formul
 
 
 def top_of(theirs: np.ndarray, k: int, *, forward: bool, tail: bool) -> TeacherTop:
-    """What a teacher with these logits answers who is asked for `k` tokens."""
+    """Return the answer of a teacher with these logits to a request for `k` tokens."""
     top = torch.tensor(theirs).log_softmax(-1).topk(k, dim=-1)
     return TeacherTop(top.indices, top.values, forward, tail)
 
 
 def by_outcomes(row: np.ndarray, other: np.ndarray, k: int, *, forward: bool, tail: bool) -> float:
-    """The divergence from the teacher `other` as its formula is written, one outcome after the other."""
+    """Return the divergence from the teacher `other` by its formula, one outcome after the other."""
     p, q = (np.exp(logits - logits.max()) for logits in (row, other))
     p, q = p / math.fsum(p), q / math.fsum(q)
     named = sorted(range(len(q)), key=lambda token: -q[token])[:k]

@@ -1,4 +1,4 @@
-"""However ranks are arranged, copies, shards and lanes, an update and its scores are those of one rank.
+"""An update and its scores are those of one rank, for every arrangement of copies, shards and lanes.
 
 With compiled layers as well, in the arrangement that asks most of them: they are traced and differentiated as for any
 compiler. Other layouts of compiled layers are held to plain ones in test_compiled_layers.py.
@@ -91,7 +91,7 @@ class Case:
 
     @property
     def on_one_rank(self) -> Case:
-        """The same work without any arrangement."""
+        """The same work on one rank."""
         return replace(self, replicate=1, sequence_parallel=1, recompute=False, compiled=False, packed=False)
 
 
@@ -221,7 +221,7 @@ def weights(model: ShardedModel) -> dict[str, Any]:
 
 
 def outcomes(folder: Path, cases: list[Case]) -> dict[Case, dict[str, Any]]:
-    """What this rank finds in all cases; those of one arrangement share a model."""
+    """Return the results of this rank in all cases; the cases of one arrangement share a model."""
     models: dict[Any, ShardedModel] = {}
     found = {}
     for case in cases:
@@ -234,7 +234,7 @@ def outcomes(folder: Path, cases: list[Case]) -> dict[Case, dict[str, Any]]:
 
 
 def moved_reference(model: ShardedModel, objective: ObjectiveSettings) -> ReferenceDistribution | None:
-    """The model as it is becomes the reference, where one is asked for, and the policy goes a step away from it."""
+    """Make the model the reference, where one is asked for, and move the policy one step away from it."""
     if not objective.keeps_reference:
         return None
     reference = ReferenceDistribution(model, ReferenceWeights(model))
@@ -245,7 +245,7 @@ def moved_reference(model: ShardedModel, objective: ObjectiveSettings) -> Refere
 
 
 def outcome(model: ShardedModel, case: Case) -> dict[str, Any]:
-    """Everything that an update before its step and a scoring call say."""
+    """Return all results of an update before its step, and of a scoring call."""
     line = Line()
     watch = CompilerWatch(line.progress)
     model.recomputed_layers.on, model.compiled_layers.on = case.recompute, case.compiled
@@ -275,7 +275,7 @@ def outcome(model: ShardedModel, case: Case) -> dict[str, Any]:
 
 
 def in_place(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """The scores of all ranks by the places of their tokens."""
+    """Return the scores of all ranks in the order of their tokens."""
     answered = [answer for answer in answers if answer["scores"]]
     order = np.concatenate([answer["places"] for answer in answered]).argsort()
     names = answered[0]["scores"]
@@ -317,7 +317,7 @@ def expected(folder: Path, on_ranks: OnRanks) -> dict[Case, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def found(folder: Path, on_ranks: OnRanks) -> dict[tuple[int, Case], list[dict[str, Any]]]:
-    """By ranks and case, what each rank found; the ranks are forked once for all cases."""
+    """The results of each rank, by number of ranks and case; the ranks are forked once for all cases."""
     return {
         (ranks, case): [each[case] for each in answers]
         for ranks, cases in ((2, TWO), (4, FOUR))
@@ -351,7 +351,7 @@ def test_an_update_and_its_scores_are_those_of_one_rank(
 
 
 def saved(folder: Path, case: Case, target: Path) -> dict[str, Any]:
-    """Take two steps and write a checkpoint; the weights that it should hold."""
+    """Take two steps and write a checkpoint; return the weights that it should hold."""
     model, line = loaded(folder, case), Line()
     settings = session(OBJECTIVES["sft"])
     optimizer = PolicyOptimizer(model, settings)
@@ -371,7 +371,7 @@ def saved(folder: Path, case: Case, target: Path) -> dict[str, Any]:
 
 
 def restored(folder: Path, case: Case, target: Path) -> tuple[dict[str, Any], float]:
-    """The weights and the moments' sum that a checkpoint gives to this arrangement."""
+    """Return the weights and the sum of the moments that this arrangement loads from a checkpoint."""
     model = loaded(folder, case)
     optimizer = PolicyOptimizer(model, session(OBJECTIVES["sft"]))
     RankCheckpoints(model, Line()).load(target, optimizer)

@@ -1,4 +1,4 @@
-"""What an objective needs of its samples comes with them or is refused; nothing is made up for it."""
+"""Samples without a column that their objective needs are refused; no default takes its place."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ TAUGHT = session_pb2.Teacher(
 
 
 def taught_group(k: int) -> pb.TrainGroup:
-    """Tokens 0 to k - 1 in every place, each half as likely as the one before."""
+    """Return a group whose teacher names the tokens 0 to k - 1 everywhere, each half as likely as the one before."""
     group = group_with("logprobs")
     for sample in group.samples:
         ids = np.tile(np.arange(k, dtype=np.int32), (COUNT, 1))

@@ -1,4 +1,4 @@
-"""Every preset on a small model, from the samples to the gradient: how an update is laid out never shows in the result.
+"""Every preset on a small model, from the samples to the gradient: the layout of an update never changes its result.
 
 The model is a table of bigrams, whose logits depend on the token before alone, so that any layout can be computed.
 """
@@ -421,7 +421,7 @@ def test_advantages_that_are_sent_are_refused_where_they_would_have_to_be_change
 
 
 def sampled_by(versions: tuple[int, int], distances: tuple[float, float]) -> list[pb.TrainGroup]:
-    """One sample, its halves written by these steps; the table gives each token so much more than the rollout did."""
+    """Return a sample with halves of these steps; the table gives each token this much more than the rollout did."""
     groups = make_groups([1])
     sample = groups[0].samples[0]
     sample.Clear()

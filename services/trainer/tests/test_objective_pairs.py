@@ -77,7 +77,7 @@ def scores(model: torch.Tensor, sequences: Sequences) -> np.ndarray:
 
 
 def plainly(preference: session_pb2.PreferenceObjective, groups: list[pb.TrainGroup]) -> Any:
-    """Loss and gradient, pair by pair, by the formulas."""
+    """Compute loss and gradient, pair by pair, by the formulas."""
     model, losses = POLICY.clone().requires_grad_(), []
     for group in groups:
         ahead = []
@@ -107,7 +107,7 @@ def plainly(preference: session_pb2.PreferenceObjective, groups: list[pb.TrainGr
 def on_ranks(
     objective: session_pb2.Objective, groups: list[pb.TrainGroup], ranks: int, budget: int, packed: bool
 ) -> tuple[dict[str, float], np.ndarray]:
-    """Metrics and gradient by the path that the front and the ranks take."""
+    """Compute metrics and gradient by the path that the front and the ranks take."""
     check_objective(objective)
     front, rank = session_objective(objective), Objective(objective_settings(objective))
     batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), Version(0, 0))

@@ -58,7 +58,7 @@ def read(groups: list[pb.TrainGroup]) -> UpdateBatch:
 
 
 def scores(sequences: Sequences) -> np.ndarray:
-    """What the model says where it is asked: after the token before each place."""
+    """Return the model's value for each scored place, from the token before it."""
     return REWARDS.numpy()[sequences.tokens[sequences.scored - 1]].astype(np.float32)
 
 

@@ -1,4 +1,4 @@
-"""What an objective remembers from update to update."""
+"""An objective keeps its state from update to update."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def function(name: str, **parameters: Any) -> session_pb2.Function:
 
 
 def objective_of(**sections: Any) -> session_pb2.Objective:
-    """The objective of a plain run, but for some sections."""
+    """Return the objective of a plain run, with some sections replaced."""
     usual: dict[str, Any] = {
         "temperature": 1.0,
         "loss": function("ppo", clip_low=0.2, clip_high=0.2),

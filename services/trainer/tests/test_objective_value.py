@@ -82,7 +82,7 @@ def own_tokens(sample: pb.TrainSample) -> np.ndarray:
 
 
 def plain_returns(sample: pb.TrainSample, bootstrap: bool = True) -> list[float]:
-    """Of the trained tokens, by the formula of the estimator, as sums over what comes later."""
+    """Return the returns of the trained tokens by the formula of the estimator, as sums over later tokens."""
     own = own_tokens(sample)
     values = from_tensor(sample.values).astype(np.float64)[own]
     following = np.append(values[1:], sample.value_after if bootstrap and sample.truncated else 0.0)
@@ -123,7 +123,7 @@ def plainly(groups: list[pb.TrainGroup], clip: float | None) -> tuple[float, np.
 def on_ranks(
     objective: session_pb2.Objective, groups: list[pb.TrainGroup], ranks: int, budget: int, packed: bool
 ) -> tuple[float, np.ndarray, float]:
-    """The same by the path that the front and the ranks take, but for the model."""
+    """Compute the same by the path that the front and the ranks take, except for the model."""
     check_objective(objective)
     front, rank = ValueUpdate(objective.value), rank_objective(objective_settings(objective))
     assert isinstance(rank, ValueObjective)

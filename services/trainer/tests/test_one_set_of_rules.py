@@ -1,4 +1,4 @@
-"""What a run's configuration refuses, a session and a call refuse too, with the same keys named."""
+"""A session and a call refuse the same values as the configuration of a run, and name the same keys."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 def on_the_wire(algorithm: dict[str, Any]) -> pb.Objective:
-    """What a client of its own would send for this section, checked by nobody."""
+    """Return the message that a foreign client would send for this section, without a check."""
     policy = pb.PolicyObjective(temperature=1.0, max_response_tokens=8)
     policy.correction.staleness_decay = 1.0
     policy.aggregation.type = pb.AGGREGATION_TYPE_TOKEN_MEAN

@@ -1,4 +1,4 @@
-"""A packed sequence gets the numbers that it has alone, and models that cannot promise that are found."""
+"""A packed sequence gets the same numbers as alone, and models that break this are found."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def policy_of(config: Any) -> PolicyModel:
 
 
 def logits(policy: PolicyModel, sequences: list[torch.Tensor], packed: bool) -> torch.Tensor:
-    """[all tokens, vocabulary], sequence after sequence."""
+    """Return [all tokens, vocabulary], sequence after sequence."""
     if not packed:
         return torch.cat([policy._logits(policy._hidden(sequence[None])) for sequence in sequences])
     row = PackedRow.of([len(sequence) for sequence in sequences], CPU)

@@ -1,4 +1,4 @@
-"""A rank that ends by an error that nobody expected says which in its log."""
+"""A rank that ends with an unexpected error writes it to its log."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class RecordingGang:
         """Always ready."""
 
     async def load(self, folder: Path, head: str, *, frozen: bool) -> None:
-        """At once."""
+        """Return at once."""
 
     def phases(self) -> list[str]:
         return ["rank 0: scoring"]
@@ -97,7 +97,7 @@ def specification() -> session_pb2.SessionSpec:
 
 
 def opened_specification() -> session_pb2.SessionSpec:
-    """One that passes the checks of OpenSession."""
+    """Return a specification that passes the checks of OpenSession."""
     spec = specification()
     spec.objective.policy.correction.staleness_decay = 1.0
     spec.optimizer.CopyFrom(
@@ -216,7 +216,7 @@ async def test_a_lost_session_publishes_no_checkpoint_after_its_close(manager: S
 
 
 async def left_opening(manager: SessionManager, gang: RecordingGang) -> asyncio.Task[pb.OpenSessionResponse]:
-    """An opening that goes on although whoever asked for it is gone."""
+    """Start an opening that continues after its caller is gone."""
     manager._session = None
     gang.opens.clear()
     request = pb.OpenSessionRequest(run_id="a", spec=opened_specification())

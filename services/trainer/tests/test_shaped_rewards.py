@@ -1,4 +1,4 @@
-"""What is left out and how rewards are normalised, as the front does it to an update."""
+"""The front leaves out groups of an update and normalises its rewards as the settings say."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def function(name: str, **parameters: Any) -> session_pb2.Function:
 def front_of(
     advantage: session_pb2.Function, weights: session_pb2.SampleWeights | None = None, **keys: Any
 ) -> PolicyObjective:
-    """Of a run with the loss `ppo` and this advantage."""
+    """Return the objective of a run with the loss `ppo` and this advantage."""
     policy = session_pb2.PolicyObjective(
         temperature=1.0,
         max_response_tokens=8,
@@ -65,7 +65,7 @@ def batch_of(rewards: list[list[float]], cut_off: tuple[str, ...] = ()) -> Updat
 
 
 def by_sample(front: PolicyObjective, batch: UpdateBatch, column: str) -> list[float]:
-    """The number of each sample in a column; all of its tokens have the same."""
+    """Return the number of each sample in a column; all of its tokens have the same number."""
     columns = front.sequences(batch, 0)[0].columns
     found = {}
     for sample, value in zip(columns["sequences"].astype(int).tolist(), columns[column], strict=True):

@@ -35,7 +35,7 @@ AGGREGATIONS = {
 
 
 def objective_of(preset: str, **correction: Any) -> session_pb2.Objective:
-    """Of a preset, with changes of its correction."""
+    """Return the objective of a preset, with changes of its correction."""
     algorithm = PolicyConfig(type=preset)  # type: ignore[arg-type]
     policy = session_pb2.PolicyObjective(
         temperature=1.0,

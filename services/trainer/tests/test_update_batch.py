@@ -1,4 +1,4 @@
-"""What the front refuses before a rank sees it, and what it makes of the rest."""
+"""The front refuses invalid samples before a rank sees them, and reads the valid ones."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_sample_with_other_terms_than_the_first_is_named(terms: tuple[float, .
 
 
 def beside(greedy: float | None, *names: str) -> list[pb.TrainSample]:
-    """Samples of one prompt whose greedy response earned this."""
+    """Return samples of one prompt whose greedy response earned this."""
     samples = [sample(name, [2, 3]) for name in names]
     for one in samples:
         if greedy is not None:

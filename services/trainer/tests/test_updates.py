@@ -1,4 +1,4 @@
-"""Updates that have nothing to learn from are told apart from those that fail."""
+"""Updates without a counted sample are told apart from those that fail."""
 
 from __future__ import annotations
 

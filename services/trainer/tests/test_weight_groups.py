@@ -1,4 +1,4 @@
-"""Claims about where a weight group is opened, and under which name its members are told to come."""
+"""A weight group listens at the right address and advertises the right name to its members."""
 
 from __future__ import annotations
 

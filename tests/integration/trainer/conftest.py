@@ -135,7 +135,7 @@ class Trainer:
 
     @staticmethod
     def scored(groups: list[pb.TrainGroup]) -> list[pb.ScoredSequence]:
-        """The samples as sequences that the trainer is asked about."""
+        """Return the samples as sequences to score."""
         return [
             pb.ScoredSequence(
                 sequence_id=sample.sample_id,
@@ -164,7 +164,7 @@ class Trainer:
         return aclosing(rpc.server_stream(self.stub.SaveCheckpoint, request, idle_timeout_s=CALL_TIMEOUT_S))
 
     async def save(self, folder: Path, version: Version, **fields: Any) -> pb.CheckpointDurable:
-        """Both stages, one after the other."""
+        """Save a checkpoint through both stages and return the last one."""
         async with self.saving(folder, version, **fields) as stages:
             found = [stage.WhichOneof("stage") async for stage in stages if (last := stage)]
         assert found == ["snapshot", "durable"]
@@ -302,7 +302,7 @@ def overflowing(groups: list[pb.TrainGroup]) -> list[pb.TrainGroup]:
 async def running_trainer(
     model: Path, logs: Path, fork_server: RankForkServer, *, name: str = "trainer", **gang_config: Any
 ) -> AsyncIterator[Trainer]:
-    """The gang that goes by this name: the policy's, or that of another role."""
+    """Run the gang with this name: that of the policy or of another role."""
     stack = StackConfig(model=model, **{name: gang_config})
     plan = GangPlan.of_stack(stack, name, f"{name}-test", model, logs)
     lost: list[FlotillaError] = []
@@ -328,7 +328,7 @@ async def running_trainer(
 
 @pytest.fixture(scope="session")
 def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankForkServer]:
-    """All gangs come from one: what it imports is the same for all of them."""
+    """The fork server of all gangs; its imports are the same for all of them."""
     shared = RankForkServer(dict(os.environ), tmp_path_factory.mktemp("fork-server") / "fork-server.log")
     yield shared
     shared.close()

@@ -1,4 +1,4 @@
-"""Checkpoints through the real front and real ranks: training goes on, comes back, and nothing half-written is used."""
+"""Checkpoints through the real front and real ranks: training continues and resumes, and uses no half-written one."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def other_gang(request: pytest.FixtureRequest) -> Any:
 async def undisturbed(
     two_ranks: Any, groups_of: MakeGroups, tmp_path_factory: pytest.TempPathFactory
 ) -> Undisturbed:
-    """Nothing waits for the writing: the updates after the snapshot go on beside it."""
+    """Updates after the snapshot run while the checkpoint is written."""
     folder = tmp_path_factory.mktemp("run") / "checkpoints" / CheckpointShelf.name_of(SAVED_AT)
     await two_ranks.open(**SPEC)
     losses = []

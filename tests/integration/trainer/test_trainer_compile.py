@@ -1,4 +1,4 @@
-"""A gang that should compile its layers and cannot says why and trains like any other."""
+"""A gang that should compile its layers and cannot reports why, and trains like any other."""
 
 from __future__ import annotations
 

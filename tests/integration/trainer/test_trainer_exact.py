@@ -1,4 +1,4 @@
-"""Real FSDP2 ranks over gloo: one mathematics, whatever the ranks and the cuts, against plain torch."""
+"""Real FSDP2 ranks over gloo give the numbers of plain torch, whatever the ranks and the micro-batches."""
 
 from __future__ import annotations
 

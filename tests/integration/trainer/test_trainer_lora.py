@@ -1,4 +1,4 @@
-"""Adapters on real ranks: one mathematics with the formula, whatever the ranks, and a base that never moves."""
+"""Adapters on real ranks give the numbers of the formula on any number of ranks, and the base never changes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class AdaptedModel:
         ]
 
     def sft_gradients(self, groups: Groups) -> Adapters:
-        """Of the mean negative log-probability of all answer tokens that count."""
+        """Return the gradient of the mean negative log-probability of all answer tokens that count."""
         total, tokens = torch.zeros((), dtype=torch.float64), 0
         for group in groups:
             for sample in group.samples:

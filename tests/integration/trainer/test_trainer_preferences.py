@@ -57,7 +57,7 @@ CASES: dict[str, tuple[Any, Callable[[Margin], torch.Tensor], dict[str, Any]]] =
 
 
 def sequence_logprob(model: Any, prompt: np.ndarray, sample: pb.TrainSample) -> torch.Tensor:
-    """Of the tokens of one answer that count, one sequence at a time."""
+    """Return the sum of the log-probabilities of the counted tokens of one answer."""
     return logprobs(model, prompt, from_tensor(sample.token_ids))[trained_tokens(sample)].sum()
 
 

@@ -42,7 +42,7 @@ def trainer(two_ranks: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def start_folder(two_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of the gang's shape with a head that says something, as transformers writes it."""
+    """A model of the gang's shape with a head that is not zero, as transformers writes it."""
     torch.manual_seed(3)
     folder = tmp_path_factory.mktemp("start") / "model"
     model = AutoModelForSequenceClassification.from_pretrained(
@@ -74,7 +74,7 @@ def objective(center: float = 0.0) -> session_pb2.RewardModelObjective:
 
 
 def loaded(folder: Path) -> Any:
-    """As any user of transformers loads it; one label is what the folder itself says."""
+    """Load the model as any user of transformers does; the folder itself says that it has one label."""
     return AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64).eval()
 
 

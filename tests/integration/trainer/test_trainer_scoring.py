@@ -1,4 +1,4 @@
-"""A gang that scores and learns nothing, on real ranks; a teacher is a reference by another name."""
+"""A gang that only scores, on real ranks; a teacher is a reference by another name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Updates of several optimizer steps on real ranks: each the step that its groups alone would be given."""
+"""Updates of several optimizer steps on real ranks: each step equals that of an update with its groups alone."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ async def critic(start_trainer: Callable[..., Any]) -> AsyncIterator[Any]:
 
 @pytest.fixture(scope="module")
 def start_folder(critic: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of the gang's shape with a head that says something, as transformers writes it."""
+    """A model of the gang's shape with a head that is not zero, as transformers writes it."""
     torch.manual_seed(3)
     folder = tmp_path_factory.mktemp("start") / "model"
     model = AutoModelForTokenClassification.from_pretrained(critic.model, num_labels=1, dtype=torch.float32)
@@ -73,7 +73,7 @@ def objective(policy_of: Callable[..., Any], function_of: Callable[..., Any]) ->
 
 @pytest.fixture
 def groups(groups_of: Callable[..., Groups]) -> Groups:
-    """With values and a reference beside what every sample has."""
+    """Return groups with values and a reference in addition to the usual columns."""
     made, rng, extra = groups_of(SIZES), np.random.default_rng(5), np.random.default_rng(6)
     for group in made:
         for sample in group.samples:
@@ -86,7 +86,7 @@ def groups(groups_of: Callable[..., Groups]) -> Groups:
 
 
 def plain_values(model: Any, prompt: np.ndarray, response: np.ndarray) -> torch.Tensor:
-    """What one sequence alone expects before each response token, and after the last one."""
+    """Return the values of one sequence alone before each response token, and after the last one."""
     tokens = torch.from_numpy(np.concatenate([prompt, response])).long()
     return model(input_ids=tokens[None]).logits[0, len(prompt) - 1 :, 0]
 
