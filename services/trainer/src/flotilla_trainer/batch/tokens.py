@@ -95,7 +95,7 @@ def joined_tokens(
         raise InvalidRequest(
             f"token id {tokens[wrong[0]]} is not in the vocabulary",
             where=sample_place(ids[owner]),
-            why=f"the model knows ids 0 to {limits.vocabulary - 1}",
+            why=f"the model has ids 0 to {limits.vocabulary - 1}",
             next_step="use the tokenizer of the model that the trainer holds",
         )
     return tokens.astype(np.int32), prompt_lengths
@@ -118,7 +118,7 @@ def check_ids(ids: list[str]) -> None:
     seen: set[str] = set()
     for identifier in ids:
         if not identifier or identifier in seen:
-            raise InvalidRequest("an id is empty or stands twice", where=sample_place(identifier))
+            raise InvalidRequest("an id is empty or repeated", where=sample_place(identifier))
         seen.add(identifier)
 
 

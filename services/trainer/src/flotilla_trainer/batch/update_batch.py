@@ -244,7 +244,7 @@ def ages(
             wrote = Version.from_proto(span.version)
             if not span.start <= span.end <= length:
                 raise InvalidRequest(
-                    f"tokens {span.start} to {span.end} of version {wrote} do not lie within {length} tokens",
+                    f"tokens {span.start} to {span.end} of version {wrote} are not within {length} tokens",
                     where=sample_place(sample.sample_id),
                 )
             if wrote > version:

@@ -88,7 +88,7 @@ class RankProcess:
         return report
 
     def judge(self) -> None:
-        """Ignore all later answers: the gang is given up, even if this rank is woken once more to write its stacks."""
+        """Ignore all later answers: the gang is lost, even if this rank is woken once more to write its stacks."""
         self._judged = True
 
     def fail_answers(self, error: FlotillaError) -> None:

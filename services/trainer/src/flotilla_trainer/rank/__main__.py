@@ -65,16 +65,16 @@ class ForkServer:
                 self._fork(json.loads(request), *descriptors)
 
     def _fork(self, request: dict[str, Any], line: int, log: int, reply: int) -> None:
-        fork_server, told = os.getpid(), socket.socket(fileno=reply)
+        fork_server, report = os.getpid(), socket.socket(fileno=reply)
         pid = os.fork()
         if pid == 0:
-            self._become_rank(fork_server, request, line, log, told)
-        self._ranks[pid] = told
+            self._become_rank(fork_server, request, line, log, report)
+        self._ranks[pid] = report
         os.close(line)
         os.close(log)
 
     def _become_rank(
-        self, fork_server: int, request: dict[str, Any], line: int, log: int, told: socket.socket
+        self, fork_server: int, request: dict[str, Any], line: int, log: int, report: socket.socket
     ) -> NoReturn:
         _die_with(fork_server)
         os.setsid()
@@ -85,8 +85,8 @@ class ForkServer:
         os.environ.clear()
         os.environ.update(request["environment"])
         LIBC.prctl(PR_SET_NAME, request["name"].encode())
-        told.sendall(b"born %d\n" % os.getpid())
-        told.close()
+        report.sendall(b"born %d\n" % os.getpid())
+        report.close()
         from flotilla_trainer.rank.main import serve
 
         serve(line, Path(request["stacks"]))
@@ -103,12 +103,12 @@ class ForkServer:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            told = self._ranks.pop(pid, None)
-            if told is None:
+            report = self._ranks.pop(pid, None)
+            if report is None:
                 continue
-            with told:
+            with report:
                 try:
-                    told.sendall(b"ended %d\n" % os.waitstatus_to_exitcode(status))
+                    report.sendall(b"ended %d\n" % os.waitstatus_to_exitcode(status))
                 except OSError:
                     pass  # The gang that started this rank is gone.
 
