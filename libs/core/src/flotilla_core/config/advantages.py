@@ -1,7 +1,7 @@
 """`algorithm.advantage`: what a reward becomes before it reaches a loss.
 
-Invariant: a class names one function of flotilla_algorithms and exactly its parameters; what every advantage shares
-stands in the base.
+Invariant: a class names one function of flotilla_algorithms and exactly its parameters; the base class holds what
+every advantage shares.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from flotilla_core.config.roles import AskedTeachers
 
 
 class OverlongConfig(ConfigModel):
-    """Soft punishment of responses that come near the length limit."""
+    """Punishment of responses that come near the length limit."""
 
     buffer_tokens: int = Field(ge=1, le=10_000_000)
-    """The punishment begins so many tokens before rollout.sampling.max_response_tokens."""
+    """The punishment begins this many tokens before rollout.sampling.max_response_tokens."""
     penalty: float = Field(default=1.0, gt=0, le=1e6)
-    """Taken from the reward at the limit."""
+    """Subtracted from the reward at the limit."""
 
 
 class RewardNormalizationConfig(ConfigModel):
     """Rewards in units of their own spread."""
 
     mean: Literal["none", "group", "batch", "running"] = "none"
-    """What is taken from a reward: the mean of its prompt's samples, of the update, or of all updates so far."""
+    """The mean that is subtracted from a reward: of its prompt's samples, of the update, or of all updates so far."""
     std: Literal["none", "group", "batch", "running"] = "none"
-    """What it is divided by: the standard deviation of the same."""
+    """The standard deviation by which it is divided: over the same samples as for `mean`."""
     clip: float | None = Field(default=None, gt=0, le=1e6)
-    """Largest normalised reward either way; empty is off."""
+    """Largest absolute value of a normalised reward; empty is off."""
     scale: float = Field(default=1.0, gt=0, le=1e6)
-    """Factor of what came of it."""
+    """Factor that multiplies the normalised reward."""
 
     @property
     def compares_groups(self) -> bool:
-        """Whether samples are compared within their prompt."""
+        """Return whether samples are compared within their prompt."""
         return "group" in (self.mean, self.std)
 
     @property
     def remembers(self) -> bool:
-        """Whether the rewards of earlier updates count."""
+        """Return whether the rewards of earlier updates count."""
         return "running" in (self.mean, self.std)
 
     @model_validator(mode="after")
@@ -55,16 +55,16 @@ class RewardNormalizationConfig(ConfigModel):
 
 
 class AdvantageConfig(ConfigModel):
-    """What every advantage shares."""
+    """The keys that every advantage has."""
 
     type: str
-    """Its name."""
+    """Name of the advantage."""
     whiten: bool = False
     """Centre the advantages of all trained tokens and divide them by their deviation."""
     clip: float | None = Field(default=None, gt=0, le=1e6)
-    """Largest advantage either way; empty is off."""
+    """Largest absolute value of an advantage; empty is off."""
     reward_clip: float | None = Field(default=None, gt=0, le=1e9)
-    """Largest reward either way, before anything is made of it; empty is off."""
+    """Largest absolute value of a reward, applied before anything else; empty is off."""
     overlong: OverlongConfig | None = None
     """Punish responses that come near the limit; empty is off."""
     reward_normalization: RewardNormalizationConfig | None = None
@@ -72,25 +72,25 @@ class AdvantageConfig(ConfigModel):
     drop_truncated: bool = False
     """Leave out responses that were cut off at the length limit, denominators included."""
     drop_uniform_groups: bool = False
-    """Leave out groups of equal rewards, denominators included."""
+    """Leave out groups whose rewards are all equal, denominators included."""
     keep_mean_above: float | None = Field(default=None, ge=-1e9, le=1e9)
-    """Leave out groups whose mean reward is not above; empty is off."""
+    """Leave out groups whose mean reward is not above this; empty is off."""
     keep_mean_below: float | None = Field(default=None, ge=-1e9, le=1e9)
-    """Leave out groups whose mean reward is not below; empty is off."""
+    """Leave out groups whose mean reward is not below this; empty is off."""
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the function is called with."""
+        """The arguments for the function of flotilla_algorithms."""
         return {name: value for name, value in self if name not in AdvantageConfig.model_fields}
 
     @property
     def min_group_samples(self) -> int:
-        """Samples without which a group says nothing."""
+        """The smallest group size for which the advantage is defined."""
         return 2
 
     @property
     def needed_group_samples(self) -> int:
-        """The same, with what is done to the rewards before."""
+        """The smallest group size, with the processing of the rewards included."""
         normalization = self.reward_normalization
         return max(
             self.min_group_samples, 2 if normalization is not None and normalization.compares_groups else 1
@@ -98,32 +98,32 @@ class AdvantageConfig(ConfigModel):
 
     @property
     def shapes_rewards(self) -> bool:
-        """Whether rewards are changed before anything is made of them."""
+        """Return whether rewards are changed before the advantage is computed."""
         return not (self.reward_clip is None and self.overlong is None and self.reward_normalization is None)
 
     @property
     def needs_distributions(self) -> bool:
-        """Whether every update is scored by the policy before, because its distribution at each token counts."""
+        """Return whether the policy scores every update beforehand, for its distribution at each token."""
         return False
 
     @property
     def compares_over(self) -> Literal["none", "group", "batch"]:
-        """What rewards are compared over, so that a constant added to all of it changes no advantage."""
+        """The samples over which rewards are centred: a constant added to all their rewards changes no advantage."""
         return "none"
 
     @property
     def scales_over(self) -> Literal["none", "group", "batch"]:
-        """What rewards are measured over, so that a factor of all of it changes no advantage."""
+        """The samples over which rewards are scaled: a common factor of all their rewards changes no advantage."""
         return "batch" if self.whiten else "none"
 
     @property
     def needs_greedy_reward(self) -> bool:
-        """Whether the greedy response to each prompt is generated and scored beside its samples."""
+        """Return whether the greedy response to each prompt is generated and scored in addition to its samples."""
         return False
 
 
 class WhitenedAdvantage(AdvantageConfig):
-    """An advantage that is whitened by itself."""
+    """An advantage that includes whitening."""
 
     @model_validator(mode="after")
     def _is_whitened_once(self) -> Self:
@@ -144,7 +144,7 @@ class GrpoAdvantage(AdvantageConfig):
 
     type: Literal["grpo"] = "grpo"
     baseline: Literal["group", "batch", "running"] = "group"
-    """What a reward is compared with: the mean of its prompt's samples, of the update, or of all updates so far."""
+    """The mean with which a reward is compared: of its prompt's samples, of the update, or of all updates so far."""
     normalize_std: bool = True
     """Divide centred rewards by their standard deviation (of the group, the update or the run, as `baseline`)."""
 
@@ -172,7 +172,7 @@ class GrpoAdvantage(AdvantageConfig):
 
 
 class GrpoPasskAdvantage(AdvantageConfig):
-    """The best sample of a group is worth its lead over the second best, the others nothing."""
+    """The best sample of a group gets its lead over the second best; the others get nothing."""
 
     type: Literal["grpo_passk"] = "grpo_passk"
     normalize_std: bool = True
@@ -188,11 +188,11 @@ class GrpoPasskAdvantage(AdvantageConfig):
 
 
 class OptimalTokenBaselineAdvantage(AdvantageConfig):
-    """What is earned from each token on, less the optimal baseline of its place in the response."""
+    """Return from each token on, minus the optimal baseline at its position in the response."""
 
     type: Literal["optimal_token_baseline"] = "optimal_token_baseline"
     lone_tail: Literal["silent", "return"] = "silent"
-    """Of a token at a place that no other sample of its group reaches: it says nothing, or is compared with nothing."""
+    """For a token at a position that no other sample of its group reaches: the advantage is 0, or the plain return."""
 
     @property
     def needs_distributions(self) -> bool:
@@ -200,11 +200,11 @@ class OptimalTokenBaselineAdvantage(AdvantageConfig):
 
 
 class TirOptimalTokenBaselineAdvantage(AdvantageConfig):
-    """The same with places counted by trained tokens alone, for responses with context in between."""
+    """The optimal token baseline with positions counted by trained tokens alone, for responses with context."""
 
     type: Literal["tir_optimal_token_baseline"] = "tir_optimal_token_baseline"
     lone_tail: Literal["silent", "return"] = "return"
-    """Of a token at a place that no other sample of its group reaches: it says nothing, or is compared with nothing."""
+    """For a token at a position that no other sample of its group reaches: the advantage is 0, or the plain return."""
 
     @property
     def needs_distributions(self) -> bool:
@@ -216,9 +216,9 @@ class StepReinforceAdvantage(AdvantageConfig):
 
     type: Literal["step_reinforce"] = "step_reinforce"
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount a turn."""
+    """Discount per turn."""
     baseline: Literal["none", "group", "batch"] = "group"
-    """What a return is compared with: nothing, or the mean of the turns of its prompt's samples or of the update."""
+    """The baseline of a return: none, or the mean over the turns of its prompt's samples or of the update."""
     normalize_std: bool = True
     """Divide centred returns by their standard deviation (of the group or the update, as `baseline`)."""
 
@@ -245,7 +245,7 @@ class StepReinforceAdvantage(AdvantageConfig):
 
 
 class RlooAdvantage(AdvantageConfig):
-    """Reward minus the mean of the others of its group."""
+    """Reward minus the mean of the other samples of its group."""
 
     type: Literal["rloo"] = "rloo"
 
@@ -259,7 +259,7 @@ class ReinforceAdvantage(AdvantageConfig):
 
     type: Literal["reinforce"] = "reinforce"
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount a token."""
+    """Discount per token."""
 
     @property
     def compares_over(self) -> Literal["none", "group", "batch"]:
@@ -275,7 +275,7 @@ class ReinforcePlusPlusAdvantage(WhitenedAdvantage):
 
     type: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount a token."""
+    """Discount per token."""
 
     @property
     def compares_over(self) -> Literal["none", "group", "batch"]:
@@ -307,7 +307,7 @@ class OpoAdvantage(AdvantageConfig):
 
 
 class GpgAdvantage(AdvantageConfig):
-    """Group-relative, scaled up by the share of samples whose group says something."""
+    """Group-relative, scaled up by the share of samples whose group has different rewards."""
 
     type: Literal["gpg"] = "gpg"
     normalize_std: bool = False
@@ -323,13 +323,13 @@ class GpgAdvantage(AdvantageConfig):
 
 
 class PassAtKAdvantage(AdvantageConfig):
-    """Group-relative over all teams of k samples, of which one has to be right."""
+    """Group-relative over all teams of k samples, of which one has to be correct."""
 
     type: Literal["pass_at_k"] = "pass_at_k"
     k: int = Field(default=4, ge=2, le=10_000)
-    """Size of a team."""
+    """Number of samples in a team."""
     right_at: float = Field(default=1.0, ge=-1e9, le=1e9)
-    """Reward from which a sample is right."""
+    """Reward from which a sample counts as correct."""
 
     @property
     def min_group_samples(self) -> int:
@@ -351,12 +351,12 @@ class GaeAdvantage(AdvantageConfig):
 
     type: Literal["gae"] = "gae"
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount a token."""
+    """Discount per token."""
     lam: float = Field(default=1.0, ge=0, le=1)
-    """Weight of what comes later against what the critic expects; 1 trusts the rewards alone."""
+    """Weight of later rewards and values against the critic's expectation; 1 relies on the rewards alone."""
     bootstrap_truncated: bool = True
-    """After a response that was cut off at the length limit the critic says what would have come; false: nothing would
-    have, as after one that ended."""
+    """Use the critic's value as the return after a response that was cut off at the length limit; false: use 0 there,
+    as after a response that ended."""
 
     @property
     def compares_over(self) -> Literal["none", "group", "batch"]:
@@ -364,7 +364,7 @@ class GaeAdvantage(AdvantageConfig):
 
     @property
     def scales_over(self) -> Literal["none", "group", "batch"]:
-        # What the critic expects has a scale of its own.
+        # The critic's values have the scale of the rewards, so a change of that scale matters.
         return "none"
 
     @property
@@ -373,17 +373,17 @@ class GaeAdvantage(AdvantageConfig):
 
 
 class DistillAdvantage(AskedTeachers, AdvantageConfig):
-    """How much more likely a teacher finds each token than the policy that drew it."""
+    """Difference between the log-probabilities of a teacher and of the policy that sampled, for each token."""
 
     type: Literal["distill"] = "distill"
     coefficient: float = Field(default=1.0, ge=0, le=1000)
-    """Factor of the teacher's log-probability less the rollout's; 0 beside `algorithm.teacher` alone."""
+    """Factor of the teacher's log-probability minus the rollout's; 0 is allowed only with `algorithm.teacher`."""
     reward_weight: float = Field(default=0.0, ge=0, le=1000)
-    """Factor of the advantage by reward within the group, which is added; 0: rewards may be empty."""
+    """Factor of the group's reward advantage, which is added; with 0 the rewards may be empty."""
 
     @property
     def arguments(self) -> dict[str, Any]:
-        # Who is asked is done with before the function looks at what was said.
+        # These keys choose the teachers and are used before the function is called.
         asked = AskedTeachers.model_fields
         return {name: value for name, value in super().arguments.items() if name not in asked}
 
@@ -436,11 +436,11 @@ class DistillAdvantage(AskedTeachers, AdvantageConfig):
 
 
 class GdpoAdvantage(WhitenedAdvantage):
-    """Each term of the reward normalised within its group by itself, then their weighted sum whitened."""
+    """Each reward term normalised within its group by itself, then their weighted sum whitened."""
 
     type: Literal["gdpo"] = "gdpo"
     weights: tuple[Annotated[float, Field(ge=-1e6, le=1e6)], ...] = Field(default=(), max_length=64)
-    """One for each of `rewards`; empty takes their own."""
+    """One weight for each of `rewards`; empty takes the weights of `rewards`."""
 
     @model_validator(mode="after")
     def _looks_at_terms(self) -> GdpoAdvantage:
@@ -478,7 +478,7 @@ class RemaxAdvantage(AdvantageConfig):
 
 
 class UserAdvantage(UserFunction, AdvantageConfig):
-    """A function of the user's: function(outcomes, **parameters), one number a sample or a token."""
+    """A function of the user: function(outcomes, **parameters) returns one number per sample or per token."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -486,7 +486,7 @@ class UserAdvantage(UserFunction, AdvantageConfig):
 
     @property
     def scales_over(self) -> Literal["none", "group", "batch"]:
-        # What the function makes of a factor is its own affair.
+        # Only the user's function decides what a factor of the rewards changes.
         return "none"
 
     @property

@@ -1,4 +1,4 @@
-"""`algorithm`: what is optimised. `type` picks a preset, and every section of it can be changed by itself."""
+"""`algorithm`: the objective. `type` picks a preset, and every section of it can be changed separately."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class DpoConfig(ConfigModel):
 
     type: Literal["dpo"] = "dpo"
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    """What the margin of a pair becomes; docs/preferences.md has the formulas."""
+    """Loss of the margin of a pair; docs/preferences.md has the formulas."""
     beta: float = Field(default=0.1, gt=0, le=1000)
-    """Strength of the pull towards the first policy: the smaller, the further the policy may go."""
+    """Strength of the pull towards the initial policy: with a smaller value the policy may move further."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """Share of pairs whose answers are expected to stand the wrong way round; `sigmoid` alone."""
+    """Share of pairs whose answers are expected to be in the wrong order; for `sigmoid` alone."""
     reference_free: bool = False
-    """Leave the first policy out: the margin is that of the log-probabilities alone, and no copy is kept."""
+    """Ignore the initial policy: the margin uses the log-probabilities alone, and no copy is kept."""
 
     @model_validator(mode="after")
     def _consistent(self) -> DpoConfig:
@@ -35,7 +35,7 @@ class DpoConfig(ConfigModel):
 
 
 class RewardModelConfig(ConfigModel):
-    """A reward model: the model with a head of one number, which gives the preferred answer the higher one."""
+    """A reward model: the model with a scalar head, which scores the preferred answer higher."""
 
     type: Literal["reward_model"] = "reward_model"
     center_coefficient: float = Field(default=0.0, ge=0, le=1000)
@@ -43,19 +43,20 @@ class RewardModelConfig(ConfigModel):
 
 
 class AggregationConfig(ConfigModel):
-    """How the losses of tokens become one number; every denominator counts over the whole update."""
+    """The reduction of token losses to one number; every denominator counts over the whole update."""
 
     type: Literal[
         "token_mean", "sequence_mean_of_token_sum", "sequence_mean_of_token_mean", "constant", "token_sum"
     ] = "token_mean"
-    """Every token alike; every sequence by its sum; every sequence alike; by its sum over a constant; or the sum of
-    all tokens over nothing."""
+    """Mean over tokens; mean over sequences of their sums; mean over sequences of their means; sum of each sequence
+    divided by a constant; or
+    the sum over all tokens, divided by nothing."""
     constant_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
-    """The constant of `constant`; empty takes rollout.sampling.max_response_tokens."""
+    """The divisor of `constant`; empty takes rollout.sampling.max_response_tokens."""
 
 
 def _changed(section: ConfigModel, beside: tuple[str, ...] = ()) -> set[str]:
-    """The keys of a section that are not at their defaults."""
+    """Return the keys of a section that are not at their defaults."""
     fields = type(section).model_fields
     return {name for name, value in section if name not in beside and value != fields[name].default}
 
@@ -65,20 +66,20 @@ def _keys(section: str, names: set[str]) -> str:
 
 
 class KlConfig(ConfigModel):
-    """Stay near the policy that the run started from."""
+    """Penalty on the divergence from the initial policy."""
 
     placement: Literal["none", "loss", "reward"] = "none"
-    """Add the divergence to the loss, or take it from the rewards before advantages are made of them."""
+    """Add the divergence to the loss, or subtract it from the rewards before advantages are computed."""
     estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k3"
     """log p - log q; half its square; q / p - 1 - log q / p; its absolute value; over the whole vocabulary."""
     coefficient: float = Field(default=0.001, ge=0, le=1000)
     """Factor of the divergence."""
     target: float | None = Field(default=None, gt=0, le=1000)
-    """Mean divergence a token that the coefficient adapts to; empty keeps the coefficient."""
+    """Mean divergence per token that an adaptive coefficient aims at; empty keeps the coefficient constant."""
     horizon_samples: int = Field(default=10_000, ge=1, le=1_000_000_000)
-    """An adaptive coefficient changes by at most a fifth over so many samples."""
+    """An adaptive coefficient changes by at most a fifth over this many samples."""
     reference: Literal["frozen", "service"] = "frozen"
-    """Who holds the first policy: a frozen copy inside the trainer's ranks, or a gang of its own (stack: reference)."""
+    """Holder of the initial policy: a frozen copy in the trainer's ranks, or a gang of its own (stack: reference)."""
 
     @model_validator(mode="after")
     def _is_placed(self) -> KlConfig:
@@ -110,17 +111,17 @@ class KlConfig(ConfigModel):
 
 
 class RejectionConfig(ConfigModel):
-    """Leave out what lies too far from the generator's policy."""
+    """Leave out tokens or sequences that are too far from the generator's policy."""
 
     measure: Literal["k1", "k2", "k3", "difference"]
-    """With r trainer over generator: r itself; (log r)^2 / 2; r - 1 - log r; or the difference of the probabilities."""
+    """With r = trainer / generator: r itself; (log r)^2 / 2; r - 1 - log r; or the difference of the probabilities."""
     over: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = "token"
-    """What is left out: a token, or a sequence by the sum, the mean or the farthest of its tokens (for `k1` those of
+    """The unit that is left out: a token, or a sequence by the sum, the mean or the maximum of its tokens (for `k1` of
     log r: product and geometric mean)."""
     low: float | None = Field(default=None, ge=-1e6, le=1e6)
-    """Left out below; empty is off. For `k1` and `difference`: the others are never negative."""
+    """Leave out values below this; empty is off. For `k1` and `difference`: the others are never negative."""
     high: float | None = Field(default=None, ge=-1e6, le=1e6)
-    """Left out above; empty is off."""
+    """Leave out values above this; empty is off."""
 
     @model_validator(mode="after")
     def _leaves_something(self) -> RejectionConfig:
@@ -146,32 +147,32 @@ class RejectionConfig(ConfigModel):
 
 
 class CorrectionConfig(ConfigModel):
-    """What is done about the distance of the policy that sampled from the one that learns."""
+    """Correction for the difference between the policy that sampled and the policy that is trained."""
 
     proximal: Literal["rollout", "trainer", "interpolated"] = "rollout"
-    """What the ratio compares with: the generator's log-probabilities, the trainer's own before the update, or these
-    estimated without scoring the samples."""
+    """The denominator of the ratio: the generator's log-probabilities, the trainer's own before the update, or an
+    estimate of the latter that needs no scoring pass."""
     importance: Literal["none", "token", "segment", "sequence", "icepop", "icepop_sequence"] = "none"
-    """Weight by trainer over generator: truncated by token, by stretch without context in between, by sequence; or
-    left out where beyond the limits, by token or by sequence."""
+    """Weight by trainer / generator: truncated per token, per stretch without context in between, or per sequence; or
+    zero outside the limits, per token or per sequence."""
     importance_cap: float = Field(default=2.0, gt=0, le=1e6)
-    """Largest weight; for `icepop` and `icepop_sequence` what is above is left out."""
+    """Largest weight; for `icepop` and `icepop_sequence`, larger ones are left out."""
     importance_floor: float = Field(default=0.5, ge=0, le=1e6)
-    """For `icepop` and `icepop_sequence`: what has a weight below is left out."""
+    """For `icepop` and `icepop_sequence`: smaller weights are left out."""
     normalize_importance: bool = False
     """Divide the weights of an update by their mean; needs `proximal: trainer`, and scores every update first."""
     rejection: tuple[RejectionConfig, ...] = Field(default=(), max_length=16)
-    """Leave out tokens and sequences that any of these finds too far; denominators stay as they are."""
+    """Leave out tokens and sequences that any of these rules rejects; denominators stay the same."""
     sequence_low: float | None = Field(default=None, ge=0, le=1e6)
-    """Leave out sequences whose geometric mean of trainer over generator is below; empty is off."""
+    """Leave out sequences whose geometric mean of trainer / generator is below this; empty is off."""
     sequence_high: float | None = Field(default=None, gt=0, le=1e6)
-    """Leave out sequences whose geometric mean of trainer over generator is above; empty is off."""
+    """Leave out sequences whose geometric mean of trainer / generator is above this; empty is off."""
     staleness_decay: float = Field(default=1.0, gt=0, le=1)
-    """Weight of a token for each version that it is behind the one it trains."""
+    """Factor on the weight of a token for each version by which it is older than the version that is trained."""
     warn_at: float | None = Field(default=0.005, gt=0, le=1)
-    """Mean difference of token probabilities between generator and trainer, under one version, that is warned of."""
+    """Mean difference of token probabilities between generator and trainer, under one version, that logs a warning."""
     fail_at: float | None = Field(default=0.01, gt=0, le=1)
-    """The same, that refuses the update and fails the run; empty is off, as it is for `warn_at`."""
+    """Mean difference, as for `warn_at`, that rejects the update and fails the run; empty is off for both."""
 
     @model_validator(mode="after")
     def _has_weights_to_bound_and_normalise(self) -> CorrectionConfig:
@@ -193,7 +194,7 @@ class CorrectionConfig(ConfigModel):
 
     @property
     def looks_at_proximal(self) -> bool:
-        """Whether it weighs or leaves out tokens, by the policy that `proximal` names over the one that sampled."""
+        """Return whether the ratio of the policy of `proximal` to the one that sampled weighs or removes tokens."""
         limited = self.sequence_low is not None or self.sequence_high is not None
         return self.importance != "none" or limited or bool(self.rejection)
 
@@ -253,35 +254,35 @@ class PolicyConfig(ConfigModel):
     ] = "grpo"
     """The preset that fills the sections below where they are not written."""
     advantage: AdvantageSection = GrpoAdvantage()
-    """What a reward becomes."""
+    """The conversion of rewards into advantages."""
     loss: LossSection = PpoLoss()
-    """What the trainer descends on."""
+    """The loss that the trainer minimises."""
     aggregation: AggregationConfig = AggregationConfig()
-    """How tokens are averaged."""
+    """The averaging of token losses."""
     sample_weights: SampleWeightsConfig = SampleWeightsConfig()
-    """How much each sample counts."""
+    """The weight of each sample."""
     kl: KlConfig = KlConfig()
-    """Distance from the first policy."""
+    """Penalty on the divergence from the initial policy."""
     teacher: TeacherConfig | None = None
-    """Distance from a teacher over its likeliest tokens (stack: teacher)."""
+    """Penalty on the divergence from a teacher over its likeliest tokens (stack: teacher)."""
     correction: CorrectionConfig = CorrectionConfig()
-    """Distance from the policy that sampled."""
+    """Correction for the policy that sampled."""
     critic: CriticConfig | None = None
-    """The value model, for the advantage `gae` alone (stack: critic)."""
+    """The value model; only for the advantage `gae` (stack: critic)."""
     entropy_coefficient: float = Field(default=0.0, ge=0, le=1000)
-    """Factor of the entropy that is taken from the loss."""
+    """Factor of the entropy, which is subtracted from the loss."""
     shuffle_rewards: bool = False
     """Control experiment: permute the rewards of an update. Such a run must not learn."""
 
     @property
     def gangs_beside_the_policy(self) -> list[str]:
-        """The roles that the run needs a gang of beside the policy."""
+        """The roles for which the run needs a gang in addition to the policy's."""
         wanted = {CRITIC: self.critic is not None, REFERENCE: self.asks_reference_service}
         return [*(role for role, is_wanted in wanted.items() if is_wanted), *self.teachers_needed]
 
     @property
     def asked_teachers(self) -> AskedTeachers | None:
-        """The section that says which teachers score the samples; None where none does."""
+        """The section that says which teachers score the samples; None without teachers."""
         return self.advantage if isinstance(self.advantage, DistillAdvantage) else self.teacher
 
     @property
@@ -291,12 +292,12 @@ class PolicyConfig(ConfigModel):
 
     @property
     def needs_rewards(self) -> bool:
-        """Whether samples teach nothing without a reward."""
+        """Return whether samples are useless for training without a reward."""
         return not (isinstance(self.advantage, DistillAdvantage) and self.advantage.reward_weight == 0)
 
     @property
     def asks_reference_service(self) -> bool:
-        """Whether a gang of its own scores every sample by the first policy."""
+        """Return whether a gang of its own scores every sample by the initial policy."""
         return self.kl.placement != "none" and self.kl.reference == "service"
 
     @model_validator(mode="before")
@@ -370,7 +371,7 @@ class PolicyConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _has_what_its_loss_looks_at(self) -> PolicyConfig:
-        """Refuse what a loss does with negative advantages where there are none."""
+        """Refuse settings for negative advantages where the advantages are never negative."""
         if self.advantage.type != "grpo_passk" or self.advantage.whiten:
             return self
         if self.loss.type == "raft_plus_plus":
@@ -387,7 +388,7 @@ class PolicyConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _has_one_teacher_for_each_sample(self) -> PolicyConfig:
-        """Refuse likeliest tokens of several teachers, which differ, and teachers that are named twice."""
+        """Refuse the likeliest tokens of several teachers, which differ, and teachers that are named twice."""
         asked, named = self.asked_teachers, self.teacher
         if named is None or asked is None:
             return self
@@ -405,7 +406,7 @@ class PolicyConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _learns_something_from_the_teacher(self) -> PolicyConfig:
-        """Refuse advantages that are all zero where nothing else teaches, and what would act on them alone."""
+        """Refuse advantages that are all zero if nothing else is learned from, and keys that only act on them."""
         advantage, correction = self.advantage, self.correction
         if not isinstance(advantage, DistillAdvantage) or advantage.coefficient:
             return self
@@ -439,7 +440,7 @@ class PolicyConfig(ConfigModel):
         bounded = normalization.clip is not None
         if not bounded and _undone(normalization.mean, advantage.compares_over):
             idle.add("mean")
-        # A divergence that is taken from the rewards keeps its own scale.
+        # A divergence that is subtracted from the rewards keeps its own scale.
         if self.kl.placement != "reward":
             if not bounded and _undone(normalization.std, advantage.scales_over):
                 idle.add("std")
@@ -454,7 +455,7 @@ class PolicyConfig(ConfigModel):
 
 
 def _undone(statistic: str, over: str) -> bool:
-    """Whether a statistic of the rewards falls out where these are compared or scaled over the group or the batch."""
+    """Return whether a statistic of the rewards cancels out in the comparison over the group or the batch."""
     return statistic != "none" and (over == "group" or (over == "batch" and statistic != "group"))
 
 

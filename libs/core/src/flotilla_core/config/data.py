@@ -1,4 +1,4 @@
-"""What a run learns from and is measured by: prompts, rollouts, rewards and evaluation."""
+"""The data of a run and its evaluation: prompts, rollouts, rewards and evaluation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 from flotilla_core.config.model import ConfigModel, Parameters, function_path, possible_function
 
 LARGEST_REWARD = 1e38
-"""Either way; sums and squares of such rewards are still numbers. The contract of the trainer has the same bound."""
+"""Largest absolute value: sums and squares of such rewards stay finite. The trainer's contract has the same bound."""
 
 
 class TrainingSet(ConfigModel):
@@ -19,9 +19,9 @@ class TrainingSet(ConfigModel):
     path: Path
     """JSONL file with one object a line."""
     weight: float = Field(default=1.0, gt=0, le=1e9)
-    """Its share of the draws is this over the sum of all weights, however long the file is."""
+    """Its share of the draws is this divided by the sum of all weights, however long the file is."""
     name: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$")
-    """Names its metrics; empty takes the name of the file without its ending."""
+    """Names its metrics; empty takes the file name without its extension."""
 
 
 def _form(train: Any) -> str | None:
@@ -46,24 +46,24 @@ class DataConfig(ConfigModel):
     prompt_field: str = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
     answer_field: str = "answer"
-    """Column with the right answer; may be absent where no reward needs it."""
+    """Column with the correct answer; may be absent if no reward needs it."""
     chosen_field: str = "chosen"
     """Column with the preferred answer of a pair (`dpo`, `reward_model`): text, or chat messages that end with it."""
     rejected_field: str = "rejected"
     """Column with the other answer of a pair, in the same form."""
     apply_chat_template: bool = False
-    """Render the prompt by the tokenizer's chat template (always done for lists of messages)."""
+    """Render the prompt with the tokenizer's chat template (always done for lists of messages)."""
     max_prompt_tokens: int = Field(default=1024, ge=1, le=10_000_000)
-    """Longer prompts are handled by `overlong_prompts`."""
+    """Longest prompt; `overlong_prompts` says how longer ones are handled."""
     overlong_prompts: Literal["drop", "truncate", "error"] = "drop"
-    """What happens to longer prompts; drops and truncations are counted."""
+    """Treatment of longer prompts; drops and truncations are counted."""
     order: Literal["shuffled", "as_written", "by_field"] = "shuffled"
-    """A new order every epoch, derived from the run's seed; that of the file; or ascending by `difficulty_field`."""
+    """A new order every epoch, derived from the run's seed; the file's order; or ascending by `difficulty_field`."""
     difficulty_field: str = ""
-    """Column with the number that `order: by_field` goes by, the same in every epoch; equal ones as in the file."""
+    """Column with the number that `order: by_field` sorts by, the same in every epoch; ties stay as in the file."""
     rest_epochs: int = Field(default=0, ge=0, le=1023)
-    """Most epochs that a prompt rests after it was solved: 1, after the second time in a row 3, then 7, 15, and so on.
-    0 draws every prompt in every epoch."""
+    """Maximum number of epochs that a prompt rests after it was solved: 1, after the second time in a row 3, then 7,
+    15, and so on. 0 draws every prompt in every epoch."""
 
     @model_validator(mode="after")
     def _has_prompts_in_an_order(self) -> DataConfig:
@@ -78,7 +78,7 @@ class DataConfig(ConfigModel):
 
 
 class RewardTermConfig(ConfigModel):
-    """Section `rewards` of `run.yaml`: what a sample is worth.
+    """Section `rewards` of `run.yaml`: the terms of a sample's reward.
 
     One term of the weighted sum.
     """
@@ -88,16 +88,16 @@ class RewardTermConfig(ConfigModel):
     weight: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Factor of this term."""
     parameters: Parameters = Field(default_factory=dict)
-    """Passed to the reward."""
+    """Passed to the reward function by keyword."""
     timeout_s: float = Field(default=10.0, gt=0, le=86_400)
-    """Limit for one sample; then it counts as a timeout, never as a score."""
+    """Time limit for one sample; beyond it the result is a timeout, never a score."""
 
     def with_paths_from(self, directory: Path) -> Self:
         return self.model_copy(update={"reward": function_path(self.reward, directory)})
 
 
 class SamplingConfig(ConfigModel):
-    """How responses are drawn."""
+    """The sampling of responses."""
 
     temperature: float = Field(default=1.0, ge=0, le=100)
     """0 is greedy."""
@@ -106,48 +106,49 @@ class SamplingConfig(ConfigModel):
     top_k: int = Field(default=0, ge=0, le=10_000_000)
     """0 is off; above 0 is refused for training rollouts."""
     max_response_tokens: int = Field(default=256, ge=1, le=10_000_000)
-    """Longest response."""
+    """Length limit of a response."""
     min_response_tokens: int = Field(default=0, ge=0, le=10_000_000)
-    """No end of sequence before so many tokens."""
+    """No end of sequence before this many tokens."""
 
 
 class DynamicSamplingConfig(ConfigModel):
-    """Groups whose rewards are all equal are left out, and other prompts are drawn in their place."""
+    """Leave out groups whose rewards are all equal, and draw other prompts in their place."""
 
     max_prompts_per_step: int | None = Field(default=None, ge=1, le=1_000_000)
-    """Prompts drawn for one step at most; with fewer groups that teach the batch is smaller. Empty takes four times
+    """Limit on the prompts drawn for one step; when too few groups have different rewards, the batch is smaller. Empty
+    takes four times
     rollout.prompts_per_step."""
 
 
 class RolloutConfig(ConfigModel):
-    """What one step generates."""
+    """The generation of one step."""
 
     prompts_per_step: int = Field(default=64, ge=1, le=100_000)
-    """Groups of a batch; prompts drawn for a step where nothing below draws more."""
+    """Groups in a batch; also the prompts drawn for a step, unless a setting below draws more."""
     samples_per_prompt: int = Field(default=8, ge=1, le=10_000)
-    """Size of a group."""
+    """Number of samples in a group."""
     max_staleness: int = Field(default=0, ge=0, le=64)
     """Updates between the oldest token of a sample and the update that trains it. 0: samples come from the version that
-    they train; k: generation runs up to k steps ahead of training."""
+    is being trained; k: generation runs up to k steps ahead of training."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling of training rollouts."""
     sample_timeout_s: float = Field(default=300.0, gt=0, le=604_800)
-    """A group that is not done after so long is issued again; one that is admitted n steps ahead has (1 + n) times as
+    """A group that is not done after this long is issued again; one that is admitted n steps ahead has (1 + n) times as
     long."""
     max_attempts: int = Field(default=5, ge=1, le=1000)
-    """Times that a sample is issued before the run fails, naming the generators' last error."""
+    """Times that a sample is issued before the run fails with the generators' last error."""
     resume_partial: bool = False
-    """A sample that a generator gives up part-way (it drains, or a sync broke it) goes on elsewhere after the tokens
-    that it has; otherwise it begins anew."""
+    """A sample that a generator gives up part-way (it drains, or a sync failed) continues elsewhere after the tokens
+    that it has; otherwise it starts again from the prompt."""
     max_reward_failure_rate: float = Field(default=0.5, ge=0, le=1)
-    """Share of a step's samples that may end as reward error or timeout; above it the run fails."""
+    """Share of a step's samples that may end as a reward error or timeout; above it the run fails."""
     generators: int | None = Field(default=None, ge=1, le=256)
-    """Generators that the run takes at most; empty: its even share of all, and all while it is alone."""
+    """Maximum number of generators for the run; empty: an even share of all, which is all of them for a single run."""
     dynamic_sampling: DynamicSamplingConfig | None = None
-    """Train only groups that teach; absent: every group is trained."""
+    """Train only groups with different rewards; absent: every group is trained."""
     over_issue: float = Field(default=0.0, ge=0, le=1)
-    """So many more groups are under way than a batch needs, as a share of it; it is made of the first that end, and the
-    others count for the next step where `max_staleness` lets them, or are given up."""
+    """Extra groups under way, as a share of a batch. The batch consists of the first groups that end; the
+    others count for the next step if `max_staleness` allows it, and are given up otherwise."""
 
     @model_validator(mode="after")
     def _replaces_what_can_be_judged(self) -> RolloutConfig:
@@ -168,27 +169,27 @@ class RolloutConfig(ConfigModel):
 
     @property
     def longest_sample_s(self) -> float:
-        """The limit of a group that is admitted as early as it may be."""
+        """The time limit of a group that is admitted as early as possible."""
         return self.sample_timeout_s * (1 + self.max_staleness)
 
 
 class EvaluationConfig(ConfigModel):
-    """Evaluation on held-out prompts or pairs; before, during and after."""
+    """Evaluation on held-out prompts or pairs; before, during and after training."""
 
     data: Path
     """JSONL file with the same columns as the training data."""
     every_steps: int = Field(default=0, ge=0, le=10_000_000)
-    """0: only before and after."""
+    """Steps between evaluations; 0: only before and after training."""
     max_prompts: int = Field(default=500, ge=1, le=100_000)
-    """Prompts taken from the file."""
+    """Maximum number of prompts taken from the file."""
     max_response_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
-    """Empty takes the rollout's limit."""
+    """Length limit of a response; empty takes the rollout's limit."""
     samples_per_prompt: int = Field(default=1, ge=1, le=10_000)
     """Answers drawn for each prompt; above 1 `eval/mean@n` and `eval/pass@k` are measured as well."""
     temperature: float = Field(default=0.0, ge=0, le=100)
-    """0 is greedy, of which more than one answer would all be equal."""
+    """0 is greedy, which would make several answers to a prompt all equal."""
     pinned: bool = False
-    """Evaluate beside the training that follows: of two generators or more one keeps the version until it is done."""
+    """Evaluate during the next steps: with two or more generators, one keeps the version until the evaluation ends."""
 
     @model_validator(mode="after")
     def _answers_differ(self) -> EvaluationConfig:
@@ -204,6 +205,6 @@ class StopConfig(ConfigModel):
     """End early on an evaluation."""
 
     accuracy_at_least: float = Field(ge=0, le=1)
-    """Stop at the first evaluation that reaches it."""
+    """Stop at the first evaluation that reaches this accuracy."""
     accuracy_at_most: float | None = Field(default=None, ge=0, le=1)
-    """The run fails when the evaluation that stopped it is above."""
+    """The run fails when the evaluation that stopped it is above this accuracy."""

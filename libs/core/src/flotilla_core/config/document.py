@@ -1,8 +1,9 @@
-"""The values of a configuration as YAML files and overrides wrote them, and where each of them was written.
+"""The values of a configuration as YAML files and overrides give them, and the place where each was written.
 
-Invariants: a text costs bounded time and memory, whatever it says: its size, its nesting, its values with every alias
-written out and the length of a number are limited, and each refusal names the line and the limit; no text holds NUL or
-half of a surrogate pair; 1e-6 is a number; dates stay text. The origin of a key path is the last file or override that
+Invariants: a text costs bounded time and memory, whatever it contains: its size, its nesting, its values with every
+alias expanded and the length of a number are limited, and each refusal names the line and the limit; no text holds
+NUL or half of a surrogate pair; 1e-6 is a number; dates stay text. The origin of a key path is the last file or
+override that
 set it; the same key twice in one mapping is an error.
 """
 
@@ -21,18 +22,18 @@ from flotilla_core.errors import InvalidConfig
 KeyPath = tuple[str | int, ...]
 
 MOST_BYTES = 256 * 1024
-"""Of one file, one text or one override."""
+"""Limit for one file, one text or one override."""
 MOST_VALUES = 20_000
-"""Keys, items and values of one text, each alias counted as what it stands for."""
+"""Limit on keys, items and values of one text; each alias counts as the values that it expands to."""
 DEEPEST = 20
-"""Levels of mappings and lists inside each other; the wire carries parameters of little more."""
+"""Limit on nested mappings and lists; the wire carries parameters that are hardly deeper."""
 LONGEST_NUMBER = 400
-"""Characters; the largest float written out has 309."""
+"""Limit in characters; the largest float written out has 309."""
 _SHOWN = 80
 
 
 class YamlText(yaml.SafeLoader):
-    """Safe YAML 1.1 without its surprises for numbers, dates and words, which refuses what would grow without bound."""
+    """Safe YAML 1.1 without its surprises for numbers, dates and words; refuses texts that grow without bound."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         first: [
@@ -61,7 +62,7 @@ class YamlText(yaml.SafeLoader):
             raise _not_yaml(error, source) from None
 
     def root(self) -> yaml.Node | None:
-        """The node of the whole text; None where it says nothing."""
+        """The node of the whole text; None for an empty text."""
         try:
             return self.get_single_node()
         except yaml.YAMLError as error:
@@ -70,7 +71,7 @@ class YamlText(yaml.SafeLoader):
             self.dispose()
 
     def scalar(self, node: yaml.ScalarNode, name: str) -> Any:
-        """The plain value of a node; `name` says in messages which one it is."""
+        """Return the plain value of a node; `name` names it in messages."""
         if not node.tag.endswith(":str") and len(node.value) > LONGEST_NUMBER:
             raise InvalidConfig(
                 f"cannot read {name}",
@@ -88,7 +89,7 @@ class YamlText(yaml.SafeLoader):
         return value
 
     def place_of(self, node: yaml.Node) -> str:
-        """Where a node stands."""
+        """Return the position of a node in its text, for messages."""
         return f"{self.source}:{node.start_mark.line + 1}"
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -108,7 +109,7 @@ class YamlText(yaml.SafeLoader):
         return node
 
     def _size(self, node: yaml.Node, place: str) -> tuple[int, int]:
-        """Values and levels of a node, with every alias written out."""
+        """Count the values and levels of a node, with every alias expanded."""
         children: list[yaml.Node] = []
         if isinstance(node, yaml.MappingNode):
             children = [part for pair in node.value for part in pair]
@@ -153,7 +154,7 @@ YamlText.add_implicit_resolver(
 
 
 def read_text_file(path: Path) -> str:
-    """The text of a configuration file; one that is too large is not read to its end."""
+    """Return the text of a configuration file; stop reading one that is too large."""
     try:
         with path.expanduser().open("rb") as file:
             content = file.read(MOST_BYTES + 1)
@@ -169,7 +170,7 @@ def read_text_file(path: Path) -> str:
 
 
 def too_large(source: str) -> InvalidConfig:
-    """The refusal of a text that is not read at all."""
+    """Return the error for a text that is too large to be read."""
     return InvalidConfig(
         "the configuration is too large",
         where=shortened(source),
@@ -179,7 +180,7 @@ def too_large(source: str) -> InvalidConfig:
 
 
 def shortened(text: str, limit: int = _SHOWN * 2) -> str:
-    """A text for a message, which a whole file would fill otherwise."""
+    """Shorten a text for a message, which a whole file would fill otherwise."""
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
 
 
@@ -250,12 +251,12 @@ class Document:
             )
         loader = YamlText(value_text, source)
         node = loader.root()
-        # Lines of an override are of no use: its text stands in the message.
+        # The line numbers of an override are useless: the message quotes its text.
         value = None if node is None else _Reader(loader, {}).read(node, (*parts,))
         self._set([*parts], value, source)
 
     def origin(self, path: KeyPath) -> str:
-        """Where `path`, or the nearest key around it, was set."""
+        """Return the place where `path`, or the nearest key around it, was set."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.origins:
                 return self.origins[path[:length]]
@@ -332,7 +333,7 @@ class _Reader:
 
 
 def join(path: KeyPath) -> str:
-    """A key path as people write it: rewards[0].weight."""
+    """Return a key path in its usual spelling: rewards[0].weight."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -340,7 +341,7 @@ def join(path: KeyPath) -> str:
 
 
 def describe(value: Any) -> str:
-    """A value for a message."""
+    """Describe a value for a message."""
     if value is None:
         return "nothing"
     if isinstance(value, dict):

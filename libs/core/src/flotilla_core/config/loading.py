@@ -1,4 +1,4 @@
-"""Reads, checks and writes configurations, and explains what is wrong with one.
+"""Read, check and write configurations, and explain what is wrong with one.
 
 Invariants: later files win over earlier ones, and overrides over files; every problem is reported, all at once; each
 line of a report names the place (file:line or override), the key path and what is expected, and an unknown key the one
@@ -26,7 +26,7 @@ Model = TypeVar("Model", bound=ConfigModel)
 MOST_OVERRIDES = 1000
 
 MOST_EXPLAINED = 50
-"""Problems of one configuration; a mistake in a long list is a problem for each item."""
+"""Limit on reported problems of one configuration; a mistake in a long list is a problem for each item."""
 
 
 def load(
@@ -54,14 +54,14 @@ def load_text(
     overrides: Sequence[str] = (),
     resolve_paths: bool = False,
 ) -> Model:
-    """The same for a text; `source` names it in messages."""
+    """Load a configuration from a text; `source` names it in messages."""
     document = Document()
     document.add_text(text, source)
     return _validated(model, document, overrides, resolve_paths)
 
 
 def read_values(text: str, source: str) -> dict[str, Any]:
-    """The plain values of a text, which need fit no model of this release."""
+    """Return the plain values of a text, which need not fit any model of this release."""
     document = Document()
     document.add_text(text, source)
     return document.values
@@ -85,7 +85,7 @@ def _validated(
 
 
 def explain(failure: ValidationError, model: type[ConfigModel], document: Document) -> InvalidConfig:
-    """The error for everything that validation found."""
+    """Return one error that reports everything that validation found."""
     lines: dict[str, None] = {}
     problems = failure.errors(include_url=False)
     for problem in problems[:MOST_EXPLAINED]:
@@ -136,7 +136,7 @@ def _name_of(value: Any) -> Any:
 
 
 def _unknown_name(path: KeyPath, kind: str, name: str, context: dict[str, Any]) -> str:
-    """The names that pydantic expected, and the nearest of them."""
+    """Return the names that pydantic expected, and the nearest of them."""
     of_a_section = kind == "union_tag_invalid"
     expected = context["expected_tags" if of_a_section else "expected"]
     known = re.findall(r"'([^']*)'", expected.replace("'user'", "'path.py:function'"))
@@ -149,7 +149,7 @@ def _unknown_name(path: KeyPath, kind: str, name: str, context: dict[str, Any]) 
 
 
 def _written_path(location: tuple[str | int, ...], kind: str, values: Any) -> KeyPath:
-    """The key path as written: without the names of union members that validation puts in between."""
+    """Return the key path as written: without the names of union members that validation inserts."""
     path: KeyPath = ()
     for position, part in enumerate(location):
         last = position == len(location) - 1
@@ -172,7 +172,7 @@ def _probably_meant(path: KeyPath, model: type[ConfigModel]) -> str:
     for part in around:
         if isinstance(part, str):
             below = {each for one in models if part in one.model_fields for each in _models_of(one, part)}
-            models = below or models  # the names in a mapping are the user's
+            models = below or models  # the user chooses the names in a mapping
     siblings = [name for one in models for name in one.model_fields]
     near = difflib.get_close_matches(str(key), siblings, n=1)
     if near:
@@ -189,7 +189,7 @@ def _all_paths(model: type[ConfigModel], prefix: str = "") -> Iterator[str]:
 
 
 def _models_of(model: type[ConfigModel], name: str) -> list[type[ConfigModel]]:
-    """The models that the field `name` may hold, directly, in a union or in a list."""
+    """Return the models that the field `name` may hold, directly, in a union or in a list."""
     found: list[type[ConfigModel]] = []
     pending = [model.model_fields[name].annotation]
     while pending:
@@ -201,15 +201,15 @@ def _models_of(model: type[ConfigModel], name: str) -> list[type[ConfigModel]]:
 
 
 def _mentioned_origin(message: str, document: Document) -> str:
-    """Checks over several keys start their message with the key to change."""
+    """Return the origin of the key that a message starts with: the key to change, in checks over several keys."""
     return document.origin(tuple(message.split(" ", 1)[0].split(".")))
 
 
 def dump_yaml(config: ConfigModel) -> str:
-    """Every value, defaults included, in the order of the model."""
+    """Return every value, defaults included, in the order of the model."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100)
 
 
 def json_schema(model: type[ConfigModel]) -> dict[str, Any]:
-    """For editors and for the reference page."""
+    """Return the JSON schema, for editors and for the reference page."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **model.model_json_schema()}

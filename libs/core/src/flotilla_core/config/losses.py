@@ -1,4 +1,4 @@
-"""The losses of `algorithm.loss`, and how much each sample counts in them.
+"""The losses of `algorithm.loss`, and the weight of each sample in them.
 
 Invariant: a class names one function of the trainer and exactly its parameters.
 """
@@ -13,21 +13,21 @@ from flotilla_core.config.model import ConfigModel, UserFunction, kind_of
 
 
 class LossConfig(ConfigModel):
-    """What every loss shares."""
+    """The keys that every loss has."""
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the function is called with."""
+        """The arguments for the function of the trainer."""
         return {name: value for name, value in self if name != "type"}
 
     @property
     def has_ratio(self) -> bool:
-        """Whether it compares the policy with the one that sampled."""
+        """Return whether the loss compares the policy with the one that sampled."""
         return True
 
     @property
     def below_zero(self) -> tuple[str, ...]:
-        """The keys that act where an advantage is negative alone."""
+        """The keys that act only where an advantage is negative."""
         return ()
 
 
@@ -36,9 +36,9 @@ class PpoLoss(LossConfig):
 
     type: Literal["ppo"] = "ppo"
     clip_low: float = Field(default=0.2, gt=0, le=1)
-    """Ratio floor is 1 - clip_low."""
+    """The lower limit of the ratio is 1 - clip_low."""
     clip_high: float = Field(default=0.2, gt=0, le=1e6)
-    """Ratio ceiling is 1 + clip_high."""
+    """The upper limit of the ratio is 1 + clip_high."""
     dual_clip: float | None = Field(default=None, gt=1, le=1e6)
     """Largest ratio that counts against a negative advantage; empty is off."""
 
@@ -58,15 +58,15 @@ class ReinforceLoss(LossConfig):
 
 
 class GspoLoss(LossConfig):
-    """Clipped policy gradient with one ratio a sequence."""
+    """Clipped policy gradient with one ratio per sequence."""
 
     type: Literal["gspo"] = "gspo"
     clip_low: float = Field(default=3e-4, gt=0, le=1)
-    """Floor of the sequence's ratio is 1 - clip_low."""
+    """The lower limit of the sequence's ratio is 1 - clip_low."""
     clip_high: float = Field(default=4e-4, gt=0, le=1e6)
-    """Ceiling of the sequence's ratio is 1 + clip_high."""
+    """The upper limit of the sequence's ratio is 1 + clip_high."""
     over: Literal["sequence", "segment"] = "sequence"
-    """What has one ratio: the whole response, or each stretch that the policy wrote without context in between."""
+    """The unit with one ratio: the whole response, or each stretch that the policy wrote without context in between."""
 
     @property
     def below_zero(self) -> tuple[str, ...]:
@@ -78,9 +78,9 @@ class GmpoLoss(LossConfig):
 
     type: Literal["gmpo"] = "gmpo"
     clip_low: float = Field(default=0.4, gt=0, le=100)
-    """Floor of the log of a token's ratio is -clip_low."""
+    """The lower limit of the log of a token's ratio is -clip_low."""
     clip_high: float = Field(default=0.4, gt=0, le=100)
-    """Ceiling of the log of a token's ratio."""
+    """The upper limit of the log of a token's ratio is clip_high."""
 
     @property
     def below_zero(self) -> tuple[str, ...]:
@@ -92,9 +92,9 @@ class CispoLoss(LossConfig):
 
     type: Literal["cispo"] = "cispo"
     clip_low: float = Field(default=1.0, gt=0, le=1)
-    """Weight floor is 1 - clip_low; 1 is no floor."""
+    """The lower limit of the weight is 1 - clip_low; 1 means no limit."""
     clip_high: float = Field(default=4.0, gt=0, le=1e6)
-    """Weight ceiling is 1 + clip_high."""
+    """The upper limit of the weight is 1 + clip_high."""
 
 
 class SapoLoss(LossConfig):
@@ -102,9 +102,9 @@ class SapoLoss(LossConfig):
 
     type: Literal["sapo"] = "sapo"
     tau_positive: float = Field(default=1.0, gt=0, le=1000)
-    """How fast the gate closes where the advantage is positive."""
+    """Speed at which the gate closes where the advantage is positive."""
     tau_negative: float = Field(default=1.05, gt=0, le=1000)
-    """How fast the gate closes elsewhere."""
+    """Speed at which the gate closes elsewhere."""
 
     @property
     def below_zero(self) -> tuple[str, ...]:
@@ -112,19 +112,19 @@ class SapoLoss(LossConfig):
 
 
 class ClipCovLoss(LossConfig):
-    """PPO that takes the gradient from tokens of high covariance of log-probability and advantage."""
+    """PPO without the gradient of tokens whose log-probability and advantage have a high covariance."""
 
     type: Literal["clip_cov"] = "clip_cov"
     clip_low: float = Field(default=0.2, gt=0, le=1)
-    """Ratio floor is 1 - clip_low."""
+    """The lower limit of the ratio is 1 - clip_low."""
     clip_high: float = Field(default=0.2, gt=0, le=1e6)
-    """Ratio ceiling is 1 + clip_high."""
+    """The upper limit of the ratio is 1 + clip_high."""
     share: float = Field(default=2e-4, gt=0, le=1)
-    """Share of the update's tokens that are drawn."""
+    """Share of the update's tokens that are selected."""
     covariance_low: float = Field(default=1.0, ge=-1e6, le=1e6)
-    """They are drawn from tokens with a covariance above."""
+    """They are selected from tokens with a covariance above this."""
     covariance_high: float = Field(default=5.0, ge=-1e6, le=1e6)
-    """They are drawn from tokens with a covariance below."""
+    """They are selected from tokens with a covariance below this."""
 
     @property
     def below_zero(self) -> tuple[str, ...]:
@@ -138,7 +138,7 @@ class KlCovLoss(LossConfig):
     share: float = Field(default=2e-3, gt=0, le=1)
     """Share of the update's tokens that are penalised."""
     penalty: float = Field(default=1.0, ge=0, le=1000)
-    """Factor of the log of their ratio, without its sign."""
+    """Factor of the absolute value of the log of their ratio."""
 
 
 class DppoTvLoss(LossConfig):
@@ -148,9 +148,9 @@ class DppoTvLoss(LossConfig):
     limit: float = Field(default=0.15, gt=0, le=1)
     """Largest change of the probability."""
     limit_low: float | None = Field(default=None, gt=0, le=1)
-    """Largest fall of it, where the advantage is not positive; empty takes `limit`."""
+    """Largest fall of the probability, where the advantage is not positive; empty takes `limit`."""
     ratio_cap: float | None = Field(default=None, gt=0, le=1e6)
-    """Largest ratio that a token learns with; empty is off."""
+    """Upper limit of a token's ratio in the loss; empty is off."""
 
     @property
     def below_zero(self) -> tuple[str, ...]:
@@ -166,7 +166,7 @@ class DppoKlLoss(LossConfig):
     limit_low: float | None = Field(default=None, gt=0, le=1e6)
     """Largest divergence where the advantage is not positive; empty takes `limit`."""
     ratio_cap: float | None = Field(default=None, gt=0, le=1e6)
-    """Largest ratio that a token learns with; empty is off."""
+    """Upper limit of a token's ratio in the loss; empty is off."""
 
     @property
     def below_zero(self) -> tuple[str, ...]:
@@ -202,15 +202,15 @@ class DroLoss(LossConfig):
 
 
 class RaftPlusPlusLoss(LossConfig):
-    """Clipped policy gradient of samples with a positive advantage alone."""
+    """Clipped policy gradient on samples with a positive advantage only."""
 
     type: Literal["raft_plus_plus"] = "raft_plus_plus"
     clip_high: float = Field(default=0.2, gt=0, le=1e6)
-    """Ratio ceiling is 1 + clip_high."""
+    """The upper limit of the ratio is 1 + clip_high."""
 
 
 class UserLoss(UserFunction, LossConfig):
-    """A function of the user's: function(tokens, **parameters), one loss a token."""
+    """A function of the user: function(tokens, **parameters) returns one loss per token."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -238,16 +238,16 @@ LossSection = Annotated[
 
 
 class DifficultyWeightsConfig(ConfigModel):
-    """Weights by the mean reward of a prompt's samples, on a line."""
+    """Weights by the mean reward of a prompt's samples, linear between the two ends."""
 
     easiest: float = Field(default=0.5, ge=0, le=1000)
     """Weight where the mean reward is 1 or more."""
     hardest: float = Field(default=2.0, ge=0, le=1000)
-    """Weight where it is 0 or less."""
+    """Weight where the mean reward is 0 or less."""
 
 
 class LengthWeightsConfig(ConfigModel):
-    """Weights by the tokens of a response, on a line between the lengths of the update."""
+    """Weights by the number of tokens of a response, linear between the shortest and the longest of the update."""
 
     shortest: float = Field(default=1.5, ge=0, le=1000)
     """Weight of the shortest response."""
@@ -256,21 +256,21 @@ class LengthWeightsConfig(ConfigModel):
 
 
 class SampleWeightsConfig(ConfigModel):
-    """Factors that multiply; every mean of the update divides by their sum."""
+    """Sample weights, which multiply; every mean of the update divides by their sum."""
 
     by_reward: Literal["none", "pow", "max_min", "max_random"] = "none"
-    """By the size of the reward to a power; half of a group's weight to its best samples and half to its worst; half to
+    """By the absolute reward to a power; half of a group's weight to its best samples and half to its worst; or half to
     its best and half to all others."""
     power: float = Field(default=2.0, gt=0, le=64)
-    """The power of `pow`."""
+    """The exponent of `pow`."""
     by_difficulty: DifficultyWeightsConfig | None = None
-    """Weigh prompts by how many of their samples fail; empty is off."""
+    """Weight prompts by how many of their samples fail; empty is off."""
     by_length: LengthWeightsConfig | None = None
-    """Weigh responses by their length; empty is off."""
+    """Weight responses by their length; empty is off."""
 
     @property
     def look_at_rewards(self) -> bool:
-        """Whether they say nothing without rewards."""
+        """Return whether the weights need rewards."""
         return self.by_reward != "none" or self.by_difficulty is not None
 
     @model_validator(mode="after")

@@ -1,8 +1,8 @@
 """The base of every section of a configuration, and of the sections that name a function.
 
-Invariants: an unknown key is an error, values never change after validation, every field carries its meaning, with
-its unit where it has one; a relative path is relative to the file that holds it. Functions of Flotilla are plain
-names, the user's are written path.py:function and never look like ours.
+Invariants: an unknown key is an error, values never change after validation, every field has a description, with
+its unit where it has one; a relative path is relative to the file that contains it. Functions of Flotilla are plain
+names, the user's functions are written path.py:function and never look like ours.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 from flotilla_core.structs import unfit
 
 LONGEST_TEXT = 4096
-"""Characters of a name, a path or an address."""
+"""Limit in characters of a name, a path or an address."""
 LONGEST_FILE_NAME = 255
-"""Bytes of one part of a path, the limit of file systems."""
+"""Limit in bytes of one part of a path, set by file systems."""
 
 PATTERN = r"^.+\.py:[A-Za-z_]\w*$"
 
@@ -40,7 +40,7 @@ class ConfigModel(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _has_the_type_of_its_key(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse what would be read as another type: `steps: true` is no step, `whiten: 1` no truth value."""
+        """Refuse values that would be read as another type: `steps: true` is no step, `whiten: 1` no truth value."""
         kinds = _kinds(cls, info.field_name)
         number = "a valid number" if float in kinds else "a valid integer"
         items = value if isinstance(value, list | tuple) else (value,)
@@ -59,12 +59,12 @@ class ConfigModel(BaseModel):
         return value
 
     def with_paths_from(self, directory: Path) -> Self:
-        """The same configuration with every relative path taken from `directory`."""
+        """Return the same configuration with every relative path resolved against `directory`."""
         return self.model_copy(update={name: _absolute(value, directory) for name, value in self})
 
 
 def expanded(path: Path) -> Path:
-    """The path with `~` resolved; a ValueError says why no file system has it."""
+    """Return the path with `~` resolved; a ValueError says why no file system can have it."""
     if longest := max((part for part in path.parts if len(part.encode()) > LONGEST_FILE_NAME), default=""):
         raise ValueError(
             f"the path has a name of {len(longest.encode())} bytes, and {LONGEST_FILE_NAME} is the limit"
@@ -89,7 +89,7 @@ def _absolute(value: Any, directory: Path) -> Any:
 
 @cache
 def _kinds(model: type[ConfigModel], key: str | None) -> frozenset[Any]:
-    """Types of plain values that a key takes, by itself or as the items of its list or mapping."""
+    """Return the types of plain values that a key takes, directly or as items of its list or mapping."""
     found: set[Any] = set()
     pending: list[Any] = [model.model_fields[key].annotation] if key else []
     while pending:
@@ -115,7 +115,7 @@ def _fit_the_wire(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def possible_function(name: str) -> str:
-    """The name, where a file system may have the file in it."""
+    """Return the name if a file system may have the file in it; raise ValueError otherwise."""
     file, colon, _ = name.rpartition(":")
     if colon and file.endswith(".py"):
         expanded(Path(file))
@@ -123,11 +123,11 @@ def possible_function(name: str) -> str:
 
 
 Parameters = Annotated[dict[str, Any], AfterValidator(_fit_the_wire)]
-"""What a function of the user's, or a reward, is called with beside its samples."""
+"""The arguments of a user's function or of a reward, in addition to its samples."""
 
 
 class UserFunction(ConfigModel):
-    """A function in a file of the user's."""
+    """A function in one of the user's files."""
 
     type: Annotated[str, AfterValidator(possible_function)] = Field(pattern=PATTERN)
     """path.py:function."""
@@ -136,7 +136,7 @@ class UserFunction(ConfigModel):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the function is called with."""
+        """The keyword arguments for the function."""
         return self.parameters
 
     def with_paths_from(self, directory: Path) -> Self:
@@ -144,7 +144,7 @@ class UserFunction(ConfigModel):
 
 
 def function_path(name: str, directory: Path) -> str:
-    """`name` with its file taken from `directory`; names of ours stay as they are."""
+    """Return `name` with its file resolved against `directory`; names of ours stay the same."""
     file, colon, function = name.rpartition(":")
     if not (colon and file.endswith(".py")):
         return name
@@ -152,6 +152,6 @@ def function_path(name: str, directory: Path) -> str:
 
 
 def kind_of(section: Any) -> Any:
-    """Which member of a union a section is: `user` for a function of the user's, else its type."""
+    """Return the member of a union that a section is: `user` for a function of the user, else its type."""
     kind = section.get("type") if isinstance(section, dict) else getattr(section, "type", None)
     return "user" if isinstance(kind, str) and ":" in kind else kind

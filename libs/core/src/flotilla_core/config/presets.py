@@ -1,8 +1,8 @@
-"""Algorithms by name: what `algorithm.type` fills in where the file says nothing.
+"""Algorithms by name: the values that `algorithm.type` gives to keys that the file leaves out.
 
-Invariants: a preset always names its advantage and its loss; what the file says wins key by key, and a section of
-another type than the preset's starts from that type's own defaults. Presets for engines that differ from the trainer
-do not fail where they do.
+Invariants: a preset always names its advantage and its loss; the file wins key by key, and a section of another
+type than the preset's starts from that type's own defaults. Presets made for engines that differ from the trainer
+do not fail because of that difference.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "advantage": GRPO,
         "loss": {"type": "gspo"},
         "aggregation": {"type": "sequence_mean_of_token_mean"},
-        # Its clip is narrower than what engine and trainer compute differently: against the rollout it would cut
-        # sequences by that difference, the good ones of a kind and not the bad ones.
+        # Its clip is narrower than the numeric difference of engine and trainer. Against the rollout it would cut
+        # sequences because of that difference, which affects correct samples and not wrong ones.
         "correction": {"proximal": "trainer"},
     },
     "gmpo": {
@@ -98,7 +98,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "aggregation": {"type": "sequence_mean_of_token_sum"},
     },
     "raft_plus_plus": {
-        # The reward itself: what earned nothing teaches nothing.
+        # The reward itself: a sample with reward 0 teaches nothing.
         "advantage": {"type": "reinforce"},
         "loss": {"type": "raft_plus_plus"},
         "aggregation": {"type": "sequence_mean_of_token_mean"},
@@ -117,7 +117,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def with_preset(written: dict[str, Any], name: str) -> dict[str, Any]:
-    """The section `algorithm` as written, over the preset of this name."""
+    """Return the section `algorithm` as written, merged over the preset of this name."""
     preset = PRESETS[name]
     return preset | {key: _over(preset.get(key), value) for key, value in written.items()}
 

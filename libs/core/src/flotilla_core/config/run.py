@@ -1,6 +1,6 @@
 """`run.yaml`: one training run, the same for every fleet.
 
-Names carry units. Nothing has to divide anything: accumulation, packing and data-parallel shares are derived.
+Names carry units. No value needs to divide another: accumulation, packing and data-parallel shares are derived.
 """
 
 from __future__ import annotations
@@ -31,67 +31,67 @@ from flotilla_core.config.training import (
 
 
 class RunConfig(ConfigModel):
-    """A whole run."""
+    """One training run."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")
     """Names the run; the id adds date and random digits."""
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
-    """Every other seed derives from it."""
+    """Every other seed is derived from it."""
     steps: int = Field(ge=1, le=10_000_000)
-    """Steps of the loop; one optimizer update each."""
+    """Steps of the loop, with one optimizer update each."""
     loop: Literal["coordinator", "client"] = "coordinator"
-    """Who makes the steps: the coordinator by itself, or a client of yours, call by call, any number of them."""
+    """Driver of the steps: the coordinator by itself, or a client of yours, call by call and any number of them."""
     loop_idle_timeout_s: float = Field(default=1800.0, gt=0, le=2_592_000)
-    """With `loop: client`: after so long without a call the run saves its state and stops, and frees the fleet."""
+    """With `loop: client`: after this long without a call the run saves its state, stops and frees the fleet."""
     resume: Literal["automatic", "by_user"] = "automatic"
-    """After the death of the coordinator: `automatic` goes on as soon as it is back, `by_user` waits for
+    """After the death of the coordinator: `automatic` continues as soon as it is back, `by_user` waits for
     `flotilla run resume`, as every run with `loop: client` does."""
     initial_weights: Path | None = None
     """Hugging Face folder to start from; empty takes the stack's model."""
     lora: LoraConfig | None = None
-    """Train adapters beside weights that stay; empty trains all weights."""
+    """Train adapters and keep the weights frozen; empty trains all weights."""
     data: DataConfig
     """Training prompts."""
     rollout: RolloutConfig = RolloutConfig()
-    """Generation; `sft`, `dpo` and `reward_model` use `prompts_per_step` alone, as answers or pairs a step."""
+    """Generation; `sft`, `dpo` and `reward_model` use `prompts_per_step` alone, as answers or pairs per step."""
     rewards: tuple[RewardTermConfig, ...] = Field(default=(), max_length=64)
-    """Weighted sum; evaluation uses the same terms."""
+    """The terms of the weighted sum; evaluation uses the same."""
     algorithm: AlgorithmConfig = PolicyConfig()
-    """What is optimised."""
+    """The objective."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW."""
+    """AdamW and its schedule."""
     batching: BatchingConfig = BatchingConfig()
-    """Memory, never the result."""
+    """Division of an update for memory; never changes the result."""
     evaluation: EvaluationConfig | None = None
-    """Held-out accuracy: share of answers whose reward total is at least 1; of pairs that are ranked right where the
-    run learns from pairs and names no rewards."""
+    """Held-out accuracy: the share of answers whose total reward is at least 1; or of pairs ranked correctly, if
+    the run learns from pairs and names no rewards."""
     stop: StopConfig | None = None
-    """End early."""
+    """Stop early on an evaluation."""
     weights: WeightSyncConfig = WeightSyncConfig()
     """Weight synchronisation."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """How often the state is kept, and how many times over; the end of a run is kept as well."""
+    """How often the state is saved, and how many saved states are kept; the end of a run is saved as well."""
     export_final: bool = True
     """Write the final policy as a Hugging Face folder into the run directory."""
 
     @property
     def learns_from_pairs(self) -> bool:
-        """Whether every prompt comes with an answer that is preferred and one that is not."""
+        """Return whether every prompt comes with a preferred answer and another one."""
         return isinstance(self.algorithm, DpoConfig | RewardModelConfig)
 
     @property
     def trains_reward_model(self) -> bool:
-        """Whether what learns gives rewards, and generates nothing."""
+        """Return whether the trained model gives rewards, and generates nothing."""
         return isinstance(self.algorithm, RewardModelConfig)
 
     @property
     def learns_by_rewards(self) -> bool:
-        """Whether samples teach nothing where their rewards are equal."""
+        """Return whether samples teach nothing when their rewards are equal."""
         return isinstance(self.algorithm, PolicyConfig) and self.algorithm.needs_rewards
 
     @property
     def evaluates_pairs(self) -> bool:
-        """Whether an evaluation asks how many held-out pairs are ranked right, and generates nothing."""
+        """Return whether an evaluation counts how many held-out pairs are ranked correctly, and generates nothing."""
         return self.evaluation is not None and self.learns_from_pairs and not self.rewards
 
     @model_validator(mode="after")

@@ -1,7 +1,7 @@
 """`stack.yaml`: the fleet, one description for every launcher.
 
-Owns what is fixed while a process lives: which model it holds, how many ranks it has, where it binds.
-What a run may choose is in `run.py`.
+Owns the settings that are fixed while a process lives: its model, its number of ranks, its address.
+A run's own settings are in `run.py`.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from flotilla_core.config.roles import TeacherName
 from flotilla_core.roles import MOST_TEACHERS
 
 MOST_REPLICAS = 256
-"""Of one kind on one host."""
+"""Limit for one kind on one host."""
 DType = Literal["float32", "bfloat16"]
 
 
 class AutoscaleConfig(ConfigModel):
     """`autoscale` in `stack.yaml`: how many generators a run needs.
 
-    What is made of the time in which trainer and generators have nothing to do.
+    Adjusts the number of generators by the idle time of trainer and generators.
     """
 
     mode: Literal["advise", "act"] = "advise"
-    """`advise` says what would help, `act` has the launcher do it."""
+    """`advise` reports what would help; with `act` the launcher does it."""
     min_generators: int = Field(default=1, ge=1, le=256)
-    """Never fewer."""
+    """Lower limit of the number of generators."""
     max_generators: int = Field(default=8, ge=1, le=256)
-    """Never more: what the machine, or its GPUs, can take."""
+    """Upper limit of the number of generators: as many as the machine, or its GPUs, can take."""
     window_steps: int = Field(default=5, ge=1, le=10_000)
-    """Steps whose mean decides, all of them with the same number of generators."""
+    """The decision uses the mean over this many steps, all of them with the same number of generators."""
     cooldown_steps: int = Field(default=10, ge=0, le=100_000)
-    """Steps after a change before anything is decided again."""
+    """Steps after a change before the next decision."""
     trainer_waits_above: float = Field(default=0.4, gt=0, lt=1)
     """Share of a step that the trainer waits for rollouts; above it one more generator is wanted."""
     generators_idle_above: float = Field(default=0.5, gt=0, lt=1)
-    """Share of a step in which a generator has no sample; above it, where the trainer waits for less than half of
-    `trainer_waits_above`, one fewer is enough."""
+    """Share of a step in which a generator has no sample; above it, if the trainer waits for less than half of
+    `trainer_waits_above`, one generator fewer is wanted."""
 
     @model_validator(mode="after")
     def _has_room(self) -> AutoscaleConfig:
@@ -54,11 +54,11 @@ class AutoscaleConfig(ConfigModel):
 
 
 def _folder_or_name(value: object) -> object:
-    """A Path where the folder exists, else the name as it was written."""
+    """Return a Path if the folder exists, else the name as it was written."""
     if not isinstance(value, str | Path):
         return value
     folder = expanded(Path(value))
-    # Also for who may not enter the folder that it is in: that is for whoever reads it to say.
+    # A folder that this user may not enter counts as existing: the process that reads it reports the problem.
     return folder if os.path.isdir(folder) else str(value)
 
 
@@ -66,27 +66,27 @@ ModelName = Annotated[Path | str, BeforeValidator(_folder_or_name)]
 
 
 class BindConfig(ConfigModel):
-    """Where a service listens and what its peers dial."""
+    """The addresses of a service."""
 
     host: str = "127.0.0.1"
     """Address to bind. Callers beyond this host need a copy of the stack's token."""
     port: int = Field(default=0, ge=0, le=65535)
-    """0 takes a free port; the registry tells peers which."""
+    """0 takes a free port; the registry publishes which."""
     advertise_host: str | None = None
-    """Host that peers dial, where it differs from `host`."""
+    """Host that peers dial, if it differs from `host`."""
     token_file: Path | None = None
-    """File with the secret of the stack (mode 0600); empty takes the one that `flotilla up` makes."""
+    """File with the secret of the stack (mode 0600); empty takes the one that `flotilla up` creates."""
 
 
 class NatsConfig(ConfigModel):
     """The registry and event bus."""
 
     url: str | None = None
-    """An existing server; empty starts our own for this stack."""
+    """URL of an existing server; empty starts a server for this stack."""
     credentials_file: Path | None = None
     """File (mode 0600) with one line for the server of `url`: user:password, or a token."""
     insecure: bool = False
-    """Also use a server that takes anybody."""
+    """Accept a server that does not authenticate its clients."""
 
     @model_validator(mode="after")
     def _is_about_a_server(self) -> NatsConfig:
@@ -103,28 +103,28 @@ class NatsConfig(ConfigModel):
 
 
 class TelemetryConfig(ConfigModel):
-    """Where spans go, beside the coordinator's own store."""
+    """The destinations of spans, in addition to the coordinator's own store."""
 
     enabled: bool = True
-    """Record spans at all; without them there is no timeline."""
+    """Record spans; without them there is no timeline."""
     otlp_endpoint: str | None = None
-    """A further OTLP/gRPC collector (Jaeger, Tempo), host:port."""
+    """Address of a further OTLP/gRPC collector (Jaeger, Tempo), host:port."""
 
 
 class LatencyConfig(ConfigModel):
-    """How long a sample takes."""
+    """The duration of a sample."""
 
     time_to_first_token_s: float = Field(default=0.0, ge=0, le=86_400)
-    """Wait before the first token of a sample."""
+    """Delay before the first token of a sample."""
     seconds_per_token: float = Field(default=0.0, ge=0, le=3600)
-    """Wait for each further token."""
+    """Delay before each further token."""
 
 
 class SimConfig(LatencyConfig):
     """Latency model of the `sim` engine."""
 
     commit_s: float = Field(default=0.0, ge=0, le=86_400)
-    """Pause of a weight commit."""
+    """Duration of the pause for a weight commit."""
     response_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
     """Length of every response; empty draws one up to `max_response_tokens`."""
 
@@ -133,57 +133,57 @@ class GeneratorConfig(ConfigModel):
     """One generator replica."""
 
     replicas: int = Field(default=1, ge=0, le=MOST_REPLICAS)
-    """Replicas that the launcher starts."""
+    """Number of replicas that the launcher starts."""
     engine: Literal["vllm", "sim"] = "vllm"
-    """`vllm` decodes; `sim` is for load and fault tests."""
+    """`vllm` runs the model; `sim` is for load and fault tests."""
     dtype: DType = "float32"
     """Type of the weights in the engine."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
-    """Workers that one replica is split over; where there are GPUs each takes one, after those of the trainer."""
+    """Workers that share one replica; with GPUs each worker takes one, after those of the trainer."""
     max_model_tokens: int | None = Field(default=None, ge=8, le=10_000_000)
     """Longest prompt plus response; empty takes the model's own limit."""
     max_running_samples: int = Field(default=1024, ge=1, le=1_000_000)
-    """Samples that one replica decodes at a time; more wait in its queue."""
+    """Samples that one replica decodes at the same time; more wait in its queue."""
     memory_fraction: float = Field(default=0.9, gt=0, le=1)
     """Share of the accelerator's memory for the engine (GPU only)."""
     kv_cache_gib: float = Field(default=1.0, gt=0, le=100_000)
     """KV cache of one worker (CPU only)."""
     enforce_eager: bool = True
-    """Skip compilation and graph capture: starts in seconds, decodes slower on GPUs."""
+    """Skip compilation and graph capture: the engine starts in seconds, but decodes slower on GPUs."""
     sim: SimConfig = SimConfig()
-    """Used by the `sim` engine alone."""
+    """Only for the `sim` engine."""
     slowed_by: LatencyConfig | None = None
-    """Holds back the samples of a real engine until they have taken so long: a slow generator for benches and tests."""
+    """Delays the samples of a real engine until they have taken this long: a slow generator for benches and tests."""
     attach: tuple[str, ...] = Field(default=(), max_length=256)
-    """Addresses of replicas that someone else started."""
+    """Addresses of replicas that were started outside this stack."""
 
 
 class TrainerConfig(ConfigModel):
     """The policy trainer: a front process and its ranks."""
 
     replicas: int = Field(default=1, ge=0, le=MOST_REPLICAS)
-    """Whole trainers that the launcher starts; each serves one run at a time. 0: one that is started by hand registers
-    itself."""
+    """Whole trainers that the launcher starts; each serves one run at a time. 0: a trainer that is started by hand
+    registers itself."""
     nproc: int = Field(default=1, ge=1, le=1024)
-    """FSDP2 ranks; where there are GPUs each takes one, the first of the host."""
+    """FSDP2 ranks; with GPUs each rank takes one, the first of the host."""
     replicate: int = Field(default=1, ge=1, le=1024)
-    """Copies of the weights (HSDP): each is spread over `nproc` / `replicate` ranks, gradients are summed over all."""
+    """Copies of the weights (HSDP): each is sharded over `nproc` / `replicate` ranks, gradients are summed over all."""
     sequence_parallel: int = Field(default=1, ge=1, le=1024)
-    """Neighbouring ranks that share each micro-batch, every one with its part of the tokens (Ulysses)."""
+    """Neighbouring ranks that share each micro-batch, each with its part of the tokens (Ulysses)."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile the repeated layers, `auto` where there are GPUs; without a compiler they run as they are."""
+    """Compile the repeated layers; `auto` does so with GPUs. Without a compiler the layers run uncompiled."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Collectives of the ranks; `auto` takes nccl where there are GPUs."""
+    """Collectives of the ranks; `auto` takes nccl with GPUs."""
     dtype: DType = "float32"
-    """Type of forward and backward; masters and reductions stay float32."""
+    """Type of forward and backward passes; master weights and reductions stay float32."""
     rank_timeout_s: float = Field(default=60.0, gt=0, le=86_400)
-    """A rank that is silent for so long within one command is named, dumped and replaced with its gang."""
+    """A rank that is silent for this long within one command is reported, dumped and replaced with its gang."""
     attach: str | None = None
-    """Address of a trainer that someone else started."""
+    """Address of a trainer that was started outside this stack."""
 
     @model_validator(mode="after")
     def _mesh_fits(self) -> TrainerConfig:
-        """Data need divide by nothing; ranks must fill their mesh."""
+        """Check that the ranks fill their mesh; the data need not be divisible."""
         for key in ("replicate", "sequence_parallel"):
             width = getattr(self, key)
             if self.nproc % width:
@@ -195,17 +195,17 @@ class TrainerConfig(ConfigModel):
 
     @property
     def lanes(self) -> int:
-        """Groups of ranks that work on micro-batches of their own."""
+        """The number of rank groups that work on micro-batches of their own."""
         return self.nproc // self.sequence_parallel
 
 
 class GangConfig(TrainerConfig):
-    """A gang beside the policy's, by the same program."""
+    """A gang in addition to the policy's, run by the same program."""
 
     replicas: int = Field(default=0, ge=0, le=MOST_REPLICAS)
-    """Whole gangs that the launcher starts, one for each run that needs it at once. Other runs leave them alone."""
+    """Whole gangs that the launcher starts, one for each run that needs one at once. Other runs ignore them."""
     nproc: int = Field(default=1, ge=1, le=1024)
-    """FSDP2 ranks; where there are GPUs each takes one, after those of the sections above."""
+    """FSDP2 ranks; with GPUs each rank takes one, after those of the sections above."""
     model: ModelName | None = None
     """Hugging Face folder (or hub name) with the stack's tokenizer; empty takes the stack's model."""
 
@@ -214,50 +214,50 @@ class RewardServiceConfig(ConfigModel):
     """One reward replica."""
 
     replicas: int = Field(default=1, ge=0, le=MOST_REPLICAS)
-    """Replicas that the launcher starts."""
+    """Number of replicas that the launcher starts."""
     workers: int = Field(default=2, ge=1, le=1024)
-    """Killable processes for checkers and user functions."""
+    """Killable worker processes for checkers and user functions."""
     attach: tuple[str, ...] = Field(default=(), max_length=256)
-    """Addresses of replicas that someone else started."""
+    """Addresses of replicas that were started outside this stack."""
 
 
 class RetentionConfig(ConfigModel):
-    """How much the past may take on disk; the oldest runs that have ended go first."""
+    """Limits of the records on disk; the oldest ended runs are removed first."""
 
     ledger_mib: int = Field(default=8192, ge=1, le=1 << 30)
-    """Above it the ledger forgets the tokens of ended runs, then what happened to their samples."""
+    """Above it the ledger deletes the tokens of ended runs, then the history of their samples."""
     spans_mib: int = Field(default=2048, ge=1, le=1 << 30)
-    """Above it the span store forgets runs; of the last one its oldest spans."""
+    """Above it the span store deletes whole runs; of the last run it deletes the oldest spans."""
     runs_kept: int | None = Field(default=None, ge=1, le=10_000_000)
-    """Ended runs that stay; older ones are removed whole, with directory, checkpoints and model. Empty keeps all."""
+    """Ended runs that are kept; older ones are removed with directory, checkpoints and model. Empty keeps all."""
 
 
 class CoordinatorConfig(ConfigModel):
     """The coordinator of the stack."""
 
     attach: str | None = None
-    """Address of a coordinator that someone else started."""
+    """Address of a coordinator that was started outside this stack."""
     span_retention_runs: int = Field(default=50, ge=1, le=10_000_000)
     """Runs whose spans are kept."""
     retention: RetentionConfig = RetentionConfig()
-    """Limits of what stays on disk."""
+    """Limits of the records on disk."""
 
 
 class StackConfig(ConfigModel):
     """A whole fleet."""
 
     name: str = Field(default="local", pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")
-    """Names the stack; two stacks with different names live side by side."""
+    """Name of the stack; two stacks with different names can run on one host."""
     model: ModelName = Path("examples/arithmetic/model")
     """Hugging Face folder (or hub name) that trainer and generators load."""
     state_dir: Path = Path(".flotilla")
     """Everything that the stack writes goes to `<state_dir>/<name>/`."""
     bind: BindConfig = BindConfig()
-    """Applied to every service of the stack."""
+    """Addresses and secret of every service of the stack."""
     nats: NatsConfig = NatsConfig()
     """Registry and event bus."""
     telemetry: TelemetryConfig = TelemetryConfig()
-    """Spans."""
+    """Recording of spans."""
     generator: GeneratorConfig = GeneratorConfig()
     """Generator replicas."""
     trainer: TrainerConfig = TrainerConfig()
@@ -269,18 +269,18 @@ class StackConfig(ConfigModel):
     teacher: GangConfig = GangConfig()
     """Holds the model that runs with algorithm.advantage.type: distill or algorithm.teacher learn from."""
     teachers: dict[TeacherName, GangConfig] = Field(default={}, max_length=MOST_TEACHERS)
-    """Teachers with names, for runs that learn from several or choose one: a section as `teacher` for each name."""
+    """Named teachers, for runs that learn from several or choose one: a section like `teacher` for each name."""
     reward: RewardServiceConfig = RewardServiceConfig()
     """Reward replicas."""
     coordinator: CoordinatorConfig = CoordinatorConfig()
     """The coordinator."""
     autoscale: AutoscaleConfig | None = None
-    """How many generators a run needs, by what it measures; absent: nobody asks."""
+    """Adjusts the number of generators to what a run measures; absent: the number stays as configured."""
     ready_timeout_s: float = Field(default=180.0, gt=0, le=86_400)
     """Longest wait for one process to become ready."""
     restart_budget: int = Field(default=5, ge=0, le=1000)
-    """Restarts of one process within ten minutes before it is given up."""
+    """Restarts of one process within ten minutes before the launcher gives it up."""
 
     def longest_command_s(self, gang: TrainerConfig) -> float:
-        """Longest standstill of ranks that read or write whole models; whoever waits for a session waits longer."""
+        """The longest silence of ranks that read or write whole models; callers that wait for a session wait longer."""
         return max(self.ready_timeout_s, gang.rank_timeout_s)
