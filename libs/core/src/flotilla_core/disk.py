@@ -1,4 +1,4 @@
-"""What tells a disk that takes no more from every other failure, and says which disk it is.
+"""Tells a full disk from every other failure, and says which disk it is.
 
 Invariants: this module alone decides that a disk is full, whoever noticed it: the system, SQLite, or a library that
 keeps the system's words; a message names the path, its mount point and the bytes that are free.
@@ -19,7 +19,7 @@ from flotilla_core.errors import DiskFull, FailedPrecondition
 from flotilla_core.files import make_private_folder
 
 PROBE_BYTES = 256 << 10
-"""Less is no room: the files of a start, and a page of each store, want as much."""
+"""With less than this free, a disk counts as full: the files of a start, and a page of each store, need as much."""
 _FULL = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
@@ -45,7 +45,7 @@ _SQLITE = {
 
 
 def why_full(error: BaseException) -> str:
-    """What is wrong with the disk that `error` speaks of; empty where it is no such error."""
+    """Describe the disk error in `error`; return an empty text for any other error."""
     if isinstance(error, OSError) and error.errno is not None:
         return _FULL.get(error.errno, "")
     if isinstance(error, sqlite3.Error):
@@ -56,7 +56,7 @@ def why_full(error: BaseException) -> str:
 
 
 def disk_full(error: BaseException, what: str, where: Path) -> DiskFull | None:
-    """The `DiskFull` that `error` is for whoever wrote to `where`; None where it is another failure."""
+    """Return the `DiskFull` for a writer to `where` that got `error`; None for any other failure."""
     why = why_full(error)
     if not why:
         return None
@@ -70,7 +70,7 @@ def disk_full(error: BaseException, what: str, where: Path) -> DiskFull | None:
 
 @contextmanager
 def names_full_disk(what: str, where: Path) -> Iterator[None]:
-    """Raise `DiskFull` for whatever in the block fails because the disk takes no more."""
+    """Raise `DiskFull` for any failure in the block that is caused by a full disk."""
     try:
         yield
     except (OSError, sqlite3.Error) as error:
@@ -80,12 +80,12 @@ def names_full_disk(what: str, where: Path) -> Iterator[None]:
 
 
 def free_bytes(path: Path) -> int:
-    """What the disk of `path` can take; the nearest folder that exists stands for it."""
+    """Return the free bytes on the disk of `path`, or on that of its nearest existing parent folder."""
     return shutil.disk_usage(nearest(path)).free
 
 
 def room(path: Path) -> str:
-    """The disk of `path` in numbers: where it is mounted, what is free of how much."""
+    """Describe the disk of `path` in numbers: its mount point, its free bytes and its size."""
     mount = nearest(path).resolve()
     while not mount.is_mount():
         mount = mount.parent
@@ -94,7 +94,7 @@ def room(path: Path) -> str:
 
 
 def check_state_directory(path: Path) -> None:
-    """Make `path` where it is missing, for its owner alone, and try that it takes a file; raise what is wrong."""
+    """Create `path` if it is missing, for its owner alone, and try to write a file; raise an error if that fails."""
     probe = path / f".probe-{secrets.token_hex(4)}"
     try:
         make_private_folder(path)
@@ -115,7 +115,7 @@ def check_state_directory(path: Path) -> None:
 
 
 def lacks_room(folder: Path) -> DiskFull | None:
-    """Why `folder` takes no file now, where its disk takes no more."""
+    """Return the error if `folder` takes no file now because its disk is full; None otherwise."""
     try:
         check_state_directory(folder)
     except DiskFull as full:
@@ -126,7 +126,7 @@ def lacks_room(folder: Path) -> DiskFull | None:
 
 
 def nearest(path: Path) -> Path:
-    """The path itself, or the nearest folder above it that exists."""
+    """Return the path itself, or the nearest existing folder above it."""
     found = path.absolute()
     while not found.exists():
         found = found.parent

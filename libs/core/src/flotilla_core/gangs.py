@@ -1,4 +1,4 @@
-"""Where the stack file describes the gangs of each role."""
+"""The gangs of each role, as the stack file describes them."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from flotilla_core.roles import (
 
 
 def roles_of(stack: StackConfig) -> tuple[str, ...]:
-    """All roles that gangs of a stack may have, named teachers last and in the order of the file."""
+    """Return all roles that gangs of a stack may have, named teachers last and in the order of the file."""
     return (*KINDS, *map(teacher_role, stack.teachers))
 
 
 def gang_of(stack: StackConfig, role: str) -> TrainerConfig:
-    """The section that describes the gangs of a role."""
+    """Return the section that describes the gangs of a role."""
     if role == POLICY:
         return stack.trainer
     return _beside(stack, role)
 
 
 def model_of(stack: StackConfig, role: str) -> Path | str:
-    """Folder or hub name of the model that a role's gangs are started with."""
+    """Return the folder or hub name of the model that a role's gangs are started with."""
     own = None if role == POLICY else _beside(stack, role).model
     return stack.model if own is None else own
 
 
 def started(stack: StackConfig, role: str) -> bool:
-    """Whether the stack has a gang of this role, ours or somebody else's."""
+    """Return whether the stack has a gang of this role, started by its launcher or attached."""
     if role not in roles_of(stack):
         return False
     gang = gang_of(stack, role)
@@ -46,7 +46,7 @@ def started(stack: StackConfig, role: str) -> bool:
 
 
 def slots_of_role(stack: StackConfig, role: str) -> list[str]:
-    """The names of a role's gangs that the stack names; several are numbered."""
+    """Return the names of a role's gangs in the stack; several are numbered."""
     gang, name = gang_of(stack, role), process_name(role)
     if gang.attach is not None or gang.replicas == 1:
         return [name]

@@ -14,49 +14,49 @@ from flotilla_core.version import Version
 
 
 def new_run_id(name: str) -> str:
-    """For example arithmetic-20260314-0915-7f3a."""
+    """Return a new name, for example arithmetic-20260314-0915-7f3a."""
     return f"{name}-{datetime.now(UTC):%Y%m%d-%H%M}-{secrets.token_hex(2)}"
 
 
 def new_instance_id(name: str) -> str:
-    """For example generator-0-7f3a21; another one after every restart."""
+    """Return a new name, for example generator-0-7f3a21; it differs after every restart."""
     return f"{name}-{secrets.token_hex(3)}"
 
 
 def new_request_id() -> str:
-    """Identifies one call over its retries."""
+    """Return an id for one call, including its retries."""
     return secrets.token_hex(8)
 
 
 def group_id(run_id: str, epoch: int, prompt_index: int) -> str:
-    """One prompt in one pass over the data."""
+    """Return the id of one prompt in one pass over the data."""
     return f"{run_id}/{epoch}/{prompt_index}"
 
 
 def prompt_of_group(group: str) -> tuple[int, int]:
-    """The epoch and the prompt's index, as `group_id` was given them."""
+    """Return the epoch and the prompt's index that `group_id` was given."""
     _, epoch, index = group.rsplit("/", 2)
     return int(epoch), int(index)
 
 
 def sample_id(group: str, index: int) -> str:
-    """One response within a group."""
+    """Return the id of one response within a group."""
     return f"{group}/{index}"
 
 
 def sample_seed(run_seed: int, sample_id: str) -> int:
-    """What a sample is drawn with: the same in every run of the same seed, for it leaves the run's name out."""
+    """Return the seed of a sample: it leaves out the run's name, so runs of the same seed draw the same."""
     _, _, place = sample_id.partition("/")
     return derive_seed(run_seed, place)
 
 
 def update_id(run_id: str, version: Version) -> str:
-    """The update on the batch of one step of a lineage, whether it moves the version or is skipped."""
+    """Return the id of the update on one step's batch of a lineage, whether it moves the version or is skipped."""
     return f"{run_id}/{version}"
 
 
 def derive_seed(*parts: str | int) -> int:
-    """63 bits that depend on every part and on their order."""
+    """Return 63 bits that depend on every part and on their order."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         text = f"{type(part).__name__}:{part}".encode()

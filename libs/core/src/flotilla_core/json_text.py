@@ -1,4 +1,4 @@
-"""JSON that others wrote, read within limits.
+"""JSON from other authors, read within limits.
 
 Invariants: a file or a line that is larger than its limit is not read to its end; whatever is wrong is an InvalidConfig
 that names the place and the limit, however the text was made.
@@ -14,11 +14,11 @@ from typing import Any, NoReturn
 from flotilla_core.errors import InvalidConfig
 
 MOST_BYTES = 64 << 20
-"""Of one file; the index of the weights of a very large model has a tenth of that."""
+"""Limit for one file; the index of the weights of a very large model has a tenth of that."""
 
 
 def json_object(raw: bytes, where: str, *, what: str = "the text", finite: bool = False) -> dict[str, Any]:
-    """The object that a text holds; `finite` refuses NaN and infinity, which JSON has no words for."""
+    """Return the object in a text; `finite` refuses NaN and infinity, which JSON cannot express."""
     decoder = _FINITE if finite else _ANY
     try:
         values = decoder.decode(raw.decode("utf-8"))
@@ -45,7 +45,7 @@ def json_object(raw: bytes, where: str, *, what: str = "the text", finite: bool 
 
 
 def read_json_object(path: Path, *, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
-    """The object in a file; a missing file stays a FileNotFoundError, for its reader knows what it is for."""
+    """Return the object in a file; a missing file stays a FileNotFoundError, which the reader can explain better."""
     try:
         with path.open("rb") as file:
             content = file.read(most_bytes + 1)

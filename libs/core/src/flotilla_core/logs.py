@@ -17,7 +17,7 @@ from typing import Any, TextIO, cast
 import structlog
 from structlog.typing import EventDict
 
-# Chatty below warnings, and about things that our own lines tell better.
+# They are chatty below warnings, and our own lines report the same things better.
 _QUIET = ("grpc", "nats", "asyncio", "urllib3", "httpx", "filelock")
 
 
@@ -65,23 +65,23 @@ class LossyStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """The length of `text`, written or not."""
+        """Write `text` if possible; return its length in any case."""
         with contextlib.suppress(OSError):
             self._stream.write(text)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Each of them, as `write` does."""
+        """Write each line, as `write` does."""
         for line in lines:
             self.write(line)
 
     def flush(self) -> None:
-        """Hand on what is buffered, as far as it is taken."""
+        """Flush the buffer, as far as the disk takes it."""
         with contextlib.suppress(OSError):
             self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the stream's own."""
+        """Delegate everything else to the stream."""
         return getattr(self._stream, name)
 
 

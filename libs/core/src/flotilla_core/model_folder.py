@@ -1,4 +1,4 @@
-"""Where a model lives on this host, the shapes that its files hold, and one number for its tokenizer.
+"""The folder of a model on this host, the shapes in its files, and one digest for its tokenizer.
 
 Invariants: a folder is used as it is; a hub name becomes the local snapshot of that model, downloaded once; nothing is
 downloaded while HF_HUB_OFFLINE is set. The number of a tokenizer is computed from the bytes of `tokenizer.json` alone,
@@ -21,7 +21,7 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def model_folder(model: Path | str) -> Path:
-    """The Hugging Face folder of a model given as a folder or as a hub name."""
+    """Return the Hugging Face folder of a model given as a folder or as a hub name."""
     folder = Path(model)
     if folder.is_dir():
         return folder.resolve()
@@ -48,7 +48,7 @@ def model_folder(model: Path | str) -> Path:
 
 
 def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a safetensors file, by its header alone."""
+    """Return name and shape of every tensor of a safetensors file, from its header alone."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         content = file.read(length) if length <= LONGEST_HEADER else b""
@@ -66,7 +66,7 @@ def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def tokenizer_digest(folder: Path) -> str:
-    """SHA-256 of the tokenizer of a model folder, in hex."""
+    """Return the SHA-256 of the tokenizer of a model folder, in hex."""
     if not folder.is_dir():
         raise NotFound(
             "the model folder does not exist",

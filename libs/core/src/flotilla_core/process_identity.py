@@ -12,7 +12,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """One process of this host, for ever: pid, start time in clock ticks since boot, and the boot."""
+    """One process of this host, identified for ever: pid, start time in clock ticks since boot, and the boot."""
 
     pid: int
     start_ticks: int
@@ -20,7 +20,7 @@ class ProcessIdentity:
 
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity | None:
-        """Of a process that lives (a zombie does not)."""
+        """Return the identity of a live process; None for a zombie or no process."""
         fields = stat_fields(pid)
         if fields is None or fields.state in "ZX":
             return None
@@ -32,7 +32,7 @@ class ProcessIdentity:
 
 @dataclass(frozen=True)
 class StatFields:
-    """What we need of `/proc/<pid>/stat`."""
+    """The fields of `/proc/<pid>/stat` that are used here."""
 
     state: str
     parent: int

@@ -23,7 +23,7 @@ def check_protocol(peer: Registration) -> None:
 
 
 def refusal(peer: Registration) -> str:
-    """Who is refused, and for which versions, as a part of a longer message; empty where `peer` is not."""
+    """Return which versions are refused, as a part of a longer message; empty if `peer` is accepted."""
     try:
         check_protocol(peer)
     except Mismatch as error:

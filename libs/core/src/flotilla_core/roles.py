@@ -1,6 +1,6 @@
-"""What a gang of ranks holds for a run.
+"""The roles that a gang of ranks can have for a run.
 
-Invariant: a process's name says its role, so a gang that is started by hand needs no other word. The role is the first
+Invariant: a process's name says its role, so a gang that is started by hand needs no further setting. The role is the
 part of the name; a teacher with a name of its own has a role of its own, the first two parts.
 """
 
@@ -12,7 +12,7 @@ REFERENCE = "reference"
 TEACHER = "teacher"
 
 KINDS = (POLICY, CRITIC, REFERENCE, TEACHER)
-"""What a role is one of: every named teacher is a teacher."""
+"""The kinds of roles: every named teacher is a teacher."""
 BESIDE_THE_POLICY = (CRITIC, REFERENCE, TEACHER)
 LEARNING = (POLICY, CRITIC)
 
@@ -21,17 +21,17 @@ MOST_TEACHERS = 16
 
 
 def teacher_role(name: str) -> str:
-    """The role of the teacher of this name."""
+    """Return the role of the teacher with this name."""
     return f"{TEACHER}-{name}"
 
 
 def teacher_name(role: str) -> str:
-    """The name of a teacher that has one; empty for any other role."""
+    """Return the name of a named teacher; empty for any other role."""
     return role.partition("-")[2]
 
 
 def kind_of_role(role: str) -> str:
-    """`teacher` for `teacher-math`; any other role is its own kind."""
+    """Return `teacher` for `teacher-math`; any other role is its own kind."""
     return role.partition("-")[0]
 
 
@@ -42,18 +42,18 @@ def role_of_process(name: str) -> str:
     """
     first, _, rest = name.partition("-")
     second = rest.partition("-")[0]
-    # A number tells replicas apart and begins no teacher's name.
+    # A number distinguishes replicas and is never the start of a teacher's name.
     if first == TEACHER and second and not second[0].isdigit():
         return teacher_role(second)
     return first if first in BESIDE_THE_POLICY else POLICY
 
 
 def process_name(role: str) -> str:
-    """The slot of a role."""
+    """Return the name of the process that fills a role."""
     return "trainer" if role == POLICY else role
 
 
 def section_of(role: str) -> str:
-    """Where the stack file describes the gangs of a role."""
+    """Return the section of the stack file that describes the gangs of a role."""
     name = teacher_name(role)
     return f"teachers.{name}" if name else process_name(role)

@@ -9,11 +9,11 @@ from google.protobuf import json_format, struct_pb2
 
 LARGEST_INTEGER = 2**53
 MOST_LEVELS = 20
-"""The decoder of the wire follows a hundred messages inside each other, and a level of a Struct is three."""
+"""The decoder of the wire follows a hundred nested messages, and a level of a Struct is three."""
 
 
 def to_json(struct: struct_pb2.Struct) -> dict[str, Any]:
-    """A Struct as a dict. Its numbers are all floats on the wire: whole ones become integers again."""
+    """Return a Struct as a dict. Its numbers are all floats on the wire: whole ones become integers again."""
     if not struct.fields:
         return {}
     whole: dict[str, Any] = _integers(json_format.MessageToDict(struct))
@@ -31,7 +31,7 @@ def _integers(value: Any) -> Any:
 
 
 def unfit(value: Any, name: str, levels: int = MOST_LEVELS) -> str:
-    """Why a Struct cannot carry a value as it is; empty where it can."""
+    """Return the reason why a Struct cannot carry a value as it is; empty if it can."""
     if not isinstance(value, dict | list | tuple):
         return _unfit_scalar(value, name)
     if levels == 0:

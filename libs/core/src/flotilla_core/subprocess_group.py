@@ -29,7 +29,7 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 
 UNKNOWN_STATUS = 256
-"""No process ends with this status: it stands for that of one whose parent was somebody else."""
+"""The status of a process whose parent is another one; no process ends with it."""
 
 
 class ProcessGroup:
@@ -41,7 +41,7 @@ class ProcessGroup:
 
     @classmethod
     def adopt(cls, pid: int) -> ProcessGroup:
-        """The group of a leader that another process started; raises ProcessLookupError where it is gone."""
+        """Return the group of a leader that another process started; raise ProcessLookupError if it is gone."""
         return cls(AdoptedProcess(pid))
 
     @classmethod
@@ -77,51 +77,51 @@ class ProcessGroup:
 
     @property
     def pid(self) -> int:
-        """Of the command; also the id of its group."""
+        """The process id of the command; also the id of its group."""
         return self._process.pid
 
     @property
     def process(self) -> Process:
-        """For its streams, which an adopted one has not."""
+        """The process, for its streams; an adopted one has none."""
         assert isinstance(self._process, Process)
         return self._process
 
     @property
     def returncode(self) -> int | None:
-        """None while the command runs; minus the signal where one ended it; UNKNOWN_STATUS of an adopted one."""
+        """None while the command runs; minus the signal if one ended it; UNKNOWN_STATUS for an adopted one."""
         return self._process.returncode
 
     async def wait(self) -> int:
-        """Until the command itself ends; its descendants may live on until `stop`."""
+        """Wait until the command itself ends; its descendants may live on until `stop`."""
         return await self._process.wait()
 
     def signal_leader(self, signum: signal.Signals) -> None:
-        """Send to the command alone; one that has ended is fine."""
+        """Send a signal to the command alone; one that has ended is fine."""
         try:
             self._process.send_signal(signum)
         except ProcessLookupError:
             pass
 
     async def stop(self, grace_s: float) -> int:
-        """SIGTERM to the whole group, and SIGKILL to what is left of it after `grace_s`."""
+        """Send SIGTERM to the whole group, and SIGKILL to the rest of it after `grace_s`."""
         self.signal(signal.SIGTERM)
         try:
             await asyncio.wait_for(self._process.wait(), grace_s)
         except TimeoutError:
-            pass  # What does not listen is killed below.
+            pass  # Processes that ignore SIGTERM are killed below.
         return await self.kill()
 
     async def kill(self) -> int:
-        """SIGKILL to the whole group."""
+        """Send SIGKILL to the whole group."""
         self.signal(signal.SIGKILL)
         code = await self._process.wait()
         self._ended = True
         return code
 
     def signal(self, signum: signal.Signals) -> None:
-        """Send to every member of the group; nobody left is fine."""
+        """Send a signal to every member of the group; an empty group is fine."""
         if self._ended:
-            return  # The group's number may belong to somebody else by now.
+            return  # The group's number may belong to another process by now.
         try:
             os.killpg(self._process.pid, signum)
         except ProcessLookupError:
@@ -140,12 +140,12 @@ class AdoptedProcess:
         self._loop.add_reader(self._descriptor, self._end)
 
     async def wait(self) -> int:
-        """Until it has ended; nobody but its parent can learn its exit status."""
+        """Wait until it has ended; only its parent can learn its exit status."""
         await self._ended.wait()
         return UNKNOWN_STATUS
 
     def send_signal(self, number: int) -> None:
-        """By descriptor, so it never reaches a process that was given the same id."""
+        """Send by descriptor, so that a signal never reaches another process with the same id."""
         if self.returncode is None:
             signal.pidfd_send_signal(self._descriptor, number)
 

@@ -29,23 +29,23 @@ class BackgroundTasks:
         return bool(self._tasks)
 
     def begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Work in a task of its own; it ends with whoever waits for that task."""
+        """Start work in a task of its own; cancelling a caller that awaits the task cancels the work."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
     async def shielded(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of work that goes on when its caller goes away."""
+        """Return the result of work that continues when its caller goes away."""
         return await asyncio.shield(self.begin(work))
 
     async def settle(self) -> None:
-        """Wait until nothing is under way."""
+        """Wait until no work is under way."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     async def cancel_all(self) -> None:
-        """End what is under way."""
+        """Cancel the work that is under way."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -56,7 +56,7 @@ class BackgroundTasks:
 
 
 async def gather_or_cancel(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """All results in order; the first failure cancels the rest and is raised as it is."""
+    """Return all results in order; the first failure cancels the rest and is raised as it is."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)
@@ -67,7 +67,7 @@ async def gather_or_cancel(calls: Iterable[Awaitable[T]]) -> list[T]:
 
 
 async def both(first: Awaitable[T], second: Awaitable[U]) -> tuple[T, U]:
-    """Both results; a failure of either cancels the other and is raised as it is."""
+    """Return both results; a failure of either cancels the other and is raised as it is."""
     one, other = asyncio.ensure_future(first), asyncio.ensure_future(second)
     try:
         return await asyncio.gather(one, other)
@@ -78,7 +78,7 @@ async def both(first: Awaitable[T], second: Awaitable[U]) -> tuple[T, U]:
 
 
 async def all_settled(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """All results in order, for calls that must not be cut off: the first failure is raised when all have ended."""
+    """Return all results in order, for calls that must not be cut off; raise the first failure when all have ended."""
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
@@ -89,7 +89,7 @@ async def all_settled(calls: Iterable[Awaitable[T]]) -> list[T]:
 async def gather_with_grace(
     calls: Mapping[str, Awaitable[Any]],
 ) -> tuple[dict[str, Any], dict[str, FlotillaError]]:
-    """Run all calls; after the first failure the rest get a moment to tell their own story.
+    """Run all calls; after the first failure the rest get a short time to report their own errors.
 
     Returns results and failures by name; a cancelled call is in neither. Anything but a FlotillaError
     propagates.

@@ -27,7 +27,7 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 def to_tensor(array: NDArray[Any]) -> pb.Tensor:
-    """The message for `array`; dtypes outside the contract are refused."""
+    """Return the message for `array`; dtypes outside the contract are refused."""
     code = _CODES.get(array.dtype)
     if code is None:
         array = _little_endian(array)
@@ -36,7 +36,7 @@ def to_tensor(array: NDArray[Any]) -> pb.Tensor:
 
 
 def from_tensor(tensor: pb.Tensor) -> NDArray[Any]:
-    """A read-only array over the message's bytes."""
+    """Return a read-only array over the message's bytes."""
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         raise InvalidRequest(f"tensor dtype {tensor.dtype} is not known")

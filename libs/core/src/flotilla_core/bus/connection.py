@@ -42,14 +42,14 @@ BUS_ERRORS = (TimeoutError, OSError, nats.errors.Error, APIError)
 logger = logging.getLogger(__name__)
 
 OWN_FILE = Path("nats") / "credentials"
-"""Of the stack's own server, in the stack's directory."""
+"""The file of the stack's own server, in the stack's directory."""
 _KEY = "nats.credentials_file"
 
 
 class Login:
-    """What a process shows to a NATS server.
+    """The credentials that a process presents to a NATS server.
 
-    How to connect to one server.
+    Tells how to connect to one server.
     """
 
     def __init__(self, file: Path | None, key: str = _KEY, *, insecure: bool = False) -> None:

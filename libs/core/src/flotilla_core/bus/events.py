@@ -1,4 +1,4 @@
-"""What happens in runs, for dashboards and outside subscribers; the coordinator's own files stay the truth.
+"""The events of runs, for dashboards and outside subscribers; the coordinator's own files stay the source of truth.
 
 Invariants: `publish` never waits; an event is stored at most once (its id is the message id, and the server
 drops repeats); the backlog during an outage is bounded and what falls out of it is counted. Events are stored
@@ -51,7 +51,7 @@ class Event:
     """One event of a run as a subscriber gets it."""
 
     position: int
-    """Where it is in the stream; subscribe `after` it to go on."""
+    """Its place in the stream; subscribe `after` it to continue."""
     event_id: str
     payload: bytes
 

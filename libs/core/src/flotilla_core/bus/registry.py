@@ -1,4 +1,4 @@
-"""Which instances exist: a key-value bucket whose keys live only as long as their owner's heartbeat.
+"""The registry of instances: a key-value bucket whose keys live only as long as their owner's heartbeat.
 
 Invariants: a registration that the secret of the stack did not sign is not there, whoever wrote it; the registry is a
 hint (health decides), so NATS being away changes nothing in any view: known instances stay until they miss their
@@ -179,7 +179,7 @@ class Registry:
 
 
 class _View:
-    """The instances as one watcher knows them."""
+    """The instances as one watcher sees them."""
 
     def __init__(self, ttl_s: float, verifier: RegistrationVerifier) -> None:
         self.instances: dict[str, Registration] = {}
@@ -189,7 +189,7 @@ class _View:
         self._trusted_from = 0.0
         self._verifier = verifier
         self._named: set[str] = set()
-        """Keys whose refusal was said."""
+        """Keys whose refusal was logged."""
 
     def opened(self) -> None:
         """A watcher was opened: what was known before gets one lifetime to send its heartbeat again."""

@@ -1,4 +1,4 @@
-"""Checkpoints as folders: what seals one, where those of a run stand. Free of torch: services and tools share it."""
+"""Checkpoints as folders: how one is sealed, and those of a run. Free of torch: services and tools share it."""
 
 from __future__ import annotations
 

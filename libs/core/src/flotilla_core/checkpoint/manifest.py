@@ -1,4 +1,4 @@
-"""What seals a checkpoint: every file with its size and its digest.
+"""The manifest that seals a checkpoint: every file with its size and its digest.
 
 Invariants: the manifest is written last, when every file that it lists is on disk; a folder passes only when each
 listed file is there, byte for byte; a refusal names the first file that is wrong. Digests are SHA-256, so that any tool
@@ -64,7 +64,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of a folder, whose files are not looked at."""
+        """Return the manifest of a folder without looking at its files."""
         path = folder / FILE_NAME
         try:
             content = json.loads(path.read_text("utf-8"))
@@ -81,7 +81,7 @@ class Manifest:
 
     @classmethod
     def verified(cls, folder: Path) -> Manifest:
-        """The manifest of a folder whose files are those that were sealed; Damaged names the first that is not."""
+        """Return the manifest of a folder whose files are as they were sealed; Damaged names the first that is not."""
         manifest = cls.read(folder)
         for name, sealed in manifest.files.items():
             path = folder / name

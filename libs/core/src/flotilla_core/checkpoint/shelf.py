@@ -40,26 +40,26 @@ class CheckpointShelf:
 
     @staticmethod
     def name_of(step: int) -> str:
-        """The checkpoint after so many steps: step-000120."""
+        """Return the name of the checkpoint after this many steps: step-000120."""
         return f"step-{step:06d}"
 
     @staticmethod
     def step_of(name: str) -> int:
-        """The steps that were done when a checkpoint was made."""
+        """Return the number of steps that were done when a checkpoint was made."""
         match = _NAME.fullmatch(name)
         if match is None:
             raise InvalidRequest(f"{name!r} is not the name of a checkpoint", why="it looks like step-000120")
         return int(match[1])
 
     def names(self) -> list[str]:
-        """Complete checkpoints, the oldest first."""
+        """List the complete checkpoints, the oldest first."""
         if not self.path.is_dir():
             return []
         found = [entry.name for entry in self.path.iterdir() if _NAME.fullmatch(entry.name)]
         return sorted(found, key=self.step_of)
 
     def folder(self, name: str) -> Path:
-        """A checkpoint that is there."""
+        """Return the folder of an existing checkpoint."""
         if name not in self.names():
             raise NotFound(
                 f"there is no checkpoint {name!r}",
@@ -69,7 +69,7 @@ class CheckpointShelf:
         return self.path / name
 
     def begin(self, name: str) -> Path:
-        """An empty folder that no reader sees; what an interrupted write left goes first."""
+        """Return an empty folder that no reader sees; remove first what an interrupted write left."""
         self.step_of(name)
         if name in self.names():
             raise AlreadyExists(f"checkpoint {name} is there already", where=str(self.path))
@@ -93,7 +93,7 @@ class CheckpointShelf:
         shutil.rmtree(self.aside(name), ignore_errors=True)
 
     def fall_back(self, name: str, lineage: int) -> list[str]:
-        """Put away everything newer than `name`, which `lineage` does not go on from; the names as they were.
+        """Put away everything newer than `name`, which `lineage` does not continue from; return the names as they were.
 
         A writer that was held up finds its folder gone when it wakes up, and publishes nothing.
         """
@@ -110,7 +110,7 @@ class CheckpointShelf:
         return newer
 
     def prune(self, keep: int) -> list[str]:
-        """Remove all but the newest `keep`, and what fall-backs left; the names that are gone."""
+        """Remove all but the newest `keep`, and what fall-backs left; return the names of the removed ones."""
         leftovers = [entry.name for entry in self.path.glob("void-*")] if self.path.is_dir() else []
         gone = self.names()[:-keep] + leftovers
         for name in gone:
@@ -120,11 +120,11 @@ class CheckpointShelf:
         return gone
 
     def aside(self, name: str) -> Path:
-        """Where this shelf's owner writes a checkpoint before anybody can see it."""
+        """Return the folder where this shelf's owner writes a checkpoint before any reader can see it."""
         return self.path / f".{name}.{self._nonce}.writing"
 
     def _remove_unfinished(self) -> None:
-        """Whatever was begun here and is not seen yet, whoever writes it."""
+        """Remove every unpublished checkpoint that was begun here, whoever writes it."""
         for unfinished in self.path.glob(".*.writing"):
             # Away under another name first: one that is still written to may not go at once.
             with suppress(FileNotFoundError):  # its writer ended just now
@@ -134,7 +134,7 @@ class CheckpointShelf:
 
 
 def on_disk(folder: Path, work: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-    """What `work` makes of `folder`; a disk that takes no more is DiskFull, one that is gone a FailedPrecondition."""
+    """Return the result of `work` on `folder`; raise DiskFull for a full disk, FailedPrecondition for a lost one."""
     try:
         return work(*arguments, **options)
     except OSError as error:
@@ -142,7 +142,7 @@ def on_disk(folder: Path, work: Callable[P, T], *arguments: P.args, **options: P
 
 
 def not_written(what: str, path: Path, error: Exception) -> FlotillaError:
-    """Why `what` is not at `path`."""
+    """Return the error that says why `what` is not at `path`."""
     text = f"{what} cannot be written"
     return disk_full(error, text, path) or FailedPrecondition(
         text,

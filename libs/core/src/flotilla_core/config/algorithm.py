@@ -262,7 +262,7 @@ class PolicyConfig(ConfigModel):
     sample_weights: SampleWeightsConfig = SampleWeightsConfig()
     """The weight of each sample."""
     kl: KlConfig = KlConfig()
-    """Penalty on the divergence from the initial policy."""
+    """Distance that the policy keeps to the initial policy."""
     teacher: TeacherConfig | None = None
     """Penalty on the divergence from a teacher over its likeliest tokens (stack: teacher)."""
     correction: CorrectionConfig = CorrectionConfig()

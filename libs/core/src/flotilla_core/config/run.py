@@ -59,7 +59,7 @@ class RunConfig(ConfigModel):
     algorithm: AlgorithmConfig = PolicyConfig()
     """The objective."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW and its schedule."""
+    """Learning rate, its schedule, and the optimizer steps of an update."""
     batching: BatchingConfig = BatchingConfig()
     """Division of an update for memory; never changes the result."""
     evaluation: EvaluationConfig | None = None

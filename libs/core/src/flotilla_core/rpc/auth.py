@@ -1,4 +1,4 @@
-"""The addresses by which a server is known, and who is served without a proof.
+"""The addresses that identify a server, and the callers that are served without a proof.
 
 Invariants: only a socket file, whose folder decides who may connect, is ever served without a token; an address that
 another process of this host could have taken is no name of a server.

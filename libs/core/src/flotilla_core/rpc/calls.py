@@ -64,7 +64,7 @@ async def server_stream(
     idle_timeout_s: float,
     timeout_s: float | None = None,
 ) -> AsyncGenerator[Response]:
-    """The responses as they come; closing the iterator (`contextlib.aclosing`) cancels the call."""
+    """Yield the responses as they come; closing the iterator (`contextlib.aclosing`) cancels the call."""
     try:
         call = method(request, timeout=timeout_s)
     except grpc.aio.UsageError:
@@ -141,7 +141,7 @@ async def client_stream(
 
 
 def _task_is_cancelled() -> bool:
-    """Whether this task is being cancelled; gRPC raises CancelledError for its own reasons as well."""
+    """Return whether this task is being cancelled; gRPC raises CancelledError for its own reasons as well."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 

@@ -53,7 +53,7 @@ class ErrorsInterceptor(grpc.aio.ServerInterceptor):
 
 
 class _Reception:
-    """What happens to one call before its handler sees it."""
+    """The checks of one call before its handler sees it."""
 
     def __init__(self, handler: Any, details: grpc.HandlerCallDetails, fences: NewestFences) -> None:
         self.method = details.method
@@ -133,7 +133,7 @@ def _bounded(handler: Any, reception: _Reception) -> grpc.RpcMethodHandler[Any, 
 
 
 async def _read_to_its_end(request: AsyncIterator[bytes]) -> None:
-    """Take what a refused caller still sends, for a moment and without looking at it.
+    """Read for a short time what a refused caller still sends, and ignore it.
 
     A Python client that writes when the refusal arrives tells its caller of an internal error in place of the refusal
     (grpc issue 36066).
@@ -143,7 +143,7 @@ async def _read_to_its_end(request: AsyncIterator[bytes]) -> None:
             async for _ in request:
                 pass
     except (TimeoutError, grpc.aio.BaseError):
-        pass  # The caller hears of its refusal all the same.
+        pass  # The caller receives its refusal all the same.
 
 
 async def abort(context: Any, error: Exception, method: str) -> None:

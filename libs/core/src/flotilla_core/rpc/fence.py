@@ -1,4 +1,4 @@
-"""Fences: a caller that was paused must not act once somebody else has taken its place.
+"""Fences: a caller that was paused must not act after another process has taken its place.
 
 Every beginning of a run has a fence and sends it with each call: the epoch of the coordinator that owns the ledger, the
 run, and a number higher than that of any beginning before it. Invariants: a service refuses a call whose epoch is
@@ -40,7 +40,7 @@ class Fence:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What goes with a call."""
+        """The metadata that a call carries."""
         return ((FENCE_HEADER, f"{self.epoch} {self.number} {self.ledger} {self.run}"),)
 
     @classmethod
@@ -69,7 +69,7 @@ class _Newest:
         """By run, the one that called last at the end; of this epoch alone, for a later owner begins every run anew."""
 
     def admit(self, fence: Fence, method: str) -> None:
-        """Take `fence` for the newest one, or raise."""
+        """Record `fence` as the newest one, or raise."""
         if fence.epoch - self.epoch > _LARGEST_LEAP:
             raise InvalidRequest(
                 f"the epoch of the header {FENCE_HEADER} is {fence.epoch}, but the newest one here is {self.epoch}",

@@ -19,24 +19,24 @@ _INFRASTRUCTURE = (*_OPEN_SERVICES, "/grpc.reflection.")
 
 
 def is_open_to_all(method: str) -> bool:
-    """Whether a call needs no token."""
+    """Return whether a call needs no token."""
     return method.startswith(_OPEN_SERVICES)
 
 
 def is_infrastructure(method: str) -> bool:
-    """Whether a method belongs to gRPC's own services, which foreign tools call in their own ways."""
+    """Return whether a method belongs to gRPC's own services, which foreign tools call in their own ways."""
     return method.startswith(_INFRASTRUCTURE)
 
 
 def behavior_of(handler: Any) -> Callable[[Any, Any], Any]:
-    """The one behaviour that `handler` has."""
+    """Return the only behaviour that `handler` has."""
     if handler.request_streaming:
         return handler.stream_stream if handler.response_streaming else handler.stream_unary  # type: ignore[no-any-return]
     return handler.unary_stream if handler.response_streaming else handler.unary_unary  # type: ignore[no-any-return]
 
 
 def wrapped(handler: Any, respond: Respond, respond_stream: RespondStream) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler of the same kind that answers with `respond`, or with `respond_stream` where it streams."""
+    """Return a handler of the same kind that answers with `respond`, or with `respond_stream` if it streams."""
     serializer = handler.response_serializer
     if handler.request_streaming:
         if handler.response_streaming:

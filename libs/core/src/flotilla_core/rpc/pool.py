@@ -68,18 +68,18 @@ class ReplicaPool(Generic[StubT]):
         self._routing = Routing()
 
     async def update(self, snapshot: dict[str, reg.Registration]) -> None:
-        """Take in who exists now."""
+        """Update the pool from a registry snapshot."""
         self._replicas.update(snapshot)
         for replica in self._replicas.everyone():
             self._measure(replica)
         self._look()
 
     def replicas(self) -> list[Replica[StubT]]:
-        """Those that may get work now."""
+        """The replicas that may get work now."""
         return list(self._replicas.ready())
 
     def everyone(self) -> list[Replica[StubT]]:
-        """All that are known, whatever their state."""
+        """The known replicas, in any state."""
         return self._replicas.everyone()
 
     async def acquire(
@@ -92,7 +92,7 @@ class ReplicaPool(Generic[StubT]):
         priority: int = 0,
         affinity: str = "",
     ) -> Replica[StubT]:
-        """The allowed replica with the least outstanding cost for its size, charged with `load` until its `release`.
+        """Return the allowed replica with the least outstanding cost for its size; charge it with `load` until `release`.
 
         Waits `timeout_s` for an allowed replica, and then for room on one. Work of one `affinity` goes where it went
         last, while there is room.
@@ -116,24 +116,24 @@ class ReplicaPool(Generic[StubT]):
         self._replicas.given_back(replica)
 
     def heard(self, replica: Replica[StubT], waiting: int) -> None:
-        """A replica says how many of the places that it has wait for want of something else, its memory say."""
+        """Record how many samples wait on a replica for another reason than places, usually memory."""
         was_full = replica.full
         replica.heard(waiting)
         if was_full and not replica.full:
             self._look()
 
     def eject(self, instance_id: str, why: str, *, replaceable: bool = True) -> None:
-        """No more work until its health says SERVING again; for callers whose call failed."""
+        """Give the replica no more work until its health says SERVING again; for callers whose call failed."""
         self._replicas.eject(instance_id, why, replaceable=replaceable)
         self._look()
 
     def drain(self, instance_id: str, why: str) -> None:
-        """No more work for as long as its process lives; what it was leased for goes on."""
+        """Give the replica no more work for as long as its process lives; running leases continue."""
         self._replicas.drain(instance_id, why)
         self._look()
 
     def dismiss(self, instance_id: str, why: str) -> None:
-        """It is not ours any more, however well it is; what it was leased for goes on."""
+        """Remove the replica from the pool, whatever its health; running leases continue."""
         self._replicas.dismiss(instance_id, why)
         self._look()
 
@@ -166,7 +166,7 @@ class ReplicaPool(Generic[StubT]):
         return any(not replica.full for replica in self._replicas.ready())
 
     def _measure(self, replica: Replica[StubT]) -> None:
-        """By what it says of itself; where it says nothing, all count alike and take whatever comes."""
+        """Measure a replica by its registration; without a capacity all count alike and take any work."""
         size = int(replica.registration.capacity.get(self._size, 0))
         if size != replica.size:
             replica.size = replica.runs = size or 1
@@ -174,9 +174,9 @@ class ReplicaPool(Generic[StubT]):
 
 
 class Routing:
-    """Which of several replicas gets the next work.
+    """The choice of the replica for the next work.
 
-    Remembers whose turn it is, and where work of each affinity went last.
+    Remembers whose turn it is, and which replica had the last work of each affinity.
     """
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ class Routing:
         self._last: dict[str, str] = {}
 
     def choose(self, candidates: Sequence[ReplicaT], affinity: str = "") -> ReplicaT:
-        """One of those that may take the work."""
+        """Choose one of the replicas that may take the work."""
         last = self._last.pop(affinity, "") if affinity else ""
         chosen = min(
             candidates, key=lambda one: (one.instance_id != last, one.outstanding / one.size, one.turn)
@@ -200,23 +200,23 @@ class Routing:
 
 @dataclass(frozen=True)
 class WaitRequest(Generic[T]):
-    """What a caller waits for."""
+    """The request of one waiting caller."""
 
     take: Callable[[], T | None]
-    """It, as soon as it is there."""
+    """Returns the result as soon as there is one, else None."""
     what: str
-    """In words."""
+    """The awaited thing in words, for messages."""
     timeout_s: float
     possible: Callable[[], bool] = lambda: False
-    """Whether it only has to wait for its turn: then its time is not used up."""
+    """Returns whether the caller only waits for its turn: then its time is not used up."""
     give_back: Callable[[T], None] = lambda taken: None
     priority: int = 0
-    """Lower ones come first."""
+    """Lower priorities come first."""
 
 
 @dataclass(order=True)
 class _Waiter:
-    """One caller, and what it gets in the end."""
+    """One caller and its result."""
 
     priority: int
     number: int
@@ -224,15 +224,16 @@ class _Waiter:
     since: float = field(compare=False)
     gives_up_at: float = field(compare=False)
     reachable: bool = field(compare=False)
-    """Whether somebody could have served it when that was looked at last."""
+    """Whether any replica could have served it at the last look."""
     taken: asyncio.Future[Any] = field(compare=False)
     named: bool = field(default=False, compare=False)
 
 
 class Waiters:
-    """Those of one pool; `describe` says how its replicas stand, `room` whether any of them could take anything.
+    """The waiting callers of one pool.
 
-    `on_wait` is told of a wait that has become long, and until when it may last.
+    `describe` reports the state of its replicas, and `room` whether any of them could take work. `on_wait` is called
+    for a wait that has become long, with the time until which it may last.
     """
 
     def __init__(
@@ -246,8 +247,8 @@ class Waiters:
         self._timer: asyncio.TimerHandle | None = None
 
     async def wait(self, request: WaitRequest[T]) -> T:
-        """What `request.take` gives, as soon as it gives anything."""
-        # Whoever waits already was asked at the last change: what is left now is nobody else's.
+        """Return the result of `request.take` as soon as there is one."""
+        # The callers that wait already were asked at the last change, so none of them can use what is free now.
         taken = request.take()
         if taken is not None:
             return taken
@@ -271,7 +272,7 @@ class Waiters:
             self._remove(waiter)
 
     def look(self) -> None:
-        """Something has changed: serve whoever can be served now."""
+        """Serve every caller that can be served now; call it after a change."""
         if not self._waiting or not self._room():
             return
         for waiter in self._waiting:
@@ -326,7 +327,7 @@ class Waiters:
         )
 
     def _name_the_longest_wait(self, now: float) -> None:
-        """Where it is not only waiting for its turn."""
+        """Report the longest wait among callers that wait for more than their turn."""
         longest = min(self._waiting, key=lambda waiter: waiter.since)
         late = now - longest.since >= NAME_THE_WAIT_AFTER_S
         if late and not longest.named and not longest.request.possible():

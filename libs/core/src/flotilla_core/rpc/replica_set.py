@@ -1,4 +1,4 @@
-"""Which replicas of one kind, or of one role within it, there are, and how each of them stands.
+"""The replicas of one kind, or of one role within it, and the state of each.
 
 Invariants: a replica is ready when it is READY in the registry and has not failed since its last SERVING; an ejected
 one comes back through its health alone; one that the registry lost is asked itself, for the registry knows of
@@ -50,38 +50,38 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 
 @dataclass(frozen=True)
 class Load:
-    """What a lease puts on a replica."""
+    """The load that a lease puts on a replica."""
 
     cost: int
-    """By which replicas are compared: tokens, items."""
+    """The unit by which replicas are compared: tokens, items."""
     places: int = 1
-    """Of those that run side by side."""
+    """The number of parallel places that the work takes."""
 
 
 @dataclass(eq=False)
 class Replica(Generic[StubT]):
-    """A channel to one instance, and what it works on for us."""
+    """A channel to one instance, and our work on it."""
 
     registration: Registration
     channel: grpc.aio.Channel
     stub: StubT
     size: int = 1
-    """How much it carries beside the others."""
+    """Its capacity relative to the others."""
     overcommit: float = math.inf
-    """How many times what it runs it takes, so that what would only wait there can go elsewhere."""
+    """It takes this many times what it runs at once; more work would only wait there and can go elsewhere."""
     runs: int = 1
-    """Places that it runs side by side, as far as is known."""
+    """Places that it runs in parallel, as far as is known."""
     state: ReplicaState = "ready"
     outstanding: int = 0
-    """Cost of the work that is leased out to it."""
+    """Cost of the work that is leased to it."""
     places: int = 0
-    """And how many places that takes."""
+    """Places that this work takes."""
     leases: int = 0
-    """How many leases that is; the channel stays open until none is left."""
+    """Number of leases; the channel stays open until none is left."""
     why: str = ""
-    """Why it is not ready."""
+    """The reason why it is not ready."""
     turn: int = 0
-    """When it got its last lease: equals take turns."""
+    """The turn of its last lease: equal replicas take turns."""
     ejections: int = field(default=0, repr=False)
     returned_at: float = field(default=0.0, repr=False)
     _busy_before_s: float = field(default=0.0, repr=False)
@@ -89,15 +89,15 @@ class Replica(Generic[StubT]):
 
     @property
     def full(self) -> bool:
-        """Whether further work would wait there."""
+        """Return whether further work would wait there."""
         return self.places >= self.overcommit * self.runs
 
     def heard(self, waiting: int) -> None:
-        """Of the places that it has, so many wait: it runs the others, whatever its registration says."""
+        """Record how many of its places wait: it runs the others, whatever its registration says."""
         self.runs = min(self.size, max(1, self.places - waiting)) if waiting else self.size
 
     def take(self, load: Load) -> None:
-        """One more lease."""
+        """Add a lease."""
         if self.leases == 0:
             self._busy_since = time.monotonic()
         self.outstanding += load.cost
@@ -105,7 +105,7 @@ class Replica(Generic[StubT]):
         self.leases += 1
 
     def give_back(self, load: Load) -> None:
-        """One lease fewer."""
+        """Remove a lease."""
         self.outstanding -= load.cost
         self.places -= load.places
         self.leases -= 1
@@ -114,7 +114,7 @@ class Replica(Generic[StubT]):
 
     @property
     def busy_s(self) -> float:
-        """How long it has had any lease of ours so far."""
+        """The total time so far in which it had any lease of ours."""
         return self._busy_before_s + (time.monotonic() - self._busy_since if self.leases else 0.0)
 
     @property
@@ -131,7 +131,7 @@ class Replica(Generic[StubT]):
 
 
 class ReplicaSet(Generic[StubT]):
-    """The replicas of one pool; `changed` is called when one comes back or goes by itself."""
+    """The replicas of one pool; `changed` is called when one comes back or goes without a snapshot."""
 
     def __init__(
         self,
@@ -148,13 +148,13 @@ class ReplicaSet(Generic[StubT]):
         self._changed = changed
         self._replicas: dict[str, Replica[StubT]] = {}
         self._refused: dict[str, str] = {}
-        """Why, by instance."""
+        """The reason of each refusal, by instance."""
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._missing: dict[str, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     def update(self, snapshot: dict[str, reg.Registration]) -> None:
-        """Take in who exists now."""
+        """Update the set from a registry snapshot."""
         ours = {key: one for key, one in snapshot.items() if self._is_ours(one)}
         self._refuse({key: why for key, one in ours.items() if (why := refusal(one))})
         ours = {key: one for key, one in ours.items() if key not in self._refused}
@@ -175,15 +175,15 @@ class ReplicaSet(Generic[StubT]):
                 self._follow_registration(known, _superseded(registration, ours))
 
     def everyone(self) -> list[Replica[StubT]]:
-        """All that are known, whatever their state."""
+        """The known replicas, in any state."""
         return list(self._replicas.values())
 
     def ready(self) -> Iterator[Replica[StubT]]:
-        """Those that may get work now."""
+        """Yield the replicas that may get work now."""
         return (replica for replica in self._replicas.values() if replica.state == "ready")
 
     def eject(self, instance_id: str, why: str, *, replaceable: bool = True) -> None:
-        """Not ready until its health says SERVING again; who stays out longer each time needs others to fill in."""
+        """Take a replica out until its health says SERVING; repeated failures take it out longer: others fill in."""
         replica = self._replicas.get(instance_id)
         if replica is None or replica.state != "ready":
             return
@@ -195,7 +195,7 @@ class ReplicaSet(Generic[StubT]):
         self._probes[instance_id] = asyncio.create_task(self._probe(replica), name=f"probe {replica.name}")
 
     def drain(self, instance_id: str, why: str) -> None:
-        """Not ready for as long as its process lives."""
+        """Take a replica out for as long as its process lives."""
         replica = self._replicas.get(instance_id)
         if replica is not None and replica.state != "draining":
             self._stop(self._probes, replica)
@@ -203,13 +203,13 @@ class ReplicaSet(Generic[StubT]):
             logger.info("replica drained", replica=replica.name, instance_id=instance_id, why=why)
 
     def dismiss(self, instance_id: str, why: str) -> None:
-        """Not one of these any more."""
+        """Remove a replica from the set."""
         replica = self._replicas.pop(instance_id, None)
         if replica is not None:
             self._retire(replica, why)
 
     def given_back(self, replica: Replica[StubT]) -> None:
-        """A lease on it has ended; the last one of a replica that is gone closes its channel."""
+        """Close the channel of a removed replica after its last lease has ended."""
         if replica.leases == 0 and self._replicas.get(replica.instance_id) is not replica:
             self._close(replica)
 
@@ -225,7 +225,7 @@ class ReplicaSet(Generic[StubT]):
         await asyncio.gather(*(replica.channel.close() for replica in replicas.values()))
 
     def describe(self) -> str:
-        """How they stand, in words."""
+        """Describe the state of all replicas in words."""
         known = [
             f"{one.name} is {one.state}" + (f" ({one.why})" if one.why else "")
             for one in self._replicas.values()
@@ -239,7 +239,7 @@ class ReplicaSet(Generic[StubT]):
         )
 
     def _refuse(self, refused: dict[str, str]) -> None:
-        """These, whose builds cannot talk to ours; each is logged once."""
+        """Refuse the instances whose builds cannot talk to ours; log each once."""
         for instance_id in refused.keys() - self._refused.keys():
             logger.error("replica refused", instance_id=instance_id, why=refused[instance_id])
         self._refused = refused
@@ -262,7 +262,7 @@ class ReplicaSet(Generic[StubT]):
             self._close(replica)
 
     def _miss(self, replica: Replica[StubT], ours: dict[str, reg.Registration]) -> None:
-        """The registry has it no more: it went, it hangs, or its heartbeats alone were lost."""
+        """Handle a replica that left the registry: it stopped, it hangs, or only its heartbeats were lost."""
         if _superseded(replica.registration, ours):
             self._retire(self._replicas.pop(replica.instance_id), "its slot was started again")
         elif replica.state == "draining":
@@ -295,19 +295,19 @@ class ReplicaSet(Generic[StubT]):
 
     @staticmethod
     def _stop(tasks: dict[str, asyncio.Task[None]], replica: Replica[StubT]) -> None:
-        """End what looks after this replica, if anything does."""
+        """Stop the task that watches this replica, if there is one."""
         task = tasks.pop(replica.instance_id, None)
         if task is not None:
             task.cancel()
 
     def _kind_name(self) -> str:
-        """What to call one in messages."""
+        """Return the name of the kind for messages."""
         kind = reg.ServiceKind.Name(self._kind).removeprefix("SERVICE_KIND_").lower()
         return process_name(self._role) if self._role else kind
 
 
 def _superseded(registration: reg.Registration, ours: dict[str, reg.Registration]) -> bool:
-    """Whether a later process fills the same slot: then this one is dead, registered or not."""
+    """Return whether a later process fills the same slot: then this one is dead, registered or not."""
     return any(
         other.name == registration.name
         and other.instance_id != registration.instance_id
@@ -317,7 +317,7 @@ def _superseded(registration: reg.Registration, ours: dict[str, reg.Registration
 
 
 async def until_serving(replica: Replica[Any]) -> None:
-    """Ask one whose call failed, until it serves again."""
+    """Probe a replica whose call failed, until it serves again."""
     interval_s = min(PROBE_INTERVAL_S * 2 ** (replica.ejections - 1), LONGEST_PROBE_INTERVAL_S)
     await asyncio.sleep(interval_s)
     while await _health(replica, PROBE_TIMEOUT_S, attempts=1) != _SERVING:  # noqa: ASYNC110 - of another process
@@ -325,14 +325,14 @@ async def until_serving(replica: Replica[Any]) -> None:
 
 
 async def while_serving(replica: Replica[Any]) -> bool:
-    """Ask one that the registry lost, as long as it serves; whether it answered in the end."""
+    """Probe a replica that the registry lost, as long as it serves; return whether it answered in the end."""
     while (status := await _health(replica, MISSING_TIMEOUT_S)) == _SERVING:  # noqa: ASYNC110 - of another process
         await asyncio.sleep(ASK_MISSING_EVERY_S)
     return status is not None
 
 
 async def _health(replica: Replica[Any], timeout_s: float, attempts: int = 4) -> int | None:
-    """What it says of itself; None where it says nothing."""
+    """Return its own health report; None without an answer."""
     health: Any = health_pb2_grpc.HealthStub(replica.channel)
     try:
         answer = await unary(

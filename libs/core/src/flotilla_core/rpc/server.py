@@ -1,4 +1,4 @@
-"""The server of every service, with its health, its reflection and the check of who calls it.
+"""The server of every service, with its health, its reflection and the authentication of its callers.
 
 Invariants: it listens on one port that nobody else has; it asks each caller for a proof, unless it listens on a socket
 file; health checks need no proof, so that anybody may learn whether a service is up. Its health is NOT_SERVING until
@@ -82,7 +82,7 @@ class RpcServer:
         return joined(self._bind.advertise_host or dialable(self._bind.host), self._port)
 
     def set_serving(self, serving: bool) -> None:
-        """What grpc.health.v1 answers for every service of this server and for the server itself."""
+        """Set what grpc.health.v1 answers for every service of this server and for the server itself."""
         if self._health is not None:
             self._health.set_serving(serving)
 
@@ -106,7 +106,7 @@ class RpcServer:
 
 
 def _holder_of(port: int) -> str:
-    """Who listens on `port`, where the system tells."""
+    """Describe the process that listens on `port`, if the system tells."""
     if port == 0:
         return ""
     try:
@@ -190,7 +190,7 @@ def _add_contract() -> None:
 
 
 class TokenServerInterceptor(grpc.aio.ServerInterceptor):
-    """The door of a server that asks for a proof.
+    """The authentication of a server that asks for a proof.
 
     Refuses calls that do not prove that their caller belongs to the stack.
     """

@@ -64,7 +64,7 @@ _FOREIGN: dict[grpc.StatusCode, type[errors.FlotillaError]] = {
 
 
 def encode(error: errors.FlotillaError, *, traceback: str = "") -> status_pb2.Status:
-    """The status that carries `error`, with the end of `traceback` where one is given."""
+    """Return the status that carries `error`, with the end of `traceback` if one is given."""
     info = error_details_pb2.ErrorInfo(
         domain=DOMAIN,
         reason=error_pb2.ErrorReason.Name(error.reason),
@@ -84,7 +84,7 @@ def encode(error: errors.FlotillaError, *, traceback: str = "") -> status_pb2.St
 
 
 def decode(failure: grpc.aio.AioRpcError, where: str) -> errors.FlotillaError:
-    """The error behind a failed call; `where` names the call for errors that do not say it themselves."""
+    """Return the error behind a failed call; `where` names the call for errors that do not name it themselves."""
     details = _details_of(failure)
     error = None if details is None else from_status(details)
     if error is not None:
@@ -95,7 +95,7 @@ def decode(failure: grpc.aio.AioRpcError, where: str) -> errors.FlotillaError:
 
 
 def from_status(serialized: bytes) -> errors.FlotillaError | None:
-    """The error that a serialized status carries; None where it is none of ours."""
+    """Return the error that a serialized status carries; None if it is none of ours."""
     status = status_pb2.Status.FromString(serialized)
     error: errors.FlotillaError | None = None
     for detail in status.details:
@@ -116,7 +116,7 @@ def from_status(serialized: bytes) -> errors.FlotillaError | None:
 
 
 def is_own_deadline(failure: grpc.aio.AioRpcError) -> bool:
-    """Whether this side's deadline ended the call, not a service that reports one of its own."""
+    """Return whether this side's deadline ended the call, not a service that reports one of its own."""
     return failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED and _details_of(failure) is None
 
 

@@ -1,4 +1,4 @@
-"""What every service process shares: arguments, life cycle, the operate service, activities."""
+"""The parts that all service processes share: arguments, life cycle, the operate service, activities."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The command line that all services share.
 
-Invariant: what is not given comes from `launcher.json` of the running stack, so a service that is started by
-hand (under a debugger, say) finds the fleet; what is nowhere ends in a message that says how to give it.
+Invariant: missing arguments come from `launcher.json` of the running stack, so a service that is started by
+hand (under a debugger, say) finds the fleet; one that is found nowhere ends in a message that says how to give it.
 """
 
 from __future__ import annotations

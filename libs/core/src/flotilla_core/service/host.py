@@ -1,4 +1,4 @@
-"""What a service is, and what it is handed when it is built.
+"""The interface of a service, and the host that it gets when it is built.
 
 Invariants: a service never opens ports, connects to NATS or writes its registration; the host does. Whatever ends a
 service later than its start goes through `Host.failed`; an activity is listed exactly while its block runs, so an
@@ -25,9 +25,9 @@ from flotilla_core.config import StackConfig
 
 
 class Activities:
-    """What a service does or waits for right now.
+    """The current activities of a service: what it does or waits for.
 
-    The running activities of one process, oldest first.
+    Lists those of one process, oldest first.
     """
 
     def __init__(self) -> None:
@@ -99,5 +99,5 @@ class Host:
         return rpc.connect(address, token=self.token, fence=fence)
 
     def failed(self, error: BaseException) -> None:
-        """The service cannot go on: it becomes FAILED, stops, and the process ends with exit code 1."""
+        """Report that the service cannot continue: it becomes FAILED, stops, and the process ends with exit code 1."""
         self.fail(error)

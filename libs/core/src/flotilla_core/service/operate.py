@@ -1,4 +1,4 @@
-"""OperateService: what every service answers, whatever else it does, and where its process is right now.
+"""OperateService: the calls that every service answers, in any state, and the current stacks of its process.
 
 Invariants: these answers need no state of the service beyond its own hooks, so they work while it boots, while it is
 busy and while it drains. Looking at the stacks of threads and tasks disturbs nothing: every frame is read from the
@@ -142,7 +142,7 @@ class OperateServicer(operate_pb2_grpc.OperateServiceServicer):
 
 
 def _last_lines(file: Any, count: int) -> list[str]:
-    """The last `count` whole lines; leaves the file at the end of the last one."""
+    """Return the last `count` whole lines; leave the file at the end of the last one."""
     position = end = file.seek(0, os.SEEK_END)
     blocks: list[bytes] = []
     newlines = 0
@@ -159,7 +159,7 @@ def _last_lines(file: Any, count: int) -> list[str]:
 
 
 def format_stacks() -> str:
-    """Every thread and every task of the running loop."""
+    """Format the stacks of every thread and every task of the running loop."""
     threads = {thread.ident: thread.name for thread in threading.enumerate()}
     parts: list[str] = []
     for ident, frame in sys._current_frames().items():
@@ -201,7 +201,7 @@ def _label(code: CodeType) -> str:
 
 
 def _awaiting(coroutine: Any) -> traceback.StackSummary:
-    """The chain of awaits below a task, outermost first: what `Task.get_stack` leaves out."""
+    """Return the chain of awaits below a task, outermost first, which `Task.get_stack` leaves out."""
     frames: list[tuple[FrameType, int]] = []
     while coroutine is not None:
         frame = (

@@ -81,7 +81,7 @@ class ServiceProcess:
         self._grace_s = DRAIN_GRACE_S
 
     async def run(self) -> int:
-        """0 after an ordered end; raises what made the service fail."""
+        """Run the service and return 0 after an ordered end; raise the error that made it fail."""
         async with self._host() as host:
             service = self._build(host)
             registration = self._registration(host)
@@ -111,7 +111,7 @@ class ServiceProcess:
 
     @contextlib.asynccontextmanager
     async def _host(self) -> AsyncIterator[Host]:
-        """Telemetry and NATS around everything else."""
+        """Provide telemetry and NATS around everything else."""
         given = self._arguments
         instance_id = ids.new_instance_id(given.name)
         structlog.contextvars.bind_contextvars(instance_id=instance_id)
@@ -145,7 +145,7 @@ class ServiceProcess:
     async def _serve(
         self, host: Host, service: Service, server: rpc.RpcServer, registration: reg.Registration
     ) -> None:
-        """From the open port to the closed one."""
+        """Serve from the opening of the port until it is closed."""
         announced = None
         try:
             registration.address = await server.start()
@@ -176,7 +176,7 @@ class ServiceProcess:
                 withdraw(announced)
 
     async def _started(self, host: Host, service: Service) -> bool:
-        """Whether `start` came through; False when the end was asked for meanwhile."""
+        """Return whether `start` completed; False if the end was requested meanwhile."""
         with host.activities.doing("starting"):
             starting = asyncio.create_task(service.start(), name="start")
             ending = asyncio.create_task(self._ending.wait(), name="ending")
@@ -223,7 +223,7 @@ class ServiceProcess:
                 logger.warning("running work was cut", grace_s=self._grace_s)
 
     async def _close(self, host: Host, service: Service, server: rpc.RpcServer) -> None:
-        """Every step runs, whatever happened before it."""
+        """Run every clean-up step, even after a failed one."""
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(host.registry.withdraw)
             stack.push_async_callback(service.stop)
@@ -333,7 +333,7 @@ def run_service(
         return _say(error)
     except KeyboardInterrupt:
         return 130
-    # Nothing is above that could handle it.
+    # No caller above could handle it.
     except Exception as error:  # noqa: BLE001
         structlog.get_logger().exception("the service failed unexpectedly")
         return _say(Internal("the service failed", where=kind_name, why=f"{type(error).__name__}: {error}"))

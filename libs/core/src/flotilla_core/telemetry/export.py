@@ -51,7 +51,7 @@ _MAX_ATTRIBUTE_LENGTH = 4096
 
 
 class OtlpProcessor(SpanProcessor):
-    """The way of every span of this process to one endpoint."""
+    """The export of every span of this process to one endpoint."""
 
     def __init__(self, endpoint: str, token: str | None = None) -> None:
         """`token` signs each batch, which the stack's own coordinator asks for."""

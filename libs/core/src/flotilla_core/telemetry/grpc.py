@@ -63,7 +63,7 @@ def span_name(method: str | bytes) -> str | None:
 
 
 def attempt_of(metadata: Iterable[tuple[str, Any]]) -> int:
-    """Which try of its call this is, from 1 on: our own retries and those of the channel together."""
+    """Return the number of this attempt at its call, from 1 on, over our own retries and those of the channel."""
     attempt = 1
     for key, value in metadata:
         if key == ATTEMPT_METADATA:
@@ -74,7 +74,7 @@ def attempt_of(metadata: Iterable[tuple[str, Any]]) -> int:
 
 
 def note_attempt(span: Span, attempt: int) -> None:
-    """Leave an event on the span of a call that is not the first try."""
+    """Add an event to the span of a call that is not the first attempt."""
     if attempt > 1:
         span.add_event(names.RETRY_EVENT, {names.ATTEMPT: attempt})
 
@@ -236,7 +236,7 @@ class _CallSpan:
         self._context = context
 
     def __enter__(self) -> None:
-        """Nothing: the span is open already."""
+        """Do nothing: the span is open already."""
 
     def __exit__(
         self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
@@ -245,7 +245,7 @@ class _CallSpan:
 
 
 def _open(name: str, metadata: Any) -> Span:
-    """A server span below the caller's, made current for the rest of this call's task."""
+    """Open a server span below the caller's, current for the rest of this call's task."""
     active = tracer()
     if active is None:
         return trace.INVALID_SPAN

@@ -55,15 +55,15 @@ def stop() -> None:
 
 
 def endpoints() -> tuple[str, ...]:
-    """Where spans of this process go, so that its children can send theirs there too."""
+    """Return the endpoints of this process's spans, so that its children can export to them too."""
     return tuple(processor.endpoint for processor in _State.processors)
 
 
 def dropped_spans() -> int:
-    """Spans of this process that fell out of a full queue or that an endpoint refused."""
+    """Return the number of this process's spans that fell out of a full queue or were refused."""
     return sum(processor.dropped for processor in _State.processors)
 
 
 def tracer() -> Tracer | None:
-    """The tracer while telemetry is on."""
+    """Return the tracer while telemetry is on."""
     return _State.tracer

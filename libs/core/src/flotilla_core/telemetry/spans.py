@@ -50,7 +50,7 @@ def start_span(
     parent: Origin | None = None,
     kind: SpanKind = SpanKind.INTERNAL,
 ) -> Span:
-    """A started span that is not current; the caller ends it. Its parent is the current span unless given."""
+    """Return a started span that is not current; the caller ends it. Its parent is the current span unless given."""
     active = tracer()
     if active is None:
         return trace.INVALID_SPAN
@@ -117,12 +117,12 @@ def _span_context(origin: Origin) -> SpanContext:
 
 
 def format_traceparent(context: SpanContext) -> str:
-    """The header for a valid span context."""
+    """Return the header for a valid span context."""
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
 
 
 def parse_traceparent(header: str) -> SpanContext | None:
-    """The span context in a header, or None where the header is malformed."""
+    """Return the span context in a header, or None for a malformed header."""
     match = _PATTERN.fullmatch(header)
     if match is None or match[1] == "ff" or (match[1] == "00" and match[5]):
         return None
@@ -131,23 +131,23 @@ def parse_traceparent(header: str) -> SpanContext | None:
 
 
 def current_carrier() -> dict[str, str]:
-    """The current span as headers; empty outside any span."""
+    """Return the current span as headers; empty outside any span."""
     context = trace.get_current_span().get_span_context()
     return {TRACEPARENT: format_traceparent(context)} if context.is_valid else {}
 
 
 def current_environment() -> dict[str, str]:
-    """The current span as environment variables of a child process; empty outside any span."""
+    """Return the current span as environment variables of a child process; empty outside any span."""
     return {key.upper(): value for key, value in current_carrier().items()}
 
 
 def from_carrier(carrier: Mapping[str, str]) -> Context:
-    """The context in a carrier (or in `os.environ`); without one an empty context: a new trace."""
+    """Return the context in a carrier (or in `os.environ`); without one an empty context: a new trace."""
     header = carrier.get(TRACEPARENT) or carrier.get(TRACEPARENT.upper()) or ""
     parent = parse_traceparent(header)
     return Context() if parent is None else remote_context(parent)
 
 
 def remote_context(parent: SpanContext) -> Context:
-    """A context whose current span is `parent`, which lives in another process."""
+    """Return a context whose current span is `parent`, which lives in another process."""
     return trace.set_span_in_context(NonRecordingSpan(parent), Context())

@@ -1,4 +1,4 @@
-"""Who belongs to a stack: its secret, and the proofs that are made with it.
+"""The trust within a stack: its secret, and the proofs that are made with it.
 
 Invariants: the secret itself never leaves a process of the stack; what travels is a signature that is good for one
 call to one address, or for one registration; nothing here imports gRPC or NATS.

@@ -1,4 +1,4 @@
-"""How a caller proves to a service that it knows the secret of the stack, without sending it.
+"""The proof of a caller to a service that it has the secret of the stack, without sending it.
 
 Every call carries `authorization: Flotilla TIME SENDER COUNT ADDRESS SIGNATURE`: a keyed BLAKE2b, at a third of the
 cost of an HMAC, by a key derived from the secret, over the call's method and those four fields.
@@ -21,9 +21,9 @@ from flotilla_core.errors import FlotillaError, Unauthenticated, Unavailable
 HEADER = "authorization"
 SCHEME = "Flotilla"
 TOLERANCE_MS = 300_000
-"""How far apart the clocks of a caller and a service may be."""
+"""Limit on the difference between the clocks of a caller and a service."""
 WINDOW = 8192
-"""How far calls of one sender may overtake each other."""
+"""Limit on how far calls of one sender may overtake each other."""
 _FORGET_AFTER_MS = 2 * TOLERANCE_MS
 _LONGEST_NUMBER = 18
 
@@ -136,7 +136,7 @@ class CallVerifier:
 
 
 class _Sender:
-    """Which calls of one sender were taken: a window that moves with the newest of them."""
+    """The accepted calls of one sender: a window that moves with the newest of them."""
 
     def __init__(self) -> None:
         self.heard_ms = 0
