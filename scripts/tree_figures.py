@@ -64,7 +64,7 @@ class Module:
 
     @property
     def counts(self) -> bool:
-        """Whether it is more than the front page of a package."""
+        """Return whether it is more than the front page of a package."""
         return self.path.name != "__init__.py"
 
 

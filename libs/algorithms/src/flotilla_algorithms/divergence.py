@@ -1,4 +1,4 @@
-"""How far sampled tokens are from a reference: estimators of the KL divergence, as penalties on rewards."""
+"""The distance of sampled tokens from a reference: estimators of the KL divergence, as penalties on rewards."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class RewardHistory:
     """Sum of the squared distances from the mean."""
 
     def after(self, rewards: ArrayLike) -> Self:
-        """With these rewards as well, in whatever parts they come."""
+        """Return the same outcomes with these rewards as well, in any number of parts."""
         values = finite_rewards(rewards)
         if not values.size:
             return self

@@ -75,7 +75,7 @@ def _deviations(
 def overlong_penalties(
     response_lengths: ArrayLike, *, limit: int, buffer_tokens: int, penalty: float
 ) -> Floats:
-    """To add to the rewards: 0 up to `limit - buffer_tokens`, then falling in a line to -penalty at the limit."""
+    """Return the change of the rewards: 0 up to `limit - buffer_tokens`, then linear down to -penalty at the limit."""
     into_buffer = np.asarray(response_lengths, dtype=np.float64) - (limit - buffer_tokens)
     fall: Floats = -penalty * np.clip(into_buffer / buffer_tokens, 0.0, 1.0)
     return fall

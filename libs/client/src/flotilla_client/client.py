@@ -65,7 +65,7 @@ class Client:
         await self._channel.close()
 
     async def plan_run(self, files: RunFiles, overrides: Sequence[str] = ()) -> Plan:
-        """What a run would do, and why it would be refused; starts nothing."""
+        """Report what a run would do, and why it would be refused; start nothing."""
         request = pb.PlanRunRequest(config_yaml=resolve_run(files, overrides))
         return (await rpc.unary(self._stub.PlanRun, request, timeout_s=_CALL_S)).plan
 
@@ -89,7 +89,7 @@ class Client:
         return loop
 
     async def get_run(self, run_id: str = "latest") -> Run:
-        """By id, unique prefix, or "latest"."""
+        """Return a run by its id, a unique prefix of it, or "latest"."""
         return (await self.get_run_and_config(run_id)).run
 
     async def get_run_and_config(self, run_id: str = "latest") -> pb.GetRunResponse:
@@ -165,7 +165,7 @@ class Client:
         return (await rpc.unary(self._stub.DrainReplica, request, timeout_s=_CALL_S)).service
 
     async def show_weights(self, run_id: str = "") -> pb.ShowWeightsResponse:
-        """What trainer and generators of a run hold now; without a name, of the one that began first."""
+        """Report the weights of trainer and generators of a run; without a name, of the run that began first."""
         request = pb.ShowWeightsRequest(run_id=run_id)
         return await rpc.unary(self._stub.ShowWeights, request, timeout_s=_CALL_S)
 

@@ -1,4 +1,4 @@
-"""Where the coordinator is.
+"""The discovery of the coordinator.
 
 Order: the address that is given, the environment variable FLOTILLA_COORDINATOR, what the coordinator announced
 in the stack's directory, what the launcher reserved for it.
@@ -20,7 +20,7 @@ ENVIRONMENT_VARIABLE = "FLOTILLA_COORDINATOR"
 
 @dataclass(frozen=True)
 class CoordinatorAddress:
-    """What it takes to call the coordinator."""
+    """The address and the token with which to call the coordinator."""
 
     address: str
     token: str = field(repr=False)

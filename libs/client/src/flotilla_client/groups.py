@@ -45,7 +45,7 @@ class Prompt:
         )
 
     def to_proto(self) -> pb.LoopPrompt:
-        """As it goes on the wire."""
+        """Return its message for the wire."""
         info = Struct()
         info.update(self.info)
         ids = None if self.token_ids is None else to_tensor(_int32(self.token_ids))
@@ -75,7 +75,7 @@ class Sample:
     """Tokens to train; empty: all."""
 
     def train_sample(self) -> trainer_pb2.TrainSample:
-        """As the trainer reads it."""
+        """Return its message for the trainer."""
         length = len(self.token_ids)
         sample = trainer_pb2.TrainSample(
             sample_id=self.sample_id,
@@ -95,7 +95,7 @@ class Sample:
         return sample
 
     def to_proto(self) -> pb.LoopSample:
-        """As the rewards read it."""
+        """Return its message for the rewards."""
         return pb.LoopSample(
             sample_id=self.sample_id, text=self.text, token_ids=to_tensor(_int32(self.token_ids))
         )
@@ -131,7 +131,7 @@ class Group:
         return cls(message.group_id, Prompt.from_proto(message.prompt), samples)
 
     def train_group(self) -> trainer_pb2.TrainGroup:
-        """As the trainer reads it."""
+        """Return its message for the trainer."""
         return trainer_pb2.TrainGroup(
             group_id=self.group_id,
             prompt_token_ids=to_tensor(_int32(self._prompt_ids())),
@@ -139,7 +139,7 @@ class Group:
         )
 
     def to_proto(self) -> pb.LoopGroup:
-        """As the rewards read it."""
+        """Return its message for the rewards."""
         return pb.LoopGroup(
             group_id=self.group_id,
             prompt=self.prompt.to_proto(),
@@ -147,7 +147,7 @@ class Group:
         )
 
     def sequences(self) -> list[trainer_pb2.ScoredSequence]:
-        """Its prompt with each of its responses."""
+        """Return its prompt with each of its responses."""
         prompt = to_tensor(_int32(self._prompt_ids()))
         return [
             trainer_pb2.ScoredSequence(

@@ -43,7 +43,7 @@ _LOSSES: TypeAdapter[Any] = TypeAdapter(LossSection)
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an optimizer step did."""
+    """The result of an optimizer step."""
 
     version: Version
     metrics: dict[str, float]
@@ -114,7 +114,7 @@ class Loop:
     async def logprobs(
         self, groups: Sequence[Group], *, temperature: float | None = None
     ) -> list[list[NDArray[np.float32]]]:
-        """Of every response token under the policy that the trainer holds, sample by sample."""
+        """Return the log-probability of every response token under the trainer's policy, sample by sample."""
         sequences = [sequence for group in groups for sequence in group.sequences()]
         request = pb.ScoreTokensRequest(run_id=self.run_id, sequences=sequences, temperature=temperature)
         reply = await rpc.unary(self._stub.ScoreTokens, request, timeout_s=_STEP_S)

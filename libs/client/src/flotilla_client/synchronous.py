@@ -38,7 +38,7 @@ class SyncClient(WaitingClient):
         return SyncLoop(loop, self._wait, lambda reason: self.stop_run(loop.run_id, reason))
 
     def plan_run(self, files: RunFiles, overrides: Sequence[str] = ()) -> Plan:
-        """What a run would do, and why it would be refused; starts nothing."""
+        """Report what a run would do, and why it would be refused; start nothing."""
         return self._wait(self._client.plan_run(files, overrides))
 
     def start_run(self, files: RunFiles, overrides: Sequence[str] = ()) -> Run:
@@ -54,7 +54,7 @@ class SyncClient(WaitingClient):
         return self._synchronous(self._wait(self._client.attach_loop(run_id)))
 
     def get_run(self, run_id: str = "latest") -> Run:
-        """By id, unique prefix, or "latest"."""
+        """Return a run by its id, a unique prefix of it, or "latest"."""
         return self._wait(self._client.get_run(run_id))
 
     def list_runs(self, limit: int = 20) -> list[Run]:
@@ -94,7 +94,7 @@ class SyncClient(WaitingClient):
         return self._wait(self._client.drain_replica(replica))
 
     def show_weights(self, run_id: str = "") -> pb.ShowWeightsResponse:
-        """What trainer and generators of a run hold now; without a name, of the one that began first."""
+        """Report the weights of trainer and generators of a run; without a name, of the run that began first."""
         return self._wait(self._client.show_weights(run_id))
 
     def list_samples(
@@ -106,12 +106,13 @@ class SyncClient(WaitingClient):
         limit: int = 100,
         page_token: str = "",
     ) -> pb.ListSamplesResponse:
-        """One page of samples, as the ledger has them."""
+        """One page of samples, as the ledger and the run directory have them."""
         return self._wait(
             self._client.list_samples(run_id, step=step, state=state, limit=limit, page_token=page_token)
         )
 
     def export_run(self, run_id: str = "latest") -> list[Path]:
+        """Write metrics and samples as Parquet files into the run directory, and return their paths there."""
         return self._wait(self._client.export_run(run_id))
 
     def timeline(self, run_id: str = "latest", *, step: int | None = None) -> Iterator[bytes]:

@@ -62,7 +62,7 @@ class SyncLoop(WaitingLoop):
     def logprobs(
         self, groups: Sequence[Group], *, temperature: float | None = None
     ) -> list[list[NDArray[np.float32]]]:
-        """Of every response token under the policy that the trainer holds, sample by sample."""
+        """Return the log-probability of every response token under the trainer's policy, sample by sample."""
         return self._wait(self._loop.logprobs(groups, temperature=temperature))
 
     def forward_backward(self, groups: Sequence[Group], loss: Loss | None = None) -> dict[str, float]:

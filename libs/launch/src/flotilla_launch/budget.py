@@ -1,4 +1,4 @@
-"""How often a process may be started again: so many times within ten minutes, each time after a longer wait."""
+"""The restart budget of a process: a number of restarts within ten minutes, each after a longer wait."""
 
 from __future__ import annotations
 

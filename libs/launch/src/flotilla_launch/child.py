@@ -23,7 +23,7 @@ from flotilla_launch.process_tree import MARK
 
 
 def new_mark(prefix: Path) -> str:
-    """Of one start of one process."""
+    """Return a new mark for one start of one process."""
     return f"{prefix}#{secrets.token_hex(8)}"
 
 
@@ -85,7 +85,7 @@ class Child:
         return self._group.returncode
 
     def signal(self, number: signal.Signals) -> None:
-        """To the service alone: how its own children end in order is its business."""
+        """Send a signal to the service alone, which ends its own children in order."""
         self._group.signal_leader(number)
 
     async def wait(self) -> int:

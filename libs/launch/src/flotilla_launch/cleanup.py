@@ -55,7 +55,7 @@ def clean_up(paths: StackPaths, *, runs_go_on: bool) -> list[str]:
 
 
 def main() -> None:
-    """What the watcher of a lease runs once the lease is over."""
+    """Run the clean-up of a lease that is over; its watcher starts this."""
     paths = StackPaths(Path(sys.argv[1]))
     with hold_lock(paths.launcher_lock_file, timeout_s=CLEANUP_LIMIT_S) as held:
         if not held or is_held(paths.guardian_lock_file):

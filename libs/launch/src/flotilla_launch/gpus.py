@@ -1,4 +1,4 @@
-"""Which GPUs of this host each process of a stack gets.
+"""The assignment of this host's GPUs to the processes of a stack.
 
 Invariants: the trainers have the first GPUs, `trainer.nproc` each, the gangs beside them (critic, reference, teacher,
 named teachers) the next ones in this order, and generator i the i-th `tensor_parallel_size` after them, so a process
@@ -38,7 +38,7 @@ class Gpus:
 
     @classmethod
     def of_host(cls, environment: Mapping[str, str] = os.environ) -> Gpus:
-        """What is there, or what the environment leaves of it."""
+        """Return the GPUs of this host, or those that the environment leaves visible."""
         if VISIBLE in environment:
             names = (name.strip() for name in environment[VISIBLE].split(","))
             return cls(tuple(name for name in names if name not in ("", "-1")))
@@ -97,7 +97,7 @@ def _generator(stack: StackConfig) -> int:
 
 
 def _count() -> int:
-    """By nvidia-smi, which knows what a container or a job may use; by the driver's own list where it is missing."""
+    """List the GPUs by nvidia-smi, which respects the limits of a container or job, or else by the driver's list."""
     try:
         listed = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_TOOL_LIMIT_S, check=True

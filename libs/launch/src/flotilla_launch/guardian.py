@@ -63,7 +63,7 @@ class GuardianKeeper:
         return True
 
     def wait_ended(self) -> None:
-        """Until the guardian has seen that there is nothing to guard any more."""
+        """Wait until the guardian has seen that there is nothing left to guard."""
         end_guardian(self._paths)
         if self._started is not None:
             self._started.wait()
@@ -81,13 +81,13 @@ def end_guardian(paths: StackPaths, *, within_s: float = 5.0) -> None:
 
 
 def starts_launcher_again(paths: StackPaths) -> bool:
-    """Whether a guardian is about to do so."""
+    """Return whether a guardian is about to do so."""
     record = StackRecord.read(paths.processes_file)
     return record is not None and record.phase is Phase.UP and is_held(paths.guardian_lock_file)
 
 
 def why_it_ended(paths: StackPaths) -> str:
-    """What the guardian wrote down when it gave the stack up; empty where it did not."""
+    """Return what the guardian wrote when it gave the stack up; empty if it did not."""
     values = read_json(paths.ended_file) or {}
     return f"{values['why']} ({values['time']})" if {"why", "time"} <= values.keys() else ""
 

@@ -28,7 +28,7 @@ _FLOCK = "hhqqi"
 
 
 def lock(descriptor: int) -> bool:
-    """Whether the lock file was free and is ours from now on."""
+    """Return whether the lock file was free and is ours from now on."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _flock())
     except BlockingIOError:
@@ -37,7 +37,7 @@ def lock(descriptor: int) -> bool:
 
 
 def is_locked(descriptor: int) -> bool:
-    """Whether somebody else holds the lock file; asking takes nothing, so it disturbs nobody who wants it."""
+    """Return whether somebody else holds the lock file; asking takes nothing, so it disturbs nobody who wants it."""
     answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _flock())
     return bool(struct.unpack_from(_FLOCK, answer)[0] != fcntl.F_UNLCK)
 

@@ -45,7 +45,7 @@ Progress = Callable[[list[ProcessStatus]], None]
 
 @dataclass(frozen=True)
 class UpResult:
-    """What `up` did."""
+    """The result of `up`."""
 
     changed: bool
     launcher: LauncherFile
@@ -53,7 +53,7 @@ class UpResult:
 
 
 def executables_directory() -> Path:
-    """Where this environment has its commands; a stack's services run from the same one."""
+    """Return the folder of this environment's commands; a stack's services run from the same one."""
     return Path(sysconfig.get_path("scripts"))
 
 
@@ -99,7 +99,7 @@ async def _up_result(paths: StackPaths, *, changed: bool) -> UpResult:
 
 
 async def down(paths: StackPaths, *, on_wait: Callable[[str], None] = lambda _: None) -> bool:
-    """Whether anything was there to stop."""
+    """Return whether anything was there to stop."""
     if not paths.directory.is_dir():
         return False
     async with _one_at_a_time(paths, _STOP_LIMIT_S, on_wait):
@@ -273,7 +273,7 @@ async def _answered(call: Awaitable[Result], file: LauncherFile) -> Result:
 
 
 async def _died(identity: ProcessIdentity) -> bool:
-    """Whether it is dead: one that was killed closes its connections a moment before it is gone."""
+    """Return whether it is dead: one that was killed closes its connections a moment before it is gone."""
     deadline = time.monotonic() + _DYING_LIMIT_S
     while identity.alive() and time.monotonic() < deadline:  # noqa: ASYNC110 (another process: nothing tells)
         await asyncio.sleep(0.02)

@@ -84,7 +84,7 @@ class NatsProcess:
             self._keep(self._server)
 
     async def start_again(self) -> bool:
-        """Whether it had FAILED; then it is up again, at the same address and with its whole budget."""
+        """Return whether it had FAILED; then it is up again, at the same address and with its whole budget."""
         if self._status.state != ProcessState.PROCESS_STATE_FAILED:
             return False
         self._status.restarts = 0
@@ -112,7 +112,7 @@ class NatsProcess:
         return copy
 
     def record(self) -> ProcessRecord:
-        """What the next launcher must know of it."""
+        """Return the record that the next launcher needs of it."""
         return ProcessRecord(
             NAME,
             self._identity,

@@ -1,4 +1,4 @@
-"""Where one stack keeps its files on this host.
+"""The files of one stack on this host.
 
 Invariant: everything that a stack writes is below `<state_dir>/<name>/`, except the supervisor's unix socket,
 whose path must be short and therefore lies in the user's runtime directory.

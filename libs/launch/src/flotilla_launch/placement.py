@@ -1,4 +1,4 @@
-"""What processes a stack file asks for: one slot each.
+"""The processes that a stack file asks for: one slot each.
 
 Invariant: no port is fixed here. Only those of NATS and of the coordinator are chosen before these start, because
 every other process is told them; they lie outside the range from which the kernel hands out ports, so that they
@@ -43,7 +43,7 @@ def replica(kind: ServiceKind.ValueType, index: int) -> Slot:
 
 
 def replicas_of(stack: StackConfig, kind: ServiceKind.ValueType) -> int:
-    """How many of a scalable kind the stack file asks for."""
+    """Return the number of processes of a scalable kind that the stack file asks for."""
     is_generator = kind == ServiceKind.SERVICE_KIND_GENERATOR
     return stack.generator.replicas if is_generator else stack.reward.replicas
 

@@ -17,7 +17,7 @@ from flotilla_launch.state import read_json, write_json
 
 
 class Phase(StrEnum):
-    """What the launcher was doing with the stack as a whole."""
+    """The action of the launcher on the stack as a whole."""
 
     STARTING = "starting"
     """Not up yet: when its launcher dies, what was started is ended."""

@@ -1,4 +1,4 @@
-"""How a detached supervisor tells the command that started it whether the stack came up.
+"""The report of a detached supervisor to the command that started it: whether the stack came up.
 
 One JSON line on an inherited pipe, then the pipe is closed. Invariant: a pipe that ends without a line
 means that the supervisor died; an error arrives with all its parts, uncut.

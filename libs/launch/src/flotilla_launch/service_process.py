@@ -87,7 +87,7 @@ class ServiceProcess:
         return copy
 
     def record(self) -> ProcessRecord:
-        """What the next launcher must know of it."""
+        """Return the record that the next launcher needs of it."""
         return ProcessRecord(
             self.slot.name,
             self.child.identity if self.child is not None else None,

@@ -1,4 +1,4 @@
-"""What killed processes leave in `/dev/shm`.
+"""The files that killed processes leave in `/dev/shm`.
 
 Python and torch unlink shared memory and semaphores when they end in order; a killed process cannot.
 Invariant: only a file that a process of ours was seen to hold (or whose name holds its pid) is removed,
@@ -17,7 +17,7 @@ _KNOWN = re.compile(r"(psm_|wnsm_|sem\.|torch_\d+_|nccl-|flotilla)")
 
 
 def any_known() -> bool:
-    """Whether there is anything at all that could be ours (the usual case on a CPU host is no)."""
+    """Return whether there is anything at all that could be ours (the usual case on a CPU host is no)."""
     return bool(_known_names())
 
 

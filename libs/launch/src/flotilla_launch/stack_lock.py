@@ -36,7 +36,7 @@ def hold_lock(path: Path, *, timeout_s: float) -> Iterator[bool]:
 
 
 def is_held(path: Path) -> bool:
-    """Whether some process holds the lock now; takes nothing itself."""
+    """Return whether some process holds the lock now; takes nothing itself."""
     try:
         descriptor = _open(path)
     except FileNotFoundError:

@@ -115,7 +115,7 @@ class Supervisor:
         self._watch()
 
     async def apply(self, stack: StackConfig) -> bool:
-        """Whether anything changed. Only replica counts can change while the stack lives."""
+        """Return whether anything changed. Only replica counts can change while the stack lives."""
         async with self._change():
             differing = difference(self.stack, stack)
             if differing:

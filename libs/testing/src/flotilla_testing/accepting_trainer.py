@@ -178,7 +178,7 @@ class AcceptingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         )
 
     async def GetUpdate(self, request: pb.GetUpdateRequest, context: Context) -> pb.GetUpdateResponse:
-        """What Train answered."""
+        """Return the answer of Train."""
         if request.update_id not in self._updates:
             raise NotFound("no such update", where=request.update_id)
         return pb.GetUpdateResponse(result=await asyncio.shield(self._updates[request.update_id]))

@@ -66,11 +66,11 @@ class ChaosRun:
 
     @property
     def lineage(self) -> int:
-        """How often it went back to a checkpoint."""
+        """The number of its fall-backs to a checkpoint."""
         return int(self.stack.metrics(self.started)[-1]["lineage"])
 
     def wait_for_steps(self, count: int, since: int, what: str) -> None:
-        """Until `count` more steps have ended than `since`."""
+        """Wait until `count` more steps have ended than `since`."""
         wait_until(f"{count} more steps {what}", lambda: self.lines >= since + count, LIMIT_S)
 
     def ends_by_itself(self) -> run_pb2.Run:

@@ -36,7 +36,7 @@ async def signal_inside(stack: Stack, run_id: str, phase: str, number: signal.Si
 
 
 def is_new(stack: Stack, pid: int) -> bool:
-    """Whether another coordinator than that of `pid` has announced itself."""
+    """Return whether another coordinator than that of `pid` has announced itself."""
     try:
         return stack.process("coordinator").pid != pid
     except (FileNotFoundError, json.JSONDecodeError, psutil.NoSuchProcess):

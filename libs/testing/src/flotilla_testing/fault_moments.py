@@ -27,7 +27,7 @@ LIMIT_S = 120.0
 
 
 class Moment(StrEnum):
-    """Where a step of a run stands."""
+    """The progress of a run within a step."""
 
     ROLLOUT = "rollout"
     """A generator decodes: any moment, for whoever has no part in the others."""

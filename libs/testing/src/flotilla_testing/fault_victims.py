@@ -19,7 +19,7 @@ from flotilla_testing.stack import Stack
 
 
 class Victim(StrEnum):
-    """What a process is to the run."""
+    """The part that a process plays for the run."""
 
     GENERATOR = "generator"
     REWARD = "reward replica"

@@ -32,7 +32,7 @@ STANDS_BACK = 10
 
 @dataclass(frozen=True)
 class FleetLoad:
-    """What is to be carried."""
+    """The load that a fleet has to carry."""
 
     replicas: int = 64
     """Generators."""
@@ -59,7 +59,7 @@ class FleetLoad:
 
     @property
     def sim(self) -> dict[str, float]:
-        """Of the stack, for the simulated engine."""
+        """The latency settings of the stack's simulated engine."""
         return {
             "time_to_first_token_s": self.shortest_s,
             "seconds_per_token": (self.longest_s - self.shortest_s) / self.longest_response,
@@ -70,7 +70,7 @@ class FleetLoad:
         return tokens // (self.samples * self.longest_response + LONGEST_PROMPT)
 
     def run_file(self, stack: Stack) -> Path:
-        """Of a run that asks for as much."""
+        """Write the file of a run that asks for this load."""
         return endless_run(
             stack,
             prompts=self.calls_per_step,
@@ -82,7 +82,7 @@ class FleetLoad:
 
 @dataclass(frozen=True)
 class LoadFigures:
-    """What it took, from the end of the warm-up on."""
+    """The measured cost, from the end of the warm-up on."""
 
     rate: float
     """Samples a second."""
@@ -107,7 +107,7 @@ class LoadFigures:
 
     @property
     def all_cpu_seconds(self) -> float:
-        """Of all processes together."""
+        """The sum over all processes."""
         return sum(self.cpu_seconds.values())
 
 

@@ -87,7 +87,7 @@ _PINS: dict[str, Sequence[Pin]] = {
 
 @dataclass
 class Report:
-    """What the services of a fleet answered, and what it did to them."""
+    """The answers of a fleet's services to the fuzzing, and its effect on them."""
 
     processes: dict[str, int]
     """Main processes before, by the name of their service."""

@@ -42,7 +42,7 @@ def joins_without_delay(
 
 
 def _joins_of_the_first(timeline: Path) -> int:
-    """How often the replica that was there all along had to form a group."""
+    """Count the groups that the original replica had to form."""
     events = json.loads(timeline.read_text())["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     joins = [e for e in events if e["ph"] == "X" and e["name"].endswith("GeneratorService/JoinWeightGroup")]

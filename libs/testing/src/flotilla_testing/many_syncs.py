@@ -80,7 +80,7 @@ async def watch_syncs(
 
 
 def sync_figures(steps: list[dict[str, float]], seen: Seen) -> dict[str, Any]:
-    """What the syncs of a run cost, for printing."""
+    """Format the cost of a run's syncs for printing."""
     stalls = sorted(step["sync/stall_s"] for step in steps)
     return {
         "syncs": len(steps),

@@ -41,7 +41,7 @@ class NumberedPrompts:
 
     @property
     def cursor(self) -> dict[str, int]:
-        """Where the next one stands."""
+        """The position of the next prompt."""
         return {"position": self.drawn}
 
     def restore(self, cursor: dict[str, int]) -> None:

@@ -162,6 +162,6 @@ def _members(field: FieldInfo) -> list[type[BaseModel]]:
 
 
 def _type_of(member: type[BaseModel]) -> str | None:
-    """Its name; None where the user gives one."""
+    """Return its name; None if the user gives one."""
     field = member.model_fields["type"]
     return None if field.is_required() else field.default

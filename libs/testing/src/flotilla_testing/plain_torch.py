@@ -1,4 +1,4 @@
-"""What the trainer's ranks compute, as plain torch computes it: one whole sequence at a time, in float64."""
+"""A plain torch version of the trainer's computations: one whole sequence at a time, in float64."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def distribution(model: Any, prompt: Tokens, response: Tokens, temperature: floa
 
 
 def logprobs(model: Any, prompt: Tokens, response: Tokens, temperature: float = 1.0) -> torch.Tensor:
-    """Of each response token."""
+    """Return the log-probability of each response token."""
     return of_tokens(distribution(model, prompt, response, temperature), response)
 
 
@@ -39,7 +39,7 @@ def of_tokens(scores: torch.Tensor, response: Tokens) -> torch.Tensor:
 
 
 def trained_tokens(sample: TrainSample) -> torch.Tensor:
-    """Which tokens of a sample count."""
+    """Return the mask of the tokens of a sample that are trained."""
     length = len(from_tensor(sample.token_ids))
     mask = from_tensor(sample.mask) if sample.mask.data else np.ones(length, bool)
     return torch.from_numpy(mask.copy())

@@ -44,20 +44,20 @@ async def kill_inside(stack: Stack, name: str, phase: str) -> None:
 
 
 async def in_weight_phase(channel: grpc.aio.Channel, phases: Collection[int]) -> bool:
-    """Whether the generator behind `channel` is in one of these."""
+    """Return whether the generator behind `channel` is in one of these."""
     request = generator_pb2.GetWeightStatusRequest()
     return (await unary(GeneratorServiceStub(channel).GetWeightStatus, request, timeout_s=10)).phase in phases
 
 
 async def owes_work(channel: grpc.aio.Channel, name: str) -> bool:
-    """Whether the coordinator behind `channel` waits for samples of this replica."""
+    """Return whether the coordinator behind `channel` waits for samples of this replica."""
     request = coordinator_pb2.ListServicesRequest()
     reply = await unary(CoordinatorServiceStub(channel).ListServices, request, timeout_s=10)
     return any(s.registration.name == name and s.outstanding_tokens for s in reply.services)
 
 
 def wait_for_work(stack: Stack, run: dict[str, Any], name: str) -> None:
-    """Until the replica that goes by this name now has taken part in a whole step."""
+    """Wait until the replica that has this name now has taken part in a whole step."""
     done = len(stack.metrics(run))
     wait_until(
         f"{name} at work",

@@ -67,7 +67,7 @@ def ppo_run(data: Path, folder: Path) -> Path:
 def endless_run(
     stack: Stack, *, prompts: int, samples: int, max_staleness: int, longest_response: int
 ) -> Path:
-    """Its file, beside those of the stack; a group has `samples` answers to one of `prompts` sums a step."""
+    """Write its file into the stack's folder; a group has `samples` answers to one of `prompts` sums per step."""
     data = stack.directory / "prompts.jsonl"
     with data.open("w") as file:
         for a, b in itertools.product(range(100), range(100)):

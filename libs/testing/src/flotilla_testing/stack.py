@@ -41,7 +41,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command did."""
+    """The result of a command."""
 
     code: int
     out: str
@@ -88,11 +88,11 @@ class Stack:
         return finished
 
     def client(self) -> SyncClient:
-        """Of the coordinator that lives now. What a test asks again and again costs milliseconds by it."""
+        """Connect a client to the current coordinator; with it repeated queries of a test cost milliseconds."""
         return connect(self.directory.name, self.directory.parent)
 
     def state(self, run: dict[str, Any]) -> str:
-        """Of a run, as `flotilla run show` spells it."""
+        """Return the state of a run, as `flotilla run show` spells it."""
         with self.client() as client:
             state = client.get_run(run["run_id"]).state
         return run_pb2.RunState.Name(state).removeprefix("RUN_STATE_").lower()
@@ -104,7 +104,7 @@ class Stack:
         return {one.registration.name: one.run_id for one in services if one.registration.kind == kind}
 
     def answers(self) -> bool:
-        """Whether there is a coordinator that takes calls."""
+        """Return whether there is a coordinator that takes calls."""
         try:
             with self.client() as client:
                 client.list_runs(1)
@@ -118,7 +118,7 @@ class Stack:
         return read_token(load(StackConfig, [self.directory / "stack.yaml"]).bind, self.directory)
 
     def address(self, name: str) -> str:
-        """Where a service of the stack listens, by its slot's name."""
+        """Return the address of a service of the stack, by its slot's name."""
         announced = json.loads((self.directory / "instances" / f"{name}.json").read_text())
         return str(announced["address"])
 
@@ -224,7 +224,7 @@ def wait_until(
 
 
 def example_model(folder: Path, *, positions: int) -> Path:
-    """Its folder, inside `folder`."""
+    """Make the example model inside `folder`, and return its folder."""
     model = folder / "model"
     subprocess.run([sys.executable, MAKE_MODEL, "--out", model], check=True)
     config = json.loads((model / "config.json").read_text())
@@ -234,7 +234,7 @@ def example_model(folder: Path, *, positions: int) -> Path:
 
 
 class StackProcesses:
-    """What the processes of a stack use, by what they are.
+    """The processes of a stack and the resources that they use, by kind.
 
     Every service that has announced itself, with its children, and the stack's NATS; several may share a process.
     """

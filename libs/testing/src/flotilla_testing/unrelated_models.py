@@ -19,15 +19,15 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Sampled(Protocol):
-    """What a generator drew."""
+    """The output of a generator."""
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
-        """Of the response."""
+        """The token ids of the response."""
 
     @property
     def logprobs(self) -> NDArray[np.float32]:
-        """Of each token, at the temperature."""
+        """The log-probability of each token, at the temperature."""
 
 
 def make_model(seed: int) -> Any:
@@ -56,12 +56,12 @@ def make_model(seed: int) -> Any:
 
 
 def tensors_of(model: torch.nn.Module) -> Tensors:
-    """Its weights by name, without gradients."""
+    """Return its weights by name, without gradients."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def manifest_of(tensors: Tensors) -> Manifest:
-    """What a sender of these announces."""
+    """Return the announcement of a sender of these weights."""
     return Manifest.from_named(((n, t.dtype, t.shape) for n, t in tensors.items()), BUCKET_BYTES)
 
 

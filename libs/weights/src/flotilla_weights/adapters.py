@@ -27,14 +27,14 @@ class AdapterNames(NamedTuple):
 
     @classmethod
     def of(cls, weight: str) -> Self:
-        """Those of `x.weight`."""
+        """Return the names of the adapters of `x.weight`."""
         module = weight.removesuffix(WEIGHT)
         return cls(f"{module}.lora_A.weight", f"{module}.lora_B.weight")
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """What changes of a model whose weights stay."""
+    """The changing part of a model whose weights stay frozen."""
 
     manifest: Manifest
     scale: float

@@ -224,7 +224,7 @@ def _unpack(bucket: Bucket, message: torch.Tensor) -> list[tuple[str, torch.Tens
 
 
 def _device_for(backend: str, device: torch.device | None) -> torch.device:
-    """Where buckets live: gloo moves host memory, nccl moves device memory."""
+    """Return the device of the buckets: gloo moves host memory, nccl moves device memory."""
     if backend == "gloo":
         return torch.device("cpu")
     return device if device is not None else torch.device("cuda", torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""What one member of a weight group holds of the sender's model, between the wire and the live weights.
+"""The part of the sender's model that a member of a weight group holds, between the wire and the live weights.
 
 Invariants: a publication replaces what was staged before it, as a whole or not at all; the weights under adapters come
 with the first publication of a group, rest in host memory and go with the group, so adapters never meet weights that
@@ -38,7 +38,7 @@ class StagedModel:
                 yield name, weight
 
     def as_sent(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those that no adapter changes."""
+        """The tensors that no adapter changes."""
         for name, weight in self._weights:
             if AdapterNames.of(name).a not in self._adapters:
                 yield name, weight
@@ -79,7 +79,7 @@ class Inbox:
         self.staged = StagedModel(self._resting, dict(arrived), adapters.scale)
 
     def take(self) -> StagedModel | None:
-        """What is staged, which is staged no more; its digests stay until the next publication."""
+        """Return the staged model and unstage it; its digests stay until the next publication."""
         staged, self.staged = self.staged, None
         return staged
 

@@ -1,4 +1,4 @@
-"""What one weight sync moves, in the order of the wire.
+"""The contents of one weight sync, in the order of the wire.
 
 Invariants: both ends of a sync hold an equal manifest (equal `digest`) and therefore cut the same buckets; the tensors
 of one layer are contiguous, embeddings come first; a tensor never straddles two buckets: one that is larger than
@@ -51,7 +51,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor lies within its bucket."""
+    """The position of a tensor within its bucket."""
 
     spec: TensorSpec
     offset: int

@@ -53,7 +53,7 @@ def connected_group(
 
 
 def pause_over(work: Any, backend: str) -> Callable[[int], None]:
-    """What to do between two looks at a transfer, by how often it was looked at."""
+    """Return what to call between two polls of a transfer, with the number of earlier polls."""
     return _doze_over(work) if backend == "gloo" else _poll
 
 

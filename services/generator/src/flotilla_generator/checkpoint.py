@@ -1,4 +1,4 @@
-"""What the boot checkpoint says about the model: tensors, vocabulary, limits, end of sequence.
+"""The properties of the model in the boot checkpoint: tensors, vocabulary, limits, end of sequence.
 
 Invariant: reads configuration and safetensors headers only, never a weight.
 """

@@ -54,7 +54,7 @@ HAND_OVER_S = 2.0
 
 
 class GeneratorServicer(GeneratorServiceServicer):
-    """What callers see of one replica."""
+    """The API of one replica."""
 
     def __init__(self, engine: Engine, activities: Activities) -> None:
         self._engine = engine
@@ -208,7 +208,7 @@ class GeneratorServicer(GeneratorServiceServicer):
 
 
 async def gathered(endings: AsyncGenerator[list[Sample]], wait_s: float) -> AsyncGenerator[list[Sample]]:
-    """What ends within `wait_s` after the first, together; closing it closes `endings`."""
+    """Yield the samples that end within `wait_s` after the first, together; closing it closes `endings`."""
     if not wait_s:
         async with aclosing(endings):
             async for samples in endings:

@@ -19,7 +19,7 @@ NAMED = 5
 
 @dataclass(frozen=True)
 class StagedWeights:
-    """What lies beside the live weights."""
+    """The weights that are staged in addition to the live ones."""
 
     version: Version
     manifest: Manifest
@@ -27,7 +27,7 @@ class StagedWeights:
     elapsed_s: float
 
     def disagreement_with(self, expected: weights_pb2.WeightDigests) -> str:
-        """How it differs from what was sent; empty where it does not."""
+        """Describe how the staged weights differ from the sent ones; empty if they do not."""
         version = Version.from_proto(expected.version)
         if version != self.version:
             return f"digests of version {version} were given"
@@ -60,7 +60,7 @@ def require_whole(manifest: Manifest, required: Mapping[str, Sequence[int]] | No
 
 
 def differing(manifest: Manifest, ours: tuple[int, ...], theirs: tuple[int, ...], what: str) -> str:
-    """What is wrong with the tensors whose digests differ, or that there are not as many."""
+    """Describe the tensors whose digests differ, or a wrong number of them."""
     if len(ours) != len(theirs):
         return f"{len(theirs)} digests for {len(ours)} tensors"
     wrong = [

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Phase(Enum):
-    """Where the sync stands."""
+    """The state of the sync."""
 
     IDLE = "idle"
     RECEIVING = "receiving"

@@ -50,7 +50,7 @@ def answer_of(sample: Sample) -> str:
 
 
 def text_after(marker: str | None, response: str) -> str | None:
-    """What follows the last `marker`, all of `response` without one; None where the marker is missing."""
+    """Return what follows the last `marker`, or all of `response` without a marker; None if the marker is missing."""
     if marker is None:
         return response
     _, found, rest = response.rpartition(marker)

@@ -1,4 +1,4 @@
-"""Which rewards there are, and what a `RewardSpec` names.
+"""The available rewards, and the resolution of a `RewardSpec` to one of them.
 
 Invariants: everything that can be wrong with a spec is found before any sample is scored. User code is never
 imported into this process: it is loaded by a worker.

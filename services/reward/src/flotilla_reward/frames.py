@@ -1,4 +1,4 @@
-"""How the service and its workers talk: JSON objects with a length in front, over a socket pair of their own.
+"""The protocol between the service and its workers: JSON objects with a length prefix, over private socket pairs.
 
 Not over standard output: user code prints there.
 """

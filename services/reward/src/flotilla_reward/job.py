@@ -31,7 +31,7 @@ class CannotScore(Exception):
 
 @dataclass(frozen=True)
 class Target:
-    """What a worker runs: a built-in reward or a function of the user's, with its parameters.
+    """The job of a worker: a built-in reward or a function of the user, with its parameters.
 
     Something that scores samples in a worker.
     """
@@ -80,7 +80,7 @@ Outcome = Value | Failure | Timeout
 
 
 def judge(returned: object) -> Value | Failure:
-    """What a reward returned, as a value if it is one."""
+    """Return the result of a reward as a value, if it is one."""
     if not isinstance(returned, numbers.Real):
         return Failure(f"returned {returned!r:.200} of type {type(returned).__name__}, expected a number")
     try:

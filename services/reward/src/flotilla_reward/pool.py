@@ -62,7 +62,7 @@ class WorkerPool:
         return {p.index: p.worker.pid for p in self._places if p.worker is not None and p.worker.alive}
 
     def has_proven(self, target: Target) -> bool:
-        """Whether it is known that `target` loads."""
+        """Return whether it is known that `target` loads."""
         return target.key in self._proven
 
     async def require(self, target: Target, name: str, run_id: str = "") -> None:

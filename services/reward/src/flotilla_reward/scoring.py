@@ -131,7 +131,7 @@ def _duration(seconds: float) -> Duration:
 
 
 async def endings(tasks: Sequence[asyncio.Task[T]]) -> AsyncGenerator[list[asyncio.Task[T]]]:
-    """Those that ended since the last time, together; none at all is a sign of life."""
+    """Yield the tasks that ended since the last time, together; an empty list is a sign of life."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Queue[asyncio.Task[T] | None] = asyncio.Queue()
     timer: asyncio.TimerHandle

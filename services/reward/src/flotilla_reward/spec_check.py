@@ -18,7 +18,7 @@ from flotilla_reward.worker import answer
 
 
 def problem(reward: str, parameters: dict[str, Any]) -> str:
-    """Why a reward cannot be loaded with these parameters; empty where it can."""
+    """Return the reason why a reward cannot be loaded with these parameters; empty if it can."""
     spec = pb.RewardSpec(reward=reward, weight=1.0)
     spec.parameters.update(parameters)
     try:

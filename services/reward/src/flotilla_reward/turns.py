@@ -1,4 +1,4 @@
-"""Who gets the next free worker, among the runs that share them.
+"""The order in which runs get the next free worker that they share.
 
 Invariants: while items of several runs wait, a run that has more workers than another one that waits gets no further
 one, and of equals the one whose turn is longest ago is next; items of one run keep their order; a run that is alone has

@@ -163,7 +163,7 @@ class Bus:
 
     @property
     def connected(self) -> bool:
-        """Whether the connection stands now."""
+        """Return whether the connection stands now."""
         return self._client.is_connected
 
     @property

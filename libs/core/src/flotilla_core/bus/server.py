@@ -97,7 +97,7 @@ class NatsServer:
 
     @property
     def running(self) -> bool:
-        """Whether the process is alive."""
+        """Return whether the process is alive."""
         return self._process.returncode is None
 
     async def wait(self) -> int:

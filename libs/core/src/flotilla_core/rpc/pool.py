@@ -92,7 +92,7 @@ class ReplicaPool(Generic[StubT]):
         priority: int = 0,
         affinity: str = "",
     ) -> Replica[StubT]:
-        """Return the allowed replica with the least outstanding cost for its size; charge it with `load` until `release`.
+        """Return the allowed replica with the least outstanding cost for its size; charge `load` until `release`.
 
         Waits `timeout_s` for an allowed replica, and then for room on one. Work of one `affinity` goes where it went
         last, while there is room.

@@ -95,7 +95,7 @@ def grpo_passk(judgement: Judgement, *, normalize_std: bool) -> Floats:
 
 
 def step_reinforce(judgement: Judgement, *, gamma: float, baseline: str, normalize_std: bool) -> Floats:
-    """What a turn and the later ones of its sample earned, a turn later worth gamma, compared with other turns."""
+    """Return the discounted reward of each turn and the later ones of its sample, compared with other turns."""
     rollouts = judgement.rollouts
     numbers, groups, returns = [], [], []
     for sample, own in enumerate(rollouts.own_tokens):
@@ -182,7 +182,7 @@ def gpg(judgement: Judgement, *, normalize_std: bool) -> Floats:
 
 
 def pass_at_k(judgement: Judgement, *, k: int, right_at: float) -> Floats:
-    """By brute force: all teams of k, their rewards standardised, a sample's mean over the teams that hold it."""
+    """Compute by brute force: all teams of k, their rewards standardised, a sample's mean over its teams."""
 
     def formula(values: Floats) -> Floats:
         right = values >= right_at

@@ -1,4 +1,4 @@
-"""What makes up for the distance between the policy that sampled and the one that learns."""
+"""Corrections for the difference between the policy that sampled and the policy that is trained."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def proximal_logprobs(
     staleness: torch.Tensor,
     gone: float,
 ) -> torch.Tensor:
-    """What the ratio compares with; `gone` is the share of the update's steps that were made."""
+    """Return the denominator of the ratio; `gone` is the share of the update's steps that were made."""
     if correction.proximal == "rollout":
         return rollout
     if correction.proximal == "trainer":
@@ -76,7 +76,7 @@ def mean_importance(
 def accepted(
     rejection: RejectionConfig, trainer: torch.Tensor, rollout: torch.Tensor, together: torch.Tensor
 ) -> torch.Tensor:
-    """Whether a token, or its sequence, is within the limits."""
+    """Return whether a token, or its sequence, is within the limits."""
     log_ratio = trainer - rollout
     ratio = torch.exp(log_ratio)
     measured = {

@@ -1,4 +1,4 @@
-"""How far a policy is from the reference: Schulman's estimators on sampled tokens, or the divergence itself.
+"""The distance of a policy from the reference: Schulman's estimators on sampled tokens, or the full divergence.
 
 From a teacher: over the tokens that it finds likeliest.
 """

@@ -1,4 +1,4 @@
-"""What a reward goes through before an advantage is made of it, and which samples are left out."""
+"""The processing of rewards before the advantage, and the choice of the samples that are left out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flotilla_testing.exact_update.rollouts import Bools, Floats, Rollouts
 
 @dataclass(frozen=True, eq=False)
 class Judgement:
-    """What an advantage looks at."""
+    """The input of an advantage."""
 
     rollouts: Rollouts
     rewards: Floats
@@ -61,7 +61,7 @@ class Judgement:
 
 
 def kept_samples(rollouts: Rollouts, advantage: AdvantageConfig) -> Bools:
-    """Of each sample whether it stays: not cut off, and of a group within the limits, by the rewards as they came."""
+    """Return whether each sample is kept: not truncated, and of a group within the limits, by the raw rewards."""
     kept = ~rollouts.truncated if advantage.drop_truncated else np.ones(rollouts.samples, np.bool_)
     for members in rollouts.members:
         rewards = rollouts.rewards[members[kept[members]]]

@@ -1,4 +1,4 @@
-"""What an update is a function of beside its configuration: sampled groups, and the policies that look at them."""
+"""The inputs of an update besides its configuration: sampled groups, and the policies that score them."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class Rollouts:
 
     @property
     def groups(self) -> int:
-        """How many groups there are."""
+        """The number of groups."""
         return int(self.group_of_sample[-1]) + 1
 
     @property
     def samples(self) -> int:
-        """How many samples there are."""
+        """The number of samples."""
         return len(self.rewards)
 
     @property
@@ -127,7 +127,7 @@ class Rollouts:
 
 @dataclass(frozen=True, eq=False)
 class Policies:
-    """Who looks at the tokens of an update: the policy at each step, the reference, and the critic at each step."""
+    """The models that score the tokens of an update: the policy and the critic at each step, and the reference."""
 
     steps: list[torch.Tensor]
     """[tokens, vocabulary] logits of the policy at the beginning of each optimizer step."""

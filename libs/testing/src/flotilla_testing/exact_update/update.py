@@ -1,4 +1,4 @@
-"""From sampled groups and a configuration to what every optimizer step of an update descends on."""
+"""The loss of every optimizer step of an update, computed from sampled groups and a configuration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flotilla_testing.exact_update.weights import aggregation_weights, sample_we
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What one optimizer step descends on."""
+    """The loss of one optimizer step."""
 
     loss: float
     gradient: Floats
@@ -41,7 +41,7 @@ class ExactUpdate:
 
 @dataclass(frozen=True)
 class Setting:
-    """What beside the algorithm decides an update."""
+    """The inputs of an update besides its algorithm."""
 
     max_response_tokens: int
     term_weights: tuple[float, ...]
@@ -54,7 +54,7 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class _Whole:
-    """What is made of the whole update before its first step."""
+    """The values that are computed for the whole update before its first step."""
 
     algorithm: PolicyConfig
     rollouts: Rollouts
@@ -124,7 +124,7 @@ def exact_update(
 
 
 def _score_squares(rollouts: Rollouts, policies: Policies) -> Floats:
-    """Of each token |d log p / d logits|^2 = the sum over the vocabulary of (1[token] - p)^2."""
+    """Return |d log p / d logits|^2 = the sum over the vocabulary of (1[token] - p)^2, for each token."""
     probabilities = torch.softmax(policies.steps[0], dim=-1)
     drawn = torch.nn.functional.one_hot(torch.from_numpy(rollouts.tokens), probabilities.shape[-1])
     squares: Floats = ((drawn - probabilities) ** 2).sum(-1).numpy()
@@ -134,7 +134,7 @@ def _score_squares(rollouts: Rollouts, policies: Policies) -> Floats:
 def _penalties(
     algorithm: PolicyConfig, rollouts: Rollouts, policies: Policies, kl_coefficient: float
 ) -> Floats:
-    """What each trained token pays for its distance from the reference, under the policy that drew it."""
+    """Return the penalty of each trained token for its distance from the reference, under the sampling policy."""
     if algorithm.kl.placement != "reward":
         return np.zeros(len(rollouts.tokens))
     return np.where(rollouts.trained, kl_coefficient * _sampled_distance(algorithm, rollouts, policies), 0)
@@ -152,7 +152,7 @@ def _sampled_distance(algorithm: PolicyConfig, rollouts: Rollouts, policies: Pol
 def _importance_mean(
     algorithm: PolicyConfig, rollouts: Rollouts, policies: Policies, counted: Bools
 ) -> float:
-    """What the importance weights of the update are divided by."""
+    """Return the divisor of the update's importance weights."""
     if not algorithm.correction.normalize_importance:
         return 1.0
     own = np.flatnonzero(counted)

@@ -23,7 +23,7 @@ from flotilla_weights.manifest import Manifest
 
 
 class FinishReason(Enum):
-    """Why a sample ended."""
+    """The reason why a sample ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -31,7 +31,7 @@ class FinishReason(Enum):
 
 
 class PauseMode(Enum):
-    """What a pause does to running samples."""
+    """The effect of a pause on running samples."""
 
     KEEP = "keep"
     WAIT = "wait"
@@ -39,7 +39,7 @@ class PauseMode(Enum):
 
 
 class KvPolicy(Enum):
-    """What a commit does to the KV cache of running samples."""
+    """The effect of a commit on the KV cache of running samples."""
 
     RECOMPUTE = "recompute"
     REUSE = "reuse"
@@ -48,7 +48,7 @@ class KvPolicy(Enum):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; off is None or 0."""
+    """The sampling of tokens; off is None or 0."""
 
     temperature: float
     max_tokens: int
@@ -113,7 +113,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What does not change while an engine runs."""
+    """The properties of an engine that do not change while it runs."""
 
     max_model_tokens: int
     vocabulary_size: int
@@ -126,7 +126,7 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class Load:
-    """How busy an engine is."""
+    """The load of an engine."""
 
     running_samples: int
     waiting_samples: int
@@ -136,14 +136,14 @@ class Load:
 
 @dataclass(frozen=True)
 class Received:
-    """What arrived in staging: one digest a tensor, in manifest order, for each worker."""
+    """The content of staging: one digest per tensor, in manifest order, for each worker."""
 
     worker_digests: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class Applied:
-    """What a commit cost."""
+    """The cost of a commit."""
 
     stall_s: float
     apply_s: float
@@ -197,7 +197,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def waiting_samples(self) -> int:
-        """How many have no place yet; asked with every answer."""
+        """The number of samples that wait for a place; read for every answer."""
 
     @abstractmethod
     def load(self) -> Load:

@@ -24,11 +24,11 @@ class Decoding:
 
     @property
     def seconds(self) -> float:
-        """What decoding takes."""
+        """The time that decoding takes."""
         return self._latency.time_to_first_token_s + (self.length - 1) * self._latency.seconds_per_token
 
     def begin(self, version: Version | None) -> None:
-        """It decodes from now on."""
+        """Mark the sample as decoding from now on."""
         self.starts.append((version, 0))
         self.started = time.monotonic()
 
@@ -49,7 +49,7 @@ class Decoding:
         return min(self.length, 1 + int(elapsed / self._latency.seconds_per_token))
 
     def spans(self, length: int) -> tuple[Span, ...]:
-        """Who wrote the first `length` tokens."""
+        """Return the versions that wrote the first `length` tokens."""
         spans: list[Span] = []
         end = length
         for version, start in reversed(self.starts):

@@ -1,4 +1,4 @@
-"""Which samples of the simulated engine decode, which wait for a place, and when each one ends.
+"""The schedule of the simulated engine: which samples decode, which wait for a place, and when each one ends.
 
 Invariants: never more samples decode than there are places, and those that wait get theirs in the order in which they
 came; a sample ends once: in its time, or at once when it is cut; one timer serves all of them, set to the next end.
@@ -43,7 +43,7 @@ class Schedule:
 
     @property
     def idle(self) -> bool:
-        """Whether none decodes."""
+        """Return whether none decodes."""
         return not self._running
 
     async def wait_idle(self) -> None:
@@ -65,7 +65,7 @@ class Schedule:
         return len(known)
 
     def forget(self, samples: Iterable[Decoding]) -> None:
-        """Nobody wants these any more."""
+        """Remove samples that no caller wants any more."""
         for one in samples:
             if one in self._running or one in self._waiting:
                 self._remove(one)

@@ -1,4 +1,4 @@
-"""How vLLM is started: environment, arguments, and what differs between CPU and GPU.
+"""The start of vLLM: environment, arguments, and the differences between CPU and GPU.
 
 Invariant: `prepare_environment` runs before vLLM is imported anywhere in the process; a variable that the user has
 set wins.
@@ -90,10 +90,10 @@ def engine_arguments(
 
 
 def accepts(function: Any, parameter: str) -> bool:
-    """Whether this release of vLLM knows a parameter."""
+    """Return whether this release of vLLM knows a parameter."""
     return parameter in inspect.signature(function).parameters
 
 
 def tags_versions(llm: Any) -> bool:
-    """Whether this release of vLLM notes with each token which version of the weights wrote it."""
+    """Return whether this release of vLLM notes with each token which version of the weights wrote it."""
     return hasattr(llm, "update_weight_version")

@@ -44,7 +44,7 @@ class Running:
     token_ids: list[int] = field(default_factory=list)
 
     def switch(self, version: Version) -> None:
-        """From here on `version` writes."""
+        """Record that `version` writes from here on."""
         position = len(self.token_ids)
         if self.starts[-1][1] == position:
             self.starts.pop()
@@ -160,7 +160,7 @@ class Decoding:
         return len(engine_ids)
 
     def switch(self, version: Version) -> None:
-        """From here on `version` writes, whatever decodes now."""
+        """Record that `version` writes from here on, for all samples that decode now."""
         self.live = version
         for one in self.running:
             one.switch(version)

@@ -36,7 +36,7 @@ NAMED = 5
 
 @dataclass(frozen=True)
 class Unloaded:
-    """What `replace` has to load."""
+    """The weights that `replace` has to load."""
 
     staged: StagedModel
     seed: int
@@ -44,7 +44,7 @@ class Unloaded:
 
 @dataclass
 class Loaded:
-    """What `replace` has to exchange once it is proved, or why it must not."""
+    """The weights that `replace` has to exchange once they are verified, or the reason why it must not."""
 
     twin: ShadowModel
     proving: Iterator[str | None]

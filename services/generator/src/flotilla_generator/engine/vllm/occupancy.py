@@ -1,4 +1,4 @@
-"""How full vLLM's scheduler is, in its own words after every step."""
+"""The occupancy of vLLM's scheduler, from its own statistics after every step."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ PROBED_COLUMNS = 8
 
 
 class MatrixLayer(Protocol):
-    """What vLLM gives a layer that multiplies by one matrix; torch does not know it of its modules."""
+    """The interface that vLLM gives a layer with one weight matrix; torch's module types do not declare it."""
 
     weight: torch.Tensor
     quant_method: Any

@@ -1,4 +1,4 @@
-"""How staged weights become the live ones.
+"""The commit that turns staged weights into the live ones.
 
 Invariants: live weights change only between a pause that keeps running requests and the resume after it; nobody resumes
 while they are half replaced; after weights that not every worker confirmed nothing decodes until whole ones are live:
@@ -78,7 +78,7 @@ class Commits:
         )
 
     async def untag(self) -> None:
-        """What decodes from now on is of no version that anybody knows."""
+        """Record that the weights have no known version from now on."""
         self._decoding.live = None
         if tags_versions(self._llm()):
             await self._llm().update_weight_version(UNTAGGED)

@@ -1,4 +1,4 @@
-"""What runs inside each vLLM worker process.
+"""The code that runs inside each vLLM worker process.
 
 Loaded by vLLM as `worker_extension_cls`: `WeightWorker` is mixed into vLLM's worker, and its methods are called through
 `collective_rpc`. Invariants: no method raises and none waits for a peer, because an exception under tensor parallelism,
@@ -79,7 +79,7 @@ class WorkerWeights:
         self._run(receive)
 
     def status(self) -> Answer:
-        """Whether a transfer runs, how far it is, how it ended."""
+        """Return whether a transfer runs, how far it is, how it ended."""
         thread, inbox = self._thread, self._inbox
         return {
             "busy": thread is not None and thread.is_alive(),
@@ -100,7 +100,7 @@ class WorkerWeights:
         return self._live.replace(following)
 
     def stacks(self) -> Answer:
-        """Where every thread of this process is."""
+        """Return the stack of every thread of this process."""
         frames = sys._current_frames().items()
         text = "\n".join(
             f"thread {ident}\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames
@@ -146,7 +146,7 @@ class WeightWorker:
         return self._flotilla_guarded(lambda weights: weights.stage())
 
     def flotilla_status(self) -> Answer:
-        """How the transfer stands."""
+        """Return the state of the transfer."""
         return self._flotilla_guarded(lambda weights: weights.status())
 
     def flotilla_prove(self) -> Answer:
@@ -162,7 +162,7 @@ class WeightWorker:
         return self._flotilla_guarded(lambda weights: weights.drop(why))
 
     def flotilla_stacks(self) -> Answer:
-        """Where every thread of this process is."""
+        """Return the stack of every thread of this process."""
         return self._flotilla_guarded(lambda weights: weights.stacks())
 
     def _flotilla_guarded(self, call: Callable[[WorkerWeights], Answer | None]) -> Answer:
@@ -183,7 +183,7 @@ def _leave_the_decoder_its_cores() -> None:
 
 
 def _fault(error: Exception) -> Answer:
-    """What went wrong and of which kind: only a group that broke is not this worker's own fault."""
+    """Return the error with its reason: only the failure of a group is not this worker's own fault."""
     if isinstance(error, FlotillaError):
         return {"error": str(error), "reason": error.reason}
     full = isinstance(error, MemoryError | torch.OutOfMemoryError)

@@ -27,7 +27,7 @@ class WorkerCalls:
         self._one_call = asyncio.Lock()
 
     async def ask(self, method: str, *arguments: Any) -> Answers:
-        """Their answers, with whatever errors they name."""
+        """Return the workers' answers, with any errors that they name."""
         task = asyncio.ensure_future(self._call(method, arguments))
         try:
             return await asyncio.shield(task)
@@ -66,7 +66,7 @@ class WorkerCalls:
         await self.ask("flotilla_drop", "the replica left the weight group")
 
     def explained(self, error: Exception) -> Exception:
-        """What vLLM raised, or that its engine is gone."""
+        """Return the error for what vLLM raised, or for an engine that is gone."""
         llm = self._llm()
         if llm is None or llm.errored:
             return Unavailable(
