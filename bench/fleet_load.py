@@ -25,7 +25,7 @@ FLAT_BAR = 1.5
 
 
 def measure() -> list[Row]:
-    """The largest fleet against its bars, then CPU seconds by size."""
+    """Return the largest fleet against its bars, then CPU seconds by size."""
     figures = {LARGE.replicas: _figures(LARGE)}
     for replicas, processes in SMALLER_FLEETS.items():
         figures[replicas] = _figures(replace(LARGE, replicas=replicas, processes=processes))

@@ -47,7 +47,7 @@ def one_rank(dtype: torch.dtype, **shape: Any) -> Iterator[tuple[ShardedModel, P
 
 
 def settings(**optimizer: Any) -> SessionSettings:
-    """A session that trains on given answers."""
+    """Return a session that trains on given answers."""
     spec = session_pb2.SessionSpec(
         objective=session_pb2.Objective(sft=session_pb2.SftObjective()),
         optimizer=session_pb2.Optimizer(
@@ -75,7 +75,7 @@ def sequences(lengths: np.ndarray, vocabulary: int) -> Sequences:
 
 
 def micro_batches(given: Sequences, budget: int, packed: bool) -> list[MicroBatch]:
-    """The work of one rank."""
+    """Return the work of one rank."""
     return pack(given, Layout(budget, ranks=1, packed=packed, crossover_tokens=12_000.0))[0]
 
 
@@ -107,7 +107,7 @@ def update(
 
 
 def seconds(act: Callable[[], None], repeats: int) -> float:
-    """The fastest of some runs after one that warms up."""
+    """Return the fastest of some runs after one that warms up."""
     best = float("inf")
     for number in range(repeats + 1):
         finish_kernels()

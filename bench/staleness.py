@@ -160,7 +160,7 @@ def _full(directory: Path) -> Iterator[tuple[int, Figures]]:
 
 
 def warmed_up(stack: Stack, directory: Path) -> Path:
-    """The example's warm-up: the weights that every staleness starts from."""
+    """Return the example's warm-up: the weights that every staleness starts from."""
     warm_up = directory / "warm-up.yaml"
     warm_up.write_text(yaml.safe_dump(_example("sft.yaml", directory)))
     return Path(stack.run(warm_up, timeout_s=RUN_LIMIT_S)["directory"]) / "model"
@@ -177,7 +177,7 @@ def learned(stack: Stack, directory: Path, staleness: int, weights: Path, *overr
 
 
 def _example(name: str, directory: Path) -> dict[str, Any]:
-    """A run file of the example over the data that was made here."""
+    """Return a run file of the example over the data that was made here."""
     run: dict[str, Any] = yaml.safe_load((EXAMPLE / name).read_text())
     for section, key in (("data", "train"), ("evaluation", "data")):
         run[section][key] = str(directory / "data" / Path(run[section][key]).name)
@@ -214,5 +214,5 @@ def _trained(stack: Stack, run: Path, *overrides: str) -> Figures:
 
 
 def _seconds(row: dict[str, float]) -> float:
-    """A step without its evaluation."""
+    """Return a step without its evaluation."""
     return row["time/step_s"] - row.get("time/evaluate_s", 0.0)

@@ -166,7 +166,7 @@ class Streams:
 
 
 def measure() -> list[Row]:
-    """The stall, its parts, and the floor."""
+    """Return the stall, its parts, and the floor."""
     rounds, parameters = asyncio.run(_rounds())
     return _rows(rounds, parameters)
 

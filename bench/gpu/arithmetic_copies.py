@@ -150,7 +150,7 @@ class Draws:
         self._drawn_again_in = np.zeros(rows, np.int64)
 
     def take(self, size: int) -> np.ndarray:
-        """The next rows."""
+        """Return the next rows."""
         while len(self._left) < size:
             self._epoch += 1
             order = self._random.permutation(len(self._solved_in_a_row))

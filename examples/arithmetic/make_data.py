@@ -24,7 +24,7 @@ Pair = tuple[int, int]
 
 
 def split_pairs(seed: int) -> dict[str, list[Pair]]:
-    """All pairs, shuffled and divided into `heldout`, `sft` and `rl`."""
+    """Return all pairs, shuffled and divided into `heldout`, `sft` and `rl`."""
     order = random.Random(seed)
     unordered = [(a, b) for a in OPERANDS for b in OPERANDS if a <= b]
     order.shuffle(unordered)

@@ -31,6 +31,6 @@ def divergence(estimator: str, logprobs: Floats, reference: Floats) -> Floats:
 def adapted_coefficient(
     coefficient: float, measured: float, *, target: float, horizon_samples: float, samples: int
 ) -> float:
-    """The next coefficient: larger where the measured divergence is above its target, smaller below."""
+    """Return the next coefficient: larger where the measured divergence is above its target, smaller below."""
     error = min(max(measured / target - 1.0, -MAX_STEP), MAX_STEP)
     return coefficient * (1.0 + error * samples / horizon_samples)

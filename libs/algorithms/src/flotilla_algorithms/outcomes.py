@@ -201,7 +201,7 @@ class Outcomes:
         return segment_sums(samples, self.group_sizes)
 
     def to_tokens(self, samples: Floats) -> Floats:
-        """A value a sample as one a token."""
+        """Return a value a sample as one a token."""
         return np.repeat(samples, self.response_lengths)
 
 

@@ -82,6 +82,6 @@ def overlong_penalties(
 
 
 def shuffled_rewards(rewards: ArrayLike, seed: int) -> NDArray[np.float64]:
-    """The rewards of a whole update in random order."""
+    """Return the rewards of a whole update in random order."""
     permuted: NDArray[np.float64] = np.random.default_rng(seed).permutation(finite_rewards(rewards))
     return permuted

@@ -49,7 +49,7 @@ class Client:
     def find(
         cls, stack: str = "local", state_dir: str | Path = ".flotilla", coordinator: str | None = None
     ) -> Self:
-        """The coordinator of a stack on this host, or the one at an address."""
+        """Return the coordinator of a stack on this host, or the one at an address."""
         found = find_coordinator(stack, state_dir, coordinator)
         return cls(found.address, token=found.token)
 
@@ -80,7 +80,7 @@ class Client:
         return await self.attach_loop(run.run_id)
 
     async def attach_loop(self, run_id: str = "latest") -> Loop:
-        """A run that was opened before, by this client or another one."""
+        """Return a run that was opened before, by this client or another one."""
         # Loops alone need numpy, and the command line drives none.
         from flotilla_client.loop import Loop
 
@@ -93,11 +93,11 @@ class Client:
         return (await self.get_run_and_config(run_id)).run
 
     async def get_run_and_config(self, run_id: str = "latest") -> pb.GetRunResponse:
-        """The run and its resolved configuration."""
+        """Return the run and its resolved configuration."""
         return await rpc.unary(self._stub.GetRun, pb.GetRunRequest(run_id=run_id), timeout_s=_CALL_S)
 
     async def list_runs(self, limit: int = 20) -> list[Run]:
-        """The newest first."""
+        """List the runs, the newest first."""
         answer = await rpc.unary(self._stub.ListRuns, pb.ListRunsRequest(limit=limit), timeout_s=_CALL_S)
         return list(answer.runs)
 
@@ -128,7 +128,7 @@ class Client:
                 say("the coordinator is back")
 
     async def wait_run(self, run_id: str = "latest") -> Run:
-        """The run after it has ended."""
+        """Return the run after it has ended."""
         run_id = (await self.get_run(run_id)).run_id
         async for _ in self.watch_run(run_id):
             pass

@@ -70,7 +70,7 @@ class Loop:
         self.version, self.steps_done = Version.from_proto(reply.policy_version), reply.steps_done
 
     async def prompts(self, count: int) -> list[Prompt]:
-        """The next prompts of the run's data set."""
+        """Return the next prompts of the run's data set."""
         request = pb.DrawPromptsRequest(run_id=self.run_id, count=count)
         reply = await rpc.unary(self._stub.DrawPrompts, request, timeout_s=_CALL_S, attempts=1)
         return [Prompt.from_proto(prompt) for prompt in reply.prompts]
@@ -164,23 +164,23 @@ class Loop:
         return (await rpc.unary(self._stub.EvaluatePolicy, request, timeout_s=_STEP_S)).accuracy
 
     async def save(self) -> Path:
-        """A checkpoint that `flotilla run resume` goes on from; returns when it is on disk."""
+        """Save a checkpoint that `flotilla run resume` continues from; return when it is on disk."""
         request = pb.SaveStateRequest(run_id=self.run_id, request_id=new_request_id())
         return Path((await rpc.unary(self._stub.SaveState, request, timeout_s=_STEP_S)).path)
 
     async def save_model(self, path: str | Path | None = None) -> Path:
-        """A Hugging Face folder of the policy; without a path, `model` in the run's directory."""
+        """Write a Hugging Face folder of the policy; without a path, `model` in the run's directory."""
         where = "" if path is None else str(Path(path).absolute())
         request = pb.SaveModelRequest(run_id=self.run_id, request_id=new_request_id(), path=where)
         return Path((await rpc.unary(self._stub.SaveModel, request, timeout_s=_STEP_S)).path)
 
     async def close(self) -> None:
-        """The run ends well; gradients that wait are dropped."""
+        """End the run as completed; pending gradients are dropped."""
         await rpc.unary(self._stub.CloseLoop, pb.CloseLoopRequest(run_id=self.run_id), timeout_s=_CALL_S)
 
 
 def loss_function(loss: Loss) -> Function:
-    """The loss on the wire, checked as in a run's configuration."""
+    """Return the loss on the wire, checked as in a run's configuration."""
     section = {"type": loss} if isinstance(loss, str) else dict(loss)
     function = Function(name=str(section.get("type", "")))
     if section == {"type": "sft"}:

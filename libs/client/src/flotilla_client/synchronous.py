@@ -50,7 +50,7 @@ class SyncClient(WaitingClient):
         return self._synchronous(self._wait(self._client.open_loop(files, overrides)))
 
     def attach_loop(self, run_id: str = "latest") -> SyncLoop:
-        """A run that was opened before, by this client or another one."""
+        """Return a run that was opened before, by this client or another one."""
         return self._synchronous(self._wait(self._client.attach_loop(run_id)))
 
     def get_run(self, run_id: str = "latest") -> Run:
@@ -58,7 +58,7 @@ class SyncClient(WaitingClient):
         return self._wait(self._client.get_run(run_id))
 
     def list_runs(self, limit: int = 20) -> list[Run]:
-        """The newest first."""
+        """List the runs, the newest first."""
         return self._wait(self._client.list_runs(limit))
 
     def watch_run(self, run_id: str = "latest", after_sequence: int = 0) -> Iterator[RunEvent]:
@@ -66,7 +66,7 @@ class SyncClient(WaitingClient):
         return self._iterate(self._client.watch_run(run_id, after_sequence))
 
     def wait_run(self, run_id: str = "latest") -> Run:
-        """The run after it has ended."""
+        """Return the run after it has ended."""
         return self._wait(self._client.wait_run(run_id))
 
     def stop_run(self, run_id: str = "latest", reason: str = "") -> Run:

@@ -37,7 +37,7 @@ class SyncLoop(WaitingLoop):
         return self._loop.directory
 
     def prompts(self, count: int) -> list[Prompt]:
-        """The next prompts of the run's data set."""
+        """Return the next prompts of the run's data set."""
         return self._wait(self._loop.prompts(count))
 
     def sample(
@@ -82,9 +82,9 @@ class SyncLoop(WaitingLoop):
         return self._wait(self._loop.evaluate())
 
     def save(self) -> Path:
-        """A checkpoint that `flotilla run resume` goes on from; returns when it is on disk."""
+        """Save a checkpoint that `flotilla run resume` continues from; return when it is on disk."""
         return self._wait(self._loop.save())
 
     def save_model(self, path: str | Path | None = None) -> Path:
-        """A Hugging Face folder of the policy; without a path, `model` in the run's directory."""
+        """Write a Hugging Face folder of the policy; without a path, `model` in the run's directory."""
         return self._wait(self._loop.save_model(path))

@@ -28,7 +28,7 @@ def new_mark(prefix: Path) -> str:
 
 
 def under_lease(directory: Path) -> list[str]:
-    """The wrapper of a command that ends when nobody looks after the stack in `directory` any more."""
+    """Return the wrapper of a command that ends when no process looks after the stack in `directory`."""
     script = [sys.executable, "-I", "-S", lease.__file__]
     return [*script, str(os.getpid()), str(directory), str(lease.LEASE_S)]
 
@@ -42,7 +42,7 @@ class Child:
 
     @classmethod
     def adopt(cls, identity: ProcessIdentity) -> Child | None:
-        """The process that a launcher before this one started; None when it has ended."""
+        """Return the process that a launcher before this one started; None when it has ended."""
         try:
             group = ProcessGroup.adopt(identity.pid)
         except ProcessLookupError:

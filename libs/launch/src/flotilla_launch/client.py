@@ -63,13 +63,13 @@ class LauncherClient:
 
 
 def find(paths: StackPaths) -> LauncherFile | None:
-    """The supervisor of the stack, if one lives."""
+    """Return the supervisor of the stack, if one lives."""
     file = LauncherFile.read(paths.launcher_file)
     return file if file is not None and file.identity.alive() else None
 
 
 def require(paths: StackPaths) -> LauncherFile:
-    """The supervisor of the stack, or an error that says how to start it."""
+    """Return the supervisor of the stack, or an error that says how to start it."""
     file = find(paths)
     if file is not None:
         return file

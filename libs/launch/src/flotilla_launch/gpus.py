@@ -64,7 +64,7 @@ class Gpus:
         )
 
     def environment(self, slot: Slot, stack: StackConfig) -> dict[str, str]:
-        """The variables that give one process its GPUs."""
+        """Return the variables that give one process its GPUs."""
         if not self.names:
             return {}
         first, count = 0, 0

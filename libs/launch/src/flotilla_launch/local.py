@@ -205,7 +205,7 @@ def _died_silently(log_path: Path, log_start: int) -> FlotillaError:
 
 
 async def _report_line(reading: int, paths: StackPaths, on_progress: Progress) -> bytes:
-    """The supervisor's report, empty when it died without one; progress is shown meanwhile."""
+    """Return the supervisor's report, empty when it died without one; progress is shown meanwhile."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     transport, _ = await loop.connect_read_pipe(

@@ -22,7 +22,7 @@ _ERROR_LINE = re.compile(
 
 
 def tail(path: Path, lines: int, *, start: int = 0) -> list[str]:
-    """The last lines of a file from byte `start` on; an absent file has none."""
+    """Return the last lines of a file from byte `start` on; an absent file has none."""
     try:
         with path.open("rb") as file:
             position = file.seek(0, 2)
@@ -41,7 +41,7 @@ def tail(path: Path, lines: int, *, start: int = 0) -> list[str]:
 
 
 def failure_excerpt(path: Path, *, start: int = 0, lines: int = 20) -> tuple[str, list[str]]:
-    """The line that says why a process died (empty where none does), and its last lines."""
+    """Return the line that says why a process died (empty where none does), and its last lines."""
     last = [line for line in tail(path, lines, start=start) if not line.startswith(HEADER)]
     for line in reversed(last):
         if (message := _error_in(line)) is not None:

@@ -59,7 +59,7 @@ class NatsProcess:
         self._status.since.GetCurrentTime()
 
     async def start(self) -> str:
-        """The URL that holds for the life of the stack."""
+        """Return the URL that holds for the life of the stack."""
         if not self._port:
             # Of those that the kernel gives to nobody else: a server that was away finds it free.
             self._port = reserve_port(_HOST)

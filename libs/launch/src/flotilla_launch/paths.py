@@ -86,7 +86,7 @@ class StackPaths:
         return self.logs / f"{name}.log"
 
     def socket(self) -> Path:
-        """The supervisor's socket, named by a digest of the stack's directory: no two stacks share it."""
+        """Return the supervisor's socket, named by a digest of the stack's directory: no two stacks share it."""
         digest = hashlib.blake2b(str(self.directory.resolve()).encode(), digest_size=8).hexdigest()
         return _runtime_directory() / f"{digest}.sock"
 

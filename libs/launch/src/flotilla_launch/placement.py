@@ -73,7 +73,7 @@ def difference(running: StackConfig, wanted: StackConfig) -> list[str]:
 
 
 def reserve_port(host: str) -> int:
-    """A port that is free now and that the kernel gives to nobody who does not ask for it by number."""
+    """Return a port that is free now and that the kernel gives only to processes that ask for it by number."""
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     ports = [port for port in range(10_000, 65_536) if not low <= port <= high] or range(10_000, 65_536)
     for _ in range(200):
@@ -93,7 +93,7 @@ def reserve_port(host: str) -> int:
 
 
 def _gangs(stack: StackConfig) -> Iterator[Slot]:
-    """The trainers and the gangs beside them; none where someone else starts it and lets it register itself."""
+    """The trainers and the gangs beside them; none for one that is started elsewhere and registers itself."""
     for role in roles_of(stack):
         for name in slots_of_role(stack, role):
             yield Slot(name, ServiceKind.SERVICE_KIND_TRAINER, gang_of(stack, role).attach)

@@ -40,7 +40,7 @@ class Report:
 
 
 def read_report(line: bytes) -> FlotillaError | None:
-    """The error that a report line holds, or None when the stack is up."""
+    """Return the error that a report line holds, or None when the stack is up."""
     values = json.loads(line)
     if not values:
         return None

@@ -101,7 +101,7 @@ class AcceptingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         return pb.CloseSessionResponse()
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Context) -> pb.GetSessionResponse:
-        """The version of the run that was opened last."""
+        """Return the version of the run that was opened last."""
         if request.run_id != self._run_id:
             raise FailedPrecondition(f"run {request.run_id} has no session")
         return pb.GetSessionResponse(

@@ -82,7 +82,7 @@ class ChaosRun:
         return self.now()
 
     def now(self) -> run_pb2.Run:
-        """The run as its coordinator sees it."""
+        """Return the run as its coordinator sees it."""
         with self.stack.client() as client:
             return client.get_run(self.run_id)
 

@@ -44,7 +44,7 @@ def is_new(stack: Stack, pid: int) -> bool:
 
 
 def endless_run(arithmetic: Path, folder: Path, max_staleness: int) -> Path:
-    """The file of a run that evaluates and saves after every step."""
+    """Return the file of a run that evaluates and saves after every step."""
     run: dict[str, Any] = {
         "name": "restarted",
         "steps": 100_000,

@@ -37,7 +37,7 @@ SLOTS = {Victim.FRONT: "trainer", Victim.COORDINATOR: "coordinator"}
 
 
 def process_of(stack: Stack, victim: Victim, slot: str) -> psutil.Process:
-    """The process that fills the part now; `slot` names which of several replicas."""
+    """Return the process that fills the part now; `slot` names which of several replicas."""
     if victim in RANKS:
         return rank_of(stack, RANKS[victim])
     if victim is Victim.NATS:
@@ -66,7 +66,7 @@ def nats_of(stack: Stack) -> psutil.Process | None:
 
 
 def processes_of(stack: Stack) -> dict[str, ProcessIdentity | None]:
-    """Every process that the launcher looks after, by its slot's name."""
+    """Return every process that the launcher looks after, by its slot's name."""
     record = StackRecord.read(stack.directory / "processes.json")
     return {process.name: process.identity for process in record.processes} if record is not None else {}
 
@@ -96,7 +96,7 @@ def lives(stack: Stack, registered: Registration) -> bool:
 
 
 def rank_of(stack: Stack, rank: int, gang: str = "trainer") -> psutil.Process:
-    """The process of a rank, by the name that it bears."""
+    """Return the process of a rank, by the name that it bears."""
     for child in stack.process(gang).children(recursive=True):
         if child.name().startswith(f"rank-{rank} "):
             return child

@@ -69,7 +69,7 @@ class Axes:
     """Keys that are no axis, and why."""
 
     def choices(self, model: type[BaseModel], prefix: str) -> list[Choice]:
-        """Every choice below a section."""
+        """Return every choice below a section."""
         return list(self._of_model(model, prefix, {}, ""))
 
     def _of_model(self, model: type[BaseModel], prefix: str, given: Settings, kind: str) -> Iterator[Choice]:
@@ -136,7 +136,7 @@ class Axes:
 
 
 def _listed(annotation: Any) -> Sequence[Any] | None:
-    """The values of what has a list of them."""
+    """Return the values of what has a list of them."""
     if annotation is bool:
         return (False, True)
     if typing.get_origin(annotation) is Literal:
@@ -150,13 +150,13 @@ def _arguments(annotation: Any) -> Sequence[Any]:
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:
-    """The section that a field holds, where it holds one."""
+    """Return the section that a field holds, where it holds one."""
     parts = _arguments(annotation)
     return [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
 
 
 def _members(field: FieldInfo) -> list[type[BaseModel]]:
-    """The members of a union of sections that are told apart by `type`."""
+    """Return the members of a union of sections that are told apart by `type`."""
     tagged = [part for part in _arguments(field.annotation) if typing.get_origin(part) is Annotated]
     return [typing.get_args(part)[0] for part in tagged]
 

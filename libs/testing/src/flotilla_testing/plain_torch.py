@@ -17,7 +17,7 @@ Tokens = npt.NDArray[np.int32]
 
 
 def plain_model(folder: Path) -> Any:
-    """The model of a folder."""
+    """Return the model of a folder."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
 
 
@@ -34,7 +34,7 @@ def logprobs(model: Any, prompt: Tokens, response: Tokens, temperature: float = 
 
 
 def of_tokens(scores: torch.Tensor, response: Tokens) -> torch.Tensor:
-    """The scores of the response's own tokens among those of the vocabulary."""
+    """Return the scores of the response's own tokens among those of the vocabulary."""
     return scores.gather(-1, torch.from_numpy(response.astype(np.int64))[:, None])[:, 0]
 
 

@@ -34,7 +34,7 @@ def small_run(example: Path, file: Path, *, name: str = "short", steps: int = 3)
 
 
 def ppo_run(data: Path, folder: Path) -> Path:
-    """The file of a run of three steps of eight samples; only the critic learns in the first, each is kept."""
+    """Return the file of a run of three steps of eight samples; only the critic learns in the first, each is kept."""
     reward = folder / "reward.py"
     reward.write_text(REWARD)
     optimizer = {"learning_rate": 1.0e-3, "schedule": "constant", "epsilon": 1.0e-3}

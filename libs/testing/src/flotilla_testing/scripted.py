@@ -38,7 +38,7 @@ class Scripted:
         return call
 
     def asked(self, method: str) -> list[Any]:
-        """The requests of one method, in order."""
+        """Return the requests of one method, in order."""
         return [request for name, request in self.calls if name == method]
 
 
@@ -61,7 +61,7 @@ class ScriptedReplica:
 
 
 def scripted_generator(name: str, life: int = 1) -> ScriptedReplica:
-    """A generator that takes all weights."""
+    """Return a generator that takes all weights."""
     answers = {
         "JoinWeightGroup": gen.JoinWeightGroupResponse(),
         "StageWeights": gen.StageWeightsResponse(),
@@ -73,7 +73,7 @@ def scripted_generator(name: str, life: int = 1) -> ScriptedReplica:
 
 
 def scripted_trainer() -> Scripted:
-    """A trainer that opens every group and publishes eight bytes."""
+    """Return a trainer that opens every group and publishes eight bytes."""
     digests = weights_pb2.WeightDigests(manifest_digest="m")
     return Scripted(
         {

@@ -98,7 +98,7 @@ class Stack:
         return run_pb2.RunState.Name(state).removeprefix("RUN_STATE_").lower()
 
     def holders(self, kind: ServiceKind.ValueType) -> dict[str, str]:
-        """The run that has each service of a kind; empty where none has it."""
+        """Return the run that has each service of a kind; empty where none has it."""
         with self.client() as client:
             services = client.list_services()
         return {one.registration.name: one.run_id for one in services if one.registration.kind == kind}
@@ -123,11 +123,11 @@ class Stack:
         return str(announced["address"])
 
     def channel(self, name: str) -> grpc.aio.Channel:
-        """A channel to a service of the stack, by its slot's name."""
+        """Return a channel to a service of the stack, by its slot's name."""
         return rpc.connect(self.address(name), token=self.token)
 
     def process(self, name: str) -> psutil.Process:
-        """The main process of a service, by its slot's name."""
+        """Return the main process of a service, by its slot's name."""
         announced = json.loads((self.directory / "instances" / f"{name}.json").read_text())
         return psutil.Process(announced["pid"])
 

@@ -31,7 +31,7 @@ class Sampled(Protocol):
 
 
 def make_model(seed: int) -> Any:
-    """A tied Qwen3 in which a stale tensor is never close to the right one."""
+    """Return a tied Qwen3 in which a stale tensor is never close to the right one."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -66,7 +66,7 @@ def manifest_of(tensors: Tensors) -> Manifest:
 
 
 def first_tokens(end: int, sample: Any) -> Any:
-    """The sample up to a token."""
+    """Return the sample up to a token."""
     return replace(sample, token_ids=sample.token_ids[:end], logprobs=sample.logprobs[:end])
 
 

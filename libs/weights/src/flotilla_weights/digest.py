@@ -73,7 +73,7 @@ def _coefficients(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """The finaliser of splitmix64."""
+    """Apply the finaliser of splitmix64."""
     x = (x ^ _logical_shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _logical_shift(x, 27)) * _signed(0x94D049BB133111EB)
     return x ^ _logical_shift(x, 31)

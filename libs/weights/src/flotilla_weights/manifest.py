@@ -100,7 +100,7 @@ class Manifest:
         return manifest
 
     def to_proto(self) -> weights_pb2.WeightManifest:
-        """The manifest as it travels."""
+        """Return the manifest as it travels."""
         proto = weights_pb2.WeightManifest(
             tensors=_spec_protos(self.tensors), bucket_bytes=self.bucket_bytes, digest=self.digest
         )
@@ -110,7 +110,7 @@ class Manifest:
         return proto
 
     def with_adapters(self, adapters: Manifest, scale: float) -> Manifest:
-        """The same, with what is added to some of the tensors."""
+        """Return the same, with what is added to some of the tensors."""
         return replace(self, adapters=Adapters(adapters, scale).checked(self))
 
     @property

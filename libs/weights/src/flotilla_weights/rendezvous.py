@@ -21,7 +21,7 @@ LOOK_EVERY_S = 0.02
 
 
 def open_store(host: str, timeout_s: float) -> tuple[TCPStore, int]:
-    """A store on a free port of `host`, and the port."""
+    """Return a store on a free port of `host`, and the port."""
     try:
         listener = socket.create_server((host, 0), backlog=512)
     except OSError as error:
@@ -45,7 +45,7 @@ def open_store(host: str, timeout_s: float) -> tuple[TCPStore, int]:
 
 
 def reach_store(host: str, port: int, timeout_s: float, check: Callable[[], None]) -> TCPStore:
-    """The store of a peer; `check` is called all the while, and what it raises ends the wait.
+    """Return the store of a peer; `check` is called all the while, and what it raises ends the wait.
 
     Raises OSError, RuntimeError or UnicodeError when nobody answers.
     """

@@ -92,7 +92,7 @@ def write_samples(samples: Iterable[Sample], waiting: int) -> Iterator[pb.Genera
 
 
 def minimum_version(request: pb.GenerateRequest) -> Version | None:
-    """The version that the caller asks for at least."""
+    """Return the version that the caller asks for at least."""
     return Version.from_proto(request.min_version) if request.HasField("min_version") else None
 
 

@@ -99,7 +99,7 @@ class GeneratorHostService:
 
 
 def _engine(host: Host, checkpoint: Checkpoint) -> Engine:
-    """The engine that the stack names; each is imported only where it is used."""
+    """Return the engine that the stack names; each is imported only where it is used."""
     config = host.stack.generator
     if config.engine == "sim":
         from flotilla_generator.engine.sim.engine import SimEngine

@@ -66,7 +66,7 @@ class GeneratorServicer(GeneratorServiceServicer):
         self.weights = WeightSession(engine)
 
     def open(self) -> None:
-        """The engine has started."""
+        """Note that the engine has started."""
         self._unavailable = ""
 
     async def close(self, grace_s: float) -> None:

@@ -38,11 +38,11 @@ class BuiltinReward(BaseModel):
 
     @abstractmethod
     def score(self, sample: Sample) -> float:
-        """The score of `sample`; raises `CannotScore` where there is none."""
+        """Return the score of `sample`; raise `CannotScore` where there is none."""
 
 
 def answer_of(sample: Sample) -> str:
-    """The right answer, stripped; a sample without one cannot be compared."""
+    """Return the right answer, stripped; a sample without one cannot be compared."""
     answer = sample.answer.strip()
     if not answer:
         raise CannotScore("the sample has no answer to compare with: check data.answer_field of the run")

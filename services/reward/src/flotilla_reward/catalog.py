@@ -40,7 +40,7 @@ class Term:
 
 
 def resolve(spec: pb.RewardSpec) -> Term:
-    """The term behind a spec."""
+    """Return the term behind a spec."""
     if not math.isfinite(spec.weight):
         raise InvalidRequest(f"weight of reward {spec.reward} is {spec.weight}, not a finite number")
     timeout_s = DEFAULT_TIMEOUT_S

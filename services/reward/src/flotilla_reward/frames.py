@@ -22,7 +22,7 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 async def read(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """The next message; raises `EOFError` where the other side is gone or speaks something else."""
+    """Return the next message; raise `EOFError` where the other side is gone or speaks something else."""
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     if length > MAX_BYTES:
         raise EOFError(f"a frame of {length} bytes: the other side does not speak this protocol")

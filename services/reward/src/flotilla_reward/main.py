@@ -7,7 +7,7 @@ from flotilla_core.service import Host, Service, run_service
 
 
 def build(host: Host) -> Service:
-    """The service inside its host."""
+    """Return the service inside its host."""
     from flotilla_reward.service import RewardHostService
 
     return RewardHostService(host.stack.reward.workers)

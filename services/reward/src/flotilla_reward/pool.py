@@ -83,7 +83,7 @@ class WorkerPool:
     async def score(
         self, target: Target, sample: Sample, limit_s: float, run_id: str = ""
     ) -> tuple[Outcome, float]:
-        """The outcome and the seconds that scoring took, waiting and loading aside."""
+        """Return the outcome and the seconds that scoring took, waiting and loading aside."""
         async with self._turns.place(run_id) as place:
             worker = await self._worker_of(place)
             failure = await self._load(worker, target)

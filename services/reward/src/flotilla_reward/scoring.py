@@ -35,7 +35,7 @@ SIGN_OF_LIFE_S = 5.0
 
 
 def resolve(specs: Sequence[pb.RewardSpec]) -> list[Term]:
-    """The terms of a call."""
+    """Return the terms of a call."""
     if not specs:
         raise InvalidRequest("the request has no rewards", next_step="Add a term to the run.")
     return [catalog.resolve(spec) for spec in specs]

@@ -37,7 +37,7 @@ class CannotLoad(Exception):
 
 
 def load(target: Target) -> Score:
-    """The callable behind a target."""
+    """Return the callable behind a target."""
     if target.kind == "builtin":
         return BUILTIN[target.source](**target.parameters).score
     function = _user_function(target)
@@ -90,7 +90,7 @@ def _import_file(path: Path) -> Any:
 
 
 def answer(request: dict[str, Any], loaded: dict[str, Score]) -> dict[str, Any]:
-    """The reply to one request; user code may raise anything."""
+    """Return the reply to one request; user code may raise anything."""
     try:
         if request["do"] == "load":
             target = Target(**request["target"])

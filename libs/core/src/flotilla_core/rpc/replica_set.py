@@ -175,7 +175,7 @@ class ReplicaSet(Generic[StubT]):
                 self._follow_registration(known, _superseded(registration, ours))
 
     def everyone(self) -> list[Replica[StubT]]:
-        """The known replicas, in any state."""
+        """Return the known replicas, in any state."""
         return list(self._replicas.values())
 
     def ready(self) -> Iterator[Replica[StubT]]:

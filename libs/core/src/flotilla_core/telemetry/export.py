@@ -153,7 +153,7 @@ class OtlpProcessor(SpanProcessor):
 
 
 def tracer_provider(service: str, instance_id: str) -> TracerProvider:
-    """A provider that samples everything and sends nothing yet."""
+    """Return a provider that samples everything and sends nothing yet."""
     resource = Resource.create(
         {
             names.SERVICE_NAME: service,

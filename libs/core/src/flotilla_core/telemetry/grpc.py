@@ -163,7 +163,7 @@ def _end_of_call(span: Span, call: Any) -> None:
 
 
 def _known_code(call: Any) -> grpc.StatusCode:
-    """The status of a call that is done: `code()` then finishes without waiting, so one step runs it."""
+    """Return the status of a call that is done: `code()` then finishes without waiting, so one step runs it."""
     coroutine = call.code()
     try:
         coroutine.send(None)
@@ -175,7 +175,7 @@ def _known_code(call: Any) -> grpc.StatusCode:
 
 
 def server_interceptor() -> ServerInterceptor:
-    """The interceptor for `grpc.aio.server`; it belongs first, so that it sees what the others answer."""
+    """Return the interceptor for `grpc.aio.server`; it belongs first, so that it sees what the others answer."""
     return _TracingInterceptor()
 
 
@@ -194,7 +194,7 @@ class _TracingInterceptor(ServerInterceptor):
 
 
 def _traced(handler: Any, name: str, metadata: Any) -> grpc.RpcMethodHandler[Any, Any]:
-    """The same handler of one call, inside a span."""
+    """Return the same handler of one call, inside a span."""
     if handler.request_streaming:
         behavior = handler.stream_stream if handler.response_streaming else handler.stream_unary
         make = (

@@ -142,7 +142,7 @@ def _discounted(gains: Floats, factor: float) -> Floats:
 
 
 def reinforce(judgement: Judgement, *, gamma: float) -> Floats:
-    """The discounted sum of what comes from a token on, over the trained tokens of its sample."""
+    """Return the discounted sum of what comes from a token on, over the trained tokens of its sample."""
     made = np.zeros(len(judgement.penalties))
     for sample, own in enumerate(judgement.rollouts.own_tokens):
         gains = -judgement.penalties[own]
@@ -153,7 +153,7 @@ def reinforce(judgement: Judgement, *, gamma: float) -> Floats:
 
 
 def reinforce_plus_plus(judgement: Judgement, *, gamma: float) -> Floats:
-    """The returns, whitened over the update."""
+    """Return the returns, whitened over the update."""
     return whitened(reinforce(judgement, gamma=gamma), judgement)
 
 
@@ -203,7 +203,7 @@ def pass_at_k(judgement: Judgement, *, k: int, right_at: float) -> Floats:
 
 
 def gae(judgement: Judgement, *, gamma: float, lam: float, bootstrap_truncated: bool) -> Floats:
-    """The sum over later tokens of (gamma lam)^distance times the error of the critic there."""
+    """Return the sum over later tokens of (gamma lam)^distance times the error of the critic there."""
     rollouts = judgement.rollouts
     made = np.zeros(len(judgement.penalties))
     for sample, own in enumerate(rollouts.own_tokens):
@@ -262,7 +262,7 @@ def optimal_token_baseline(judgement: Judgement, *, lone_tail: str) -> Floats:
 
 
 def tir_optimal_token_baseline(judgement: Judgement, *, lone_tail: str) -> Floats:
-    """The same where a place is that among the trained tokens."""
+    """Return the same where a place is that among the trained tokens."""
     places = [np.arange(len(own)) for own in judgement.rollouts.own_tokens]
     return _beyond_baseline(judgement, places, lone_tail)
 

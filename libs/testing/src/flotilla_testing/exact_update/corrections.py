@@ -64,7 +64,7 @@ def importance(
 def mean_importance(
     correction: CorrectionConfig, log_ratio: torch.Tensor, together: torch.Tensor, segment: torch.Tensor
 ) -> float:
-    """The mean weight of all tokens, turns or sequences, whichever have one weight."""
+    """Return the mean weight of all tokens, turns or sequences, whichever have one weight."""
     weight = importance(correction, log_ratio, together, segment)
     same = {"segment": segment, "sequence": together, "icepop_sequence": together}.get(correction.importance)
     # What has n tokens counts n times in a sum over tokens, and once here.

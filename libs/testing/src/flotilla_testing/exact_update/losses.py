@@ -41,7 +41,7 @@ class Tokens(NamedTuple):
         return self.sums(values) / self.together.sum(1).clip(min=1)
 
     def shared(self, of_sequence: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """The exponential of a number of the sequence, whose gradient each token carries by its own share."""
+        """Return the exponential of a number of the sequence, whose gradient each token carries by its own share."""
         return torch.exp(of_sequence.detach()) * torch.exp(own - own.detach())
 
 

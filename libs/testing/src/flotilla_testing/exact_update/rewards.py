@@ -46,7 +46,7 @@ class Judgement:
         return self.rollouts.trained & self.kept[self.rollouts.sample_of_token]
 
     def of_kept(self) -> Judgement:
-        """The same, as if the samples that are left out had never been drawn."""
+        """Return the same, as if the samples that are left out had never been drawn."""
         return Judgement(
             rollouts=self.rollouts.of_samples(self.kept),
             rewards=self.rewards[self.kept],

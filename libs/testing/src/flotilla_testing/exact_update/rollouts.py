@@ -96,7 +96,7 @@ class Rollouts:
         return np.cumsum(changes)
 
     def sums_of_samples(self, of_tokens: Floats) -> Floats:
-        """The sum over the tokens of each sample."""
+        """Return the sum over the tokens of each sample."""
         sums = np.bincount(self.sample_of_token, weights=of_tokens, minlength=self.samples)
         return np.asarray(sums, np.float64)
 
@@ -137,7 +137,7 @@ class Policies:
     """[tokens] values at the beginning of each optimizer step of the critic."""
 
     def of_tokens(self, chosen: Bools) -> Policies:
-        """The same of some of the tokens."""
+        """Return the same of some of the tokens."""
         mask = torch.from_numpy(chosen)
         return Policies(
             steps=[logits[mask] for logits in self.steps],
@@ -147,6 +147,6 @@ class Policies:
 
 
 def logprobs_of(logits: torch.Tensor, tokens: npt.NDArray[Any]) -> torch.Tensor:
-    """The log-probability of each token under its row of logits."""
+    """Return the log-probability of each token under its row of logits."""
     scores = torch.log_softmax(logits, dim=-1)
     return scores[torch.arange(len(tokens)), torch.from_numpy(tokens)]

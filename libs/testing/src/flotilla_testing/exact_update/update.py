@@ -79,7 +79,7 @@ def exact_update(
     earlier: Floats,
     policy_learns: bool = True,
 ) -> ExactUpdate:
-    """The update in one pass over mini-batches; `parts` numbers the mini-batch of each group."""
+    """Return the update in one pass over mini-batches; `parts` numbers the mini-batch of each group."""
     penalties = _penalties(algorithm, rollouts, policies, kl_coefficient)
     judgement = judged(
         algorithm,
@@ -197,7 +197,7 @@ def _policy_steps(whole: _Whole, parts: Ints) -> tuple[list[Step], float | None]
 def _policy_step(
     whole: _Whole, inside: Bools, weight_of_token: Floats, place: int, steps: int
 ) -> tuple[Step, float]:
-    """The step on the tokens inside its mini-batch, and the mean divergence of whole distributions on them."""
+    """Return the step on the tokens inside its mini-batch, and the mean divergence of whole distributions on them."""
     algorithm, rollouts = whole.algorithm, whole.rollouts
     own = np.flatnonzero(rollouts.trained & inside)
     ids = rollouts.tokens[own]

@@ -201,7 +201,7 @@ class Engine(ABC):
 
     @abstractmethod
     def load(self) -> Load:
-        """A snapshot, cheap enough to be asked ten times a second."""
+        """Return a snapshot, cheap enough to be asked ten times a second."""
 
     @abstractmethod
     async def join(self, group: weights_pb2.WeightGroup, rank_offset: int, manifest: Manifest) -> None:
@@ -220,7 +220,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def untag(self) -> None:
-        """The live weights belong to no version any more: another run took the replica over."""
+        """Drop the version of the live weights: another run took the replica over."""
 
     @abstractmethod
     async def drop(self) -> None:

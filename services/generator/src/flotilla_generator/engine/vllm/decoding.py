@@ -51,7 +51,7 @@ class Running:
         self.starts.append((version, position))
 
     def spans(self) -> tuple[Span, ...]:
-        """The switches as spans."""
+        """Return the switches as spans."""
         ends = [start for _, start in self.starts[1:]] + [len(self.token_ids)]
         return tuple(
             Span(version, start, end)
@@ -82,7 +82,7 @@ def sampling_params(sampling: Sampling, seed: int, end_of_sequence: tuple[int, .
 
 
 def sampled_logprobs(token_ids: Any, entries: Any) -> NDArray[np.float32]:
-    """The logprob of each sampled token out of vLLM's dictionaries."""
+    """Return the logprob of each sampled token out of vLLM's dictionaries."""
     pairs = zip(token_ids, entries or (), strict=True)
     return np.fromiter((entry[token].logprob for token, entry in pairs), np.float32, len(token_ids))
 

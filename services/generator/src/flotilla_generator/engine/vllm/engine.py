@@ -170,7 +170,7 @@ class VllmEngine(Engine):
         return llm, {"vllm": vllm.__version__, "torch": torch.__version__}
 
     async def _warm_up(self) -> None:
-        """The first request with logprobs compiles and allocates; nobody should wait for that later."""
+        """Run a first request with logprobs: it compiles and allocates, and no caller should wait for that later."""
         request = GenerationRequest(
             "warm-up",
             [0],

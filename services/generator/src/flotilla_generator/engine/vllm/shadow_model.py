@@ -47,7 +47,7 @@ class ShadowModel:
         return ""
 
     def exchange(self) -> None:
-        """The live model takes the twin's weights, and the other way round."""
+        """Exchange the weights of the live model and the twin."""
         for live, twin in self._tensors.values():
             live.data, twin.data = twin.data, live.data
         for layer, other in self._layers:
