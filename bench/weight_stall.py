@@ -1,4 +1,4 @@
-"""How long decoding stands still at a weight sync, against what applying the weights costs with nothing around it.
+"""The time that decoding is paused at a weight sync, against what applying the weights costs with nothing around it.
 
 vLLM on the CPU decodes; a sender in another process broadcasts a Qwen3 of 95 million parameters beside it; each commit
 is made as the generator makes it, with digests, proof of the weights and tag. Two floors are measured in the same run,

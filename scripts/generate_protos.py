@@ -27,7 +27,7 @@ GENERATED_SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 
 def run_protoc(sources: list[str], *outputs: str) -> None:
-    """Run the compiler over `sources`, with the stub plugins that lie beside this interpreter."""
+    """Run the compiler over `sources`, with the stub plugins next to this interpreter."""
     plugins = Path(sys.executable).parent
     status = protoc.main(
         [

@@ -21,7 +21,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "libs" / "client" / "src" / "flot
 RUFF = Path(sys.executable).parent / "ruff"
 
 LEFT_OUT = {
-    # The command line alone wants the configuration beside the run.
+    # The command line alone needs the configuration in addition to the run.
     "get_run_and_config",
     # A stack's client is found by `connect`, and a loop is open when it is handed out.
     "find",
@@ -85,7 +85,7 @@ LOOP_IMPORTS = "from flotilla_client.waiting import WaitingLoop\n"
 
 @dataclass(frozen=True)
 class Twin:
-    """A class that is generated: where its model stands, and what is there beside the methods."""
+    """A class that is generated: where its model is, and its parts other than the methods."""
 
     source: str
     model: str

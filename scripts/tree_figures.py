@@ -29,7 +29,7 @@ SMALL_LINES = 60
 FRAGMENT = re.compile(
     r"(As|By|From|How|It|Its|Nobody|Of|That|Their|They|Those|To|Until|What|Where|Which|Who|Whoever|Why|With)\b"
 )
-"""First words of docstrings that cannot be read without the source beside them."""
+"""First words of docstrings that cannot be read without the source."""
 
 
 class Fragment(NamedTuple):

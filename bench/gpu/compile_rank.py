@@ -1,6 +1,6 @@
 """One trainer rank without a front, as a program: trains a few updates, compiled or not, and says what they took.
 
-`python compile_rank.py SETUP.json RANK`; rank 0 leaves its figures beside the setup as found.json.
+`python compile_rank.py SETUP.json RANK`; rank 0 leaves its figures next to the setup as found.json.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEARNING_RATE = 1e-5
 
 
 class Front:
-    """Nobody: a bench has no front to tell how far a rank has come."""
+    """Do nothing: a bench has no front to tell how far a rank has come."""
 
     def progress(self, phase: str) -> None:
         """Heard by no one."""

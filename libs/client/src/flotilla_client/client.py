@@ -104,7 +104,7 @@ class Client:
     async def watch_run(
         self, run_id: str = "latest", after_sequence: int = 0, *, tell: Callable[[str], None] | None = None
     ) -> AsyncGenerator[RunEvent]:
-        """Past events, then live ones, until the run has ended; goes on after a coordinator restart.
+        """Past events, then live ones, until the run has ended; continues after a coordinator restart.
 
         `tell` hears when the coordinator goes away and when it is back.
         """

@@ -62,7 +62,7 @@ class SyncClient(WaitingClient):
         return self._wait(self._client.list_runs(limit))
 
     def watch_run(self, run_id: str = "latest", after_sequence: int = 0) -> Iterator[RunEvent]:
-        """Past events, then live ones, until the run has ended; goes on after a coordinator restart."""
+        """Past events, then live ones, until the run has ended; continues after a coordinator restart."""
         return self._iterate(self._client.watch_run(run_id, after_sequence))
 
     def wait_run(self, run_id: str = "latest") -> Run:

@@ -1,6 +1,6 @@
 """Tells a full disk from every other failure, and says which disk it is.
 
-Invariants: this module alone decides that a disk is full, whoever noticed it: the system, SQLite, or a library that
+Invariants: this module alone decides that a disk is full, whatever noticed it: the system, SQLite, or a library that
 keeps the system's words; a message names the path, its mount point and the bytes that are free.
 """
 
@@ -121,7 +121,7 @@ def lacks_room(folder: Path) -> DiskFull | None:
     except DiskFull as full:
         return full
     except FailedPrecondition:
-        return None  # another trouble, which whoever works there meets and names
+        return None  # another trouble, which the next user of the folder meets and names
     return None
 
 

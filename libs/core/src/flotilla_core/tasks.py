@@ -1,7 +1,7 @@
 """Asyncio tasks that belong together, and work that comes to its end although its caller goes away.
 
 Invariants: of calls that only make sense together, one failure ends the others, and none of them is left behind; work
-that was begun is known until it has ended, so that whoever closes can wait for it or cancel it.
+that was begun is known until it has ended, so that its owner can wait for it or cancel it.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ _BACKOFF_S = (0.2, 1.0, 3.0, 10.0)
 
 
 class RestartBudget:
-    """Counts the restarts of one process; the next launcher goes on with the count."""
+    """Counts the restarts of one process; the next launcher continues with the count."""
 
     def __init__(self, most: int) -> None:
         self._most = most

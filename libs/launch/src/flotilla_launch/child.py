@@ -60,7 +60,7 @@ class Child:
         mark: str,
         variables: Mapping[str, str],
     ) -> Child:
-        """Start `command` with `variables` beside our environment; its output goes below a header in `log_path`."""
+        """Start `command` with `variables` added to our environment; its output goes below a header in `log_path`."""
         if not os.access(command[0], os.X_OK):
             raise FailedPrecondition(
                 f"{Path(command[0]).name} cannot be run",

@@ -3,7 +3,7 @@
 `processes.json` names every process that the launcher started. Invariants: cleaning up twice, or cleaning up a stack
 that stopped in order, changes nothing; a stack whose launcher lives is never touched (callers hold its lock); NATS is
 the last to go. A coordinator that is told to stop ends its runs, so it is told only where the user took the stack down:
-otherwise it is killed, before it sees the others go, and the next one goes on with the runs.
+otherwise it is killed, before it sees the others go, and the next one continues with the runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _COORDINATOR, _NATS = "coordinator", "nats"
 def clean_up(paths: StackPaths, *, runs_go_on: bool) -> list[str]:
     """End and remove what a dead launcher left; returns the names of the processes that still ran.
 
-    `runs_go_on`: the next coordinator goes on with the runs of this one.
+    `runs_go_on`: the next coordinator continues with the runs of this one.
     """
     record = StackRecord.read(paths.processes_file) or StackRecord()
     ended = [process.name for process in record.processes if process.alive]

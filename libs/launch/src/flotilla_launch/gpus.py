@@ -1,6 +1,6 @@
 """The assignment of this host's GPUs to the processes of a stack.
 
-Invariants: the trainers have the first GPUs, `trainer.nproc` each, the gangs beside them (critic, reference, teacher,
+Invariants: the trainers have the first GPUs, `trainer.nproc` each, the other gangs (critic, reference, teacher,
 named teachers) the next ones in this order, and generator i the i-th `tensor_parallel_size` after them, so a process
 keeps its GPUs over restarts and while other replicas come and go; a process sees its own GPUs and no others; a stack
 that needs more than there are is refused before anything starts. On a host without GPUs nothing is set.

@@ -106,13 +106,13 @@ class Guardian:
         while True:
             time.sleep(_POLL_S)
             if self._child is not None:
-                self._child.poll()  # Nobody else can take its exit status.
+                self._child.poll()  # No other process can take its exit status.
             if is_held(self._paths.launcher_lock_file):
                 continue
             if not self._paths.processes_file.exists():
                 return
             if lacks_room(self._paths.directory):
-                # A launcher could not write down what it does; the stack goes on without one for as long.
+                # A launcher could not write down what it does; the stack continues without one for as long.
                 time.sleep(_LOOK_FOR_ROOM_EVERY_S)
                 continue
             with hold_lock(self._paths.up_lock_file, timeout_s=0) as alone:
@@ -160,7 +160,7 @@ class Guardian:
 
 
 def main() -> None:
-    """Guard the stack, unless somebody else does."""
+    """Guard the stack, unless another process does."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     paths = StackPaths(Path(sys.argv[1]))

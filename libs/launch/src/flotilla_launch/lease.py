@@ -37,7 +37,7 @@ def lock(descriptor: int) -> bool:
 
 
 def is_locked(descriptor: int) -> bool:
-    """Return whether somebody else holds the lock file; asking takes nothing, so it disturbs nobody who wants it."""
+    """Return whether another process holds the lock file; asking does not take it, so it disturbs no other user."""
     answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _flock())
     return bool(struct.unpack_from(_FLOCK, answer)[0] != fcntl.F_UNLCK)
 
@@ -70,7 +70,7 @@ def _watch(directory: str, lease_s: float) -> None:
         unheld = 0 if any(map(is_locked, descriptors)) else unheld + 1
         if unheld * _POLL_S < lease_s:
             continue
-        # It kills this process, too. Somebody may also have come to look after the stack meanwhile.
+        # It kills this process, too. Another launcher may also have come to look after the stack meanwhile.
         os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-m", "flotilla_launch.cleanup", directory])
         if not any(map(is_locked, descriptors)):
             os.killpg(0, signal.SIGKILL)

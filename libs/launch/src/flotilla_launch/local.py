@@ -258,7 +258,7 @@ async def _answered(call: Awaitable[Result], file: LauncherFile) -> Result:
             "the supervisor of the stack does not answer",
             where=f"pid {file.pid}, {file.socket}",
             why=error.why or error.what,
-            next_step=f"kill -9 {file.pid}, then run the command again: another launcher goes on with what is there",
+            next_step=f"kill -9 {file.pid}, then run the command again: another launcher continues with what is there",
         ) from error
     except DeadlineExceeded as error:
         if error.next_step:
@@ -268,12 +268,12 @@ async def _answered(call: Awaitable[Result], file: LauncherFile) -> Result:
             where=f"pid {file.pid}, {file.socket}",
             why=error.what,
             next_step="see what it is doing: flotilla ps, flotilla logs launcher; if it hangs, "
-            f"kill -9 {file.pid} and run the command again: another launcher goes on with what is there",
+            f"kill -9 {file.pid} and run the command again: another launcher continues with what is there",
         ) from error
 
 
 async def _died(identity: ProcessIdentity) -> bool:
-    """Return whether it is dead: one that was killed closes its connections a moment before it is gone."""
+    """Return whether it is dead: one that was killed closes its connections shortly before it is gone."""
     deadline = time.monotonic() + _DYING_LIMIT_S
     while identity.alive() and time.monotonic() < deadline:  # noqa: ASYNC110 (another process: nothing tells)
         await asyncio.sleep(0.02)

@@ -1,7 +1,7 @@
 """The stack's own NATS server, restarted at the same address when it dies.
 
 Invariants: the URL never changes while the stack lives, because every service was started with it; the server outlives
-the launcher that started it, and the next launcher goes on with it.
+the launcher that started it, and the next launcher continues with it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class NatsProcess:
     async def start(self) -> str:
         """Return the URL that holds for the life of the stack."""
         if not self._port:
-            # Of those that the kernel gives to nobody else: a server that was away finds it free.
+            # Of those that the kernel gives to no other process: a server that was away finds it free.
             self._port = reserve_port(_HOST)
         server = await self._boot()
         self._keep(server)
@@ -74,7 +74,7 @@ class NatsProcess:
         self._port = urlsplit(url).port or 0
         self._mark, self._identity = record.mark, record.identity
         ready = self._status.state == ProcessState.PROCESS_STATE_READY
-        # One that was being started is ended: nobody was told its password yet.
+        # One that was being started is ended: no client has its password yet.
         if record.identity is not None and ready:
             # Opened first, looked at then: from there on the id stands for this process.
             with contextlib.suppress(ProcessLookupError):
@@ -124,7 +124,7 @@ class NatsProcess:
     async def _boot(self) -> NatsServer:
         """Start the server; none is left when not even its record can be written."""
         self._mark = new_mark(self._directory)
-        # Written down before it begins: whoever comes after us finds it by its mark.
+        # Written down before it begins: the next launcher finds it by its mark.
         self._on_change()
         server = self._server = await NatsServer.start(
             self._directory, self._port, wrapper=self._wrapper, environment={**os.environ, MARK: self._mark}
@@ -168,7 +168,7 @@ class NatsProcess:
                 while lacks_room(self._directory):  # noqa: ASYNC110 - a disk tells nobody
                     await asyncio.sleep(_LOOK_FOR_ROOM_EVERY_S)
                 server = await self._boot()
-            # Nobody awaits this task: what the system refuses (a full disk) is one failed attempt as well.
+            # This task is not awaited: what the system refuses (a full disk) is one failed attempt as well.
             except (FlotillaError, OSError) as error:
                 why = str(error)
 

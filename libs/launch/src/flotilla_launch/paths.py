@@ -43,7 +43,7 @@ class StackPaths:
 
     @property
     def launcher_lock_file(self) -> Path:
-        """Locked by whoever may change the stack's processes: the launcher, or a cleanup."""
+        """Locked by the process that may change the stack's processes: the launcher, or a cleanup."""
         return self.directory / LOCKS[0]
 
     @property
@@ -58,7 +58,7 @@ class StackPaths:
 
     @property
     def ended_file(self) -> Path:
-        """Says why nobody supervises the stack any more, where its guardian gave it up."""
+        """Says why the stack is no longer supervised, if its guardian gave it up."""
         return self.directory / "ended.json"
 
     @property
@@ -93,7 +93,7 @@ class StackPaths:
     def check_access(self) -> None:
         """Raise PermissionDenied where this user cannot enter the stack's directory."""
         try:
-            # Only whoever may search the directory gets to know what is not in it.
+            # Only a user who may search the directory gets to know what is not in it.
             (self.directory / "any").exists()
         except PermissionError as error:
             raise PermissionDenied(
@@ -122,7 +122,7 @@ def _runtime_directory() -> Path:
     directory = Path(base) / "flotilla" if base else Path(f"/tmp/flotilla-{os.getuid()}")
     make_private_folder(directory)
     status = directory.lstat()
-    # A link is nobody's to vouch for: in /tmp anybody can make one.
+    # A link proves nothing: in /tmp any user can make one.
     if (
         not stat.S_ISDIR(status.st_mode)
         or status.st_uid != os.getuid()
@@ -140,7 +140,7 @@ def _runtime_directory() -> Path:
 def _close_to_others(directory: Path) -> int:
     """Take group and others out of the modes of a folder and all that it holds; return how many had them.
 
-    The outermost folder comes first: from then on nobody else reaches what is inside. Links are not followed.
+    The outermost folder comes first: from then on no other user reaches what is inside. Links are not followed.
     """
     closed = 0
     for _, _, files, folder in os.fwalk(directory, follow_symlinks=False):

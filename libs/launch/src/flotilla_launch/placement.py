@@ -93,7 +93,7 @@ def reserve_port(host: str) -> int:
 
 
 def _gangs(stack: StackConfig) -> Iterator[Slot]:
-    """The trainers and the gangs beside them; none for one that is started elsewhere and registers itself."""
+    """The trainers and the other gangs; none for one that is started elsewhere and registers itself."""
     for role in roles_of(stack):
         for name in slots_of_role(stack, role):
             yield Slot(name, ServiceKind.SERVICE_KIND_TRAINER, gang_of(stack, role).attach)

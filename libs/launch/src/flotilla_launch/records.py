@@ -1,7 +1,7 @@
-"""`processes.json`: what a launcher runs, for whoever comes after it.
+"""`processes.json`: what a launcher runs, for the launcher after it.
 
-The next launcher goes on with what it names, and a cleanup ends it. Invariants: a process is written down before it is
-started, so none is ever unknown to the file (until its id is known it is found by its mark); a file that an older
+The next launcher continues with what it names, and a cleanup ends it. Invariants: a process is written down before it
+is started, so none is ever unknown to the file (until its id is known it is found by its mark); a file that an older
 release wrote can still be ended.
 """
 
@@ -22,7 +22,7 @@ class Phase(StrEnum):
     STARTING = "starting"
     """Not up yet: when its launcher dies, what was started is ended."""
     UP = "up"
-    """When its launcher dies, the next one goes on with it."""
+    """When its launcher dies, the next one continues with it."""
     STOPPING = "stopping"
     """When its launcher dies, the rest is ended."""
 
@@ -33,7 +33,7 @@ class ProcessRecord:
 
     name: str
     identity: ProcessIdentity | None
-    """None where nothing runs, or was started a moment ago."""
+    """None where nothing runs, or was started just now."""
     mark: str
     """Empty where nothing was started."""
     shared_memory: list[str] = field(default_factory=list)
@@ -64,7 +64,7 @@ class StackRecord:
 
     @classmethod
     def read(cls, path: Path) -> StackRecord | None:
-        """None where there is no such file, or none that anybody could read."""
+        """None where there is no such file, or no readable one."""
         values = read_json(path)
         if values is None:
             return None

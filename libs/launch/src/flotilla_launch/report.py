@@ -35,7 +35,7 @@ class Report:
             with os.fdopen(descriptor, "w", encoding="utf-8") as pipe:
                 pipe.write(json.dumps(values) + "\n")
         except BrokenPipeError:
-            # Whoever started us has gone; the stack lives on without it. Closing the pipe may say so as well.
+            # The process that started us is gone; the stack lives on without it. Closing the pipe may say so as well.
             return
 
 

@@ -59,7 +59,7 @@ async def serve(stack: StackConfig, report: Report, *, executables: Path, take_o
             gpus = await asyncio.to_thread(Gpus.of_host)
             await _serve_locked(Supervisor(paths, stack, executables, gpus, guardian), paths, report, record)
     finally:
-        # Outside the lock: the guardian ends when nobody holds it and nothing is there to guard.
+        # Outside the lock: the guardian ends when no process holds it and nothing is there to guard.
         if not paths.processes_file.exists():
             guardian.wait_ended()
 

@@ -3,7 +3,7 @@
 Invariants: the child is READY only when its own gRPC health says so at the address that it announced itself;
 at any time at most one child of a slot lives, and before the next one starts (and after the last one) every
 process that descends from the former is gone, with what it left in shared memory; `record` tells the next launcher
-enough to go on from any moment.
+enough to continue from any point.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class ServiceProcess:
     def start(self) -> None:
         """Begin; `ready()` says how it went."""
         self._first_boot = asyncio.get_running_loop().create_future()
-        # Nobody may be waiting when it fails; the status holds the error as well.
+        # No caller may be waiting when it fails; the status holds the error as well.
         self._first_boot.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._budget.refill()
         self._status.restarts = 0
@@ -171,8 +171,8 @@ class ServiceProcess:
     async def _guarded(self, keep: Callable[[], Awaitable[None]]) -> None:
         try:
             await keep()
-        # The end of a task that nobody awaits: an error that is not ours (a full disk, no more processes) must not
-        # leave a slot that is neither up nor FAILED, nor somebody who waits for it.
+        # The end of a task that is not awaited: an error that is not ours (a full disk, no more processes) must not
+        # leave a slot that is neither up nor FAILED, nor a caller that waits for it.
         except Exception as error:
             log.exception("supervision ended", process=self.slot.name)
             failure = Internal(f"{self.slot.name} cannot be supervised", why=repr(error))
@@ -197,7 +197,7 @@ class ServiceProcess:
     async def _keep_adopted(self, identity: ProcessIdentity | None) -> None:
         state = self.state
         if self.child is None:
-            # Before anything else: what it started may live, under a mark that nobody would know any more.
+            # Before anything else: what it started may live, under a mark that no record holds any more.
             await self._bury(identity)
         if state in (ProcessState.PROCESS_STATE_STOPPED, ProcessState.PROCESS_STATE_FAILED):
             return
@@ -265,7 +265,7 @@ class ServiceProcess:
         self._announce_file.unlink(missing_ok=True)
         self._log_start = self._log_path.stat().st_size if self._log_path.exists() else 0
         self._mark = new_mark(self._announce_file)
-        # Written down before it begins: whoever comes after us finds it by its mark.
+        # Written down before it begins: the next launcher finds it by its mark.
         self._on_change()
         try:
             self.child = await Child.start(

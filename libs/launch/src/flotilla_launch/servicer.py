@@ -1,7 +1,7 @@
 """`LauncherService` over one supervisor.
 
 Invariants: repeating a request changes nothing, because every call names a wanted state; a change that was
-begun goes on when its caller goes away (a deadline, a closed terminal) and is never left half done; only the stop
+begun continues when its caller goes away (a deadline, a closed terminal) and is never left half done; only the stop
 of the whole stack interrupts it.
 """
 

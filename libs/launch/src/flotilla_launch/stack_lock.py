@@ -1,7 +1,7 @@
 """One holder at a time, by a lock file that the kernel frees.
 
 Invariant: a launcher holds the lock of its stack for as long as it lives; a cleanup holds it for as long as it takes.
-So a stack has one launcher at most, and nobody ends what a new launcher has just started.
+So a stack has one launcher at most, and no clean-up ends what a new launcher has just started.
 
 filelock cannot say whether a lock is held without taking it, and the watcher in `lease.py`, which asks, has the
 standard library alone.

@@ -1,8 +1,8 @@
 """The local launcher: makes the processes of this host equal to one stack, and keeps them so.
 
 Invariants: a stack comes up whole or not at all; what is running, and what is about to, is always written in
-`processes.json`, so that the next launcher goes on with it, or a cleanup ends it, whenever this one is killed; NATS is
-the first to start and the last to go.
+`processes.json`, so that the next launcher continues with it, or a cleanup ends it, whenever this one is killed; NATS
+is the first to start and the last to go.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class Supervisor:
         ).write(self.paths.launcher_file)
 
     async def _start_everything(self) -> None:
-        """The bus, then all slots of the stack, then those that somebody else started."""
+        """The bus, then all slots of the stack, then those that were started elsewhere."""
         self._gpus.require(self.stack, self.stack.generator.replicas)
         await self._start_bus()
         slots = slots_of(self.stack)

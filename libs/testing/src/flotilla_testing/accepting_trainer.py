@@ -3,7 +3,7 @@
 For benches and fault tests of everything around the trainer. Start it next to a stack whose
 `trainer.replicas` is 0: it registers itself like any service. ACCEPTING_TRAINER_S in its environment is how long each
 update and each snapshot takes. Invariants: versions, idempotency by update_id and epochs behave as the real trainer's
-do, and an update goes on when its caller goes away; the weights it publishes are a small tensor whose value is the
+do, and an update continues when its caller goes away; the weights it publishes are a small tensor whose value is the
 step, so digests change with versions.
 """
 

@@ -1,4 +1,4 @@
-"""A fleet in which anything may die, and a run on it that goes on until it is told its last step.
+"""A fleet in which anything may die, and a run on it that continues until it is told its last step.
 
 Simulated engines; trainer ranks, weight group, digests, rewards, ledger, launcher and NATS are the real ones.
 Invariants: what is seen of a run comes from its own files and from the calls that operators have; every wait is bounded
@@ -32,7 +32,7 @@ LIMIT_S = 180.0
 
 @contextlib.contextmanager
 def chaos_fleet(model: Path, directory: Path) -> Iterator[Stack]:
-    """Everything takes a moment, so that each moment can be met; limits are short, so that silence is noticed soon."""
+    """Everything takes some time, so that each moment can be met; limits are short, so that silence is noticed soon."""
     sections: dict[str, dict[str, Any]] = {
         "generator": {"replicas": GENERATORS, "sim": {"seconds_per_token": 0.02, "commit_s": 0.1}},
         "trainer": {"nproc": 2, "rank_timeout_s": RANK_TIMEOUT_S},

@@ -1,4 +1,4 @@
-"""A generator that is started by hand beside a stack, by another description than the stack's.
+"""A generator that is started by hand next to a stack, by another description than the stack's.
 
 Invariant: it is gone, with its registration, when the context ends.
 """

@@ -56,7 +56,7 @@ def process_of(stack: Stack, victim: Victim, slot: str) -> psutil.Process:
 
 
 def nats_of(stack: Stack) -> psutil.Process | None:
-    """None for a moment after it died."""
+    """None for a short time after it died."""
     record = StackRecord.read(stack.directory / "processes.json")
     for process in record.processes if record is not None else ():
         if process.name == "nats" and process.identity is not None and process.alive:

@@ -1,4 +1,4 @@
-"""A replica that comes to a run that goes on: how it was taken in.
+"""A replica that joins a run in progress: how it was taken in.
 
 Invariant: what is known of it comes from the run's own metrics and from its timeline.
 """

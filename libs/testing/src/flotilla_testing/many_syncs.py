@@ -55,7 +55,7 @@ def one_in_ten(syncs: int, seed: int) -> dict[int, str]:
 async def watch_syncs(
     stack: Stack, syncs: int, limit_s: float, kills: Mapping[int, str] | None = None
 ) -> Seen:
-    """Follow the run that goes on until its policy is `syncs` versions old and every kill was done.
+    """Follow the run until its policy is `syncs` versions old and every kill was done.
 
     A receiver dies in each of the syncs named, or in the first one after it that has another receiver left.
     """
@@ -71,7 +71,7 @@ async def watch_syncs(
             overdue = [sync for sync in sorted(due) if sync <= step + 1]
             if overdue and len(shown.generators) > 1:
                 victim, phase = draw.choice([one.name for one in shown.generators]), due[overdue[0]]
-                # One that died a moment ago is still shown: then somebody else dies.
+                # One that died just now is still shown: then another one is killed.
                 with contextlib.suppress(Unavailable, OSError, psutil.NoSuchProcess):
                     await kill_inside(stack, victim, phase)
                     seen.kills.append(f"{victim} in {phase}")

@@ -1,4 +1,4 @@
-"""Requests that nobody should send, drawn from the descriptors of the contract.
+"""Requests that no client should send, drawn from the descriptors of the contract.
 
 Half of them are one field away from a request that is valid, the others are drawn field by field. Invariants: the same
 seed draws the same requests; whatever a service would obey to its end (its own stop, a thousand replicas, a file of the

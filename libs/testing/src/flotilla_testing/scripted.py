@@ -1,4 +1,4 @@
-"""Services without a wire or a process, for unit tests of whoever calls them: answers and failures as written down."""
+"""Services without a wire or a process, for unit tests of their callers: answers and failures as written down."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class SmallDisk:
         self._filler = path / ".filler"
 
     def fill(self, leave: int = 0) -> None:
-        """Take everything but `leave` bytes, whoever else writes meanwhile."""
+        """Take everything but `leave` bytes, whatever else is written meanwhile."""
         with self._filler.open("ab", buffering=0) as file:
             while (free := free_bytes(self.path) - leave) > 0:
                 try:

@@ -197,7 +197,7 @@ def light_stack(
 
 @contextlib.contextmanager
 def accepting_trainer(name: str, file: Path, logs: Path, update_s: float = 0) -> Iterator[None]:
-    """A trainer that accepts every update beside a stack, which it registers with when it is ready."""
+    """A trainer that accepts every update next to a stack, which it registers with when it is ready."""
     command = [sys.executable, "-m", "flotilla_testing.accepting_trainer", "--name", name]
     with (logs / f"{name}.log").open("wb") as log:
         trainer = subprocess.Popen(

@@ -1,7 +1,7 @@
-"""Low-rank adapters beside the weights of a model, under the names and by the sum that both ends of a sync share.
+"""Low-rank adapters of the weights of a model, under the names and by the sum that both ends of a sync share.
 
 Invariants: the adapters of `x.weight` are `x.lora_A.weight` and `x.lora_B.weight`; the sum is made in float32 and
-rounded once, to the type of the weight, so whoever merges the same three tensors holds the same weight.
+rounded once, to the type of the weight, so a reader that merges the same three tensors holds the same weight.
 """
 
 from __future__ import annotations

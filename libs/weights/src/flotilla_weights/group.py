@@ -178,7 +178,7 @@ class Receiver:
                     except Exception as error:  # noqa: BLE001
                         failure = error
         except Exception as error:
-            # Out of memory, say: nobody should wait until the timeout for what is not taken any more.
+            # Out of memory, say: no member should wait until the timeout for what is not taken any more.
             self._link.fail("receiving failed", why=f"{type(error).__name__}: {error}")
             failure = None  # as below
             raise

@@ -64,7 +64,7 @@ class Inbox:
         return self._earlier_buckets + self._receiver.buckets_received
 
     def receive(self, progress: Progress = lambda buckets: None) -> None:
-        """Take one publication; `progress` hears the count of its messages."""
+        """Take one publication; `progress` receives the count of its messages."""
         self.staged, self.digests, self._earlier_buckets = None, [], 0
         adapters = self._manifest.adapters
         if adapters is None:

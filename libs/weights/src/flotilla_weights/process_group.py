@@ -44,7 +44,7 @@ def connected_group(
         return gloo(store, rank, world_size, options)
     from torch._C._distributed_c10d import ProcessGroupNCCL
 
-    # Deadlines are kept by whoever waits; a watchdog would end the process.
+    # Deadlines are kept by the waiting caller; a watchdog would end the process.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     torch.cuda.set_device(device)
     nccl = ProcessGroupNCCL.Options()
@@ -79,7 +79,7 @@ def _doze_over(work: Any) -> Callable[[int], None]:
         try:
             work.wait(GLOO_SLICE)
         except RuntimeError:
-            return  # not yet, or it failed: whoever waits looks which
+            return  # not yet, or it failed: the waiting caller finds out which
 
     return doze
 

@@ -1,7 +1,7 @@
 """The store that the members of an epoch meet at: opened by the sender, reached by the receivers.
 
-Invariant: whoever reaches for a store that does not answer can stop waiting at any time. TCPStore itself cannot: it
-goes on for as long as its peer is silent, so it is made on a thread that nobody waits for.
+Invariant: a process that reaches for a store that does not answer can stop waiting at any time. TCPStore itself cannot:
+it continues for as long as its peer is silent, so it is made on a thread that is not awaited.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def open_store(host: str, timeout_s: float) -> tuple[TCPStore, int]:
 def reach_store(host: str, port: int, timeout_s: float, check: Callable[[], None]) -> TCPStore:
     """Return the store of a peer; `check` is called all the while, and what it raises ends the wait.
 
-    Raises OSError, RuntimeError or UnicodeError when nobody answers.
+    Raises OSError, RuntimeError or UnicodeError when no peer answers.
     """
     answer: futures.Future[TCPStore] = futures.Future()
 

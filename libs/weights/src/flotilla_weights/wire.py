@@ -1,4 +1,4 @@
-"""The transport under `Sender` and `Receiver`: one process group of one epoch, and a store beside it.
+"""The transport under `Sender` and `Receiver`: one process group of one epoch, and its store.
 
 Invariants: every wait has a deadline of `timeout_s`, watches for a failure that any member reported, and ends within
 50 ms once this end is aborted; after the first failure the link is dead for ever (a new epoch makes a new one), and
@@ -65,11 +65,11 @@ class Link:
         return port
 
     def dial(self, host: str, port: int) -> None:
-        """Reach the sender's store, which is open before anybody is told of it."""
+        """Reach the sender's store, which is open before its address is published."""
         try:
             client = reach_store(host, port, self.timeout_s, self.check)
         except (OSError, RuntimeError, UnicodeError) as error:
-            # Nothing of the group's yet: whoever does not reach the sender is the one that fails.
+            # Nothing of the group's yet: a member that does not reach the sender is the one that fails.
             raise self._end(
                 Unavailable(f"the sender's store at {host}:{port} does not answer", why=_brief(error))
             ) from error
@@ -195,7 +195,7 @@ class Link:
         try:
             store.compare_set("failed", "", message)
         except RuntimeError:
-            return  # the sender's store is gone: whoever still asks it finds out the same way
+            return  # the sender's store is gone: a member that still asks it finds out the same way
 
     def _end(self, cause: FlotillaError, *, told: bool = False) -> FlotillaError:
         """End the link and return the error to raise.

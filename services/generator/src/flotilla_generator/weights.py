@@ -87,7 +87,7 @@ class WeightSession:
             self._manifest, self._publications = manifest, 0
 
     async def stage(self, run_id: str, epoch: int, version: Version) -> StagedWeights:
-        """Receive one publication beside the live weights."""
+        """Receive one publication in addition to the live weights."""
         manifest = self._require_group(run_id, epoch)
         async with self._lock:
             self._require_group(run_id, epoch)

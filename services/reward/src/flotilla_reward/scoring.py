@@ -26,7 +26,7 @@ from flotilla_reward.job import CannotScore, Failure, Outcome, Sample, Timeout, 
 from flotilla_reward.pool import WorkerPool
 
 MOST_TOGETHER = 64
-"""Built-in rewards hold the loop: nobody else waits for more of them than this."""
+"""Built-in rewards hold the loop: no other caller waits for more of them than this."""
 
 T = TypeVar("T")
 

@@ -2,7 +2,7 @@
 
 Invariants: while items of several runs wait, a run that has more workers than another one that waits gets no further
 one, and of equals the one whose turn is longest ago is next; items of one run keep their order; a run that is alone has
-all workers. Nothing is free while anybody waits, and what was given back last is handed out first: its caches are warm.
+all workers. Nothing is free while a run waits, and what was given back last is handed out first: its caches are warm.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def _user_function(target: Target) -> object:
 
 
 def _import_file(path: Path) -> Any:
-    # Modules beside the file can be imported from it, but never hide one of ours or of the standard library.
+    # Modules next to the file can be imported from it, but never hide one of ours or of the standard library.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     name = f"flotilla_user_reward_{path.stem}"

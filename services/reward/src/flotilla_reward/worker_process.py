@@ -108,7 +108,7 @@ class WorkerProcess:
         """End the process and all that it started; says how it ended."""
         self._writer.close()
         if self._process.returncode is None:
-            # A worker that ends by itself closes its channel a moment before its exit status is there.
+            # A worker that ends by itself closes its channel shortly before its exit status is there.
             try:
                 async with asyncio.timeout(0.2 if self._reader.at_eof() else 0):
                     await self._process.wait()

@@ -1,7 +1,7 @@
 """The connection of a process to NATS, and what the process shows to the server.
 
 Invariants: after the first connect it reconnects for ever, and an outage costs one warning; nothing that is built on
-it may end a service because NATS is away. `generation` grows with every reconnect: whoever holds a subscription that
+it may end a service because NATS is away. `generation` grows with every reconnect: a holder of a subscription that
 lived in the server's memory sets it up again then. A password or token is read from its file at each connection, for
 the stack's own server has a new one at each of its starts; it is on no command line and in no environment variable.
 """
@@ -53,7 +53,7 @@ class Login:
     """
 
     def __init__(self, file: Path | None, key: str = _KEY, *, insecure: bool = False) -> None:
-        """`insecure` says that a server which takes anybody will do."""
+        """`insecure` says that a server without authentication is accepted."""
         self.insecure = insecure
         self._file = file
         self._key = key
@@ -213,7 +213,7 @@ class Bus:
 
 
 async def _takes_anybody(url: str) -> bool:
-    """Ask by connecting as nobody: what a server says of itself leaves out users that it takes without a password."""
+    """Ask by connecting without a login: the answer of a server leaves out users that need no password."""
     stranger = Client()
     try:
         await asyncio.wait_for(

@@ -134,7 +134,7 @@ class Registry:
 
     async def _keep_alive(self) -> None:
         # Not for ever: a cancellation is lost where the answer to a heartbeat comes in the same turn (`wait_for` of
-        # Python 3.11, in the client of NATS), and whoever withdraws would wait for the next one.
+        # Python 3.11, in the client of NATS), and the withdrawal would wait for the next one.
         while self._own is not None:
             generation = self._bus.generation
             moved = asyncio.ensure_future(self._bus.reconnected(generation))

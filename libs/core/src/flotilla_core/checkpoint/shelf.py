@@ -124,7 +124,7 @@ class CheckpointShelf:
         return self.path / f".{name}.{self._nonce}.writing"
 
     def _remove_unfinished(self) -> None:
-        """Remove every unpublished checkpoint that was begun here, whoever writes it."""
+        """Remove every unpublished checkpoint that was begun here, whatever process writes it."""
         for unfinished in self.path.glob(".*.writing"):
             # Away under another name first: one that is still written to may not go at once.
             with suppress(FileNotFoundError):  # its writer ended just now

@@ -2,7 +2,7 @@
 
 Invariants: a servicer raises `FlotillaError` and never touches status codes; bytes that are no message are
 the caller's error and tell nothing of our insides, and so is a message that breaks the rules of its contract
-(`validation`); an exception that nobody expected is logged once, here,
+(`validation`); an unexpected exception is logged once, here,
 and travels as INTERNAL with its traceback; a call that answers once has a deadline: nothing waits for ever. A call's
 fence is admitted last, right before the handler: a call that is refused here moves no fence.
 """

@@ -36,7 +36,7 @@ AFFINITIES_KEPT = 65_536
 T = TypeVar("T")
 
 NAME_THE_WAIT_AFTER_S = 10.0
-# What a caller may take can depend on what nobody tells, so all of them are asked again.
+# What a caller may take can depend on state that is not reported, so all of them are asked again.
 LOOK_AGAIN_S = 0.25
 
 logger = structlog.get_logger()
@@ -56,10 +56,10 @@ class ReplicaPool(Generic[StubT]):
         overcommit: float = math.inf,
         on_wait: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`size` names what of `Registration.capacity` says how much work an instance carries beside the others.
+        """`size` names what of `Registration.capacity` says how much work an instance carries relative to the others.
 
-        An instance takes `overcommit` times what it runs at once; the rest waits here, for whoever is free first.
-        `on_wait` is told of a wait that has become long.
+        An instance takes `overcommit` times what it runs at once; the rest waits here, for the first free one.
+        `on_wait` is called for a wait that has become long.
         """
         self._size = size
         self._overcommit = overcommit

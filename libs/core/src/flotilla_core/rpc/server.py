@@ -1,7 +1,7 @@
 """The server of every service, with its health, its reflection and the authentication of its callers.
 
-Invariants: it listens on one port that nobody else has; it asks each caller for a proof, unless it listens on a socket
-file; health checks need no proof, so that anybody may learn whether a service is up. Its health is NOT_SERVING until
+Invariants: it listens on a port of its own; it asks each caller for a proof, unless it listens on a socket
+file; health checks need no proof, so that any client may learn whether a service is up. Its health is NOT_SERVING until
 its owner says otherwise, and becomes so again before it stops; a watcher learns every change of it at once, and its
 last answer is the state at that time. Both names of server reflection have the same messages, so one servicer answers
 for both.

@@ -9,7 +9,7 @@ is stopped exactly once, whatever came before; the registration is withdrawn bef
 
 An event loop that is blocked is reported while it is blocked, from a thread of its own, with the stack that blocks it:
 nothing that the loop itself would do (answer a call, write a span) could tell then. Whatever goes wrong ends in one
-message on stderr (`error: what (where): why. next`) and exit code 1; what nobody expected also leaves its traceback in
+message on stderr (`error: what (where): why. next`) and exit code 1; an unexpected error also leaves its traceback in
 the log.
 """
 

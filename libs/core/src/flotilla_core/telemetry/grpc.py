@@ -1,7 +1,7 @@
 """Spans of calls: a channel for clients and an interceptor for servers, with one span a call on each side.
 
 Invariants: a client's span is open from the start of the call and ends exactly when the call has a status,
-cancellation included (grpc.aio never cancels a stream that is merely dropped: whoever opens one cancels it); a
+cancellation included (grpc.aio never cancels a stream that is merely dropped: its opener cancels it); a
 server's span ends even when the peer cancels or vanishes. On the client's side nothing is attached to the current
 context; on the server's side the caller's context is current inside the handler: every call runs in a task of its own
 (grpc.aio), so the context is set once and never reset, which keeps streams free of detach errors.

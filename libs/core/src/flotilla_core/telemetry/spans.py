@@ -4,7 +4,7 @@ The text is W3C trace context: in gRPC metadata, in NATS headers and in the envi
 
 Rule of the timeline: parent while the caller waits, link where work crosses a queue or a step. `span` makes its span
 current and must not stay open across a generator's `yield`; `start_span` makes nothing current, is for spans that
-outlive a block, and whoever calls it ends the span in a `finally`.
+outlive a block, and its caller ends the span in a `finally`.
 """
 
 from __future__ import annotations

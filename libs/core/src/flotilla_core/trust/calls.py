@@ -52,7 +52,7 @@ class CallVerifier:
         """`names` returns the addresses that are the server's own.
 
         Where every caller shares the clock of the server, a call that was signed before the server began is refused:
-        somebody else may have had the address then.
+        another process may have had the address then.
         """
         self._key = _derived(token)
         self._bearer = f"Bearer {token}".encode()
@@ -163,7 +163,7 @@ class _Sender:
 def dialled(address: str) -> str:
     """Return `address` with one meaning alone.
 
-    `localhost` stands for two addresses, and where a service has one of them, anybody can take the other one.
+    `localhost` stands for two addresses, and where a service has one of them, any process can take the other one.
     """
     host, _, port = address.rpartition(":")
     return f"127.0.0.1:{port}" if host == "localhost" else address

@@ -1,6 +1,6 @@
 """The file that holds the secret of a stack.
 
-Invariants: a file that anybody but its owner can read is never used; the one that `flotilla up` makes is complete from
+Invariants: a file that others than its owner can read is never used; the one that `flotilla up` makes is complete from
 the moment that it has its name, and is never written again.
 """
 
@@ -52,7 +52,7 @@ def make_token(bind: BindConfig, directory: Path) -> str:
                 file.write(f"{secrets.token_hex(32)}\n")
                 file.flush()
                 os.fsync(file.fileno())
-            # A link, unlike a rename, leaves a token alone that somebody else has made meanwhile.
+            # A link, unlike a rename, leaves a token alone that another process has made meanwhile.
             os.link(aside, path)
         except FileExistsError:
             pass
@@ -65,7 +65,7 @@ def read_secret(path: Path, key: str) -> str:
     """Return the text of a file that only its owner can read; `key` is what errors call it."""
     where = f"{key} {path}"
     try:
-        # Not blocked by a named pipe, and judged as it was opened, not as it may be a moment later.
+        # Not blocked by a named pipe, and judged as it was opened, not as it may be later.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         raise _missing(key, path) from None

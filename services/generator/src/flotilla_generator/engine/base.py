@@ -209,7 +209,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def receive(self, progress: Callable[[int], None]) -> Received:
-        """Stage one publication beside the live weights; `progress` hears the count of buckets. Cancelling drops it."""
+        """Stage one publication; `progress` receives the count of buckets. Cancelling drops the publication."""
 
     @abstractmethod
     async def apply(self, version: Version, kv_policy: KvPolicy) -> Applied:

@@ -20,7 +20,7 @@ class Schedule:
     """The places of one engine."""
 
     def __init__(self, places: int, begin: Callable[[Decoding], None]) -> None:
-        """`begin` hears of each sample that decodes from now on."""
+        """`begin` is called for each sample that decodes from now on."""
         self._free = places
         self._begin = begin
         self._waiting: dict[Decoding, Ended] = {}
@@ -51,7 +51,7 @@ class Schedule:
         await self._idle.wait()
 
     def ask(self, samples: Iterable[Decoding], ended: Ended) -> None:
-        """Let samples decode as soon as there are places; `ended` hears of each one."""
+        """Let samples decode as soon as there are places; `ended` is called for each one."""
         self._waiting.update(dict.fromkeys(samples, ended))
         self.look()
 

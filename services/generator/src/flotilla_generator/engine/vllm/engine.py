@@ -93,7 +93,7 @@ class VllmEngine(Engine):
         await asyncio.to_thread(llm.shutdown, *grace)
 
     async def wait_failed(self) -> str:
-        # vLLM tells nobody: its own server polls as well.
+        # vLLM reports it to no caller: its own server polls as well.
         while self._llm is None or not self._llm.errored:  # noqa: ASYNC110
             await asyncio.sleep(HEALTH_POLL_S)
         return "vLLM's engine process died"

@@ -2,10 +2,10 @@
 
 Invariants: `replace` either leaves the model as it was (`broken` false) or says that it is broken; it reports success
 only for weights that were proved to be what was staged. On CPUs, where packing for the kernels is nearly all of the
-work, a twin of the model is loaded and packed beside decoding, proved between its steps, and `replace` exchanges
+work, a twin of the model is loaded and packed during decoding, proved between its steps, and `replace` exchanges
 references: vLLM's packed kernels share scratch memory, so whatever multiplies runs on the thread that decodes. On GPUs,
 where a second copy has no place and copying is fast, and for models without a twin, `replace` loads and proves while
-decoding stands still; nothing is compared twice. Sums with adapters are made while they load, one layer at a time.
+decoding is paused; nothing is compared twice. Sums with adapters are made while they load, one layer at a time.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LiveModel:
         self._has_twins = worker.device.type == "cpu"
 
     def prepare(self, staged: StagedModel, seed: int) -> Loaded | Unloaded:
-        """Do beside decoding whatever can be done there; `seed` chooses the columns of the proof."""
+        """Do all work that is possible during decoding; `seed` chooses the columns of the proof."""
         # The thread of a transfer that was given up may still load its twin, through the same lists inside vLLM.
         with self._one_twin:
             if not self._has_twins:
@@ -82,7 +82,7 @@ class LiveModel:
 
     @torch.no_grad()
     def prove(self, following: Loaded | Unloaded, limit_s: float) -> bool:
-        """Between two steps of decoding, for about so long: go on with the proof; whether it has ended."""
+        """Between two steps of decoding, for about so long: continue the check; return whether it has ended."""
         if isinstance(following, Unloaded):
             return True
         deadline = time.perf_counter() + limit_s

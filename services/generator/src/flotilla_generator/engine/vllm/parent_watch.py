@@ -1,6 +1,6 @@
 """Worker processes end when the service does, also when it is killed.
 
-Invariant: within a moment of the death of the service's main process, or of vLLM's engine process, neither the worker
+Invariant: shortly after the death of the service's main process, or of vLLM's engine process, neither the worker
 nor the engine process is left; shared memory is then unlinked by Python's resource tracker.
 """
 

@@ -102,7 +102,7 @@ class Commits:
             if not errors:
                 await self._switch(version)
                 return answers
-        # Whatever went wrong on the way, nobody knows what the workers hold.
+        # Whatever went wrong on the way, the weights of the workers are unknown.
         except Exception as error:
             raise WeightsNotLive("the engine did not confirm the new weights", why=str(error)) from error
         if any(answer.get("broken", True) or not answer["error"] for answer in answers):

@@ -62,7 +62,7 @@ class WorkerWeights:
         self._run(receiver.connect)
 
     def stage(self) -> None:
-        """Start to receive one publication, and to prepare what can be done before decoding stands still."""
+        """Start to receive one publication, and to prepare what can be done before decoding is paused."""
         inbox = self._inbox
         if inbox is None:
             raise RuntimeError("no weight group was joined")
