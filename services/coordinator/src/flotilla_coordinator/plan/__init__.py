@@ -1,4 +1,4 @@
-"""What a run will do and cost, and whether it can work, before anything is loaded or trained."""
+"""Works out what a run will do and cost, and whether it can work, before anything is loaded or trained."""
 
 from __future__ import annotations
 

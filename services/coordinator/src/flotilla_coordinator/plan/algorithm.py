@@ -1,4 +1,4 @@
-"""What a run optimises, with every preset resolved, as lines of its plan."""
+"""Describes the algorithm of a run, with every preset resolved, as lines of its plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flotilla_core.config.roles import TeacherConfig
 
 
 def algorithm_lines(algorithm: AlgorithmConfig) -> Iterator[Line]:
-    """One line a section; sections that are off are not mentioned."""
+    """Describe each section of the algorithm in one line; a section that is off has none."""
     if algorithm.type == "sft":
         yield "algorithm", "sft", "cross-entropy of the answers, mean over all tokens of the update"
         return
@@ -59,7 +59,7 @@ def algorithm_lines(algorithm: AlgorithmConfig) -> Iterator[Line]:
 
 
 def algorithm_warnings(algorithm: AlgorithmConfig) -> Iterator[str]:
-    """What would run, and teach badly."""
+    """Warn of settings that would run, but teach badly."""
     if not isinstance(algorithm, PolicyConfig):
         return
     loss, kl = algorithm.loss, algorithm.kl

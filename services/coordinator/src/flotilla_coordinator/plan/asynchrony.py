@@ -1,6 +1,7 @@
-"""How far generation runs ahead of training, and what that holds in memory.
+"""Works out how far generation runs ahead of training, and how much memory that takes.
 
-Invariant: the bounds are those that `rollouts/source.py` admits by; "at most" is before any group of them has ended.
+Invariant: the bounds are those by which `rollouts/source.py` admits groups; "at most" is the bound before any of these
+groups has ended.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from flotilla_coordinator.rollouts.prompt_queue import issued_per_step, steps_ah
 from flotilla_core.config import PolicyConfig, RunConfig
 
 HELD_BYTES_PER_TOKEN = 4 + 4 + 6
-"""Token id, logprob and text, which wait in the coordinator until their step is trained."""
+"""A token id, a log-probability and text, which the coordinator holds until their step is trained."""
 HELD_BYTES_PER_SAMPLE = 2048
 SHARE_OF_HOST = 0.25
-"""Above this the plan warns: ledger, tokenizer and the other services want the host as well."""
+"""The plan warns above this share, because the ledger, the tokenizer and the other services need memory as well."""
 
 
 def policy_line(config: RunConfig) -> Line:
-    """Whether samples come from the version that they train, and if not, how old they may be."""
+    """Say whether samples come from the version that they train, and if not, how old they may be."""
     ahead = config.rollout.max_staleness
     if not ahead:
         explanation = "on-policy: samples come from the version that they train"
@@ -31,7 +32,7 @@ def policy_line(config: RunConfig) -> Line:
 
 
 def groups_line(config: RunConfig, tokens_of_a_step: int) -> Line:
-    """What is generated or waits to be trained at one time."""
+    """Say how many groups are generated or wait to be trained at one time."""
     rollout, steps = config.rollout, _steps_at_once(config)
     spare, groups = issued_per_step(rollout) - rollout.prompts_per_step, groups_under_way(config)
     return (
@@ -44,7 +45,7 @@ def groups_line(config: RunConfig, tokens_of_a_step: int) -> Line:
 
 
 def asynchrony_warnings(config: RunConfig, tokens_of_a_step: int, memory: int) -> Iterator[str]:
-    """A run that is over before its first update counts, old samples that nothing weighs, more than the host holds."""
+    """Warn of a run that ends before its first update counts, of uncorrected old samples, and of too much memory."""
     ahead = config.rollout.max_staleness
     if ahead and ahead >= config.steps:
         yield (
@@ -65,7 +66,7 @@ def asynchrony_warnings(config: RunConfig, tokens_of_a_step: int, memory: int) -
 
 
 def _trusts_old_samples(algorithm: PolicyConfig) -> bool:
-    """Whether an update takes every sample as the policy's own, whichever version wrote it."""
+    """Return whether an update takes every sample as the policy's own, whichever version generated it."""
     correction = algorithm.correction
     ratio_to_rollout = algorithm.loss.has_ratio and correction.proximal == "rollout"
     left_out = correction.sequence_low is not None or correction.sequence_high is not None
@@ -77,20 +78,20 @@ def _steps_at_once(config: RunConfig) -> int:
 
 
 def groups_under_way(config: RunConfig) -> int:
-    """Groups that are generated or wait to be trained at one time, at most."""
+    """Return the largest number of groups that are generated or wait to be trained at one time."""
     rollout = config.rollout
     spare = issued_per_step(rollout) - rollout.prompts_per_step
     return _steps_at_once(config) * rollout.prompts_per_step + spare
 
 
 def held_bytes(config: RunConfig, tokens_of_a_step: int) -> int:
-    """What they take in the coordinator, at most."""
+    """Return the most memory that these groups take in the coordinator."""
     samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     of_a_step = tokens_of_a_step * HELD_BYTES_PER_TOKEN + samples * HELD_BYTES_PER_SAMPLE
     return _steps_at_once(config) * of_a_step + tokens_of_a_step * _teacher_bytes(config)
 
 
 def _teacher_bytes(config: RunConfig) -> int:
-    """Of a token of the batch that is trained, which alone has what a teacher finds likeliest."""
+    """Return the bytes of a teacher's likeliest tokens for one token; only the batch that is trained has them."""
     teacher = config.algorithm.teacher if isinstance(config.algorithm, PolicyConfig) else None
     return 0 if teacher is None else teacher.bytes_per_token

@@ -1,7 +1,6 @@
-"""Reasons to refuse a run, or to warn about it, that its configuration, its files and the gangs of its stack show.
+"""Refuses a run, or warns about it, by its configuration, its files and the gangs of its stack.
 
-Invariants: every problem is one sentence that names the key and what to do; all are found, not only the
-first.
+Invariants: every problem is one sentence that names the key and what to do; all problems are found, not only the first.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ WHY = {
 
 
 def config_errors(config: RunConfig) -> list[str]:
-    """Settings that contradict each other."""
+    """Find settings that contradict each other."""
     errors = list(count_errors(config))
     optimizer, stop = config.optimizer, config.stop
     critic, alone = critic_of(config), critic_warmup_steps(config)
@@ -68,7 +67,7 @@ def _schedule_errors(section: str, optimizer: OptimizerConfig, updates: int) -> 
 def model_errors(
     config: RunConfig, model: ModelFacts, start: ModelFacts, tokenizer_vocabulary: int
 ) -> list[str]:
-    """Starting weights and tokenizer that do not fit the stack's model."""
+    """Find starting weights and a tokenizer that do not fit the stack's model."""
     errors = [
         f"initial_weights has {key} = {start.shape[key]}, the stack's model has {value}: "
         "every service holds the stack's model, so give weights of the same shape"
@@ -84,12 +83,12 @@ def model_errors(
 
 
 def longest_prompt(data: PromptFile) -> int:
-    """Tokens of the longest prompt that is kept."""
+    """Return the length of the longest prompt that is kept, in tokens."""
     return max(len(prompt.token_ids) for prompt in data.prompts)
 
 
 def longest_sequence(config: RunConfig, data: PromptFile, tokenizer: Tokenizer) -> int:
-    """Most tokens that one sequence of an update can have."""
+    """Return the most tokens that one sequence of an update can have."""
     if data.prompts[0].pair is not None:
         return longest_pair(data)
     if config.algorithm.type != "sft":
@@ -102,7 +101,7 @@ def longest_sequence(config: RunConfig, data: PromptFile, tokenizer: Tokenizer) 
 
 
 def longest_pair(data: PromptFile) -> int:
-    """Tokens of the longest prompt with one of its two answers."""
+    """Return the tokens of the longest prompt with one of its two answers."""
     return max(
         len(prompt.token_ids) + len(answer.token_ids)
         for prompt in data.prompts
@@ -112,7 +111,7 @@ def longest_pair(data: PromptFile) -> int:
 
 
 def answer_errors(limit: int, longest: int) -> list[str]:
-    """Given answers that the model cannot hold."""
+    """Refuse given answers that are longer than the model allows."""
     if longest <= limit:
         return []
     return [
@@ -122,7 +121,7 @@ def answer_errors(limit: int, longest: int) -> list[str]:
 
 
 def length_errors(limit: int, prompt_tokens: int, response_tokens: int, response_key: str) -> list[str]:
-    """Sequences that the model cannot hold."""
+    """Refuse sequences that are longer than the model allows."""
     if prompt_tokens + response_tokens <= limit:
         return []
     return [
@@ -133,7 +132,7 @@ def length_errors(limit: int, prompt_tokens: int, response_tokens: int, response
 
 
 def data_warnings(config: RunConfig, data: PromptFile) -> list[str]:
-    """Prompts that were left out or cut, and steps that are larger than the data set."""
+    """Warn of prompts that were left out or cut, and of steps that are larger than the data set."""
     warnings = []
     total = len(data.prompts) + data.dropped
     if data.dropped:
@@ -155,7 +154,7 @@ def data_warnings(config: RunConfig, data: PromptFile) -> list[str]:
 
 
 def overlap_warnings(data: PromptFile, held_out: PromptFile) -> list[str]:
-    """Held-out prompts that are trained on."""
+    """Warn of held-out prompts that the run also trains on."""
     trained = {prompt.token_ids.tobytes() for prompt in data.prompts}
     shared = sum(prompt.token_ids.tobytes() in trained for prompt in held_out.prompts)
     if not shared:
@@ -167,7 +166,7 @@ def overlap_warnings(data: PromptFile, held_out: PromptFile) -> list[str]:
 
 
 def fleet_warnings(config: RunConfig, stack: StackConfig) -> list[str]:
-    """Services that nobody will start."""
+    """Warn of services that the stack does not start by itself."""
     warnings = []
     if isinstance(config.algorithm, PolicyConfig) or (
         config.evaluation is not None and not config.evaluates_pairs
@@ -186,7 +185,7 @@ def fleet_warnings(config: RunConfig, stack: StackConfig) -> list[str]:
 
 
 def role_errors(algorithm: AlgorithmConfig, stack: StackConfig) -> list[str]:
-    """One for each gang that nobody will start."""
+    """Refuse each gang that the run needs and the stack does not start."""
     if not isinstance(algorithm, PolicyConfig):
         return []
     return [

@@ -1,4 +1,4 @@
-"""Where the prompts of a run come from, and how often and on how much it is evaluated, as lines of its plan.
+"""Describes the prompts of a run and its evaluations, as lines of its plan.
 
 Invariant: evaluations are counted as the loop makes them: before the first step, every `evaluation.every_steps`, and
 after the last one.
@@ -19,7 +19,7 @@ ORDERS = {"shuffled": "shuffled", "as_written": "in file order", "by_field": "as
 
 
 def draw_lines(rollout: RolloutConfig) -> Iterator[Line]:
-    """How many prompts a step may draw, where that is not what it trains."""
+    """Say how many prompts a step may draw, where it may draw more than it trains."""
     if rollout.dynamic_sampling is None and not rollout.over_issue:
         return
     extra = []
@@ -35,7 +35,7 @@ def draw_lines(rollout: RolloutConfig) -> Iterator[Line]:
 
 
 def greedy_lines(config: RunConfig) -> Iterator[Line]:
-    """What is generated beside the samples, where the run compares with it."""
+    """Describe the greedy responses, where the run compares its samples with them."""
     algorithm = config.algorithm
     if isinstance(algorithm, PolicyConfig) and algorithm.advantage.needs_greedy_reward:
         yield (
@@ -47,7 +47,7 @@ def greedy_lines(config: RunConfig) -> Iterator[Line]:
 
 
 def draw_warnings(config: RunConfig) -> Iterator[str]:
-    """Draws that do not fit what the run learns by."""
+    """Warn of ways to draw prompts that do not fit the advantage."""
     rollout, algorithm = config.rollout, config.algorithm
     if rollout.over_issue and rollout.max_staleness == 0:
         yield (
@@ -66,7 +66,7 @@ def draw_warnings(config: RunConfig) -> Iterator[str]:
 
 
 def data_lines(config: RunConfig, sets: Sequence[LoadedSet], longest: int) -> Iterator[Line]:
-    """All of `data.train`, then each data set where there are several."""
+    """Describe the whole of `data.train`, then each data set where there are several."""
     steps, prompts = config.steps, config.rollout.prompts_per_step
     draws, rows = steps * prompts, sum(len(one.file.prompts) for one in sets)
     order = ORDERS[config.data.order].format(field=config.data.difficulty_field)
@@ -91,7 +91,7 @@ def data_lines(config: RunConfig, sets: Sequence[LoadedSet], longest: int) -> It
 
 
 def evaluation_line(config: RunConfig, held_out: PromptFile) -> Line:
-    """Number and size of the evaluations."""
+    """Describe the number and the size of the evaluations."""
     evaluation = _evaluation_of(config)
     every, steps = evaluation.every_steps, config.steps
     during = steps // every if every else 0
@@ -108,7 +108,7 @@ def evaluation_line(config: RunConfig, held_out: PromptFile) -> Line:
 
 
 def evaluation_errors(config: RunConfig, held_out: PromptFile, limit: int) -> list[str]:
-    """What does not fit into sequences of at most `limit` tokens."""
+    """Refuse an evaluation whose sequences are longer than `limit` tokens."""
     if config.evaluates_pairs:
         return checks.answer_errors(limit, checks.longest_pair(held_out))
     tokens = _evaluation_of(config).max_response_tokens or config.rollout.sampling.max_response_tokens

@@ -1,7 +1,7 @@
-"""Rewards, advantages and losses by name: whether they are there, and take the parameters that the run gives them.
+"""Checks that the functions which a run names exist, and that they take the parameters that the run gives them.
 
-Invariants: no code of a user's runs in this process: files are parsed here, and imported by a short-lived process of
-the service that will run them; what such a process does not tell in time is a warning, never a refusal, so a busy
+Invariants: no code of a user runs in this process: files are parsed here, and imported by a short-lived process of the
+service that will run them. Where that process does not answer in time, the plan warns and never refuses, so that a busy
 machine refuses no run.
 """
 
@@ -25,17 +25,17 @@ from flotilla_core.config import PolicyConfig, RunConfig
 from flotilla_core.config.model import UserFunction
 
 LONGEST_CHECK_S = 12.0
-"""Of all functions of one service together; most of it is Python's start."""
+"""The time for all functions of one service together; most of it is the start of Python."""
 REWARD_CHECK = "flotilla_reward.spec_check"
 TRAINER_CHECK = "flotilla_trainer.wire.user_functions"
 HEAVY = ("torch", "transformers", "vllm")
-"""Imports that take longer than a plan may: such files are parsed, and their other imports looked for."""
+"""Imports that take too long for a plan: such files are only parsed, and their other imports are looked up."""
 _SAMPLE = ("prompt", "response", "answer", "info")
 
 
 @dataclass(frozen=True)
 class Function:
-    """One name in a configuration."""
+    """A function that a configuration names: a reward, an advantage or a loss."""
 
     key: str
     name: str
@@ -44,20 +44,20 @@ class Function:
 
     @property
     def file(self) -> Path | None:
-        """The file of a function of the user's."""
+        """Return the file of a function that the user wrote, and None for any other."""
         file, colon, _ = self.name.rpartition(":")
         return Path(file) if colon and file.endswith(".py") else None
 
     @property
     def arguments(self) -> tuple[tuple[object, ...], dict[str, Any]]:
-        """What it is called with: rewards by name, the others with one thing first."""
+        """Return the arguments of a call: rewards take all by name, the others take one positional argument first."""
         if self.is_reward:
             return (), dict.fromkeys(_SAMPLE, "") | self.parameters
         return (object(),), self.parameters
 
 
 def functions_of(config: RunConfig) -> list[Function]:
-    """Every one that the run names, ours among them only where a service knows more of them than the schema."""
+    """Return the functions that the run names; built-in ones only where their service checks more than the schema."""
     found = [
         Function(f"rewards[{index}].reward", term.reward, term.parameters, True)
         for index, term in enumerate(config.rewards)
@@ -71,12 +71,12 @@ def functions_of(config: RunConfig) -> list[Function]:
 
 
 def file_errors(config: RunConfig) -> list[str]:
-    """What the files of the user's show without being run."""
+    """Find the errors that the user's files show without being run."""
     return [error for function in functions_of(config) if (error := _file_error(function))]
 
 
 def loading_problems(config: RunConfig) -> tuple[list[str], list[str]]:
-    """Errors and warnings of loading each function as its service does, where its file has no errors."""
+    """Load each function as its service does, where its file has no errors, and return the errors and the warnings."""
     whole = [function for function in functions_of(config) if not _file_error(function)]
     rewards = [function for function in whole if function.is_reward]
     heavy = [function for function in whole if not function.is_reward and _imports_heavy(function)]
@@ -106,7 +106,10 @@ def loading_problems(config: RunConfig) -> tuple[list[str], list[str]]:
 
 @lru_cache(maxsize=100)
 def _ask(module: str, asked: str, stamps: tuple[tuple[int, int], ...]) -> tuple[str, ...] | str:
-    """What is wrong with each; a text says why nobody knows. `stamps` are those of the files as they are now."""
+    """Return the problem of each function, or one text that says why there is no answer.
+
+    `stamps` are those of the files as they are now: a file that changed is asked about again.
+    """
     child = subprocess.Popen(
         [sys.executable, "-m", module],
         stdin=subprocess.PIPE,
@@ -121,7 +124,7 @@ def _ask(module: str, asked: str, stamps: tuple[tuple[int, int], ...]) -> tuple[
     except subprocess.TimeoutExpired:
         return f"their import took longer than {LONGEST_CHECK_S:.0f} s"
     finally:
-        # Whatever user code started ends with it.
+        # Kill whatever the user's code started as well.
         try:
             os.killpg(child.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -143,7 +146,7 @@ def _stamp(function: Function) -> tuple[int, int]:
 
 
 def _file_error(function: Function) -> str:
-    """A function of the user's own: does the file define it, with these parameters? Other names are for its service."""
+    """Check that the user's file defines the function with these parameters; its service checks any other."""
     path, name = function.file, function.name.rpartition(":")[2]
     if path is None:
         return ""
@@ -162,7 +165,7 @@ def _file_error(function: Function) -> str:
 
 
 def _signature_error(function: Function, tree: ast.Module, name: str) -> str:
-    """Parameters that the definition does not take; one that is decorated is asked when it loads."""
+    """Find parameters that the definition does not take; a decorated function is only checked when it is loaded."""
     written = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
     if len(written) != 1 or written[0].decorator_list:
         return ""
@@ -214,7 +217,7 @@ def _missing_imports(function: Function) -> list[str]:
 
 
 def _imported(function: Function) -> set[str]:
-    """Top names of what the file imports as soon as it is imported itself."""
+    """Return the top-level names of the modules that the file imports when it is imported itself."""
     assert function.file is not None, "only functions of the user's are asked for"
     found: set[str] = set()
     for node in ast.parse(function.file.read_text("utf-8")).body:

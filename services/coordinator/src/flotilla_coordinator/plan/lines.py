@@ -1,4 +1,4 @@
-"""What the lines of a plan are made of, and what of it a user should read when the run starts, without having asked."""
+"""Holds what the lines of a plan share, and picks the remarks that a user sees when the run starts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from flotilla.coordinator.v1 import run_pb2
 
 Line = tuple[str, str, str]
-"""Name, value, explanation."""
+"""Name, value and explanation."""
 
 STARTING_WEIGHTS = "starting weights"
 
 
 def shown_bytes(number: float) -> str:
-    """In the largest unit that leaves at least one of it, with three digits."""
+    """Write a number of bytes in the largest unit that leaves at least one, with three digits."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if number < 1024:
             return f"{number:.3g} {unit}" if number < 100 else f"{number:.0f} {unit}"
@@ -22,7 +22,7 @@ def shown_bytes(number: float) -> str:
 
 
 def remarks(plan: run_pb2.Plan) -> Iterator[tuple[run_pb2.NoticeLevel.ValueType, str]]:
-    """The weights that the run starts from, and every warning."""
+    """Return the weights that the run starts from, and every warning."""
     for line in plan.lines:
         if line.name == STARTING_WEIGHTS:
             yield run_pb2.NOTICE_LEVEL_INFO, f"{line.name}: {line.value} ({line.explanation})"

@@ -1,8 +1,8 @@
-"""A model folder, as far as its `config.json` and the headers of its weights tell, and the adapters of a run on it.
+"""Reads the facts of a model folder from its `config.json` and the headers of its weights, and sizes a run's adapters.
 
-Invariants: no weight is read, only the JSON header of each safetensors file; parameters are counted as they
-are stored, so a tied head counts once. Which layers get adapters follows the trainer's rule: `all-linear` is every
-matrix of a repeated layer that is no expert, names are ends of whole parts.
+Invariants: no weight is read, only the JSON header of each safetensors file; parameters are counted as they are stored,
+so a tied head counts once. Layers get adapters by the trainer's rule: `all-linear` is every matrix of a repeated layer
+that is no expert, and a target names the last whole parts of a layer's name.
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ PEFT_CONFIG = "adapter_config.json"
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Shape and size of one model."""
+    """The shape and size of one model."""
 
     folder: Path
     parameters: int
     outer_parameters: int
-    """Those of no layer: embedding, head, last norm."""
+    """Parameters outside the layers: embedding, head and last norm."""
     layers: int
     hidden_size: int
     intermediate_size: int
-    """Width of the feed-forward part; of all the experts that one token visits together."""
+    """Width of the feed-forward part; for experts, of all that one token visits, together."""
     heads: int
-    """Of attention."""
+    """Number of attention heads."""
     query_size: int
-    """Numbers that one token asks with in one layer."""
+    """Numbers in the queries of one token in one layer."""
     normalizes_heads: bool
-    """Queries and keys pass a norm of their own."""
+    """True where queries and keys pass a norm of their own."""
     vocabulary_size: int
     longest_sequence: int
     key_value_size: int
     """Numbers that one token keeps in the KV cache of one layer."""
     matrices: dict[str, tuple[int, int]]
-    """Rows and columns of every matrix but the embedding, by the name of its module; experts are none."""
+    """Rows and columns of every matrix but the embedding and the experts, by the name of its module."""
     shape: dict[str, Any]
-    """What two models must have in common to hold the same weights."""
+    """Settings in which two models must agree to hold the same weights."""
 
     @classmethod
     def read(cls, folder: Path) -> ModelFacts:
-        """Look at a Hugging Face folder."""
+        """Read a Hugging Face folder."""
         config = _config(folder)
         text = config.get("text_config", config)  # multimodal models keep their language model inside
         try:
@@ -93,7 +93,7 @@ class ModelFacts:
             ) from None
 
     def with_value_head(self) -> ModelFacts:
-        """The same body under a head of one number, in place of the vocabulary's."""
+        """Return the same body with a head of one number, in place of the vocabulary's."""
         head = math.prod(self.matrices.get(VOCABULARY_HEAD, (0,)))
         change = self.hidden_size - head
         return replace(
@@ -104,7 +104,7 @@ class ModelFacts:
         )
 
     def inner_matrices(self) -> set[str]:
-        """Names of those that repeat from layer to layer."""
+        """Return the names of the matrices that repeat from layer to layer."""
         return {name for name in self.matrices if LAYER in name}
 
 
@@ -132,7 +132,7 @@ def _intermediate_size(config: dict[str, Any]) -> int:
 
 
 def _tensors(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Every stored tensor and its shape."""
+    """Return the shape of every stored tensor by its name."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise NotFound(
@@ -145,19 +145,19 @@ def _tensors(folder: Path) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class AdapterFacts:
-    """Where adapters are, and how large."""
+    """The place and size of the adapters of a run."""
 
     rank: int
     names: tuple[str, ...]
-    """The last parts of the names of the layers, each once."""
+    """The last part of the name of each adapted layer, each once."""
     layers: int
-    """Linear layers with a pair of adapters."""
+    """Number of linear layers with a pair of adapters."""
     parameters: int
-    """Numbers that learn."""
+    """Number of trainable parameters."""
 
     @classmethod
     def of(cls, model: ModelFacts, lora: LoraConfig) -> Self:
-        """Those of a run on this model."""
+        """Return the adapters of a run on this model."""
         shapes = {name: shape for name, shape in model.matrices.items() if _gets_adapters(name, lora, model)}
         return cls(
             rank=lora.rank,
@@ -168,7 +168,7 @@ class AdapterFacts:
 
 
 def adapter_errors(model: ModelFacts, lora: LoraConfig) -> list[str]:
-    """What the trainer would refuse, told before anything starts."""
+    """Find early what the trainer would refuse."""
     errors = [
         f"lora.targets: the model has no linear layer {target!r}; its layers have "
         f"{', '.join(sorted({_last_part(name) for name in model.inner_matrices()}))}"

@@ -1,7 +1,7 @@
-"""The models of a run as lines of its plan: what is trained, from which weights, with which critic, and what is sent.
+"""Describes the models of a run as lines of its plan: trained model, starting weights, critic, and what a sync sends.
 
-Invariant: live and staged weights lie in a generator's worker side by side; with adapters only they are sent, after
-one sending of the weights under them to each weight group.
+Invariant: a generator's worker holds live and staged weights at the same time. With adapters only the adapters are
+sent, after the weights under them were sent once to each weight group.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flotilla_core.roles import CRITIC
 def model_lines(
     config: RunConfig, model: ModelFacts, adapters: AdapterFacts | None, longest: int
 ) -> Iterator[Line]:
-    """A sequence may have up to `longest` tokens."""
+    """Describe the model, its starting weights and its adapters; a sequence may have up to `longest` tokens."""
     yield (
         "model",
         _count(model.parameters, "parameters"),
@@ -53,12 +53,12 @@ def _count(number: int, what: str) -> str:
 
 
 def critic_parameters(config: RunConfig, stack: StackConfig) -> int:
-    """Those of the critic of a run; 0 for a run without one."""
+    """Return the parameters of a run's critic, and 0 for a run without one."""
     return 0 if critic_of(config) is None else _critic_model(stack).parameters
 
 
 def critic_lines(config: RunConfig, stack: StackConfig, longest_sequence: int) -> Iterator[Line]:
-    """None for a run without one."""
+    """Describe the critic; a run without one has no such line."""
     critic = critic_of(config)
     if critic is None:
         return
@@ -94,7 +94,7 @@ def _critic_start(config: RunConfig, critic: CriticConfig, stack: StackConfig) -
 def sync_lines(
     config: RunConfig, stack: StackConfig, model: ModelFacts, adapters: AdapterFacts | None
 ) -> Iterator[Line]:
-    """Memory of a worker, then bytes and broadcasts of a sync."""
+    """Describe the memory of a generator's worker, then the bytes and broadcasts of a sync."""
     generator = stack.generator
     weights = model.parameters * BYTES[generator.dtype] // generator.tensor_parallel_size
     token = model.layers * model.key_value_size * BYTES[generator.dtype] // generator.tensor_parallel_size

@@ -1,6 +1,6 @@
 """Check that the files and folders that a configuration names exist, and are of the right kind.
 
-Each is told by its key, its path, and what is wrong with it; nothing is said of what Flotilla makes itself.
+Each finding has the key, the path, and the problem. Folders that Flotilla makes itself are not checked.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from pathlib import Path
 from flotilla_core.config import PolicyConfig, RunConfig, StackConfig
 
 Found = tuple[str, Path | str, str]
-"""Key, path, problem."""
+"""Key, path and problem; the problem is empty where there is none."""
 
 
 def paths_of_run(config: RunConfig) -> list[Found]:
-    """Data files, and folders with weights."""
+    """Check data files, and folders with weights."""
     return list(_of_run(config))
 
 
 def paths_of_stack(config: StackConfig) -> list[Found]:
-    """Models that are no names of a hub, and the file of the token."""
+    """Check models that are not names of a hub, and the file of the token."""
     return list(_of_stack(config))
 
 

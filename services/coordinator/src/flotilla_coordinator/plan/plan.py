@@ -1,7 +1,7 @@
-"""The arithmetic of a run, written out, with everything that speaks against it.
+"""Works out the arithmetic of a run, explains it, and lists every reason against the run.
 
-Invariants: nothing of a run is divided by hand; what the loop derives is derived here by the same rules and
-explained. "At most" means the bound that no step can pass. Reads files, changes nothing.
+Invariants: no figure of a run is left to the user to work out: it is derived here by the same rules as in the loop, and
+explained. "At most" means the bound that no step can pass. A plan reads files and changes nothing.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from flotilla_core.model_folder import model_folder
 
 
 def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:
-    """Work out a run on a stack; `errors` is empty when it would start."""
+    """Work out a run on a stack; `errors` of the plan is empty when the run would start."""
     plan = run_pb2.Plan(errors=checks.config_errors(config), warnings=checks.fleet_warnings(config, stack))
     plan.errors.extend(role_errors(config.algorithm, stack))
-    # A service that someone else started may have more installed than there is here.
+    # A service that was started elsewhere may have other packages installed than this process.
     if not stack.reward.attach and stack.trainer.attach is None:
         errors, warnings = loading_problems(config)
         plan.errors.extend(errors)
@@ -112,7 +112,7 @@ class _Planner:
         self._samples = self._prompts * per_prompt
         self._memory = host_memory()
         self._step_tokens = 0
-        """Of what is generated for a step; 0 where nothing is."""
+        """Tokens that are generated for a step; 0 where none are."""
         self._prompt_tokens = checks.longest_prompt(self._data)
         self._response_tokens = config.rollout.sampling.max_response_tokens
         self._longest = longest
@@ -120,7 +120,7 @@ class _Planner:
         self._limit = min(stack.generator.max_model_tokens or model.longest_sequence, model.longest_sequence)
 
     def write(self) -> None:
-        """All lines, warnings and errors."""
+        """Write all lines, warnings and errors."""
         for line in model_lines(self._config, self._model, self._adapters, self._limit):
             self._line(*line)
         for line in algorithm_lines(self._config.algorithm):
@@ -190,7 +190,7 @@ class _Planner:
 
     def _update_lines(self) -> None:
         config, lanes = self._config, self._stack.trainer.lanes
-        # A reward is what follows the last token, which is therefore fed as well.
+        # A reward is read off after the last token, so that token is fed as well.
         longest = self._longest + (1 if config.trains_reward_model else 0)
         cut = MicroBatches.of(self._samples, longest, config.batching.tokens_per_microbatch, lanes)
         for line in update_lines(config, cut, self._samples, lanes):

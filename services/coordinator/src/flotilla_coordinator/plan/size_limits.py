@@ -1,12 +1,13 @@
-"""Sizes that cannot work: more than the coordinator can have under way, or than its host or its disk has room for.
+"""Refuses sizes that cannot work: more groups than the coordinator handles, or more bytes than its host or disk has.
 
-Invariants: each refusal names the keys, the figure, the limit and what to lower. Counts are limited for every host, for
-groups are admitted and evaluated in one turn of the event loop each; bytes by the host's memory and the disk of the
-stack, whole, so that a run which fitted once is not refused because somebody else needs room now.
+Invariants: each refusal names the keys, the figure, the limit and what to lower. Counts have the same limit on every
+host, because the groups of a step, and those of an evaluation, are admitted in one turn of the event loop. Bytes are
+compared with the whole memory of the host and the whole disk of the stack, so that a run which fitted once is not
+refused because something else needs room now.
 
-Checkpoints are counted as the loop makes them, one every `checkpoint.every_steps` and one at the end, and weighed as
-the trainer writes them: float32 weights and moments of all that learns, and all that learns once more in a folder that
-others load. While the newest is written, those that it will replace are still there.
+Checkpoints are counted as the loop makes them, one every `checkpoint.every_steps` and one at the end. Their size is
+what the trainer writes: float32 weights and moments of all parameters that learn, and these weights once more in a
+folder that other programs load. The old checkpoints stay until the newest one is written.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from flotilla_coordinator.plan.lines import Line, shown_bytes
 from flotilla_core.config import RunConfig, TrainerConfig
 
 MOST_GROUPS = 100_000
-"""Under way at one time; the event loop needs about 5 s to begin so many."""
+"""Limit of groups under way at one time; the event loop needs about 5 s to begin so many."""
 MOST_SAMPLES = 2_000_000
-"""Under way at one time, or of one evaluation."""
+"""Limit of samples under way at one time, or in one evaluation."""
 LEDGER_ROW_BYTES = 600
-"""Of a sample and of what happened to it, which stay as long as its run goes on."""
+"""Size of the rows of a sample and its events, which stay in the ledger until the run ends."""
 ANSWER_BYTES_PER_TOKEN = 4 + 6
-"""Token id and text of a held-out answer, all of which are held until they are scored."""
+"""The token id and the text of a held-out answer; all answers are held until they are scored."""
 ANSWER_BYTES = 2048
 ESTIMATE_MAY_BE_WRONG_BY = 2
 _SIZES = ("rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.max_staleness")
@@ -38,15 +39,12 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 PAYLOAD_BYTES_PER_TOKEN = 4 + 4 + 6  # token id, logprob, text in the ledger and in the samples file
 MODEL = 4
 STATE = 4 + 8
-"""Bytes of a learning number in a checkpoint: the weight and AdamW's two moments."""
+"""Bytes of a trainable parameter in a checkpoint: the weight and AdamW's two moments."""
 
 
 @dataclass(frozen=True)
 class DiskUse:
-    """What a run leaves on the disk at most.
-
-    Bytes by what they are for.
-    """
+    """The most that a run writes to the disk, in bytes by purpose."""
 
     rollouts: int
     export: int
@@ -59,7 +57,7 @@ class DiskUse:
     def of(
         cls, config: RunConfig, *, parameters: int, learning: int, critic: int, generated_tokens: int
     ) -> DiskUse:
-        """The use of a run over a model of `parameters`, of which `learning` numbers change, and its critic's."""
+        """Return the use of a run by the parameters of its model, of these the trainable ones, and the critic's."""
         every = config.checkpoint.every_steps
         made = -(-config.steps // every) if every else 0
         return cls(
@@ -73,11 +71,11 @@ class DiskUse:
 
     @property
     def total(self) -> int:
-        """All of it, at the worst moment."""
+        """Return the sum at the moment when it is largest."""
         return self.rollouts + self.export + min(self.made, self.kept + 1) * self.checkpoint
 
     def lines(self) -> Iterator[Line]:
-        """As `run plan` shows it."""
+        """Describe the disk use as `run plan` shows it."""
         if self.made:
             yield (
                 "checkpoints",
@@ -95,7 +93,7 @@ class DiskUse:
 
 
 def count_errors(config: RunConfig) -> Iterator[str]:
-    """Groups and samples at one time, as the configuration alone tells."""
+    """Refuse too many groups and samples at one time, by the configuration alone."""
     if config.loop == "coordinator" and not config.learns_from_pairs and config.algorithm.type != "sft":
         groups = groups_under_way(config)
         samples = groups * config.rollout.samples_per_prompt
@@ -116,7 +114,7 @@ def count_errors(config: RunConfig) -> Iterator[str]:
 def memory_errors(
     config: RunConfig, tokens_of_a_step: int, held_out_prompts: int, memory: int
 ) -> Iterator[str]:
-    """What the coordinator would hold at one time, beside the memory of its host."""
+    """Refuse what the coordinator would hold at one time, where its host has less memory."""
     evaluation = config.evaluation
     held = held_bytes(config, tokens_of_a_step)
     if tokens_of_a_step and held > memory:
@@ -142,7 +140,7 @@ def memory_errors(
 
 
 def trainer_errors(config: RunConfig, trainer: TrainerConfig, rank_bytes: int, memory: int) -> Iterator[str]:
-    """Ranks that share the host's memory, where twice as much of it could not hold them; GPUs have their own."""
+    """Refuse ranks that share the host's memory where twice that memory could not hold them; GPUs have their own."""
     need = rank_bytes * trainer.nproc
     if trainer.attach is None and not _GPUS.is_dir() and need > ESTIMATE_MAY_BE_WRONG_BY * memory:
         lower = _settings(config, "batching.tokens_per_microbatch", "batching.logprob_chunk_tokens")
@@ -154,7 +152,7 @@ def trainer_errors(config: RunConfig, trainer: TrainerConfig, rank_bytes: int, m
 
 
 def disk_errors(config: RunConfig, use: DiskUse, samples_of_a_step: int, state_dir: Path) -> Iterator[str]:
-    """What is written for certain, however short the responses are, beside the whole disk."""
+    """Refuse what is written for certain, however short the responses are, where the whole disk is smaller."""
     whole = shutil.disk_usage(existing(state_dir)).total
     disk = f"the disk of {state_dir} has {shown_bytes(whole)} in all"
     saved = use.export + min(use.made, use.kept + 1) * use.checkpoint
@@ -171,7 +169,7 @@ def disk_errors(config: RunConfig, use: DiskUse, samples_of_a_step: int, state_d
 
 
 def host_memory() -> int:
-    """Bytes that the processes of this host, or of this container, may use."""
+    """Return the bytes that the processes of this host, or of this container, may use."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
@@ -181,7 +179,7 @@ def host_memory() -> int:
 
 
 def existing(path: Path) -> Path:
-    """The nearest folder that is there already."""
+    """Return the nearest folder that exists."""
     path = path.absolute()
     while not path.exists():
         path = path.parent
@@ -189,6 +187,6 @@ def existing(path: Path) -> Path:
 
 
 def _settings(config: RunConfig, *keys: str) -> str:
-    """Keys with their values, the last of them after `or`."""
+    """List keys with their values, the last of them after `or`."""
     shown = [f"{key} = {reduce(getattr, key.split('.'), config)}" for key in keys]
     return " or ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)

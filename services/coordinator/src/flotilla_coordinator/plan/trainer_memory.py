@@ -1,11 +1,11 @@
-"""What one trainer rank needs at its worst moment, in bytes, from the shape of the model alone.
+"""Estimates the peak memory of one trainer rank, in bytes, from the shape of the model alone.
 
-Invariant: follows what the ranks keep: float32 masters, gradients and AdamW moments, spread over the ranks of one copy;
-where adapters are trained, the weights in the type that they are computed with, spread alike, and the adapters with
-their gradients and moments, whole on each; weights of the outer part and of two layers whole; the activations that
-autograd saves for this rank's part of one micro-batch; the logits of one chunk. The worst moment is the backward pass
-through the head of the last micro-batch, when all of that is there. Buffers of NCCL, the CUDA context and what
-allocators waste come on top.
+Invariant: the estimate counts what the ranks hold. Float32 masters, gradients and AdamW moments are spread over the
+ranks of one copy. Where adapters are trained, the weights in the type of the computation are spread in the same way,
+and every rank holds the adapters with their gradients and moments whole. Every rank holds the weights of the outer part
+and of two layers whole, the activations that autograd saves for its part of one micro-batch, and the logits of one
+chunk. The peak is the backward pass through the head of the last micro-batch, when all of this is held at once. Buffers
+of NCCL, the CUDA context and the overhead of allocators come on top.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ MOMENTS = 8
 LOGIT_COPIES = 4
 """Scaled logits, probabilities, their product and a gradient, in float32."""
 TAUGHT_COPIES = {True: 3, False: 1}
-"""The same for a divergence from a teacher, whose tail takes the logits without its tokens."""
+"""Copies for a divergence from a teacher; with a tail, the logits without the teacher's tokens are copied as well."""
 TAUGHT_BYTES = 4 + 8 + 4
-"""An id as it came and as an index, and a log-probability."""
+"""A token id as it arrives and as an index, and a log-probability."""
 VISITING_BYTES = 512 << 20
-"""Moments that an offloaded optimizer has on the device at one time."""
+"""Moments of an offloaded optimizer that are on the device at one time."""
 
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """Bytes on one rank."""
+    """The memory of one rank, in bytes."""
 
     masters: int
     gradients: int
@@ -48,18 +48,18 @@ class TrainerMemory:
     logits: int
     reference: int
     """The frozen copy of the first policy, with its hidden states, head and logits where whole distributions are
-    compared; 0 where nothing is."""
+    compared; 0 where there is none."""
 
     @property
     def total(self) -> int:
-        """All of it together."""
+        """Return the sum of all parts."""
         return sum(vars(self).values())
 
     @classmethod
     def of(
         cls, model: ModelFacts, config: RunConfig, trainer: TrainerConfig, longest_sequence: int
     ) -> TrainerMemory:
-        """The need of a run whose sequences have up to `longest_sequence` tokens."""
+        """Return the memory that a run needs whose sequences have up to `longest_sequence` tokens."""
         batching, size = config.batching, BYTES[trainer.dtype]
         adapters = None if config.lora is None else AdapterFacts.of(model, config.lora)
         share = -(-model.parameters // (trainer.nproc // trainer.replicate))
@@ -74,7 +74,7 @@ class TrainerMemory:
             masters=masters,
             gradients=learning * MASTER,
             moments=min(moments, VISITING_BYTES) if config.optimizer.offload else moments,
-            # Weights of two layers, one of them fetched ahead, and of the outer part, whose gradient comes whole.
+            # Two layers are gathered, one of them ahead of its turn; the outer part's gradient is held whole as well.
             gathered=(2 * layer + (2 if adapters is None else 1) * model.outer_parameters) * size,
             activations=tokens * _token_activations(model, size, adapters, batching),
             logits=0
@@ -93,7 +93,7 @@ class TrainerMemory:
         gang: TrainerConfig,
         longest_sequence: int,
     ) -> TrainerMemory:
-        """The need of the critic beside such a run: a head of one number has no logits, and no reference is kept."""
+        """Return the memory of such a run's critic: a head of one number has no logits, and no reference is kept."""
         own = config.model_copy(update={"optimizer": critic.optimizer, "lora": None})
         return replace(cls.of(model, own, gang, longest_sequence), logits=0, reference=0)
 
@@ -111,7 +111,7 @@ def _compares_wholly(algorithm: AlgorithmConfig) -> bool:
 
 
 def _taught(model: ModelFacts, config: RunConfig, tokens: int, chunk: int) -> int:
-    """What a teacher said of a micro-batch, and the logits that are compared with it."""
+    """Return the bytes of a teacher's answers for a micro-batch, and of the logits that are compared with them."""
     teacher = config.algorithm.teacher if isinstance(config.algorithm, PolicyConfig) else None
     if teacher is None:
         return 0
@@ -128,22 +128,22 @@ def _compared(model: ModelFacts, size: int, tokens: int, chunk: int) -> int:
 def _token_activations(
     model: ModelFacts, size: int, adapters: AdapterFacts | None, batching: BatchingConfig
 ) -> int:
-    """What one token leaves behind for the backward pass, all layers together."""
+    """Return the bytes that one token keeps for the backward pass, over all layers."""
     layer = layer_activations(model, size, adapters)
     last_norm = (4 + 2 * size) * model.hidden_size
     if batching.activation_checkpointing:
-        # Of those on the host, the one that is on its way and the one that computes.
+        # With activations on the host, the device holds those of two layers: one in transfer and one in computation.
         kept = 2 if batching.activation_offload else model.layers
         return kept * model.hidden_size * size + layer + last_norm
     return model.layers * layer + last_norm
 
 
 def layer_activations(model: ModelFacts, size: int, adapters: AdapterFacts | None = None) -> int:
-    """What one token leaves behind in one layer, in numbers of `size` bytes.
+    """Return the bytes that one token keeps for the backward pass in one layer, where a number has `size` bytes.
 
     A norm keeps its input in float32, the normalised numbers and its output. Attention keeps queries, keys, values and
-    its output, once as it came from the kernels and once put together; the feed-forward part four intermediates. With
-    adapters there is what each A made of the token as well; a frozen norm keeps less than is counted here.
+    its output twice, as it comes from the kernels and joined. The feed-forward part keeps four intermediates. With
+    adapters there is the output of each A as well; a frozen norm keeps less than is counted here.
     """
     norm = 4 + 2 * size
     asked = model.query_size * 3 * size + model.key_value_size * size

@@ -1,8 +1,7 @@
-"""How the samples of a step become updates of the weights: micro-batches, updates, the ranks that share them.
+"""Describes how the samples of a step become updates: micro-batches, optimizer steps, and the ranks that share them.
 
-Invariants: how an update is cut never changes its result, so nothing of that is refused; the figure of micro-batches
-holds for padded and for packed rows, and is what the trainer does when all sequences are as long as the longest;
-shorter ones never need more.
+Invariants: the way an update is cut never changes its result, so none is refused. The number of micro-batches holds for
+padded and for packed rows: it is exact when all sequences are as long as the longest, and shorter ones never need more.
 """
 
 from __future__ import annotations
@@ -22,29 +21,26 @@ from flotilla_core.roles import POLICY, section_of
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """How many micro-batches the trainer cuts an update into.
-
-    The arithmetic of one update.
-    """
+    """The number of micro-batches that the trainer cuts an update into."""
 
     sequences: int
     fed_tokens: int
-    """Of the longest sequence; its last token predicts nothing and is not fed."""
+    """Tokens of the longest sequence that are fed; its last token predicts nothing and is left out."""
     together: int
-    """Longest sequences that fit the budget; one where not even one does."""
+    """Number of longest sequences that fit the budget; 1 where not even one does."""
     per_rank: int
-    """At most; ranks that are left without a sequence take part with empty work."""
+    """The most micro-batches of a rank; a rank without a sequence takes part with empty ones."""
 
     @classmethod
     def of(cls, sequences: int, longest: int, budget: int, ranks: int) -> MicroBatches:
-        """An update of so many sequences of up to `longest` tokens, within `budget` tokens a micro-batch."""
+        """Cut an update of `sequences` of up to `longest` tokens into micro-batches of up to `budget` tokens."""
         fed = longest - 1
         together = max(budget // fed, 1)
         return cls(sequences, fed, together, math.ceil(sequences / (together * ranks)))
 
 
 def update_lines(config: RunConfig, cut: MicroBatches, samples: int, lanes: int) -> Iterator[Line]:
-    """Updates, their optimizer steps and micro-batches, the learning rate."""
+    """Describe the updates, their optimizer steps and micro-batches, and the learning rate."""
     optimizer, budget = config.optimizer, config.batching.tokens_per_microbatch
     alone = critic_warmup_steps(config)
     updates = config.steps - alone
@@ -70,7 +66,7 @@ def update_lines(config: RunConfig, cut: MicroBatches, samples: int, lanes: int)
 
 
 def update_warnings(config: RunConfig, cut: MicroBatches, longest: int) -> Iterator[str]:
-    """A sequence that is a micro-batch of its own; the longest one has so many tokens."""
+    """Warn of a sequence that is a micro-batch of its own; the longest one has `longest` tokens."""
     budget = config.batching.tokens_per_microbatch
     if cut.fed_tokens > budget:
         yield (
@@ -80,7 +76,7 @@ def update_warnings(config: RunConfig, cut: MicroBatches, longest: int) -> Itera
 
 
 def mesh_errors(algorithm: AlgorithmConfig, stack: StackConfig) -> list[str]:
-    """Heads that the ranks on one row cannot share evenly, for each gang that the run needs."""
+    """Refuse attention heads that the ranks on one row cannot share evenly, for each gang that the run needs."""
     beside = algorithm.gangs_beside_the_policy if isinstance(algorithm, PolicyConfig) else ()
     errors = []
     for role in (role for role in (POLICY, *beside) if role in roles_of(stack)):
@@ -112,7 +108,7 @@ def _counted(count: int, one: str, many: str) -> str:
 
 
 def mesh_line(trainer: TrainerConfig) -> Line:
-    """Copies of the weights, and who works on a micro-batch."""
+    """Describe the copies of the weights, and the ranks that work on a micro-batch."""
     shards, width = trainer.nproc // trainer.replicate, trainer.sequence_parallel
     each = " each" if trainer.replicate > 1 else ""
     parts = f"each micro-batch on {width} ranks" if width > 1 else "each rank with micro-batches of its own"
