@@ -1,3 +1,3 @@
-"""Every service of the stack: which run has it, how it stands, and how many there are."""
+"""Leases the services of the stack to runs, and reports their state and their number."""
 
 from __future__ import annotations

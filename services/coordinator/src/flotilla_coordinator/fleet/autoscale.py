@@ -1,11 +1,11 @@
 """Says after each step how many generators the run needs, or has the launcher start and stop them.
 
-Invariants: a fleet that several runs share is changed by none of them; one change at a time, its end followed by a
-pause of `cooldown_steps`; steps with another number of generators are never taken into one decision, and the one in
-which it changed into none; a change that fails is told and costs the run nothing. A decision is a function of what
-was measured and of the configuration alone; between the two limits nothing changes, so that a change does not call
-for its opposite. The trainer is idle while the loop waits for rollouts, a generator while it has no sample of ours; a
-replica that came within the step is measured from the next one on.
+Invariants: a fleet that several runs share is never scaled. One change is made at a time, and its end is followed by a
+pause of `cooldown_steps`. Steps with different numbers of generators never share a decision, and the step in which the
+number changed counts for none. A change that fails is reported, and the run continues. A decision depends on the
+measurements and the configuration alone; between the two limits nothing changes, so that a change does not cause its
+opposite. The trainer is idle while the loop waits for rollouts, a generator while it has no sample of this run. A
+replica that joined within a step is measured from the next step on.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ TRAINER, GENERATORS = "idle/trainer", "idle/generators"
 
 
 class IdleShares:
-    """Shares of a step in which trainer and generators have nothing to do.
-
-    Measures one step after the other.
-    """
+    """The shares of a step in which the trainer and the generators are idle, measured one step after the other."""
 
     def __init__(self, replicas: Callable[[], list[Replica[Any]]]) -> None:
         self._replicas = replicas
@@ -40,12 +37,12 @@ class IdleShares:
         self._busy_s: dict[str, float] = {}
 
     def begin(self) -> None:
-        """A step begins."""
+        """Start to measure a step."""
         self._began = time.monotonic()
         self._busy_s = {replica.instance_id: replica.busy_s for replica in self._replicas()}
 
     def metrics(self, waited_s: float) -> dict[str, float]:
-        """Of the step so far, in which the loop waited for rollouts for so long."""
+        """Return the shares of the step so far, in which the loop waited `waited_s` for rollouts."""
         seconds = max(time.monotonic() - self._began, 1e-9)
         shares = {TRAINER: min(1.0, waited_s / seconds)}
         busy = [
@@ -59,7 +56,7 @@ class IdleShares:
 
 
 class Autoscaler:
-    """Watches one run."""
+    """Scales the generators of one run, or advises how many it needs."""
 
     def __init__(
         self,
@@ -83,7 +80,7 @@ class Autoscaler:
         self._changing: asyncio.Task[None] | None = None
 
     def step_done(self, metrics: Mapping[str, float]) -> None:
-        """One more step, with its metrics."""
+        """Take in the metrics of one more step."""
         generators = self._generators()
         came_or_went = self._measured_with not in (0, generators)
         if generators != self._measured_with:
@@ -99,7 +96,7 @@ class Autoscaler:
             self._follow(advice(self._window, generators, self._config), generators)
 
     async def close(self) -> None:
-        """Wait for no change any more; what the launcher has begun it ends."""
+        """Stop waiting for a change; the launcher completes what it has begun."""
         if self._changing is not None:
             self._changing.cancel()
             await asyncio.wait({self._changing})
@@ -131,7 +128,7 @@ class Autoscaler:
 
 @dataclass(frozen=True)
 class Measured:
-    """Idle shares of one step."""
+    """The idle shares of one step."""
 
     trainer: float
     generators: float
@@ -139,14 +136,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class Advice:
-    """How many generators there should be, and why."""
+    """A number of generators, and the reason for it."""
 
     generators: int
     why: str
 
 
 def advice(window: Sequence[Measured], generators: int, config: AutoscaleConfig) -> Advice | None:
-    """What to change after these steps with so many generators; None where nothing is."""
+    """Return the change that these steps call for, or None; all of them had this many generators."""
     if len(window) < config.window_steps:
         return None
     trainer, idle = fmean(step.trainer for step in window), fmean(step.generators for step in window)

@@ -1,6 +1,7 @@
-"""What a run needs of a fleet, and whether one more run finds it beside those that go on.
+"""Works out what a run needs of the fleet, and refuses one more run that the fleet has no capacity for.
 
-Invariant: a run that is alone is always admitted, and waits for what it needs; one more is refused with who has what.
+Invariant: a run that is alone is always admitted, and waits for what it needs; the refusal of another run names the
+runs that hold each service.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from flotilla_core.roles import POLICY, process_name, section_of
 
 @dataclass(frozen=True)
 class ResourceRequest:
-    """What a run asks of the fleet: a gang of each role, and generators where it draws samples."""
+    """The resources that a run asks of the fleet: a gang of each role, and generators where it draws samples."""
 
     roles: tuple[str, ...] = (POLICY,)
     generates: bool = True
     most_generators: int | None = None
-    """None takes an even share of all."""
+    """The most generators that the run takes; None takes an even share of all."""
 
     @classmethod
     def of(cls, config: RunConfig) -> ResourceRequest:
-        """By the configuration of the run."""
+        """Derive the request from the configuration of the run."""
         algorithm = config.algorithm
         learns_from_samples = isinstance(algorithm, PolicyConfig) or config.loop == "client"
         evaluates_samples = config.evaluation is not None and not config.evaluates_pairs
@@ -43,7 +44,11 @@ def require_gang(
     claimants: Collection[str],
     refused: Sequence[str] = (),
 ) -> None:
-    """`holders` says which run has a slot; claimants without one will take theirs; `refused` says who counts not."""
+    """Refuse a run where no gang of the role is left for it.
+
+    `holders` gives the run of a slot; claimants without a slot will take one. `refused` says why other gangs do not
+    count.
+    """
     if len({*slots, *holders}) > len(claimants):
         return
     name = process_name(role)
@@ -60,7 +65,7 @@ def require_gang(
 def require_generator(
     slots: Collection[str], claimants: Collection[str], refused: Sequence[str] = ()
 ) -> None:
-    """Each run needs at least one; `refused` says who counts not."""
+    """Refuse a run where no generator is left for it; `refused` says why other generators do not count."""
     if len(slots) > len(claimants):
         return
     runs = ", ".join(claimants)

@@ -1,11 +1,11 @@
-"""Every service of the stack, which run has it, and whether it gets work; one registry watch feeds every run's view.
+"""Leases services to runs, decides which replicas get work, and updates every run's view from one registry watch.
 
-Invariants: a gang and a generator have one run at a time, by the names of their slots; what changes hands is let go
-by one run before it is given to the next; every run sees what is its own, and only that. A coordinator that no longer
-sees its fleet does not look healthy: it ends, and is started again.
+Invariants: a gang and a generator belong to one run at a time, by the names of their slots. A run releases a service
+before the next run gets it, and sees only its own services. A coordinator that no longer sees its fleet is not healthy:
+it ends, and is started again.
 
 A replica that speaks another protocol is ejected, and one that a user drained is draining, whatever else is known of
-it; else it stands as the run stands to it that gives it no work.
+it. Any other replica has the state in which a run gives it no work, if there is such a run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Fleet:
     """Leases services to runs."""
 
     def __init__(self, host: Host, owns_state: Callable[[], bool]) -> None:
-        """`owns_state` is false once another coordinator works in our place."""
+        """Take `owns_state`, which is false once another coordinator has taken over."""
         self._host = host
         self._runs: dict[str, RunFleet] = {}
         self._slots = GeneratorSlots(host.stack.ready_timeout_s)
@@ -61,17 +61,17 @@ class Fleet:
         self.registrations: dict[str, reg.Registration] = {}
 
     async def see(self, snapshot: Mapping[str, reg.Registration]) -> None:
-        """Take in who exists now."""
+        """Take in the services that exist now."""
         self.registrations = dict(snapshot)
         await self.settle()
 
     @property
     def changes_with_time(self) -> bool:
-        """Whether something may change that nobody tells."""
+        """Return whether something may change without a report from a service."""
         return bool(self._generators.leaving) or self._slots.any_away
 
     async def close(self) -> None:
-        """Take from every run what it has."""
+        """Close every run's view."""
         for run in [*self._runs.values()]:
             await run.close()
 
@@ -88,13 +88,13 @@ class Fleet:
             require_generator(self._available_slots(), self._generators.claimants, refused)
 
     async def admit(self, run_id: str, wanted: ResourceRequest) -> RunFleet:
-        """A run's own view; it gets generators at once, and gangs when it asks for them."""
+        """Return the run's own view; it gets generators at once, and gangs when it asks for them."""
         run = self._claim(run_id, wanted, gangs=(), generators=())
         await self.settle()
         return run
 
     async def admit_again(self, runs: Sequence[tuple[str, ResourceRequest]]) -> list[RunFleet]:
-        """Those that an earlier coordinator left; each has what it had there, before anybody looks for more."""
+        """Admit the runs that an earlier coordinator left, each with what it had, before any of them looks for more."""
         admitted = [
             self._claim(
                 run_id,
@@ -108,35 +108,35 @@ class Fleet:
         return admitted
 
     async def end(self, run_id: str) -> None:
-        """A run needs nothing any more."""
+        """Release everything that a run has, and forget it."""
         self._runs.pop(run_id, None)
         self._gangs.end(run_id)
         self._generators.end(run_id)
         await self.settle()
 
     async def take_gang(self, run_id: str, role: str, slot: str) -> bool:
-        """Lease a gang to a run; False where another run was faster."""
+        """Lease a gang to a run; return False where another run was faster."""
         taken = self._gangs.take(run_id, role, slot)
         await self.settle()
         return taken
 
     async def give_gang_back(self, run_id: str, role: str) -> None:
-        """The run looks for another one, or for the same again."""
+        """Release the run's gang of a role, so that it can look for another one, or for the same one again."""
         self._gangs.give_back(run_id, role)
         await self.settle()
 
     def others(self, run_id: str) -> int:
-        """Runs that go on beside it."""
+        """Return the number of other runs."""
         return len(self._runs.keys() - {run_id})
 
     def holder(self, registration: reg.Registration) -> str:
-        """The run that has a gang or a generator; empty where none has."""
+        """Return the run that has this gang or generator; empty where none has."""
         if registration.kind == reg.SERVICE_KIND_GENERATOR:
             return self._generators.held.get(registration.name, "")
         return self._gangs.held.get(registration.name, "")
 
     def describe(self, registration: reg.Registration) -> ReplicaStatus | None:
-        """How the runs see a generator or a reward replica; None for anything else, and for what only starts."""
+        """Return how the runs see a generator or a reward replica; None for others and before it has started."""
         if not is_working_replica(registration):
             return None
         seen = [
@@ -147,7 +147,7 @@ class Fleet:
         return describe(registration, seen, drained=registration.instance_id in self._drained)
 
     async def drain(self, reference: str) -> reg.Registration:
-        """No more work for a replica, by its instance id or its slot's name; the last of a kind stays with its run."""
+        """Give no more work to the replica with this instance id or slot; the last one of a run cannot be drained."""
         found = working_replica(self.registrations.values(), reference)
         kind = reg.ServiceKind.Name(found.kind).removeprefix("SERVICE_KIND_").lower()
         needed_by = [run_id for run_id, run in self._runs.items() if run.is_last(found.instance_id)]
@@ -157,7 +157,7 @@ class Fleet:
                 why="the run would wait for another one, and fail after ready_timeout_s",
                 next_step=f"start another one first (`flotilla scale {kind} 2`), or stop the run",
             )
-        # Those before it in its slot are dead, and known for a while.
+        # Earlier instances of its slot are dead, but stay in the registry for a while.
         self._drained.update(
             one.instance_id
             for one in self.registrations.values()
@@ -167,7 +167,7 @@ class Fleet:
         return found
 
     async def settle(self) -> None:
-        """Deal generators, take those that are let go, and show every run what is its own now."""
+        """Assign generators, take back those that are released, and show every run its services as they are now."""
         self._deal()
         while left := [slot for slot in self._generators.leaving if self._holding(slot).has_left(slot)]:
             for slot in left:
@@ -195,7 +195,7 @@ class Fleet:
         return self._runs[self._generators.held[slot]]
 
     def _why_not(self, run_id: str) -> Callable[[reg.Registration], str]:
-        """Why a service is not for a run; empty where it is."""
+        """Return a function that says why a run cannot have a service; its answer is empty where the run can."""
         gangs = {
             slot
             for role in self._gangs.roles(run_id)
@@ -235,7 +235,7 @@ class Fleet:
         }
 
     def _refusals(self, kind: reg.ServiceKind.ValueType, role: str = "") -> list[str]:
-        """Who cannot be leased to anybody, and why."""
+        """Say which services no run can have, and why."""
         ours = [one for one in self.registrations.values() if one.kind == kind]
         return [why for one in ours if role in ("", one.role or POLICY) and (why := refusal(one))]
 
@@ -244,10 +244,10 @@ class Fleet:
 
 
 async def keep_in_view(fleet: Fleet, host: Host) -> None:
-    """Show the fleet who exists, for as long as the coordinator works."""
+    """Show the fleet which services exist, for as long as the coordinator works."""
     try:
         await both(_follow(fleet, host), _look_again(fleet))
-    # Whatever ended it, the fleet is out of view now.
+    # Whatever the error is, the fleet is out of view now.
     except Exception as error:  # noqa: BLE001
         host.failed(error)
 
@@ -258,7 +258,7 @@ async def _follow(fleet: Fleet, host: Host) -> None:
 
 
 async def _look_again(fleet: Fleet) -> None:
-    """Nobody tells when the last group on a generator has ended, or a process is away for too long."""
+    """Check regularly for changes that no service reports: a group has ended, or a process is away for too long."""
     while True:
         await asyncio.sleep(LOOK_EVERY_S)
         if fleet.changes_with_time:
@@ -275,12 +275,12 @@ class ReplicaStatus:
 
 
 def is_working_replica(registration: reg.Registration) -> bool:
-    """Whether it is a generator or a reward replica that has started."""
+    """Return whether this is a generator or a reward replica that has started."""
     return registration.kind in _REPLICAS and registration.state in _WORKING
 
 
 def describe(registration: reg.Registration, seen: Sequence[Replica[Any]], *, drained: bool) -> ReplicaStatus:
-    """How a replica stands that each of the runs sees in its own way; `drained` by a user."""
+    """Combine the views that runs have of a replica into one status; `drained` means by a user."""
     if why := refusal(registration):
         return ReplicaStatus("ejected", why)
     outstanding = sum(replica.outstanding for replica in seen)
@@ -293,7 +293,7 @@ def describe(registration: reg.Registration, seen: Sequence[Replica[Any]], *, dr
 
 
 def working_replica(registrations: Iterable[reg.Registration], reference: str) -> reg.Registration:
-    """The replica with this instance id, or the newest in the slot of this name: another one there is dead."""
+    """Find a replica by its instance id, or the newest in the slot of this name: older ones there are dead."""
     working = [
         one for one in registrations if is_working_replica(one) and reference in (one.instance_id, one.name)
     ]

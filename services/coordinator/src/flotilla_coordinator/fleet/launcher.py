@@ -1,6 +1,6 @@
-"""The way to the launcher of this stack, where there is one.
+"""Calls the launcher of this stack, where there is one.
 
-Invariant: a change by one counts the processes that the launcher started itself; one that failed is started again
+Invariant: a change by one counts the processes that the launcher started itself. One that failed is started again
 before another one is added, and nothing is added while one starts.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LIST_TIMEOUT_S = 10.0
 SCALE_SLACK_S = 60.0
-"""Beyond the time in which a replica must be ready: others stop, the launcher answers."""
+"""Added to the time in which a replica must be ready, for others to stop and the launcher to answer."""
 _STARTS = (launcher_pb2.PROCESS_STATE_STARTING, launcher_pb2.PROCESS_STATE_RESTARTING)
 _DOWN = (launcher_pb2.PROCESS_STATE_FAILED, launcher_pb2.PROCESS_STATE_STOPPED)
 
@@ -38,7 +38,7 @@ class LauncherLink:
         self._scale_timeout_s = ready_timeout_s + SCALE_SLACK_S
 
     async def change_generators(self, by: int, *, least: int, most: int) -> None:
-        """One more than there are now, or one fewer, within bounds that count those which others started as well."""
+        """Add or stop one generator; the bounds also count generators that were started elsewhere."""
         async with self._launcher() as launcher:
             state = await unary(launcher.List, launcher_pb2.ListRequest(), timeout_s=LIST_TIMEOUT_S)
         states = [process.state for process in state.processes if process.kind == SERVICE_KIND_GENERATOR]
@@ -60,7 +60,7 @@ class LauncherLink:
         await self.scale(request)
 
     async def scale(self, request: launcher_pb2.ScaleRequest) -> launcher_pb2.ScaleResponse:
-        """Ask the launcher that runs now for another number of replicas."""
+        """Ask the launcher for another number of replicas."""
         async with self._launcher() as launcher:
             return await unary(launcher.Scale, request, timeout_s=self._scale_timeout_s)
 

@@ -1,19 +1,20 @@
-"""Which gang and which generator belong to which run, by the names of their slots.
+"""Records which gang and which generator belong to which run, by the names of their slots.
 
-Invariants: a slot has one run at a time, and keeps it while its process is started again; a run has one gang of each
-role, and a gang that held a run before the coordinator was started again is kept for that run until it has a gang; a
-generator that is to change hands goes to the next run only when the run that has it has let it go.
+Invariants: a slot belongs to one run at a time, also while its process is started again. A run has one gang of each
+role. A gang that a run held before the coordinator was started again is kept for that run until the run has a gang. A
+generator that moves between runs is given to the next one only after the first has released it.
 
-A generator's slot counts once its process is ready; one that a run has counts on while its process is started again,
-for as long as a start may take, and for a part of that where the run has no other one; one that leaves in order, or
-that a user drained, counts no more; one whose build cannot talk to ours counts as little as one that is away.
+A generator's slot counts once its process is ready. A leased slot continues to count while its process is started
+again, for as long as a start may take, and for a part of that time where the run has no other generator. A slot whose
+generator leaves in order, or was drained by a user, no longer counts. A generator whose build cannot talk to ours
+counts like one that is away.
 
-Shares of the generators are a function of their arguments alone: every run has one before any has two, shares are
-even, nobody has more than it wants, and of all such deals the one is taken that moves the fewest generators away from
-runs that hold them.
+Shares of the generators depend on the arguments alone: every run gets one before any run gets two, shares are even, and
+no run gets more than it wants. Of all such assignments, the one that takes the fewest generators from their runs is
+chosen.
 
-The file is a wish and no more: without it, or with one that is out of date, runs go on with other services, and load
-from their checkpoints what these do not hold. Only the coordinator that works writes it.
+The file is only a preference: if it is missing or out of date, runs continue with other services, and load from their
+checkpoints what these do not hold. Only the coordinator that owns the state writes it.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from flotilla_core.files import write_atomically
 from flotilla_core.protocol import refusal
 
 ALONE = 1 / 3
-"""Of the patience, for the only slot of a run, which cannot do anything meanwhile."""
+"""The part of the grace period that the only generator of a run gets, because the run is idle meanwhile."""
 
 log = structlog.get_logger(__name__)
 
 GANGS, GENERATORS = "gangs", "generators"
 Holders = Mapping[str, Mapping[str, str]]
-"""Runs by slots, by what the slots are of."""
+"""Runs by slots, by the kind of slot."""
 
 
 class GangLeases:
-    """Gangs of every role."""
+    """Leases gangs of every role to runs."""
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[str, str]] = {}
@@ -52,32 +53,32 @@ class GangLeases:
 
     @property
     def held(self) -> Mapping[str, str]:
-        """The run of each slot that has one."""
+        """Return the run of each slot that has one."""
         return {slot: run_id for slot, (run_id, _) in self._held.items()}
 
     def claim(self, run_id: str, roles: tuple[str, ...], remembered: Collection[str]) -> None:
-        """A run needs a gang of each of these roles; `remembered` worked for it before."""
+        """Register a run that needs a gang of each of these roles; the slots in `remembered` worked for it before."""
         self._roles[run_id] = roles
         self._remembered |= dict.fromkeys(remembered, run_id)
 
     def roles(self, run_id: str) -> tuple[str, ...]:
-        """Those that a run needs a gang of."""
+        """Return the roles in which a run needs a gang."""
         return self._roles.get(run_id, ())
 
     def of_role(self, role: str) -> dict[str, str]:
-        """The run of each slot of a role that has one."""
+        """Return the run of each slot of a role that has one."""
         return {slot: run_id for slot, (run_id, held_role) in self._held.items() if held_role == role}
 
     def claimants(self, role: str) -> list[str]:
-        """The runs that need a gang of a role."""
+        """Return the runs that need a gang of a role."""
         return [run_id for run_id, roles in self._roles.items() if role in roles]
 
     def slot(self, run_id: str, role: str) -> str | None:
-        """The gang that a run has in a role."""
+        """Return the slot of the gang that a run has in a role."""
         return next((slot for slot, holder in self._held.items() if holder == (run_id, role)), None)
 
     def open_to(self, run_id: str, role: str, slots: Collection[str]) -> set[str]:
-        """Those of a role's slots that a run may have: its own, else the one that it had, else what nobody has."""
+        """Return the slots of a role that a run may have: its own, else the one it had before, else the free ones."""
         own = self.slot(run_id, role)
         if own is not None:
             return {own} & set(slots)
@@ -86,35 +87,32 @@ class GangLeases:
         return mine or {slot for slot in free if not self._is_kept(slot, role)}
 
     def take(self, run_id: str, role: str, slot: str) -> bool:
-        """Lease one; False where somebody else was faster."""
+        """Lease a slot; return False where another run was faster."""
         taken = self._held.setdefault(slot, (run_id, role)) == (run_id, role)
         if taken:  # Should it be lost later, any free one will do.
             self._remembered.pop(slot, None)
         return taken
 
     def give_back(self, run_id: str, role: str) -> None:
-        """The run looks for another gang, or for the same again."""
+        """Release the run's gang of a role, so that it can look for another one, or for the same one again."""
         slot = self.slot(run_id, role)
         if slot is not None:
             del self._held[slot]
 
     def end(self, run_id: str) -> None:
-        """The run needs none any more."""
+        """Release everything that a run has, and forget it."""
         for role in self._roles.pop(run_id, ()):
             self.give_back(run_id, role)
         self._remembered = {slot: kept for slot, kept in self._remembered.items() if kept != run_id}
 
     def _is_kept(self, slot: str, role: str) -> bool:
-        """Whether a run that has no gang of this role yet had this one."""
+        """Return whether the slot is kept for a run that had it and has no gang of this role yet."""
         run_id = self._remembered.get(slot)
         return run_id is not None and self.slot(run_id, role) is None
 
 
 class GeneratorLeases:
-    """Which generator belongs to which run, by the names of their slots.
-
-    Deals generators to the runs that claim them.
-    """
+    """Leases generators to the runs that claim them, by the names of their slots."""
 
     def __init__(self) -> None:
         self._claims: dict[str, Claim] = {}
@@ -123,38 +121,38 @@ class GeneratorLeases:
 
     @property
     def claimants(self) -> list[str]:
-        """The runs that want generators."""
+        """Return the runs that want generators."""
         return list(self._claims)
 
     @property
     def held(self) -> Mapping[str, str]:
-        """The run of each slot that has one."""
+        """Return the run of each slot that has one."""
         return self._held
 
     @property
     def leaving(self) -> list[str]:
-        """Slots that their runs are to let go."""
+        """Return the slots that their runs are to release."""
         return sorted(self._leaving)
 
     def claim(self, claim: Claim, remembered: Iterable[str] = ()) -> None:
-        """A run wants generators; it has those again that it had before, where nobody else has them."""
+        """Register a run that wants generators; it gets back those in `remembered` that no other run has."""
         self._claims[claim.run_id] = claim
         for slot in remembered:
             self._held.setdefault(slot, claim.run_id)
 
     def end(self, run_id: str) -> None:
-        """A run wants none any more, and uses none."""
+        """Forget a run that uses no generator any more."""
         self._claims.pop(run_id, None)
         for slot in [slot for slot, holder in self._held.items() if holder == run_id]:
             self.let_go(slot)
 
     def let_go(self, slot: str) -> None:
-        """Nothing of a run is left on a slot of its."""
+        """Take a slot back; nothing of its run is left on it."""
         self._held.pop(slot, None)
         self._leaving.discard(slot)
 
     def deal(self, slots: Iterable[str]) -> list[str]:
-        """Deal these, which are all that there are; the slots that their runs are to let go from now on."""
+        """Assign these slots, which are all that exist, and return the slots that their runs must now release."""
         slots = sorted(slots, key=_natural)
         staying = {slot: run_id for slot, run_id in self._held.items() if slot not in self._leaving}
         dealt = allocate(slots, list(self._claims.values()), staying)
@@ -167,16 +165,13 @@ class GeneratorLeases:
 
 
 def _natural(slot: str) -> tuple[str, int, str]:
-    """`generator-10` comes after `generator-9`."""
+    """Sort `generator-10` after `generator-9`."""
     kind, _, number = slot.rpartition("-")
     return (kind, int(number), slot) if number.isdecimal() else (slot, 0, slot)
 
 
 class GeneratorSlots:
-    """Which generators there are to deal, by the names of their slots.
-
-    Remembers since when the process of a leased slot is away.
-    """
+    """Finds the slots of generators that can be assigned, and remembers since when a leased slot's process is away."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
@@ -184,13 +179,13 @@ class GeneratorSlots:
 
     @property
     def any_away(self) -> bool:
-        """Whether time alone may change what there is."""
+        """Return whether the slots may change by the passing of time alone."""
         return bool(self._away)
 
     def available(
         self, snapshot: Mapping[str, reg.Registration], leased: Mapping[str, str], drained: Collection[str]
     ) -> set[str]:
-        """The slots; `leased` says which run has one, `drained` are instances."""
+        """Return the slots; `leased` gives the run of a slot, `drained` has instance ids."""
         ready: set[str] = set()
         leaving: set[str] = set()
         for one in snapshot.values():
@@ -212,15 +207,15 @@ class GeneratorSlots:
 
 @dataclass(frozen=True)
 class Claim:
-    """A run that generates."""
+    """A run that wants generators."""
 
     run_id: str
     most: int | None = None
-    """Generators that it wants at most."""
+    """The most generators that it wants; None sets no limit."""
 
 
 def allocate(slots: Sequence[str], claims: Sequence[Claim], held: Mapping[str, str]) -> dict[str, str]:
-    """The run of each slot, by who holds them now; nobody's is left out. Earlier claims come first."""
+    """Return the run of each slot, given the present holders and the claims, earlier ones first."""
     rooms = _counts(len(slots), claims, Counter(held[slot] for slot in slots if slot in held))
     dealt: dict[str, str] = {}
     for slot in slots:
@@ -237,7 +232,7 @@ def allocate(slots: Sequence[str], claims: Sequence[Claim], held: Mapping[str, s
 
 
 def _counts(slots: int, claims: Sequence[Claim], held: Mapping[str, int]) -> dict[str, int]:
-    """How many each run has: one after the other to whoever has least, of equals to whoever holds most already."""
+    """Count the slots of each run, given out one by one to the run with the fewest, of equals to the largest holder."""
     counts = {claim.run_id: 0 for claim in claims}
     for _ in range(slots):
         wanting = [
@@ -252,10 +247,7 @@ def _counts(slots: int, claims: Sequence[Claim], held: Mapping[str, int]) -> dic
 
 
 class LeaseFile:
-    """Who has which service, for a coordinator that comes after this one.
-
-    Written at every change.
-    """
+    """The file that tells the next coordinator which run has which service, written at every change."""
 
     def __init__(self, path: Path, may_write: Callable[[], bool]) -> None:
         self._path = path
@@ -264,11 +256,11 @@ class LeaseFile:
         self._written: Holders | None = None
 
     def had(self, kind: str, run_id: str) -> list[str]:
-        """The slots that a run had under the coordinator before."""
+        """Return the slots that a run had under the previous coordinator."""
         return [slot for slot, holder in self._before.get(kind, {}).items() if holder == run_id]
 
     def write(self, holders: Holders) -> None:
-        """What is so now."""
+        """Write the present holders, where they changed."""
         if holders == self._written or not self._may_write():
             return
         self._written = {kind: dict(slots) for kind, slots in holders.items()}

@@ -1,8 +1,8 @@
 """The services that one run has: its generators, its gangs, and every reward replica.
 
-Invariants: every call carries the fence of the beginning of this run that works now; only what is leased to the run, or
-free for it, gets calls; a generator that the run is to let go gets no more work, and is let go when its last group has
-ended and no weights are on their way to it.
+Invariants: every call carries the fence of the run's present incarnation. Only services that are leased to the run, or
+free for it, get calls. A generator that the run must release gets no more work, and is released when its last group has
+ended and no weights are being sent to it.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ if TYPE_CHECKING:
 
 
 class Lessor(Protocol):
-    """Who leases services to runs."""
+    """The fleet as a run sees it: it leases services to runs."""
 
     async def take_gang(self, run_id: str, role: str, slot: str) -> bool:
-        """Lease a gang; False where another run was faster."""
+        """Lease a gang; return False where another run was faster."""
 
     async def give_gang_back(self, run_id: str, role: str) -> None:
-        """The run looks for another one, or for the same again."""
+        """Release the run's gang of a role, so that it can look for another one, or for the same one again."""
 
     async def end(self, run_id: str) -> None:
-        """The run needs nothing any more."""
+        """Release everything that the run has."""
 
     def others(self, run_id: str) -> int:
-        """Runs that go on beside it."""
+        """Return the number of other runs."""
 
 
 class GeneratorUser(Protocol):
-    """What a run does with its generators beside giving them work."""
+    """A part of a run that uses its generators and must stop when one is released."""
 
     def let_go(self, instance_id: str) -> None:
-        """It serves this run no more."""
+        """Stop using a generator, which no longer serves this run."""
 
 
 class WeightMover(Protocol):
-    """What brings weights to them."""
+    """A part of a run that sends weights to its generators."""
 
     def moves_weights_to(self, instance_id: str) -> bool:
-        """Whether a sync that is under way has it as a member."""
+        """Return whether a sync that is under way includes this generator."""
 
 
 class RunFleet:
@@ -65,7 +65,7 @@ class RunFleet:
         lessor: Lessor,
         roles: Collection[str],
     ) -> None:
-        """`roles` are those that it needs a gang of."""
+        """Take `roles`, those in which the run needs a gang."""
 
         def channel(address: str) -> grpc.aio.Channel:
             return connect(address, lambda: self.fence)
@@ -76,13 +76,13 @@ class RunFleet:
         self._run_id = run_id
         self._lessor = lessor
         self.on_wait: Callable[[str], None] = lambda text: None
-        """Is told of a wait for a service that has become long."""
+        """Called with a text when a wait for a service has become long."""
         self.fence: Fence | None = None
-        """Of the beginning that works now; it goes with every call."""
+        """The fence of the present incarnation, which goes with every call."""
         self.users: list[GeneratorUser] = []
-        """Of the beginning that works now."""
+        """The generator users of the present incarnation."""
         self.weight_mover: WeightMover | None = None
-        """The same beginning's."""
+        """The weight mover of the present incarnation."""
         self.generators: ReplicaPool[GeneratorServiceAsyncStub] = ReplicaPool(
             reg.SERVICE_KIND_GENERATOR,
             GeneratorServiceStub,
@@ -101,37 +101,37 @@ class RunFleet:
 
     @property
     def trainers(self) -> ReplicaPool[TrainerServiceAsyncStub]:
-        """The policy's gang."""
+        """Return the pool of the policy's gang."""
         return self.gangs[POLICY]
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other run goes on."""
+        """Return whether there is no other run."""
         return self._lessor.others(self._run_id) == 0
 
     def begin(self, fence: Fence) -> None:
-        """A beginning of the run works from now on; nobody of the one before uses generators any more."""
+        """Start an incarnation of the run; the previous one no longer uses generators."""
         self.fence, self.users, self.weight_mover = fence, [], None
 
     async def gang(self, role: str, patience_s: float) -> Replica[TrainerServiceAsyncStub]:
-        """The run's own gang of a role; waits until one that is free can be leased."""
+        """Return the run's own gang of a role; wait until a free one can be leased."""
         pool = self.gangs[role]
         while True:
             await pool.wait_for(1, patience_s, f"a {process_name(role)}")
-            # Another run may have been faster; then it is none of ours any more.
+            # Another run may have been faster; then the gang belongs to that run.
             for replica in pool.replicas()[:1]:
                 if await self._lessor.take_gang(self._run_id, role, replica.name):
                     return replica
 
     async def gang_lost(self, role: str, instance_id: str, why: str) -> None:
-        """The run goes on with another gang where one is free, else with this one when it is well again."""
+        """Release a lost gang: the run continues with a free one, else with this one once it is well again."""
         self.gangs[role].eject(instance_id, why, replaceable=False)
         await self._lessor.give_gang_back(self._run_id, role)
 
     async def update(
         self, snapshot: dict[str, reg.Registration], why_not: Callable[[reg.Registration], str]
     ) -> None:
-        """Take in who exists now; `why_not` says of what is not for this run who has it."""
+        """Take in the services that exist now; `why_not` says why a service is not for this run."""
         ours = {key: one for key, one in snapshot.items() if not why_not(one)}
         for pool in self._pools():
             for replica in pool.everyone():
@@ -140,26 +140,26 @@ class RunFleet:
             await pool.update(ours)
 
     def is_last(self, instance_id: str) -> bool:
-        """Whether no other generator, or no other reward, may get work of the run."""
+        """Return whether no other generator, or no other reward replica, may get work of the run."""
         pools = (self.generators.replicas(), self.rewards.replicas())
         return any([one.instance_id for one in replicas] == [instance_id] for replicas in pools)
 
     def leave(self, slot: str, why: str) -> None:
-        """No more work for a generator that the run is to let go."""
+        """Give no more work to a generator that the run must release."""
         for replica in self._generators_of(slot):
             self.generators.drain(replica.instance_id, why)
             for user in self.users:
                 user.let_go(replica.instance_id)
 
     def forget(self, slot: str) -> None:
-        """It has left; should it come back, it comes as a new one."""
+        """Drop a generator that was released; if it returns, it is a new one."""
         for replica in self._generators_of(slot):
             for user in self.users:
                 user.let_go(replica.instance_id)
             self.generators.dismiss(replica.instance_id, "it was let go")
 
     def has_left(self, slot: str) -> bool:
-        """Whether nothing of the run is left there."""
+        """Return whether nothing of the run is left on the generator."""
         return not any(
             replica.leases
             or (self.weight_mover is not None and self.weight_mover.moves_weights_to(replica.instance_id))
@@ -167,7 +167,7 @@ class RunFleet:
         )
 
     def replica(self, instance_id: str) -> Replica[Any] | None:
-        """A generator or a reward replica as the run sees it."""
+        """Return a generator or a reward replica as the run sees it."""
         replicas: list[Replica[Any]] = [*self.generators.everyone(), *self.rewards.everyone()]
         return next((one for one in replicas if one.instance_id == instance_id), None)
 

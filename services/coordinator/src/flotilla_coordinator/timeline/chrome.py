@@ -1,10 +1,9 @@
-"""Spans as a Chrome trace (chrome://tracing, Perfetto).
+"""Writes spans as a Chrome trace (chrome://tracing, Perfetto).
 
-Invariants: the output is valid JSON and a function of the spans alone; it is made in one pass over spans
-in the order of their start. Times are microseconds since the first span, by the clock of one host:
-nothing is estimated or corrected between clocks. A process of the trace is a service instance; a thread
-is a slot, which spans share only when they follow each other or when one is the parent around the other,
-so nothing overlaps.
+Invariants: the output is valid JSON and a function of the spans alone; it is made in one pass over spans in the order
+of their start. Times are microseconds since the first span, by the clock of one host: nothing is estimated or corrected
+between clocks. A process of the trace is a service instance. A thread is a slot; spans share it only when they follow
+each other or when one is the parent around the other, so nothing overlaps.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _ERROR_STATUS = 2
 
 
 def chrome_trace(spans: Iterable[StoredSpan]) -> Iterator[bytes]:
-    """The whole file in chunks of about `CHUNK_BYTES`."""
+    """Return the whole file in chunks of about `CHUNK_BYTES`."""
     separator = b'{"displayTimeUnit":"ms","traceEvents":[\n'
     chunk: list[bytes] = []
     size = 0
@@ -38,7 +37,7 @@ def chrome_trace(spans: Iterable[StoredSpan]) -> Iterator[bytes]:
 
 
 class _Place(NamedTuple):
-    """Where a span was drawn."""
+    """The place of a span in the trace."""
 
     pid: int
     tid: int
@@ -56,7 +55,7 @@ class _Slots:
         self._slot_of: dict[bytes, int] = {}
 
     def take(self, span: StoredSpan) -> int:
-        """The slot of a span; spans must come in the order of their start."""
+        """Return the slot of a span; spans must come in the order of their start."""
         while self._busy and self._busy[0][0] <= span.start_ns:
             self._release(heapq.heappop(self._busy)[1])
         slot = self._around(span)
@@ -68,7 +67,7 @@ class _Slots:
         return slot
 
     def _around(self, span: StoredSpan) -> int | None:
-        """The slot of the parent, where the parent is the innermost one there and encloses the span."""
+        """Return the slot of the parent, where the parent is the innermost span there and encloses this one."""
         slot = self._slot_of.get(span.parent_id) if span.parent_id else None
         if slot is None:
             return None
@@ -143,7 +142,7 @@ class _Writer:
         )
 
     def _flow(self, source: _Place, target: _Place) -> Iterator[str]:
-        """An arrow from the linked span, at its end where it ended before, to the one that links to it."""
+        """Write an arrow from the linked span, at its end where it ended earlier, to the span that links to it."""
         self._flows += 1
         leaves_ns = max(source.start_ns, min(source.end_ns - 1, target.start_ns))
         common = f'"name":"link","cat":"link","id":{self._flows}'
@@ -158,5 +157,5 @@ class _Writer:
 
 
 def _decimal(nanoseconds: int) -> str:
-    """Microseconds, exact."""
+    """Write nanoseconds as microseconds, exactly."""
     return f"{nanoseconds // 1000}.{nanoseconds % 1000:03d}"

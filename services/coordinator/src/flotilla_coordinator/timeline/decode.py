@@ -1,4 +1,4 @@
-"""OTLP messages as rows of the span store."""
+"""Turns OTLP messages into rows of the span store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Value = str | int | float | bool | None | list["Value"] | dict[str, "Value"]
 
 
 class ResourceKey(NamedTuple):
-    """The process a span comes from."""
+    """The process that a span comes from."""
 
     service: str
     instance: str
@@ -44,12 +44,12 @@ class SpanRow(NamedTuple):
 
 
 def count_spans(request: ExportTraceServiceRequest) -> int:
-    """Spans in a request."""
+    """Return the number of spans in a request."""
     return sum(len(scope.spans) for resource in request.resource_spans for scope in resource.scope_spans)
 
 
 def rows(request: ExportTraceServiceRequest) -> Iterator[tuple[ResourceKey, SpanRow]]:
-    """Every span of a request with its process; spans without valid ids are left out."""
+    """Return every span of a request with its process; spans without valid ids are left out."""
     for resource_spans in request.resource_spans:
         key = _resource_key(resource_spans.resource.attributes)
         for scope in resource_spans.scope_spans:
@@ -103,7 +103,7 @@ def _event(event: OtlpSpan.Event) -> Value:
 
 
 def _plain(value: AnyValue) -> Value:
-    """A JSON value: what JSON cannot hold becomes text."""
+    """Convert to a JSON value; a value that JSON cannot hold becomes text."""
     kind = value.WhichOneof("value")
     if kind in ("string_value", "int_value", "bool_value"):
         plain: Value = getattr(value, kind)

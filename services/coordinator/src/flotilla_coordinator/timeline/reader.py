@@ -1,4 +1,4 @@
-"""Reads the span store, next to its writer or after the writer was killed.
+"""Reads the span store, while it is written or after its writer was killed.
 
 Invariants: a reader never writes and never blocks the writer; spans come in the order of their start.
 """
@@ -42,7 +42,7 @@ class StoredSpan(NamedTuple):
     links: bytes | None
 
     def linked(self) -> Iterator[tuple[bytes, bytes]]:
-        """Trace and span id of every span that this one links to."""
+        """Return the trace id and the span id of every span that this one links to."""
         ids = self.links or b""
         for start in range(0, len(ids), 24):
             yield ids[start : start + 16], ids[start + 16 : start + 24]
@@ -62,19 +62,19 @@ class SpanReader:
         self._connection.execute("CREATE TEMP TABLE selected (trace_id BLOB PRIMARY KEY)")
 
     def close(self) -> None:
-        """End."""
+        """Close the connection."""
         self._connection.close()
 
     def runs(self) -> list[str]:
-        """Runs that have spans, the newest first."""
+        """Return the runs that have spans, the newest first."""
         found = self._connection.execute("SELECT run_id FROM runs ORDER BY started_ns DESC, run_id DESC")
         return [run_id for (run_id,) in found]
 
     def spans_of_run(self, run_id: str, step: int | None = None) -> Iterable[StoredSpan]:
-        """The spans of every trace of a run and of the traces that these link to, or only those of one step.
+        """Return the spans of every trace of a run and of the traces that these link to, or only those of one step.
 
-        A trace that carries this step alone counts whole; of a trace with several steps only what is below
-        the spans of this step.
+        A trace that carries this step alone counts whole; of a trace with several steps, only the spans of this step
+        and their descendants count.
         """
         if step is not None:
             return self._spans_of_step(run_id, step)
@@ -103,7 +103,7 @@ class SpanReader:
         return sorted(chosen.values(), key=lambda span: (span.start_ns, -span.end_ns, span.span_id))
 
     def _part(self, trace_id: bytes, spans: list[StoredSpan], seeds: set[bytes]) -> dict[bytes, StoredSpan]:
-        """The whole trace where it carries one step at most, else what is at or below the seeds."""
+        """Return the whole trace where it carries at most one step, else the seeds and their descendants."""
         steps = self._connection.execute(
             "SELECT count(DISTINCT step) FROM run_traces WHERE trace_id = ? AND step != ?",
             (trace_id, NO_STEP),

@@ -1,9 +1,9 @@
-"""Tables of the span store.
+"""The tables of the span store.
 
-Spans are clustered by trace, so that a trace is read in one place and a batch that is sent twice changes
-nothing. `run_traces` says which traces belong to a run and which steps of it they carry; it is filled as
-spans arrive, in whatever order they do. Invariants: `user_version` says which migrations a file has; one that was
-released never changes; a file from a newer Flotilla is refused.
+Spans are clustered by trace, so that a trace is read in one place and a batch that is sent twice changes nothing.
+`run_traces` says which traces belong to a run and which of its steps they carry; it is filled as spans arrive, in any
+order. Invariants: `user_version` says which migrations a file has; a released migration never changes; a file from a
+newer Flotilla is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flotilla_core.errors import FailedPrecondition
 
 NO_STEP = -1
 
-# Files from before there were numbers have all of it already.
+# Files from before schemas had numbers have these tables already.
 _FIRST = """
 CREATE TABLE IF NOT EXISTS resources (
     id INTEGER PRIMARY KEY,

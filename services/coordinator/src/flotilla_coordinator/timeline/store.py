@@ -1,9 +1,9 @@
-"""The writer of the span store: SQLite in WAL mode on a thread of its own, and the OTLP door that leads to it.
+"""Writes the span store, SQLite in WAL mode on a thread of its own, and receives its spans by OTLP.
 
-Invariants: one writer; `add` is answered once the spans are committed, so an exporter that waits for the
-answer loses nothing when this process is killed; whatever waits is committed together; the queue is
-bounded by spans and what does not fit is refused and counted; readers never wait for the writer. Old runs are
-forgotten first, and of the last one its oldest spans: the newest stay, whatever the limits.
+Invariants: there is one writer. `add` returns once the spans are committed, so an exporter that waits for the answer
+loses nothing when this process is killed. All waiting spans are committed together. The queue is bounded by spans;
+those that do not fit are refused and counted. Readers never wait for the writer. Old runs are deleted first, and then
+the oldest spans of the last run: the newest spans stay, whatever the limits.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ logger = logging.getLogger(__name__)
 
 Work = Callable[[sqlite3.Connection], int]
 
-# Free pages are given back to the file system in portions, so that no commit takes long.
+# Free pages are returned to the file system in portions, so that no commit takes long.
 _VACUUM_PAGES = 4096
 _PORTION = 8
-"""Of the last run an eighth of its time goes at once."""
+"""The oldest eighth of the last run's time is deleted at once."""
 
 SERVICE_NAME = "opentelemetry.proto.collector.trace.v1.TraceService"
 add_to_server = add_TraceServiceServicer_to_server
 
 
 class SpanStore:
-    """Takes spans in; `open_readonly` reads them, in this process or another."""
+    """Stores spans; `open_readonly` reads them, in this process or another."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -76,11 +76,11 @@ class SpanStore:
 
     @staticmethod
     def open_readonly(path: Path) -> SpanReader:
-        """A reader of a store that another process writes, or wrote until it was killed."""
+        """Return a reader of a store that another process writes, or wrote until it was killed."""
         return SpanReader(path)
 
     async def add(self, request: ExportTraceServiceRequest) -> int:
-        """Store the spans of a request; how many were refused because the queue is full."""
+        """Store the spans of a request; return how many were refused because the queue is full."""
         count = decode.count_spans(request)
         with self._lock:
             if self._queued + count > MAX_QUEUED_SPANS:
@@ -91,13 +91,13 @@ class SpanStore:
         return 0
 
     async def prune(self, keep_runs: int, most_bytes: int | None = None) -> int:
-        """Keep the newest runs alone, and of those no more than fits; how many spans were deleted."""
+        """Keep only the newest runs, and of those no more than fits; return the number of deleted spans."""
         return await asyncio.wrap_future(
             self._submit(lambda connection: prune(connection, keep_runs, most_bytes), 0)
         )
 
     def close(self) -> None:
-        """Commit what is queued and end."""
+        """Commit what is queued, and close the store."""
         if self._closed:
             return
         self._closed = True
@@ -112,7 +112,7 @@ class SpanStore:
         return done
 
     def _write(self) -> None:
-        """The thread: take all that waits, commit it as one transaction, answer everyone."""
+        """Run the writer's thread: commit all waiting work as one transaction, and answer its callers."""
         last = False
         while not last:
             batch, last = self._take_batch()
@@ -141,7 +141,7 @@ class SpanStore:
             with self._connection:
                 self._connection.execute("BEGIN IMMEDIATE")
                 results = [work(self._connection) for work, _, _ in batch]
-        # The thread outlives every failure (a full disk, say): each caller gets it and decides.
+        # The thread survives every failure, such as a full disk: each caller gets the error and decides.
         except Exception as error:  # noqa: BLE001
             failure = disk_full(error, "spans cannot be stored", self.path) or error
             self._resources.clear()
@@ -191,7 +191,7 @@ def _open(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
     connection.execute("PRAGMA journal_mode = WAL")
-    # A killed process loses nothing; a power cut may lose the last moments of a timeline.
+    # A killed process loses nothing; a power cut may lose the last seconds of a timeline.
     connection.execute("PRAGMA synchronous = NORMAL")
     migrate(connection, path)
     return connection
@@ -210,7 +210,7 @@ def _run_starts(carrying: list[SpanRow]) -> dict[str, int]:
 
 
 def prune(connection: sqlite3.Connection, keep_runs: int, most_bytes: int | None) -> int:
-    """Keep the newest runs alone, and of those no more than fits; how many spans were deleted."""
+    """Keep only the newest runs, and of those no more than fits; return the number of deleted spans."""
     deleted = _keep(connection, keep_runs)
     if most_bytes is not None:
         (runs,) = connection.execute("SELECT count(*) FROM runs").fetchone()
@@ -225,7 +225,7 @@ def prune(connection: sqlite3.Connection, keep_runs: int, most_bytes: int | None
 
 
 def _keep(connection: sqlite3.Connection, keep_runs: int) -> int:
-    """Delete runs beyond the newest, and spans of no run that are older than what is kept."""
+    """Delete all but the newest runs, and the spans of no run that are older than what is kept."""
     kept = connection.execute(
         "SELECT run_id, started_ns FROM runs ORDER BY started_ns DESC, run_id DESC LIMIT ?", (keep_runs,)
     ).fetchall()
@@ -245,7 +245,7 @@ def _keep(connection: sqlite3.Connection, keep_runs: int) -> int:
 
 
 def _cut_oldest(connection: sqlite3.Connection) -> int:
-    """Delete the spans of the first part of the time that is left; 0 where that is a moment alone."""
+    """Delete the oldest part of the spans; return 0 where all of them start at the same time."""
     first, last = connection.execute("SELECT min(start_ns), max(start_ns) FROM spans").fetchone()
     if first is None or first == last:
         return 0
@@ -264,9 +264,9 @@ def _used_bytes(connection: sqlite3.Connection) -> int:
 
 
 class TraceReceiver(TraceServiceServicer):
-    """The OTLP door of the coordinator: spans of every process go straight into the store.
+    """Receives the spans of every process by OTLP and puts them into the store.
 
-    Answers once the spans are committed; says how many a full queue refused.
+    It answers once the spans are committed, and says how many a full queue refused.
     """
 
     def __init__(self, store: SpanStore) -> None:
