@@ -1,3 +1,3 @@
-"""What the coordinator answers on the wire."""
+"""Implements the gRPC services of the coordinator."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""CoordinatorService on the wire.
+"""Implements CoordinatorService.
 
-Invariants: no state of its own; every call is a question to, or an order for, `Runs`, the ledger, the span
-store or the launcher. Calls that this release does not have answer UNIMPLEMENTED.
+Invariants: it has no state of its own; every call reads from, or acts on, `Runs`, the ledger, the span store or the
+launcher. Calls that this release does not have answer UNIMPLEMENTED.
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ class CoordinatorServicer(CoordinatorServiceServicer):
         return pb.StartRunResponse(run=await self._runs.start(request.config_yaml, request.request_id))
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
-        """One run."""
+        """Return one run with its configuration."""
         run = await self._runs.find(request.run_id)
         return pb.GetRunResponse(run=run, config_yaml=await self._runs.configuration(run.run_id))
 
     async def ListRuns(self, request: pb.ListRunsRequest, context: Context) -> pb.ListRunsResponse:
-        """Runs, newest first."""
+        """Return the runs, newest first."""
         return pb.ListRunsResponse(runs=await self._runs.list(request.limit))
 
     async def WatchRun(
         self, request: pb.WatchRunRequest, context: Context
     ) -> AsyncIterator[pb.WatchRunResponse]:
-        """Events of a run until it has ended."""
+        """Stream the events of a run until it has ended."""
         run = await self._runs.find(request.run_id)
         active = self._runs.active(run.run_id)
         after = request.after_sequence
@@ -89,14 +89,14 @@ class CoordinatorServicer(CoordinatorServiceServicer):
         return pb.StopRunResponse(run=await self._runs.stop(request.run_id, request.reason))
 
     async def ListSamples(self, request: pb.ListSamplesRequest, context: Context) -> pb.ListSamplesResponse:
-        """Samples as the ledger has them; what it no longer keeps of a durable one comes from the run directory."""
+        """Return samples from the ledger; what it has pruned of a durable sample comes from the run directory."""
         run = await self._runs.find(request.run_id)
         page = await list_samples(self._ledger, run.run_id, request)
         await asyncio.to_thread(add_recorded, page, RunDirectory(Path(run.directory)))
         return page
 
     async def ExportRun(self, request: pb.ExportRunRequest, context: Context) -> pb.ExportRunResponse:
-        """Metrics and samples as Parquet."""
+        """Export metrics and samples as Parquet."""
         run = await self._runs.find(request.run_id)
         files = await self._exporter.export(Path(run.directory))
         return pb.ExportRunResponse(files=[str(file) for file in files])
@@ -104,7 +104,7 @@ class CoordinatorServicer(CoordinatorServiceServicer):
     async def ListServices(
         self, request: pb.ListServicesRequest, context: Context
     ) -> pb.ListServicesResponse:
-        """Everything in the registry."""
+        """Return all services in the registry."""
         registrations = sorted(self._fleet.registrations.values(), key=lambda r: r.name)
         return pb.ListServicesResponse(
             services=[self._service(registration) for registration in registrations]
@@ -113,11 +113,11 @@ class CoordinatorServicer(CoordinatorServiceServicer):
     async def DrainReplica(
         self, request: pb.DrainReplicaRequest, context: Context
     ) -> pb.DrainReplicaResponse:
-        """No more work for one replica."""
+        """Give a replica no more work."""
         return pb.DrainReplicaResponse(service=self._service(await self._fleet.drain(request.replica)))
 
     async def ShowWeights(self, request: pb.ShowWeightsRequest, context: Context) -> pb.ShowWeightsResponse:
-        """What each generator of the run holds."""
+        """Return the weights that each generator of the run holds."""
         active_runs = {
             active.run_id: active for active in self._runs.active_runs() if active.context is not None
         }
@@ -135,7 +135,7 @@ class CoordinatorServicer(CoordinatorServiceServicer):
     async def ScaleService(
         self, request: pb.ScaleServiceRequest, context: Context
     ) -> pb.ScaleServiceResponse:
-        """Pass the wish to the launcher."""
+        """Pass the request to the launcher."""
         reply = await self._launcher.scale(
             launcher_pb2.ScaleRequest(
                 request_id=request.request_id, kind=request.kind, replicas=request.replicas
@@ -146,23 +146,23 @@ class CoordinatorServicer(CoordinatorServiceServicer):
     async def QueryTimeline(
         self, request: pb.QueryTimelineRequest, context: Context
     ) -> AsyncIterator[pb.QueryTimelineResponse]:
-        """The spans of a run as Chrome trace JSON."""
+        """Stream the spans of a run as Chrome trace JSON."""
         run = await self._runs.find(request.run_id)
         step = request.step if request.HasField("step") else None
         for chunk in await asyncio.to_thread(self._timeline, run.run_id, step):
             yield pb.QueryTimelineResponse(chunk=chunk)
 
     async def PauseRun(self, request: pb.PauseRunRequest, context: Context) -> pb.PauseRunResponse:
-        """Begin no further step."""
+        """Pause a run: it begins no further step."""
         return pb.PauseRunResponse(run=await self._runs.pause(request.run_id))
 
     async def ResumeRun(self, request: pb.ResumeRunRequest, context: Context) -> pb.ResumeRunResponse:
-        """Take a pause back, or continue a run from a checkpoint."""
+        """End a pause, or continue a run from a checkpoint."""
         run = await self._runs.resume(request.run_id, request.checkpoint, request.request_id)
         return pb.ResumeRunResponse(run=run)
 
     async def UpdateRun(self, request: pb.UpdateRunRequest, context: Context) -> pb.UpdateRunResponse:
-        """Go on by other settings."""
+        """Continue a run with other settings."""
         return pb.UpdateRunResponse(run=await self._runs.configure(request.run_id, request.overrides))
 
     def _service(self, registration: Registration) -> pb.Service:
@@ -191,7 +191,7 @@ class CoordinatorServicer(CoordinatorServiceServicer):
 
 
 async def list_samples(ledger: Ledger, run_id: str, request: pb.ListSamplesRequest) -> pb.ListSamplesResponse:
-    """One page of samples."""
+    """Return one page of samples."""
     limit = request.limit or DEFAULT_LIMIT
     records = await ledger.samples(
         run_id,

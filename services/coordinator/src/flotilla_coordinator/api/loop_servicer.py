@@ -1,6 +1,6 @@
-"""LoopService on the wire: a client's steps of a run that it drives.
+"""Implements LoopService, with which a client makes the steps of a run.
 
-Invariants: no state of its own; every call names its run, and one that takes no calls says why.
+Invariants: it has no state of its own; every call names its run, and the refusal of a call says why.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LoopServicer(LoopServiceServicer):
         )
 
     async def DrawPrompts(self, request: pb.DrawPromptsRequest, context: Context) -> pb.DrawPromptsResponse:
-        """The next prompts of the data set."""
+        """Return the next prompts of the data set."""
         loop = await self._loop(request.run_id)
         return pb.DrawPromptsResponse(
             prompts=[_prompt_message(prompt) for prompt in loop.draw(request.count)]
@@ -62,7 +62,7 @@ class LoopServicer(LoopServiceServicer):
     async def SampleGroups(
         self, request: pb.SampleGroupsRequest, context: Context
     ) -> AsyncIterator[pb.SampleGroupsResponse]:
-        """Groups as they are complete."""
+        """Stream each group as soon as it is complete."""
         loop = await self._loop(request.run_id)
         if not request.prompts or not request.samples_per_prompt:
             raise InvalidRequest("there is nothing to sample", where="prompts, samples_per_prompt")
@@ -84,7 +84,7 @@ class LoopServicer(LoopServiceServicer):
                 )
 
     async def ScoreGroups(self, request: pb.ScoreGroupsRequest, context: Context) -> pb.ScoreGroupsResponse:
-        """What the rewards make of samples."""
+        """Score samples by the rewards of the run."""
         loop = await self._loop(request.run_id)
         items = [_score_item(group.prompt, sample) for group in request.groups for sample in group.samples]
         outcomes = await loop.scores(items)
@@ -98,7 +98,7 @@ class LoopServicer(LoopServiceServicer):
         return reply
 
     async def ScoreTokens(self, request: pb.ScoreTokensRequest, context: Context) -> pb.ScoreTokensResponse:
-        """Log-probabilities under the trainer's policy."""
+        """Return log-probabilities under the trainer's policy."""
         loop = await self._loop(request.run_id)
         sampling = loop.run.config.rollout.sampling
         temperature = request.temperature if request.HasField("temperature") else sampling.temperature
@@ -108,14 +108,14 @@ class LoopServicer(LoopServiceServicer):
     async def AddGradients(
         self, request: pb.AddGradientsRequest, context: Context
     ) -> pb.AddGradientsResponse:
-        """Forward and backward."""
+        """Run the forward and the backward pass of a batch, and add its gradients."""
         reply = await (await self._loop(request.run_id)).add_gradients(request)
         return pb.AddGradientsResponse(policy_version=reply.policy_version, metrics=reply.metrics)
 
     async def StepOptimizer(
         self, request: pb.StepOptimizerRequest, context: Context
     ) -> pb.StepOptimizerResponse:
-        """One step of the run."""
+        """Apply the gradients: one step of the run."""
         loop = await self._loop(request.run_id)
         reply = await loop.step_optimizer(request.request_id, request.learning_rate)
         return pb.StepOptimizerResponse(
@@ -123,7 +123,7 @@ class LoopServicer(LoopServiceServicer):
         )
 
     async def SyncWeights(self, request: pb.SyncWeightsRequest, context: Context) -> pb.SyncWeightsResponse:
-        """The policy to the generators."""
+        """Send the policy to the generators."""
         report = await (await self._loop(request.run_id)).sync()
         return pb.SyncWeightsResponse(
             policy_version=report.version.to_proto(),
@@ -134,27 +134,27 @@ class LoopServicer(LoopServiceServicer):
     async def EvaluatePolicy(
         self, request: pb.EvaluatePolicyRequest, context: Context
     ) -> pb.EvaluatePolicyResponse:
-        """Held-out accuracy."""
+        """Return the held-out accuracy."""
         version, accuracy = await (await self._loop(request.run_id)).evaluate()
         return pb.EvaluatePolicyResponse(policy_version=version.to_proto(), accuracy=accuracy)
 
     async def SaveState(self, request: pb.SaveStateRequest, context: Context) -> pb.SaveStateResponse:
-        """A checkpoint."""
+        """Write a checkpoint."""
         return pb.SaveStateResponse(path=str(await (await self._loop(request.run_id)).save_state()))
 
     async def SaveModel(self, request: pb.SaveModelRequest, context: Context) -> pb.SaveModelResponse:
-        """A Hugging Face folder."""
+        """Write the policy as a Hugging Face folder."""
         loop = await self._loop(request.run_id)
         path = Path(request.path) if request.path else loop.run.directory.model_path
         return pb.SaveModelResponse(path=str(await loop.save_model(path)))
 
     async def CloseLoop(self, request: pb.CloseLoopRequest, context: Context) -> pb.CloseLoopResponse:
-        """The run ends well."""
+        """End the run successfully."""
         (await self._loop(request.run_id)).calls.end()
         return pb.CloseLoopResponse()
 
     async def _loop(self, run_id: str) -> ClientLoop:
-        """The loop of a run that takes calls."""
+        """Return the loop of a run that takes calls."""
         active = self._runs.active(run_id)
         if active is not None and active.client is not None and active.opened.is_set():
             active.client.calls.heard()
@@ -182,7 +182,7 @@ def _prompt_message(prompt: Prompt) -> pb.LoopPrompt:
 
 
 def _group_message(group: RolloutGroup, prompt: pb.LoopPrompt) -> pb.LoopGroup:
-    """The group with its prompt as it was asked for, and the tokens that it became."""
+    """Return the group with its prompt as requested, and the prompt's tokens."""
     message = pb.LoopGroup(group_id=group.group_id, prompt=prompt)
     message.prompt.text = group.prompt_text
     message.prompt.token_ids.CopyFrom(to_tensor(group.prompt_token_ids))

@@ -1,1 +1,1 @@
-"""Evaluations on held-out data, in the loop or beside it."""
+"""Evaluates the policy on held-out data, in the loop or while training continues."""

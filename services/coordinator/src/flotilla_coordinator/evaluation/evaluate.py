@@ -1,11 +1,10 @@
-"""Evaluation on held-out prompts, and on held-out pairs of answers.
+"""Evaluates the policy on held-out prompts, and on held-out pairs of answers.
 
-Invariants: evaluation samples never enter the ledger or an update; an answer is right when its reward total is at
-least 1, and each prompt gets equally many; a reward error or timeout is counted as a failure of the evaluation,
-never as a wrong answer. Accuracy is the share of all answers that are right, and of pairs the share in which the
-trainer ranks the preferred answer higher, however they are cut into calls; pass@k is the unbiased estimate of how
-often at least one of k answers to a prompt is right, from all answers that were drawn, so k is never above their
-number.
+Invariants: evaluation samples never enter the ledger or an update. An answer is right when its reward total is at least
+1, and each prompt gets equally many answers. A reward error or timeout is a failure of the evaluation, never a wrong
+answer. Accuracy is the share of all answers that are right; for pairs it is the share in which the trainer ranks the
+preferred answer higher, however the pairs are cut into calls. pass@k is the unbiased estimate of how often at least one
+of k answers to a prompt is right, from all answers that were drawn, so k is never above their number.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ ACCURACY = "preference/accuracy"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One number that runs are steered by, and what else was measured on the way."""
+    """The accuracy, by which runs are steered, and other metrics of the same evaluation."""
 
     accuracy: float
     metrics: dict[str, float] = field(default_factory=dict)
-    """By the names under which they are recorded."""
+    """Further metrics by the names under which they are recorded."""
 
     @classmethod
     def of_answers(cls, right: Sequence[int], drawn: int) -> Evaluation:
-        """So many right ones among the answers to each prompt, `drawn` each."""
+        """Compute the metrics from the number of right answers to each prompt, of `drawn` answers each."""
         accuracy = sum(right) / (len(right) * drawn)
         if drawn == 1:
             return cls(accuracy)
@@ -58,12 +57,12 @@ class Evaluation:
 
 
 def pass_at(k: int, right: int, drawn: int) -> float:
-    """Share of all teams of k among the drawn answers that hold a right one."""
+    """Return the share of all sets of k drawn answers that contain a right one."""
     return 1.0 - math.comb(drawn - right, k) / math.comb(drawn, k)
 
 
 def evaluation_span(run_id: str, version: Version, step: int) -> AbstractContextManager[Any]:
-    """One evaluation on the timeline, whatever it asks."""
+    """Open the span of one evaluation on the timeline."""
     attributes: dict[str, str | int] = {
         names.RUN_ID: run_id,
         names.STEP: step,
@@ -73,7 +72,7 @@ def evaluation_span(run_id: str, version: Version, step: int) -> AbstractContext
 
 
 class Evaluator:
-    """Answers every held-out prompt equally often on one version."""
+    """Answers every held-out prompt equally often with one version."""
 
     needs_generators = True
 
@@ -96,7 +95,7 @@ class Evaluator:
         self._timeout_s = timeout_s
 
     async def evaluate(self, version: Version, step: int, on: str = "") -> Evaluation:
-        """How often `version` answers the held-out prompts right, by the instance `on` where one is named."""
+        """Evaluate `version` on the held-out prompts, with the instance `on` alone where one is given."""
         with evaluation_span(self._run_id, version, step):
             gate = asyncio.Semaphore(max(1, CONCURRENT_ANSWERS // self._samples_per_prompt))
             answered = await gather_or_cancel(
@@ -145,10 +144,7 @@ def _right(outcome: Outcome) -> bool:
 
 
 class PairEvaluator:
-    """Evaluation on held-out pairs: how often the answer that is preferred is the one that the trainer ranks higher.
-
-    Judges every held-out pair once.
-    """
+    """Evaluates a version on held-out pairs by how often the trainer ranks the preferred answer higher."""
 
     needs_generators = False
 
@@ -158,7 +154,7 @@ class PairEvaluator:
         self._policy = policy
 
     async def evaluate(self, version: Version, step: int) -> Evaluation:
-        """Share of held-out pairs that `version` ranks right; a pair without a difference counts half."""
+        """Return the share of held-out pairs that `version` ranks right; a tie counts half."""
         with evaluation_span(self._run_id, version, step):
             right = 0.0
             for groups in parts(self._groups()):
@@ -167,7 +163,7 @@ class PairEvaluator:
         return Evaluation(right / len(self._prompts))
 
     def _groups(self) -> Iterator[RolloutGroup]:
-        """All pairs."""
+        """Yield each pair as a group of two answers."""
         for prompt in self._prompts:
             assert prompt.pair is not None, "held-out data of such a run is read in pairs"
             yield given_group(self._run_id, prompt, [prompt.pair.chosen, prompt.pair.rejected])

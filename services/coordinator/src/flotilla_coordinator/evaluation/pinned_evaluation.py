@@ -1,8 +1,8 @@
-"""An evaluation beside the training that follows: one generator keeps the version, the others go on.
+"""Evaluates a version on one pinned generator, while training continues on the others.
 
-Invariants: at most one at a time; the pinned replica takes no new weights until the evaluation has ended, then it joins
-the next weight group like one that came late; where fewer than two generators serve the version none is pinned; an
-evaluation whose replica was lost, or became the last one that training has, gives no result.
+Invariants: at most one such evaluation is under way. The pinned replica takes no new weights until the evaluation has
+ended; then it joins the next weight group like a late joiner. Where fewer than two generators serve the version, none
+is pinned. An evaluation whose replica was lost, or became the last one of training, gives no result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOST = (Unavailable, DeadlineExceeded, Exhausted)
 
 @dataclass(frozen=True)
 class _UnderWay:
-    """What is evaluated, and where."""
+    """The evaluation that is under way, and its replica."""
 
     step: int
     version: Version
@@ -31,7 +31,7 @@ class _UnderWay:
 
 @dataclass(frozen=True)
 class PinnedResult:
-    """An evaluation that was begun after so many steps; empty where its replica was lost."""
+    """The result of an evaluation that began after `step` steps; None where its replica was lost."""
 
     step: int
     version: Version
@@ -39,7 +39,7 @@ class PinnedResult:
 
 
 class PinnedEvaluation:
-    """Holds one replica back while it is asked."""
+    """Keeps one replica on a version while it evaluates that version."""
 
     def __init__(
         self,
@@ -54,16 +54,16 @@ class PinnedEvaluation:
 
     @property
     def begun(self) -> bool:
-        """Whether a result is there, or will be."""
+        """Return whether an evaluation was begun whose result was not fetched yet."""
         return self._under_way is not None
 
     @property
     def ended(self) -> bool:
-        """Whether a result is there."""
+        """Return whether the result is available."""
         return self._under_way is not None and self._under_way.task.done()
 
     def begin(self, version: Version, step: int) -> bool:
-        """Pin the idlest replica that serves `version`; False where none can be spared."""
+        """Pin the least loaded replica that serves `version`; return False where none can be spared."""
         serving = [replica for replica in self._ready() if self._serves(replica.instance_id, version)]
         if len(serving) < 2:
             return False
@@ -73,7 +73,7 @@ class PinnedEvaluation:
         return True
 
     def spared(self, replicas: list[GeneratorReplica]) -> list[GeneratorReplica]:
-        """Those that take new weights: all but the pinned one, unless it is the last."""
+        """Return the replicas that take new weights: all but the pinned one, unless it is the last."""
         pinned = self._under_way
         if pinned is None or pinned.task.done():
             return replicas
@@ -83,12 +83,12 @@ class PinnedEvaluation:
         return others or replicas
 
     def let_go(self, instance_id: str) -> None:
-        """The pinned replica is to serve another run."""
+        """Give up the evaluation if the pinned replica must serve another run."""
         if self._under_way is not None and self._under_way.instance_id == instance_id:
             self._under_way.task.cancel()
 
     async def result(self) -> PinnedResult:
-        """Wait for the end of what was begun."""
+        """Wait for the end of the evaluation, and return its result."""
         pinned = self._under_way
         assert pinned is not None, "only asked for what was begun"
         try:
@@ -101,7 +101,7 @@ class PinnedEvaluation:
         return PinnedResult(pinned.step, pinned.version, pinned.task.result())
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Give up the evaluation that is under way."""
         if self._under_way is not None:
             self._under_way.task.cancel()
             await asyncio.gather(self._under_way.task, return_exceptions=True)
