@@ -1,1 +1,1 @@
-"""From lines of a data file to token ids, once and for all services."""
+"""Turns lines of a data file into token ids, once for all services."""

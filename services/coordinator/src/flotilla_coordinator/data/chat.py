@@ -1,8 +1,7 @@
-"""Chat templates: a list of messages becomes the text that the model continues.
+"""Renders chat templates: a list of messages becomes the text that the model continues.
 
-Invariants: templates are foreign code, so they run in jinja2's immutable sandbox; the environment is the
-one that published templates are written for (trimmed blocks, loop controls, `raise_exception`, unescaped
-`tojson`).
+Invariants: templates are untrusted code, so they run in jinja2's immutable sandbox; the environment is the one that
+published templates are written for (trimmed blocks, loop controls, `raise_exception`, unescaped `tojson`).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from flotilla_core.errors import InvalidConfig
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks an assistant's part for others; the text stays as it is."""
+    """The tag `{% generation %}`, which marks an assistant's part for other tools; the text is unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -49,7 +48,7 @@ class ChatTemplate:
             raise InvalidConfig("the chat template cannot be read", where=where, why=str(error)) from error
 
     def render(self, messages: Sequence[dict[str, Any]], *, begin_answer: bool = True) -> str:
-        """The messages as one text, which ends where the assistant is to begin with `begin_answer`."""
+        """Return the messages as one text; with `begin_answer` it ends where the assistant begins to answer."""
         try:
             return self._template.render(
                 messages=list(messages),

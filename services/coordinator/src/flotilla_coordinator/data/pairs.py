@@ -1,8 +1,8 @@
-"""Pairs of answers: a data file whose lines have a prompt, the preferred answer to it and another one.
+"""Reads pairs of answers: each line of the data file has a prompt, the preferred answer to it and another one.
 
-Invariants: prompts are read, cut and left out as in every data file; every mistake in an answer is found before the run
-starts, with its line number; an answer of chat messages is what the template writes after the prompt, up to the token
-that ends the assistant's turn.
+Invariants: prompts are read, cut and left out as in every data file. Every mistake in an answer is found before the run
+starts, with its line number. An answer of chat messages is the text that the template writes after the prompt, up to
+the token that ends the assistant's turn.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Row:
 
 
 def load_pairs(path: Path, config: DataConfig, tokenizer: Tokenizer) -> PromptFile:
-    """Read every line of `path`; each prompt comes with its pair."""
+    """Read every line of `path`; each prompt has its pair."""
     file = load_prompts(path, config, tokenizer)
     rows = _rows(path, file.prompts, config, tokenizer)
     paired = [prompt for chunk in in_chunks(rows) for prompt in _paired(chunk, tokenizer)]
@@ -67,7 +67,7 @@ def _rows(path: Path, prompts: list[Prompt], config: DataConfig, tokenizer: Toke
 
 
 def _messages(prompt: Any, config: DataConfig) -> list[Any] | None:
-    """The messages of a prompt; None where it is bare text."""
+    """Return the messages of a prompt; None where it is plain text."""
     if isinstance(prompt, list):
         return prompt
     return [{"role": "user", "content": prompt}] if config.apply_chat_template else None
@@ -82,7 +82,7 @@ class _AnswerReader:
     tokenizer: Tokenizer
 
     def text(self, raw: Any, what: str, place: str) -> str:
-        """What the model is to say after the prompt."""
+        """Return the text that the model should answer after the prompt."""
         if isinstance(raw, list):
             raw = self._rendered(raw, what, place)
         if not isinstance(raw, str):
@@ -96,7 +96,7 @@ class _AnswerReader:
         return raw
 
     def _rendered(self, messages: list[Any], what: str, place: str) -> str:
-        """Of chat messages that are the answer, or the prompt and the answer."""
+        """Render chat messages that are the answer, or the prompt and the answer."""
         if self.messages is None:
             raise InvalidConfig(
                 f"{what} holds chat messages, but the prompt is bare text",
@@ -123,7 +123,7 @@ class _AnswerReader:
                 why="what it writes with the answer does not begin with what it writes without",
                 next_step="write the answer as text",
             )
-        # Some templates end a line after the token that ends the turn; the model stops before it.
+        # Some templates write a newline after the token that ends the turn, but the model stops before it.
         return whole.removeprefix(self.prompt_text).rstrip()
 
 
@@ -141,6 +141,6 @@ def _paired(rows: list[_Row], tokenizer: Tokenizer) -> Iterator[Prompt]:
 
 
 def _ended(token_ids: list[int], tokenizer: Tokenizer) -> np.ndarray:
-    """A template has written the end already, a text has not."""
+    """Add the end token to an answer of plain text; a template has written it already."""
     end = [] if token_ids[-1] in tokenizer.eos_ids else [tokenizer.eos_id]
     return np.asarray([*token_ids, *end], dtype=np.int32)

@@ -1,8 +1,8 @@
-"""Prompts of a run without end, in an order that a restart repeats exactly.
+"""Draws the prompts of a run without end, in an order that a restart repeats exactly.
 
-Invariants: which data set a draw takes depends on the seed and the places alone, so shares hold from the first draws
-on; each set goes through its own epochs, and no prompt is drawn twice in one; everything before a cursor was drawn or
-rested; a saved cursor fits only the very data that it was saved with.
+Invariants: the data set of a draw depends on the seed and the number of the draw alone, so the shares hold from the
+first draws on. Each data set has its own epochs, and no prompt is drawn twice in one. Everything before a cursor was
+drawn or rested. A saved cursor fits only the same data that it was saved with.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ SEEDS = 1 << 63
 
 
 class _Stream:
-    """Where one data set stands; no seed keeps the order of its prompts in every epoch."""
+    """The position in one data set; without a seed its prompts keep their order in every epoch."""
 
     def __init__(self, prompts: list[Prompt], seed: int | None, rest_epochs: int) -> None:
         self.prompts = prompts
         self._seed = seed
         self._rest_epochs = rest_epochs
         self._last_rest = np.zeros(len(prompts), np.int64)
-        """For how many epochs a prompt rested when it was drawn last."""
+        """The number of epochs that each prompt rested when it was drawn last."""
         self._drawn_again_in = np.zeros(len(prompts), np.int64)
         """The first epoch in which a prompt does not rest."""
         self._noted_epoch = -1
-        """The newest epoch of which an outcome is known."""
+        """The newest epoch with a known outcome."""
         self.enter(0, 0)
 
     def next(self) -> Prompt:
         while True:
             if self._position == len(self.prompts):
-                # An epoch in which every prompt rests has nothing to draw.
+                # An epoch in which every prompt rests is skipped.
                 self.enter(max(self._epoch + 1, int(self._drawn_again_in.min())), 0)
             number = int(self._order[self._position])
             self._position += 1
@@ -64,7 +64,7 @@ class _Stream:
         return int((self._drawn_again_in > self._noted_epoch + 1).sum())
 
     def pass_by(self, drawn: list[tuple[int, int]]) -> None:
-        """Move past the last of these prompts, given by epoch and number, unless it is past it already."""
+        """Move past the last of these prompts, given by epoch and number, unless the position is past it already."""
         epoch = max(epoch for epoch, _ in drawn)
         numbers = [number for of, number in drawn if of == epoch]
         last = int(np.flatnonzero(np.isin(self._order_of(epoch), numbers))[-1])
@@ -83,7 +83,7 @@ class _Stream:
         return self._epoch * len(self.prompts) + self._position
 
     def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
-        """Sorted by random keys: raw Philox numbers are the same in every numpy version."""
+        """Sort by random keys, because raw Philox numbers are the same in every numpy version."""
         if self._seed is None:
             return np.arange(len(self.prompts))
         keys = np.random.Philox(derive_seed(self._seed, "data order", epoch)).random_raw(len(self.prompts))
@@ -91,7 +91,7 @@ class _Stream:
 
 
 class PromptSource:
-    """Draws from all data sets of a run."""
+    """Draws prompts from all data sets of a run."""
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, seed: int, load: Load | None = None) -> None:
         sets = read_sets(config, tokenizer, load or load_prompts)
@@ -99,7 +99,7 @@ class PromptSource:
         self.rest_epochs = config.rest_epochs
         self._seed = seed
         self._fingerprint = _fingerprint(self.file.prompts)
-        # The first set's order is that of a run that has no other.
+        # The first set has the same order as in a run with this set alone.
         seeds = [derive_seed(seed, "data set", place) if place else seed for place in range(len(sets))]
         shuffled = config.order == "shuffled"
         self._streams = [
@@ -114,15 +114,15 @@ class PromptSource:
         self._bounds = list(accumulate(one.share for one in sets[:-1]))
 
     def __len__(self) -> int:
-        """Prompts of all data sets together."""
+        """Return the number of prompts of all data sets together."""
         return len(self.file.prompts)
 
     def next(self) -> Prompt:
-        """The next prompt that does not rest; the next epoch of its data set begins where one ends."""
+        """Return the next prompt that does not rest; each data set begins its next epoch when one ends."""
         return self._drawn_from(sum(stream.drawn for stream in self._streams)).next()
 
     def known(self, epoch: int, index: int) -> Prompt:
-        """A prompt that was drawn before."""
+        """Return a prompt that was drawn before."""
         if index not in self._found_at:
             raise other_data(f"there is no prompt {index} any more")
         stream, number = self._found_at[index]
@@ -135,7 +135,7 @@ class PromptSource:
 
     @property
     def resting_share(self) -> float:
-        """Say which share of all prompts rests, by the outcomes that are known."""
+        """Return the share of all prompts that rest, by the outcomes that are known."""
         return sum(stream.resting for stream in self._streams) / len(self)
 
     def pass_by(self, drawn: Sequence[tuple[int, int]]) -> None:
@@ -150,14 +150,14 @@ class PromptSource:
 
     @property
     def cursor(self) -> dict[str, Any]:
-        """Where the next prompt will come from."""
+        """The place of the next prompt, as it is saved."""
         return {"sets": [stream.place for stream in self._streams], "data": self._fingerprint}
 
     def restore(self, cursor: dict[str, Any]) -> None:
-        """Go on exactly where `cursor` was taken."""
+        """Continue exactly where `cursor` was taken."""
         if cursor["data"] != self._fingerprint:
             raise other_data("the training files, the tokenizer or data.max_prompt_tokens changed since then")
-        # A cursor of a run with one data set was once its place alone.
+        # An older cursor of a run with one data set was that set's place itself.
         for stream, place in zip(self._streams, cursor.get("sets", [cursor]), strict=True):
             stream.enter(place["epoch"], place["position"])
 
@@ -166,7 +166,7 @@ class PromptSource:
 
 
 def other_data(why: str) -> FailedPrecondition:
-    """What a run began with is not what there is now."""
+    """Make the error for data that is no longer the data of the run's start."""
     return FailedPrecondition(
         "the saved place in the data set does not fit the data",
         why=why,

@@ -1,4 +1,4 @@
-"""Prompts as a data file holds them, each with the two answers that it has where a run learns preferences.
+"""Reads the prompts of a data file, each with its two answers where a run learns preferences.
 
 Invariants: a data file is read and tokenized whole before the run starts, so every mistake in it is found then, with
 its line number; `index` is the line's place in the file and never changes.
@@ -24,7 +24,7 @@ from flotilla_core.structs import unfit
 
 ROWS_AT_ONCE = 4096
 LONGEST_LINE = 64 << 20
-"""Bytes; a prompt of a million tokens has a tenth of that."""
+"""The limit in bytes; a prompt of a million tokens has a tenth of that."""
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class AnswerPair:
-    """What a run learns from that is told which answer is better."""
+    """The two answers of a preference: the chosen one and the rejected one."""
 
     chosen: Answer
     rejected: Answer
@@ -51,32 +51,32 @@ class Prompt:
 
     epoch: int
     index: int
-    """Its place among all prompts of the run, the one file after the other."""
+    """The prompt's place among all prompts of the run, one file after the other."""
     prompt_text: str
     token_ids: npt.NDArray[np.int32]
     answer: str
     info: dict[str, Any]
     """The line's other columns."""
     pair: AnswerPair | None = None
-    """Where the data set says which of two answers is better."""
+    """The other columns of the line."""
     data_set: str = ""
-    """The name of the one that it is from, where the run has several."""
+    """The two answers, where the data set prefers one of them."""
     teacher: str = ""
-    """The role of the teacher that scores its samples, where a column of the line names one."""
+    """The name of its data set, where the run has several."""
 
 
 @dataclass(frozen=True)
 class PromptFile:
-    """What a data file holds after the overlong prompts were dealt with."""
+    """The prompts of a data file, without those that are too long where these are dropped."""
 
     prompts: list[Prompt]
-    """In the order of the file, epoch 0."""
+    """All prompts in the order of the file, in epoch 0."""
     dropped: int
     truncated: int
 
     @property
     def rows(self) -> int:
-        """Of the file itself."""
+        """Return the number of lines of the file."""
         return len(self.prompts) + self.dropped
 
 
@@ -89,7 +89,7 @@ def load_prompts(path: Path, config: DataConfig, tokenizer: Tokenizer) -> Prompt
     prompts: list[Prompt] = []
     dropped = truncated = 0
     for chunk in in_chunks(_rows(path, config, tokenizer)):
-        # A rendered template brings its own special tokens; a bare text gets the tokenizer's.
+        # A rendered template has its own special tokens; a plain text gets the tokenizer's.
         for bare in (True, False):
             part = [row for row in chunk if row.bare is bare]
             encoded = tokenizer.encode_many([row.text for row in part], special=bare)
@@ -145,7 +145,7 @@ def _rows(path: Path, config: DataConfig, tokenizer: Tokenizer) -> Iterator[_Row
 
 
 def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Every line that holds one, with its number."""
+    """Return every line that holds an object, with its number."""
     if not path.is_file():
         raise InvalidConfig(
             "the data file does not exist", where=str(path), next_step="set data.train or evaluation.data"
@@ -167,7 +167,7 @@ def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def told_to_rewards(columns: dict[str, Any], where: str) -> dict[str, Any]:
-    """The other columns of a line, which go over the wire with its samples."""
+    """Return the other columns of a line, which are sent to the rewards with its samples."""
     for name, value in columns.items():
         if problem := unfit(value, f"column {name}"):
             raise InvalidConfig("the line holds what no reward can be told", where=where, why=problem)
@@ -175,7 +175,7 @@ def told_to_rewards(columns: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _prompt_text(raw: object, config: DataConfig, tokenizer: Tokenizer, where: str) -> tuple[str, bool]:
-    """The text to tokenize, and whether it is bare of special tokens."""
+    """Return the text to tokenize, and whether it has no special tokens yet."""
     if isinstance(raw, str):
         if not config.apply_chat_template:
             return raw, True
@@ -190,7 +190,7 @@ def _prompt_text(raw: object, config: DataConfig, tokenizer: Tokenizer, where: s
 
 
 def in_chunks(rows: Iterator[T]) -> Iterator[list[T]]:
-    """So many at a time that tokenizing them uses all cores."""
+    """Group the rows into chunks that are large enough to tokenize on all cores."""
     chunk: list[T] = []
     for row in rows:
         chunk.append(row)
@@ -202,7 +202,7 @@ def in_chunks(rows: Iterator[T]) -> Iterator[list[T]]:
 
 
 def _prompt(row: _Row, config: DataConfig) -> Prompt:
-    """Truncation keeps the end: a prompt's question and the template's last words stand there."""
+    """Make the prompt; truncation keeps the end, with the question and the template's last words."""
     token_ids = np.asarray(row.token_ids[-config.max_prompt_tokens :], dtype=np.int32)
     return Prompt(0, row.index, row.text, token_ids, row.answer, row.info)
 

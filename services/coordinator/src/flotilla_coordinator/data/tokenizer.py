@@ -1,8 +1,8 @@
-"""The tokenizer of a model folder, without transformers; a replica that has another one is refused.
+"""Loads the tokenizer of a model folder without transformers, and refuses a replica that has another one.
 
-Invariants: reads `tokenizer.json`, `tokenizer_config.json`, `generation_config.json`, `config.json` and
-`chat_template.jinja`, never the network; a chat template runs in a sandbox that cannot reach Python's insides; token
-ids mean the same on both ends, or the run does not begin.
+Invariants: it reads `tokenizer.json`, `tokenizer_config.json`, `generation_config.json`, `config.json` and
+`chat_template.jinja`, never the network. A chat template runs in a sandbox that cannot reach Python's internals. Token
+ids mean the same in both processes, or the run does not begin.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ReplicaT = TypeVar("ReplicaT", bound=Replica[Any])
 
 @lru_cache(maxsize=8)
 def _backend(file: Path, digest: str) -> tokenizers.Tokenizer:
-    """Read a file with these contents, once: the library frees what a tokenizer has cached only with the process."""
+    """Read a file with these contents once, because the library frees a tokenizer's caches only with the process."""
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the Rust reader raises plain Exception whatever is wrong with the file
@@ -38,7 +38,7 @@ def _backend(file: Path, digest: str) -> tokenizers.Tokenizer:
 
 
 class Tokenizer:
-    """Text to token ids and back."""
+    """Converts text to token ids and back."""
 
     def __init__(self, folder: Path, backend: tokenizers.Tokenizer, digest: str) -> None:
         self.folder = folder
@@ -57,12 +57,12 @@ class Tokenizer:
 
     @property
     def vocabulary_size(self) -> int:
-        """Tokens, added ones included."""
+        """Return the number of tokens, added ones included."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     @property
     def eos_id(self) -> int:
-        """The token that ends a response."""
+        """Return the token that ends a response."""
         if not self.eos_ids:
             raise InvalidConfig(
                 "the tokenizer has no end-of-sequence token",
@@ -72,19 +72,19 @@ class Tokenizer:
         return self.eos_ids[0]
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Token ids; `special` adds what the model expects around a bare prompt (a begin token)."""
+        """Return token ids; `special` adds the tokens that the model expects around a plain prompt."""
         return list(self._backend.encode(text, add_special_tokens=special).ids)
 
     def encode_many(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
-        """The same for many texts at once, on all cores."""
+        """Return the token ids of many texts at once, computed on all cores."""
         return [list(item.ids) for item in self._backend.encode_batch_fast(texts, add_special_tokens=special)]
 
     def decode(self, token_ids: list[int], *, skip_special: bool = True) -> str:
-        """Text of token ids."""
+        """Return the text of token ids."""
         return str(self._backend.decode(token_ids, skip_special_tokens=skip_special))
 
     def render_chat(self, messages: Sequence[dict[str, Any]], *, begin_answer: bool = True) -> str:
-        """The text that the model is trained to continue, by the folder's chat template; or a whole conversation."""
+        """Render messages by the folder's chat template, up to where the answer begins, or a whole conversation."""
         if self._chat is None:
             from flotilla_coordinator.data.chat import ChatTemplate
 
@@ -117,7 +117,7 @@ class Tokenizer:
         return None if text is None else self._backend.token_to_id(text)
 
     def _end_ids(self) -> tuple[int, ...]:
-        """The tokenizer's own first, then those that the model's configuration adds."""
+        """Return the tokenizer's own end token first, then those that the model's configuration adds."""
         found: list[int] = []
         own = self._id_of_setting("eos_token")
         if own is not None:
@@ -129,7 +129,7 @@ class Tokenizer:
 
 
 def _token_text(setting: object) -> str | None:
-    """Special tokens are plain text, or objects with a `content`."""
+    """Return the text of a special token, which is a plain string or an object with `content`."""
     if isinstance(setting, dict):
         setting = setting.get("content")
     return setting if isinstance(setting, str) else None
@@ -145,7 +145,7 @@ def of_same_tokenizer(
     model: Path | str,
     refuse: Callable[[ReplicaT, Mismatch], None],
 ) -> list[ReplicaT]:
-    """Those that speak the coordinator's tokens; the others are refused, and where nobody is left the run is."""
+    """Return the replicas with the coordinator's tokenizer, and refuse the others; raise where none is left."""
     refused: list[tuple[ReplicaT, Mismatch]] = []
     for replica in replicas:
         try:

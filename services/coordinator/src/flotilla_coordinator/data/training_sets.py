@@ -1,8 +1,8 @@
-"""The data sets of a run: read as its algorithm needs them, one after the other, and numbered through.
+"""Reads the data sets of a run as its algorithm needs them, and numbers their prompts through.
 
-Invariants: the prompts of a set have the numbers after those of the set before it, rows that were dropped included; an
-order by difficulty changes no number; a run whose column of teachers is missing in a line, or names a teacher that the
-run does not ask, does not start.
+Invariants: the prompts of a set have the numbers after those of the set before it, with dropped rows counted. An order
+by difficulty changes no number. A run does not start where a line lacks the column of teachers, or names a teacher that
+the run does not ask.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class LoadedSet:
     path: Path
     file: PromptFile
     share: float
-    """Of the draws."""
+    """The share of the draws."""
 
 
 def read_sets(config: DataConfig, tokenizer: Tokenizer, load: Load) -> list[LoadedSet]:
-    """All of `data.train`."""
+    """Read all of `data.train`."""
     train = config.train
     sets = (TrainingSet(path=train),) if isinstance(train, Path) else train
     names = [one.name or one.path.stem for one in sets]
@@ -55,7 +55,7 @@ def read_sets(config: DataConfig, tokenizer: Tokenizer, load: Load) -> list[Load
 
 
 def joined(sets: Iterable[LoadedSet]) -> PromptFile:
-    """As if it were one file."""
+    """Join the data sets as if they were one file."""
     files = [one.file for one in sets]
     return PromptFile(
         [prompt for file in files for prompt in file.prompts],
@@ -75,7 +75,7 @@ def _refuse_equal(names: list[str]) -> None:
 
 
 def _by_difficulty(prompts: list[Prompt], column: str, path: Path) -> list[Prompt]:
-    """Ascending, equal ones as in the file."""
+    """Sort in ascending order; equal prompts keep the order of the file."""
     for prompt in prompts:
         value = prompt.info.get(column)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -89,7 +89,7 @@ def _by_difficulty(prompts: list[Prompt], column: str, path: Path) -> list[Promp
 
 
 def training_data(config: RunConfig) -> Load:
-    """Of `data.train`; a client that makes the steps brings its pairs itself."""
+    """Return the reader of `data.train`; a client that makes the steps brings its pairs itself."""
     load = load_pairs if config.learns_from_pairs and config.loop == "coordinator" else load_prompts
     algorithm = config.algorithm
     asked = algorithm.asked_teachers if isinstance(algorithm, PolicyConfig) else None
@@ -97,12 +97,12 @@ def training_data(config: RunConfig) -> Load:
 
 
 def held_out_data(config: RunConfig) -> Load:
-    """Of `evaluation.data`."""
+    """Return the reader of `evaluation.data`."""
     return load_pairs if config.evaluates_pairs else load_prompts
 
 
 def _choosing_teachers(load: Load, asked: AskedTeachers) -> Load:
-    """`load`, and of every prompt the role of the teacher that scores its samples."""
+    """Return a reader like `load` that also sets the role of the teacher that scores each prompt's samples."""
 
     def load_with_teachers(path: Path, config: DataConfig, tokenizer: Tokenizer) -> PromptFile:
         file = load(path, config, tokenizer)

@@ -1,3 +1,3 @@
-"""What a run leaves behind for people and scripts: its directory, its plots and its Parquet files."""
+"""Writes the records of a run for people and scripts: its directory, its plots and its Parquet files."""
 
 from __future__ import annotations

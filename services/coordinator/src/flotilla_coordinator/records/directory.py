@@ -1,8 +1,9 @@
-"""Files of one run, for people and for scripts.
+"""Writes and reads the files of one run, for people and for scripts.
 
-Invariants: what an earlier attempt left is never overwritten (a second file of a name gets a number); JSON
-Lines files grow by whole lines, flushed one by one, and half a line goes when the next one comes; lines that a full
-disk does not take wait for the next one; everything can be read while the run goes on, by ordinary tools (jq, zstdcat).
+Invariants: files of an earlier attempt are never overwritten; a second file of a name gets a number. JSON Lines files
+grow by whole lines, flushed one by one, and half a line is removed before the next one is written. Lines that do not
+fit on a full disk wait for the next one. Everything can be read by ordinary tools (jq, zstdcat) while the run is
+active.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ if TYPE_CHECKING:
 SAMPLE_FILES = "step-*.jsonl.zst"
 OUTCOME = "outcome.json"
 MOST_WAITING = 10_000
-"""Lines of one file, while its disk is full; the oldest go first."""
+"""The most lines of one file that wait while its disk is full; the oldest are dropped first."""
 
 
 class RunDirectory:
-    """`<state_dir>/<stack>/runs/<run_id>/`."""
+    """The directory `<state_dir>/<stack>/runs/<run_id>/`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._waiting: dict[str, deque[bytes]] = {}
-        """Lines that the disk did not take, by file."""
+        """Lines that were not written because the disk was full, by file."""
         self._writing = threading.Lock()
 
     @classmethod
     def create(cls, path: Path) -> RunDirectory:
-        """A fresh directory; one that exists belongs to another run."""
+        """Make a new directory; one that exists belongs to another run."""
         with names_full_disk("the run directory cannot be made", path):
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -60,16 +61,16 @@ class RunDirectory:
 
     @property
     def model_path(self) -> Path:
-        """The exported policy."""
+        """The folder of the exported policy."""
         return self.path / "model"
 
     @property
     def checkpoints_path(self) -> Path:
-        """What the run, or a later one, can go on from."""
+        """The folder of checkpoints, from which this run or a later one can continue."""
         return self.path / "checkpoints"
 
     def reopen(self, versions: Mapping[str, Any]) -> None:
-        """The run goes on: its last end becomes one of several, and who takes part now is noted as well."""
+        """Continue the run: set its last outcome aside, and note the versions of the services that take part now."""
         with names_full_disk("the run directory cannot be written", self.path):
             outcome = self.path / OUTCOME
             if outcome.exists():
@@ -78,38 +79,38 @@ class RunDirectory:
                 write_atomically(_free(self.path / "versions.json"), _pretty(versions))
 
     def write_configuration(self, config_yaml: str, versions: Mapping[str, Any]) -> None:
-        """The resolved configuration, and who took part (versions and digests by service)."""
+        """Write the resolved configuration, and the versions and digests of the services that take part."""
         with names_full_disk("the run directory cannot be written", self.path):
             write_atomically(_free(self.path / "run.yaml"), config_yaml)
             write_atomically(_free(self.path / "versions.json"), _pretty(versions))
 
     def write_change(self, step: int, config_yaml: str, changes: Mapping[str, tuple[Any, Any]]) -> None:
-        """Other settings from a step on: a line of what changed, and the configuration as it is now."""
+        """Write a change of settings from a step on: one line with the changes, and the configuration as it is now."""
         with names_full_disk("the run directory cannot be written", self.path):
             write_atomically(_free(self.path / "run.yaml"), config_yaml)
         values = {key: {"from": before, "to": after} for key, (before, after) in changes.items()}
         self._append("changes.jsonl", {"step": step, "time": round(time.time(), 3), "changes": values})
 
     def write_metrics(self, step: int, metrics: Mapping[str, float], *, lineage: int = 0) -> None:
-        """One line for a step; a value that is not finite is null, for JSON has no other word for it."""
+        """Write one line for a step; a value that is not finite is null, because JSON cannot express it."""
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._append(
             "metrics.jsonl", {"step": step, "lineage": lineage, "time": round(time.time(), 3), **values}
         )
 
     def write_event(self, event: run_pb2.RunEvent) -> None:
-        """One line for something that happened."""
+        """Write one line for an event."""
         self._append("events.jsonl", json_format.MessageToDict(event, preserving_proto_field_name=True))
 
     def write_evaluation(
         self, step: int, version: str, accuracy: float, metrics: Mapping[str, float] | None = None
     ) -> None:
-        """One line for an evaluation after `step` steps."""
+        """Write one line for an evaluation after `step` steps."""
         line = {"step": step, "time": round(time.time(), 3), "policy_version": version, "accuracy": accuracy}
         self._append("evaluations.jsonl", line | dict(metrics or {}))
 
     def write_samples(self, batch: Batch) -> Path:
-        """The samples of one step, compressed; complete or not there at all."""
+        """Write the samples of one step, compressed; the file is complete or does not exist."""
         path = _free(self.path / "samples" / f"step-{batch.step:06d}.jsonl.zst")
         lines = (
             _line(_sample(batch.step, group, sample)) for group in batch.groups for sample in group.samples
@@ -127,7 +128,7 @@ class RunDirectory:
         return path
 
     def finish(self, run: run_pb2.Run) -> None:
-        """Outcome and logs of a run that has ended; again changes nothing but what is missing."""
+        """Write the outcome and the logs of a run that has ended; a second call adds only what is missing."""
         outcome = json_format.MessageToDict(run, preserving_proto_field_name=True)
         with names_full_disk("the outcome cannot be written", self.path):
             for name in list(self._waiting):
@@ -137,41 +138,44 @@ class RunDirectory:
         self._keep_logs(sorted((self.path.parent.parent / "logs").glob("*.log")))
 
     def read_outcome(self) -> run_pb2.Run | None:
-        """The run as it ended; None while it goes on, and where its coordinator was killed."""
+        """Return the run as it ended; None while it is active, and where its coordinator was killed."""
         path = self.path / OUTCOME
         if not path.is_file():
             return None
         try:
             return json_format.Parse(path.read_text("utf-8"), run_pb2.Run())
-        except (json_format.ParseError, UnicodeDecodeError):  # damaged; the ledger knows the end as well
+        except (
+            json_format.ParseError,
+            UnicodeDecodeError,
+        ):  # it is damaged; the ledger holds the end as well
             return None
 
     def read_metrics(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """Steps so far with their metrics, those that a fall-back undid left out."""
+        """Return the metrics of the steps so far, without steps that a fall-back undid."""
         for line in _surviving(_read_lines(self.path / "metrics.jsonl")):
             step = int(line.pop("step"))
             values = {name: value for name, value in line.items() if name not in ("time", "lineage")}
             yield step, {name: value for name, value in values.items() if value is not None}
 
     def read_events(self) -> Iterator[dict[str, Any]]:
-        """All events so far."""
+        """Return all events so far."""
         return _read_lines(self.path / "events.jsonl")
 
     def last_sequence(self) -> int:
-        """The number of the last event; 0 before the first."""
+        """Return the number of the last event; 0 before the first."""
         return max((int(event["sequence"]) for event in self.read_events()), default=0)
 
     def last_written(self) -> float | None:
-        """When the last event was written, in seconds since the epoch."""
+        """Return when the last event was written, in seconds since the epoch."""
         events = self.path / "events.jsonl"
         return events.stat().st_mtime if events.is_file() else None
 
     def read_evaluations(self) -> Iterator[dict[str, Any]]:
-        """All evaluations so far, those that a fall-back undid left out."""
+        """Return all evaluations so far, without those that a fall-back undid."""
         return _surviving(_read_lines(self.path / "evaluations.jsonl"))
 
     def read_samples(self, steps: Collection[int] | None = None) -> Iterator[dict[str, Any]]:
-        """All samples, or those of `steps`, step by step; of a step that was made again, those of the last time."""
+        """Return all samples, or those of `steps`, step by step; where a step was repeated, those of the last time."""
         newest: dict[str, tuple[int, Path]] = {}
         for path in (self.path / "samples").glob(SAMPLE_FILES):
             step, _, number = path.name.partition(".")[0].removeprefix("step-").partition("-")
@@ -183,7 +187,7 @@ class RunDirectory:
                     yield json.loads(line)
 
     def _keep_logs(self, logs: Iterable[Path]) -> None:
-        """Hard links where the file system allows, so that lines which are still to come are there too."""
+        """Link the logs, so that later lines are included; copy them where the file system allows no links."""
         for log in logs:
             target = _free(self.path / "logs" / log.name)
             target.parent.mkdir(exist_ok=True)
@@ -193,7 +197,7 @@ class RunDirectory:
                 shutil.copyfile(log, target)
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
-        """Add a line, now or, where the disk is full, with the next one."""
+        """Add a line now, or with the next one where the disk is full."""
         lines = self._waiting.setdefault(name, deque(maxlen=MOST_WAITING))
         lines.append(_line(record).encode())
         try:
@@ -252,7 +256,7 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def _cut_unfinished_line(file: IO[bytes]) -> None:
-    """Half a line, from a process that was killed or a disk that was full, would spoil the next one; nobody read it."""
+    """Remove half a line, which a killed process or a full disk left; no reader has taken it."""
     if file.tell() == 0:
         return
     file.seek(-1, os.SEEK_END)
@@ -266,7 +270,7 @@ def _pretty(value: Mapping[str, Any]) -> str:
 
 
 def _free(path: Path) -> Path:
-    """`path`, or the first of its numbered siblings that does not exist: run.yaml, run-2.yaml, ..."""
+    """Return `path`, or the first of its numbered siblings that does not exist: run.yaml, run-2.yaml, ..."""
     stem, dot, suffixes = path.name.partition(".")
     number, candidate = 1, path
     while candidate.exists():
@@ -276,7 +280,7 @@ def _free(path: Path) -> Path:
 
 
 def _surviving(lines: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A line voids all earlier ones of its step and of later steps: the run fell back before it wrote that line."""
+    """Drop each line that a later line of its step or an earlier one replaces: the run fell back in between."""
     kept: list[dict[str, Any]] = []
     for line in lines:
         while kept and kept[-1]["step"] >= line["step"]:
@@ -286,7 +290,7 @@ def _surviving(lines: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole lines; one may be half written while the run goes on, or for good by a process that was killed."""
+    """Return whole lines; the last one may be incomplete while it is written, or because its writer was killed."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:

@@ -1,7 +1,7 @@
-"""Metrics, evaluations and samples as Parquet files, one a kind.
+"""Writes metrics, evaluations and samples as Parquet files, one for each kind.
 
-Invariants: a metric that a step lacks is null, never 0; a file appears whole or not at all, in place of an
-older one, whoever else exports the same run at the same time.
+Invariants: a metric that a step lacks is null, never 0. A file appears whole or not at all, in place of an older one,
+even when several callers export the same run at the same time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROWS_AT_ONCE = 8192
 
 
 def export_parquet(run_dir: Path) -> list[Path]:
-    """Write `parquet/*.parquet`; kinds without a row are left out."""
+    """Write `parquet/*.parquet`; a kind without rows has no file."""
     run = RunDirectory(run_dir)
     target = run_dir / "parquet"
     target.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The plots of a run: what it learned, whether the mathematics is sound, where the time went.
+"""Draws the plots of a run: what it learned, whether the mathematics is sound, where the time went.
 
 Invariants: drawn from the run directory alone, without a display; a plot without data is not written.
 """
@@ -37,17 +37,17 @@ class _Run:
             self.evaluations[1].append(float(evaluation["accuracy"]))
 
     def series(self, name: str) -> Series:
-        """The steps that have a metric, and its values. A step counts when it is done: the first is 1."""
+        """Return the steps that have a metric, and its values; a step counts when done, so the first is 1."""
         found = [(step + 1, metrics[name]) for step, metrics in self._steps if name in metrics]
         return [step for step, _ in found], [value for _, value in found]
 
     def filled(self, name: str) -> list[float]:
-        """A value for every step, 0 where a phase did not happen."""
+        """Return a value for every step, 0 where a phase did not happen."""
         return [metrics.get(name, 0.0) for _, metrics in self._steps]
 
     @property
     def steps(self) -> list[int]:
-        """Every step that is done."""
+        """Return every step that is done."""
         return [step + 1 for step, _ in self._steps]
 
 

@@ -1,8 +1,8 @@
-"""Plots and Parquet files of a run, by the extra `flotilla-coordinator[report]`.
+"""Makes plots and Parquet files of a run, by the extra `flotilla-coordinator[report]`.
 
-Invariants: nothing heavy is imported before a report is asked for; without the extra, one error says how to get it.
-pyarrow, which keeps 70 MiB of whatever process imports it, never enters the service: a run is exported to Parquet in
-a process of its own, one at a time, which ends with the call that asked for it.
+Invariants: nothing heavy is imported before a report is requested; without the extra, one error says how to get it.
+pyarrow keeps 70 MiB of every process that imports it, so it never enters the service: a run is exported to Parquet in a
+process of its own, one at a time, which ends with the call that requested it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from flotilla_core.rpc.status import encode, from_status
 from flotilla_core.subprocess_group import ProcessGroup
 
 _REFUSED = 3
-"""Exit code of a process that printed the status of an error."""
+"""The exit code of a process that printed the status of an error."""
 
 
 def conclude(directory: RunDirectory, run: run_pb2.Run) -> str:
-    """Outcome, logs and plots of a run that has ended; a sentence where plots could not be made."""
+    """Write outcome, logs and plots of a run that has ended; return a sentence where plots could not be made."""
     directory.finish(run)
     try:
         with names_full_disk("the plots cannot be written", directory.path):
@@ -35,7 +35,7 @@ def conclude(directory: RunDirectory, run: run_pb2.Run) -> str:
 
 
 def write_plots(run_dir: Path) -> list[Path]:
-    """PNG plots of a run directory, in `plots/`."""
+    """Write PNG plots of a run directory into `plots/`."""
     try:
         from flotilla_coordinator.records import plots
     except ModuleNotFoundError as error:
@@ -44,7 +44,7 @@ def write_plots(run_dir: Path) -> list[Path]:
 
 
 def export_parquet(run_dir: Path) -> list[Path]:
-    """Metrics and samples of a run directory as Parquet, in `parquet/`."""
+    """Write metrics and samples of a run directory as Parquet into `parquet/`."""
     try:
         from flotilla_coordinator.records import parquet
     except ModuleNotFoundError as error:
