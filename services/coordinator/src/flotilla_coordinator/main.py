@@ -1,8 +1,8 @@
-"""`flotilla-coordinator`.
+"""Starts the coordinator: `flotilla-coordinator`.
 
-Messages come in on threads of gRPC, are used by the loop and freed by the thread that writes the ledger. With a place
-for each thread, as glibc has it, what one frees is no use to another, and the process holds its peaks several times: so
-all threads share a few.
+Messages arrive on threads of gRPC, are used by the event loop and freed by the thread that writes the ledger. With one
+memory arena for each thread, glibc's default, memory that one thread frees is of no use to the others, and the process
+holds its peak several times. So all threads share a few arenas.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ ARENAS = 2
 
 
 def share_allocations() -> None:
-    """From now on; called before there are threads."""
+    """Limit the arenas of the process; call it before there are threads."""
     limit = getattr(ctypes.CDLL(None), "mallopt", None)
-    if limit is not None:  # glibc has it, others share more
+    if limit is not None:  # only glibc has it; other allocators share more
         limit(M_ARENA_MAX, ARENAS)
 
 

@@ -1,9 +1,9 @@
-"""Keeps what the coordinator has on disk within the limits of its stack.
+"""Keeps the coordinator's files within the limits of its stack.
 
-Invariants: a run that goes on loses nothing but its oldest spans, and one that can be resumed keeps what it begins
-from; a directory is removed only where this stack's runs lie. It is put aside, under a name that is removed at any
-later look, before the ledger forgets the run: nothing is left that nobody knows of, and no run that is being removed
-can be resumed, for both happen in one turn with the starts.
+Invariants: an active run loses nothing but its oldest spans, and one that can be resumed keeps its starting weights. A
+directory is removed only where it is in this stack's folder of runs. It is first renamed to a name that is removed at
+any later check, and then the ledger forgets the run, both in one step under the lock that also guards starts. So no
+directory is left over, and a run that is being removed cannot be resumed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ MIB = 1 << 20
 EVERY_RUN = -1
 REMEMBERED_CONFIGURATIONS = 4096
 REMOVED = ".removed-"
-"""Begins the name of a directory whose run is forgotten; no run id begins so."""
+"""The prefix of a directory whose run is forgotten; no run id begins with it."""
 
 
 class Retention:
-    """Looks at ledger, span store and run directories now and then."""
+    """Prunes ledger, span store and run directories at regular intervals."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Retention:
         self._change_lock = change_lock
 
     async def keep(self) -> None:
-        """For as long as the coordinator lives; what cannot be removed now is tried again."""
+        """Enforce the limits for as long as the coordinator lives; what cannot be removed now is tried again."""
         while True:
             try:
                 await self.enforce()
@@ -65,7 +65,7 @@ class Retention:
         retention = self._config.retention
         if retention.runs_kept is not None:
             await self._forget_beyond(retention.runs_kept)
-        # Takes minutes where checkpoints are large, so nobody waits for it.
+        # This takes minutes where checkpoints are large, so nothing waits for it.
         await asyncio.to_thread(self._remove_forgotten)
         forgotten = await self._ledger.shrink(retention.ledger_mib * MIB)
         if forgotten:
@@ -74,21 +74,22 @@ class Retention:
 
     async def _forget_beyond(self, kept: int) -> None:
         for run_id, place in await self._ledger.ended_beyond(kept):
-            # Looked at before the turn as well: to read every configuration for the first time takes seconds.
+            # This check runs without the lock first, because reading every configuration for the first time takes
+            # seconds.
             if await self._needed(run_id, Path(place)):
                 continue
             async with self._change_lock:
-                # Meanwhile it may have been resumed, or another run may have begun from its weights.
+                # Meanwhile the run may have been resumed, or another run may have begun from its weights.
                 ended = dict(await self._ledger.ended_beyond(kept))
                 if run_id not in ended or await self._needed(run_id, Path(place)):
                     continue
                 try:
                     await self._forget(run_id, Path(place))
-                except OSError as error:  # one that cannot be moved keeps no other one
+                except OSError as error:  # a directory that cannot be moved does not stop the others
                     log.warning("an ended run could not be removed", run_id=run_id, error=str(error))
 
     async def _needed(self, run_id: str, directory: Path) -> bool:
-        """Whether another run that the ledger knows begins from a folder in there."""
+        """Return whether another run in the ledger begins from a folder in there."""
         others = [run for run in await self._ledger.list_runs(EVERY_RUN) if run.run_id != run_id]
 
         def look() -> bool:
@@ -102,7 +103,7 @@ class Retention:
     async def _forget(self, run_id: str, directory: Path) -> None:
         await self._ledger.check_owner()
         if directory.parent == self._runs:
-            # It may be gone: a coordinator that died here had come no further.
+            # It may be gone, where an earlier coordinator died at this place.
             with contextlib.suppress(FileNotFoundError):
                 directory.rename(directory.with_name(REMOVED + directory.name))
         await self._ledger.forget_run(run_id)
@@ -114,17 +115,17 @@ class Retention:
 
 
 def _begins_from(run: RunRecord) -> tuple[Path, ...]:
-    """The folders that the run reads again whenever it is resumed, or that its adapters are worth nothing without."""
+    """Return the folders that the run reads when it is resumed, or that its adapters need."""
     folders, adapters = _given(run.config_yaml)
     return folders if adapters or run.state is not RunState.SUCCEEDED else ()
 
 
 @lru_cache(maxsize=REMEMBERED_CONFIGURATIONS)
 def _given(config_yaml: str) -> tuple[tuple[Path, ...], bool]:
-    """The folders that a run was given to begin from, and whether it trains adapters."""
+    """Return the folders that a run was given to begin from, and whether it trains adapters."""
     try:
         config = load_text(RunConfig, config_yaml, source="run")
-    except InvalidConfig:  # of another release: it is not resumed by this one
+    except InvalidConfig:  # another release wrote it, and this one does not resume it
         return (), False
     critic, lora = critic_of(config), config.lora
     given = (

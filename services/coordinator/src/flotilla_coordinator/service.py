@@ -1,7 +1,7 @@
-"""The coordinator as a service: ledger, span store, fleet view and runs under one server.
+"""The coordinator as a service: ledger, span store, fleet and runs under one server.
 
-Invariants: the span store and the ledger are open before the port is, and close after every run has ended; no
-torch, no vllm, no transformers anywhere below this package.
+Invariants: the span store and the ledger are opened before the port, and closed after every run has ended; no torch, no
+vllm and no transformers is imported anywhere below this package.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Coordinator:
         )
 
     def add_to(self, server: RpcServer) -> None:
-        """Our own service and the OTLP receiver."""
+        """Add the coordinator's services and the OTLP receiver."""
         servicer = CoordinatorServicer(
             self._runs,
             self._fleet,
@@ -74,26 +74,26 @@ class Coordinator:
         )
 
     async def start(self) -> None:
-        """Follow the fleet, then go on with what an earlier coordinator left."""
+        """Follow the fleet, then continue the runs that an earlier coordinator left."""
         self._watching = asyncio.create_task(keep_in_view(self._fleet, self._host), name="fleet watch")
         self._beating = asyncio.create_task(self._beat(), name="ledger beat")
         await self._runs.recover()
         self._keeping = asyncio.create_task(self._retention.keep(), name="retention")
 
     def describe(self, registration: Registration) -> None:
-        """The tokenizer that prompts are made with."""
+        """Add the digest of the coordinator's tokenizer."""
         registration.tokenizer_digest = tokenizer_digest(model_folder(self._host.stack.model))
 
     async def check(self) -> list[operate_pb2.CheckResult]:
-        """Nothing beyond what the host checks."""
+        """Return no checks beyond those of the host."""
         return []
 
     async def dump_stacks(self) -> list[operate_pb2.ProcessStacks]:
-        """No children."""
+        """Return nothing, because the coordinator has no child processes."""
         return []
 
     async def drain(self, grace_s: float) -> None:
-        """Runs end, recorded."""
+        """End all runs, and record that."""
         await self._runs.close()
 
     async def stop(self) -> None:
@@ -108,12 +108,12 @@ class Coordinator:
         self._spans.close()
 
     async def _beat(self) -> None:
-        """Keep the ledger; a coordinator that lost it ends, for another one works in its place."""
+        """Renew the ownership of the ledger; end this coordinator once another one owns it."""
         while True:
             try:
                 await self._ledger.beat()
             except StaleVersion as error:
                 return self._host.failed(error)
-            except FlotillaError as error:  # a full disk: whoever writes something that matters will say so
+            except FlotillaError as error:  # a full disk: writes that matter report it
                 log.warning("the ledger was not written", error=str(error))
             await asyncio.sleep(BEAT_S)

@@ -1,3 +1,3 @@
-"""A run's sessions on trainer gangs: who learns, who only judges, and what they are told."""
+"""Holds a run's sessions on trainer gangs: of models that learn, and of models that only score."""
 
 from __future__ import annotations

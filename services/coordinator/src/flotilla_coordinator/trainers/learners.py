@@ -1,10 +1,10 @@
-"""The models of a run: its policy, a critic beside it where advantages come from values, and those that only judge.
+"""The models of a run: its policy, a critic where advantages come from values, and those that only score.
 
-Invariants: a gang that would read the tokens in another way than the coordinator is refused before a session opens;
-policy and critic learn from a batch side by side, each once, and a step is over when both are done; one checkpoint
-holds both, and a run goes on with both from the same one or with neither. Readers see such a checkpoint whole or not
-at all, because its parts are inside each other and sealed together before the one rename that shows them; a part that
-fails costs this checkpoint alone, and leaves nothing behind.
+Invariants: a gang with another tokenizer than the coordinator's is refused before a session opens. Policy and critic
+learn from a batch at the same time, each once, and a step ends when both are done. One checkpoint holds both, and a run
+continues with both from the same checkpoint or with neither. Readers see such a checkpoint whole or not at all, because
+its parts are inside each other and sealed together before the one rename that publishes them. A part that fails costs
+this checkpoint alone, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -47,18 +47,15 @@ Stages = AsyncGenerator[pb.SaveCheckpointResponse]
 
 @dataclass(frozen=True)
 class StepUpdates:
-    """What one step taught whom.
-
-    The updates of one step.
-    """
+    """The updates of one step."""
 
     policy: pb.UpdateResult | None
-    """None in steps in which only the critic learns."""
+    """The policy's update; None in steps in which only the critic learns."""
     critic: pb.UpdateResult | None = None
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The policy's under their own names, the critic's under `critic/`."""
+        """Return the policy's metrics under their own names, and the critic's under `critic/`."""
         metrics = {} if self.policy is None else dict(self.policy.metrics)
         if self.critic is not None:
             metrics |= {f"critic/{name}": value for name, value in self.critic.metrics.items()}
@@ -66,13 +63,13 @@ class StepUpdates:
 
     @property
     def skipped(self) -> dict[str, str]:
-        """Why whose update was not made."""
+        """Return the reason for each update that was skipped, by its name."""
         updates = {"update": self.policy, "update of the critic": self.critic}
         return {name: update.skipped for name, update in updates.items() if update and update.skipped}
 
     @property
     def skipped_steps(self) -> list[str]:
-        """The optimizer steps that were left out of updates that were made."""
+        """Return the optimizer steps that were left out of updates that were made."""
         updates = {"the policy": self.policy, "the critic": self.critic}
         return [
             f"{step} ({name})" for name, update in updates.items() if update for step in update.skipped_steps
@@ -94,22 +91,22 @@ class Learners:
         self.policy = policy
         self.critic = critic
         self.judges = judges or {}
-        """Who says something of every token of a batch before anybody learns from it, in this order."""
+        """The models that score every token of a batch before it is trained, in this order."""
         self._frozen = frozen
         self._critic_steps = critic_steps
 
     @property
     def sessions(self) -> list[GangSession]:
-        """The policy's first."""
+        """Return all sessions, the policy's first."""
         return [*self.learning, *self._frozen]
 
     @property
     def learning(self) -> list[LearningSession]:
-        """Those whose weights change, the policy's first."""
+        """Return the sessions whose weights change, the policy's first."""
         return [self.policy] if self.critic is None else [self.policy, self.critic]
 
     def reconfigure(self, config: RunConfig) -> None:
-        """Learn by other rates from the next update on."""
+        """Use other learning rates from the next update on."""
         self.policy.reschedule(config.optimizer.learning_rate, policy_updates(config))
         critic = critic_of(config)
         if self.critic is not None and critic is not None:
@@ -117,24 +114,24 @@ class Learners:
 
     @property
     def opened(self) -> bool:
-        """Whether every gang has a session of this run, as far as is known here."""
+        """Return whether every gang has a session of this run, as far as this coordinator has opened them."""
         return all(session.opened for session in self.sessions)
 
     async def open(self) -> None:
-        """Load the starting weights and build the optimizers; where one fails, who has no session is known of each."""
+        """Load the starting weights and build the optimizers; after a failure each session says whether it is open."""
         await all_settled(session.open() for session in self.sessions)
 
     async def lost(self) -> list[GangSession]:
-        """The sessions that are gone; one is enough for the run to go back to a checkpoint."""
+        """Return the sessions that are gone; one is enough for the run to return to a checkpoint."""
         gone = await gather_or_cancel(session.lost() for session in self.sessions)
         return [session for session, is_gone in zip(self.sessions, gone, strict=True) if is_gone]
 
     def policy_learns(self, step: int) -> bool:
-        """Whether a step moves the policy: the first ones may be for the critic alone."""
+        """Return whether a step trains the policy; the first steps may train the critic alone."""
         return self.critic is None or step >= self._critic_steps
 
     async def train(self, batch: Batch) -> StepUpdates:
-        """One update of each; of the critic alone in the first steps, where the run says so."""
+        """Make one update of each model; in the critic's warm-up, of the critic alone."""
         if self.critic is None:
             return StepUpdates(await self.policy.train(batch))
         if not self.policy_learns(batch.step):
@@ -143,13 +140,13 @@ class Learners:
         return StepUpdates(policy, critic)
 
     def save(self, folder: Path, state: bytes) -> AsyncGenerator[pb.SaveCheckpointResponse]:
-        """One checkpoint, with `state` inside: a message when all of it is in memory, another when it is on disk."""
+        """Write one checkpoint with `state` inside; yield a message when it is in memory, and one when on disk."""
         if self.critic is None:
             return self.policy.save(folder, state)
         return save_jointly(folder, state, self.policy, {CRITIC: self.critic})
 
     async def load(self, folder: Path) -> bytes:
-        """Put everything back to a checkpoint; the state that it was saved with."""
+        """Load a checkpoint into every learning session; return the state that it was saved with."""
         loads = [self.policy.load(folder)]
         if self.critic is not None:
             loads.append(self.critic.load(folder / CRITIC))
@@ -160,7 +157,7 @@ class Learners:
 async def save_jointly(
     folder: Path, state: bytes, policy: LearningSession, beside: Mapping[str, LearningSession]
 ) -> Stages:
-    """The policy's checkpoint with those of others inside, each in a folder of its name; stages as of a single one."""
+    """Save one checkpoint with the others inside the policy's, by role; its stages are those of a single save."""
     shelf, name = CheckpointShelf(folder.parent), folder.name
     aside = await asyncio.to_thread(on_disk, folder, shelf.begin, name)
     whole = aside / POLICY / name
@@ -183,7 +180,7 @@ async def save_jointly(
 
 
 async def next_stage(stages: Stages) -> pb.SaveCheckpointResponse:
-    """The next message of a save, which a gang may not end before its last."""
+    """Return the next message of a save, which a gang may not end before its last."""
     async for stage in stages:
         return stage
     raise Unavailable("the trainer ended the save without a result")
@@ -198,10 +195,7 @@ def _join(shelf: CheckpointShelf, name: str, whole: Path, parts: Mapping[str, Pa
 
 
 class SessionFactory:
-    """The gangs that a run needs: waited for, looked at, and asked for a session each.
-
-    Those of one stack, for one run.
-    """
+    """Opens the sessions that a run needs: waits for the gangs of its stack and checks them."""
 
     def __init__(
         self, run_id: str, stack: StackConfig, fleet: RunFleet, ledger: Ledger, lineage: int
@@ -213,7 +207,7 @@ class SessionFactory:
         self._lineage = lineage
 
     async def learners(self, config: RunConfig, tokenizer: Tokenizer, dump_dir: Path) -> Learners:
-        """The policy, and the critic where the run has one."""
+        """Prepare the policy, the critic where the run has one, and the models that only score."""
         gang = await self._gang(POLICY, tokenizer)
         spec = session_spec(config, dump_dir)
         policy = PolicyTrainer(self._run_id, spec, gang, self._ledger.run_ids, self._lineage)
@@ -255,13 +249,13 @@ class SessionFactory:
 
 
 def _top_k(config: RunConfig, role: str) -> int:
-    """Tokens that a gang is asked for in each place beside the sampled one."""
+    """Return how many of its likeliest tokens a gang is asked for in each place."""
     teacher = config.algorithm.teacher if isinstance(config.algorithm, PolicyConfig) else None
     return teacher.top_k if teacher is not None and kind_of_role(role) == TEACHER else 0
 
 
 def _judges(config: RunConfig, frozen: list[ScoringSession]) -> dict[str, Judge]:
-    """The reference by itself, and all teachers as one."""
+    """Return the reference as one judge, and all teachers together as another."""
     algorithm = config.algorithm
     teachers = [session for session in frozen if kind_of_role(session.gang.role) == TEACHER]
     judges: dict[str, Judge] = {

@@ -1,7 +1,7 @@
-"""Groups as messages to a gang, in parts that one message holds.
+"""Writes groups as messages to a gang, in parts that fit one message each.
 
-Invariants: a sample is never cut, and a group only where one message does not hold it; a part holds at least one of
-them; what a sample does not have stays empty in its message.
+Invariants: a sample is never cut, and a group only where it does not fit one message; a part holds at least one of
+them; a field that a sample lacks stays empty in its message.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from flotilla_core.rpc.channel import PART_BYTES
 from flotilla_core.tensors import to_tensor
 
 PIECE_BYTES = 16 << 20
-"""What a message holds beside one sample; a sample has up to three times as much (algorithm.teacher)."""
+"""The size of a message without its last sample; a sample may take up to three times as much (algorithm.teacher)."""
 NO_PROMPT = np.zeros(0, np.int32)
 
 
 def parts(groups: Iterable[RolloutGroup]) -> Iterator[list[RolloutGroup]]:
-    """Groups, about two mebibytes at a time, those that are too large for one message in pieces."""
+    """Return groups about two mebibytes at a time; a group that is too large for one message is cut into pieces."""
     part: list[RolloutGroup] = []
     size = 0
     for piece in (piece for group in groups for piece in _pieces(group)):
@@ -37,7 +37,7 @@ def parts(groups: Iterable[RolloutGroup]) -> Iterator[list[RolloutGroup]]:
 
 
 def _pieces(group: RolloutGroup) -> Iterator[RolloutGroup]:
-    """The group; where it is large some samples at a time, the first of them alone with the prompt."""
+    """Return the group, or pieces of a large one with some samples each; only the first piece has the prompt."""
     piece = replace(group, samples=[])
     for sample in group.samples:
         if piece.samples and piece.nbytes + sample.nbytes > PIECE_BYTES:
@@ -48,7 +48,7 @@ def _pieces(group: RolloutGroup) -> Iterator[RolloutGroup]:
 
 
 def fill(message: pb.TrainGroup, group: RolloutGroup) -> None:
-    """Write a group into a message where it lies: a step's tokens are megabytes, and each copy shows."""
+    """Fill a message in place, because a step's tokens are megabytes and each copy costs time."""
     message.group_id = group.group_id
     message.prompt_token_ids.CopyFrom(to_tensor(group.prompt_token_ids))
     for sample in group.samples:
@@ -74,10 +74,10 @@ def fill(message: pb.TrainGroup, group: RolloutGroup) -> None:
 
 
 def scored_parts(groups: Iterable[RolloutGroup], answer_bytes: int = 4) -> Iterator[list[pb.ScoredSequence]]:
-    """Every sample as a sequence that a gang is to say something of, so many bytes a token.
+    """Return every sample as a sequence that a gang scores, with `answer_bytes` for each token of the answer.
 
-    About two mebibytes at a time, or fewer, where the answers would be larger than a message. Each takes its prompt
-    along, so long prompts with many short answers are far larger here than as groups.
+    A part has about two mebibytes, or fewer where the answers would not fit one message. Each sequence includes its
+    prompt, so long prompts with many short answers are far larger here than as groups.
     """
     part: list[pb.ScoredSequence] = []
     size = answers = 0

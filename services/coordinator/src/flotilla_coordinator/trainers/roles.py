@@ -1,9 +1,9 @@
-"""What the gangs of a run are asked for in their roles: the policy, the critic, the reference and the teachers.
+"""Calls the gangs of a run in their roles: the policy, the critic, the reference and the teachers.
 
 Invariants: all samples of a batch get the values of one critic, which has not learned from them yet. A reference or a
-teacher says how likely its model finds each token of a batch under the weights of its start, which never change; so
-nothing of it is saved, and a session that is opened again says the same. Teachers are asked side by side, each about
-its own samples alone; the mean of several is made in float64 from what each of them said, and rounded once.
+teacher scores each token of a batch by its starting weights, which never change; so nothing of it is saved, and a
+session that is opened again gives the same scores. Teachers are called at the same time, each with its own samples
+alone. The mean of several teachers is computed in float64 from their answers, and rounded once.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ Ask = Callable[[list[pb.ScoredSequence]], Awaitable[dict[str, T]]]
 
 
 class PolicyTrainer(LearningSession):
-    """The model that the run is about."""
+    """The session of the model that the run trains."""
 
     async def logprobs(
         self, sequences: list[tuple[np.ndarray, np.ndarray]], temperature: float
     ) -> tuple[Version, list[np.ndarray]]:
-        """Log-probabilities of (prompt, response) pairs under the current policy."""
+        """Return the log-probabilities of (prompt, response) pairs under the current policy."""
         request = pb.ComputeLogprobsRequest(run_id=self._run_id, temperature=temperature)
         for index, (prompt, response) in enumerate(sequences):
             request.sequences.add(
@@ -59,13 +59,13 @@ class PolicyTrainer(LearningSession):
         return Version.from_proto(reply.policy_version), [by_id[str(i)] for i in range(len(sequences))]
 
     async def score_by_start(self, batch: Batch, temperature: float) -> None:
-        """Give every sample of the batch what the copy of the first policy says of each of its tokens."""
+        """Set the log-probabilities of every sample under the copy of the first policy."""
         found = await batch_logprobs(self.stub, self._run_id, batch, temperature, of_start=True)
         for sample in batch.samples:
             sample.reference_logprobs = found[sample.sample_id]
 
     async def evaluate_loss(self, groups: list[RolloutGroup]) -> dict[str, float]:
-        """What the objective says of groups that do not train."""
+        """Return the metrics of the objective on groups that are not trained."""
         request = pb.EvaluateLossRequest(run_id=self._run_id)
         for group in groups:
             fill(request.groups.add(), group)
@@ -87,13 +87,10 @@ class PolicyTrainer(LearningSession):
 
 
 class Critic(LearningSession):
-    """The critic's session: it says what it expects of each token, and learns what came.
-
-    The value model of a run.
-    """
+    """The session of a run's value model, which predicts the return at each token and learns from the actual one."""
 
     async def value(self, batch: Batch) -> None:
-        """Give every sample of the batch what the critic expects before each of its tokens, and after the last."""
+        """Set the values of every sample: the critic's prediction before each of its tokens, and after the last."""
         values = await batch_values(self.stub, self._run_id, batch)
         for sample in batch.samples:
             expected = values[sample.sample_id]
@@ -101,9 +98,9 @@ class Critic(LearningSession):
 
 
 class ScoringSession(GangSession):
-    """The session of a gang that learns nothing: a reference or a teacher.
+    """The session of a model that does not learn: a reference or a teacher.
 
-    Scores batches at the temperature of the rollouts.
+    It scores batches at the temperature of the rollouts.
     """
 
     def __init__(
@@ -121,13 +118,13 @@ class ScoringSession(GangSession):
         self._top_k = top_k
 
     async def logprobs(self, batch: Batch) -> dict[str, np.ndarray]:
-        """What this model says of each token of the batch, by the id of its sample."""
+        """Return this model's log-probabilities of the tokens of the batch, by sample id."""
         return await batch_logprobs(self.stub, self._run_id, batch, self._temperature)
 
     async def score(self, batch: Batch) -> None:
-        """Give every sample of the batch what this model says of each of its tokens.
+        """Set this model's log-probabilities of the tokens of every sample.
 
-        A teacher that was opened with a `top_k` also says which tokens it finds likeliest in their places.
+        A teacher with a `top_k` also sets the tokens that it finds likeliest in each place.
         """
         if self._top_k:
             await self._score_likeliest(batch)
@@ -155,7 +152,7 @@ class Teachers:
         self._sessions = {session.gang.role: session for session in sessions}
 
     async def score(self, batch: Batch) -> None:
-        """Give every sample what its teacher says of each of its tokens, or the weighted mean of what all say."""
+        """Set its teacher's log-probabilities of every sample's tokens, or the weighted mean of all teachers'."""
         parts, seconds = parts_of(self._asked, batch), batch.metrics
         if self._asked.averages_teachers:
             calls = [self._timed(role, self._sessions[role].logprobs(batch), seconds) for role in parts]
@@ -170,7 +167,7 @@ class Teachers:
 
     @staticmethod
     async def _timed(role: str, answer: Awaitable[T], seconds: dict[str, float]) -> T:
-        """The answer; how long a teacher with a name took is a metric of its own."""
+        """Await the answer, and record the time of a named teacher as a metric."""
         started = time.monotonic()
         found = await answer
         if name := teacher_name(role):
@@ -179,7 +176,7 @@ class Teachers:
 
 
 def parts_of(asked: AskedTeachers, batch: Batch) -> dict[str, Batch]:
-    """The groups that each teacher is asked about, by its role; a teacher of none has no part."""
+    """Return the groups that each teacher scores, by its role; a teacher without groups has no part."""
     roles = asked.teacher_shares
     if asked.teacher_field is None:
         return dict.fromkeys(roles, batch)
@@ -188,29 +185,29 @@ def parts_of(asked: AskedTeachers, batch: Batch) -> dict[str, Batch]:
 
 
 def mean_logprobs(said: Mapping[str, np.ndarray], shares: Mapping[str, float]) -> np.ndarray:
-    """The weighted mean of what they say of each token.
+    """Return the weighted mean of the teachers' log-probabilities of each token.
 
-    That is the log-probability under their normalised geometric mean, less a number which is the same for all tokens
-    that may stand in a place, so that it changes no gradient on average.
+    This is the log-probability under their normalised geometric mean, less a number that is the same for all tokens in
+    a place, so that it changes no gradient on average.
     """
     mean = sum(shares[role] * logprobs.astype(np.float64) for role, logprobs in said.items())
     return np.asarray(mean, np.float32)
 
 
 class LikeliestTokens(NamedTuple):
-    """Of one sample, what a model says of its tokens and of those that it finds likeliest in their places."""
+    """A model's log-probabilities of the tokens of one sample, and of the likeliest tokens in their places."""
 
     logprobs: np.ndarray
     top_token_ids: np.ndarray
-    """[tokens, k]."""
+    """The shape is [tokens, k]."""
     top_logprobs: np.ndarray
-    """[tokens, k]."""
+    """The shape is [tokens, k]."""
 
 
 async def batch_logprobs(
     stub: TrainerServiceAsyncStub, run_id: str, batch: Batch, temperature: float, *, of_start: bool = False
 ) -> dict[str, np.ndarray]:
-    """How likely it finds them, under the weights that the session holds, or those that it started from."""
+    """Return the log-probabilities of the samples' tokens, under the session's weights or its starting weights."""
 
     async def ask(sequences: list[pb.ScoredSequence]) -> dict[str, np.ndarray]:
         request = pb.ComputeLogprobsRequest(
@@ -225,7 +222,7 @@ async def batch_logprobs(
 async def batch_likeliest_tokens(
     stub: TrainerServiceAsyncStub, run_id: str, batch: Batch, temperature: float, top_k: int
 ) -> dict[str, LikeliestTokens]:
-    """How likely it finds them, and in the place of each the `top_k` tokens that it finds likeliest."""
+    """Return the log-probabilities of the tokens, and in the place of each the `top_k` likeliest tokens."""
 
     async def ask(sequences: list[pb.ScoredSequence]) -> dict[str, LikeliestTokens]:
         request = pb.ComputeLogprobsRequest(
@@ -245,7 +242,7 @@ async def batch_likeliest_tokens(
 
 
 async def batch_values(stub: TrainerServiceAsyncStub, run_id: str, batch: Batch) -> dict[str, np.ndarray]:
-    """Return what a critic expects before each of them and, as the last number, after all of them."""
+    """Return the critic's values before each token of a sample and, as the last number, after all of them."""
 
     async def ask(sequences: list[pb.ScoredSequence]) -> dict[str, np.ndarray]:
         request = pb.ComputeValuesRequest(run_id=run_id, sequences=sequences, after_last=True)

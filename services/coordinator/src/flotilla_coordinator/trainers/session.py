@@ -1,9 +1,9 @@
-"""One run's session on one gang, whatever the gang holds, and that of a model whose weights change.
+"""Manages one run's session on one gang, and the training of a model whose weights change.
 
-Invariants: `version` is the gang's own answer, never a guess; a gang that is leased to this run is taken back from
-every run of the same ledger, and from no other. Policy and critic learn, are saved and are put back alike: one batch is
-one `update_id` for ever (a skipped update moves no version, but the next batch is another update), so a stream that
-broke is answered by GetUpdate, or sent again, and never trained twice.
+Invariants: `version` is the gang's own answer, never a guess. A gang that is leased to this run is taken back from
+every run of the same ledger, and from no other. Policy and critic learn, are saved and are loaded in the same way: one
+batch has one `update_id` for ever (a skipped update changes no version, but the next batch is another update), so a
+broken stream is resolved by GetUpdate, or sent again, and never trained twice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SESSION_TIMEOUT_S = 300.0
 CLOSE_SLACK_S = 30.0
-"""For what a gang still gives up once the last command of a session is through."""
+"""The time in which a gang cleans up after the last command of a session."""
 PROBE_TIMEOUT_S = 10.0
 LOST_PROBES = 5
 PROBE_EVERY_S = 0.5
@@ -40,28 +40,28 @@ TRAIN_ATTEMPTS = 3
 SAVE_TIMEOUT_S = 3600.0
 MAX_LINKS = 128
 GROUPS_IN_ONE_TURN = 8
-"""Writing a whole part takes tens of milliseconds, in which everybody else would wait."""
+"""Serializing a whole part takes tens of milliseconds, in which the event loop would be blocked."""
 
 
 @dataclass(frozen=True)
 class Gang:
-    """Where a session is opened."""
+    """The gang on which a session is opened."""
 
     role: str
     stub: TrainerServiceAsyncStub
     instance_id: str
     longest_command_s: float
     slot: str
-    """What its logs are called, of several gangs of a role too."""
+    """The name of its slot, which its logs have as well, also where a role has several gangs."""
 
     @property
     def name(self) -> str:
-        """What its section of the stack file is called."""
+        """Return the name of its section in the stack file."""
         return process_name(self.role)
 
 
 class GangSession:
-    """Opened, asked whether it is still there, closed."""
+    """A session on a gang: it is opened, checked for loss, and closed."""
 
     def __init__(
         self,
@@ -74,27 +74,28 @@ class GangSession:
         self._run_id = run_id
         self._spec = spec
         self._known_runs = known_runs
-        # A session is closed when its last command is through, and the next one opens after that.
+        # A session closes when its last command has ended, and the next one opens after that.
         self._close_timeout_s = gang.longest_command_s + CLOSE_SLACK_S
         self.gang = gang
         self.stub = gang.stub
         self.version = Version(lineage, 0)
         self.opened = False
-        """Whether the gang has a session of this run, as far as is known here."""
+        """True once the gang has a session of this run, as far as this coordinator has opened it."""
 
     async def open(self) -> None:
         """Load the starting weights, and build the optimizer where there is one."""
         try:
             await self._open()
         except FailedPrecondition:
-            # The gang is ours: what holds it still is over, by a coordinator that was killed, or went on elsewhere.
+            # The gang is ours: a session that still holds it is left over from a coordinator that was killed, or a run
+            # that moved.
             for run_id in (self._run_id, *await self._known_runs()):
                 await self._close(run_id)
             await self._open()
         self.opened = True
 
     async def left(self) -> pb.GetSessionResponse | None:
-        """Where a session of this run stands that an earlier coordinator opened; None where there is none."""
+        """Return the session of this run that an earlier coordinator opened; None where there is none."""
         try:
             request = pb.GetSessionRequest(run_id=self._run_id)
             return await rpc.unary(self.stub.GetSession, request, timeout_s=PROBE_TIMEOUT_S)
@@ -102,19 +103,19 @@ class GangSession:
             return None
 
     async def lost(self) -> bool:
-        """Whether the session is gone, and with it all that was trained since the last checkpoint."""
+        """Return whether the session is gone, and with it all updates since the last checkpoint."""
         for _ in range(LOST_PROBES):
             try:
                 request = pb.GetSessionRequest(run_id=self._run_id)
                 await rpc.unary(self.stub.GetSession, request, timeout_s=PROBE_TIMEOUT_S)
             except NOT_THERE:
                 return True
-            # A front learns of a rank's death a moment after its peers do.
+            # A front reports the death of a rank slightly later than the other ranks do.
             await asyncio.sleep(PROBE_EVERY_S)
         return False
 
     async def close(self) -> None:
-        """Give the gang back."""
+        """Close the session, which frees the gang."""
         await self._close(self._run_id)
 
     async def _open(self) -> None:
@@ -136,13 +137,10 @@ class GangSession:
 
 
 class LearningSession(GangSession):
-    """A session whose weights change: policy and critic learn, are saved and are put back alike.
-
-    Trained a batch at a time.
-    """
+    """A session whose weights change: policy and critic learn, are saved and are loaded in the same way."""
 
     async def train(self, batch: Batch) -> pb.UpdateResult:
-        """One optimizer update on the whole batch."""
+        """Make one optimizer update on the whole batch."""
         update_id = ids.update_id(self._run_id, Version(self.version.lineage, batch.step + 1))
         links = [group.span for group in batch.groups if group.span is not None][:MAX_LINKS]
         attributes: dict[str, str | int] = {
@@ -158,11 +156,11 @@ class LearningSession(GangSession):
         return result
 
     def reschedule(self, learning_rate: float, total_updates: int) -> None:
-        """From the next update on."""
+        """Use another schedule from the next update on."""
         self._spec.optimizer.learning_rate, self._spec.total_updates = learning_rate, total_updates
 
     def save(self, folder: Path, state: bytes) -> AsyncGenerator[pb.SaveCheckpointResponse]:
-        """Checkpoint the session, with `state` inside: a message when it is in memory, another when it is on disk."""
+        """Write a checkpoint with `state` inside; yield a message when it is in memory, and one when on disk."""
         request = pb.SaveCheckpointRequest(
             run_id=self._run_id,
             request_id=ids.new_request_id(),
@@ -173,7 +171,7 @@ class LearningSession(GangSession):
         return rpc.server_stream(self.stub.SaveCheckpoint, request, idle_timeout_s=SAVE_TIMEOUT_S)
 
     async def load(self, folder: Path) -> bytes:
-        """Put the session back to a checkpoint; the state that it was saved with."""
+        """Load a checkpoint into the session; return the state that it was saved with."""
         request = pb.LoadCheckpointRequest(
             run_id=self._run_id, request_id=ids.new_request_id(), path=str(folder)
         )
@@ -182,7 +180,7 @@ class LearningSession(GangSession):
         return reply.coordinator_state
 
     async def finished_update(self, update_id: str) -> pb.UpdateResult | None:
-        """The result of an update that was begun; None where the session never saw the whole batch."""
+        """Return the result of an update that was begun; None where the session did not receive the whole batch."""
         request = pb.GetUpdateRequest(run_id=self._run_id, update_id=update_id)
         try:
             reply = await rpc.unary(self.stub.GetUpdate, request, timeout_s=TRAIN_TIMEOUT_S)
@@ -198,7 +196,7 @@ class LearningSession(GangSession):
         return reply.result
 
     async def _trained(self, update_id: str, batch: Batch) -> pb.UpdateResult:
-        """Send the batch; after a broken stream ask what became of it before sending it again."""
+        """Send the batch; after a broken stream, ask for the update's result before sending it again."""
         for attempt in range(1, TRAIN_ATTEMPTS + 1):
             try:
                 requests = self._requests(update_id, batch)
@@ -213,7 +211,7 @@ class LearningSession(GangSession):
         raise AssertionError("the last attempt returns or raises")
 
     def _refuse_other_samples(self, result: pb.UpdateResult, batch: Batch) -> None:
-        """What an update that was made before was made of is what is recorded of it."""
+        """Refuse the result of an earlier update that was made of other samples than the record says."""
         other = set(result.sample_ids) ^ {sample.sample_id for sample in batch.samples}
         if result.sample_ids and other:
             raise Mismatch(
@@ -224,7 +222,7 @@ class LearningSession(GangSession):
             )
 
     async def _requests(self, update_id: str, batch: Batch) -> AsyncIterator[pb.TrainRequest]:
-        """The header, then whole groups part by part."""
+        """Yield the header, then whole groups part by part."""
         yield pb.TrainRequest(
             header=pb.TrainHeader(
                 run_id=self._run_id,
