@@ -1,9 +1,10 @@
 """The training loop, for every algorithm and every staleness, on one page.
 
-Invariants: at policy step t, batches up to t + max_staleness have been admitted; a batch is trained exactly
-once; the generators serve the weights of a version before anything is sampled, evaluated or exported under
-its name; what a user wants changed is taken in between two steps; every wait inside names what it waits for.
-Infrastructure lives in the collaborators: this module reads like the algorithm.
+Invariants: at policy step t, the batches of all steps up to t + max_staleness are admitted. A batch is trained exactly
+once. The generators serve a version before anything is sampled, evaluated or exported under its name. Changes that a
+user requests take effect between two steps. Every wait in here is a phase, whose name says what the run waits for.
+
+The collaborators hold the infrastructure, so that this module reads like the algorithm.
 """
 
 from __future__ import annotations
@@ -16,37 +17,40 @@ from flotilla_core.telemetry import names
 
 
 async def run_loop(run: RunContext, start_point: StartPoint) -> None:
-    """Train `run` from where it begins to its last step, or to its stop rule."""
+    """Train a run from its start point to its last step, or until its stop rule is met."""
     with telemetry.span(names.RL_LOOP, attributes={names.RUN_ID: run.run_id}):
         await restore(run, start_point)
         if run.update_unrecorded:
             await _step(run)
         else:
             await _sync(run)
-            await _make_up(run)
+            await _do_due_work(run)
 
-        # Before the first step too: a run that begins anew may have met the rule in an earlier part of it.
+        # The rule is checked before the first step too: a run that was resumed may have met it earlier.
         while not _stop_rule_met(run) and await run.wait_for_next_step():
             await _step(run)
-            await _checkpoint_taken(run)
+            await _retry_refused_checkpoint(run)
         run.take_no_changes()
 
         if run.sync.version != run.policy.version:
             await _sync(run)
-        await _evaluate_end(run)
-        await _checkpoint_end(run)
+        await _evaluate_last_version(run)
+        await _save_last_checkpoint(run)
         if run.config.export_final:
             await run.export()
 
 
 async def _step(run: RunContext) -> None:
-    """The step that comes next, with its span and its metrics."""
+    """Make the next step, with its span and its metrics."""
     with run.step(run.steps_done):
         await _train_one_step(run, run.steps_done)
 
 
 async def _train_one_step(run: RunContext, step: int) -> None:
-    """One batch in, one policy version out (none while only a critic learns), and the fleet serving it."""
+    """Train one batch into a new policy version, and let the generators serve it.
+
+    While only a critic learns, the version stays the same.
+    """
     version = run.policy.version
     run.source.admit(step, version)
     with run.phase("rollout"):
@@ -63,29 +67,29 @@ async def _train_one_step(run: RunContext, step: int) -> None:
         await _sync(run)
     if evaluation_due:
         await _evaluate(run, step=step + 1)
-    elif run.pinned is not None and run.pinned.ended and not await _take_pinned(run):
+    elif run.pinned is not None and run.pinned.ended and not await _collect_pinned_evaluation(run):
         await _evaluate_now(run, step=step + 1)
     if run.checkpoints.due(step + 1):
-        await _checkpoint(run, step + 1)
+        await _save_checkpoint(run, step + 1)
 
 
-async def _make_up(run: RunContext) -> None:
-    """What the steps that are done still call for: at the start, and where a coordinator died after an update."""
+async def _do_due_work(run: RunContext) -> None:
+    """Evaluate and save where that is due: before the first step, or after a step that a coordinator did not finish."""
     if run.owes_evaluation:
         await _evaluate(run, step=run.steps_done)
     if run.steps_done > 0 and run.checkpoints.due(run.steps_done):
-        await _checkpoint(run, run.steps_done)
+        await _save_checkpoint(run, run.steps_done)
 
 
 async def _sync(run: RunContext) -> None:
-    """Bring the policy to the generators, where the run ever asks them: given answers need none."""
+    """Send the policy to the generators; a run that learns and evaluates without generation has no use for them."""
     if run.source.samples_from_policy or run.evaluates_generated:
         with run.phase("sync"):
             await run.sync.publish(run.policy.version)
 
 
-async def _checkpoint(run: RunContext, steps_done: int) -> None:
-    """The state as it is now, into the gangs' host memory; it is written while the run goes on."""
+async def _save_checkpoint(run: RunContext, steps_done: int) -> None:
+    """Copy the present state into the gangs' host memory; it is written to disk while training continues."""
     if run.checkpoints.writing:
         with run.phase("wait for the last checkpoint"):
             await run.checkpoints.settle()
@@ -93,54 +97,54 @@ async def _checkpoint(run: RunContext, steps_done: int) -> None:
         await run.checkpoints.save(run.progress(steps_done))
 
 
-async def _checkpoint_end(run: RunContext) -> None:
-    """A run that keeps checkpoints ends with one, on disk; a last one that could not be written is tried once more."""
-    await _checkpoint_written(run)
+async def _save_last_checkpoint(run: RunContext) -> None:
+    """End a run that saves checkpoints with one on disk; retry the last one where it could not be written."""
+    await _wait_for_checkpoint(run)
     if run.checkpoints.wanted and run.checkpoints.newest != run.steps_done:
-        await _checkpoint(run, run.steps_done)
-        await _checkpoint_written(run)
-    await _checkpoint_taken(run)
+        await _save_checkpoint(run, run.steps_done)
+        await _wait_for_checkpoint(run)
+    await _retry_refused_checkpoint(run)
 
 
-async def _checkpoint_taken(run: RunContext) -> None:
-    """One that a full disk did not take is made once more, of the state as it is now, before the run goes on."""
+async def _retry_refused_checkpoint(run: RunContext) -> None:
+    """Save the present state where a full disk refused the last checkpoint, before training continues."""
     full = run.checkpoints.full
     if full is None or not run.checkpoints.wanted:
         return
     progress = run.progress(run.steps_done)
     with run.phase("checkpoint"):
-        again = run.disk.until_taken(
+        saved = run.disk.until_taken(
             "checkpoint",
             lambda: run.checkpoints.save_whole(progress),
             full=full,
             may_fit=run.checkpoints.may_fit,
         )
-        await run.sync.keep_serving(again)
+        await run.sync.keep_serving(saved)
 
 
-async def _checkpoint_written(run: RunContext) -> None:
-    """Nothing of a checkpoint is left to be written."""
+async def _wait_for_checkpoint(run: RunContext) -> None:
+    """Wait until the checkpoint that is being written, if any, is on disk."""
     if run.checkpoints.writing:
         with run.phase("write checkpoint"):
             await run.checkpoints.settle()
 
 
 async def _evaluate(run: RunContext, step: int) -> None:
-    """Beside the training that follows where a generator can be spared for it; one such evaluation at a time."""
-    await _take_pinned(run)
+    """Evaluate the policy, in parallel with the next steps where a generator can be pinned, else at once."""
+    await _collect_pinned_evaluation(run)
     if run.pinned is None or not run.pinned.begin(run.policy.version, step):
         await _evaluate_now(run, step)
 
 
-async def _evaluate_end(run: RunContext) -> None:
-    """The last version is evaluated, and nothing of an earlier evaluation is left."""
-    await _take_pinned(run)
+async def _evaluate_last_version(run: RunContext) -> None:
+    """Record the evaluation that is under way, then evaluate the last version unless that was it."""
+    await _collect_pinned_evaluation(run)
     if not run.evaluated(run.policy.version):
         await _evaluate_now(run, run.steps_done)
 
 
-async def _take_pinned(run: RunContext) -> bool:
-    """Record the evaluation that was begun beside the training, if any; False where its generator was lost."""
+async def _collect_pinned_evaluation(run: RunContext) -> bool:
+    """Wait for the pinned evaluation, if any, and record it; return False where its generator was lost."""
     if run.pinned is None or not run.pinned.begun:
         return True
     with run.phase("wait for the last evaluation"):
@@ -153,7 +157,7 @@ async def _take_pinned(run: RunContext) -> bool:
 
 
 async def _evaluate_now(run: RunContext, step: int) -> None:
-    """Accuracy on held-out prompts or pairs, where the run has any."""
+    """Evaluate the policy on held-out prompts or pairs, where the run has any, and record the accuracy."""
     if run.evaluator is None:
         return
     with run.phase("evaluate"):
@@ -162,7 +166,7 @@ async def _evaluate_now(run: RunContext, step: int) -> None:
 
 
 def _stop_rule_met(run: RunContext) -> bool:
-    """True when the last evaluation ends the run; a result above the allowed band fails it."""
+    """Return whether the last evaluation ends the run; an accuracy above the allowed band fails the run."""
     rule, accuracy = run.config.stop, run.last_accuracy
     if rule is None or accuracy is None or accuracy < rule.accuracy_at_least:
         return False
