@@ -224,7 +224,7 @@ class BareLoop:
         self.done: list[str] = []
         for name, what in (("restore", "begin"), ("_train_one_step", "step"), ("_sync", "sync")):
             monkeypatch.setattr(loop_module, name, self._noting(what))
-        monkeypatch.setattr(loop_module, "_checkpoint_end", self._noting("end"))
+        monkeypatch.setattr(loop_module, "_save_last_checkpoint", self._noting("end"))
         self.run: Any = SimpleNamespace(
             run_id=RUN,
             update_unrecorded=unrecorded,

@@ -1,1 +1,1 @@
-"""One training run: the loop and everything that it talks to."""
+"""Makes one training run: its loop, and the parts that the loop calls."""

@@ -1,4 +1,4 @@
-"""A run that this coordinator has started, from admission to after its end."""
+"""A run that this coordinator has started, from its admission until its end is recorded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEDGER = "ledger"
 
 @dataclass
 class RunHandle:
-    """Handles of one run: what a servicer may touch."""
+    """The handles of one run, which a servicer may use."""
 
     run_id: str
     control: RunControl
@@ -27,32 +27,32 @@ class RunHandle:
     context: RunContext | None = None
     task: asyncio.Task[None] | None = None
     client: ClientLoop | None = None
-    """Of a run whose steps a client makes; it takes calls once `opened` is set."""
+    """The loop of a run whose steps a client makes; it takes calls once `opened` is set."""
     opened: asyncio.Event = field(default_factory=asyncio.Event)
     stop_reason: str = ""
     ending: bool = False
-    """From here on the run is closed and recorded, which nothing cuts short."""
+    """True once the run is being closed and recorded, which nothing interrupts."""
     abandoned: bool = False
-    """The coordinator goes: the record of the end waits no longer for room on the disk."""
+    """True once the coordinator stops: the record of the end no longer waits for room on the disk."""
 
     @property
     def config(self) -> RunConfig:
-        """As it is wanted now."""
+        """Return the configuration with all accepted changes."""
         return self.control.config
 
     def ledger_full(self, full: DiskFull | None) -> None:
-        """The disk of the ledger takes no more, or (None) does again; a run that is told to end waits for neither."""
+        """Note that the ledger's disk is full, or (None) has room again; a run that was told to end does not wait."""
         if full is None:
             self.status.disk_has_room(LEDGER)
             return
         self.status.wait_for_disk(LEDGER, str(full))
         if self.status.ended:
-            self.events.close()  # its end is told, and only its record waits
+            self.events.close()  # watchers have its end, and only its record waits
         elif self.control.stop_requested:
             self.cancel()
 
     def request_stop(self, reason: str) -> None:
-        """End after the current step; before the first step, and where a full disk holds it up, at once."""
+        """End after the current step; before the first step, and where a full disk delays the run, at once."""
         self.stop_reason = reason or "stopped by request"
         waits = self.status.waits_for_disk
         self.control.stop()
@@ -62,6 +62,6 @@ class RunHandle:
             self.client.calls.end()
 
     def cancel(self) -> None:
-        """End now; a run that is ending already ends by itself."""
+        """End now; a run that is already ending completes that."""
         if self.task is not None and not self.ending:
             self.task.cancel()

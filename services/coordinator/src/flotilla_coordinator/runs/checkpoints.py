@@ -1,9 +1,9 @@
-"""When a run's state is saved, what of it is the coordinator's own part, and what follows from a save.
+"""Saves the checkpoints of a run when they are due, with the coordinator's own part of its state.
 
-Invariants: at most one save is under way; the loop waits for its snapshot and for nothing else of it; a save that fails
-is a warning and never the end of a run, and leaves `newest` as it was; one that fails for a full disk is told by
-`full`, so that it can be made again before the run goes on; an update is called durable when each checkpoint
-that is kept covers it.
+Invariants: at most one save is under way; the loop waits for its snapshot in memory only. A save that fails is a
+warning, never the end of a run, and leaves `newest` unchanged. A save that fails because of a full disk sets `full`, so
+that it can be repeated before training continues. An update is called durable when every checkpoint that is kept covers
+it.
 """
 
 from __future__ import annotations
@@ -31,25 +31,22 @@ FILE_NAME = "coordinator.json"
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands between two steps: the coordinator's part of a checkpoint.
-
-    Everything that the loop carries from one step to the next.
-    """
+    """The progress of a run between two steps: the coordinator's part of a checkpoint."""
 
     run_id: str
     steps_done: int
     version: Version
     cursor: dict[str, Any] | None
-    """Where the next prompt comes from; None before the first step."""
+    """The place of the next prompt; None before the first step."""
     last_accuracy: float | None = None
 
     def to_bytes(self) -> bytes:
-        """JSON, as it lies in a checkpoint."""
+        """Return the progress as JSON, the form in which a checkpoint holds it."""
         return json.dumps(asdict(self), indent=1).encode()
 
     @classmethod
     def from_bytes(cls, content: bytes, where: str) -> Progress:
-        """What `to_bytes` made."""
+        """Read what `to_bytes` wrote."""
         try:
             values = json.loads(content)
             return cls(**{**values, "version": Version(*values["version"])})
@@ -63,7 +60,7 @@ class Progress:
 
     @classmethod
     def of(cls, checkpoint: Path) -> Progress:
-        """The one inside a checkpoint."""
+        """Read the progress inside a checkpoint."""
         path = checkpoint / FILE_NAME
         try:
             return cls.from_bytes(path.read_bytes(), str(path))
@@ -72,7 +69,7 @@ class Progress:
 
 
 class RunCheckpoints:
-    """The checkpoints of one run, from the loop's side."""
+    """The checkpoints of one run, as the loop uses them."""
 
     def __init__(
         self,
@@ -92,31 +89,31 @@ class RunCheckpoints:
         self._measured: dict[str, float] = {}
         self.shelf = shelf
         self.newest = -1
-        """Steps of the newest one that was made or loaded here, or is being written."""
+        """Steps done in the newest checkpoint that was saved or loaded here, or is being written."""
         self.full: DiskFull | None = None
-        """Why the disk did not take the last one."""
+        """The error of the last save, where the disk was full."""
         self._nbytes = 0
 
     @property
     def wanted(self) -> bool:
-        """Whether the run makes any."""
+        """Return whether the run saves checkpoints."""
         return self._config.every_steps > 0
 
     @property
     def writing(self) -> bool:
-        """Whether one is still on its way to the disk."""
+        """Return whether a checkpoint is still being written to the disk."""
         return self._writing is not None and not self._writing.done()
 
     def due(self, steps_done: int) -> bool:
-        """Whether one belongs after so many steps."""
+        """Return whether a checkpoint is due after so many steps."""
         return self.wanted and steps_done % self._config.every_steps == 0 and steps_done != self.newest
 
     def reconfigure(self, config: CheckpointConfig) -> None:
-        """From the next one on."""
+        """Use another schedule from the next checkpoint on."""
         self._config = config
 
     async def save(self, progress: Progress) -> None:
-        """Return when the state is in the trainer's host memory; it reaches the disk behind the next steps."""
+        """Return when the state is in the trainer's host memory; it is written to disk during the next steps."""
         await self.settle()
         self.full = None
         folder = self.shelf.path / CheckpointShelf.name_of(progress.steps_done)
@@ -135,18 +132,18 @@ class RunCheckpoints:
         )
 
     async def save_whole(self, progress: Progress) -> None:
-        """Return when it is on disk; raises where the disk does not take it."""
+        """Return when the checkpoint is on disk; raise where the disk is full."""
         await self.save(progress)
         await self.settle()
         if self.full is not None:
             raise self.full
 
     def may_fit(self) -> bool:
-        """Whether another one as large as the last may find room."""
+        """Return whether the disk has room for another checkpoint as large as the last."""
         return free_bytes(self.shelf.path) >= self._nbytes
 
     async def settle(self) -> None:
-        """Wait for the one that is being written, if any."""
+        """Wait for the checkpoint that is being written, if any."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             try:
@@ -155,18 +152,18 @@ class RunCheckpoints:
                 writing.cancel()
 
     async def close(self) -> None:
-        """Follow no save any more; what the trainer writes it writes."""
+        """Stop following a save; the trainer completes it by itself."""
         if self._writing is not None:
             self._writing.cancel()
             await asyncio.wait({self._writing})
 
     def take_metrics(self) -> dict[str, float]:
-        """What the writing of a checkpoint took, told once."""
+        """Return the measurements of the last save, once."""
         measured, self._measured = self._measured, {}
         return measured
 
     async def _follow(self, stages: Stages, progress: Progress, before: int) -> None:
-        """Until the checkpoint is on disk, and what it replaces is gone."""
+        """Wait until the checkpoint is on disk, and the one that it replaces is removed."""
         try:
             async with aclosing(stages):
                 durable = (await next_stage(stages)).durable

@@ -1,7 +1,7 @@
-"""What the loop holds in its hands: collaborators, progress, and the record of both.
+"""Holds what the loop of a run works with: its parts, its progress, and their records.
 
-Invariants: phases never overlap and their seconds go into the step's metrics; everything that a user sees of
-a run (status, events, metrics file, ledger row) is written here and nowhere else.
+Invariants: phases never overlap, and their seconds are part of the step's metrics; everything that a user sees of a run
+(status, events, metrics file, ledger row) is written here and nowhere else.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ ASK_EVERY_S = 0.02
 
 
 class LoopLag:
-    """The delay of the event loop: how long a task waits for its turn.
+    """Measures the delay of the event loop, which every call and every timer shares.
 
-    Every call and every timer waits as long. Asks the running loop for a turn again and again, until `close`.
+    It schedules a timer again and again, until `close`.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class LoopLag:
         self._ask()
 
     def take_metrics(self) -> dict[str, float]:
-        """The 99th percentile and the longest since the last call."""
+        """Return the 99th percentile and the maximum since the last call."""
         late_s, self._late_s = sorted(self._late_s), []
         if not late_s:
             return {}
@@ -61,7 +61,7 @@ class LoopLag:
         }
 
     async def close(self) -> None:
-        """Ask no more."""
+        """Stop measuring."""
         self._timer.cancel()
 
     def _ask(self) -> None:
@@ -75,11 +75,11 @@ class LoopLag:
 
 @dataclass
 class RunContext:
-    """One run and all that it needs."""
+    """One run and all its parts."""
 
     run_id: str
     config: RunConfig
-    """By which the step that goes on is made."""
+    """The configuration of the present step."""
     control: RunControl
     learners: Learners
     source: BatchSource
@@ -94,20 +94,20 @@ class RunContext:
     validator: SampleValidator = field(default_factory=SampleValidator)
     autoscaler: Autoscaler | None = None
     pinned: PinnedEvaluation | None = None
-    """Where evaluations go on beside the training."""
+    """The evaluation on a pinned generator, where the run has one."""
     begun: bool = False
-    """Whether it stands where it was to begin."""
+    """True once the run has reached its start point."""
     owes_evaluation: bool = False
-    """Whether the steps that are done call for one that has not been made."""
+    """True where the steps done call for an evaluation that has not been made."""
     update_unrecorded: bool = False
-    """Whether the gangs made an update that the ledger does not know of: its step comes first of all."""
+    """True where the gangs made an update that the ledger does not have: that step comes first."""
     steps_done: int = 0
     last_accuracy: float | None = None
     cursor: dict[str, Any] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     lag: LoopLag = field(default_factory=LoopLag)
     disk: DiskWaits = field(init=False)
-    """How it waits for what it writes."""
+    """Repeats a write until the disk has room for it."""
     _evaluated_version: Version | None = None
 
     def __post_init__(self) -> None:
@@ -115,16 +115,16 @@ class RunContext:
 
     @property
     def policy(self) -> PolicyTrainer:
-        """The model that the run is about."""
+        """Return the session of the model that the run trains."""
         return self.learners.policy
 
     @property
     def stop_requested(self) -> bool:
-        """Whether no further step is wanted."""
+        """Return whether the run was told to make no further step."""
         return self.control.stop_requested
 
     async def wait_for_next_step(self) -> bool:
-        """Between two steps: take in what the user wants, wait while that is a pause; whether a step follows."""
+        """Apply the user's changes between two steps, and wait out a pause; return whether a step follows."""
         self.control.over = False
         self._take_configuration()
         if self.control.waits:
@@ -137,7 +137,7 @@ class RunContext:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Name what the loop does now, and count its seconds into the step."""
+        """Name the loop's present phase, and add its seconds to the step's metrics."""
         started = time.monotonic()
         self.status.enter(name)
         try:
@@ -149,7 +149,7 @@ class RunContext:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """One step of the built-in loop, in a span."""
+        """Measure one step of the built-in loop, in a span."""
         self.metrics.clear()
         self.idle.begin()
         started = time.monotonic()
@@ -162,7 +162,7 @@ class RunContext:
             self.autoscaler.step_done(self.metrics)
 
     def end_step(self, step: int, seconds: float) -> None:
-        """Its metrics, and one line in every record."""
+        """Complete the metrics of a step, and write them to every record."""
         self.metrics["time/step_s"] = seconds
         self.metrics["ledger/backlog"] = float(self.ledger.backlog)
         tokens = self.metrics.get("tokens/response_total", self.metrics.get("tokens/trained", 0.0))
@@ -175,7 +175,7 @@ class RunContext:
         self.status.step_done(self.steps_done, self.policy.version, self.metrics)
 
     async def record_update(self, step: int, version: Version, batch: Batch, updates: StepUpdates) -> None:
-        """The samples of the batch are consumed now, or dropped where the policy did not learn from them."""
+        """Record the update: its samples are consumed, or dropped where the policy did not learn from them."""
         self.metrics.update(batch.metrics)
         self.metrics.update(updates.metrics)
         mismatch = policy_mismatch_warning(self.config.algorithm, updates.metrics)
@@ -191,7 +191,8 @@ class RunContext:
                 self.run_id, step=step + 1, version=self.policy.version, cursor=self.cursor
             )
             return
-        # Before the ledger, for a step that it knows is not made again; and only where the run is still ours.
+        # The samples are written before the ledger, which never repeats a step that it has; and only by the run's
+        # owner.
         await self.ledger.check_owner()
         await self.disk.until_taken("samples", lambda: asyncio.to_thread(self.directory.write_samples, batch))
         sample_ids = [sample.sample_id for sample in batch.samples]
@@ -217,16 +218,16 @@ class RunContext:
             )
 
     async def export(self) -> None:
-        """The policy as a folder, once the disk takes it."""
+        """Export the policy as a folder, as soon as the disk has room."""
         with self.phase("export"):
             await self.disk.until_taken("export", lambda: self.policy.export(self.directory.model_path))
 
     def progress(self, steps_done: int) -> Progress:
-        """Where the run stands after so many steps."""
+        """Return the progress of the run after so many steps."""
         return Progress(self.run_id, steps_done, self.policy.version, self.cursor, self.last_accuracy)
 
     def restore(self, progress: Progress) -> None:
-        """Stand where an earlier part of the run stood."""
+        """Take the progress of an earlier part of the run."""
         self.steps_done = self.checkpoints.newest = progress.steps_done
         self.cursor, self.last_accuracy = progress.cursor, progress.last_accuracy
         self.status.run.step = progress.steps_done
@@ -234,11 +235,11 @@ class RunContext:
 
     @property
     def evaluates_generated(self) -> bool:
-        """Whether evaluations ask the generators."""
+        """Return whether evaluations need the generators."""
         return self.evaluator is not None and self.evaluator.needs_generators
 
     def take_no_changes(self) -> None:
-        """The last step is made, whatever made it the last."""
+        """Accept no further changes, because the last step is made."""
         self.control.over = True
 
     async def _pause(self) -> None:
@@ -247,7 +248,7 @@ class RunContext:
             self._take_configuration()
 
     def _take_configuration(self) -> None:
-        """Go on by the configuration that is wanted now."""
+        """Apply the newest configuration."""
         changes = differences(self.config, self.control.config)
         self.config = self.control.config
         if not changes:
@@ -258,18 +259,18 @@ class RunContext:
         self.status.reconfigured(self.config.steps, described(changes))
 
     def evaluation_due(self, steps_done: int) -> bool:
-        """Whether the schedule asks for an evaluation after so many steps."""
+        """Return whether an evaluation is scheduled after so many steps."""
         evaluation = self.config.evaluation
         return (
             evaluation is not None and evaluation.every_steps > 0 and steps_done % evaluation.every_steps == 0
         )
 
     def evaluated(self, version: Version) -> bool:
-        """Whether this very version has been evaluated."""
+        """Return whether this version has been evaluated."""
         return self._evaluated_version == version
 
     def record_evaluation(self, step: int, version: Version, evaluation: Evaluation) -> None:
-        """One evaluation, in every record."""
+        """Write one evaluation to every record."""
         self.last_accuracy = evaluation.accuracy
         self._evaluated_version = version
         self.metrics["eval/accuracy"] = evaluation.accuracy
@@ -278,7 +279,7 @@ class RunContext:
         self.status.evaluated(step, evaluation)
 
     def evaluation_lost(self, step: int) -> None:
-        """One that was begun beside the training has no result; whoever noticed evaluates the version of now."""
+        """Warn that a pinned evaluation has no result; the caller evaluates the present version instead."""
         text = (
             f"the evaluation after {step} steps lost its generator; a newer version is evaluated in its place"
         )

@@ -1,8 +1,8 @@
-"""What a user wants of a run while it goes on: its end, a pause, other settings.
+"""Holds the requests of a user to an active run: to end, to pause, or to change settings.
 
-Invariants: wishes are taken in between two steps and nowhere else; they outlive the loss of a gang, for the run begins
-again with the same wishes; the newest configuration wins. The list of settings that may change is closed, and what is
-not on it is refused by name; a changed configuration passes every check that a new run passes.
+Invariants: requests take effect between two steps and at no other time. They survive the loss of a gang, because the
+run restarts with the same requests. The newest configuration wins. Only the settings in a fixed list may change, and
+any other is refused by name; a changed configuration passes every check that a new run passes.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ LIVE_KEYS = (
 
 
 class RunControl:
-    """The wishes, and the way to wait for another one."""
+    """The user's requests, and a way to wait for another one."""
 
     def __init__(self, config: RunConfig, *, paused: bool = False) -> None:
         self._changed = asyncio.Event()
         self.config = config
-        """With every change that was accepted; the loop has taken it in from its next step on."""
+        """The configuration with every accepted change; the loop applies it from its next step on."""
         self.paused = paused
         self.stop_requested = False
         self.over = False
-        """No step follows, so there is nothing left to pause or to change."""
+        """True once no step follows, so that there is nothing left to pause or to change."""
 
     def stop(self) -> None:
         """End after the current step."""
@@ -47,36 +47,36 @@ class RunControl:
         self._wake()
 
     def unpause(self) -> None:
-        """Take a pause back."""
+        """End a pause."""
         self.paused = False
         self._wake()
 
     def configure(self, config: RunConfig) -> None:
-        """Go on by another configuration."""
+        """Use another configuration from the next step on."""
         self.config = config
         self._wake()
 
     def try_again(self) -> None:
-        """Look at once whether what the run waits for is there."""
+        """Check at once whether the thing that the run waits for is available."""
         self._wake()
 
     @property
     def waits(self) -> bool:
-        """Whether the next step has to wait."""
+        """Return whether the next step must wait."""
         return self.paused and not self.stop_requested
 
     async def changed(self) -> None:
-        """Wait for the next wish."""
+        """Wait for the next request."""
         await self._changed.wait()
 
     def _wake(self) -> None:
-        # Each waiter holds the event of its time: a new one for the next wish.
+        # Each waiter holds the present event; the next request gets a new one.
         self._changed.set()
         self._changed = asyncio.Event()
 
 
 def changed_config(config: RunConfig, assignments: Sequence[str], steps_done: int) -> RunConfig:
-    """The configuration with `key.path=value` applied, or why that cannot be."""
+    """Return the configuration with `key.path=value` applied, or raise the reason against it."""
     keys = [assignment.partition("=")[0].strip() for assignment in assignments]
     if not keys:
         raise InvalidRequest("nothing is to be changed", next_step="name one or more key=value")
@@ -100,18 +100,18 @@ def changed_config(config: RunConfig, assignments: Sequence[str], steps_done: in
 
 
 def differences(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """The live settings that differ: what each was, and what it is."""
+    """Return the live settings that differ, each with its old and its new value."""
     values = {key: (_value(before, key), _value(after, key)) for key in LIVE_KEYS}
     return {key: (old, new) for key, (old, new) in values.items() if old != new}
 
 
 def described(changes: dict[str, tuple[Any, Any]]) -> str:
-    """For people: what was and what is."""
+    """Describe the changes for people."""
     return ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changes.items())
 
 
 def _value(config: RunConfig, key: str) -> Any:
-    """None where the section is absent."""
+    """Return the value of a key; None where its section is absent."""
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name, None)

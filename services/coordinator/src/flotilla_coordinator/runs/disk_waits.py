@@ -1,7 +1,7 @@
-"""What a run does where a disk takes no more: it says so, waits for room, and tries again.
+"""Waits where a disk is full: reports it, waits for room, and tries again.
 
-Invariants: nothing that was to be written is skipped; a run that waits shows PAUSED, with the disk as its reason, and
-goes on by itself; one that is told to end, or to try again, hears of it at once.
+Invariants: no write is skipped. A run that waits is PAUSED, with the disk as its reason, and continues by itself. A
+request to end, or to try again, takes effect at once.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 TRY_AGAIN_S = 2.0
 SHARE_OF_TIME = 10.0
-"""What takes long to try is tried for a tenth of the time at most."""
+"""A slow attempt is repeated so rarely that attempts take at most a tenth of the time."""
 
 
 class DiskWaits:
-    """Those of one run, for what it writes beside the ledger: the ledger waits by itself."""
+    """Repeats the writes of one run other than to the ledger, which waits by itself."""
 
     def __init__(self, status: RunStatus, control: RunControl) -> None:
         self._status = status
@@ -37,9 +37,9 @@ class DiskWaits:
         full: DiskFull | None = None,
         may_fit: Callable[[], bool] = lambda: True,
     ) -> T:
-        """What `write` returns, once the disk takes it; `full` where that was tried already.
+        """Return the result of `write` once the disk has room; `full` is the error of an attempt that was made already.
 
-        Raises where the run is told to end and the disk is still full.
+        Raises: DiskFull: The run was told to end and the disk is still full.
         """
         took_s = 0.0
         try:
@@ -61,7 +61,7 @@ class DiskWaits:
             self._status.disk_has_room(what)
 
     async def wait(self, full: DiskFull) -> None:
-        """A while, for what is not written by the run itself; until the run is told to end."""
+        """Wait for some time, where another process writes, or until the run is told to end."""
         self._status.wait_for_disk("service", str(full))
         try:
             await self._pause(TRY_AGAIN_S * SHARE_OF_TIME)

@@ -1,8 +1,8 @@
-"""The events of one run: numbered, kept, and followed by any number of watchers, also after the run has ended.
+"""Keeps the numbered events of one run, for any number of watchers, also after the run has ended.
 
-Invariants: sequence numbers start at 1 and have no gaps; a watcher that reconnects with the last number it saw misses
-nothing of the last MAX_EVENTS; a slow watcher never slows the loop. All events are in the run directory, from which
-they are told once the run has ended: a log lives as long as its run, and ended runs keep nothing in memory; the last
+Invariants: sequence numbers start at 1 and have no gaps. A watcher that reconnects with the last number it saw misses
+none of the last MAX_EVENTS. A slow watcher never slows the loop. All events are in the run directory, and are read from
+there once the run has ended: a log exists as long as its run is active, and ended runs keep nothing in memory. The last
 event is always the end of the run, also where its file lost some (a full disk, a killed coordinator).
 """
 
@@ -26,7 +26,7 @@ EVENTS_AT_ONCE = 500
 
 
 class EventLog:
-    """Append-only events of one run."""
+    """The append-only events of one active run."""
 
     def __init__(self, published: Callable[[run_pb2.RunEvent], None], *, after: int = 0) -> None:
         self._published = published
@@ -37,16 +37,16 @@ class EventLog:
 
     @property
     def last_sequence(self) -> int:
-        """The number of the newest event; 0 before the first."""
+        """Return the number of the newest event; 0 before the first."""
         return self._count
 
     @property
     def first_kept(self) -> int:
-        """The number of the oldest event that is still here, or of the next one."""
+        """Return the number of the oldest event that is still in memory, or of the next one."""
         return self._count - len(self._events) + 1
 
     def append(self, event: run_pb2.RunEvent) -> None:
-        """Number the event, keep it, wake the watchers."""
+        """Number the event, keep it, and wake the watchers."""
         self._count += 1
         event.sequence = self._count
         event.time.GetCurrentTime()
@@ -55,12 +55,12 @@ class EventLog:
         self._published(event)
 
     def close(self) -> None:
-        """No event will follow; watchers end."""
+        """End the log: no event follows, and watchers end."""
         self._closed = True
         self._wake()
 
     async def follow(self, after_sequence: int) -> AsyncIterator[run_pb2.RunEvent]:
-        """Events after a number, then live ones until the run has ended."""
+        """Yield the events after a number, then live ones until the run has ended."""
         position = after_sequence
         while True:
             grown = self._grown
@@ -81,7 +81,7 @@ class EventLog:
 
 
 async def past_events(run: run_pb2.Run, after_sequence: int) -> AsyncIterator[run_pb2.RunEvent]:
-    """What happened after a number, to the end."""
+    """Yield the events of an ended run after a number, up to its end."""
     events = _events(RunDirectory(Path(run.directory)), after_sequence)
     told = run_pb2.RUN_STATE_UNSPECIFIED
     sequence = after_sequence
@@ -96,7 +96,7 @@ async def past_events(run: run_pb2.Run, after_sequence: int) -> AsyncIterator[ru
 
 
 async def all_events(run: run_pb2.Run, log: EventLog, after_sequence: int) -> AsyncIterator[run_pb2.RunEvent]:
-    """Of a run that goes on: what was told before its log began, then what that holds and gets."""
+    """Yield the events of an active run: those from before its log began, then those of the log as they come."""
     first = log.first_kept
     if after_sequence + 1 < first:
         events = _events(RunDirectory(Path(run.directory)), after_sequence)

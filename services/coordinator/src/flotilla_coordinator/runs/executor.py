@@ -1,13 +1,12 @@
-"""From an admitted run to its end, whatever the end is and whoever makes its steps: the built-in loop or a client.
+"""Takes an admitted run to its end, whether the built-in loop or a client makes its steps.
 
-Invariants: exactly one terminal state is reached and recorded, by the coordinator that owns the ledger; every
-collaborator that was opened is closed; a failure is one message that a user can act on, and its traceback goes to the
-log.
+Invariants: exactly one terminal state is reached and recorded, by the coordinator that owns the ledger. Every part that
+was opened is closed. A failure is one message that a user can act on, and its traceback goes to the log.
 
-A run that lost its trainer, or a gang beside it, goes on by itself. Only the loss of a session counts, whichever call
-noticed it; what a user asked a run to begin with is asked for until it has begun so; a run that loses a gang again and
-again without making a step ends, with the reason of the last time. One whose loop ended for a full disk, which is where
-nothing else waits for room, begins again once a while has passed.
+A run that lost the gang of its trainer, or another one, continues by itself. Only the loss of a session counts,
+whichever call noticed it. The start that a user requested is attempted until the run has reached it. A run that loses
+gangs repeatedly without making a step ends, with the reason of the last time. A run whose loop failed because of a full
+disk, where nothing else waits for room, restarts after some time.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ NOT_THERE = (Unavailable, RankFailed, DeadlineExceeded)
 
 @dataclass(frozen=True)
 class RunExecutor:
-    """One run, the services that it has, and where it is recorded."""
+    """One run, its services and its records."""
 
     host: Host
     fleet: RunFleet
@@ -63,7 +62,7 @@ class RunExecutor:
     directory: RunDirectory
 
     async def execute(self, start_point: StartPoint) -> None:
-        """Go on to the end; never raises but for cancellation of the coordinator itself."""
+        """Take the run to its end; raise nothing but the cancellation of the coordinator itself."""
         active = self.active
         state, reason = run_pb2.RUN_STATE_FAILED, ""
         try:
@@ -84,7 +83,7 @@ class RunExecutor:
                 state, reason = run_pb2.RUN_STATE_STOPPED, active.stop_reason
             log.error("run failed", run_id=active.run_id, reason=reason, exc_info=True)
         except Exception as error:
-            # The task boundary of a run: anything else is a defect, reported as the run's end.
+            # This is the task boundary of a run: any other error is a defect, reported as the run's end.
             reason = f"internal error: {error!r}; see the coordinator's log"
             log.exception("run failed", run_id=active.run_id)
         finally:
@@ -97,7 +96,7 @@ class RunExecutor:
                 await self._record_end(state, reason)
 
     async def _run(self, start_point: StartPoint) -> None:
-        """The loop, begun again from its last checkpoint whenever a gang is lost under it."""
+        """Run the loop, again from the last checkpoint whenever a gang is lost."""
         active = self.active
         recovery = Recovery(self.fleet, self.ledger)
         while True:
@@ -121,7 +120,7 @@ class RunExecutor:
             active.context = None
 
     async def _is_ours(self) -> bool:
-        """False once another coordinator goes on with the run: gangs and records are not for this one any more."""
+        """Return False once another coordinator has the run: its gangs and records are no longer for this one."""
         try:
             await self.ledger.beat()
         except StaleVersion as error:
@@ -132,12 +131,12 @@ class RunExecutor:
         return True
 
     async def _record_end(self, state: run_pb2.RunState.ValueType, reason: str) -> None:
-        """The terminal state in every record; its services are free for other runs, and watchers are let go."""
+        """Write the terminal state to every record, free the services for other runs, and let watchers end."""
         active = self.active
         active.context = None
         active.status.set_state(state, reason)
         if self.ledger.full is not None:
-            active.events.close()  # the end is told; only its record waits for room on the disk
+            active.events.close()  # watchers have the end; only its record waits for room on the disk
         try:
             await self.ledger.drop_in_flight(active.run_id, DropReason.RUN_ENDED)
             await self.ledger.update_run(
@@ -151,14 +150,14 @@ class RunExecutor:
             notice = await self._concluded()
             if notice:
                 active.status.notice(run_pb2.NOTICE_LEVEL_INFO, notice)
-        # Nobody is above: a full disk must not leave watchers waiting for an end that never comes.
+        # No caller handles errors here, and a full disk must not leave watchers waiting for an end that never comes.
         except Exception:
             log.exception("the end of the run could not be recorded whole", run_id=active.run_id)
         finally:
             active.events.close()
 
     async def _concluded(self) -> str:
-        """What `conclude` says, once the disk takes it, or the coordinator goes."""
+        """Return the answer of `conclude`, once the disk has room or the coordinator stops."""
         active = self.active
         while True:
             try:
@@ -171,7 +170,7 @@ class RunExecutor:
 
 
 async def _close(context: RunContext, *, ours: bool = True) -> None:
-    """Give everything back that is ours; a service that is gone has nothing to give back."""
+    """Give back everything that is ours; a service that is gone has nothing to give back."""
     autoscaling = () if context.autoscaler is None else (context.autoscaler.close,)
     pinned = () if context.pinned is None else (context.pinned.close,)
     here = (*autoscaling, *pinned, context.source.close, context.checkpoints.close, context.lag.close)
@@ -181,13 +180,13 @@ async def _close(context: RunContext, *, ours: bool = True) -> None:
             await close()
         except FlotillaError as error:
             log.warning("closing failed", run_id=context.run_id, error=str(error))
-        # The record of the run is still to be written, whatever went wrong here.
+        # The record of the run must still be written, whatever fails here.
         except Exception:
             log.exception("closing failed", run_id=context.run_id)
 
 
 async def serve_client(loop: ClientLoop, start_point: StartPoint, active: RunHandle) -> None:
-    """Begin as the built-in loop does, take the client's calls, and leave what such a run leaves."""
+    """Begin like the built-in loop, serve the client's calls, and end with the same outputs."""
     run = loop.run
     with telemetry.span(names.RL_LOOP, attributes={names.RUN_ID: run.run_id}):
         await restore(run, start_point)
@@ -205,10 +204,7 @@ async def serve_client(loop: ClientLoop, start_point: StartPoint, active: RunHan
 
 
 class Recovery:
-    """A run that lost its trainer, or a gang beside it, goes on by itself.
-
-    Counts the losses of one run.
-    """
+    """Decides whether a run that lost gangs can restart, and counts the losses without a step in between."""
 
     def __init__(self, fleet: RunFleet, ledger: Ledger) -> None:
         self._fleet = fleet
@@ -217,7 +213,7 @@ class Recovery:
         self._in_row = 0
 
     async def after(self, run: RunContext, error: FlotillaError, start_point: StartPoint) -> StartPoint:
-        """How the run begins anew; raises `error` where no gang was lost."""
+        """Return the point where the run restarts; raise `error` where no gang was lost."""
         if isinstance(error, DiskFull) and not run.stop_requested:
             await run.disk.wait(error)
             return await self._anew(run, start_point)
@@ -243,17 +239,17 @@ class Recovery:
         return await self._anew(run, start_point)
 
     async def _anew(self, run: RunContext, start_point: StartPoint) -> StartPoint:
-        """From its last checkpoint; what a user asked it to begin with is asked for until it has begun so."""
+        """Restart from the last checkpoint; a start that a user requested is kept until the run has reached it."""
         record = await self._ledger.get_run(run.run_id)
         lineage = record.version.lineage + 1
         return StartPoint(lineage) if run.begun else replace(start_point, lineage=lineage)
 
     async def _lost(self, run: RunContext, error: FlotillaError, start_point: StartPoint) -> list[Gang]:
-        """The gangs whose sessions are gone."""
+        """Return the gangs whose sessions are gone."""
         learners = run.learners
         if learners.opened:
             return [session.gang for session in await learners.lost()]
-        # One that was lost before, also while no coordinator was there, may take its time to come back.
+        # A gang that was lost before, also while there was no coordinator, may take some time to return.
         if (self._in_row > 0 or start_point.after_coordinator) and isinstance(error, NOT_THERE):
             return [session.gang for session in learners.sessions if not session.opened]
         return []

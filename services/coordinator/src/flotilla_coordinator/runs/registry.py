@@ -1,12 +1,12 @@
-"""All runs of this coordinator: start, lookup, stop, a pause, other settings.
+"""Manages all runs of this coordinator: start, lookup, stop, pause and other settings.
 
-Invariants: starts and changes take turns, and a repeated request acts once; one whose caller goes away comes to its end
-all the same, so that no run is in the ledger that nobody works on; before any call is answered, a run that an earlier
-coordinator left unfinished goes on, or is closed.
+Invariants: starts and changes take turns, and a repeated request acts once. A request is completed even when its caller
+goes away, so that no run is in the ledger without a task. Before any call is answered, a run that an earlier
+coordinator left unfinished is continued or closed.
 
-A change is in the ledger and in the run directory before whoever asked for it hears of it, so a later beginning of the
-run knows it; the run is told in the turn of the event loop in which it was seen to go on and in which the ledger was
-asked, so nobody hears of a change that came too late for it; what would not start as a new run is refused, and changes
+A change is in the ledger and in the run directory before its caller gets an answer, so a restart of the run includes
+it. The run gets the change in the same turn of the event loop in which it was found active and the ledger was asked, so
+no caller learns of a change that came too late. Settings with which no new run would start are refused, and change
 nothing.
 """
 
@@ -43,7 +43,7 @@ LIST_LIMIT = 100
 
 
 class Runs:
-    """Starts runs and knows about every one there ever was."""
+    """Starts runs, and finds every run in the ledger."""
 
     def __init__(self, host: Host, fleet: Fleet, ledger: Ledger, events: EventStream) -> None:
         self._host = host
@@ -51,28 +51,28 @@ class Runs:
         self._events = events
         self._starter = RunStarter(host, fleet, ledger, events)
         self._active: dict[str, RunHandle] = {}
-        """Those that go on, by id."""
+        """The active runs by id."""
         self._started: dict[str, str] = {}
         self.change_lock = asyncio.Lock()
-        """While it is held no run starts, is resumed or changes."""
+        """No run starts, is resumed or changes while another task holds this lock."""
         self._calls = BackgroundTasks()
         self._recovered = asyncio.Event()
 
     async def recover(self) -> None:
-        """Go on with what an earlier coordinator left open, or close it, before anything is answered."""
+        """Continue or close the runs that an earlier coordinator left unfinished, before any call is answered."""
         self._ledger.watch_disk(self._disk_changed)
         async with self.change_lock:
-            # Of two runs the earlier one comes first.
+            # The earlier of two runs comes first.
             for active in await self._starter.take_over(await self._ledger.unfinished_runs()):
                 self._register(active)
         self._recovered.set()
 
     def plan(self, config_yaml: str) -> run_pb2.Plan:
-        """The arithmetic, the warnings and the reasons to refuse."""
+        """Return the plan of a run: its figures, its warnings and the reasons against it."""
         return plan_run(load_text(RunConfig, config_yaml, source="run"), self._host.stack)
 
     async def start(self, config_yaml: str, request_id: str) -> run_pb2.Run:
-        """Admit a run, or say why not; a repeated request gets the run that it started."""
+        """Admit a run, or raise the reason against it; a repeated request gets the run that it started."""
         await self._recovered.wait()
 
         async def act() -> run_pb2.Run:
@@ -86,7 +86,7 @@ class Runs:
         return await self._calls.shielded(act())
 
     async def resume(self, run_id: str, checkpoint: str, request_id: str) -> run_pb2.Run:
-        """Continue a run that ended before its last step, or say why not; a repeated request does it once."""
+        """Continue a run that ended early, or raise the reason against it; a repeated request acts once."""
         await self._recovered.wait()
 
         async def act() -> run_pb2.Run:
@@ -110,7 +110,7 @@ class Runs:
         return await self._calls.shielded(act())
 
     async def pause(self, run_id: str) -> run_pb2.Run:
-        """Begin no further step of a run that goes on."""
+        """Let an active run begin no further step."""
         await self._recovered.wait()
 
         async def act() -> run_pb2.Run:
@@ -123,7 +123,7 @@ class Runs:
         return await self._calls.shielded(act())
 
     async def configure(self, run_id: str, assignments: Sequence[str]) -> run_pb2.Run:
-        """Go on by other settings; a run that ended early takes them when it is resumed."""
+        """Change settings of a run; a run that ended early gets them when it is resumed."""
         await self._recovered.wait()
 
         async def act() -> run_pb2.Run:
@@ -146,8 +146,8 @@ class Runs:
                     f"run {found.run_id} has ended already",
                     next_step=f"see `flotilla run show {found.run_id}`",
                 )
-            # All in one turn, up to the ledger's queue: who takes a pause back beside it sees the stop, or stands
-            # before it in the queue; and the end of the run stands behind it.
+            # This is one turn of the event loop, up to the ledger's queue: a concurrent end of a pause either sees the
+            # stop or is before it in the queue, and the end of the run is behind it.
             active.request_stop(reason)
             active.status.set_state(run_pb2.RUN_STATE_STOPPING, reason)
             asyncio.get_running_loop().call_later(STOP_GRACE_S, active.cancel)
@@ -157,15 +157,15 @@ class Runs:
         return await self._calls.shielded(act())
 
     def _register(self, active: RunHandle) -> run_pb2.Run:
-        """Know a run that has begun to work until its task ends."""
+        """Keep a run whose task has begun, until that task ends."""
         assert active.task is not None, "it works"
         self._active[active.run_id] = active
-        # What has ended is told from its records: memory is for runs that go on.
+        # An ended run is read from its records: only active runs are in memory.
         active.task.add_done_callback(lambda _: self._active.pop(active.run_id, None))
         return active.status.run
 
     def _refuse_active(self, active: RunHandle | None) -> None:
-        """Raise where a run that is to be resumed has not ended, or its end is not recorded yet."""
+        """Raise where a run that should be resumed has not ended, or its end is not recorded yet."""
         if active is None:
             return
         if active.status.ended and self._ledger.full is not None:
@@ -189,7 +189,7 @@ class Runs:
         active.status.notice(run_pb2.NOTICE_LEVEL_INFO, "a pause after the current step was asked for")
 
     async def _unpause(self, active: RunHandle) -> None:
-        """Take a pause back, unless the run is about to end: its end would be overwritten in the ledger."""
+        """End a pause, unless the run is about to end, because its end would be overwritten in the ledger."""
         if not _goes_on(active):
             raise FailedPrecondition(
                 f"run {active.run_id} is being stopped, or ends by itself",
@@ -201,16 +201,16 @@ class Runs:
     async def _configure(
         self, record: RunRecord, active: RunHandle | None, assignments: Sequence[str]
     ) -> None:
-        """Give the run other settings, and record them; a run that ended early has them when it is resumed."""
+        """Change the run's settings, and record them; a run that ended early gets them when it is resumed."""
         before = load_text(RunConfig, record.config_yaml, source=f"run {record.run_id}")
         config = changed_config(before, assignments, _steps_done(record, active))
         plan = await self._starter.planned(config)
-        # Meanwhile the run made steps, perhaps its last one.
+        # Meanwhile the run has made steps, perhaps its last one.
         steps_done = _steps_done(record, active)
         config = changed_config(before, assignments, steps_done)
         if not (changes := differences(before, config)):
             return
-        # Not in a thread: the loop must get no turn between that look and the ledger's queue.
+        # This is not done in a thread: the loop must get no turn between that check and the ledger's queue.
         text = dump_yaml(config)
         RunDirectory(Path(record.directory)).write_change(steps_done, text, changes)
         if active is not None:
@@ -227,7 +227,7 @@ class Runs:
                     active.status.notice(run_pb2.NOTICE_LEVEL_WARNING, warning)
 
     async def _try_disk(self, active: RunHandle) -> None:
-        """Let a run that waits for room on a disk look at once."""
+        """Let a run that waits for room on a disk check at once."""
         active.control.try_again()
         if self._ledger.full is not None:
             with contextlib.suppress(DiskFull):
@@ -238,22 +238,22 @@ class Runs:
             active.ledger_full(full)
 
     async def find(self, run_id: str) -> run_pb2.Run:
-        """A run by id, by unique prefix of it, or `latest`."""
+        """Return a run by its id, a unique prefix of it, or `latest`."""
         await self._recovered.wait()
         return self._message(await self._ledger.get_run(run_id))
 
     async def configuration(self, run_id: str) -> str:
-        """The resolved configuration that a run was started with."""
+        """Return the resolved configuration of a run."""
         record = await self._ledger.get_run(run_id)
         return record.config_yaml
 
     async def list(self, limit: int) -> list[run_pb2.Run]:
-        """Newest first."""
+        """Return the runs, newest first."""
         await self._recovered.wait()
         return [self._message(record) for record in await self._ledger.list_runs(limit or LIST_LIMIT)]
 
     def version_on(self, run_id: str, instance_id: str) -> Version | None:
-        """The version of a run that goes on that one of its services holds; None where it holds none."""
+        """Return the version of an active run that one of its services holds; None where it holds none."""
         active = self._active.get(run_id)
         if active is None or active.context is None or active.status.ended:
             return None
@@ -263,17 +263,17 @@ class Runs:
         return active.context.sync.serving.live_version(instance_id)
 
     def active(self, run_id: str) -> RunHandle | None:
-        """Handles of a run that goes on."""
+        """Return the handles of an active run."""
         return self._active.get(run_id)
 
     def active_runs(self) -> Sequence[RunHandle]:
-        """Those that have services now, in the order of their start."""
+        """Return the runs that have services now, in the order of their start."""
         return [active for active in self._active.values() if not active.status.ended]
 
     async def close(self) -> None:
-        """The coordinator goes: every run ends now, recorded."""
+        """End every run now, recorded, because the coordinator stops."""
         self._ledger.give_up_waiting()
-        await self._calls.settle()  # what is being started or resumed is then among the runs
+        await self._calls.settle()  # runs that are being started or resumed are then active
         tasks = []
         for active in self._active.values():
             if active.task is not None and not active.task.done():
@@ -291,7 +291,7 @@ class Runs:
 
 
 def changeable(record: RunRecord, active: RunHandle | None) -> RunHandle:
-    """The handles of a run that goes on, and whose steps this coordinator makes."""
+    """Return the handles of an active run whose steps this coordinator makes; raise where it is none."""
     if active is None or not _goes_on(active):
         raise FailedPrecondition(
             f"run {record.run_id} does not go on", next_step=f"see `flotilla run show {record.run_id}`"
@@ -312,12 +312,12 @@ def changeable(record: RunRecord, active: RunHandle | None) -> RunHandle:
 
 
 def _goes_on(active: RunHandle) -> bool:
-    """Whether no end has begun or was asked for."""
+    """Return whether the run's end has neither begun nor been requested."""
     return not (active.control.stop_requested or active.ending or active.status.ended)
 
 
 def _steps_done(record: RunRecord, active: RunHandle | None) -> int:
-    """Of a run that takes other settings; raises where it takes none."""
+    """Return the steps done of a run that accepts other settings; raise where it accepts none."""
     if record.state.resumable and active is None:
         return stored_run(record).step
     return changeable(record, active).status.run.step

@@ -1,12 +1,12 @@
-"""How a run begins: at its start, where a checkpoint left it, or with the sessions that an earlier coordinator left.
+"""Begins a run: at its start, from a checkpoint, or with the sessions that an earlier coordinator left.
 
-Invariants: a later beginning has a higher lineage than every version of the run before it; gangs, ledger, data set and
-checkpoints agree on the place before the first step is made; a place that the ledger refuses leaves every
-checkpoint as it was; a damaged checkpoint is named and the one before it is used.
+Invariants: a restart has a higher lineage than every version of the run before it. Gangs, ledger, data set and
+checkpoints agree on the progress before the first step is made. Progress that the ledger refuses leaves every
+checkpoint unchanged. A damaged checkpoint is reported by name, and the one before it is used.
 
-Sessions live on while a coordinator is away. They are taken over only where they stand exactly where the ledger stands,
-or one update further, the very one that the ledger would record next; that update is then recorded, not made again.
-The lineage stays: nothing was undone. Anything else is left to a checkpoint.
+Sessions survive while there is no coordinator. They are taken over only where their progress equals the ledger's, or is
+one update further, namely the update that the ledger would record next; that update is then recorded, not repeated. The
+lineage stays, because nothing was undone. In any other case the run restarts from a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,24 +27,26 @@ from flotilla_core.tasks import gather_or_cancel
 from flotilla_core.version import Version
 
 NEVER_FINISHED = (Unavailable, RankFailed, DeadlineExceeded, Cancelled)
-"""What becomes of an update whose gang is lost, or hangs, while its end is waited for."""
+"""Errors of an update whose gang is lost, or hangs, before the update ends."""
 
 
 @dataclass(frozen=True)
 class StartPoint:
-    """Lineage 0 is the first; every other one goes on from a checkpoint."""
+    """The point where a run begins; lineage 0 is its start, and any other one continues from a checkpoint."""
 
     lineage: int = 0
     checkpoint: str = ""
-    """The name of one; empty takes the newest that is good, or the start of the run where it has none."""
+    """The name of a checkpoint; empty takes the newest one that is good, or the start of the run where there is none.
+    """
     by_user: bool = False
-    """Somebody resumed it, who may have mended a reward: what the rewards failed on is asked for again."""
+    """True where a user resumed the run and may have fixed a reward: samples that the rewards failed on are scored
+    again."""
     after_coordinator: bool = False
-    """The coordinator died: where its sessions still live the run goes on with them, in the lineage that it had."""
+    """True where the coordinator died: the run continues with sessions that still exist, in the lineage that it had."""
 
 
 async def restore(run: RunContext, start_point: StartPoint) -> None:
-    """Open the session; a later attempt then goes back to a checkpoint."""
+    """Open the sessions and bring the run to its start point."""
     if start_point.after_coordinator:
         with run.phase("look for the sessions"):
             if await reattach(run):
@@ -58,7 +60,7 @@ async def restore(run: RunContext, start_point: StartPoint) -> None:
         shelf = run.checkpoints.shelf
         name, progress = await _loaded(run, start_point.checkpoint)
         await run.ledger.check_fall_back(run.run_id, run.policy.version)
-        # Before the ledger: were the run cut off in between, no checkpoint may hold updates that the ledger undid.
+        # This comes before the ledger: after an interruption, no checkpoint may hold updates that the ledger undid.
         await run.disk.until_taken(
             "checkpoints",
             lambda: asyncio.to_thread(on_disk, shelf.path, shelf.fall_back, name, start_point.lineage),
@@ -86,7 +88,7 @@ async def restore(run: RunContext, start_point: StartPoint) -> None:
 
 
 async def _loaded(run: RunContext, wanted: str) -> tuple[str, Progress]:
-    """The name of the checkpoint that the gangs hold now, empty for the start of the run, and where that was."""
+    """Load a checkpoint into the gangs; return its name, empty for the start of the run, and its progress."""
     shelf = run.checkpoints.shelf
     candidates = [wanted] if wanted else shelf.names()[::-1]
     refused: Damaged | None = None
@@ -111,7 +113,7 @@ async def _loaded(run: RunContext, wanted: str) -> tuple[str, Progress]:
 
 
 async def reattach(run: RunContext) -> bool:
-    """Whether the run goes on with the sessions that it had."""
+    """Return whether the run continues with the sessions that it had."""
     record = await run.ledger.get_run(run.run_id)
     left = await gather_or_cancel(session.left() for session in run.learners.sessions)
     if None in left:
@@ -137,7 +139,7 @@ async def reattach(run: RunContext) -> bool:
 
 
 async def _is_ahead(session: LearningSession, found: pb.GetSessionResponse, record: RunRecord) -> bool | None:
-    """Whether it made the update that comes next by the ledger; None where it stands somewhere else."""
+    """Return whether the session made the ledger's next update; None where its progress is neither."""
     version, lineage = Version.from_proto(found.policy_version), record.version.lineage
     last, following = (
         ids.update_id(record.run_id, Version(lineage, steps)) for steps in (record.step, record.step + 1)
@@ -151,7 +153,7 @@ async def _is_ahead(session: LearningSession, found: pb.GetSessionResponse, reco
 
 
 def _agree(run: RunContext, record: RunRecord, ahead: list[bool | None]) -> bool:
-    """Whether the gangs stand side by side, and beside the ledger."""
+    """Return whether all gangs have the same progress, and one that fits the ledger."""
     if None in ahead:
         return False
     alike = ahead if run.learners.policy_learns(record.step) else ahead[1:]
@@ -159,7 +161,7 @@ def _agree(run: RunContext, record: RunRecord, ahead: list[bool | None]) -> bool
 
 
 async def _continue_from(run: RunContext, record: RunRecord) -> None:
-    """Where the coordinator before stood, with what it did not come to."""
+    """Continue with the progress of the earlier coordinator, and note what it left undone."""
     directory, steps_done = run.directory, record.step
     evaluations = await asyncio.to_thread(lambda: list(directory.read_evaluations()))
     accuracy = float(evaluations[-1]["accuracy"]) if evaluations else None
@@ -178,7 +180,7 @@ async def _continue_from(run: RunContext, record: RunRecord) -> None:
 
 
 async def _complete_last_metrics(run: RunContext, record: RunRecord) -> None:
-    """A step whose metrics nobody wrote down has at least those of its update."""
+    """Write the metrics of the last update for a step whose metrics were not written."""
     told = await asyncio.to_thread(
         lambda: max((step for step, _ in run.directory.read_metrics()), default=-1)
     )

@@ -1,10 +1,10 @@
-"""How runs come to life: new ones, those that a user resumes, and those that an earlier coordinator left.
+"""Starts runs: new ones, those that a user resumes, and those that an earlier coordinator left.
 
-Invariants: a run is in the ledger before anything of it works; one that would find no gang or no generator beside those
-that go on is refused with their names; what an earlier coordinator left has its services again before any of it works;
-what cannot go on is closed as failed, with its samples accounted for. By itself no run goes on that its user wanted to
-end, or to resume himself; nor one whose steps a client makes, for nobody here knows what the client wants; nor one
-under which coordinators die again and again without a step.
+Invariants: a run is in the ledger before any part of it works. A run for which the active runs leave no gang or no
+generator is refused with their names. Runs that an earlier coordinator left get their services back before any of them
+works. A run that cannot continue is closed as failed, with its samples accounted for. A run does not continue by itself
+where its user wanted it to end, or to resume it; nor where a client makes its steps, because only the client can decide
+that; nor where coordinators die repeatedly under it without a step.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ REFUSED = (
 
 
 class RunStarter:
-    """Starts new runs, resumes ended ones, and takes over what an earlier coordinator left."""
+    """Starts new runs, resumes ended ones, and takes over those that an earlier coordinator left."""
 
     def __init__(self, host: Host, fleet: Fleet, ledger: Ledger, events: EventStream) -> None:
         self._host = host
@@ -65,7 +65,7 @@ class RunStarter:
         self._events = events
 
     async def start(self, config_yaml: str) -> RunHandle:
-        """Admit a run, or say why not."""
+        """Admit a run, or raise the reason against it."""
         config, plan = await self._checked(config_yaml)
         self._fleet.require_place(ResourceRequest.of(config))
         run_id = ids.new_run_id(config.name)
@@ -91,7 +91,7 @@ class RunStarter:
         return self._execute(active, directory, StartPoint(), fleet)
 
     async def resume(self, record: RunRecord, checkpoint: str) -> RunHandle:
-        """Continue a run that ended before its last step, or say why not."""
+        """Continue a run that ended before its last step, or raise the reason against it."""
         run_id, directory = record.run_id, RunDirectory(Path(record.directory))
         if record.state is RunState.SUCCEEDED:
             raise FailedPrecondition(
@@ -111,7 +111,7 @@ class RunStarter:
         return self._execute(active, directory, start_point, fleet)
 
     async def take_over(self, records: Sequence[RunRecord]) -> list[RunHandle]:
-        """Go on with what an earlier coordinator left open, or close it; the runs that go on."""
+        """Continue or close the runs that an earlier coordinator left; return those that continue."""
         left = [(record, await self._left(record)) for record in records]
         kept = [(RunDirectory(Path(record.directory)), *found) for record, found in left if found is not None]
         fleets = await self._fleet.admit_again(
@@ -123,20 +123,20 @@ class RunStarter:
         ]
 
     async def _left(self, record: RunRecord) -> tuple[RunHandle, StartPoint] | None:
-        """A run that an earlier coordinator left, if it goes on; else it is closed."""
+        """Prepare a run that an earlier coordinator left, or close it where it cannot continue."""
         why = await asyncio.to_thread(
             reason_not_to_resume, record, await self._ledger.takeovers(record.run_id)
         )
         if not why:
             start_point = StartPoint(record.version.lineage + 1, after_coordinator=True)
             try:
-                # Before anything of it is looked at: its plan alone may be what the coordinator dies of.
+                # This comes before anything of the run is read: its plan alone may be what kills the coordinator.
                 if record.state is not RunState.PAUSED:
                     await self._ledger.taken_over(record.run_id)
                 config, _ = await self._checked(record.config_yaml)
                 directory = RunDirectory(Path(record.directory))
                 return await self._reopened(record, config, directory, start_point), start_point
-            # A directory that is gone, or full, is its own trouble.
+            # A directory that is missing, or full, affects this run alone.
             except (FlotillaError, OSError) as error:
                 why = REFUSED.replace("{error}", str(error).rstrip("."))
         await self._ledger.drop_in_flight(record.run_id, DropReason.RUN_INTERRUPTED)
@@ -152,7 +152,7 @@ class RunStarter:
         return None
 
     async def planned(self, config: RunConfig) -> run_pb2.Plan:
-        """What the stack would make of it, where it would work."""
+        """Return the plan of a run that would work, or raise its errors."""
         plan = await asyncio.to_thread(plan_run, config, self._host.stack)
         if plan.errors:
             raise InvalidConfig(
@@ -163,18 +163,19 @@ class RunStarter:
     async def _reopened(
         self, record: RunRecord, config: RunConfig, directory: RunDirectory, start_point: StartPoint
     ) -> RunHandle:
-        """A run of the ledger works again, with the events and metrics that it has."""
+        """Reopen a run of the ledger, with its events and metrics so far."""
         run_id = record.run_id
         run = await asyncio.to_thread(continued_run, record)
         run.total_steps = config.steps
         try:
             await asyncio.to_thread(directory.reopen, self._versions())
         except DiskFull as error:
-            # Who takes part now is told nowhere then; that is no reason to give up a run that waits for room.
+            # The versions of the services are then recorded nowhere; that is no reason to give up a run that waits for
+            # room.
             if not start_point.after_coordinator:
                 raise
             log.warning("the versions of the services were not written", run_id=run_id, error=str(error))
-        # A pause outlives its coordinator; a user who resumes a run takes it back.
+        # A pause survives its coordinator; a user who resumes a run ends the pause.
         paused = start_point.after_coordinator and record.state is RunState.PAUSED
         state = RunState.PAUSED if paused else RunState.RUNNING
         await self._ledger.update_run(run_id, state=state, reason="", stays=False)
@@ -189,14 +190,14 @@ class RunStarter:
         return active
 
     async def _checked(self, config_yaml: str) -> tuple[RunConfig, run_pb2.Plan]:
-        """The configuration of a run that would work here, and its plan."""
+        """Return the configuration of a run that would work here, and its plan."""
         config = await asyncio.to_thread(load_text, RunConfig, config_yaml, source="run")
         return config, await self.planned(config)
 
     def _execute(
         self, active: RunHandle, directory: RunDirectory, start_point: StartPoint, fleet: RunFleet
     ) -> RunHandle:
-        """Let the run work from here on, with the services that it was admitted to."""
+        """Start the run's task, with the services that it was admitted to."""
         if self._ledger.full is not None:
             active.ledger_full(self._ledger.full)
         executor = RunExecutor(self._host, fleet, self._ledger, active, directory)
@@ -207,21 +208,21 @@ class RunStarter:
         return {r.name: dict(r.versions) for r in self._fleet.registrations.values()}
 
     def _publish(self, run_id: str, directory: RunDirectory, event: run_pb2.RunEvent) -> None:
-        """To the run directory now, to the bus without waiting; nowhere once another coordinator has the run."""
+        """Write the event to the run directory and send it to the bus, unless another coordinator has the run."""
         if self._ledger.lost:
             return
         try:
             directory.write_event(event)
-        except OSError as error:  # what must not be lost is in the ledger
+        except OSError as error:  # the ledger holds what must not be lost
             log.warning("an event was not written", run_id=run_id, error=str(error))
         self._events.publish(run_id, f"{run_id}/{event.sequence}", event.SerializeToString())
 
 
 def reason_not_to_resume(record: RunRecord, takeovers: int) -> str:
-    """Why a run that was taken over so often does not go on by itself; empty where it does."""
+    """Say why a run that was taken over repeatedly is not continued by itself; empty where it is."""
     if record.state is RunState.STOPPING or RunDirectory(Path(record.directory)).read_outcome() is not None:
         return INTERRUPTED
-    # A run that is paused makes no step, however well its coordinators are.
+    # A paused run makes no step, however healthy its coordinators are.
     if takeovers >= MOST_IN_A_ROW and record.state is not RunState.PAUSED:
         return AGAIN_AND_AGAIN.replace("{times}", str(takeovers))
     try:

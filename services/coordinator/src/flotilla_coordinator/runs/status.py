@@ -1,11 +1,11 @@
-"""The state of one run as users see it, while it goes on and once nobody works on it.
+"""The state of one run as users see it, while it is active and after its end.
 
-Invariants: every change is an event in the log, and the end is in the ledger as well; the estimate of the
-remaining time uses the median of recent steps, so that one slow step does not frighten anybody. While a disk takes no
-more, a run that goes on shows as PAUSED, with that as its phase and its reason; below that its own state goes on.
+Invariants: every change is an event in the log, and the end is in the ledger as well. The estimate of the remaining
+time uses the median of recent steps, so that one slow step does not distort it. While a disk is full, an active run is
+shown as PAUSED, with the disk as its phase and reason; its own state is kept underneath.
 
-Of a run that nobody works on the records tell: the outcome in the run directory wins over the ledger, because it holds
-the metrics; a run without an end in any record was cut off, and ended when its last event was written.
+A run that is not active is read from its records: the outcome in the run directory wins over the ledger, because it
+holds the metrics; a run without an end in any record was interrupted, and ended when its last event was written.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ class RunStatus:
         self._signal = LearningSignal() if learns_by_rewards else None
         self._state, self._reason, self._phase = run.state, run.reason, run.phase
         self._full: dict[str, str] = {}
-        """What the disk does not take, and why."""
+        """The writes for which a disk has no room, and the reason of each."""
 
     def enter(self, phase: str) -> None:
-        """The loop begins a phase."""
+        """Begin a phase of the loop."""
         self._phase = phase
         self._show()
-        # Thousands of phases are kept as events, and the steps' own events carry the metrics.
+        # Thousands of phases are kept as events, and the steps' own events have the metrics.
         self._announce(metrics=False)
 
     def set_state(self, state: run_pb2.RunState.ValueType, reason: str = "") -> None:
-        """Begin, stop, end."""
+        """Change the state of the run."""
         self._state, self._reason = state, reason
         if state in TERMINAL:
             self._phase = ""
@@ -73,7 +73,7 @@ class RunStatus:
         self._announce()
 
     def wait_for_disk(self, what: str, why: str) -> None:
-        """The run cannot go on before the disk takes `what`."""
+        """Show that the run cannot continue before the disk has room for `what`."""
         is_news = not self._full
         self._full[what] = why
         if is_news and self._state in GOES_ON:
@@ -84,7 +84,7 @@ class RunStatus:
             self._announce(metrics=False)
 
     def disk_has_room(self, what: str) -> None:
-        """The disk took `what`."""
+        """Note that `what` was written."""
         if self._full.pop(what, None) is None or self._full:
             return
         self._show()
@@ -94,16 +94,16 @@ class RunStatus:
 
     @property
     def waits_for_disk(self) -> bool:
-        """Whether it would go on, were there room on a disk."""
+        """Return whether the run would continue if a disk had room."""
         return bool(self._full) and self._state in GOES_ON
 
     @property
     def ended(self) -> bool:
-        """Whether the run is over."""
+        """Return whether the run has ended."""
         return self.run.state in TERMINAL
 
     def step_done(self, steps_done: int, version: Version, metrics: dict[str, float]) -> None:
-        """One more step, with its metrics."""
+        """Add one more step, with its metrics."""
         self._durations.append(metrics["time/step_s"])
         self.run.step = steps_done
         self.run.policy_version.CopyFrom(version.to_proto())
@@ -117,19 +117,19 @@ class RunStatus:
             self.notice(run_pb2.NOTICE_LEVEL_WARNING, warning)
 
     def reconfigured(self, total_steps: int, changes: str) -> None:
-        """The run goes on by other settings."""
+        """Announce that the run continues with other settings."""
         self.run.total_steps = total_steps
         self.notice(run_pb2.NOTICE_LEVEL_INFO, f"from step {self.run.step} on: {changes}")
         self._announce(metrics=False)
 
     def advise(self, advice: str) -> None:
-        """What would help the run; empty where nothing would."""
+        """Show advice that would help the run; empty removes it."""
         if advice != self.run.advice:
             self.run.advice = advice
             self._announce(metrics=False)
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """One more evaluation."""
+        """Add one more evaluation."""
         accuracy = evaluation.accuracy
         if self._signal is not None:
             self._signal.evaluated(accuracy)
@@ -141,11 +141,11 @@ class RunStatus:
         self.notice(run_pb2.NOTICE_LEVEL_INFO, f"held-out accuracy {accuracy:.3f} after {step} steps")
 
     def notice(self, level: run_pb2.NoticeLevel.ValueType, text: str) -> None:
-        """Something that a user should read."""
+        """Announce something that a user should read."""
         self._events.append(run_pb2.RunEvent(notice=run_pb2.Notice(level=level, text=text)))
 
     def _show(self) -> None:
-        """What goes on, or what keeps it from going on."""
+        """Set the shown state, phase and reason, with a full disk above the run's own."""
         state, reason, phase = self._state, self._reason, self._phase
         if self.waits_for_disk:
             state, reason, phase = run_pb2.RUN_STATE_PAUSED, next(iter(self._full.values())), WAITS_FOR_DISK
@@ -162,7 +162,7 @@ class RunStatus:
 
 
 def stored_run(record: RunRecord) -> run_pb2.Run:
-    """The run as it ended, or as far as the ledger knows it."""
+    """Return the run as it ended, or as far as the ledger has it."""
     ended = RunDirectory(Path(record.directory)).read_outcome()
     if ended is not None:
         return ended
@@ -183,7 +183,7 @@ def stored_run(record: RunRecord) -> run_pb2.Run:
 
 
 def interrupted_run(record: RunRecord, why: str = INTERRUPTED) -> run_pb2.Run:
-    """The end of a run whose coordinator was gone before it could record one."""
+    """Return the end of a run whose coordinator died before it could record one."""
     run = stored_run(record)
     directory = RunDirectory(Path(record.directory))
     if run.state not in TERMINAL:
@@ -198,7 +198,7 @@ def interrupted_run(record: RunRecord, why: str = INTERRUPTED) -> run_pb2.Run:
 
 
 def continued_run(record: RunRecord) -> run_pb2.Run:
-    """A run that is about to go on: what was measured so far, without an end."""
+    """Return a run that is about to continue, with its metrics so far and without an end."""
     run = interrupted_run(record)
     run.state, run.reason = run_pb2.RUN_STATE_PENDING, ""
     run.ClearField("ended_at")
@@ -206,20 +206,20 @@ def continued_run(record: RunRecord) -> run_pb2.Run:
 
 
 def record_end(run: run_pb2.Run) -> None:
-    """Give the directory of an interrupted run what every ended one has: the last event, the outcome, logs, plots."""
+    """Complete the directory of an interrupted run like any other: the last event, the outcome, logs and plots."""
     directory = RunDirectory(Path(run.directory))
     event = run_pb2.RunEvent(sequence=directory.last_sequence() + 1, run=run)
     event.time.GetCurrentTime()
     try:
         directory.write_event(event)
         conclude(directory, run)
-    # A full disk, a directory that is gone: no reason for the coordinator not to start.
+    # A full disk or a missing directory is no reason for the coordinator not to start.
     except OSError as error:
         log.warning("the end of a run was not recorded whole", run_id=run.run_id, error=str(error))
 
 
 def _add_metrics(run: run_pb2.Run, directory: RunDirectory) -> None:
-    """The last value of each metric, and the steps that are done."""
+    """Add the last value of each metric, and the number of steps done."""
     for step, metrics in directory.read_metrics():
         run.step = max(run.step, step + 1)
         for name, value in metrics.items():
@@ -236,7 +236,7 @@ def _add_metrics(run: run_pb2.Run, directory: RunDirectory) -> None:
 
 @lru_cache(maxsize=REMEMBERED_CONFIGURATIONS)
 def _total_steps(config_yaml: str) -> int:
-    """The steps that an earlier run was to make; 0 where this release cannot read its configuration."""
+    """Return the planned steps of an earlier run; 0 where this release cannot read its configuration."""
     try:
         return load_text(RunConfig, config_yaml, source="run").steps
     except InvalidConfig:

@@ -1,7 +1,7 @@
-"""What a run warns of by its own measurements: generator and trainer drift apart, or there is nothing to learn from.
+"""Warns of a run by its own measurements: generator and trainer differ, or there is nothing to learn from.
 
-Invariants: nothing to learn from is said at most once, when FIRST_STEPS steps are done, and not where an evaluation
-before the first step found something right, or where the rewards within groups differ.
+Invariants: the warning that there is nothing to learn from comes at most once, after FIRST_STEPS steps. It does not
+come where an evaluation before the first step found a right answer, or where the rewards within groups differ.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from flotilla_core.config import AlgorithmConfig, PolicyConfig, RunConfig
 from flotilla_core.version import Version
 
 MEASURED = "probs_diff/fresh"
-"""Of tokens that the trained version wrote itself: a policy that has moved since others were drawn is no fault."""
+"""The metric counts tokens of the trained version alone: that the policy has moved since others were drawn is normal.
+"""
 
 CLIPPED = "clip_fraction"
 MOST_CLIPPED_AT_FIRST = 0.02
@@ -22,7 +23,7 @@ ALMOST_ALL = 0.95
 
 
 def policy_mismatch_warning(algorithm: AlgorithmConfig, metrics: Mapping[str, float]) -> str:
-    """What to say about rollouts that are further from the trainer than the run wants; empty where they are not."""
+    """Return the warning that rollouts differ from the trainer by more than the limit; empty where they do not."""
     if not isinstance(algorithm, PolicyConfig):
         return ""
     limit, measured = algorithm.correction.warn_at, metrics.get(MEASURED, 0.0)
@@ -35,9 +36,10 @@ def policy_mismatch_warning(algorithm: AlgorithmConfig, metrics: Mapping[str, fl
 
 
 def narrow_clip_warning(config: RunConfig, trained: Version, metrics: Mapping[str, float]) -> str:
-    """What to say when a first update clips, which it does only where engine and trainer differ by more than the clip.
+    """Return the warning that a first update clips, which shows that generator and trainer differ too much.
 
-    Nothing has moved before it, and with one optimizer step nothing moves within it: every true ratio is 1.
+    The policy has not moved before this update, and with one optimizer step it does not move within it: every true
+    ratio is 1.
     """
     algorithm, clipped = config.algorithm, metrics.get(CLIPPED, 0.0)
     first = trained.step == 0 and config.optimizer.steps_of_an_update == 1
@@ -52,25 +54,22 @@ def narrow_clip_warning(config: RunConfig, trained: Version, metrics: Mapping[st
 
 
 class LearningSignal:
-    """Whether the first steps of a run show anything to learn from.
-
-    Watches the evaluation before and the rewards of the first steps.
-    """
+    """Watches whether the first evaluation and the first steps of a run show anything to learn from."""
 
     def __init__(self) -> None:
         self._accuracy_before: float | None = None
         self._uniform: list[float] = []
 
     def evaluated(self, accuracy: float) -> None:
-        """Only the first one counts, which is made before any step."""
+        """Note the first evaluation, which is made before any step; later ones do not count."""
         if self._accuracy_before is None:
             self._accuracy_before = accuracy
 
     def step_done(self, steps_done: int, metrics: Mapping[str, float]) -> str:
-        """The warning, or nothing."""
+        """Return the warning, or nothing."""
         if self._accuracy_before or steps_done > FIRST_STEPS or "reward/std" not in metrics:
             return ""
-        # A group of one is always uniform; there the whole step must be.
+        # A group of one sample is always uniform; then the whole step must be.
         alone = metrics["reward/std"] > 0 and metrics["reward/uniform_groups"] == 1
         self._uniform.append(0.0 if alone else metrics["reward/uniform_groups"])
         if len(self._uniform) < FIRST_STEPS or sum(self._uniform) < ALMOST_ALL * FIRST_STEPS:

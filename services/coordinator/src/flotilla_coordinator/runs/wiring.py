@@ -1,7 +1,7 @@
-"""Wires one run: every collaborator of the loop, built from the configuration and the fleet.
+"""Builds every part of a run's loop from the configuration and the fleet.
 
-Invariants: everything that can be wrong with the configuration or the data is found here, before the first
-sample is drawn; nothing in here runs the loop.
+Invariants: every error in the configuration or the data is found here, before the first sample is drawn; nothing in
+here runs the loop.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RunWiring:
     async def build(
         self, directory: RunDirectory, lineage: int, fence: int
     ) -> tuple[RunContext, ClientLoop | None]:
-        """Wait for the services that the run needs, then wire them; the loop of a client where one makes the steps."""
+        """Wait for the services of the run, then build its parts, and the loop of a client that makes the steps."""
         config = self._config
         tokenizer = await asyncio.to_thread(lambda: Tokenizer.load(model_folder(self._host.stack.model)))
         prompts = await asyncio.to_thread(
@@ -167,7 +167,7 @@ class RunWiring:
         if config is None or not isinstance(self._config.algorithm, PolicyConfig):
             return None
         wanted = self._config.rollout.generators
-        if wanted is not None:  # More would be nobody's.
+        if wanted is not None:  # No run would get more.
             most = max(config.min_generators, min(config.max_generators, wanted))
             config = config.model_copy(update={"max_generators": most})
         launcher = LauncherLink(self._host.state_dir, self._host.stack.ready_timeout_s)

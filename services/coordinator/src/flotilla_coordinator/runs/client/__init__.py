@@ -1,3 +1,3 @@
-"""Runs whose steps a client makes."""
+"""Makes the runs whose steps a client makes."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The calls of a client to one run: their turns, and how long they are taken.
+"""Orders the calls of a client to one run, and decides how long they are accepted.
 
-Invariants: calls that change the run take turns; the loss of the trainer ends the loop, because what the client knows
-of the policy would not be true any more; no call outlives the loop, and one that its end cuts off is told so.
+Invariants: calls that change the run take turns. The loss of the trainer ends the loop, because the client's view of
+the policy would be wrong from then on. No call outlives the loop, and a call that its end interrupts gets the reason.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from flotilla_core.tasks import BackgroundTasks
 T = TypeVar("T")
 
 IDLE = "waiting for the client"
-# With these a call may fail because the trainer's session is gone.
+# A call may fail with these errors because the trainer's session is gone.
 MAYBE_LOST = (Unavailable, RankFailed, DeadlineExceeded, FailedPrecondition)
 
 
 class ClientCalls:
-    """Those that are under way, and whether further ones are taken."""
+    """The calls that are under way, and whether further ones are accepted."""
 
     def __init__(self, run: RunContext, trainer_lost: Callable[[FlotillaError], None]) -> None:
         self._run = run
@@ -41,15 +41,15 @@ class ClientCalls:
         self._tasks = BackgroundTasks(self.heard)
         self._heard_at = time.monotonic()
         self.failure: FlotillaError | None = None
-        """What made further calls useless."""
+        """The error after which further calls are useless."""
 
     def begin(self) -> None:
-        """From now on the client is waited for."""
+        """Start to wait for calls of the client."""
         self.heard()
         self._run.status.enter(IDLE)
 
     def heard(self) -> None:
-        """The client is there."""
+        """Note a sign of life of the client."""
         self._heard_at = time.monotonic()
 
     def end(self) -> None:
@@ -57,7 +57,7 @@ class ClientCalls:
         self._over.set()
 
     async def close(self) -> None:
-        """Give up what is still under way."""
+        """Cancel the calls that are still under way."""
         self.end()
         await self._tasks.cancel_all()
 
@@ -71,9 +71,9 @@ class ClientCalls:
             )
 
     async def silence(self, busy: Callable[[], bool]) -> str:
-        """Wait for the end of the loop, or until the client has been silent for too long: that, in words.
+        """Wait for the end of the loop, or until the client was silent for too long; return that reason, or nothing.
 
-        `busy` says whether work of the client's goes on elsewhere than in these calls.
+        `busy` says whether work for the client is under way outside of these calls.
         """
         limit_s = self._run.config.loop_idle_timeout_s
         while not self._over.is_set():
@@ -87,13 +87,13 @@ class ClientCalls:
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """No call has its turn inside."""
+        """Enter a block in which no call has its turn."""
         async with self._turn:
             yield
 
     @asynccontextmanager
     async def turn(self, phase: str) -> AsyncIterator[None]:
-        """The turn of one call, named to whoever watches the run."""
+        """Enter the turn of one call; the phase tells watchers of the run its name."""
         async with self._turn:
             self.check_open()
             try:
@@ -109,18 +109,18 @@ class ClientCalls:
                 self._run.status.enter(IDLE)
 
     async def shielded(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of work that goes on when its caller goes away."""
+        """Return the result of work that continues when its caller goes away."""
         with self.told_when_over():
             return await self._tasks.shielded(work)
 
     async def while_open(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of work that ends with its caller, or with the loop."""
+        """Return the result of work that ends with its caller, or with the loop."""
         with self.told_when_over():
             return await self._tasks.begin(work)
 
     @contextmanager
     def told_when_over(self) -> Iterator[None]:
-        """Where the end of the loop cancels work under a caller who is still there, the caller hears why."""
+        """Raise the reason in a caller whose work the end of the loop cancels."""
         try:
             yield
         except asyncio.CancelledError:

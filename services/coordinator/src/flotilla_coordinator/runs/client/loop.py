@@ -1,7 +1,7 @@
-"""The steps of a run that a client makes, call by call, through the collaborators of the built-in loop.
+"""Makes the steps of a run call by call for a client, with the same parts as the built-in loop.
 
-Invariants: calls that change the policy, publish it or save it take turns and come to their end when their caller goes
-away; a repeated call acts once.
+Invariants: calls that change the policy, publish it or save it take turns, and are completed even when their caller
+goes away; a repeated call acts once.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidReque
 from flotilla_core.version import Version
 
 MOST_GROUPS, MOST_SAMPLES = 100_000, 2_000_000
-"""Of one call; the event loop begins them in one turn, as it does for the built-in loop."""
+"""The limits of one call; the event loop begins them in one turn, as it does for the built-in loop."""
 LARGEST_RATE = 1
 
 
 class ClientLoop:
-    """What a client may do with one run."""
+    """The calls that a client can make to one run."""
 
     def __init__(
         self,
@@ -55,9 +55,9 @@ class ClientLoop:
         self.sampling = sampling
 
     async def serve(self) -> str:
-        """Until the client closes the loop; why it was given up where the client went silent.
+        """Serve until the client closes the loop; return the reason where the client went silent.
 
-        Raises what made further calls useless.
+        Raises: FlotillaError: The error after which further calls are useless.
         """
         self._steps.begin()
         self.calls.begin()
@@ -72,12 +72,12 @@ class ClientLoop:
         return silence
 
     async def close(self) -> None:
-        """Give up what is still under way."""
+        """Cancel what is still under way."""
         await self.calls.close()
         await self.sampling.close()
 
     def draw(self, count: int) -> list[Prompt]:
-        """The next prompts of the data set."""
+        """Return the next prompts of the data set."""
         self.calls.check_open()
         _refuse_above(MOST_GROUPS, count, "count", "prompts")
         return [self._prompts.next() for _ in range(count)]
@@ -85,7 +85,7 @@ class ClientLoop:
     async def groups(
         self, prompts: Sequence[ClientPrompt], count: int, changes: dict[str, Any]
     ) -> AsyncGenerator[tuple[int, RolloutGroup]]:
-        """Groups from the weights that the generators serve, as they are complete."""
+        """Yield groups from the version that the generators serve, each as soon as it is complete."""
         self.calls.check_open()
         _refuse_above(MOST_GROUPS, len(prompts), "prompts", "groups")
         _refuse_above(MOST_SAMPLES, len(prompts) * count, "samples_per_prompt", "samples")
@@ -100,7 +100,7 @@ class ClientLoop:
                     self.calls.heard()
 
     async def scores(self, items: list[reward_pb2.ScoreItem]) -> dict[str, Outcome]:
-        """What the rewards of the run make of samples."""
+        """Score samples by the rewards of the run."""
         self.calls.check_open()
         if not self.run.config.rewards:
             raise InvalidRequest(
@@ -111,7 +111,7 @@ class ClientLoop:
     async def logprobs(
         self, sequences: Sequence[train.ScoredSequence], temperature: float
     ) -> train.ComputeLogprobsResponse:
-        """Of given tokens under the policy as the trainer holds it."""
+        """Return the log-probabilities of given tokens under the trainer's policy."""
         request = train.ComputeLogprobsRequest(
             run_id=self.run.run_id, sequences=sequences, temperature=temperature
         )
@@ -120,8 +120,8 @@ class ClientLoop:
         return await self.calls.while_open(rpc.unary(method, request, timeout_s=STEP_TIMEOUT_S))
 
     async def add_gradients(self, request: pb.AddGradientsRequest) -> train.ForwardBackwardResponse:
-        """Gradients of a batch, added to those that wait for their step."""
-        # Without an id of its own, a call that is sent again over a broken connection would count twice.
+        """Add the gradients of a batch to those that wait for the next optimizer step."""
+        # Without an id of its own, a call that is repeated after a broken connection would count twice.
         request_id = request.request_id or ids.new_request_id()
         asked = train.ForwardBackwardRequest(
             run_id=self.run.run_id, request_id=request_id, groups=request.groups
@@ -142,7 +142,7 @@ class ClientLoop:
         return await self.calls.shielded(act())
 
     async def step_optimizer(self, request_id: str, rate: float) -> train.OptimStepResponse:
-        """One optimizer step, recorded as a step of the run."""
+        """Make one optimizer step, and record it as a step of the run."""
         if not 0 <= rate <= LARGEST_RATE:
             raise InvalidRequest(
                 f"a learning rate of {rate} is not between 0 and {LARGEST_RATE}",
@@ -158,7 +158,7 @@ class ClientLoop:
         return await self.calls.shielded(act())
 
     async def sync(self) -> SyncReport:
-        """Bring the policy to the generators."""
+        """Send the policy to the generators."""
 
         async def act() -> SyncReport:
             async with self.calls.turn("sync"):
@@ -167,7 +167,7 @@ class ClientLoop:
         return await self.calls.shielded(act())
 
     async def evaluate(self) -> tuple[Version, float]:
-        """Accuracy on held-out prompts, and the version that was asked."""
+        """Return the accuracy on held-out prompts, and the version that was evaluated."""
 
         async def act() -> tuple[Version, float]:
             async with self.calls.turn("evaluate"):
@@ -185,7 +185,7 @@ class ClientLoop:
         return await self.calls.shielded(act())
 
     async def save_state(self) -> Path:
-        """A checkpoint of the run, on disk."""
+        """Write a checkpoint of the run to disk."""
 
         async def act() -> Path:
             async with self.calls.turn("checkpoint"):
@@ -201,7 +201,7 @@ class ClientLoop:
         return await self.calls.shielded(act())
 
     async def save_model(self, path: Path) -> Path:
-        """A Hugging Face folder of the policy."""
+        """Write the policy as a Hugging Face folder."""
 
         async def act() -> Path:
             async with self.calls.turn("export"):
@@ -211,7 +211,7 @@ class ClientLoop:
         return await self.calls.shielded(act())
 
     async def _save(self) -> str:
-        """The name of a checkpoint of the steps done, on disk unless its writing failed."""
+        """Save a checkpoint of the steps done and return its name; it is on disk unless the save failed."""
         await self._steps.record()
         checkpoints, steps = self.run.checkpoints, self.run.steps_done
         name = CheckpointShelf.name_of(steps)
@@ -221,7 +221,7 @@ class ClientLoop:
         return name
 
     def _sampling_with(self, changes: dict[str, Any]) -> SamplingConfig:
-        """The sampling of the run, changed for one call."""
+        """Return the sampling settings of the run with the changes for one call."""
         try:
             return SamplingConfig.model_validate(self.run.config.rollout.sampling.model_dump() | changes)
         except ValidationError as error:

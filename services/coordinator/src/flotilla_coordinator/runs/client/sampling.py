@@ -1,9 +1,8 @@
-"""Groups that a client asks for: prompts out to the generators, recorded samples back.
+"""Samples groups for a client: prompts go to the generators, and recorded samples come back.
 
-Invariants: every sample is in the ledger before a generator hears of it, and with its tokens before the client does;
-ids never repeat within a run, so seeds do not either; a sample is handed to the record of an update at most once. The
-client draws the prompts itself, so no batch is made here, and what the ledger holds of such a run is never asked for
-again.
+Invariants: every sample is in the ledger before a generator gets it, and with its tokens before the client gets them.
+Ids never repeat within a run, and so seeds do not either. A sample is recorded with an update at most once. The client
+draws the prompts itself, so no batch is made here, and samples of such a run are never replayed from the ledger.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from flotilla_core.version import Version
 
 CALLS_PER_LINEAGE = 1_000_000
 MOST_UNUSED = 100_000
-"""Samples beyond are not part of an update's record any more; the ledger counts them as dropped when the run ends."""
+"""Older samples beyond this are left out of the records of updates; the ledger counts them as dropped at the end."""
 
 
 @dataclass(frozen=True)
 class ClientPrompt:
-    """What a client wants continued."""
+    """A prompt of a client."""
 
     text: str
     token_ids: np.ndarray
     conversation: str = ""
-    """Whose next part it is."""
+    """The conversation that the prompt continues."""
 
 
 class ClientSampling:
@@ -59,18 +58,18 @@ class ClientSampling:
         self._tokenizer = tokenizer
         self._generation = generation
         self._ledger = ledger
-        # What an earlier life of the run drew keeps its ids.
+        # Groups of an earlier lineage keep their ids.
         self._call = lineage * CALLS_PER_LINEAGE
         self._unused: dict[str, tuple[RolloutGroup, RolloutSample]] = {}
         self._works: set[asyncio.Task[tuple[int, RolloutGroup]]] = set()
 
     @property
     def busy(self) -> bool:
-        """Whether groups are still being drawn."""
+        """Return whether groups are still being drawn."""
         return any(not work.done() for work in self._works)
 
     def prompt(self, text: str, token_ids: np.ndarray | None, conversation: str = "") -> ClientPrompt:
-        """A prompt with its tokens."""
+        """Return a prompt with its tokens."""
         if token_ids is None:
             token_ids = np.array(self._tokenizer.encode(text, special=True), np.int32)
         text = text or self._tokenizer.decode(token_ids.tolist())
@@ -84,7 +83,7 @@ class ClientSampling:
         version: Version,
         step: int,
     ) -> AsyncGenerator[tuple[int, RolloutGroup]]:
-        """Each group with the place of its prompt, as soon as it is complete."""
+        """Yield each group with the index of its prompt, as soon as it is complete."""
         call, self._call = self._call, self._call + 1
 
         async def one(index: int, prompt: ClientPrompt) -> tuple[int, RolloutGroup]:
@@ -122,13 +121,13 @@ class ClientSampling:
             self._works.difference_update(tasks)
 
     async def close(self) -> None:
-        """Give up what is still under way, also where its caller does not listen at the moment."""
+        """Cancel what is still under way, also while its caller is not listening."""
         for work in self._works:
             work.cancel()
         await asyncio.gather(*self._works, return_exceptions=True)
 
     def unused(self, rewards: dict[str, float]) -> list[RolloutGroup]:
-        """The samples of an update with the rewards that the client gave them, by group; only those not used before."""
+        """Return the samples that no update has used yet, with the client's rewards, by group."""
         groups: dict[str, RolloutGroup] = {}
         for sample_id, reward in rewards.items():
             if (known := self._unused.get(sample_id)) is None:
@@ -143,7 +142,7 @@ class ClientSampling:
         return list(groups.values())
 
     def use(self, sample_ids: Iterable[str]) -> None:
-        """These are in the record of an update now."""
+        """Note that these samples are in the record of an update."""
         for sample_id in sample_ids:
             self._unused.pop(sample_id, None)
 
@@ -161,10 +160,7 @@ class ClientSampling:
 
 
 class ClientSource:
-    """Where the prompts of a run stand whose client draws them itself, call by call.
-
-    The data set's place, put back where a checkpoint left it.
-    """
+    """The place in the data set of a run whose client draws the prompts, as checkpoints save and restore it."""
 
     samples_from_policy = True
 
@@ -172,19 +168,19 @@ class ClientSource:
         self._prompts = prompts
 
     async def restore(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
-        """Draw from there on."""
+        """Continue from the cursor."""
         if cursor is not None:
             self._prompts.restore(cursor)
 
     def reconfigure(self, config: RunConfig) -> None:
-        """What may change concerns steps, which the client makes."""
+        """Do nothing: the settings that can change concern steps, which the client makes."""
 
     def admit(self, step: int, version: Version) -> None:
-        """Nothing to prepare: the client asks for groups when it wants them."""
+        """Do nothing: the client requests groups when it wants them."""
 
     async def batch(self, step: int, version: Version) -> NoReturn:
-        """The client makes its batches."""
+        """Refuse, because the client makes its own batches."""
         raise AssertionError("a run whose client makes the steps is not asked for a batch")
 
     async def close(self) -> None:
-        """Nothing is under way here."""
+        """Do nothing: no work is under way here."""

@@ -1,7 +1,7 @@
-"""The optimizer steps that a client makes, as steps of its run.
+"""Records the optimizer steps of a client as steps of its run.
 
 Invariants: a repeated request makes and records one step; a step is recorded before anything builds on it; samples are
-used by the step that takes their gradients, and only by one.
+used by the step that applies their gradients, and by no other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KEPT_STEPS = 64
 
 @dataclass(frozen=True)
 class _MadeStep:
-    """What the trainer made of a step, until every record has it."""
+    """A step that the trainer has made, until every record has it."""
 
     request_id: str
     step: int
@@ -37,7 +37,7 @@ class _MadeStep:
 
 
 class ClientSteps:
-    """Those of one run; its calls have their turn when they come here."""
+    """The steps of one run; callers must have their turn."""
 
     def __init__(self, run: RunContext, prompts: PromptSource, sampling: ClientSampling) -> None:
         self._run = run
@@ -49,15 +49,15 @@ class ClientSteps:
         self._began = time.monotonic()
 
     def begin(self) -> None:
-        """The first step begins now."""
+        """Start to measure the first step."""
         self._began = time.monotonic()
 
     def add(self, rewards: Mapping[str, float]) -> None:
-        """Gradients of these samples wait for their step."""
+        """Note the rewards of samples whose gradients wait for their step."""
         self._rewards |= rewards
 
     async def make(self, request_id: str, rate: float) -> train.OptimStepResponse:
-        """One step, or the answer to one that was made."""
+        """Make one step, or return the answer to one that was made."""
         await self.record()
         if request_id in self._made:
             return self._made[request_id]
@@ -75,14 +75,14 @@ class ClientSteps:
         return reply
 
     async def record(self) -> None:
-        """The step that was made last and the samples that it used for the first time, in every record.
+        """Record the last step, with the samples that it used for the first time, everywhere.
 
-        Where one of them failed, the next call that counts on the step comes here again.
+        Where that fails, the next call that depends on the step tries again.
         """
         if (made := self._unrecorded) is None:
             return
         run, reply = self._run, made.reply
-        # Calls whose gradients were dropped are no part of the step.
+        # Calls whose gradients were dropped are not part of the step.
         rewards = {
             sample_id: self._rewards[sample_id]
             for sample_id in reply.sample_ids
@@ -91,7 +91,7 @@ class ClientSteps:
         batch = Batch(made.step, self._sampling.unused(rewards), self._prompts.cursor)
         batch.metrics.update(batch_metrics(batch, made.version))
         if reply.skipped:
-            # Nothing was trained: the samples stay as they are, for a later step or for the end of the run.
+            # Nothing was trained: the samples are kept for a later step, or until the end of the run.
             batch.groups = []
         await run.ledger.group_scored(batch.samples)
         update = train.UpdateResult(
