@@ -1,1 +1,1 @@
-"""Weights on their way from the trainer to the generators: groups, syncs, what is served, and the live check of it."""
+"""Brings weights from the trainer to the generators, records what they serve, and checks it live."""

@@ -1,9 +1,8 @@
-"""The live check of a sync: trainer and generator must agree on the same tokens.
+"""Checks each sync live: trainer and generator must agree on the same tokens.
 
-Invariants: canary samples never reach the ledger or the trainer's updates; every member that serves the
-version answers every prompt, or is reported as failed; a mean probability difference above `fail_at` ends the
-run, because nothing sampled from then on could be attributed to the weights it claims. What each sync cost becomes
-metrics beside it.
+Invariants: canary samples never reach the ledger or the trainer's updates. Every member that serves the version answers
+every prompt, or is reported as failed. A mean probability difference above `fail_at` ends the run, because later
+samples could not be attributed to the weights that they name. The cost of each sync is recorded as metrics as well.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from flotilla_core.version import Version
 
 @dataclass(frozen=True)
 class CanaryReport:
-    """Differences over all canary tokens of all members."""
+    """The differences over all canary tokens of all members."""
 
     probs_mean: float
     logprob_mean: float
@@ -39,7 +38,7 @@ class CanaryReport:
 
 @dataclass
 class CanaryOutcome:
-    """Who answered how; `report` is None when the canary is off or nobody could answer."""
+    """The result of a canary; `report` is None when the canary is off or no member could answer."""
 
     report: CanaryReport | None = None
     failures: dict[str, FlotillaError] = field(default_factory=dict)
@@ -71,7 +70,7 @@ class Canary:
         self._timeout_s = timeout_s
 
     async def check(self, version: Version, members: Sequence[Member]) -> CanaryOutcome:
-        """Compare; raise Mismatch above the limit. A member that cannot answer is named in the outcome."""
+        """Compare the probabilities; raise Mismatch above the limit. The outcome names members that cannot answer."""
         outcome = CanaryOutcome()
         probs, differences = [], []
         for temperature in self._config.temperatures if self._prompts else ():
@@ -84,7 +83,7 @@ class Canary:
             )
             for response, reference in zip(responses, expected, strict=True):
                 difference = np.abs(np.exp(response.logprobs) - np.exp(reference))
-                # Written so that a difference which is not a number fails as well.
+                # The condition is written so that a difference that is not a number fails as well.
                 if not difference.mean() <= self._config.fail_at:
                     raise self._mismatch(version, response, float(difference.mean()))
                 probs.append(difference)
@@ -113,7 +112,7 @@ class Canary:
         temperature: float,
         failures: dict[str, FlotillaError],
     ) -> list[_Response]:
-        """The answers of all members that gave every one; the others go into `failures`."""
+        """Return the answers of all members that gave every one; the others are added to `failures`."""
         answers = await asyncio.gather(*(self._answers_of(m, version, temperature) for m in members))
         responses: list[_Response] = []
         for member, answer in zip(members, answers, strict=True):
@@ -163,9 +162,9 @@ class Canary:
 
 
 class LiveCheck:
-    """After each sync: what it cost becomes metrics, and trainer and generators are compared on the same tokens.
+    """Records the cost of each sync of a run as metrics, then compares trainer and generators on the same tokens.
 
-    Of one run; `warn` hears of a difference beyond `warn_at`.
+    It calls `warn` with a difference beyond `warn_at`.
     """
 
     def __init__(
@@ -177,7 +176,7 @@ class LiveCheck:
         self._warn = warn
 
     async def verify(self, report: SyncReport) -> dict[str, FlotillaError]:
-        """The members that could not answer, and why."""
+        """Return the members that could not answer, with the reasons."""
         self._note_cost(report)
         outcome = await self._canary.check(report.version, report.members)
         result, metrics = outcome.report, self._metrics

@@ -1,9 +1,9 @@
-"""Weight groups and the calls inside them: form, stage, commit, give up, and whose fault it is that one broke.
+"""Calls the members of weight groups: to form, to stage, to commit and to give up; finds who broke a group.
 
-Invariants: epochs only grow, and the trainer has one group open at most, that of the newest epoch; a call that fails
-breaks its group, which is repaired as a whole by the next epoch; nothing here decides who is asked or who is evicted.
-A member that reports a failure of its own is to blame; somebody else's failure, and a limit that all members missed,
-blame nobody; what every single member refuses alike would be refused in any other epoch too.
+Invariants: epochs only grow, and the trainer has at most one group open, that of the newest epoch. A call that fails
+breaks its group, which the next epoch repairs as a whole. The choice of members and evictions are made elsewhere. A
+member that reports a failure of its own is to blame. The failure of another member, or a limit that all members missed,
+blames no member. An error that every single member reports alike would occur in any other epoch too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from flotilla_core.version import Version
 
 EPOCHS_PER_BEGINNING = 1_000_000
 PROBE_TIMEOUT_S = 3.0
-# The members' own limit comes first: who still answers then says whom it waited for.
+# The limit of the members is shorter, so that those that still answer can say for whom they waited.
 CALL_SLACK_S = 5.0
 RELEASE_TIMEOUT_S = 10.0
 TRAINER = "trainer"
@@ -56,15 +56,15 @@ KV_POLICIES = {
 }
 
 Failures = dict[str, FlotillaError]
-"""What went wrong, by the name of the member or `trainer`."""
+"""The errors by the name of the member, or `trainer`."""
 
-# What a healthy member reports when another one failed, or when the epoch ended under it.
+# The errors of a healthy member when another one failed, or when its epoch ended.
 NOT_ITS_FAULT = (WeightGroupFailed, StaleVersion)
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A version that all members of a group hold beside their live weights."""
+    """A version that all members of a group hold in addition to their live weights."""
 
     version: Version
     published: train.PublishWeightsResponse
@@ -72,7 +72,7 @@ class Staged:
 
 
 class WeightEpochs:
-    """The trainer's groups, one after the other."""
+    """The trainer's weight groups, one after the other."""
 
     def __init__(
         self,
@@ -89,13 +89,13 @@ class WeightEpochs:
         self._policy = policy
         kv_policy = "drain" if config.update == "between_samples" else config.kv_policy
         self._kv_policy = KV_POLICIES[kv_policy]
-        # A replica that drains commits when its last sample has ended, and those end in time or are given up.
+        # A draining replica commits when its last sample has ended, and samples end in time or are given up.
         self._commit_limit_s = config.timeout_s + (longest_sample_s if kv_policy == "drain" else 0.0)
-        # Gangs and generators outlive a beginning of the run, and refuse an epoch that is not newer than their last.
+        # Gangs and generators outlive a restart of the run, and refuse an epoch that is not newer than their last.
         self._epoch = fence * EPOCHS_PER_BEGINNING
 
     async def form(self, replicas: list[GeneratorReplica]) -> Group:
-        """A new epoch with exactly these replicas, in place of whatever the trainer has open."""
+        """Form a new epoch with exactly these replicas, in place of any that the trainer has open."""
         self._epoch += 1
         members, world_size = seat(replicas)
         timeout = Duration()
@@ -115,14 +115,14 @@ class WeightEpochs:
                 timeout_s=self._config.timeout_s,
             )
         except DeadlineExceeded as error:
-            # Ranks that are stuck are the gang's to end: it says so to whoever asks next.
+            # The gang itself ends ranks that are stuck, and reports that to its next caller.
             raise GroupBrokenError({TRAINER: error}) from error
         group = Group(self._epoch, opened.manifest, members)
         await self._together(group, {m.name: self._join(m, opened) for m in members})
         return group
 
     async def move(self, group: Group, version: Version) -> tuple[SyncReport, list[HeldWeights], Failures]:
-        """Bring `version` to a group: what that cost, what each member took, and who failed at its end."""
+        """Bring `version` to a group; return the cost, the weights that each member took, and the failures."""
         started = time.monotonic()
         staged = await self._stage(group, version)
         stage_s = time.monotonic() - started
@@ -138,7 +138,7 @@ class WeightEpochs:
         return report, taken, failures
 
     async def _stage(self, group: Group, version: Version) -> Staged:
-        """Broadcast beside the live weights; decoding goes on."""
+        """Broadcast the weights into a second copy, while decoding continues."""
         publish = train.PublishWeightsRequest(
             run_id=self._run_id,
             request_id=ids.new_request_id(),
@@ -158,7 +158,7 @@ class WeightEpochs:
         return Staged(version, answers.pop(TRAINER), answers)
 
     async def _commit(self, group: Group, staged: Staged) -> tuple[list[HeldWeights], Failures]:
-        """Each member switches at its own time; a failure costs that member alone. Breaks when nobody is left."""
+        """Let each member switch at its own time; a failure costs that member alone. Raise where none is left."""
         outcomes = await asyncio.gather(
             *(self._commit_one(group, member, staged) for member in group.members), return_exceptions=True
         )
@@ -176,7 +176,7 @@ class WeightEpochs:
         return taken, failures
 
     async def abandon(self, broken: GroupBrokenError) -> list[tuple[Member, FlotillaError]]:
-        """Free everybody for the next epoch; returns who failed by itself or is gone, with the reason."""
+        """Free all members for the next epoch; return those that failed by themselves or are gone, with the reasons."""
         group = broken.group
         if group is None:
             return []
@@ -192,7 +192,7 @@ class WeightEpochs:
         return guilty
 
     async def release(self, group: Group, members: Sequence[Member]) -> None:
-        """Best effort: whoever cannot be reached has no group left to hold."""
+        """Release the members as far as possible; one that cannot be reached has no group left."""
         calls: list[Awaitable[Any]] = [self.close(group.epoch)]
         for member in members:
             abort = gen.AbortWeightsRequest(run_id=self._run_id, request_id=ids.new_request_id())
@@ -204,11 +204,11 @@ class WeightEpochs:
                 raise outcome
 
     async def close_newest(self) -> None:
-        """End whatever the trainer has open, a broadcast under way included; its members see the sender go."""
+        """End the trainer's open group, with any broadcast under way; its members notice that the sender is gone."""
         await self.close(self._epoch)
 
     async def close(self, epoch: int) -> None:
-        """The trainer's end of a group."""
+        """Close the trainer's side of a group."""
         close = train.CloseWeightGroupRequest(
             run_id=self._run_id, request_id=ids.new_request_id(), epoch=epoch
         )
@@ -248,17 +248,17 @@ class WeightEpochs:
         return HeldWeights(member, staged.version, digests, staged.by_member[member.name], stall_s)
 
     async def _once(self, method: Any, request: Any) -> Any:
-        """One call within the sync's limit; a broken group is repaired as a whole, not call by call."""
+        """Make one call within the sync's limit, without a retry, because a broken group is repaired as a whole."""
         return await rpc.unary(method, request, timeout_s=self._config.timeout_s + CALL_SLACK_S, attempts=1)
 
     @staticmethod
     async def _together(group: Group, calls: dict[str, Awaitable[Any]]) -> dict[str, Any]:
-        """All calls, or a broken group; trouble of the trainer's own is raised as what it is."""
+        """Return the results of all calls, or raise that the group is broken, or an error of the trainer itself."""
         results, failures = await gather_with_grace(calls)
         if not failures:
             return results
         trainer = failures.get(TRAINER)
-        # A sender that got no further within the limit was held up by a member: the next epoch tells.
+        # A sender that missed the limit was delayed by a member: the next epoch shows by which.
         if trainer is not None and not isinstance(trainer, (WeightGroupFailed, DeadlineExceeded)):
             raise trainer
         raise GroupBrokenError(failures, group)
@@ -275,7 +275,7 @@ class WeightEpochs:
 
 
 class GroupBrokenError(Exception):
-    """The group of this epoch is lost; `failures` says what each member reported."""
+    """The group of this epoch is lost; `failures` has the report of each member."""
 
     def __init__(self, failures: Failures, group: Group | None = None) -> None:
         super().__init__("; ".join(f"{name}: {error}" for name, error in failures.items()))
@@ -284,7 +284,7 @@ class GroupBrokenError(Exception):
 
     @property
     def common_mismatch(self) -> WeightsMismatch | Mismatch | None:
-        """The mismatch that every single member reports: another epoch would not change it."""
+        """Return the mismatch that every single member reports, and that no other epoch would change."""
         members = self.group.members if self.group is not None else ()
         reported = [self.failures.get(member.name) for member in members]
         mismatches = [error for error in reported if isinstance(error, WeightsMismatch | Mismatch)]
@@ -292,7 +292,7 @@ class GroupBrokenError(Exception):
 
 
 def to_blame(members: tuple[Member, ...], failures: Failures) -> set[str]:
-    """Members that failed by themselves; a limit that everybody missed says nothing about anyone."""
+    """Return the members that failed by themselves; a limit that all members missed blames none of them."""
     own = {
         m.name: failures[m.name]
         for m in members

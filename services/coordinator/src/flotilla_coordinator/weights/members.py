@@ -1,13 +1,13 @@
-"""The generators of a weight group: who may be in the next one, what each took at its last sync, and what it serves.
+"""Holds the generators of a weight group: who may join the next one, and the weights that each serves.
 
 Invariants: rank 0 is the sender; members follow in a fixed order without gaps, each with as many ranks as it has
-workers. A generator that reads the tokens in another way, or whose model has another shape, is refused for as long as
-its process lives; one that failed comes back when it is healthy; whoever leaves is named to the user.
+workers. A generator with another tokenizer, or with a model of another shape, is refused for as long as its process
+lives. One that failed returns when it is healthy. Each member that leaves is named to the user.
 
-A digest was computed by the sender and agreed on by the replica before it counts as held; equal digests are equal
-weights, whatever run or replica they belong to. A replica counts as serving from its confirmed commit until it fails,
-or until it is left out of the group that follows the policy; instances count, not names, so a restart serves nothing
-until it has committed.
+A digest counts as held once the sender computed it and the replica confirmed it. Equal digests are equal weights, in
+any run and on any replica. A replica serves a version from its confirmed commit until it fails, or until it is left out
+of the group that follows the policy. Instances count, not names, so a restarted replica serves nothing until it
+commits.
 """
 
 from __future__ import annotations
@@ -44,35 +44,35 @@ class Member:
 
     @property
     def name(self) -> str:
-        """The slot's name, for messages."""
+        """Return the name of its slot, for messages."""
         return self.replica.name
 
     @property
     def instance_id(self) -> str:
-        """Unique over restarts."""
+        """Return its instance id, which a restart changes."""
         return self.replica.instance_id
 
 
 @dataclass(frozen=True)
 class Group:
-    """One epoch: its manifest and its members."""
+    """The group of one epoch: its manifest and its members."""
 
     epoch: int
     manifest: weights_pb2.WeightManifest
     members: tuple[Member, ...]
 
     def matches(self, replicas: list[GeneratorReplica]) -> bool:
-        """True when these replicas, and no others, are the members."""
+        """Return whether these replicas, and no others, are the members."""
         return self.instance_ids == {replica.instance_id for replica in replicas}
 
     @property
     def instance_ids(self) -> set[str]:
-        """Of the members."""
+        """Return the instance ids of the members."""
         return {member.instance_id for member in self.members}
 
 
 def seat(replicas: list[GeneratorReplica]) -> tuple[tuple[Member, ...], int]:
-    """Members with their ranks, and the world size."""
+    """Return the members with their ranks, and the world size."""
     members, rank = [], 1
     for replica in replicas:
         members.append(Member(replica, rank))
@@ -82,10 +82,7 @@ def seat(replicas: list[GeneratorReplica]) -> tuple[tuple[Member, ...], int]:
 
 @dataclass(frozen=True)
 class HeldWeights:
-    """What a generator took at its last sync.
-
-    One version on one replica, and what it took to bring it there.
-    """
+    """One version on one replica, with the cost of bringing it there."""
 
     member: Member
     version: Version
@@ -95,12 +92,12 @@ class HeldWeights:
 
     @property
     def digest(self) -> str:
-        """One value over all tensors."""
+        """Return one digest over all tensors."""
         content = [self.digests.manifest_digest, *map(str, self.digests.tensor_digests)]
         return hashlib.blake2b("\n".join(content).encode(), digest_size=16).hexdigest()
 
     def to_proto(self) -> pb.HeldWeights:
-        """For the wire."""
+        """Return the message for the wire."""
         stall = Duration()
         stall.FromNanoseconds(round(self.stall_s * 1e9))
         return pb.HeldWeights(
@@ -115,47 +112,41 @@ class HeldWeights:
 
 
 class Serving:
-    """Which generator serves which version of this run.
-
-    What each replica that serves this run took last.
-    """
+    """The weights that each replica of this run took last."""
 
     def __init__(self) -> None:
         self._held: dict[str, HeldWeights] = {}
 
     def took(self, held: HeldWeights) -> None:
-        """A commit was confirmed."""
+        """Note a confirmed commit."""
         self._held[held.member.instance_id] = held
 
     def lost(self, instance_id: str) -> None:
-        """It serves nothing of ours any more."""
+        """Note that a replica no longer serves this run."""
         self._held.pop(instance_id, None)
 
     def keep_only(self, instance_ids: Collection[str]) -> None:
-        """Whoever is left out, a drained replica say, will not follow the policy: it serves nothing of ours."""
+        """Forget replicas outside the group, such as a drained one, because they no longer follow the policy."""
         self._held = {key: held for key, held in self._held.items() if key in instance_ids}
 
     def serves(self, instance_id: str, version: Version) -> bool:
-        """Whether a replica may be given work that needs `version` or newer."""
+        """Return whether a replica may get work that needs `version` or newer."""
         live = self.live_version(instance_id)
         return live is not None and live >= version
 
     def live_version(self, instance_id: str) -> Version | None:
-        """What a replica serves for this run."""
+        """Return the version that a replica serves for this run."""
         held = self._held.get(instance_id)
         return held.version if held is not None else None
 
     def held(self) -> list[HeldWeights]:
-        """All of them, by the names of their slots."""
+        """Return all held weights, by the names of their slots."""
         return sorted(self._held.values(), key=lambda one: one.member.name)
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What a sync did, for whoever checks and records it.
-
-    What one sync moved and cost.
-    """
+    """The content and the cost of one sync."""
 
     version: Version
     bytes: int
@@ -164,13 +155,13 @@ class SyncReport:
     members: tuple[Member, ...]
     epochs: int
     caught_up: bool = False
-    """Whether the members came after the version had been published, and took it in a group of their own."""
+    """True where the members joined after the version was published, and took it in a group of their own."""
 
 
 class Candidates:
-    """The generators that the next weight group may have.
+    """The generators of one run that the next weight group may have.
 
-    Those of one run; `spared` leaves out whom an evaluation holds.
+    `spared` leaves out the one that an evaluation has pinned.
     """
 
     def __init__(
@@ -190,14 +181,14 @@ class Candidates:
         self._spared = spared
 
     async def fitting(self) -> list[GeneratorReplica]:
-        """At least one, by name; waits for it."""
+        """Wait for at least one generator that fits; return all by name."""
         await self._pool.wait_for(1, self._wait_limit_s, "a generator")
         replicas = sorted(self._pool.replicas(), key=lambda replica: replica.name)
         return self._spared(of_same_tokenizer(replicas, self._tokenizer, self._model, self.evict))
 
     def evict(self, replica: GeneratorReplica, error: FlotillaError) -> None:
-        """It failed, or will never fit."""
-        if isinstance(error, Mismatch):  # it will not fit later either, however healthy it is
+        """Take a generator out of the group: it failed, or will never fit."""
+        if isinstance(error, Mismatch):  # it will never fit, even when it is healthy
             self._pool.drain(replica.instance_id, str(error))
             self._notice(run_pb2.NOTICE_LEVEL_ERROR, f"{replica.name} is refused: {error}")
             return

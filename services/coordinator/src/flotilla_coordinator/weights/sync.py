@@ -1,15 +1,14 @@
-"""Weight synchronisation: every leased generator serves exactly what the trainer holds.
+"""Synchronises weights: every leased generator serves exactly the trainer's version.
 
-Invariants: a replica counts as serving a version only after its digests agreed with the sender's, its live
-weights were verified and it confirmed the commit; a failed member costs its own eviction and one new epoch,
-never the run, as long as one other remains or comes back within the limit; the group is re-formed only when
-its membership changes or it broke. No weights pass through here: bytes go from trainer ranks to generator
-workers.
+Invariants: a replica serves a version only after its digests agreed with the sender's, its live weights were verified
+and it confirmed the commit. A failed member costs its own eviction and one new epoch, never the run, as long as another
+one remains or returns within the limit. The group is formed again only when its membership changes or it broke. No
+weights pass through this process: the bytes go from trainer ranks to generator workers.
 
-Replicas that come between two syncs take the version that is served in a group of the trainer and those that came,
-under the next epoch; only the work that is being waited for goes on beside it, and when that ends the group is ended
-too, at the trainer first, so no step waits for a joiner; a joiner serves only after its commit and its live check; each
-instance is tried once a version, and its trouble costs its own eviction, never the run. Whoever was not taken in is a
+Replicas that join between two syncs take the served version in a group of the trainer and the newcomers alone, under
+the next epoch. Only the work that is awaited continues meanwhile. When it ends, that group is ended too, at the trainer
+first, so that no step waits for a joiner. A joiner serves only after its commit and its live check. Each instance is
+tried once per version, and its failure costs its own eviction, never the run. A replica that did not succeed is a
 member of the next sync.
 """
 
@@ -67,17 +66,17 @@ class WeightSync:
         self._epochs = WeightEpochs(run_id, config, backend, policy, fence, longest_sample_s)
         self.serving = Serving()
         self._let_go: set[str] = set()
-        """Instances that left for another run since the group was formed."""
+        """Instances that were released for another run since the group was formed."""
         self._joiners = LateJoiners(run_id, self._epochs, self.serving, self._expel, verify)
         self._group: Group | None = None
         self._moving_to: frozenset[str] = frozenset()
         self.version: Version | None = None
         self._checked: Version | None = None
-        """The newest whose live check passed, by everybody who decodes with it."""
+        """The newest version whose live check has passed on all generators that decode with it."""
         self._passed = asyncio.Event()
 
     async def wait_until_verified(self, version: Version) -> None:
-        """Wait until the live check of `version` or a newer one has passed; where none ever does, the run ends."""
+        """Wait until the live check of `version` or a newer one has passed; if none ever does, the run ends."""
         while self._checked is None or self._checked < version:
             await self._passed.wait()
 
@@ -114,9 +113,9 @@ class WeightSync:
         )
 
     async def keep_serving(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work`, which needs generators: those that come meanwhile are brought to the version that is served.
+        """Run `work`, which needs generators, and bring newcomers to the served version meanwhile.
 
-        When none serves it any more the work waits for them; else they catch up beside it, in a group of their own.
+        Where no generator serves it any more, the work waits for them; else they catch up in a group of their own.
         """
         task = asyncio.ensure_future(work)
         try:
@@ -130,16 +129,16 @@ class WeightSync:
             await asyncio.gather(task, return_exceptions=True)
 
     def moves_weights_to(self, instance_id: str) -> bool:
-        """Whether a group that is at work has it as a member."""
+        """Return whether a group that is at work includes this replica."""
         return instance_id in self._moving_to
 
     def let_go(self, instance_id: str) -> None:
-        """It is to serve another run; should it come back, it joins anew."""
+        """Stop counting a replica that must serve another run; if it returns, it joins again."""
         self.serving.lost(instance_id)
         self._let_go.add(instance_id)
 
     async def close(self) -> None:
-        """Give the group up on every side."""
+        """Release the group on every side."""
         group, self._group = self._group, None
         if group is not None:
             await self._epochs.release(group, group.members)
@@ -158,7 +157,7 @@ class WeightSync:
         return replace(report, epochs=attempt)
 
     async def _verified(self, report: SyncReport) -> None:
-        """The live check; members that cannot answer it are out, and somebody has to be left."""
+        """Run the live check; evict members that cannot answer it, and raise where none is left."""
         failures = await self._verify(report)
         if failures and len(failures) == len(report.members):
             raise GroupBrokenError(failures, self._group)
@@ -167,7 +166,7 @@ class WeightSync:
                 self._expel(member, failures[member.name])
 
     async def _form(self, replicas: list[GeneratorReplica]) -> Group:
-        """The group that follows the policy from now on."""
+        """Form the group that follows the policy from now on."""
         await self.close()
         self.serving.keep_only({replica.instance_id for replica in replicas})
         self._let_go.clear()
@@ -182,7 +181,7 @@ class WeightSync:
             await run_while(work, self._take_in_newcomers(version))
 
     async def _take_in_newcomers(self, version: Version) -> None:
-        """The trainer leaves the big group for theirs; the next sync forms one of all."""
+        """Move the trainer from the main group into one with the newcomers; the next sync forms one group of all."""
         newcomers = self._joiners.among(await self._candidates(), version)
         if newcomers:
             with self._moving():
@@ -192,7 +191,7 @@ class WeightSync:
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
-        """Whoever becomes a member inside stays with this run until the end of the block."""
+        """Keep every replica that becomes a member inside the block with this run until its end."""
         try:
             yield
         finally:
@@ -203,16 +202,13 @@ class WeightSync:
         return replicas
 
     def _expel(self, member: Member, why: FlotillaError) -> None:
-        """It serves nothing of ours any more; its health decides when it may join again."""
+        """Evict a member that no longer serves this run; its health decides when it may join again."""
         self.serving.lost(member.instance_id)
         self._evict(member.replica, why)
 
 
 class LateJoiners:
-    """Replicas that come between two syncs take the version that is served in a small group of their own.
-
-    Brings the version that is served to replicas that do not have it yet.
-    """
+    """Brings the served version to replicas that join between two syncs, in a small group of their own."""
 
     def __init__(
         self,
@@ -230,7 +226,7 @@ class LateJoiners:
         self._tried: set[tuple[str, Version]] = set()
 
     def among(self, replicas: list[GeneratorReplica], version: Version) -> list[GeneratorReplica]:
-        """Those that do not serve `version` and have not been tried with it."""
+        """Return the replicas that do not serve `version` and have not been tried with it."""
         return [
             replica
             for replica in replicas
@@ -239,7 +235,7 @@ class LateJoiners:
         ]
 
     async def catch_up(self, replicas: list[GeneratorReplica], version: Version) -> None:
-        """Take these in, if they can be; cancelling it frees the trainer before it returns."""
+        """Take these replicas in where possible; a cancellation frees the trainer before it returns."""
         self._tried = {(who, tried) for who, tried in self._tried if tried == version}
         self._tried |= {(replica.instance_id, version) for replica in replicas}
         attributes = {names.RUN_ID: self._run_id, names.POLICY_VERSION: str(version)}
@@ -253,7 +249,7 @@ class LateJoiners:
             finally:
                 try:
                     await self._epochs.close_newest()
-                # The next group that opens closes this one: no reason to end the run.
+                # The next group that opens closes this one, so this is no reason to end the run.
                 except FlotillaError as error:
                     span.add_event("weight group not closed", {"why": str(error)})
 
