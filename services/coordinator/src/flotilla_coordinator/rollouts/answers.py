@@ -1,7 +1,7 @@
-"""Batches of given answers: the data set's own ones, one to a prompt or a pair of which one is preferred.
+"""Makes batches of given answers: one to a prompt, or a pair of which one is preferred.
 
-Invariants: a batch is `prompts_per_step` prompts in the source's order; each response ends with the end-of-
-sequence token; nothing is generated, so nothing enters the ledger.
+Invariants: a batch is `prompts_per_step` prompts in the source's order. Each response ends with the end-of-sequence
+token. Nothing is generated, so nothing enters the ledger.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flotilla_core.version import Version
 
 
 class SupervisedSource:
-    """Batches of prompts with what was answered to them."""
+    """Makes batches of prompts with their given answers."""
 
     samples_from_policy = False
 
@@ -34,24 +34,24 @@ class SupervisedSource:
         self._prompts_per_step = prompts_per_step
 
     async def restore(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
-        """Take the answers from there on."""
+        """Continue from the cursor."""
         if cursor is not None:
             self._prompts.restore(cursor)
 
     def reconfigure(self, config: RunConfig) -> None:
-        """Nothing that may change concerns given answers."""
+        """Do nothing: no setting that can change concerns given answers."""
 
     def admit(self, step: int, version: Version) -> None:
-        """Nothing to prepare: answers are at hand."""
+        """Do nothing: answers need no preparation."""
 
     async def batch(self, step: int, version: Version) -> Batch:
-        """The next prompts and their answers."""
+        """Return the next prompts and their answers."""
         prompts = [self._prompts.next() for _ in range(self._prompts_per_step)]
         groups = [given_group(self._run_id, prompt, self._answers(prompt)) for prompt in prompts]
         return Batch(step=step, groups=groups, cursor=self._prompts.cursor)
 
     async def close(self) -> None:
-        """Nothing is ever under way."""
+        """Do nothing: no work is ever under way."""
 
     def _answers(self, prompt: Prompt) -> list[Answer]:
         if prompt.pair is not None:
@@ -68,7 +68,7 @@ class SupervisedSource:
 
 
 def given_group(run_id: str, prompt: Prompt, answers: list[Answer]) -> RolloutGroup:
-    """A prompt with its answers as the samples that the trainer gets, in their order."""
+    """Return a prompt with its answers, in their order, as the samples that the trainer gets."""
     group_id = ids.group_id(run_id, prompt.epoch, prompt.index)
     samples = [
         RolloutSample(

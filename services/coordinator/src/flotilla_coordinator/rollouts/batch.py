@@ -1,7 +1,8 @@
-"""What flows through a step: prompts become groups, groups become a batch, which says about itself what it is worth.
+"""The data of a step: samples in groups, the groups in a batch, and the metrics of the batch.
 
-Invariants: a group holds only samples that were scored; token ids and logprobs are the generator's own, never
-re-tokenised; `group_id` and `sample_id` never change over attempts; metrics have the names of the metrics reference.
+Invariants: a group holds only samples that were scored. Token ids and log-probabilities are the generator's own, never
+tokenized again. `group_id` and `sample_id` never change between attempts. Metrics have the names of the metrics
+reference.
 """
 
 from __future__ import annotations
@@ -21,25 +22,26 @@ from flotilla_core.version import Version
 
 @dataclass
 class RolloutSample(FinishedSample):
-    """One finished response with what the trainer gets beside it, scored or (in supervised training) given."""
+    """A finished response, scored or (in supervised training) given, with the other columns for the trainer."""
 
     outcome: Outcome | None = None
-    """What the rewards made of it in this attempt at its step; None where it was scored before, or given."""
+    """The result of the rewards in this attempt at the step; None for a sample that was scored before, or given."""
     values: np.ndarray | None = None
-    """What a critic expects before each token, where the run has one."""
+    """The critic's values before each token, where the run has a critic."""
     value_after: float | None = None
-    """What it expects after the last one."""
+    """The critic's value after the last token."""
     reference_logprobs: np.ndarray | None = None
-    """Of each token under the first policy, where somebody else than the policy's ranks needs or knows them."""
+    """Each token's log-probability under the first policy, where a gang other than the policy's computes or needs it.
+    """
     teacher_logprobs: np.ndarray | None = None
     teacher_top_token_ids: np.ndarray | None = None
-    """[tokens, k]: those that the teacher finds likeliest, where the run learns from them."""
+    """The shape is [tokens, k]: the teacher's likeliest tokens, where the run learns from them."""
     teacher_top_logprobs: np.ndarray | None = None
-    """[tokens, k]."""
+    """The shape is [tokens, k]."""
 
     @property
     def nbytes(self) -> int:
-        """Its tokens and what comes with them."""
+        """Return the size of the tokens and of the columns with them."""
         columns = (
             self.logprobs,
             self.values,
@@ -52,26 +54,26 @@ class RolloutSample(FinishedSample):
 
     @property
     def drop_reason(self) -> DropReason | None:
-        """Why it cannot train, where its rewards failed."""
+        """Return why the sample cannot be trained, where its rewards failed."""
         if self.outcome is None or self.outcome.total is not None:
             return None
         return DropReason.REWARD_TIMEOUT if self.outcome.timed_out else DropReason.REWARD_ERROR
 
     def take_outcome(self, outcome: Outcome) -> None:
-        """Note what the rewards made of it."""
+        """Take the result of the rewards."""
         self.outcome = outcome
         if outcome.total is not None:
             self.reward, self.reward_terms = outcome.total, outcome.terms
 
     def compare_with_greedy(self, greedy: Outcome) -> None:
-        """Note what the greedy response to its prompt earned: where that has no value, neither has this one."""
+        """Take the reward of the greedy response to the same prompt; where that failed, this sample fails as well."""
         self.greedy_reward = greedy.total
         if greedy.total is None and self.outcome is not None and self.outcome.total is not None:
             failure = f"the greedy response to its prompt: {greedy.failure}"
             self.outcome = replace(greedy, failure=failure)
 
     def steps_old(self, version: Version) -> int:
-        """By steps: a sample of an earlier lineage is as old as the step that it was drawn for."""
+        """Return the age in steps; a sample of an earlier lineage is as old as the step that it was drawn for."""
         oldest = self.oldest_version
         return 0 if oldest is None else version.step - oldest.step
 
@@ -86,24 +88,24 @@ class RolloutGroup:
     samples: list[RolloutSample]
     span: SpanContext | None = None
     data_set: str = ""
-    """Where its prompt is from, where the run has several data sets."""
+    """The data set of its prompt, where the run has several."""
     teacher: str = ""
     """The role of the teacher that scores its samples, where its prompt names one."""
 
     @property
     def nbytes(self) -> int:
-        """Tokens and what comes with them."""
+        """Return the size of the tokens and of the columns with them."""
         return self.prompt_token_ids.nbytes + sum(sample.nbytes for sample in self.samples)
 
     @property
     def uniform(self) -> bool:
-        """Whether all rewards are equal, so that its samples say nothing about each other."""
+        """Return whether all rewards are equal, so that the samples cannot be compared with each other."""
         return len({sample.reward for sample in self.samples}) == 1
 
 
 @dataclass
 class Batch:
-    """Everything that one update trains on."""
+    """The groups that one update trains on."""
 
     step: int
     groups: list[RolloutGroup]
@@ -112,34 +114,34 @@ class Batch:
 
     @property
     def samples(self) -> list[RolloutSample]:
-        """All samples, group by group."""
+        """Return all samples, group by group."""
         return [sample for group in self.groups for sample in group.samples]
 
 
 class BatchSource(Protocol):
-    """Where batches come from: rollouts of the policy, or given answers."""
+    """Makes the batches of a run: rollouts of the policy, or given answers."""
 
     samples_from_policy: bool
-    """Whether every step needs the newest weights in the generators."""
+    """True where every step needs the newest weights in the generators."""
 
     async def restore(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
-        """Begin after so many steps, where the data set stood then; what is recorded of later steps is used again."""
+        """Begin after `steps_done` steps, at `cursor` in the data set; recorded samples of later steps are reused."""
 
     def reconfigure(self, config: RunConfig) -> None:
-        """Go on by other settings, from the next admission on."""
+        """Use other settings from the next admission on."""
 
     def admit(self, step: int, version: Version) -> None:
-        """Let work up to `step` plus the allowed staleness begin."""
+        """Begin the work of all steps up to `step` plus the allowed staleness."""
 
     async def batch(self, step: int, version: Version) -> Batch:
-        """The whole batch of `step`, for training on `version`."""
+        """Return the whole batch of `step`, for training on `version`."""
 
     async def close(self) -> None:
         """Cancel what is under way."""
 
 
 def batch_metrics(batch: Batch, version: Version) -> dict[str, float]:
-    """Rewards, lengths, staleness and who sampled what."""
+    """Return the metrics of rewards, lengths, staleness, and the share of each generator."""
     samples = batch.samples
     if not samples:
         return {}

@@ -1,8 +1,8 @@
-"""One group's generation: every slot delivered exactly once, over any number of replica losses.
+"""Generates one group: every slot is delivered exactly once, over any number of replica losses.
 
-Invariants: a sample is yielded at most once per call, whatever a replica repeats; only what is missing is
-issued again, with a higher attempt; seeds depend on the sample's id and on where a piece of it begins, so an attempt
-from the start changes nothing but the machine.
+Invariants: a sample is yielded at most once per call, whatever a replica repeats. Only missing samples are issued
+again, with a higher attempt. Seeds depend on the sample's id and on the place where a piece of it begins, so a new
+attempt from the start differs by its machine alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 CANARY = -2
 EVALUATION = -1
-"""Priorities of what a whole step waits for; rollouts have the number of their step, so that older steps come first."""
+"""Priorities of samples that a whole step waits for; rollouts have the number of their step, so older steps are first.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,18 +46,18 @@ class GenerationRequest:
     timeout_s: float
     max_attempts: int
     resume_partial: bool = False
-    """Go on after the tokens that a generator wrote before it gave a sample up."""
+    """True to continue after the tokens that a generator wrote before it gave a sample up."""
     gather_s: float = 0.0
-    """How long a sample that has ended may wait in the generator, so that several come in one message."""
+    """The longest time that a finished sample waits in the generator, so that several share one message."""
     priority: int = 0
     conversation: str = ""
-    """Prompts of the same one go to the same replica while it has room."""
+    """Prompts of one conversation go to the same replica while it has room."""
     instance_id: str = ""
     """The one replica that may answer; empty takes any."""
 
 
 class Generation:
-    """Issues groups to the replicas that may serve them."""
+    """Sends groups to the replicas that may serve them."""
 
     def __init__(
         self,
@@ -76,10 +77,10 @@ class Generation:
         self._wait_limit_s = wait_limit_s
         self._lost = lost
         self.validator = SampleValidator()
-        """What every delivered sample passes."""
+        """Checks every delivered sample."""
 
     async def samples(self, request: GenerationRequest) -> AsyncGenerator[RolloutSample]:
-        """Each slot's sample as it ends; Exhausted when a slot ran out of attempts."""
+        """Yield each slot's sample as it ends; raise Exhausted when a slot has no attempts left."""
         missing = {sample_id: PartialSample(sample_id) for sample_id in request.sample_ids}
         cause: FlotillaError | None = None
         for attempt in range(request.max_attempts):
@@ -104,8 +105,8 @@ class Generation:
             except StaleVersion as error:
                 cause = error
             except InvalidRequest:
-                raise  # it is wrong everywhere
-            except FlotillaError as error:  # whatever one replica fails with, another may do
+                raise  # any other replica would refuse it too
+            except FlotillaError as error:  # another replica may succeed
                 cause = error
                 self._pool.eject(replica.instance_id, str(error))
             finally:
@@ -122,7 +123,8 @@ class Generation:
 
     async def _acquire(self, request: GenerationRequest, count: int) -> Replica[GeneratorServiceAsyncStub]:
         def allowed(replica: Replica[GeneratorServiceAsyncStub]) -> bool:
-            # One that is named keeps its version outside of the weight group, and refuses another one itself.
+            # A replica that is named keeps its version outside of the weight group, and refuses any other version
+            # itself.
             named = request.instance_id
             return (
                 replica.instance_id == named

@@ -1,14 +1,13 @@
-"""One group's life: a prompt out to the generators, its samples scored and recorded.
+"""Takes one group from its prompt, through generation and scoring, to the ledger.
 
-Invariants: a sample is scored as soon as it ends, but for a moment in which the generator holds it back for others; a
-group is handed on the moment it is complete and each version that wrote some of it has passed its live check, and the
-ledger knows by then what became of each of its samples; what the ledger holds of a group from before is neither asked
-for nor scored again.
+Invariants: a sample is scored as soon as it ends, except for a short time in which the generator holds it back for
+others. A group is passed on once it is complete, every version that generated a part of it has passed its live check,
+and the ledger has the outcome of each of its samples. Samples of the group that the ledger has from before are neither
+generated nor scored again.
 
-The greedy response that samples may be compared with has the limits, the oldest version and the place in line of the
-samples beside it, and the same rewards score it; it is no sample itself, so neither the ledger nor an update ever
-holds it; a group whose samples are recorded in part is compared with the number that is recorded with them, never with
-a new response.
+The greedy response that samples may be compared with has the same limits, oldest version and priority as these samples,
+and the same rewards score it. It is not a sample, so neither the ledger nor an update ever holds it. A group with some
+recorded samples is compared with the reward that is recorded with them, never with a new response.
 """
 
 from __future__ import annotations
@@ -33,15 +32,12 @@ from flotilla_core.telemetry import names
 from flotilla_core.version import Version
 
 GATHER_S = 0.25
-"""Samples that end at about the same time share a message, and with it a call of the reward: both cost more than most
+"""Samples that end at about the same time share a message and a call of the reward, which both cost more than most
 samples and scores do."""
 
 
 class GreedyBaseline:
-    """The greedy response to a prompt, whose reward the samples of its group are compared with.
-
-    Answers the prompts of groups greedily.
-    """
+    """Generates the greedy response to a prompt, with whose reward the samples of its group are compared."""
 
     def __init__(
         self,
@@ -56,7 +52,7 @@ class GreedyBaseline:
     async def outcome(
         self, group_id: str, prompt: Prompt, beside: GenerationRequest, recorded: Sequence[RolloutSample]
     ) -> Outcome:
-        """What the greedy response earns that is drawn with the samples of a request, or earned with recorded ones."""
+        """Return the outcome of a greedy response drawn with the samples of `beside`, or recorded with samples."""
         if recorded:
             return Outcome(recorded[0].greedy_reward)
         request = replace(
@@ -79,29 +75,29 @@ class GroupRequest:
     group_id: str
     step: int
     version: Version
-    """The oldest one that may write its samples."""
+    """The oldest version that may generate its samples."""
     limit_s: float
-    """For all of its samples, by one generator."""
+    """The time limit of all its samples together, on one generator."""
     max_staleness: int
-    """The bound by which it was admitted."""
+    """The staleness bound by which it was admitted."""
     recorded: bool = False
-    """Whether the ledger has it from before."""
+    """True where the ledger has it from before."""
 
 
 @dataclass(frozen=True)
 class FinishedGroup:
-    """One group's end: the samples that may train and what happened to the others."""
+    """A finished group: the samples that may be trained, and the outcomes of the others."""
 
     group: RolloutGroup
     failures: list[Outcome]
     dropped: int
     retried: int
     uniform: bool = False
-    """Left out because all its rewards were equal."""
+    """True where it was left out because all its rewards were equal."""
 
 
 class GroupRollout:
-    """Lets groups of one run live."""
+    """Generates, scores and records the groups of one run."""
 
     def __init__(
         self,
@@ -125,11 +121,11 @@ class GroupRollout:
         )
 
     def sample_ids(self, group_id: str) -> tuple[str, ...]:
-        """Of a whole group, in the order of its slots."""
+        """Return the sample ids of a whole group, in the order of its slots."""
         return tuple(ids.sample_id(group_id, i) for i in range(self._config.samples_per_prompt))
 
     async def run(self, wanted: GroupRequest, records: list[SampleRecord]) -> FinishedGroup:
-        """Generate, score and record one group, or what `records` do not hold of it."""
+        """Generate, score and record one group, or the part of it that `records` lack."""
         sample_ids = self.sample_ids(wanted.group_id)
         attributes: dict[str, str | int] = {
             names.RUN_ID: self._run_id,
@@ -153,7 +149,8 @@ class GroupRollout:
             )
             recorded = recorded_samples(records)
             scored = await self._scored_samples(request, wanted, recorded) if request.sample_ids else []
-            # A sample that ends while its version is still being checked may be of weights that nobody has.
+            # A sample that ends while its version is still being checked may be of weights that do not match the
+            # trainer's.
             if newest := max((span.version for sample in scored for span in sample.spans), default=None):
                 await self._wait_until_verified(newest)
             group = await self._record(wanted, recorded, scored)
@@ -189,7 +186,7 @@ class GroupRollout:
     async def _scored_samples(
         self, request: GenerationRequest, wanted: GroupRequest, recorded: list[RolloutSample]
     ) -> list[RolloutSample]:
-        """The samples that are asked for, beside the greedy response where the run compares with it."""
+        """Generate and score the samples of the request, and the greedy response where the run compares with it."""
         samples = self._generate_and_score(request, wanted.prompt)
         if self._baseline is None:
             return await samples
@@ -200,7 +197,7 @@ class GroupRollout:
         return scored
 
     async def _generate_and_score(self, request: GenerationRequest, prompt: Prompt) -> list[RolloutSample]:
-        """Score whatever has ended while the rest still decodes."""
+        """Score finished samples while the rest is still being generated."""
         arrived: asyncio.Queue[RolloutSample | None] = asyncio.Queue()
 
         async def generate() -> None:
@@ -238,7 +235,7 @@ class GroupRollout:
     async def _record(
         self, wanted: GroupRequest, recorded: list[RolloutSample], scored: list[RolloutSample]
     ) -> RolloutGroup:
-        """Write what is new of a group to the ledger, then hand on what may train, in the order of the slots."""
+        """Record the new samples of a group, then return those that may be trained, in the order of the slots."""
         prompt = wanted.prompt
         group = RolloutGroup(
             wanted.group_id,

@@ -1,9 +1,8 @@
-"""Which prompts a step gets: those that the ledger holds for it, then the next ones of the data, and how many of these.
+"""Decides which prompts a step gets: those recorded for it in the ledger, then the next ones of the data.
 
-Invariants: groups are recorded in the order in which they are drawn, so all that was drawn since a cursor was taken is
-in the ledger, and no prompt of an epoch is drawn twice; a step that was begun before has the groups that it had, with
-the prompts and the bound that they had, however they were drawn between those of other steps; a group counts for one
-step at a time.
+Invariants: groups are recorded in the order in which they are drawn, so all groups since a cursor are in the ledger,
+and no prompt of an epoch is drawn twice. A step that was begun before has the groups that it had, with their prompts
+and their bound, even if they were drawn between those of other steps. A group counts for one step at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from flotilla_core.config import RolloutConfig
 from flotilla_core.version import Version
 
 MOST_TIMES = 4
-"""As many prompts as a batch has groups, unless the configuration says how many."""
+"""The limit of prompts, as a multiple of a batch, unless the configuration sets one."""
 
 
 @dataclass(eq=False)
@@ -36,17 +35,17 @@ class GroupTask:
 
     request: GroupRequest
     place: int
-    """In the order of admission."""
+    """Its position in the order of admission."""
     task: asyncio.Task[FinishedGroup]
 
     @property
     def usable(self) -> bool:
-        """Whether it has ended with samples that may train; raises what it failed with."""
+        """Return whether it has ended with samples that may be trained; raise its error if it failed."""
         return self.task.done() and bool(self.task.result().group.samples)
 
 
 class PromptQueue:
-    """Draws prompts for steps and knows what is under way for each."""
+    """Draws prompts for steps, and keeps the groups that are under way for each."""
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class PromptQueue:
         self._next_step = 0
 
     async def restore(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
-        """Begin after so many steps; what the ledger holds of later ones comes before any new prompt."""
+        """Begin after so many steps; the ledger's groups of later steps come before any new prompt."""
         if cursor is not None:
             self._prompts.restore(cursor)
         self._next_step = steps_done
@@ -81,15 +80,15 @@ class PromptQueue:
                 raise other_data(f"prompt {place[1]} is another one than the run's samples answer")
             self._recorded.setdefault(group.step, []).append((prompt, group))
             places.append(place)
-        # A cursor that is saved from now on lies behind the prompts that the ledger holds for steps to come.
+        # A cursor that is saved from now on is behind the prompts that the ledger holds for later steps.
         self._prompts.pass_by(places)
 
     def reconfigure(self, config: RolloutConfig, total_steps: int) -> None:
-        """From the next admission on."""
+        """Use other settings from the next admission on."""
         self._config, self._total_steps = config, total_steps
 
     def admit(self, step: int, version: Version) -> None:
-        """Issue every step that may begin while `step` is made and has not been issued yet."""
+        """Issue every step that may begin during `step` and has not been issued yet."""
         last = min(step + steps_ahead(self._config), self._total_steps - 1)
         while self._next_step <= last:
             new, self._next_step = self._next_step, self._next_step + 1
@@ -98,7 +97,7 @@ class PromptQueue:
             wanted = max(self._config.prompts_per_step, issued_per_step(self._config) - spare)
             recorded = self._recorded.pop(new, [])
             if recorded:
-                # Its batch may have been full: a group too many could take the place of one that was in it.
+                # Its batch may have been full: a surplus group could take the place of one that was in it.
                 wanted = self._config.prompts_per_step
             groups += [
                 self._group_task(prompt, new, version, new - step, group) for prompt, group in recorded
@@ -106,7 +105,7 @@ class PromptQueue:
             self.draw(new, wanted - len(groups), version, new - step)
 
     def draw(self, step: int, number: int, version: Version, ahead: int = 0) -> list[GroupTask]:
-        """Issue so many more groups for a step, as far as its limit goes."""
+        """Issue up to `number` more groups for a step, within its limit."""
         groups = self._steps[step]
         room = most_prompts_per_step(self._config) - len(groups)
         drawn = [
@@ -116,7 +115,7 @@ class PromptQueue:
         return drawn
 
     def groups(self, step: int) -> list[GroupTask]:
-        """All that were admitted for a step or carried into it."""
+        """Return all groups that were admitted for a step or carried into it."""
         return list(self._steps[step])
 
     def carry_over(self, groups: list[GroupTask], step: int) -> None:
@@ -124,26 +123,26 @@ class PromptQueue:
         self._steps.setdefault(step, []).extend(groups)
 
     def end(self, step: int) -> None:
-        """The step has its batch."""
+        """Forget the step, which has its batch."""
         del self._steps[step]
 
     def is_last(self, step: int) -> bool:
-        """Whether nothing comes after it."""
+        """Return whether this is the last step."""
         return step == self._total_steps - 1
 
     @property
     def cursor(self) -> dict[str, Any]:
-        """Where the next prompt will come from."""
+        """Return the place of the next prompt."""
         return self._prompts.cursor
 
     def close(self) -> list[GroupTask]:
-        """Forget everything; what was under way."""
+        """Forget everything; return what was under way."""
         groups = [group for step in self._steps.values() for group in step]
         self._steps.clear()
         return groups
 
     def _spare_beside(self, step: int) -> int:
-        """Groups under way beyond what the other steps need."""
+        """Return the number of groups under way beyond what the other steps need."""
         needed = self._config.prompts_per_step
         return sum(max(0, len(groups) - needed) for other, groups in self._steps.items() if other != step)
 
@@ -151,7 +150,7 @@ class PromptQueue:
         self, prompt: Prompt, step: int, version: Version, ahead: int, recorded: AdmittedGroup | None = None
     ) -> GroupTask:
         group_id = ids.group_id(self._run_id, prompt.epoch, prompt.index)
-        # What runs ahead also waits in the generators behind the steps before it.
+        # A group that is admitted ahead also waits in the generators behind the steps before it.
         limit_s = self._config.sample_timeout_s * (1 + ahead)
         bound = self._config.max_staleness
         if recorded is not None and recorded.max_staleness is not None:
@@ -161,17 +160,17 @@ class PromptQueue:
 
 
 def issued_per_step(rollout: RolloutConfig) -> int:
-    """Groups that are under way for a step at first, where nothing is left over from the step before."""
+    """Return the groups that are under way for a step at first, where none is left over from the step before."""
     return math.ceil(rollout.prompts_per_step * (1 + rollout.over_issue))
 
 
 def steps_ahead(rollout: RolloutConfig) -> int:
-    """Steps that are admitted beyond the one that is made; with `over_issue` one step of the bound is for waiting."""
+    """Return the number of steps admitted ahead; with `over_issue`, one step of the bound is for leftover groups."""
     return max(0, rollout.max_staleness - 1) if rollout.over_issue else rollout.max_staleness
 
 
 def most_prompts_per_step(rollout: RolloutConfig) -> int:
-    """The limit of all prompts of a step, those that were left over from the step before among them."""
+    """Return the limit of all prompts of a step, including those left over from the step before."""
     issued, dynamic = issued_per_step(rollout), rollout.dynamic_sampling
     if dynamic is None:
         return issued

@@ -1,6 +1,6 @@
-"""What the ledger holds of steps that a run makes once more.
+"""Reads the recorded samples of steps that a run repeats.
 
-Invariants: a sample that was scored is never asked for again; one that was dropped for a reason of its own stays
+Invariants: a sample that was scored is never generated again. A sample that was dropped for a reason of its own stays
 dropped, and counts as a failure of its reward where it was one.
 """
 
@@ -16,13 +16,13 @@ from flotilla_coordinator.rollouts.scoring import Outcome
 
 MOST_SAMPLES = 1 << 30
 KEPT = tuple(field.name for field in fields(FinishedSample))
-"""What the ledger holds of a scored sample under the same names."""
+"""Fields of a scored sample that the ledger holds under the same names."""
 FAILED = (DropReason.REWARD_ERROR, DropReason.REWARD_TIMEOUT)
 FINAL = (SampleState.SCORED, SampleState.DROPPED)
 
 
 class Replay:
-    """Recorded samples of one run."""
+    """The recorded samples of one run."""
 
     def __init__(self, run_id: str, ledger: Ledger) -> None:
         self._run_id = run_id
@@ -30,7 +30,7 @@ class Replay:
         self._steps: dict[int, asyncio.Task[dict[str, list[SampleRecord]]]] = {}
 
     async def group(self, step: int, group_id: str) -> list[SampleRecord]:
-        """The samples of a group that was admitted before."""
+        """Return the samples of a group that was admitted before."""
         if step not in self._steps:
             self._steps = {known: task for known, task in self._steps.items() if known >= step - 1}
             self._steps[step] = asyncio.create_task(self._read(step), name=f"replay of step {step}")
@@ -44,12 +44,12 @@ class Replay:
 
 
 def decided(records: list[SampleRecord]) -> set[str]:
-    """Samples that need no generator any more."""
+    """Return the samples that need no generator any more."""
     return {record.sample_id for record in records if record.state in FINAL}
 
 
 def recorded_samples(records: list[SampleRecord]) -> list[RolloutSample]:
-    """Those that may train, with the tokens, log-probabilities and rewards that they had."""
+    """Return the samples that may be trained, with their tokens, log-probabilities and rewards."""
     return [
         RolloutSample(**{name: getattr(record, name) for name in KEPT})
         for record in records
@@ -58,7 +58,7 @@ def recorded_samples(records: list[SampleRecord]) -> list[RolloutSample]:
 
 
 def recorded_failures(records: list[SampleRecord]) -> list[Outcome]:
-    """What the rewards had failed on; the message of the failure is not in the ledger."""
+    """Return the failures of the rewards; the ledger does not hold their messages."""
     return [
         Outcome(
             None,

@@ -1,9 +1,10 @@
-"""A sample on its way from a generator: checked, put together from its pieces, and made ready for loop and ledger.
+"""Checks the samples that generators deliver, joins their pieces, and completes them for loop and ledger.
 
-Invariants: a sample that nobody waits for, that an older version than the one asked for wrote, that says of some token
-no version, or that cannot be read never gets further than here; each one is counted and logged, and its slot is issued
-again. Each token keeps the log-probability and the version of its own time; a piece is decoded after all pieces
-before it, with a seed of its own, because the first one's would draw the same numbers again.
+Invariants: a sample is rejected here where it was not requested, where a version older than the requested one generated
+a part of it, where a token has no version, or where it cannot be read. Each rejection is counted and logged, and the
+slot is issued again. Each token keeps the log-probability and the version with which it was generated. A piece is
+generated after all pieces before it, with a seed of its own, because the first piece's seed would repeat the same
+numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ UNASKED, STALE, UNREADABLE = "unasked", "stale", "unreadable"
 
 @dataclass
 class PartialSample:
-    """A sample in pieces: what generators wrote of it, in order, until the last of them ended it."""
+    """A sample in pieces, in order, from the generators that each wrote a part of it."""
 
     sample_id: str
     token_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
@@ -40,12 +41,12 @@ class PartialSample:
     spans: list[TokenSpan] = field(default_factory=list)
 
     def add(self, piece: gen.GeneratedSample, most_tokens: int) -> None:
-        """The next piece; one that leaves no room for a last one is drawn again."""
+        """Add the next piece; one that leaves no room for a last piece is drawn again."""
         if len(self.token_ids) + len(from_tensor(piece.token_ids)) < most_tokens:
             self._append(piece)
 
     def slot(self, run_seed: int) -> gen.SampleSlot:
-        """What a generator is asked for."""
+        """Return the slot that a generator must fill."""
         written = len(self.token_ids)
         if not written:
             return gen.SampleSlot(sample_id=self.sample_id, seed=ids.sample_seed(run_seed, self.sample_id))
@@ -58,7 +59,7 @@ class PartialSample:
     def whole(
         self, last: gen.GeneratedSample, generator: str, attempt: int, tokenizer: Tokenizer
     ) -> RolloutSample:
-        """The response with its last piece, still without a reward."""
+        """Return the response with its last piece, still without a reward."""
         self._append(last)
         return RolloutSample(
             sample_id=self.sample_id,
@@ -82,7 +83,7 @@ class PartialSample:
 
 
 class SampleValidator:
-    """Checks what generators deliver before anything is made of it, and counts what it rejects."""
+    """Checks what generators deliver before it is used, and counts what it rejects."""
 
     def __init__(self) -> None:
         self._rejected: Counter[str] = Counter()
@@ -111,7 +112,7 @@ class SampleValidator:
 
 
 def _fault(sample: gen.GeneratedSample, awaited: Container[str], oldest: Version) -> tuple[str, str]:
-    """What kind of fault, and what it is; two empty texts where there is none."""
+    """Return the kind of the fault and its description; both are empty where there is none."""
     if sample.sample_id not in awaited:
         return UNASKED, "nobody waits for it: it was never asked for, or it came before"
     if why := _unreadable(sample):
@@ -123,7 +124,7 @@ def _fault(sample: gen.GeneratedSample, awaited: Container[str], oldest: Version
 
 
 def _unreadable(sample: gen.GeneratedSample) -> str:
-    """Why nothing can be learned from it; empty where something can."""
+    """Say why the sample cannot be trained; empty where it can."""
     try:
         tokens, logprobs = from_tensor(sample.token_ids), from_tensor(sample.logprobs)
     except FlotillaError as error:
@@ -138,7 +139,7 @@ def _unreadable(sample: gen.GeneratedSample) -> str:
 
 
 def _cover(spans: Iterable[version_pb2.VersionSpan], tokens: int) -> bool:
-    """Whether the spans follow each other from the first token to the last, each of a version."""
+    """Return whether the spans follow each other from the first token to the last, each with a version."""
     end = 0
     for span in spans:
         if span.start != end or not span.HasField("version"):

@@ -1,11 +1,11 @@
-"""Scores for finished samples: groups that ask for them at nearly the same time share one call.
+"""Scores finished samples; groups that request scores at nearly the same time share one call.
 
-Invariants: an outcome is a value, an error or a timeout, and only a value is ever a reward; the loss of a
-reward replica is repaired by asking another one, never by a score. A replica is lost when it is silent, never because
-it is slow: it gives signs of life while samples wait, and holds each one to its own limit.
+Invariants: an outcome is a value, an error or a timeout, and only a value is ever a reward. The loss of a reward
+replica is repaired by calling another one, never by a score. A replica is lost when it is silent, never because it is
+slow: it reports regularly while samples wait, and applies each sample's own limit.
 
-Nobody waits longer than a moment for company, and nobody for the samples of another group; a sample id is in a call
-once; a call that fails fails for everybody who still waits, and one that nobody waits for any more ends.
+A group waits only for a fixed short time for others, and never for the samples of another group. A sample id is in a
+call once. A call that fails fails for all groups that still wait, and a call that no group waits for ends.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ if TYPE_CHECKING:
     from flotilla.reward.v1.reward_pb2_grpc import RewardServiceAsyncStub
 
 RIGHT_AT = 1.0
-"""An answer that earns as much is right."""
+"""An answer with at least this total is right."""
 MAX_CALLS = 5
 SILENT_S = 40.0
-"""Several signs of life of a reward replica, and as long as a connection may be silent."""
+"""The time of several reports of a reward replica, and the time for which a connection may be silent."""
 
 GATHER_S = 0.005
-"""A call costs both sides about a millisecond, so that many small ones cost more than this wait."""
+"""A call costs both sides about a millisecond, so many small calls cost more than this wait."""
 GATHER_BUSY_S = 0.025
-"""While other calls are under way: the more samples end, the more of them share a call."""
+"""The wait while other calls are under way: the more samples end, the more of them share a call."""
 
 T = TypeVar("T")
 Take = Callable[[str, T], None]
 Call = Callable[[list[pb.ScoreItem], list[SpanContext], Take[T]], Awaitable[None]]
-"""Scores items on behalf of some spans, and hands on each outcome by its sample id as it comes."""
+"""Scores items on behalf of some spans, and passes on each outcome by its sample id as it arrives."""
 
 
 class _Asked(Generic[T]):
-    """One group that waits."""
+    """One group that waits for its outcomes."""
 
     def __init__(self, items: list[pb.ScoreItem]) -> None:
         self.items = {item.sample_id: item for item in items}
@@ -63,17 +63,14 @@ class _Asked(Generic[T]):
         self.span = trace.get_current_span().get_span_context()
 
     def take(self, sample_id: str, outcome: T) -> None:
-        """The outcome of one item; the group goes on with the last."""
+        """Take the outcome of one item; the last one ends the wait of the group."""
         self.outcomes[sample_id] = outcome
         if len(self.outcomes) == len(self.items) and not self.done.done():
             self.done.set_result(self.outcomes)
 
 
 class ScoreGathering(Generic[T]):
-    """Groups that ask for scores at nearly the same time share one call.
-
-    Joins what is asked for within a moment.
-    """
+    """Joins groups that request scores at nearly the same time into one call."""
 
     def __init__(self, call: Call[T]) -> None:
         self._call = call
@@ -81,7 +78,7 @@ class ScoreGathering(Generic[T]):
         self._calls: set[asyncio.Task[None]] = set()
 
     async def outcomes(self, items: list[pb.ScoreItem]) -> dict[str, T]:
-        """One outcome for every item."""
+        """Return one outcome for every item."""
         if not items:
             return {}
         asked: _Asked[T] = _Asked(items)
@@ -114,7 +111,7 @@ class ScoreGathering(Generic[T]):
                     asked.done.set_exception(error)
 
         def gone(_: asyncio.Future[dict[str, T]]) -> None:
-            # A call that served everybody ends by itself, and well.
+            # A call that has served all groups ends successfully by itself.
             if all(asked.done.done() for asked in groups) and any(asked.done.cancelled() for asked in groups):
                 call.cancel()
 
@@ -133,17 +130,17 @@ class ScoreGathering(Generic[T]):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one sample: a finite total, or a failure that says why."""
+    """The outcome of one sample: a finite total, or a failure with its reason."""
 
     total: float | None
     failure: str = ""
     timed_out: bool = False
     terms: tuple[float, ...] = ()
-    """What each reward gave by itself, in the order of the configuration."""
+    """The value of each reward, in the order of the configuration."""
 
 
 class Scorer:
-    """Asks the reward service for one run."""
+    """Calls the reward service for one run."""
 
     def __init__(
         self,
@@ -159,7 +156,7 @@ class Scorer:
         self._gathering = ScoreGathering(self._scored)
 
     async def score(self, items: list[pb.ScoreItem]) -> dict[str, Outcome]:
-        """One outcome for every item; without terms nobody is asked, and all of them are worth nothing."""
+        """Return one outcome for every item; without reward terms there is no call, and every total is 0."""
         if not self._specs:
             return {item.sample_id: Outcome(0.0) for item in items}
         return await self._gathering.outcomes(items)
@@ -191,14 +188,14 @@ class Scorer:
     async def _call(
         self, stub: RewardServiceAsyncStub, missing: dict[str, pb.ScoreItem], take: Take[Outcome]
     ) -> None:
-        """Ask one replica; what it answers is missing no more."""
+        """Call one replica; items that it answers are no longer missing."""
         request = pb.ScoreRequest(
             run_id=self._run_id,
             request_id=ids.new_request_id(),
             items=missing.values(),
             rewards=self._specs,
         )
-        # How long they wait behind those of other calls is nothing that this side can know.
+        # This side cannot tell how long the items wait behind those of other calls.
         stream = rpc.server_stream(stub.Score, request, idle_timeout_s=SILENT_S)
         async with aclosing(stream) as replies:
             async for reply in replies:
@@ -229,7 +226,7 @@ def _spec(term: RewardTermConfig) -> pb.RewardSpec:
 
 
 def score_item(sample: FinishedSample, prompt: Prompt) -> pb.ScoreItem:
-    """One item of a Score call."""
+    """Return one item of a Score call."""
     info = Struct()
     info.update(prompt.info)
     return pb.ScoreItem(

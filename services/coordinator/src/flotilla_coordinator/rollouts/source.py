@@ -1,14 +1,15 @@
-"""Rollout batches: the groups of each step, as they end, until its batch is full.
+"""Makes rollout batches: it takes the groups of each step, as they end, until the batch is full.
 
-Invariants: every admitted sample ends in exactly one of trained, dropped(reason) or in flight, and the ledger knows
-which before the loop goes on; a batch has its groups in the order of admission, and the ledger holds for its step
-those groups alone that were in it or left out for good, so a step that is made again has the same batch; no sample
-older than the staleness bound leaves here.
+Invariants: every admitted sample ends in exactly one of trained, dropped(reason) or in flight, and the ledger has that
+state before the loop continues. A batch has its groups in the order of admission. The ledger keeps for a step only the
+groups that were in its batch or left out for good, so a repeated step has the same batch. No sample older than the
+staleness bound leaves this module.
 
-The bound, for every `max_staleness` k: while step t is made the batches of the steps up to t + k are admitted, each
-with the version of t as the oldest that may write it. So a batch of step s is written by the versions from s - k on,
-and the update of step s, which begins from the version of s, trains no token that is more than k updates old. With
-`over_issue` they are admitted up to t + k - 1: the last step of the bound is for groups that a full batch left over.
+The bound holds for every `max_staleness` k. While step t is made, the batches of the steps up to t + k are admitted,
+each with the version of t as the oldest that may generate its samples. So the versions from s - k on generate a batch
+of step s, and the update of step s, which begins from the version of s, trains no token that is more than k updates
+old. With `over_issue`, steps up to t + k - 1 are admitted: the last step of the bound is for groups left over from a
+full batch.
 """
 
 from __future__ import annotations
@@ -54,30 +55,30 @@ class RolloutSource:
         self._queue = PromptQueue(run_id, config, total_steps, prompts, ledger, self._start)
 
     async def restore(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
-        """Begin after so many steps; the ledger's samples of later ones come before any new sample."""
+        """Begin after so many steps; the ledger's samples of later steps come before any new sample."""
         await self._queue.restore(steps_done, cursor)
         await self._note_outcomes(0, steps_done)
 
     def reconfigure(self, config: RunConfig) -> None:
-        """Admit by another bound, up to another last step; what is admitted keeps the bound that it was admitted by."""
+        """Admit by another bound, up to another last step; admitted groups keep the bound of their admission."""
         self._config = config.rollout
         self._queue.reconfigure(config.rollout, config.steps)
 
     def admit(self, step: int, version: Version) -> None:
-        """Issue every step that may begin while `step` is made and has not been issued yet."""
+        """Issue every step that may begin during `step` and has not been issued yet."""
         self._queue.admit(step, version)
 
     async def batch(self, step: int, version: Version) -> Batch:
-        """The groups of `step` that end first, as many as it needs; fails as soon as one of them cannot be had."""
+        """Return the groups of `step` that end first, as many as it needs; fail as soon as one of them fails."""
         try:
             ended = await self._enough(step, version)
             chosen = [item for item in ended if item.usable][: self._config.prompts_per_step]
         except BaseException:
-            # Also when cancelled: no group of a step that failed goes on.
+            # This also happens on cancellation: no group of a failed step continues.
             await _cancel(self._queue.groups(step))
             self._queue.end(step)
             raise
-        # A group that is left over is told of in the step that it counts for.
+        # A group that is left over is reported in the step that it counts for.
         in_batch = set(chosen)
         finished = [item.task.result() for item in ended if item in in_batch or not item.usable]
         refuse_failing_rewards(self._run_id, step, finished, self._config)
@@ -96,7 +97,7 @@ class RolloutSource:
         await _cancel(self._queue.close())
 
     async def _note_outcomes(self, first_step: int, end_step: int) -> None:
-        """Let the data know what was solved, from the ledger, so that a run that goes on knows the same."""
+        """Tell the data which prompts were solved, from the ledger, so that a resumed run has the same order."""
         if self._prompts.rest_epochs:
             outcomes = await self._ledger.outcomes(self._run_id, first_step, end_step, right_at=RIGHT_AT)
             for outcome in outcomes:
@@ -106,12 +107,12 @@ class RolloutSource:
         return asyncio.create_task(self._run(request))
 
     async def _run(self, request: GroupRequest) -> FinishedGroup:
-        # A new group waits for nothing before it is recorded: that keeps the order of the draws.
+        # A new group is recorded without waiting for anything, which keeps the order of the draws.
         records = await self._replay.group(request.step, request.group_id) if request.recorded else []
         return await self._groups.run(request, records)
 
     async def _enough(self, step: int, version: Version) -> list[GroupTask]:
-        """Groups of the step that have ended, in the order of admission; with `dynamic_sampling` others are drawn."""
+        """Return ended groups of the step, in the order of admission; `dynamic_sampling` draws replacements."""
         news: asyncio.Queue[asyncio.Task[FinishedGroup]] = asyncio.Queue()
 
         def watch(items: list[GroupTask]) -> int:
@@ -131,7 +132,7 @@ class RolloutSource:
         return sorted(ended, key=lambda item: item.place)
 
     async def _pass_on(self, step: int, in_batch: set[GroupTask], version: Version) -> dict[str, float]:
-        """Groups that the batch has no place for count for the next step, or end here where they would be too old."""
+        """Keep groups without a place in the batch for the next step, or end them where they would be too old."""
         groups = self._queue.groups(step)
         spare = [item for item in groups if item not in in_batch and (item.usable or not item.task.done())]
         self._queue.end(step)
@@ -149,13 +150,13 @@ class RolloutSource:
         return {"rollout/carried": float(len(kept)), "rollout/tails": float(len(tails))}
 
     def _may_wait(self, item: GroupTask, version: Version) -> bool:
-        """Whether the group is still young enough for the update after the one of `version`."""
+        """Return whether the group is still young enough for the update after the one of `version`."""
         samples = item.task.result().group.samples if item.task.done() else []
         steps = [oldest.step for sample in samples if (oldest := sample.oldest_version) is not None]
         return version.step + 1 - min(steps, default=item.request.version.step) <= item.request.max_staleness
 
     async def _give_up(self, tails: list[GroupTask]) -> None:
-        """Stop groups, and drop of their samples what has not been dropped for a reason of its own."""
+        """Stop groups, and drop those of their samples that were not dropped for a reason of their own."""
         await _cancel(tails)
         for item in tails:
             lost = self._groups.sample_ids(item.request.group_id)
@@ -202,7 +203,7 @@ class RolloutSource:
         return metrics
 
     async def _within_staleness(self, item: GroupTask, version: Version) -> RolloutGroup:
-        """Drop samples that any version older than the bound wrote; by construction there are none."""
+        """Drop samples that a version older than the bound generated; by construction there are none."""
         group, bound = item.task.result().group, item.request.max_staleness
         stale = [sample.sample_id for sample in group.samples if sample.steps_old(version) > bound]
         if stale:
@@ -218,7 +219,7 @@ async def _cancel(groups: list[GroupTask]) -> None:
 
 
 def failure_rate(finished: Sequence[FinishedGroup], samples_per_prompt: int, *, timed_out: bool) -> float:
-    """Share of all samples that ended as a timeout of their reward, or as another failure of it."""
+    """Return the share of all samples whose reward timed out, or failed in another way."""
     failed = sum(failure.timed_out == timed_out for item in finished for failure in item.failures)
     return failed / (len(finished) * samples_per_prompt)
 
@@ -226,7 +227,7 @@ def failure_rate(finished: Sequence[FinishedGroup], samples_per_prompt: int, *, 
 def refuse_failing_rewards(
     run_id: str, step: int, finished: Sequence[FinishedGroup], config: RolloutConfig
 ) -> None:
-    """A reward that fails for most samples is a broken reward, not a hard task."""
+    """Refuse a step in which the reward failed for most samples: then the reward is broken, rather than the task too hard."""
     failures = [failure for item in finished for failure in item.failures]
     rate = len(failures) / (len(finished) * config.samples_per_prompt)
     trainable = any(item.group.samples for item in finished)
