@@ -1,6 +1,6 @@
 """The services that one run has: its generators, its gangs, and every reward replica.
 
-Invariants: every call carries the fence of the run's present incarnation. Only services that are leased to the run, or
+Invariants: every call carries the fence of the run's latest start. Only services that are leased to the run, or
 free for it, get calls. A generator that the run must release gets no more work, and is released when its last group has
 ended and no weights are being sent to it.
 """
@@ -78,11 +78,11 @@ class RunFleet:
         self.on_wait: Callable[[str], None] = lambda text: None
         """Called with a text when a wait for a service has become long."""
         self.fence: Fence | None = None
-        """The fence of the present incarnation, which goes with every call."""
+        """The fence of the latest start, which goes with every call."""
         self.users: list[GeneratorUser] = []
-        """The generator users of the present incarnation."""
+        """The users of generators since the latest start."""
         self.weight_mover: WeightMover | None = None
-        """The weight mover of the present incarnation."""
+        """The weight mover since the latest start."""
         self.generators: ReplicaPool[GeneratorServiceAsyncStub] = ReplicaPool(
             reg.SERVICE_KIND_GENERATOR,
             GeneratorServiceStub,
@@ -110,7 +110,7 @@ class RunFleet:
         return self._lessor.others(self._run_id) == 0
 
     def begin(self, fence: Fence) -> None:
-        """Start an incarnation of the run; the previous one no longer uses generators."""
+        """Start the run again under a new fence; the users of the previous start no longer use generators."""
         self.fence, self.users, self.weight_mover = fence, [], None
 
     async def gang(self, role: str, patience_s: float) -> Replica[TrainerServiceAsyncStub]:

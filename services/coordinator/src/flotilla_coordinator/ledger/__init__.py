@@ -1,1 +1,1 @@
-"""The ledger: what happened to every sample and every run, on disk before anyone acts on it."""
+"""The ledger records what happened to every sample and every run, on disk before anything acts on it."""

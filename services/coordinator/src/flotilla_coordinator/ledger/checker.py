@@ -1,8 +1,8 @@
-"""An independent judge of the ledger: it finds what was lost, trained twice, or trained too late.
+"""Checks the ledger independently, for samples that were lost, trained twice, or trained too late.
 
-Invariants: judges by the append-only event log alone (as a queue's enqueue and dequeue history is judged)
-and shares no code with the writer; states and tallies that the ledger keeps are then compared with that
-judgement. Opens the file read-only, so it may run beside a live coordinator.
+Invariants: the verdict comes from the append-only event log alone (as a queue's enqueue and dequeue history is judged),
+and from code that the writer does not share; the states and tallies in the ledger are then compared with that verdict.
+The file is opened read-only, so a check may run while a coordinator is active.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from flotilla_core.errors import NotFound
 
 MOST_NAMED = 20
 UNBOUNDED = 1 << 60
-"""How stale the samples of a loop may be that a client makes: that is its own affair."""
+"""The staleness limit of a loop that a client makes: the client decides how stale its samples may be."""
 ENDED_RUN_STATES = (5, 6, 7)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the event log of one run proves. Lists name at most the first few offenders."""
+    """The verdict on one run by its event log; lists name at most the first few offenders."""
 
     lost: int
-    """Samples that were scored (or admitted, once the run has ended) and neither trained nor dropped."""
+    """Number of samples that were scored (or admitted, once the run has ended) and neither trained nor dropped."""
     trained_twice: int
-    """Samples in more than one surviving update."""
+    """Number of samples in more than one surviving update."""
     unexpected: int
-    """Samples with a history that cannot be: never issued, a gap, or a state unlike their last event."""
+    """Number of samples with an impossible history: never issued, a gap, or a state unlike their last event."""
     stale: int
-    """Samples trained further from their oldest token's version than max_staleness allows."""
+    """Number of samples trained further from their oldest token's version than max_staleness allows."""
     dropped: dict[str, int]
     conservation_ok: bool
-    """Admitted = trained + dropped + in flight, by the log, by the states and by the tallies."""
+    """True where admitted = trained + dropped + in flight, by the log, by the states and by the tallies."""
     admitted: int = 0
     trained: int = 0
     in_flight: int = 0
@@ -43,7 +43,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """True when nothing is wrong."""
+        """Return True when nothing is wrong."""
         return self.conservation_ok and not (self.lost or self.trained_twice or self.unexpected or self.stale)
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Verdict:
         )
 
 
-# One row a sample: what its events add up to. Going back from consumed (4) to scored (3) undoes a training.
+# Each row is a sample with the sum of its events. Going back from consumed (4) to scored (3) undoes a training.
 _HISTORIES = """
 CREATE TEMP TABLE histories AS
 SELECT
@@ -164,7 +164,7 @@ def _judge(db: sqlite3.Connection, run_id: str) -> Verdict:
 
 
 def _max_staleness(config_yaml: str, directory: Path) -> int:
-    """The loosest bound that the run ever had: a user may tighten it while older samples are under way."""
+    """Return the loosest bound that the run ever had: a user may tighten it while older samples are under way."""
     config = read_values(config_yaml, "run") if config_yaml.strip() else {}
     if config.get("loop") == "client":
         return UNBOUNDED

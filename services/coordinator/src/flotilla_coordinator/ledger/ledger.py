@@ -1,10 +1,9 @@
 """The ledger as the coordinator uses it.
 
-Invariants: a call that returned is on disk; the only writer is one thread (group commit), reads have their
-own thread and connection and see everything that has returned. Nothing here decides what happens to a
-sample: the caller asks for a step, the ledger allows it or names what is wrong with it. Where the disk takes no more,
-what belongs to a run that goes on waits for room; what may as well not happen is refused: a beat, a new run, the cuts
-of retention.
+Invariants: a call that has returned is on disk. The only writer is one thread (group commit); reads have their own
+thread and connection, and see everything that has returned. The ledger makes no decision about a sample: the caller
+requests a transition, and the ledger allows it or names the error. Where the disk is full, writes of active runs wait
+for room. Other writes are refused then: a beat, a new run, and the cuts of retention.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ T = TypeVar("T")
 
 
 class Ledger:
-    """The durable truth about runs and samples."""
+    """The durable record of runs and samples."""
 
     def __init__(self, path: Path, owner: Owner) -> None:
         self.path = path
@@ -53,29 +52,29 @@ class Ledger:
 
     @classmethod
     def open(cls, path: Path, owner: Owner | None = None) -> Ledger:
-        """Open or create the file; an older schema is migrated. One that somebody else owns is refused."""
+        """Open or create the file; an older schema is migrated, and a ledger with another owner is refused."""
         with names_full_disk("the ledger cannot be opened", path):
             path.parent.mkdir(parents=True, exist_ok=True)
             return cls(path, owner or Owner.of_this_process())
 
     def close(self) -> None:
-        """Finish what was submitted and close the file."""
+        """Complete what was submitted, and close the file."""
         self._writer.close()
         self._reader.shutdown()
         self._read_db.close()
 
     @property
     def backlog(self) -> int:
-        """Submitted operations that are not durable yet."""
+        """Return the number of submitted operations that are not durable yet."""
         return self._writer.backlog
 
     @property
     def full(self) -> DiskFull | None:
-        """Why nothing is written now, while the disk takes no more."""
+        """Return why nothing is written now, while the disk is full."""
         return self._writer.full
 
     def watch_disk(self, tell: Callable[[DiskFull | None], None]) -> None:
-        """Call `tell` whenever the disk takes no more, and, with None, when it does again."""
+        """Call `tell` whenever the disk becomes full, and, with None, when it has room again."""
 
         def told(full: DiskFull | None) -> None:
             if full is None:
@@ -87,32 +86,32 @@ class Ledger:
         self._writer.watch_disk(told)
 
     def give_up_waiting(self) -> None:
-        """The coordinator goes: from now on, what the disk does not take is refused."""
+        """Refuse, from now on, what the disk has no room for, because the coordinator stops."""
         self._writer.give_up()
 
     @property
     def lost(self) -> bool:
-        """Whether somebody else was found to own the ledger."""
+        """Return whether another owner of the ledger was found."""
         return self._writer.lost is not None
 
     async def check_owner(self) -> None:
-        """Raise StaleVersion where somebody else owns the ledger; for acts that are recorded elsewhere."""
+        """Raise StaleVersion where the ledger has another owner; for acts that are recorded elsewhere."""
         await self._read(self._writer.check_owner)
 
     async def beat(self) -> None:
-        """Say that the owner lives; raises StaleVersion where it is another one."""
+        """Renew the ownership; raise StaleVersion where the ledger has another owner."""
         await self._writer.submit(ownership.beat, waits=False)
 
     async def group_issued(self, group: GroupIssue) -> Recorded:
-        """Admit the samples of a group, before anyone is asked to generate them."""
+        """Admit the samples of a group, before any generator is asked for them."""
         return await self._writer.submit_step(transitions.issue, group)
 
     async def group_generated(self, samples: Sequence[FinishedSample]) -> Recorded:
-        """Keep finished responses whose scores come later."""
+        """Record finished responses whose scores come later."""
         return await self._writer.submit_step(transitions.generated, samples)
 
     async def group_scored(self, samples: Sequence[FinishedSample]) -> Recorded:
-        """Keep rewards, together with the responses that are not there yet."""
+        """Record rewards, together with the responses that are not recorded yet."""
         return await self._writer.submit_step(transitions.scored, samples)
 
     async def consumed(
@@ -126,10 +125,10 @@ class Ledger:
         step: int,
         cursor: dict[str, Any] | None,
     ) -> None:
-        """Note an update that the trainer made, and the run's progress with it.
+        """Record an update that the trainer made, and the run's progress with it.
 
-        `version` is what the update started from, `result` what it led to, `step` the steps done with it,
-        `cursor` the place in the data set behind its prompts.
+        `version` is the version that the update started from, and `result` the one that it led to. `step` is the number
+        of steps done with it, and `cursor` the place in the data set after its prompts.
         """
 
         def record(db: sqlite3.Connection) -> None:
@@ -139,7 +138,7 @@ class Ledger:
         await self._writer.submit(record)
 
     async def dropped(self, run_id: str, sample_ids: Sequence[str], reason: DropReason) -> Recorded:
-        """Take samples out of the run, for a reason that is counted."""
+        """Drop samples from the run, for a reason that is counted."""
         return await self._writer.submit(lambda db: transitions.dropped(db, run_id, sample_ids, reason))
 
     async def passed_by(
@@ -152,7 +151,7 @@ class Ledger:
         step: int,
         cursor: dict[str, Any] | None,
     ) -> None:
-        """Take out the samples of a step that did not change the policy, and note the run's progress with it."""
+        """Drop the samples of a step that did not change the policy, and record the run's progress with it."""
 
         def record(db: sqlite3.Connection) -> None:
             transitions.dropped(db, run_id, sample_ids, reason)
@@ -165,28 +164,28 @@ class Ledger:
         await self._writer.submit(lambda db: transitions.carry_over(db, run_id, group_ids, step))
 
     async def drop_in_flight(self, run_id: str, reason: DropReason) -> int:
-        """Drop everything of a run that was neither trained nor dropped; the number of samples."""
+        """Drop all samples of a run that were neither trained nor dropped; return their number."""
         return await self._writer.submit(lambda db: transitions.drop_in_flight(db, run_id, reason))
 
     async def durable(self, run_id: str, update_ids: Sequence[str]) -> None:
-        """Mark updates that every kept checkpoint covers, one by one: what else is to be recorded comes in between."""
+        """Mark updates that every kept checkpoint covers, one by one, so that other operations can come in between."""
         for update_id in update_ids:
             await self._writer.submit(partial(updates.durable, run_id=run_id, update_id=update_id))
 
     async def prune_payloads(self, run_id: str, before_step: int) -> int:
-        """Forget the tokens of durable and dropped samples of earlier steps, one by one; the number of samples."""
+        """Delete the tokens of durable and dropped samples of earlier steps; return the number of samples."""
         forgotten = 0
         for step in await self._read(lambda db: updates.steps_to_prune(db, run_id, before_step)):
             forgotten += await self._writer.submit(partial(updates.prune_payloads, run_id=run_id, step=step))
         return forgotten
 
     async def covered(self, run_id: str, version: Version, step: int) -> int:
-        """The oldest kept checkpoint holds `version` after `step` steps: what led there is durable, its payloads go."""
+        """Make the updates before `version`, which every kept checkpoint covers, durable, and prune their samples."""
         await self.durable(run_id, await self._read(lambda db: updates.applied_before(db, run_id, version)))
         return await self.prune_payloads(run_id, before_step=step)
 
     async def check_fall_back(self, run_id: str, version: Version) -> None:
-        """Raise where `fall_back` to `version` would be refused; changes nothing."""
+        """Raise where `fall_back` to `version` would be refused; change nothing."""
         await self._read(lambda db: updates.refuse_to_void_durable(db, run_id, version))
 
     async def fall_back(
@@ -198,10 +197,10 @@ class Ledger:
         cursor: dict[str, Any] | None,
         retry_rewards: bool = False,
     ) -> list[VoidedUpdate]:
-        """Let a run go on from a checkpoint of `step` steps as `version`, a new lineage; the updates that this undid.
+        """Let a run continue after `step` steps as `version`, a new lineage; return the updates that this undid.
 
         Their samples, and those that were under way when the run ended, are scored or issued again; with
-        `retry_rewards` also those that a failing reward took out.
+        `retry_rewards`, so are those that were dropped because of a failing reward.
         """
         return await self._writer.submit(
             lambda db: updates.fall_back(
@@ -210,13 +209,13 @@ class Ledger:
         )
 
     async def admitted_groups(self, run_id: str, first_step: int) -> list[AdmittedGroup]:
-        """Every group that counts for `first_step` or a later one, in the order of admission."""
+        """Return every group that counts for `first_step` or a later one, in the order of admission."""
         return await self._read(lambda db: queries.admitted_groups(db, run_id, first_step))
 
     async def outcomes(
         self, run_id: str, first_step: int, end_step: int, *, right_at: float
     ) -> list[GroupOutcome]:
-        """What the groups earned that count for a step from `first_step` to before `end_step`."""
+        """Return the outcomes of groups that count for a step from `first_step` to before `end_step`."""
         return await self._read(lambda db: queries.outcomes(db, run_id, first_step, end_step, right_at))
 
     async def samples(
@@ -228,7 +227,7 @@ class Ledger:
         limit: int = 100,
         after: int = 0,
     ) -> list[SampleRecord]:
-        """Samples with their payloads, in the order of admission, after the position `after`."""
+        """Return samples with their payloads, in the order of admission, after the position `after`."""
         return await self._read(lambda db: queries.samples(db, run_id, step, state, limit, after))
 
     async def save_run(self, run: RunRecord) -> None:
@@ -236,30 +235,30 @@ class Ledger:
         await self._writer.submit(lambda db: run_rows.insert(db, run), waits=False)
 
     async def begin(self, run_id: str, lineage: int) -> Fence:
-        """The fence of a beginning that is about to be made: higher than that of every one before."""
+        """Return the fence of a new start of the run, which is higher than that of any earlier start."""
         return await self._writer.submit(lambda db: run_rows.begin(db, run_id, lineage))
 
     async def taken_over(self, run_id: str) -> None:
-        """A coordinator is about to go on with what another one left."""
+        """Record that a coordinator is about to continue what another one left."""
         await self._writer.submit(lambda db: run_rows.taken_over(db, run_id))
 
     async def takeovers(self, run_id: str) -> int:
-        """How often coordinators did so since a step was made or a user asked for it."""
+        """Return how often coordinators took the run over since a step was made or a user resumed it."""
         return await self._read(lambda db: run_rows.takeovers(db, run_id))
 
     async def asked_for(self, run_id: str) -> None:
-        """A user wants the run to go on."""
+        """Record that a user resumes the run."""
         await self._writer.submit(lambda db: run_rows.asked_for(db, run_id))
 
     async def stopping(self, run_id: str, reason: str) -> None:
-        """A user wants the run to end: should the coordinator die, it does not go on.
+        """Record that a user stops the run: it does not continue if the coordinator dies.
 
-        Returns as well where that waits for room on the disk.
+        Returns also where that waits for room on the disk.
         """
         await self._handed_in(lambda db: run_rows.stopping(db, run_id, reason))
 
     async def shrink(self, most_bytes: int) -> list[str]:
-        """Forget tokens, then histories, of the oldest ended runs until the ledger is small enough; whose."""
+        """Delete tokens, then histories, of the oldest ended runs until the ledger fits; return their ids."""
         forgotten: dict[str, None] = {}
         for oldest, forget in (
             (run_rows.next_with_payloads, run_rows.forget_payloads),
@@ -274,7 +273,7 @@ class Ledger:
         return list(forgotten)
 
     async def ended_beyond(self, kept: int) -> list[tuple[str, str]]:
-        """Ended runs before the newest `kept`, with their directories."""
+        """Return the ended runs before the newest `kept`, with their directories."""
         return await self._read(lambda db: run_rows.beyond(db, kept))
 
     async def forget_run(self, run_id: str) -> None:
@@ -294,7 +293,7 @@ class Ledger:
         cursor: dict[str, Any] | None = None,
         stays: bool = True,
     ) -> None:
-        """Change what is given, keep the rest; unless it `stays`, return also where that waits for room on the disk."""
+        """Change the given columns; with `stays` false, return also where that waits for room on the disk."""
         changes = {
             "state": state,
             "reason": reason,
@@ -313,23 +312,23 @@ class Ledger:
         await (self._writer.submit(change) if stays else self._handed_in(change))
 
     async def list_runs(self, limit: int = 100) -> list[RunRecord]:
-        """Runs, newest first."""
+        """Return runs, newest first."""
         return await self._read(lambda db: queries.runs(db, limit))
 
     async def unfinished_runs(self) -> list[RunRecord]:
-        """All that have not ended, however many came after them; the oldest first."""
+        """Return all runs that have not ended, the oldest first."""
         return await self._read(queries.unfinished)
 
     async def run_ids(self) -> list[str]:
-        """Of every run that is known, newest first."""
+        """Return the ids of all runs, newest first."""
         return await self._read(queries.run_ids)
 
     async def get_run(self, reference: str) -> RunRecord:
-        """A run by its id, a unique prefix of it, or `latest`."""
+        """Return a run by its id, a unique prefix of it, or `latest`."""
         return await self._read(lambda db: queries.run(db, reference))
 
     async def _handed_in(self, operation: Callable[[sqlite3.Connection], None]) -> None:
-        """Return when the operation is durable, or in the queue of a disk that takes no more."""
+        """Return when the operation is durable, or is waiting for room on a full disk."""
         written = self._writer.hand_in(operation)
         full = asyncio.ensure_future(self._is_full.wait())
         either: set[asyncio.Future[Any]] = {written, full}
@@ -345,7 +344,7 @@ class Ledger:
 
 
 def _told_by_full(written: asyncio.Future[None]) -> None:
-    """Whoever asked was told that the disk is full: a later refusal has nobody to hear it."""
+    """Ignore a later refusal: the caller has already learned that the disk is full."""
     if not written.cancelled():
         written.exception()
 

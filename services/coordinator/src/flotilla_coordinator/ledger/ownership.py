@@ -1,8 +1,8 @@
-"""Who may write a ledger: one coordinator at a time.
+"""Lets one coordinator at a time write a ledger.
 
-Invariants: the owner is looked at within each transaction, so what lost the ledger writes nothing more, however long it
-slept; a ledger is taken over only from a process that is gone, or that said nothing for SILENT_S although it was to
-speak every BEAT_S.
+Invariants: the owner is checked within each transaction, so a process that lost the ledger writes nothing more, however
+long it was suspended. A ledger is taken over only from a process that has ended, or that was silent for SILENT_S
+although it should renew its ownership every BEAT_S.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SILENT_S = 15.0
 
 @dataclass(frozen=True)
 class Owner:
-    """A coordinator, as the ledger knows it."""
+    """A coordinator, as the ledger records it."""
 
     instance_id: str
     host: str
@@ -31,13 +31,13 @@ class Owner:
 
     @classmethod
     def of_this_process(cls, instance_id: str = "") -> Owner:
-        """Whoever asks."""
+        """Return this process as an owner."""
         process = ProcessIdentity.of(os.getpid())
         assert process is not None, "this process lives"
         return cls(instance_id, socket.gethostname(), process)
 
     def is_gone(self) -> bool:
-        """Whether its process has ended, as far as can be told from here."""
+        """Return whether its process has ended, as far as this host can tell."""
         if self.host != socket.gethostname():
             return False
         return self.process.boot_id != boot_id() or not self.process.alive()
@@ -49,7 +49,7 @@ class Owner:
 
 
 def claim(db: sqlite3.Connection, owner: Owner, path: Path) -> int:
-    """Own the ledger from now on, as the epoch that is returned; raises while somebody else does."""
+    """Take ownership of the ledger, and return the new epoch; raise while it has another owner."""
     db.execute("BEGIN IMMEDIATE")
     try:
         row = db.execute(
@@ -88,7 +88,7 @@ def claim(db: sqlite3.Connection, owner: Owner, path: Path) -> int:
 
 
 def refuse_former(db: sqlite3.Connection, epoch: int, path: Path) -> None:
-    """Raise where somebody else took the ledger over since `epoch`."""
+    """Raise where another process took the ledger over since `epoch`."""
     now, instance_id, pid = db.execute("SELECT epoch, instance_id, pid FROM owner").fetchone()
     if now != epoch:
         raise StaleVersion(
@@ -100,5 +100,5 @@ def refuse_former(db: sqlite3.Connection, epoch: int, path: Path) -> None:
 
 
 def beat(db: sqlite3.Connection) -> None:
-    """Say that the owner lives."""
+    """Renew the ownership."""
     db.execute("UPDATE owner SET seen_at = ?", (time.time(),))

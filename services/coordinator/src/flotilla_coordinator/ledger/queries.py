@@ -1,4 +1,4 @@
-"""Reads of the ledger, each on a connection that cannot write."""
+"""Reads the ledger, on a connection that cannot write."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RUN_COLUMNS = (
 
 
 def run(db: sqlite3.Connection, reference: str) -> RunRecord:
-    """A run by its id, a unique prefix of it, or `latest`."""
+    """Return a run by its id, a unique prefix of it, or `latest`."""
     if reference == "latest":
         row = db.execute(f"SELECT {_RUN_COLUMNS} FROM runs ORDER BY key DESC LIMIT 1").fetchone()
         if row is None:
@@ -48,13 +48,13 @@ def run(db: sqlite3.Connection, reference: str) -> RunRecord:
 
 
 def runs(db: sqlite3.Connection, limit: int) -> list[RunRecord]:
-    """Runs, newest first."""
+    """Return runs, newest first."""
     rows = db.execute(f"SELECT {_RUN_COLUMNS} FROM runs ORDER BY key DESC LIMIT ?", (limit,))
     return [_run_record(row) for row in rows]
 
 
 def unfinished(db: sqlite3.Connection) -> list[RunRecord]:
-    """All runs that have not ended, the oldest first."""
+    """Return all runs that have not ended, the oldest first."""
     ended = [state for state in RunState if state.ended]
     marks = ", ".join("?" * len(ended))
     rows = db.execute(f"SELECT {_RUN_COLUMNS} FROM runs WHERE state NOT IN ({marks}) ORDER BY key", ended)
@@ -62,12 +62,12 @@ def unfinished(db: sqlite3.Connection) -> list[RunRecord]:
 
 
 def run_ids(db: sqlite3.Connection) -> list[str]:
-    """Of all runs, newest first."""
+    """Return the ids of all runs, newest first."""
     return [str(run_id) for (run_id,) in db.execute("SELECT run_id FROM runs ORDER BY key DESC")]
 
 
 def admitted_groups(db: sqlite3.Connection, run_id: str, first_step: int) -> list[AdmittedGroup]:
-    """Every group that counts for `first_step` or a later one, in the order of admission."""
+    """Return every group that counts for `first_step` or a later one, in the order of admission."""
     rows = db.execute(
         "SELECT s.step, g.group_id, g.prompt_token_ids, g.max_staleness "
         "FROM samples s JOIN groups g ON g.key = s.grp "
@@ -84,7 +84,7 @@ def admitted_groups(db: sqlite3.Connection, run_id: str, first_step: int) -> lis
 def outcomes(
     db: sqlite3.Connection, run_id: str, first_step: int, end_step: int, right_at: float
 ) -> list[GroupOutcome]:
-    """What the groups earned that count for a step from `first_step` to before `end_step`, in the order of steps."""
+    """Return the outcomes of groups of the steps from `first_step` to before `end_step`, in the order of steps."""
     rows = db.execute(
         "SELECT g.group_id, min(s.reward) >= ? FROM samples s JOIN groups g ON g.key = s.grp "
         "WHERE s.run = (SELECT key FROM runs WHERE run_id = ?) AND s.step >= ? AND s.step < ? "
@@ -102,7 +102,7 @@ def samples(
     limit: int,
     after: int,
 ) -> list[SampleRecord]:
-    """Samples of a run with their payloads, in the order in which they were admitted."""
+    """Return samples of a run with their payloads, in the order of admission."""
     conditions = ["r.run_id = ?", "s.key > ?"]
     values: list[str | int] = [run_id, after]
     if step is not None:

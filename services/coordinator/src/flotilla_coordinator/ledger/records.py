@@ -1,7 +1,7 @@
-"""What goes into the ledger and what comes out of it, and the reasons for which samples are dropped.
+"""The records that the ledger takes and returns, and the reasons for which samples are dropped.
 
-Invariants: the numbers of the states are those of the coordinator's contract; arrays are the generator's
-own token ids (int32) and log-probabilities (float32), stored byte for byte.
+Invariants: the numbers of the states are those of the coordinator's contract; arrays are the generator's own token ids
+(int32) and log-probabilities (float32), stored byte for byte.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ START = Version(0, 0)
 
 
 class DropReason(StrEnum):
-    """Why a sample was taken out of its run, by the names that disk and wire have."""
+    """The reason why a sample was dropped from its run, by its name on disk and on the wire."""
 
     RUN_ENDED = "run_ended"
     RUN_INTERRUPTED = "run_interrupted"
     UPDATE_SKIPPED = "update_skipped"
     CRITIC_ONLY = "critic_only"
     STALE = "stale"
-    """It was older than its bound when its update came; a step that is made again asks for it again."""
+    """It was older than its bound when its update came; a repeated step generates it again."""
     UNIFORM = "uniform"
-    """All rewards of the group were equal; it stays out, however often its step is made again."""
+    """All rewards of the group were equal; it stays out, however often its step is repeated."""
     TAIL = "tail"
     """Its batch was full before it ended, and it would be too old for the next one."""
     REWARD_ERROR = "reward_error"
@@ -46,14 +46,14 @@ REOPENED = (
     DropReason.CRITIC_ONLY,
     DropReason.STALE,
 )
-"""Reasons that say something about the run and nothing about the sample: one that goes on may train it after all."""
+"""Reasons that concern the run and not the sample: a run that continues may train the sample after all."""
 
 REWARDS_FAILED = (DropReason.REWARD_ERROR, DropReason.REWARD_TIMEOUT, DropReason.GROUP_TOO_SMALL)
-"""Reasons that a failing reward makes, the last for the siblings of what it failed on."""
+"""Reasons of a failing reward; the last one is for the siblings of a sample that it failed on."""
 
 
 class SampleState(IntEnum):
-    """Where a sample is on its way into training."""
+    """The state of a sample on its way into training."""
 
     ISSUED = 1
     GENERATED = 2
@@ -64,7 +64,7 @@ class SampleState(IntEnum):
 
 
 class RunState(IntEnum):
-    """Where a run is in its life."""
+    """The state of a run."""
 
     PENDING = 1
     RUNNING = 2
@@ -76,18 +76,18 @@ class RunState(IntEnum):
 
     @property
     def ended(self) -> bool:
-        """True when nothing will happen to the run any more."""
+        """Return whether nothing will happen to the run any more."""
         return self in (RunState.SUCCEEDED, RunState.STOPPED, RunState.FAILED)
 
     @property
     def resumable(self) -> bool:
-        """True when it ended before its last step."""
+        """Return whether it ended before its last step."""
         return self in (RunState.STOPPED, RunState.FAILED)
 
 
 @dataclass(frozen=True)
 class TokenSpan:
-    """The tokens [start, end) of a response that one policy version wrote."""
+    """The tokens [start, end) of a response that one policy version generated."""
 
     version: Version
     start: int
@@ -96,7 +96,7 @@ class TokenSpan:
 
 @dataclass(frozen=True)
 class GroupIssue:
-    """One prompt whose samples are about to be asked for."""
+    """One prompt whose samples are about to be generated."""
 
     run_id: str
     group_id: str
@@ -106,38 +106,39 @@ class GroupIssue:
     prompt_text: str
     prompt_token_ids: Int32Array
     max_staleness: int | None = None
-    """The bound by which it is admitted, where there is one."""
+    """The staleness bound by which it is admitted, where there is one."""
 
 
 @dataclass(frozen=True)
 class AdmittedGroup:
-    """One prompt whose samples were asked for before."""
+    """One prompt whose samples were admitted before."""
 
     step: int
-    """That it counts for."""
+    """The step that it counts for."""
     group_id: str
     prompt_token_ids: Int32Array
     max_staleness: int | None
-    """The bound by which it was admitted; an older Flotilla did not record it."""
+    """The staleness bound by which it was admitted; an older Flotilla did not record it."""
 
 
 @dataclass(frozen=True)
 class GroupOutcome:
-    """What the answers to one prompt earned."""
+    """The outcome of the answers to one prompt."""
 
     group_id: str
     solved: bool
-    """Whether every answer that was scored was right."""
+    """True where every scored answer was right."""
 
 
 @dataclass
 class FinishedSample:
-    """A finished response, scored or not: all that is needed to train from it."""
+    """A finished response, scored or not, with all data that training needs."""
 
     sample_id: str
     token_ids: Int32Array
     logprobs: Float32Array | None
-    """Of each token by the version that wrote it; given answers have none, and are in no ledger."""
+    """Each token's log-probability under the version that generated it; given answers have none, and are in no ledger.
+    """
     text: str
     spans: tuple[TokenSpan, ...] = ()
     truncated: bool = False
@@ -145,31 +146,31 @@ class FinishedSample:
     attempt: int = 0
     reward: float = 0.0
     reward_terms: tuple[float, ...] = ()
-    """What each term of the reward gave by itself."""
+    """The value of each term of the reward."""
     greedy_reward: float | None = None
-    """What the greedy response to its prompt earned, where the run compares with it."""
+    """The reward of the greedy response to its prompt, where the run compares with it."""
 
     @property
     def oldest_version(self) -> Version | None:
-        """The oldest version that wrote any of its tokens."""
+        """Return the oldest version that generated any of its tokens."""
         return min((span.version for span in self.spans), default=None)
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What became of a delivery."""
+    """The result of a delivery."""
 
     accepted: tuple[str, ...]
-    """Samples that moved on."""
+    """Samples that changed their state."""
     duplicates: tuple[str, ...] = ()
-    """Samples that had been delivered before; nothing changed."""
+    """Samples that had been delivered before; they are unchanged."""
     late: tuple[str, ...] = ()
-    """Samples that had been dropped before; nothing changed."""
+    """Samples that had been dropped before; they are unchanged."""
 
 
 @dataclass(frozen=True)
 class VoidedUpdate:
-    """An update that a trainer's fall-back undid, with its samples in the order in which it trained them."""
+    """An update that a trainer's fall-back undid, with its samples in the order of their training."""
 
     update_id: str
     version: Version
@@ -178,7 +179,7 @@ class VoidedUpdate:
 
 @dataclass(frozen=True)
 class SampleRecord:
-    """One sample as the ledger knows it; payload fields are empty before generation and after pruning."""
+    """One sample as recorded; its payload fields are empty before generation and after pruning."""
 
     sample_id: str
     group_id: str
@@ -186,12 +187,12 @@ class SampleRecord:
     attempt: int
     step: int
     position: int
-    """Order of the sample in the ledger: pass it as `after` to read on."""
+    """The order of the sample in the ledger; pass it as `after` to read on."""
     generator: str = ""
     reward: float | None = None
     truncated: bool = False
     drop_reason: str = ""
-    """A `DropReason`, or one that an older Flotilla knew."""
+    """A `DropReason`, or one of an older Flotilla."""
     update_id: str = ""
     prompt_text: str = ""
     prompt_token_ids: Int32Array | None = None
@@ -205,7 +206,7 @@ class SampleRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run as the ledger knows it."""
+    """One run as recorded."""
 
     run_id: str
     name: str
@@ -216,7 +217,7 @@ class RunRecord:
     ended_at: float | None = None
     reason: str = ""
     step: int = 0
-    """Steps done."""
+    """The number of steps done."""
     version: Version = START
     cursor: dict[str, Any] | None = None
-    """Place in the data set after the last step that was recorded."""
+    """The place in the data set after the last recorded step."""

@@ -1,8 +1,8 @@
-"""Rows under the transitions: finding samples, judging their state, the event log and the tallies.
+"""Finds rows of samples, checks their state, and writes the event log and the tallies; transitions are built on it.
 
-Invariants: the event log and the tallies change in the same transaction as the samples that they speak of; what
-concerns many rows is one statement. SQLite lets go of the interpreter for each row that it hands over or takes by
-itself, and beside a busy event loop a thread waits for its next turn after every one of them.
+Invariants: the event log and the tallies change in the same transaction as their samples. A change of many rows is one
+statement: SQLite releases the interpreter for each row that it returns or takes by itself, and while the event loop is
+busy a thread waits for its next turn after every such release.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ State = SampleState
 
 @dataclass(frozen=True)
 class Known:
-    """What the ledger holds of a sample before a step."""
+    """The recorded state of a sample before a transition."""
 
     key: int
     sample_id: str
@@ -36,7 +36,7 @@ class Known:
 
 
 def run_key(db: sqlite3.Connection, run_id: str) -> int:
-    """The row of a run."""
+    """Return the row of a run."""
     row = db.execute("SELECT key FROM runs WHERE run_id = ?", (run_id,)).fetchone()
     if row is None:
         raise NotFound(f"the ledger has no run {run_id}")
@@ -60,7 +60,7 @@ _KNOWN = (
     "FROM samples s LEFT JOIN updates u ON u.key = s.update_key "
 )
 MOST_ROWS = 512
-"""In one statement, a power of two: SQLite takes at most 32,766 values."""
+"""The most rows of one statement, a power of two: SQLite takes at most 32,766 values."""
 
 
 def for_all(
@@ -68,8 +68,8 @@ def for_all(
 ) -> None:
     """Execute a statement whose `{rows}` are the rows, each one in brackets.
 
-    Their numbers are powers of two, so that few statements are prepared. These are kept, each with its last values:
-    where rows are large, `most_rows` should be small.
+    The number of rows of a statement is a power of two, so that few statements are prepared. SQLite keeps them, each
+    with its last values: where rows are large, `most_rows` should be small.
     """
     first = 0
     while first < len(rows):
@@ -81,7 +81,7 @@ def for_all(
 
 
 def keys(samples: Sequence[Known]) -> list[tuple[int]]:
-    """Rows that name them."""
+    """Return the rows' keys as the values of a statement."""
     return [(sample.key,) for sample in samples]
 
 
@@ -92,7 +92,7 @@ def lookup(db: sqlite3.Connection, sample_ids: Sequence[str]) -> dict[str, Known
 
 
 def admitted_ids(db: sqlite3.Connection, where: str, values: Sequence[Any]) -> list[str]:
-    """Samples `s` that a condition holds for, in the order of admission."""
+    """Return the ids of samples `s` that meet a condition, in the order of admission."""
     (text,) = db.execute(
         f"SELECT json_group_array(sample_id) FROM (SELECT s.sample_id FROM samples s {where} ORDER BY s.key)",
         values,
@@ -102,7 +102,7 @@ def admitted_ids(db: sqlite3.Connection, where: str, values: Sequence[Any]) -> l
 
 
 def _rows(db: sqlite3.Connection, where: str, value: str | int) -> list[tuple[Known, int | None]]:
-    """With the place in the update that trained it, if any did."""
+    """Return samples, each with its place in the update that trained it, if any did."""
     (text,) = db.execute(_KNOWN + where, (value,)).fetchone()
     return [
         (Known(key, sample_id, run, State(state), attempt, drop_reason, update_id), position)
@@ -111,7 +111,7 @@ def _rows(db: sqlite3.Connection, where: str, value: str | int) -> list[tuple[Kn
 
 
 def all_known(db: sqlite3.Connection, sample_ids: Sequence[str]) -> list[Known]:
-    """The samples in the given order; an unknown or repeated one is an error that names it."""
+    """Return the samples in the given order; an unknown or repeated one is an error that names it."""
     known = lookup(db, sample_ids)
     for sample_id, times in Counter(sample_ids).items():
         if sample_id not in known:
@@ -165,7 +165,7 @@ def log(db: sqlite3.Connection, events: Sequence[Event]) -> None:
 
 
 def tally_moves(db: sqlite3.Connection, samples: Sequence[Known], to: State, reason: str = "") -> None:
-    """Move samples from the tallies of the states that they had to that of `to`."""
+    """Move samples from the tallies of their present states to that of `to`."""
     changes: Counter[tuple[int, State, str]] = Counter()
     for sample in samples:
         changes[sample.run, sample.state, sample.drop_reason] -= 1
@@ -174,7 +174,7 @@ def tally_moves(db: sqlite3.Connection, samples: Sequence[Known], to: State, rea
 
 
 def tally(db: sqlite3.Connection, changes: Counter[tuple[int, State, str]]) -> None:
-    """By run, state and reason."""
+    """Add the changes to the tallies by run, state and reason."""
     for_all(
         db,
         "INSERT INTO tallies (run, state, reason, samples) VALUES {rows} "

@@ -1,9 +1,9 @@
-"""The row of a run: when it began and began anew, what changed, and what is forgotten once it has ended.
+"""Writes the row of a run: its admission, its starts, its changes, and its removal after its end.
 
-Invariants: operations on the writer's connection; a run is admitted once under its id; what is not given of a change
-stays as it was; fences only grow, over all runs of a ledger, and are never given out twice; a run that is to be
-stopped stays so until it has ended. Nothing of a run that goes on is forgotten; first go the tokens, which a resumed
-run asks for again, then the history, after which the run counts as one without samples.
+Invariants: these are operations on the writer's connection. A run is admitted once under its id. A change leaves all
+other columns unchanged. Fences only grow, over all runs of a ledger, and none is issued twice. A run that a user stops
+keeps that state until it has ended. Nothing of an active run is deleted. The tokens are deleted first, because a
+resumed run can generate them again, and then the history, after which the run counts as one without samples.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flotilla_core.errors import AlreadyExists, FailedPrecondition, NotFound
 from flotilla_core.rpc import Fence
 from flotilla_core.version import Version
 
-# Portions, so that no commit of a run that goes on waits for long.
+# Work is done in portions, so that no commit of an active run waits for long.
 MOST_AT_ONCE = 10_000
 VACUUM_PAGES = 2048
 
@@ -61,7 +61,7 @@ def change(db: sqlite3.Connection, run_id: str, values: Mapping[str, Any]) -> No
 def went_on(
     db: sqlite3.Connection, run_id: str, step: int, version: Version, cursor: dict[str, Any] | None
 ) -> None:
-    """The run has made so many steps, which led to `version`; `cursor` is its place in the data set."""
+    """Record that the run has made `step` steps, which led to `version`; `cursor` is its place in the data set."""
     db.execute(
         "UPDATE runs SET step = ?, version_lineage = ?, version_step = ?, cursor = ?, takeovers = 0 WHERE run_id = ?",
         (step, version.lineage, version.step, cursor_text(cursor), run_id),
@@ -69,12 +69,12 @@ def went_on(
 
 
 def cursor_text(cursor: dict[str, Any] | None) -> str | None:
-    """As the column holds it."""
+    """Return the cursor as the column holds it."""
     return None if cursor is None else json.dumps(cursor, sort_keys=True)
 
 
 def begin(db: sqlite3.Connection, run_id: str, lineage: int) -> Fence:
-    """Note a beginning; its fence."""
+    """Record a new start of the run, and return its fence."""
     cursor = db.execute(
         "INSERT INTO beginnings (run, lineage, time) VALUES (?, ?, ?)",
         (run_key(db, run_id), lineage, time.time()),
@@ -85,23 +85,23 @@ def begin(db: sqlite3.Connection, run_id: str, lineage: int) -> Fence:
 
 
 def taken_over(db: sqlite3.Connection, run_id: str) -> None:
-    """Count that a coordinator is about to go on with what another one left; the next step takes the count back."""
+    """Count that a coordinator is about to continue what another one left; the next step resets the count."""
     db.execute("UPDATE runs SET takeovers = takeovers + 1 WHERE key = ?", (run_key(db, run_id),))
 
 
 def takeovers(db: sqlite3.Connection, run_id: str) -> int:
-    """How often a coordinator went on with what another had left, since a step was made or a user asked for it."""
+    """Return how often a coordinator took the run over since a step was made or a user resumed it."""
     (count,) = db.execute("SELECT takeovers FROM runs WHERE key = ?", (run_key(db, run_id),)).fetchone()
     return int(count)
 
 
 def asked_for(db: sqlite3.Connection, run_id: str) -> None:
-    """Forget how often the run was taken over: a user wants it to go on."""
+    """Reset the count of takeovers, because a user resumes the run."""
     db.execute("UPDATE runs SET takeovers = 0 WHERE key = ?", (run_key(db, run_id),))
 
 
 def stopping(db: sqlite3.Connection, run_id: str, reason: str) -> None:
-    """Mark a run that goes on; one that has ended meanwhile keeps its end."""
+    """Mark an active run as stopping; one that has ended meanwhile keeps its end."""
     db.execute(
         "UPDATE runs SET state = ?, reason = ? WHERE key = ? AND state IN (?, ?, ?)",
         (
@@ -116,7 +116,7 @@ def stopping(db: sqlite3.Connection, run_id: str, reason: str) -> None:
 
 
 def used_bytes(db: sqlite3.Connection) -> int:
-    """What the file holds, without the pages that are free again."""
+    """Return the size of the file's content, without free pages."""
     pages, free, size = (
         db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
     )
@@ -124,19 +124,19 @@ def used_bytes(db: sqlite3.Connection) -> int:
 
 
 def next_with_payloads(db: sqlite3.Connection) -> str | None:
-    """The oldest ended run whose samples have tokens."""
+    """Return the oldest ended run whose samples have tokens."""
     return _oldest(
         db, "EXISTS (SELECT 1 FROM samples s JOIN payloads p ON p.sample = s.key WHERE s.run = runs.key)"
     )
 
 
 def next_with_history(db: sqlite3.Connection) -> str | None:
-    """The oldest ended run whose samples are known."""
+    """Return the oldest ended run with a history of samples."""
     return _oldest(db, "EXISTS (SELECT 1 FROM transitions t WHERE t.run = runs.key)")
 
 
 def beyond(db: sqlite3.Connection, kept: int) -> list[tuple[str, str]]:
-    """Ended runs before the newest `kept`, with their directories, the oldest first."""
+    """Return the ended runs before the newest `kept`, with their directories, the oldest first."""
     rows = db.execute(
         f"SELECT run_id, directory FROM runs WHERE state IN ({_ENDED_LIST}) ORDER BY key DESC LIMIT -1 OFFSET ?",
         (kept,),
@@ -145,7 +145,7 @@ def beyond(db: sqlite3.Connection, kept: int) -> list[tuple[str, str]]:
 
 
 def forget_payloads(db: sqlite3.Connection, run_id: str, most: int = MOST_AT_ONCE) -> None:
-    """The tokens, log-probabilities and texts of the oldest samples of a run that have any."""
+    """Delete the tokens, log-probabilities and texts of the oldest samples of a run that have any."""
     db.execute(
         "DELETE FROM payloads WHERE sample IN (SELECT s.key FROM samples s JOIN payloads p ON p.sample = s.key "
         "WHERE s.run = ? ORDER BY s.key LIMIT ?)",
@@ -155,7 +155,7 @@ def forget_payloads(db: sqlite3.Connection, run_id: str, most: int = MOST_AT_ONC
 
 
 def forget_history(db: sqlite3.Connection, run_id: str) -> None:
-    """Every sample of a run, and all that happened to it."""
+    """Delete every sample of a run, with its history."""
     run = _ended_key(db, run_id)
     forget_payloads(db, run_id, most=-1)
     db.execute("INSERT INTO forgetting VALUES (?)", (run,))
@@ -168,7 +168,7 @@ def forget_history(db: sqlite3.Connection, run_id: str) -> None:
 
 
 def forget_run(db: sqlite3.Connection, run_id: str) -> None:
-    """That there ever was such a run."""
+    """Delete every trace of a run."""
     run = _ended_key(db, run_id)
     forget_history(db, run_id)
     db.execute("DELETE FROM beginnings WHERE run = ?", (run,))

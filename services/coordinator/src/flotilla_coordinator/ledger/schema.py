@@ -1,8 +1,8 @@
-"""Tables of the ledger and how an older file becomes a newer one.
+"""Defines the tables of the ledger, and migrates older files.
 
-Invariants: a migration that was released never changes; the file records which ones it has; a file from a
-newer Flotilla is refused, never guessed at. `transitions` only grows: triggers refuse every change to what
-happened, but for the end of it, when a run that has ended is forgotten.
+Invariants: a released migration never changes, and the file records which ones it has. A file from a newer Flotilla is
+refused, never guessed at. `transitions` only grows: triggers refuse every change to a row, and its deletion, except
+when an ended run is forgotten.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ CREATE TRIGGER transitions_never_vanish BEFORE DELETE ON transitions
 BEGIN SELECT RAISE (ABORT, 'the event log only grows'); END;
 """
 
-# Every beginning of a run has a number that is higher than that of any beginning before it, whatever the run.
+# Every start of a run has a number that is higher than that of any earlier start of any run.
 _BEGINNINGS = """
 CREATE TABLE beginnings (
     fence INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -112,7 +112,7 @@ CREATE TABLE beginnings (
 CREATE INDEX beginnings_of_run ON beginnings (run);
 """
 
-# The ledger's own name, and the one coordinator that may write it.
+# The name of the ledger itself, and the one coordinator that may write it.
 _OWNER = """
 CREATE TABLE identity (name TEXT NOT NULL);
 INSERT INTO identity VALUES (lower(hex(randomblob(8))));
@@ -142,17 +142,17 @@ _REWARD_TERMS = """
 ALTER TABLE samples ADD COLUMN reward_terms BLOB NOT NULL DEFAULT x'';
 """
 
-# Others compare with what the greedy response to the same prompt earned, which is itself no sample.
+# Other advantages compare with the reward of the greedy response to the same prompt, which is not a sample.
 _GREEDY_REWARD = """
 ALTER TABLE samples ADD COLUMN greedy_reward REAL;
 """
 
-# A run may change its bound while groups that an earlier one admitted wait, or are trained once more.
+# A run may change its bound while groups of an earlier bound wait, or are trained again.
 _STALENESS = """
 ALTER TABLE groups ADD COLUMN max_staleness INTEGER;
 """
 
-# What is counted of a run whose coordinators die is kept with the run: beginnings are many, and say nothing of steps.
+# The number of takeovers is kept with the run, because starts are many and do not count steps.
 _TAKEOVERS = """
 ALTER TABLE runs ADD COLUMN takeovers INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE beginnings DROP COLUMN steps_done;
@@ -172,22 +172,22 @@ MIGRATIONS: tuple[str, ...] = (
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """The writer's connection: durable at every commit, schema up to date."""
+    """Return the writer's connection: durable at every commit, with the newest schema."""
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-    # Of a file that is there already this changes nothing: what it forgets, it fills again.
+    # This has no effect on an existing file, whose free pages are filled again.
     db.execute("PRAGMA auto_vacuum = INCREMENTAL")
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = FULL")
     db.execute("PRAGMA busy_timeout = 10000")
-    # Savepoints keep the old pages of a transaction aside: in memory, not in a temporary file.
+    # Savepoints keep the old pages of a transaction in memory, not in a temporary file.
     db.execute("PRAGMA temp_store = MEMORY")
     _migrate(db, path)
     return db
 
 
 def connect_read_only(path: Path) -> sqlite3.Connection:
-    """A connection that sees what is committed and can change nothing."""
+    """Return a connection that sees what is committed and cannot write."""
     db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, check_same_thread=False)
     db.execute("PRAGMA busy_timeout = 10000")
     return db

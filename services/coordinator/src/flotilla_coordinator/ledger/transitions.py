@@ -1,14 +1,15 @@
-"""The steps of a sample up to an update: admitted, generated, scored, dropped, or carried over.
+"""The transitions of a sample up to an update: admitted, generated, scored, dropped, or carried over.
 
-Invariants of every step of a sample, wherever it is written: it is checked against the stored state before anything
-changes; an illegal one raises an error that names the sample and both states, and changes nothing; each leaves one row
-in the append-only `transitions` and moves the tallies with it. Attempts play no part in identity.
+Invariants of every transition, in any module: it is checked against the stored state before anything changes. An
+illegal transition raises an error that names the sample and both states, and changes nothing. Each one adds one row to
+the append-only `transitions`, and changes the tallies in the same transaction. Attempts are not part of a sample's
+identity.
 
-Before anyone is asked to generate samples, their group is on record; it is admitted once, however often it is asked
-for, and refused whole where it cannot be admitted or holds a sample of another. The first delivery to a sample
-counts, whichever attempt it came from; what comes again or too late is counted and changes nothing. All groups, or
-all deliveries, that callers bring at once are one operation, refused whole where one of them is, or where a sample is
-in two of them.
+A group is recorded before any generator gets its samples. It is admitted once, however often that is requested, and
+refused whole where it cannot be admitted or has a sample of another group. The first delivery of a sample counts, of
+any attempt; a repeated or late delivery is counted and changes nothing. All groups, or all deliveries, that callers
+submit at once are one operation, which is refused whole where one of them is refused, or where a sample is in two of
+them.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ State = SampleState
 IN_FLIGHT = (State.ISSUED, State.GENERATED, State.SCORED)
 
 MOST_PAYLOADS = 32
-"""In one statement, a power of two: they may have many tokens each."""
+"""The most payloads of one statement, a power of two: each may have many tokens."""
 _REWARDED = (
     f"state = {State.SCORED:d}, reward = new.column2, reward_terms = new.column3, greedy_reward = new.column4"
 )
 
 
 def issue(db: sqlite3.Connection, groups: Sequence[GroupIssue]) -> list[Recorded]:
-    """Admit the samples of groups that are not known yet."""
+    """Admit the samples of groups that are not recorded yet."""
     runs = {run_id: rows.run_key(db, run_id) for run_id in {group.run_id for group in groups}}
     known = rows.lookup(db, [sample_id for group in groups for sample_id in group.sample_ids])
     recorded = []
@@ -62,7 +63,7 @@ def issue(db: sqlite3.Connection, groups: Sequence[GroupIssue]) -> list[Recorded
 def _admit(
     db: sqlite3.Connection, runs: dict[str, int], fresh: Sequence[tuple[GroupIssue, Sequence[str]]]
 ) -> None:
-    """Samples of groups that nobody asked for before."""
+    """Insert the samples of new groups."""
     group_keys = _group_keys(db, [group for group, _ in fresh])
     new = [(sample_id, runs[group.run_id], group) for group, sample_ids in fresh for sample_id in sample_ids]
     rows.for_all(
@@ -83,7 +84,7 @@ def _admit(
 
 
 def _group_keys(db: sqlite3.Connection, groups: Sequence[GroupIssue]) -> dict[str, int]:
-    """The rows of groups, those that are new among them."""
+    """Return the keys of groups, and insert the new ones."""
     rows.for_all(
         db,
         "INSERT OR IGNORE INTO groups (group_id, prompt_text, prompt_token_ids, max_staleness) VALUES {rows}",
@@ -106,7 +107,7 @@ def _group_keys(db: sqlite3.Connection, groups: Sequence[GroupIssue]) -> dict[st
 
 
 def generated(db: sqlite3.Connection, deliveries: Sequence[Sequence[FinishedSample]]) -> list[Recorded]:
-    """Keep finished responses whose scores come later."""
+    """Record finished responses whose scores come later."""
     fresh, recorded = _sort_out(db, deliveries, (State.ISSUED,))
     _store_responses(db, fresh)
     rows.for_all(
@@ -120,7 +121,7 @@ def generated(db: sqlite3.Connection, deliveries: Sequence[Sequence[FinishedSamp
 
 
 def scored(db: sqlite3.Connection, deliveries: Sequence[Sequence[FinishedSample]]) -> list[Recorded]:
-    """Keep rewards, and the responses with them where they are not there yet."""
+    """Record rewards, and the responses with them where they are not recorded yet."""
     fresh, recorded = _sort_out(db, deliveries, (State.ISSUED, State.GENERATED))
     arrived = [(known, sample) for known, sample in fresh if known.state is State.ISSUED]
     _store_responses(db, arrived)
@@ -149,7 +150,7 @@ def scored(db: sqlite3.Connection, deliveries: Sequence[Sequence[FinishedSample]
 def _sort_out(
     db: sqlite3.Connection, deliveries: Sequence[Sequence[FinishedSample]], open_states: tuple[State, ...]
 ) -> tuple[list[tuple[rows.Known, FinishedSample]], list[Recorded]]:
-    """Split deliveries into what is new, what came before, and what came too late."""
+    """Split deliveries into new, repeated and late ones."""
     known = iter(rows.all_known(db, [sample.sample_id for delivered in deliveries for sample in delivered]))
     fresh: list[tuple[rows.Known, FinishedSample]] = []
     recorded = []
@@ -168,7 +169,7 @@ def _sort_out(
 
 
 def _store_responses(db: sqlite3.Connection, fresh: Sequence[tuple[rows.Known, FinishedSample]]) -> None:
-    """Payloads, and the step to GENERATED in the event log; the samples' own rows are the caller's."""
+    """Insert payloads, and the transition to GENERATED in the event log; the caller updates the samples' own rows."""
     for _, sample in fresh:
         logprobs = 0 if sample.logprobs is None else len(sample.logprobs)
         if len(sample.token_ids) != logprobs:
@@ -202,23 +203,23 @@ def _store_responses(db: sqlite3.Connection, fresh: Sequence[tuple[rows.Known, F
 
 
 def _rewarded(sample: FinishedSample) -> tuple[float, bytes, float | None]:
-    """Values of these columns."""
+    """Return the values of the columns in `_REWARDED`."""
     return sample.reward, terms_to_bytes(sample.reward_terms), sample.greedy_reward
 
 
 def spans_to_bytes(spans: Sequence[TokenSpan]) -> bytes:
-    """Four little-endian int64 a span: lineage, step, start, end."""
+    """Encode each span as four little-endian int64: lineage, step, start, end."""
     numbers = [(span.version.lineage, span.version.step, span.start, span.end) for span in spans]
     return np.array(numbers, dtype="<i8").tobytes()
 
 
 def terms_to_bytes(terms: Sequence[float]) -> bytes:
-    """Little-endian float64."""
+    """Encode the terms as little-endian float64."""
     return np.array(terms, dtype="<f8").tobytes()
 
 
 def dropped(db: sqlite3.Connection, run_id: str, sample_ids: Sequence[str], reason: DropReason) -> Recorded:
-    """Take samples out, for a reason that is counted."""
+    """Drop samples, for a reason that is counted."""
     if not reason:
         raise InvalidRequest("a sample is dropped without a reason", where=run_id)
     run = rows.run_key(db, run_id)
@@ -265,7 +266,7 @@ def carry_over(db: sqlite3.Connection, run_id: str, group_ids: Sequence[str], st
 
 
 def drop_in_flight(db: sqlite3.Connection, run_id: str, reason: DropReason) -> int:
-    """Drop everything of a run that was neither trained nor dropped; the number of samples."""
+    """Drop all samples of a run that were neither trained nor dropped; return their number."""
     open_ = rows.admitted_ids(
         db, "WHERE s.run = ? AND s.state IN (?, ?, ?)", (rows.run_key(db, run_id), *IN_FLIGHT)
     )

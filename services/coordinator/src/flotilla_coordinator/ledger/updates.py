@@ -1,10 +1,10 @@
-"""What an update means for samples: trained, safe behind a checkpoint, or undone by a fall-back to one.
+"""The effects of an update on its samples: trained, covered by a checkpoint, or undone by a fall-back to one.
 
-Invariants: as for every step of a sample; an update is applied once under its name, with the same samples; it becomes
-durable when every checkpoint that is kept covers it, and is never undone from then on, so no fall-back can ever ask
-for it back; after a fall-back each sample of the steps to come is scored with its payload, asked for again, or dropped
-for a reason of its own, a failure of its reward among them unless a user resumes; nothing that was trained before the
-checkpoint moves.
+Invariants: those of every transition. An update is applied once under its name, with the same samples. It becomes
+durable when every kept checkpoint covers it, and is never undone from then on, so no fall-back ever needs its samples
+again. After a fall-back, each sample of the later steps is scored with its payload, issued again, or dropped for a
+reason of its own, which includes a failure of its reward unless a user resumes. Samples trained before the checkpoint
+are unchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ State = SampleState
 def consumed(
     db: sqlite3.Connection, run_id: str, update_id: str, sample_ids: Sequence[str], version: Version
 ) -> bool:
-    """Note the samples of an update in the order in which it trained them; False for a repeat."""
+    """Record the samples of an update in the order of their training; return False for a repetition."""
     run = rows.run_key(db, run_id)
     samples = rows.all_known(db, sample_ids)
     if _repeats_update(db, run, update_id, sample_ids):
@@ -59,7 +59,7 @@ def consumed(
 
 
 def applied_before(db: sqlite3.Connection, run_id: str, version: Version) -> list[str]:
-    """Updates that led to `version` and are not durable yet, in order."""
+    """Return the updates that led to `version` and are not durable yet, in order."""
     found = db.execute(
         "SELECT update_id FROM updates WHERE run = ? AND step < ? AND status = 'applied' ORDER BY key",
         (rows.run_key(db, run_id), version.step),
@@ -68,7 +68,7 @@ def applied_before(db: sqlite3.Connection, run_id: str, version: Version) -> lis
 
 
 def durable(db: sqlite3.Connection, run_id: str, update_id: str) -> None:
-    """Mark an update that a checkpoint covers; its samples can never come back."""
+    """Mark an update that a checkpoint covers; its samples can never be trained again."""
     run = rows.run_key(db, run_id)
     row = db.execute("SELECT key, status FROM updates WHERE update_id = ?", (update_id,)).fetchone()
     if row is None:
@@ -105,7 +105,7 @@ def refuse_to_void_durable(db: sqlite3.Connection, run_id: str, after_version: V
 
 
 def void_updates(db: sqlite3.Connection, run_id: str, after_version: Version) -> list[VoidedUpdate]:
-    """Undo the updates that started from `after_version` or later: the trainer fell back to it."""
+    """Undo the updates that started from `after_version` or later, because the trainer fell back to it."""
     refuse_to_void_durable(db, run_id, after_version)
     run = rows.run_key(db, run_id)
     found = db.execute(
@@ -135,7 +135,7 @@ def void_updates(db: sqlite3.Connection, run_id: str, after_version: Version) ->
 
 
 def steps_to_prune(db: sqlite3.Connection, run_id: str, before_step: int) -> list[int]:
-    """Earlier steps with tokens of samples that can never be trained again."""
+    """Return earlier steps with tokens of samples that can never be trained again."""
     found = db.execute(
         "SELECT DISTINCT s.step FROM payloads p JOIN samples s ON s.key = p.sample "
         "WHERE s.run = ? AND s.step < ? AND s.state IN (?, ?)",
@@ -145,7 +145,7 @@ def steps_to_prune(db: sqlite3.Connection, run_id: str, before_step: int) -> lis
 
 
 def prune_payloads(db: sqlite3.Connection, run_id: str, step: int) -> int:
-    """Forget the tokens of samples of a step that can never be trained again; the number of samples."""
+    """Delete the tokens of samples of a step that can never be trained again; return the number of samples."""
     return db.execute(
         "DELETE FROM payloads WHERE sample IN "
         "(SELECT key FROM samples WHERE run = ? AND step = ? AND state IN (?, ?))",
@@ -154,7 +154,7 @@ def prune_payloads(db: sqlite3.Connection, run_id: str, step: int) -> int:
 
 
 def _repeats_update(db: sqlite3.Connection, run: int, update_id: str, sample_ids: Sequence[str]) -> bool:
-    """True when this very update is there already; another one under its name is an error."""
+    """Return whether this same update is recorded already; another one under its name is an error."""
     row = db.execute("SELECT key, run, status FROM updates WHERE update_id = ?", (update_id,)).fetchone()
     if row is None:
         return False
@@ -175,11 +175,11 @@ def fall_back(
     *,
     retry_rewards: bool = False,
 ) -> list[VoidedUpdate]:
-    """The run goes on as `version`, a new lineage, after `step` steps; the updates that this undid."""
+    """Continue the run as `version`, a new lineage, after `step` steps; return the updates that this undid."""
     voided = void_updates(db, run_id, version)
     _ask_again_for_forgotten(db, rows.run_key(db, run_id))
     _reopen(db, rows.run_key(db, run_id), step, (*REOPENED, *REWARDS_FAILED) if retry_rewards else REOPENED)
-    # What a user asked of the run in the meantime holds on.
+    # A request of the user in the meantime is kept.
     db.execute(
         "UPDATE runs SET state = iif(state IN (?, ?), state, ?), reason = '', ended_at = NULL, step = ?, "
         "version_lineage = ?, version_step = ?, cursor = ? WHERE run_id = ?",
@@ -192,14 +192,14 @@ def fall_back(
 
 
 def _ask_again_for_forgotten(db: sqlite3.Connection, run: int) -> None:
-    """Samples whose tokens retention took, before a user resumed the run after all."""
+    """Issue again the samples whose tokens retention deleted before a user resumed the run after all."""
     without = "WHERE s.run = ? AND s.state IN (?, ?) AND NOT EXISTS (SELECT 1 FROM payloads p WHERE p.sample = s.key)"
     known = rows.lookup(db, rows.admitted_ids(db, without, (run, State.GENERATED, State.SCORED)))
     _return_to(db, run, list(known.values()), State.ISSUED)
 
 
 def _reopen(db: sqlite3.Connection, run: int, step: int, reasons: tuple[DropReason, ...]) -> None:
-    """Take back drops for reasons that hold no more."""
+    """Take back drops for reasons that are no longer valid."""
     places = ", ".join("?" * len(reasons))
     found = db.execute(
         "SELECT s.sample_id, p.sample IS NOT NULL AND s.reward IS NOT NULL AND s.drop_reason != ? FROM samples s "

@@ -1,11 +1,11 @@
-"""The one thread that writes: many submitted operations share one durable transaction.
+"""Writes the ledger on one thread: many submitted operations share one durable transaction.
 
-Invariants: nothing is written once somebody else owns the ledger; an operation is all or nothing, also inside a shared
-transaction; its result is delivered only after the commit reached the disk; operations run in the order in which they
-were submitted, also where the disk takes no more: all of them wait until it does, but those that were submitted to be
-refused then. A step that many callers take at once is applied to all of them as one operation, and to one after the
-other where that is refused, so that nobody's answer depends on who was beside them. A caller that is cancelled while it
-waits does not undo what it submitted.
+Invariants: nothing is written once the ledger has another owner. An operation is all or nothing, also inside a shared
+transaction, and its result is delivered only after the commit reached the disk. Operations run in the order of their
+submission. Where the disk is full, all of them wait for room, except those that were submitted to be refused then. A
+transition that many callers submit at once is applied to all of them as one operation, and one after the other where
+that is refused, so that no caller's answer depends on the others. The cancellation of a waiting caller does not undo
+what it submitted.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Brought = TypeVar("Brought")
 
 MOST_IN_ONE_COMMIT = 1024
 MOST_TOGETHER = 64
-"""Callers, at most, whose step is one operation."""
+"""The most callers whose transition is one operation."""
 MOST_IN_ONE_TURN = 16
 TRY_AGAIN_S = 1.0
-"""While operations wait for room on the disk."""
+"""The time between attempts while operations wait for room on the disk."""
 
 Step = Callable[[sqlite3.Connection, Sequence[Brought]], Sequence[T]]
-"""Applied to what several callers brought; the results in their order."""
+"""A transition, applied to the items of several callers; the results are in their order."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class _Submitted:
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
     waits: bool
-    """For room on the disk; else it is refused where there is none."""
+    """True to wait for room on a full disk, false to be refused then."""
     result: Any = None
     error: Exception | None = None
 
@@ -64,9 +64,9 @@ class WriterThread:
             self._db.close()
             raise
         self.lost: StaleVersion | None = None
-        """Why nothing is written any more, once somebody else owns the ledger."""
+        """The reason why nothing is written any more, once the ledger has another owner."""
         self.full: DiskFull | None = None
-        """Why nothing is written now, while the disk takes no more."""
+        """The reason why nothing is written now, while the disk is full."""
         self._tell_full: Callable[[DiskFull | None], None] = lambda full: None
         self._gives_up = False
         self._queue: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
@@ -76,15 +76,15 @@ class WriterThread:
 
     @property
     def backlog(self) -> int:
-        """Operations that wait for a commit."""
+        """Return the number of operations that wait for a commit."""
         return self._queue.qsize()
 
     def check_owner(self, db: sqlite3.Connection) -> None:
-        """Raise where somebody else took the ledger over, as any connection sees it."""
+        """Raise where another process took the ledger over, as any connection sees it."""
         ownership.refuse_former(db, self._epoch, self._path)
 
     def watch_disk(self, tell: Callable[[DiskFull | None], None]) -> None:
-        """Call `tell` in the running loop whenever the disk takes no more, and, with None, when it does again."""
+        """Call `tell` in the running loop whenever the disk becomes full, and, with None, when it has room again."""
         loop = asyncio.get_running_loop()
         self._tell_full = lambda full: _in_loop(loop, tell, full)
 
@@ -103,12 +103,12 @@ class WriterThread:
         return self._enqueue(alone, None, waits=waits)
 
     async def submit_step(self, step: Step[Brought, T], item: Brought) -> T:
-        """Take `step` with `item` in the next transaction, together with others who take it just then."""
+        """Apply `step` to `item` in the next transaction, together with other callers of the same step."""
         result: T = await self._enqueue(step, item, waits=True)
         return result
 
     def give_up(self) -> None:
-        """From now on nothing waits for room on the disk: what cannot be written is refused."""
+        """Stop waiting for room on the disk: from now on, what cannot be written is refused."""
         self._gives_up = True
         self.hand_in(lambda db: None, waits=False).add_done_callback(_forget)
 
@@ -121,7 +121,7 @@ class WriterThread:
         return submitted.future
 
     def close(self) -> None:
-        """Finish what was submitted, then close the file."""
+        """Complete what was submitted, then close the file."""
         if self._closed:
             return
         self._closed = True
@@ -139,7 +139,7 @@ class WriterThread:
             while waiting and full is None:
                 batch = waiting[:MOST_IN_ONE_COMMIT]
                 full = self._commit(batch)
-                self._note(full)  # before anybody hears of the batch
+                self._note(full)  # before any caller gets a result
                 if full is None:
                     self._deliver(batch)
                     del waiting[:MOST_IN_ONE_COMMIT]
@@ -147,7 +147,7 @@ class WriterThread:
                 waiting = self._refuse(waiting, full, all_of_them=closing or self._gives_up)
 
     def _take(self, limit_s: float | None) -> tuple[list[_Submitted], bool]:
-        """What was submitted, as soon as there is something or the time is over; whether it was the last."""
+        """Return what was submitted, as soon as there is anything or the time is over, and whether it was the last."""
         batch: list[_Submitted] = []
         try:
             item = self._queue.get(timeout=limit_s)
@@ -161,7 +161,7 @@ class WriterThread:
         return batch, True
 
     def _refuse(self, batch: list[_Submitted], full: DiskFull, *, all_of_them: bool) -> list[_Submitted]:
-        """Tell those that do not wait for room; the others, in their order."""
+        """Refuse operations that do not wait for room; return the others in their order."""
         refused = [submitted for submitted in batch if all_of_them or not submitted.waits]
         for submitted in refused:
             submitted.error = full
@@ -174,7 +174,7 @@ class WriterThread:
             self._tell_full(full)
 
     def _commit(self, batch: list[_Submitted]) -> DiskFull | None:
-        """Write them all, or say why the disk takes none of them."""
+        """Write the whole batch, or return why the disk has no room for any of it."""
         try:
             self._db.execute("BEGIN IMMEDIATE")
             self.check_owner(self._db)
@@ -205,8 +205,8 @@ class WriterThread:
             results = together[0].step(self._db, [submitted.item for submitted in together])
             for submitted, result in zip(together, results, strict=True):
                 submitted.result = result
-        except Exception as error:  # the caller gets whatever went wrong; the thread must outlive it
-            # A disk that takes no more is nothing that one operation did; and SQLite may have given up all of it.
+        except Exception as error:  # the caller gets the error; the thread must survive it
+            # A full disk is not the fault of one operation; and SQLite may have rolled the whole transaction back.
             if not self._db.in_transaction or (isinstance(error, sqlite3.Error) and why_full(error)):
                 raise
             refused = self._explain(error) if isinstance(error, sqlite3.Error) else error
@@ -230,32 +230,32 @@ class WriterThread:
         for loop, items in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_resolve, loop, items)
-            except RuntimeError:  # that loop has ended: nobody waits, and the work is durable
+            except RuntimeError:  # that loop has ended: no caller waits, and the work is durable
                 continue
 
 
 def _in_loop(
     loop: asyncio.AbstractEventLoop, tell: Callable[[DiskFull | None], None], full: DiskFull | None
 ) -> None:
-    with contextlib.suppress(RuntimeError):  # that loop has ended: nobody listens
+    with contextlib.suppress(RuntimeError):  # that loop has ended: no caller is left
         loop.call_soon_threadsafe(tell, full)
 
 
 def _forget(future: asyncio.Future[None]) -> None:
-    """Nobody asks for this result, nor for its error."""
+    """Ignore the result of a future, and its error."""
     if not future.cancelled():
         future.exception()
 
 
 def _same_steps(batch: list[_Submitted]) -> Iterator[list[_Submitted]]:
-    """Those that follow each other with the same step, in parts of bounded size."""
+    """Yield consecutive operations with the same step, in parts of bounded size."""
     for _, same in itertools.groupby(batch, key=lambda submitted: submitted.step):
         while together := list(itertools.islice(same, MOST_TOGETHER)):
             yield together
 
 
 def _resolve(loop: asyncio.AbstractEventLoop, items: list[_Submitted]) -> None:
-    """Let those go on who waited; a few a turn, so that others get theirs in between."""
+    """Deliver results to waiting callers, a few in each turn of the event loop, so that other tasks run too."""
     if len(items) > MOST_IN_ONE_TURN:
         loop.call_soon(_resolve, loop, items[MOST_IN_ONE_TURN:])
     for submitted in items[:MOST_IN_ONE_TURN]:
