@@ -227,7 +227,7 @@ def failure_rate(finished: Sequence[FinishedGroup], samples_per_prompt: int, *, 
 def refuse_failing_rewards(
     run_id: str, step: int, finished: Sequence[FinishedGroup], config: RolloutConfig
 ) -> None:
-    """Refuse a step in which the reward failed for most samples: then the reward is broken, rather than the task too hard."""
+    """Refuse a step in which the reward failed for most samples: a broken reward is no hard task."""
     failures = [failure for item in finished for failure in item.failures]
     rate = len(failures) / (len(finished) * config.samples_per_prompt)
     trainable = any(item.group.samples for item in finished)
