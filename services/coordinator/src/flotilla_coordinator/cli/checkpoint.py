@@ -1,4 +1,4 @@
-"""`flotilla checkpoint`: what a run can continue from. Needs the run's folder alone, whether a fleet runs or not."""
+"""Implements `flotilla checkpoint`, which needs only the run's folder, whether a fleet runs or not."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def prune(
 
 
 def _shelf(stack: str | None, run: str) -> tuple[str, CheckpointShelf]:
-    """The run that is meant, by the ledger's file, and its checkpoints."""
+    """Find the run in the ledger's file; return its id and its checkpoints."""
     from flotilla_coordinator.cli.stack import stack_paths
     from flotilla_coordinator.ledger import queries, schema
     from flotilla_coordinator.records.directory import RunDirectory
@@ -143,7 +143,7 @@ def _shelf(stack: str | None, run: str) -> tuple[str, CheckpointShelf]:
 
 
 def _chosen(shelf: CheckpointShelf, name: str | None) -> list[str]:
-    """All of them, or the one that was named."""
+    """Return all checkpoints, or the one that was named."""
     from flotilla_core.errors import NotFound
 
     if name is not None:
@@ -158,7 +158,7 @@ def _chosen(shelf: CheckpointShelf, name: str | None) -> list[str]:
 
 
 def _described(shelf: CheckpointShelf, name: str) -> dict[str, Any]:
-    """What a checkpoint says of itself; damage shows in `verify`."""
+    """Describe a checkpoint by its own files; only `verify` finds damage."""
     from flotilla_coordinator.runs.checkpoints import Progress
     from flotilla_core.checkpoint import Manifest
 

@@ -1,4 +1,4 @@
-"""`flotilla config`: check configuration files and publish their schema."""
+"""Implements `flotilla config`: checks configuration files and prints their schema."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ app = typer.Typer(help="Check configuration files; print their JSON Schema.", no
 
 
 class Kind(StrEnum):
-    """What a file describes."""
+    """The kinds of configuration files."""
 
     stack = "stack"
     run = "run"
@@ -106,7 +106,7 @@ def _model(kind: Kind) -> type[StackConfig] | type[RunConfig]:
 
 
 def _kind_of(files: list[Path]) -> Kind:
-    """By the top-level keys that only one of the two has."""
+    """Detect the kind by the top-level keys that only one of the two has."""
     from flotilla_core.config import RunConfig, StackConfig
     from flotilla_core.config.document import read_text_file
 

@@ -1,4 +1,4 @@
-"""`flotilla doctor`: check this machine, the stack file and the running services."""
+"""Implements `flotilla doctor`, which checks this machine, the stack file and the running services."""
 
 from __future__ import annotations
 

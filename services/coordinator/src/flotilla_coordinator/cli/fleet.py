@@ -1,4 +1,4 @@
-"""`flotilla up`, `down`, `ps` and `scale`: the processes of a stack on this host."""
+"""Implements `flotilla up`, `down`, `ps` and `scale`, for the processes of a stack on this host."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def up(stack: Stack = None, as_json: Json = False) -> None:
 
     make_example(stack_file(stack))
     config = load_stack(stack)
-    # A stack that runs already stays, and its launcher ends by itself what it was asked for.
+    # A stack that runs already is left running, and its launcher completes the request by itself.
     runs_already = find(stack_paths(stack)) is not None
     stays = "the stack stays up, and its launcher finishes what it was asked for; see: flotilla ps"
     started = time.monotonic()
@@ -149,7 +149,7 @@ def scale(
 async def _state_of(
     paths: StackPaths, coordinator: str | None
 ) -> tuple[str, list[ProcessStatus], dict[str, Service], list[Run]]:
-    """Where NATS is, the processes, what the coordinator knows of them, and the runs that wait for something."""
+    """Return the address of NATS, the processes, the coordinator's view of them, and the runs that wait."""
     from flotilla.coordinator.v1 import run_pb2
     from flotilla_launch.client import LauncherClient, require
 
@@ -157,17 +157,17 @@ async def _state_of(
         state = await launcher.state()
     services = await _services(paths, coordinator)
     runs = await _ask(paths, coordinator, lambda client: client.list_runs(_RUNS_TO_LOOK_AT)) or []
-    # A pause that a user asked for has no reason.
+    # A pause that a user requested has no reason.
     waiting = [run for run in runs if run.state == run_pb2.RUN_STATE_PAUSED and run.reason]
     return state.nats_url, list(state.processes), services, waiting
 
 
 async def _refuse_to_starve(paths: StackPaths, kind: str, replicas: int) -> None:
-    """Without a generator, or a reward, a run waits, and fails after a while: only who says so takes its last one."""
+    """Refuse to remove an active run's last generator or reward without --yes: the run would wait, and then fail."""
     from flotilla_core.errors import InvalidRequest
 
     busy = [run.run_id for run in await _going_on(paths)]
-    # Generators have one run each, rewards serve all runs together.
+    # A generator serves one run, and a reward serves all runs together.
     wanted = len(busy) if kind == "generator" else min(len(busy), 1)
     if wanted > replicas:
         each = "each needs a generator" if kind == "generator" else "and need a reward service"
@@ -181,7 +181,7 @@ async def _refuse_to_starve(paths: StackPaths, kind: str, replicas: int) -> None
 
 
 async def _going_on(paths: StackPaths) -> list[Run]:
-    """Runs that have not ended; one that is paused keeps what it has, for it may go on at any time."""
+    """Return runs that have not ended; a paused run keeps its services, because it may continue at any time."""
     from flotilla.coordinator.v1 import run_pb2
 
     working = (run_pb2.RUN_STATE_PENDING, run_pb2.RUN_STATE_RUNNING, run_pb2.RUN_STATE_PAUSED)
@@ -190,7 +190,7 @@ async def _going_on(paths: StackPaths) -> list[Run]:
 
 
 async def _services(paths: StackPaths, coordinator: str | None) -> dict[str, Service]:
-    """What the coordinator knows by name; nothing while it cannot be reached."""
+    """Return the coordinator's view of the services by name; empty while it cannot be reached."""
     found = await _ask(paths, coordinator, lambda client: client.list_services()) or []
     return {service.registration.name: service for service in found}
 
@@ -198,7 +198,7 @@ async def _services(paths: StackPaths, coordinator: str | None) -> dict[str, Ser
 async def _ask(
     paths: StackPaths, coordinator: str | None, ask: Callable[[Client], Awaitable[Answer]]
 ) -> Answer | None:
-    """The coordinator's answer; None while it cannot be reached."""
+    """Return the coordinator's answer; None while it cannot be reached."""
     from flotilla_client import Client
     from flotilla_core.errors import FlotillaError
 

@@ -1,7 +1,7 @@
-"""`flotilla logs`: the logs of a stack, from files on this machine and from the services themselves on others.
+"""Implements `flotilla logs`, from files on this machine and from the services themselves on other machines.
 
-Invariants: a service whose log lies here is never called, so the logs of a stopped or hanging stack can be read; where
-one log cannot be read the others are shown.
+Invariants: a service whose log is on this machine is never called, so the logs of a stopped or hanging stack can be
+read. Where one log cannot be read, the others are shown.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 _FIND_S = 4.0
 _FIRST_LINE_S = 5.0
 _PAST_ENDS_S = 0.5
-"""Silence after which the past of a log is taken to be complete; a later line is printed as it comes."""
+"""The silence after which the past of a log counts as complete; a later line is printed as it arrives."""
 _FOLLOW_S = 24 * 3600.0
 
 Line: TypeAlias = tuple[str, str]
-"""A log's name, and one line of it."""
+"""The name of a log, and one line of it."""
 Came: TypeAlias = "asyncio.Queue[Line | FlotillaError | None]"
-"""Lines; where a log ends None, or why it cannot be read on."""
+"""The lines of logs; where a log ends, None or the error."""
 
 
 def logs(
@@ -55,7 +55,7 @@ def logs(
 async def _show(
     name: str | None, stack: str | None, coordinator: str | None, lines: int, *, follow: bool, as_json: bool
 ) -> None:
-    """Print the lines; with `--json` one object a line, because a log has no end."""
+    """Print the lines; with `--json`, one object per line, because a log has no end."""
     import json
     import sys
 
@@ -77,7 +77,7 @@ async def _show(
 
 
 def _files(stack: str | None) -> dict[str, Path]:
-    """The log files of this machine, by the name of the process."""
+    """Return the log files of this machine, by the name of the process."""
     from flotilla_coordinator.cli.stack import stack_paths
 
     paths = stack_paths(stack)
@@ -89,7 +89,7 @@ def _files(stack: str | None) -> dict[str, Path]:
 async def _elsewhere(
     stack: str | None, coordinator: str | None, here: dict[str, Path]
 ) -> dict[str, ServiceAddress]:
-    """The services without a log file here; none while nothing says which there are."""
+    """Return the services without a log file here; none where no coordinator answers."""
     from flotilla_coordinator.cli.services import find_services
     from flotilla_core.errors import FlotillaError
 
@@ -106,7 +106,7 @@ async def _elsewhere(
 def _chosen(
     name: str | None, stack: str | None, here: dict[str, Path], elsewhere: dict[str, ServiceAddress]
 ) -> list[str]:
-    """All logs, or the one that was named."""
+    """Return the names of all logs, or the one that was named."""
     from flotilla_coordinator.cli.stack import stack_paths
     from flotilla_core.errors import NotFound
 
@@ -134,7 +134,7 @@ def _chosen(
 async def _read(
     files: dict[str, Path], services: list[ServiceAddress], lines: int, *, follow: bool
 ) -> AsyncGenerator[Line]:
-    """The last lines of all logs merged by time, then new ones as they come."""
+    """Yield the last lines of all logs merged by time, then new ones as they arrive."""
     from flotilla_launch.logs import read_logs
 
     came: Came = asyncio.Queue()

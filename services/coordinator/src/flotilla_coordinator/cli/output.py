@@ -1,4 +1,4 @@
-"""Printing: results on stdout, messages on stderr, tables and colours where a person looks."""
+"""Prints results on stdout and messages on stderr, with tables and colours on a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def print_json(value: Any) -> None:
-    """One object."""
+    """Print one object."""
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -33,7 +33,7 @@ def say(text: str) -> None:
 
 
 def print_error(error: FlotillaError, *, as_json: bool) -> None:
-    """What, where, why and what to do next."""
+    """Print an error with its place, its cause and the next step."""
     from flotilla.common.v1.error_pb2 import ErrorReason
 
     parts = {"where": error.where, "why": error.why, "next": error.next_step}
@@ -48,7 +48,7 @@ def print_error(error: FlotillaError, *, as_json: bool) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Aligned columns; wrapped to fit where a person looks, whole lines where a pipe reads."""
+    """Print aligned columns, wrapped to the width of a terminal, and as whole lines into a pipe."""
     if not sys.stdout.isatty():
         lines = [columns, *rows]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -66,25 +66,25 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def wants_colour(stream: Any) -> bool:
-    """Only on a terminal, and not with NO_COLOR."""
+    """Return whether the stream is a terminal and NO_COLOR is not set."""
     import os
 
     return bool(stream.isatty()) and not os.environ.get("NO_COLOR")
 
 
 def age(moment: Timestamp) -> str:
-    """How long ago, in the largest fitting unit: 12s, 4m, 3h, 2d."""
+    """Return the time since `moment` in the largest fitting unit: 12s, 4m, 3h, 2d."""
     seconds = max(0.0, (datetime.now(UTC) - moment.ToDatetime(UTC)).total_seconds())
     return duration(seconds)
 
 
 def local_time(moment: Timestamp) -> str:
-    """On this machine's clock, to the second."""
+    """Return the time on this machine's clock, to the second."""
     return moment.ToDatetime(UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def duration(seconds: float) -> str:
-    """12s, 4m, 3h, 2d."""
+    """Return a duration in the largest fitting unit: 12s, 4m, 3h, 2d."""
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f}{unit}"
@@ -92,12 +92,12 @@ def duration(seconds: float) -> str:
 
 
 def version_text(version: PolicyVersion) -> str:
-    """`lineage.step`."""
+    """Return the version as `lineage.step`."""
     return f"{version.lineage}.{version.step}"
 
 
 def state_name(run: Run) -> str:
-    """`running` for RUN_STATE_RUNNING."""
+    """Return the state's name, such as `running` for RUN_STATE_RUNNING."""
     from flotilla.coordinator.v1.run_pb2 import RunState
 
     return RunState.Name(run.state).removeprefix("RUN_STATE_").lower()

@@ -1,8 +1,8 @@
-"""The processes of a stack in the output of commands, and how they are seen to come up.
+"""Shows the processes of a stack in the output of commands, and their progress during a boot.
 
-Invariants: a boot is told on stderr, as a live table on a terminal and as a line an event anywhere else; every process
-is named with what it does now and for how long; in a log nothing is said twice, and a boot that takes long says every
-ten seconds what it waits for.
+Invariants: a boot is reported on stderr, as a live table on a terminal and as one line for each event elsewhere. Every
+process has its present activity and its duration. A log repeats nothing, and a slow boot says every ten seconds what it
+waits for.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WORK = {
 
 
 def process_json(process: ProcessStatus, service: Service | None = None) -> dict[str, Any]:
-    """One process in the output of `up`, `ps` and `scale`."""
+    """Describe one process in the output of `up`, `ps` and `scale`."""
     return {
         "name": process.name,
         "kind": kind_of(process),
@@ -53,7 +53,7 @@ def process_json(process: ProcessStatus, service: Service | None = None) -> dict
 
 
 def process_row(process: ProcessStatus, service: Service | None = None) -> tuple[str, ...]:
-    """The same as a line below COLUMNS."""
+    """Describe one process as a line below COLUMNS."""
     from flotilla_coordinator.cli.output import age
 
     return (
@@ -69,15 +69,15 @@ def process_row(process: ProcessStatus, service: Service | None = None) -> tuple
 
 
 def kind_of(process: ProcessStatus) -> str:
-    """`generator`, `trainer`, ..., or `nats`."""
+    """Return the kind of a process: `generator`, `trainer`, ..., or `nats`."""
     from flotilla_launch.placement import kind_name
 
-    # Of all processes, NATS alone is no service of ours.
+    # Of all processes, only NATS is not a service of Flotilla.
     return kind_name(process.kind) if process.kind else process.name
 
 
 def state_of(process: ProcessStatus) -> str:
-    """`ready` for PROCESS_STATE_READY."""
+    """Return the state's name, such as `ready` for PROCESS_STATE_READY."""
     from flotilla.launcher.v1.launcher_pb2 import ProcessState
 
     return ProcessState.Name(process.state).removeprefix("PROCESS_STATE_").lower()
@@ -93,7 +93,7 @@ def _version(service: Service | None) -> str | None:
 
 @contextmanager
 def boot_progress() -> Iterator[Show]:
-    """Gives the function to call with the processes, as often as they are known."""
+    """Yield the function to call with the processes whenever their states are known."""
     if not sys.stderr.isatty():
         yield _Lines().show
         return
@@ -107,18 +107,18 @@ def boot_progress() -> Iterator[Show]:
 
 
 def doing(process: ProcessStatus) -> str:
-    """What a process does now, for a person."""
+    """Describe the present activity of a process for a person."""
     from flotilla.launcher.v1.launcher_pb2 import ProcessState
 
     if process.state == ProcessState.PROCESS_STATE_STARTING:
-        # The address is known as soon as the port is open; what takes long comes after.
+        # The address is known as soon as the port is open; the slow work comes after that.
         return _WORK[kind_of(process)] if process.address or not process.kind else "its process starts"
     why = process.error.splitlines()[0] if process.error else ""
     return f"{state_of(process)}: {why}" if why else state_of(process)
 
 
 class _Screen:
-    """The table on a terminal; it draws itself again while it is shown."""
+    """The table on a terminal, which redraws itself while it is shown."""
 
     def __init__(self) -> None:
         self._begun = time.monotonic()
@@ -142,7 +142,7 @@ class _Screen:
 
 
 class _Lines:
-    """What is ready, restarting or failed, once each; every ten seconds what is still waited for."""
+    """Prints each ready, restarting or failed process once, and every ten seconds those that are still awaited."""
 
     def __init__(self) -> None:
         self._begun = time.monotonic()

@@ -1,4 +1,4 @@
-"""`flotilla replicas`: generators and reward replicas as runs see them."""
+"""Implements `flotilla replicas`, for generators and reward replicas as runs see them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def drain(
 
 
 def replica_json(service: Service) -> dict[str, Any]:
-    """One replica in the output of these commands."""
+    """Describe one replica in the output of these commands."""
     from flotilla.coordinator.v1.coordinator_pb2 import WorkState
     from flotilla_coordinator.cli.output import version_text
     from flotilla_launch.placement import kind_name

@@ -1,4 +1,4 @@
-"""`flotilla reward`: the rewards that a run may name."""
+"""Implements `flotilla reward`, which lists the rewards that a run may name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def list_(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = 
 
 
 async def _ask(stack: str | None, coordinator: str | None) -> list[tuple[RewardInfo, list[str]]]:
-    """Each reward once, with the names of the services that serve it."""
+    """Return each reward once, with the names of the services that serve it."""
     from flotilla.common.v1.registration_pb2 import SERVICE_KIND_REWARD
     from flotilla.reward.v1.reward_pb2 import ListRewardsRequest
     from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
@@ -79,7 +79,7 @@ def _reward_json(info: RewardInfo, services: list[str]) -> dict[str, Any]:
 
 
 def _parameter(reward: dict[str, Any], name: str) -> str:
-    """`pattern` where it must be given, `ignore_case=false` where it has a default."""
+    """Show a parameter: `pattern` where it must be given, `ignore_case=false` where it has a default."""
     import json
 
     default = reward["parameters"][name].get("default")

@@ -1,4 +1,4 @@
-"""`flotilla run`: start, plan, list, show, watch, change, stop and resume runs."""
+"""Implements `flotilla run`, which starts, plans, lists, shows, watches, changes, stops and resumes runs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def start(
     from flotilla_coordinator.cli.output import print_json, print_line, say
 
     files, overrides = split_arguments(arguments)
-    resolve_run(files, overrides)  # What is wrong with the files is said even when no coordinator is there.
+    resolve_run(files, overrides)  # Errors in the files are reported even without a coordinator.
 
     async def begin() -> tuple[Run, list[str]]:
         async with client_of(stack, coordinator) as client:

@@ -1,4 +1,4 @@
-"""`flotilla samples`: what a run sampled, what it was worth, and what became of it."""
+"""Implements `flotilla samples`, which shows the samples of a run with their rewards and states."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flotilla_launch.paths import StackPaths
 
 _ANSWER_S = 2.0
-"""For the coordinator, where the services of this machine are known without it."""
+"""The limit for the coordinator, where the services of this machine are known without it."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Which stack a command means, and what the arithmetic example needs the first time that a stack of it is brought up.
+"""Finds the stack that a command means, and makes the files of the arithmetic example on its first start.
 
-Order: what `--stack` says (a file, or the name of a stack that was started here), ./stack.yaml, the arithmetic
-example's stack file. With none of these: a stack named `local` with all defaults.
+The order is: the argument of `--stack` (a file, or the name of a stack that was started here), ./stack.yaml, then the
+arithmetic example's stack file. With none of these, the stack is named `local` and has all defaults.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LAST_LINES = 5
 
 
 def stack_file(given: str | None) -> Path | None:
-    """The file that describes the stack; None when there is none."""
+    """Return the file that describes the stack; None when there is none."""
     if given is not None:
         started_here = Path(".flotilla") / given / "stack.yaml"
         return (
@@ -37,7 +37,7 @@ def stack_file(given: str | None) -> Path | None:
 
 
 def load_stack(given: str | None) -> StackConfig:
-    """Checked, with absolute paths."""
+    """Return the stack's configuration, checked, with absolute paths."""
     from flotilla_core.config import StackConfig, load
 
     file = stack_file(given)
@@ -45,7 +45,7 @@ def load_stack(given: str | None) -> StackConfig:
 
 
 def stack_paths(given: str | None) -> StackPaths:
-    """Where the stack keeps its files."""
+    """Return the places of the stack's files."""
     from flotilla_launch.paths import StackPaths
 
     stack = load_stack(given)
@@ -55,7 +55,7 @@ def stack_paths(given: str | None) -> StackPaths:
 
 
 def client_of(given: str | None, coordinator: str | None) -> Client:
-    """A client of the stack's coordinator, or of the one that was named."""
+    """Return a client of the stack's coordinator, or of the one that was named."""
     from flotilla_client import Client
 
     stack = load_stack(given)
@@ -63,7 +63,7 @@ def client_of(given: str | None, coordinator: str | None) -> Client:
 
 
 def make_example(file: Path | None) -> None:
-    """Does nothing for any other stack, or when model and data are there."""
+    """Make the model and data of the example; do nothing for any other stack, or where they exist."""
     if file is None or file.resolve().parent != EXAMPLE.resolve():
         return
     for folder, script, what in (
@@ -78,7 +78,7 @@ def make_example(file: Path | None) -> None:
 def _make(script: Path) -> None:
     from flotilla_core.errors import FailedPrecondition
 
-    # Progress bars of its libraries would tear up our own output; a failure shows what it said last.
+    # Progress bars of its libraries would garble our own output; on a failure, its last lines are shown.
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         last = "\n".join(f"  {line}" for line in done.stderr.splitlines()[-LAST_LINES:])

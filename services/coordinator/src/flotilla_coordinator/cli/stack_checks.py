@@ -1,4 +1,4 @@
-"""What `flotilla doctor` checks of a stack: its file, the model that it names, and the services that run of it."""
+"""Checks a stack for `flotilla doctor`: its file, the model that it names, and its running services."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from flotilla_core.config import StackConfig
 
 _LEAST_BYTES = 32 << 20
-"""For ledger, samples, spans and logs of a short run."""
+"""The space for ledger, samples, spans and logs of a short run."""
 
 _DESCRIBE_S = 5.0
 _CHECK_S = 30.0
 
 
 def stack_checks(given: str | None) -> tuple[StackConfig | None, list[Finding]]:
-    """The stack, where its file is valid, and the findings."""
+    """Return the stack, where its file is valid, and the findings."""
     from flotilla_core.errors import InvalidConfig
 
     file = stack_file(given)
@@ -41,7 +41,7 @@ def stack_checks(given: str | None) -> tuple[StackConfig | None, list[Finding]]:
 
 
 def _state_directory(config: StackConfig) -> Finding:
-    """Whether the state directory takes files, and how many checkpoints of the stack's model."""
+    """Check whether the state directory is writable, and for how many checkpoints of the stack's model it has room."""
     from flotilla_core.config.training import CheckpointConfig
     from flotilla_core.disk import check_state_directory, free_bytes, nearest, room
     from flotilla_core.errors import FlotillaError
@@ -66,7 +66,7 @@ def _state_directory(config: StackConfig) -> Finding:
 
 
 def _checkpoint_bytes(config: StackConfig) -> int:
-    """Of the stack's model, all of which learns, as the plan of a run weighs it; 0 where it cannot be read."""
+    """Return the size of a checkpoint in which the stack's whole model learns; 0 where the model cannot be read."""
     from flotilla_coordinator.plan.model_facts import ModelFacts
     from flotilla_coordinator.plan.size_limits import MODEL, STATE
     from flotilla_core.errors import FlotillaError
@@ -84,7 +84,7 @@ def _mib(count: int) -> str:
 
 
 def _models(config: StackConfig) -> list[Finding]:
-    """The stack's, and those of gangs that have one of their own."""
+    """Check the stack's model, and those of gangs with a model of their own."""
     from flotilla_core.gangs import model_of, roles_of, started
     from flotilla_core.roles import POLICY, section_of
 
@@ -117,7 +117,7 @@ def _model(key: str, model: Path | str) -> list[Finding]:
 
 
 def _is_hub_name(model: str) -> bool:
-    """organisation/model, as `flotilla_core.model_folder` reads it; asking it would download."""
+    """Return whether this is organisation/model, by the rule of `flotilla_core.model_folder`, which would download it."""
     return model.count("/") == 1 and not model.startswith((".", "/", "~"))
 
 
@@ -161,7 +161,7 @@ def _bind(config: StackConfig) -> Finding:
 
 
 async def service_checks(config: StackConfig) -> list[Finding]:
-    """One line a service, and one for every check of its own; a stack that is down is no fault."""
+    """Return one finding for each service, and one for each of its own checks; a stopped stack is no fault."""
     from flotilla_core.errors import FlotillaError
     from flotilla_core.trust import read_token
     from flotilla_launch.client import LauncherClient, find

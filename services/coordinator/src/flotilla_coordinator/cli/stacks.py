@@ -1,4 +1,4 @@
-"""`flotilla stacks` and `flotilla profile`: where a service is in its code, now or over a while."""
+"""Implements `flotilla stacks` and `flotilla profile`, which show where a service is in its code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`flotilla timeline`: the spans of a run as a Chrome trace, for chrome://tracing or ui.perfetto.dev."""
+"""Implements `flotilla timeline`, which writes a run's spans as a Chrome trace (chrome://tracing, ui.perfetto.dev)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def _ask(
 
 
 def _read(run: str, step: int | None, paths: StackPaths) -> Iterable[bytes]:
-    """From the store's file: the newest run for "latest", else the one whose id starts so."""
+    """Read the store's file, for the newest run with "latest", else for the run whose id begins with `run`."""
     from flotilla_coordinator.timeline import SpanStore, chrome_trace
     from flotilla_core.errors import InvalidRequest, NotFound
 

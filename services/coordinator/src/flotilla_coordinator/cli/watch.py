@@ -1,8 +1,8 @@
-"""What `flotilla run` shows of a run: its start, its progress until it ends, and runs and plans as they are printed.
+"""Shows the progress of a run until it ends, and prints runs and plans for `flotilla run`.
 
-Invariants: progress goes to stderr, as one live line on a terminal and as plain lines anywhere else. A log gets every
-notice (evaluations among them), the first and the last step, and between them one line in STEP_LINE_S at most, so that
-a run of thousands of quick steps stays a page; nothing is ever said twice.
+Invariants: progress goes to stderr, as one live line on a terminal and as plain lines elsewhere. A log gets every
+notice (evaluations among them), the first and the last step, and between them at most one line in STEP_LINE_S, so that
+a run of thousands of quick steps takes one page. Nothing is repeated.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SHOWN_LIVE = 2
 
 
 def stay_with(run_id: str, stack: str | None, coordinator: str | None, *, as_json: bool) -> None:
-    """Progress on stderr; the run at its end; exit code 1 when it failed."""
+    """Show progress on stderr until the run ends, then the run; exit with code 1 when it failed."""
     from flotilla.coordinator.v1.run_pb2 import RUN_STATE_FAILED
     from flotilla_coordinator.cli.options import RUN_FAILED, wait
     from flotilla_coordinator.cli.output import print_json, say, state_name
@@ -68,7 +68,7 @@ def stay_with(run_id: str, stack: str | None, coordinator: str | None, *, as_jso
 
 
 async def remarks(client: Client, run_id: str) -> list[str]:
-    """What the coordinator has to say at the start: notices, up to the first thing that the run does."""
+    """Return the coordinator's notices at the start, up to the first activity of the run."""
     from contextlib import aclosing
 
     said = []
@@ -82,7 +82,7 @@ async def remarks(client: Client, run_id: str) -> list[str]:
 
 @contextmanager
 def progress(run: Run) -> Iterator[Show]:
-    """Gives the function to call with every event."""
+    """Yield the function to call with every event."""
     if not sys.stderr.isatty():
         yield _Lines(run).show
         return
@@ -102,7 +102,7 @@ def progress(run: Run) -> Iterator[Show]:
 
 
 def notice_line(notice: Notice) -> str:
-    """What happened; how bad it is, where it is."""
+    """Return the text of a notice, with its level where that is not info."""
     from flotilla.coordinator.v1.run_pb2 import NoticeLevel
 
     level = NoticeLevel.Name(notice.level).removeprefix("NOTICE_LEVEL_").lower()
@@ -110,7 +110,7 @@ def notice_line(notice: Notice) -> str:
 
 
 class _Screen:
-    """What the live line shows now."""
+    """The live line on a terminal."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -138,7 +138,7 @@ class _Screen:
 
 
 class _Lines:
-    """A line for a step now and then, an evaluation, a notice, a change of state on the way."""
+    """Prints lines for steps at intervals, and for every evaluation, notice and change of state."""
 
     def __init__(self, run: Run) -> None:
         self._state = ""
@@ -167,7 +167,7 @@ class _Lines:
 
     def _run(self, run: Run) -> None:
         self._total, self._time_left = run.total_steps, run.eta_seconds
-        # That it runs shows in its steps, and the end is told by the command, with its reason.
+        # The steps show that it runs, and the command prints its end, with the reason.
         name = state_name(run)
         if name not in (self._state, "running") and not run.HasField("ended_at"):
             say(name if run.phase in ("", name) else f"{name}: {run.phase}")
@@ -183,7 +183,7 @@ def _time_left(seconds: float) -> str:
 
 
 def run_json(run: Run) -> dict[str, Any]:
-    """A run in the output of all `run` commands."""
+    """Describe a run in the output of all `run` commands."""
     from flotilla_coordinator.cli.output import state_name, version_text
 
     return {
@@ -204,7 +204,7 @@ def run_json(run: Run) -> dict[str, Any]:
 
 
 def print_plan(plan: Plan, *, as_json: bool) -> None:
-    """Lines as a table, then what speaks against the run."""
+    """Print the lines of a plan as a table, then the reasons against the run."""
     from flotilla_coordinator.cli.output import print_json, print_table, say
 
     if as_json:

@@ -1,4 +1,4 @@
-"""`flotilla weights`: which weights each generator of a run holds."""
+"""Implements `flotilla weights`, which shows the weights that each generator of a run holds."""
 
 from __future__ import annotations
 

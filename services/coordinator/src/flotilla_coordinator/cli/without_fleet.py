@@ -1,7 +1,7 @@
-"""What `flotilla run` can say of a stack that does not run: from the ledger, the run directories and the files.
+"""Answers `flotilla run` for a stack that does not run: from the ledger, the run directories and the files.
 
-Invariants: nothing of a stack is written; its state on disk is read only when nothing can be changing it, which is
-when no coordinator was named and no supervisor of the stack lives.
+Invariants: nothing of a stack is written. Its state on disk is read only when nothing can be changing it: no
+coordinator was named, and no launcher of the stack is alive.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def ask_or_else(
     stack: str | None,
     coordinator: str | None,
 ) -> Result:
-    """The coordinator's answer; where no fleet runs, what `otherwise` makes of the stack's files."""
+    """Return the coordinator's answer; where no fleet runs, call `otherwise` with the stack's files."""
     from flotilla_coordinator.cli.options import wait
     from flotilla_coordinator.cli.stack import stack_paths
     from flotilla_core.errors import Unavailable
@@ -42,7 +42,7 @@ def ask_or_else(
 
 
 def list_runs(paths: StackPaths, limit: int) -> list[Run]:
-    """The newest first."""
+    """Return the runs, newest first."""
     from flotilla_coordinator.ledger import queries
     from flotilla_coordinator.runs.status import interrupted_run
 
@@ -50,7 +50,7 @@ def list_runs(paths: StackPaths, limit: int) -> list[Run]:
 
 
 def get_run(paths: StackPaths, reference: str) -> tuple[Run, str]:
-    """By id, unique prefix, or "latest": the run and its resolved configuration."""
+    """Return the run by id, unique prefix or "latest", and its resolved configuration."""
     from flotilla_coordinator.ledger import queries
     from flotilla_coordinator.runs.status import interrupted_run
 
@@ -59,7 +59,7 @@ def get_run(paths: StackPaths, reference: str) -> tuple[Run, str]:
 
 
 def plan_run(files: Sequence[Path], overrides: Sequence[str], stack: str | None) -> Plan:
-    """The coordinator's arithmetic, calculated here from the stack file."""
+    """Work out the plan here from the stack file, as the coordinator would."""
     from flotilla_coordinator import plan
     from flotilla_coordinator.cli.output import say
     from flotilla_coordinator.cli.stack import load_stack, make_example, stack_file
