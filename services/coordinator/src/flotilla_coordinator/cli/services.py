@@ -1,6 +1,6 @@
 """Finds the services of a stack: those of this machine through its launcher, the others through its coordinator.
 
-Invariant: what the launcher knows needs no coordinator, so a service here can be asked while the coordinator hangs.
+Invariant: the launcher's services are found without a coordinator, so they can be called while the coordinator hangs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ServiceAddress:
 
     @asynccontextmanager
     async def channel(self) -> AsyncIterator[grpc.aio.Channel]:
-        """A connection for the time of the block."""
+        """Open a connection for the time of the block."""
         from flotilla_core import rpc
 
         channel = rpc.connect(self.address, token=self.token)
@@ -46,7 +46,7 @@ class ServiceAddress:
 async def find_services(
     stack: str | None, coordinator: str | None, *, enough: str | None = None
 ) -> dict[str, ServiceAddress]:
-    """List every service that has an address; nothing is asked of the coordinator where `enough` is found here."""
+    """List every service that has an address; skip the coordinator where the service `enough` is found here."""
     from flotilla_coordinator.cli.output import say
     from flotilla_coordinator.cli.stack import load_stack, stack_paths
     from flotilla_core.errors import Unavailable

@@ -205,7 +205,7 @@ class Fleet:
         def why_not(one: reg.Registration) -> str:
             if one.kind == reg.SERVICE_KIND_REWARD:
                 return DRAINED if one.instance_id in self._drained else ""
-            if refusal(one):  # No run has it: each names it where it finds nobody else.
+            if refusal(one):  # No run can have it: each run names it where it finds no other one.
                 return ""
             held = self._generators.held if one.kind == reg.SERVICE_KIND_GENERATOR else self._gangs.held
             if held.get(one.name) == run_id or one.name in gangs:

@@ -247,7 +247,7 @@ def _counts(slots: int, claims: Sequence[Claim], held: Mapping[str, int]) -> dic
 
 
 class LeaseFile:
-    """The file that tells the next coordinator which run has which service, written at every change."""
+    """The file that says for the next coordinator which run has which service, written at every change."""
 
     def __init__(self, path: Path, may_write: Callable[[], bool]) -> None:
         self._path = path

@@ -2,7 +2,7 @@
 
 Invariants: every admitted sample ends in exactly one of trained, dropped(reason) or in flight, and the ledger has that
 state before the loop continues. A batch has its groups in the order of admission. The ledger keeps for a step only the
-groups that were in its batch or left out for good, so a repeated step has the same batch. No sample older than the
+groups that were in its batch or left out permanently, so a repeated step has the same batch. No sample older than the
 staleness bound leaves this module.
 
 The bound holds for every `max_staleness` k. While step t is made, the batches of the steps up to t + k are admitted,

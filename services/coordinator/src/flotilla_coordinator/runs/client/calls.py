@@ -93,7 +93,7 @@ class ClientCalls:
 
     @asynccontextmanager
     async def turn(self, phase: str) -> AsyncIterator[None]:
-        """Enter the turn of one call; the phase tells watchers of the run its name."""
+        """Enter the turn of one call, with a phase that watchers of the run see."""
         async with self._turn:
             self.check_open()
             try:
