@@ -117,7 +117,7 @@ def _model(key: str, model: Path | str) -> list[Finding]:
 
 
 def _is_hub_name(model: str) -> bool:
-    """Return whether this is organisation/model, by the rule of `flotilla_core.model_folder`, but without a download."""
+    """Return whether this is organisation/model, as `flotilla_core.model_folder` rules, without a download."""
     return model.count("/") == 1 and not model.startswith((".", "/", "~"))
 
 
