@@ -99,6 +99,10 @@ format: setup  ## Rewrite the code in house style
 	$(BIN)/ruff check --fix-only
 	$(BIN)/ruff format
 
+.PHONY: reference
+reference: setup  ## Generate docs/reference from the code
+	@$(BIN)/python scripts/generate_reference.py
+
 .PHONY: proto proto-check proto-lint proto-breaking
 proto: $(TOOLS)/.ready  ## Generate libs/proto from protos/
 	@$(TOOLS)/bin/python scripts/generate_protos.py

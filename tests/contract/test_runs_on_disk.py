@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from flotilla_testing.runs import unknown_metrics
 from flotilla_testing.stack import Stack, wait_until
 
 pytestmark = pytest.mark.timeout(120)
@@ -38,6 +39,12 @@ def test_an_ended_run_is_watched_from_its_file(fleet: Stack, ended: dict[str, An
     for told in ("starting weights: ", f"step 1/{STEPS}", f"step {STEPS}/{STEPS}"):
         assert watched.err.count(told) == 1, watched.err
     assert fleet.ok("run", "show", ended["run_id"])["metrics"] == ended["metrics"]
+
+
+def test_a_run_writes_no_metric_that_the_table_lacks(fleet: Stack, ended: dict[str, Any]) -> None:
+    lines = fleet.metrics(ended)
+    assert len(lines) == STEPS
+    assert unknown_metrics(lines) == set()
 
 
 def test_stopping_an_ended_run_is_no_error(fleet: Stack, ended: dict[str, Any]) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from flotilla_core.telemetry.metrics import METRICS
 from flotilla_testing.stack import Stack
 
 # Made-up samples are never right: any number that differs between them gives gradients.
@@ -91,3 +94,10 @@ def endless_run(
     path = stack.directory / "run.yaml"
     path.write_text(yaml.safe_dump(run))
     return path
+
+
+def unknown_metrics(lines: Iterable[dict[str, float]]) -> set[str]:
+    """Find the metrics in lines of `metrics.jsonl` that the table of metrics does not have."""
+    named = (re.sub(r"<.*?>", "[^/]+", re.escape(metric.name)) for metric in METRICS)
+    known = re.compile("|".join((*named, "step", "lineage", "time")))
+    return {name for line in lines for name in line if not known.fullmatch(name)}

@@ -39,12 +39,20 @@ RunId = Annotated[str, typer.Argument(metavar="RUN", help='Id, unique prefix of 
 Result = TypeVar("Result")
 
 OK = 0
+"""The command is done."""
 RUN_FAILED = 1
+"""The run failed, a checkpoint is damaged, or an internal error occurred."""
 USAGE = 2
+"""The command or the configuration is wrong, or a name does not exist."""
 UNREACHABLE = 3
+"""A service cannot be reached, is not running, or did not get ready in time."""
 UNAUTHENTICATED = 4
+"""The token is missing or wrong."""
 PREFLIGHT = 5
+"""The present state does not allow the command: a failed check, a service that died at its start, no free trainer or
+generator, a run that has ended, a full disk."""
 INTERRUPTED = 130
+"""The user interrupted the command."""
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[Path], list[str]]:
