@@ -5,6 +5,9 @@ alias expanded and the length of a number are limited, and each refusal names th
 NUL or half of a surrogate pair; 1e-6 is a number; dates stay text. The origin of a key path is the last file or
 override that
 set it; the same key twice in one mapping is an error.
+
+PyYAML stays the parser. With ruamel.yaml 0.19 loading alone took 1.7 times as long as our whole read of a file of 3000
+items (0.72 s against 0.44 s of CPU), and its YAML 1.2 reads other values: `012` as 12, dates as dates.
 """
 
 from __future__ import annotations
