@@ -98,6 +98,6 @@ def endless_run(
 
 def unknown_metrics(lines: Iterable[dict[str, float]]) -> set[str]:
     """Find the metrics in lines of `metrics.jsonl` that the table of metrics does not have."""
-    named = (re.sub(r"<.*?>", "[^/]+", re.escape(metric.name)) for metric in METRICS)
+    named = (re.sub(r"<.*?>", ".*", re.escape(metric.name)) for metric in METRICS)
     known = re.compile("|".join((*named, "step", "lineage", "time")))
     return {name for line in lines for name in line if not known.fullmatch(name)}
