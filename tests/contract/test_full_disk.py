@@ -72,7 +72,7 @@ def test_a_full_disk_is_told_wherever_a_user_looks_and_the_run_goes_on_by_itself
     run.free()
     verdict(run)
     events = (Path(run.run["directory"]) / "events.jsonl").read_text()
-    assert "goes on by itself when the disk has room" in events and "the disk has room again" in events
+    assert "continues by itself when the disk has room" in events and "the disk has room again" in events
 
 
 def test_a_pause_and_its_end_are_heard_while_the_disk_is_full(

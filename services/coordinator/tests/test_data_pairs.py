@@ -132,7 +132,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"prompt": CHAT, "chosen": [says("assistant", "2"), says("user", "why")]},
         "not one message of the assistant.*assistant, user",
     ),
-    "the prompt alone": ({"prompt": CHAT, "chosen": CHAT}, "not one message of the assistant.*nobody"),
+    "the prompt alone": ({"prompt": CHAT, "chosen": CHAT}, "not one message of the assistant.*no role"),
     "no message": ({"prompt": CHAT, "chosen": ["2"]}, "not one message of the assistant.*None"),
 }
 

@@ -286,7 +286,7 @@ def test_a_plan_of_adapters_counts_what_learns_and_what_moves(
     everywhere = lines()
     numbers = 3 * 2 * ((8 + 8) + (4 + 8) + (32 + 8))
     assert everywhere["trainable"].value == f"{numbers} parameters"
-    assert "beside 9 linear layers (k_proj, q_proj, up_proj)" in everywhere["trainable"].explanation
+    assert "on 9 linear layers (k_proj, q_proj, up_proj)" in everywhere["trainable"].explanation
     assert everywhere["weight sync"].value == f"{numbers * 4 / 1024:.3g} KiB"
     assert (
         "of the host for those under the adapters" in everywhere["memory of a generator worker"].explanation
@@ -408,7 +408,7 @@ def test_weights_of_another_shape_are_refused(
     other = make_model(tmp_path / "other", hidden_size=16)
     assert "initial_weights has hidden_size = 16" in the_error(plan(run, stack, initial_weights=other))
     small = make_model(tmp_path / "small", vocab_size=4)
-    assert "13 tokens, the model knows 4" in the_error(plan(run, stack.model_copy(update={"model": small})))
+    assert "13 tokens, the model has 4" in the_error(plan(run, stack.model_copy(update={"model": small})))
 
 
 def test_the_start_of_a_run_says_from_which_weights(

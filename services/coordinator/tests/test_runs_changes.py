@@ -206,9 +206,9 @@ async def test_a_stopped_run_takes_settings_and_goes_on_by_them(bench: Bench) ->
 async def test_a_run_that_does_not_go_on_cannot_be_paused(bench: Bench) -> None:
     run = await bench.runs.start(CONFIG, "r1")
     await bench.runs.stop(run.run_id, "enough")
-    with pytest.raises(FailedPrecondition, match="does not go on"):
+    with pytest.raises(FailedPrecondition, match="is not active"):
         await bench.runs.pause(run.run_id)
-    with pytest.raises(FailedPrecondition, match="does not go on"):
+    with pytest.raises(FailedPrecondition, match="is not active"):
         await bench.runs.configure(run.run_id, ["steps=8"])
 
 
@@ -273,7 +273,7 @@ async def test_a_run_that_is_being_started_when_the_coordinator_goes_is_ended_wi
 
 @pytest.mark.parametrize(
     ("done", "told"),
-    [({"over": True}, "has made its last step"), ({"stop_requested": True}, "does not go on")],
+    [({"over": True}, "has made its last step"), ({"stop_requested": True}, "is not active")],
 )
 async def test_settings_that_are_checked_until_the_run_is_at_its_end_are_refused_and_nowhere_recorded(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, done: dict[str, bool], told: str

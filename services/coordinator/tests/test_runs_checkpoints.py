@@ -155,7 +155,7 @@ async def test_a_save_that_fails_is_a_warning_and_the_next_one_works(bench: Benc
     await bench.save(2)
     await bench.checkpoints.settle()
     (warning,) = bench.warnings
-    assert "after step 2 failed, the run goes on" in warning and "the disk is full" in warning
+    assert "after step 2 failed, and the run continues" in warning and "the disk is full" in warning
     assert bench.checkpoints.newest == -1  # so that the end of a run sees that it has none
     setattr(bench.trainer, stage, None)
     await bench.save(4)

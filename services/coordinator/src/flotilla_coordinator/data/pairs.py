@@ -110,7 +110,7 @@ class _AnswerReader:
             raise InvalidConfig(
                 f"{what} is not one message of the assistant after the prompt",
                 where=place,
-                why=f"after the prompt it has messages of {', '.join(map(str, roles)) or 'nobody'}",
+                why=f"after the prompt it has messages of {', '.join(map(str, roles)) or 'no role'}",
                 next_step="put everything before the last message into the prompt",
             )
         if not str(answer[0].get("content") or "").strip():

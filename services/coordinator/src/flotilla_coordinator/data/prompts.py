@@ -170,7 +170,9 @@ def told_to_rewards(columns: dict[str, Any], where: str) -> dict[str, Any]:
     """Return the other columns of a line, which are sent to the rewards with its samples."""
     for name, value in columns.items():
         if problem := unfit(value, f"column {name}"):
-            raise InvalidConfig("the line holds what no reward can be told", where=where, why=problem)
+            raise InvalidConfig(
+                "the line has a value that cannot be sent to a reward", where=where, why=problem
+            )
     return columns
 
 

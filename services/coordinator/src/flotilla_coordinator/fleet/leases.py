@@ -267,7 +267,7 @@ class LeaseFile:
         try:
             write_atomically(self._path, json.dumps(self._written, indent=2) + "\n")
         except OSError as error:  # a full disk costs the next coordinator a checkpoint at worst
-            log.warning("who has which service was not written", error=str(error))
+            log.warning("the leases of services were not written", error=str(error))
 
     def _read(self) -> Holders:
         try:

@@ -92,9 +92,9 @@ def refuse_former(db: sqlite3.Connection, epoch: int, path: Path) -> None:
     now, instance_id, pid = db.execute("SELECT epoch, instance_id, pid FROM owner").fetchone()
     if now != epoch:
         raise StaleVersion(
-            "another coordinator took the ledger over",
+            "another coordinator has taken over the ledger",
             where=str(path),
-            why=f"it belongs to coordinator {instance_id}, process {pid}, which goes on with the runs",
+            why=f"it belongs to coordinator {instance_id}, process {pid}, which continues the runs",
             next_step="see `flotilla ps`",
         )
 

@@ -188,7 +188,7 @@ def _ended_key(db: sqlite3.Connection, run_id: str) -> int:
         raise NotFound(f"the ledger has no run {run_id}")
     key, state = row
     if state not in ENDED:
-        raise FailedPrecondition(f"run {run_id} goes on: nothing of it is forgotten")
+        raise FailedPrecondition(f"run {run_id} is active: nothing of it can be removed")
     return int(key)
 
 

@@ -198,7 +198,7 @@ def _migrate(db: sqlite3.Connection, path: Path) -> None:
     (done,) = db.execute("SELECT coalesce(max(number), 0) FROM migrations").fetchone()
     if done > len(MIGRATIONS):
         raise FailedPrecondition(
-            f"the ledger has schema {done}, this Flotilla knows up to {len(MIGRATIONS)}",
+            f"the ledger has schema {done}, and this Flotilla supports up to {len(MIGRATIONS)}",
             where=str(path),
             why="a newer Flotilla wrote it",
             next_step="use that version, or another state_dir",
@@ -210,8 +210,8 @@ def _migrate(db: sqlite3.Connection, path: Path) -> None:
         except sqlite3.Error as error:
             db.close()
             raise FailedPrecondition(
-                f"the ledger cannot be brought to schema {number}",
+                f"the ledger cannot be migrated to schema {number}",
                 where=str(path),
                 why=str(error),
-                next_step="it is as it was before; free space on its disk, or use the Flotilla that wrote it",
+                next_step="it is unchanged; free space on its disk, or use the Flotilla that wrote it",
             ) from error

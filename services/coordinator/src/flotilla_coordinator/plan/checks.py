@@ -76,7 +76,7 @@ def model_errors(
     ]
     if tokenizer_vocabulary > model.vocabulary_size:
         errors.append(
-            f"the tokenizer has {tokenizer_vocabulary} tokens, the model knows {model.vocabulary_size}: "
+            f"the tokenizer has {tokenizer_vocabulary} tokens, the model has {model.vocabulary_size}: "
             "they do not belong together"
         )
     return errors

@@ -41,7 +41,7 @@ def greedy_lines(config: RunConfig) -> Iterator[Line]:
         yield (
             "greedy responses",
             "1 a prompt",
-            f"generated beside its {config.rollout.samples_per_prompt} samples and scored by the same rewards, "
+            f"generated in addition to its {config.rollout.samples_per_prompt} samples and scored by the same rewards, "
             f"never trained: {algorithm.advantage.type} compares with it",
         )
 

@@ -39,7 +39,7 @@ def model_lines(
         yield (
             "trainable",
             _count(adapters.parameters, "parameters"),
-            f"adapters of rank {lora.rank}, alpha {lora.alpha:g}, beside {adapters.layers} linear layers "
+            f"adapters of rank {lora.rank}, alpha {lora.alpha:g}, on {adapters.layers} linear layers "
             f"({', '.join(adapters.names)}): {adapters.parameters / model.parameters:.2%} of the model's"
             + (f"; from {lora.adapter}" if lora.adapter else ""),
         )

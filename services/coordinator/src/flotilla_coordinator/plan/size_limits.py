@@ -83,7 +83,11 @@ class DiskUse:
                 f"every {self.every} step(s) and at the end; the newest {self.kept} stay",
             )
         else:
-            yield "checkpoints", "0", "checkpoint.every_steps is 0: a lost trainer starts the run anew"
+            yield (
+                "checkpoints",
+                "0",
+                "checkpoint.every_steps is 0: after the loss of a trainer the run starts again at step 0",
+            )
         yield (
             "disk",
             f"at most {shown_bytes(self.total)}",

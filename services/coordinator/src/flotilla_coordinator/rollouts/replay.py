@@ -62,7 +62,7 @@ def recorded_failures(records: list[SampleRecord]) -> list[Outcome]:
     return [
         Outcome(
             None,
-            f"the reward of {record.sample_id} failed before the run went on",
+            f"the reward of {record.sample_id} failed before the run was continued",
             timed_out=record.drop_reason == DropReason.REWARD_TIMEOUT,
         )
         for record in records

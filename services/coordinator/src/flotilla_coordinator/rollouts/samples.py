@@ -114,7 +114,7 @@ class SampleValidator:
 def _fault(sample: gen.GeneratedSample, awaited: Container[str], oldest: Version) -> tuple[str, str]:
     """Return the kind of the fault and its description; both are empty where there is none."""
     if sample.sample_id not in awaited:
-        return UNASKED, "nobody waits for it: it was never asked for, or it came before"
+        return UNASKED, "it was never requested, or it was delivered before"
     if why := _unreadable(sample):
         return UNREADABLE, why
     version = min((Version.from_proto(span.version) for span in sample.version_spans), default=oldest)

@@ -188,4 +188,4 @@ class RunCheckpoints:
         if isinstance(error, DiskFull):
             self.full = error
             return
-        self._warn(f"the checkpoint after step {progress.steps_done} failed, the run goes on: {error}")
+        self._warn(f"the checkpoint after step {progress.steps_done} failed, and the run continues: {error}")

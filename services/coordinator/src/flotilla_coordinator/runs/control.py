@@ -82,7 +82,7 @@ def changed_config(config: RunConfig, assignments: Sequence[str], steps_done: in
         raise InvalidRequest("nothing is to be changed", next_step="name one or more key=value")
     if fixed := [key for key in keys if key not in LIVE_KEYS]:
         raise InvalidRequest(
-            f"{', '.join(fixed)} cannot change while a run goes on",
+            f"{', '.join(fixed)} cannot change while a run is active",
             next_step=f"these can: {', '.join(LIVE_KEYS)}; for anything else start a new run, with initial_weights "
             "from a checkpoint of this one",
         )

@@ -233,7 +233,9 @@ class Recovery:
                 why=str(error),
                 next_step=f"see `flotilla logs {lost[0].slot}`, then `flotilla run resume {run.run_id}`",
             ) from error
-        run.status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"{what}, the run waits and goes on: {error}")
+        run.status.notice(
+            run_pb2.NOTICE_LEVEL_WARNING, f"{what}, the run waits for a gang and continues: {error}"
+        )
         for gang in lost:
             await self._fleet.gang_lost(gang.role, gang.instance_id, str(error))
         return await self._anew(run, start_point)

@@ -294,13 +294,13 @@ def changeable(record: RunRecord, active: RunHandle | None) -> RunHandle:
     """Return the handles of an active run whose steps this coordinator makes; raise where it is none."""
     if active is None or not _goes_on(active):
         raise FailedPrecondition(
-            f"run {record.run_id} does not go on", next_step=f"see `flotilla run show {record.run_id}`"
+            f"run {record.run_id} is not active", next_step=f"see `flotilla run show {record.run_id}`"
         )
     if active.control.over:
         raise FailedPrecondition(
             f"run {record.run_id} has made its last step",
             why="what is left is its end: weights, evaluation, checkpoint, export",
-            next_step="a new run goes on from its weights: set initial_weights to its folder `model`",
+            next_step="to train further, start a new run with initial_weights set to its folder `model`",
         )
     if active.config.loop == "client":
         raise FailedPrecondition(

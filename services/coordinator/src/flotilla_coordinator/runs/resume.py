@@ -175,7 +175,7 @@ async def _continue_from(run: RunContext, record: RunRecord) -> None:
     run.begun = True
     run.status.notice(
         run_pb2.NOTICE_LEVEL_INFO,
-        f"the run goes on after step {steps_done} with the sessions that it had, as version {record.version}",
+        f"the run continues after step {steps_done} with the sessions that it had, as version {record.version}",
     )
 
 

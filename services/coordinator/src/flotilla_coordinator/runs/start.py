@@ -50,9 +50,7 @@ AGAIN_AND_AGAIN = (
     "the run was taken over {times} times after its coordinator had died, without a step in between, and is not taken "
     "over again by itself. See `flotilla logs coordinator`, then continue it: flotilla run resume {run_id}"
 )
-REFUSED = (
-    "the run did not go on after its coordinator had died: {error}. Continue it: flotilla run resume {run_id}"
-)
+REFUSED = "the run was not continued after its coordinator had died: {error}. Continue it: flotilla run resume {run_id}"
 
 
 class RunStarter:
@@ -97,7 +95,7 @@ class RunStarter:
             raise FailedPrecondition(
                 f"run {run_id} has succeeded",
                 why="there is nothing to continue",
-                next_step="a new run goes on from its weights: set initial_weights to the folder `model` of a "
+                next_step="to train further, start a new run with initial_weights set to the folder `model` of a "
                 "checkpoint",
             )
         config, _ = await self._checked(record.config_yaml)
@@ -185,7 +183,7 @@ class RunStarter:
         active = RunHandle(run_id, RunControl(config, paused=paused), status, events)
         if start_point.after_coordinator:
             status.notice(
-                run_pb2.NOTICE_LEVEL_WARNING, "the coordinator had died and is back; the run goes on"
+                run_pb2.NOTICE_LEVEL_WARNING, "the coordinator had died and was restarted; the run continues"
             )
         return active
 

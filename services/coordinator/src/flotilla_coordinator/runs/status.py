@@ -38,7 +38,7 @@ log = structlog.get_logger(__name__)
 
 REMEMBERED_CONFIGURATIONS = 100
 INTERRUPTED = (
-    "the coordinator stopped while the run was going on; its samples are accounted for in the ledger. "
+    "the coordinator stopped while the run was active; its samples are accounted for in the ledger. "
     "Continue it: flotilla run resume {run_id}"
 )
 
@@ -77,7 +77,7 @@ class RunStatus:
         is_news = not self._full
         self._full[what] = why
         if is_news and self._state in GOES_ON:
-            text = f"the run is paused and goes on by itself when the disk has room: {why}"
+            text = f"the run is paused and continues by itself when the disk has room: {why}"
             self.notice(run_pb2.NOTICE_LEVEL_WARNING, text)
         if is_news:
             self._show()
@@ -89,7 +89,7 @@ class RunStatus:
             return
         self._show()
         if self._state in GOES_ON:
-            self.notice(run_pb2.NOTICE_LEVEL_INFO, "the disk has room again, the run goes on")
+            self.notice(run_pb2.NOTICE_LEVEL_INFO, "the disk has room again, and the run continues")
         self._announce(metrics=False)
 
     @property

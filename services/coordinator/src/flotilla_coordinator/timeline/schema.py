@@ -60,7 +60,7 @@ def migrate(connection: sqlite3.Connection, path: Path) -> None:
     (done,) = connection.execute("PRAGMA user_version").fetchone()
     if done > len(MIGRATIONS):
         raise FailedPrecondition(
-            f"the span store has schema {done}, this Flotilla knows up to {len(MIGRATIONS)}",
+            f"the span store has schema {done}, and this Flotilla supports up to {len(MIGRATIONS)}",
             where=str(path),
             why="a newer Flotilla wrote it",
             next_step="use that version, or move the file away: it holds timelines alone",

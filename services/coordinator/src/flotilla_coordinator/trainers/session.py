@@ -218,7 +218,7 @@ class LearningSession(GangSession):
                 f"update {result.update_id} was made of other samples",
                 where=self.gang.name,
                 why=f"{len(other)} samples are in one of both alone, {min(other)} among them",
-                next_step=f"go on from the last checkpoint: flotilla run resume {self._run_id}",
+                next_step=f"continue from the last checkpoint: flotilla run resume {self._run_id}",
             )
 
     async def _requests(self, update_id: str, batch: Batch) -> AsyncIterator[pb.TrainRequest]:
