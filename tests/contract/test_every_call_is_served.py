@@ -60,10 +60,6 @@ PRODUCTION = "\n".join(
 )
 WITHOUT_A_CALLER = {
     "Drain": "the way to end a service of another machine gracefully, where no launcher of ours can signal it",
-    "Abort": "the engine's own abort, which a replica that must go uses too",
-    "Pause": "the engine's own pause, which commits of weights have to respect",
-    "Resume": "takes a pause back",
-    "LeaveWeightGroup": "frees a replica from the group of a trainer that is gone, without dropping its run",
     "AbortUpdate": "gives up an update that hangs, and leaves the session of the trainer as it was",
 }
 """Calls for people at a debugger alone; each with what it is good for. The list only gets shorter."""

@@ -31,7 +31,7 @@ from flotilla_core.service import Activities
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
 from flotilla_generator.checkpoint import Checkpoint
-from flotilla_generator.engine.base import Applied, EngineInfo, KvPolicy, WeightsNotLive
+from flotilla_generator.engine.base import Applied, EngineInfo, KvPolicy, PauseMode, WeightsNotLive
 from flotilla_generator.engine.sim.engine import SimEngine
 from flotilla_generator.request import read_request
 from flotilla_generator.service import SERVICE_NAME
@@ -382,7 +382,6 @@ async def test_abort_and_cancel_end_a_stage_in_progress(replica):
     await until(replica, pb.WEIGHT_PHASE_RECEIVING)
     # A run that the replica was taken from may say its last word late.
     await replica.call("AbortWeights", pb.AbortWeightsRequest(run_id="former"))
-    await replica.call("LeaveWeightGroup", pb.LeaveWeightGroupRequest(run_id="former"))
     assert (await replica.status()).phase == pb.WEIGHT_PHASE_RECEIVING
     await replica.call("AbortWeights", pb.AbortWeightsRequest(run_id="run"))
     with pytest.raises(WeightGroupFailed, match="aborted"):
@@ -415,8 +414,7 @@ async def test_abort_delivers_what_is_there_and_cancel_leaves_nothing_running(sl
     await running(slow_replica, 3)
     with pytest.raises(AlreadyExists, match="request cut runs already"):
         await slow_replica.samples(ask("cut"))
-    reply = await slow_replica.call("Abort", pb.AbortRequest(run_id="run", request_ids=["cut"]))
-    assert reply.aborted_samples == 3
+    assert await slow_replica.engine.abort(["cut"]) == 3
     cut = await generating
     assert [s.finish_reason for s in cut] == [pb.FINISH_REASON_ABORT] * 3
     assert all(from_tensor(s.token_ids).size < 16 for s in cut)
@@ -450,12 +448,12 @@ async def test_what_still_runs_when_a_replica_must_go_is_handed_over_in_part(slo
 
 
 async def test_a_pause_freezes_samples_and_resume_lets_them_end(slow_replica):
-    await slow_replica.call("Pause", pb.PauseRequest(run_id="run", mode=pb.PAUSE_MODE_KEEP))
+    await slow_replica.engine.pause(PauseMode.KEEP)
     generating = asyncio.create_task(slow_replica.samples(ask(tokens=1, samples=1)))
     await running(slow_replica, 1)
     done, _ = await asyncio.wait([generating], timeout=0.2)
     assert not done
-    await slow_replica.call("Resume", pb.ResumeRequest(run_id="run"))
+    await slow_replica.engine.resume()
     assert len(await generating) == 1
 
 

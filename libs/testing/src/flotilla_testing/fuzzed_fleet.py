@@ -1,7 +1,7 @@
 """A running stack under malformed requests: what is sent to which service, and what must hold afterwards.
 
 Invariants: no answer is INTERNAL or UNKNOWN; no main process of a service ends; whatever a request legitimately set off
-(a session, a pause, a run) is ended before the fleet is judged.
+(a session, a weight group, a run) is ended before the fleet is judged.
 """
 
 from __future__ import annotations
@@ -173,12 +173,8 @@ class FuzzedFleet:
         report.seconds[name] = time.monotonic() - started
 
     async def release_generator(self) -> None:
-        """Take a pause and a weight group back."""
-        for method, request in (
-            ("Resume", generator_pb2.ResumeRequest()),
-            ("LeaveWeightGroup", generator_pb2.LeaveWeightGroupRequest()),
-        ):
-            await self._call("generator-0", f"/{GENERATOR}/{method}", request)
+        """Take a weight group back."""
+        await self._call("generator-0", f"/{GENERATOR}/AbortWeights", generator_pb2.AbortWeightsRequest())
 
     async def open_session(self) -> None:
         """Give the trainer a session, for calls that need one."""
@@ -354,8 +350,6 @@ def _generator_drafts() -> Mapping[str, Draft]:
 
     return {
         service + "Generate": generate,
-        service + "Abort": lambda n: [pb.AbortRequest(run_id=RUN, request_ids=[f"request-{n - 1}"])],
-        service + "Pause": lambda n: [pb.PauseRequest(**ids(n), mode=pb.PAUSE_MODE_KEEP)],
         service + "JoinWeightGroup": join,
         service + "StageWeights": lambda n: [
             pb.StageWeightsRequest(**ids(n), epoch=n, policy_version=version(n))

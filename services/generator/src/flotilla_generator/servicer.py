@@ -25,17 +25,11 @@ from flotilla_core.errors import AlreadyExists, InvalidRequest, Unavailable
 from flotilla_core.service import Activities
 from flotilla_core.telemetry import names
 from flotilla_core.version import Version
-from flotilla_generator.engine.base import Engine, KvPolicy, PauseMode, Sample
+from flotilla_generator.engine.base import Engine, KvPolicy, Sample
 from flotilla_generator.request import duration, minimum_version, read_request, write_samples
 from flotilla_generator.weights import Phase, WeightSession
 from flotilla_weights.manifest import Manifest
 
-PAUSE_MODES = {
-    pb.PAUSE_MODE_UNSPECIFIED: PauseMode.KEEP,
-    pb.PAUSE_MODE_KEEP: PauseMode.KEEP,
-    pb.PAUSE_MODE_WAIT: PauseMode.WAIT,
-    pb.PAUSE_MODE_ABORT: PauseMode.ABORT,
-}
 KV_POLICIES = {
     pb.KV_POLICY_UNSPECIFIED: KvPolicy.RECOMPUTE,
     pb.KV_POLICY_RECOMPUTE: KvPolicy.RECOMPUTE,
@@ -103,22 +97,6 @@ class GeneratorServicer(GeneratorServiceServicer):
             del self._running[request.request_id]
             if not self._running:
                 self._idle.set()
-
-    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
-        mine = [name for name, run_id in self._running.items() if run_id == request.run_id]
-        chosen = [name for name in mine if name in set(request.request_ids)] if request.request_ids else mine
-        return pb.AbortResponse(aborted_samples=await self._engine.abort(chosen))
-
-    async def Pause(self, request: pb.PauseRequest, context: Any) -> pb.PauseResponse:
-        self._require_open()
-        with self._activities.doing("pausing", run_id=request.run_id):
-            await self._engine.pause(PAUSE_MODES[request.mode])
-        return pb.PauseResponse()
-
-    async def Resume(self, request: pb.ResumeRequest, context: Any) -> pb.ResumeResponse:
-        self._require_open()
-        await self._engine.resume()
-        return pb.ResumeResponse()
 
     async def JoinWeightGroup(
         self, request: pb.JoinWeightGroupRequest, context: Any
@@ -190,13 +168,6 @@ class GeneratorServicer(GeneratorServiceServicer):
         self._require_open()
         await self.weights.abort(request.run_id)
         return pb.AbortWeightsResponse()
-
-    async def LeaveWeightGroup(
-        self, request: pb.LeaveWeightGroupRequest, context: Any
-    ) -> pb.LeaveWeightGroupResponse:
-        self._require_open()
-        await self.weights.leave(request.run_id)
-        return pb.LeaveWeightGroupResponse()
 
     def _require_open(self) -> None:
         if self._unavailable:

@@ -169,17 +169,6 @@ class WeightSession:
                 if self._concerns(run_id):  # another run may have joined while this one waited
                     await self._give_up()
 
-    async def leave(self, run_id: str) -> None:
-        """Abort, and belong to no run; another run's replica stays its own."""
-        if self._concerns(run_id):
-            await self._end_transfer()
-            async with self._lock:
-                if self._concerns(run_id):
-                    await self._give_up()
-                    if self.run_id:
-                        await self._engine.untag()
-                    self.run_id, self.epoch, self.live = "", 0, None
-
     def require_serving(self, run_id: str, minimum: Version | None) -> None:
         """Refuse a request that this replica must not serve now."""
         if self._broken:

@@ -29,7 +29,7 @@ from flotilla.common.v1 import weights_pb2 as flotilla_dot_common_dot_v1_dot_wei
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%flotilla/generator/v1/generator.proto\x12\x15\x66lotilla.generator.v1\x1a\x1e\x66lotilla/common/v1/rules.proto\x1a\x1f\x66lotilla/common/v1/tensor.proto\x1a flotilla/common/v1/version.proto\x1a flotilla/common/v1/weights.proto\x1a\x1egoogle/protobuf/duration.proto\"\x97\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x12\n\nmin_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\"k\n\nSampleSlot\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x14\n\x04seed\x18\x02 \x01(\x04\x42\x06\xea\xe1\x18\x02 \x01\x12\x34\n\x10prefix_token_ids\x18\x03 \x01(\x0b\x32\x1a.flotilla.common.v1.Tensor\"\xde\x02\n\x0fGenerateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x34\n\x10prompt_token_ids\x18\x04 \x01(\x0b\x32\x1a.flotilla.common.v1.Tensor\x12\x32\n\x07samples\x18\x05 \x03(\x0b\x32!.flotilla.generator.v1.SampleSlot\x12\x37\n\x08sampling\x18\x06 \x01(\x0b\x32%.flotilla.generator.v1.SamplingParams\x12\x36\n\x0bmin_version\x18\x07 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12)\n\x06gather\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\"d\n\x10GenerateResponse\x12\x37\n\x07samples\x18\x01 \x03(\x0b\x32&.flotilla.generator.v1.GeneratedSample\x12\x17\n\x0fwaiting_samples\x18\x02 \x01(\r\"\xaa\x02\n\x0fGeneratedSample\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12-\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x1a.flotilla.common.v1.Tensor\x12,\n\x08logprobs\x18\x03 \x01(\x0b\x32\x1a.flotilla.common.v1.Tensor\x12:\n\rfinish_reason\x18\x04 \x01(\x0e\x32#.flotilla.generator.v1.FinishReason\x12\x36\n\rversion_spans\x18\x05 \x03(\x0b\x32\x1f.flotilla.common.v1.VersionSpan\x12\x33\n\x06timing\x18\x06 \x01(\x0b\x32#.flotilla.generator.v1.SampleTiming\"\x93\x01\n\x0cSampleTiming\x12)\n\x06queued\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05total\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"3\n\x0c\x41\x62ortRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0brequest_ids\x18\x02 \x03(\t\"(\n\rAbortResponse\x12\x17\n\x0f\x61\x62orted_samples\x18\x01 \x01(\r\"b\n\x0cPauseRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12.\n\x04mode\x18\x03 \x01(\x0e\x32 .flotilla.generator.v1.PauseMode\"\x0f\n\rPauseResponse\"3\n\rResumeRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"\x10\n\x0eResumeResponse\"\xc6\x01\n\x16JoinWeightGroupRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12.\n\x05group\x18\x03 \x01(\x0b\x32\x1f.flotilla.common.v1.WeightGroup\x12\"\n\x0brank_offset\x18\x04 \x01(\rB\r\xea\xe1\x18\t\x11\x00\x00\x00\x00\x80\x84.A\x12\x34\n\x08manifest\x18\x05 \x01(\x0b\x32\".flotilla.common.v1.WeightManifest\"\x19\n\x17JoinWeightGroupResponse\"\x83\x01\n\x13StageWeightsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x39\n\x0epolicy_version\x18\x04 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\"\x85\x01\n\x14StageWeightsResponse\x12\x32\n\x07\x64igests\x18\x01 \x01(\x0b\x32!.flotilla.common.v1.WeightDigests\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12*\n\x07\x65lapsed\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"(\n\x16GetWeightStatusRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x8f\x02\n\x17GetWeightStatusResponse\x12\x31\n\x05phase\x18\x01 \x01(\x0e\x32\".flotilla.generator.v1.WeightPhase\x12\x37\n\x0clive_version\x18\x02 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\x39\n\x0estaged_version\x18\x03 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x18\n\x10\x62uckets_received\x18\x05 \x01(\r\x12\x15\n\rbuckets_total\x18\x06 \x01(\r\x12\r\n\x05\x65rror\x18\x07 \x01(\t\"\xed\x01\n\x14\x43ommitWeightsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x39\n\x0epolicy_version\x18\x04 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\x32\n\tkv_policy\x18\x05 \x01(\x0e\x32\x1f.flotilla.generator.v1.KvPolicy\x12\x33\n\x08\x65xpected\x18\x06 \x01(\x0b\x32!.flotilla.common.v1.WeightDigests\"\x96\x01\n\x15\x43ommitWeightsResponse\x12(\n\x05stall\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05\x61pply\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06verify\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"9\n\x13\x41\x62ortWeightsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"\x16\n\x14\x41\x62ortWeightsResponse\"=\n\x17LeaveWeightGroupRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"\x1a\n\x18LeaveWeightGroupResponse*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03*g\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x01\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x02\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x03*\xad\x01\n\x0bWeightPhase\x12\x1c\n\x18WEIGHT_PHASE_UNSPECIFIED\x10\x00\x12\x15\n\x11WEIGHT_PHASE_IDLE\x10\x01\x12\x1a\n\x16WEIGHT_PHASE_RECEIVING\x10\x02\x12\x17\n\x13WEIGHT_PHASE_STAGED\x10\x03\x12\x1b\n\x17WEIGHT_PHASE_COMMITTING\x10\x04\x12\x17\n\x13WEIGHT_PHASE_BROKEN\x10\x05*h\n\x08KvPolicy\x12\x19\n\x15KV_POLICY_UNSPECIFIED\x10\x00\x12\x17\n\x13KV_POLICY_RECOMPUTE\x10\x01\x12\x13\n\x0fKV_POLICY_REUSE\x10\x02\x12\x13\n\x0fKV_POLICY_DRAIN\x10\x03\x32\x87\x08\n\x10GeneratorService\x12]\n\x08Generate\x12&.flotilla.generator.v1.GenerateRequest\x1a\'.flotilla.generator.v1.GenerateResponse0\x01\x12R\n\x05\x41\x62ort\x12#.flotilla.generator.v1.AbortRequest\x1a$.flotilla.generator.v1.AbortResponse\x12R\n\x05Pause\x12#.flotilla.generator.v1.PauseRequest\x1a$.flotilla.generator.v1.PauseResponse\x12U\n\x06Resume\x12$.flotilla.generator.v1.ResumeRequest\x1a%.flotilla.generator.v1.ResumeResponse\x12p\n\x0fJoinWeightGroup\x12-.flotilla.generator.v1.JoinWeightGroupRequest\x1a..flotilla.generator.v1.JoinWeightGroupResponse\x12g\n\x0cStageWeights\x12*.flotilla.generator.v1.StageWeightsRequest\x1a+.flotilla.generator.v1.StageWeightsResponse\x12p\n\x0fGetWeightStatus\x12-.flotilla.generator.v1.GetWeightStatusRequest\x1a..flotilla.generator.v1.GetWeightStatusResponse\x12j\n\rCommitWeights\x12+.flotilla.generator.v1.CommitWeightsRequest\x1a,.flotilla.generator.v1.CommitWeightsResponse\x12g\n\x0c\x41\x62ortWeights\x12*.flotilla.generator.v1.AbortWeightsRequest\x1a+.flotilla.generator.v1.AbortWeightsResponse\x12s\n\x10LeaveWeightGroup\x12..flotilla.generator.v1.LeaveWeightGroupRequest\x1a/.flotilla.generator.v1.LeaveWeightGroupResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%flotilla/generator/v1/generator.proto\x12\x15\x66lotilla.generator.v1\x1a\x1e\x66lotilla/common/v1/rules.proto\x1a\x1f\x66lotilla/common/v1/tensor.proto\x1a flotilla/common/v1/version.proto\x1a flotilla/common/v1/weights.proto\x1a\x1egoogle/protobuf/duration.proto\"\x97\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x12\n\nmin_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\"k\n\nSampleSlot\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x14\n\x04seed\x18\x02 \x01(\x04\x42\x06\xea\xe1\x18\x02 \x01\x12\x34\n\x10prefix_token_ids\x18\x03 \x01(\x0b\x32\x1a.flotilla.common.v1.Tensor\"\xde\x02\n\x0fGenerateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x34\n\x10prompt_token_ids\x18\x04 \x01(\x0b\x32\x1a.flotilla.common.v1.Tensor\x12\x32\n\x07samples\x18\x05 \x03(\x0b\x32!.flotilla.generator.v1.SampleSlot\x12\x37\n\x08sampling\x18\x06 \x01(\x0b\x32%.flotilla.generator.v1.SamplingParams\x12\x36\n\x0bmin_version\x18\x07 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12)\n\x06gather\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\"d\n\x10GenerateResponse\x12\x37\n\x07samples\x18\x01 \x03(\x0b\x32&.flotilla.generator.v1.GeneratedSample\x12\x17\n\x0fwaiting_samples\x18\x02 \x01(\r\"\xaa\x02\n\x0fGeneratedSample\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12-\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x1a.flotilla.common.v1.Tensor\x12,\n\x08logprobs\x18\x03 \x01(\x0b\x32\x1a.flotilla.common.v1.Tensor\x12:\n\rfinish_reason\x18\x04 \x01(\x0e\x32#.flotilla.generator.v1.FinishReason\x12\x36\n\rversion_spans\x18\x05 \x03(\x0b\x32\x1f.flotilla.common.v1.VersionSpan\x12\x33\n\x06timing\x18\x06 \x01(\x0b\x32#.flotilla.generator.v1.SampleTiming\"\x93\x01\n\x0cSampleTiming\x12)\n\x06queued\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05total\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xc6\x01\n\x16JoinWeightGroupRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12.\n\x05group\x18\x03 \x01(\x0b\x32\x1f.flotilla.common.v1.WeightGroup\x12\"\n\x0brank_offset\x18\x04 \x01(\rB\r\xea\xe1\x18\t\x11\x00\x00\x00\x00\x80\x84.A\x12\x34\n\x08manifest\x18\x05 \x01(\x0b\x32\".flotilla.common.v1.WeightManifest\"\x19\n\x17JoinWeightGroupResponse\"\x83\x01\n\x13StageWeightsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x39\n\x0epolicy_version\x18\x04 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\"\x85\x01\n\x14StageWeightsResponse\x12\x32\n\x07\x64igests\x18\x01 \x01(\x0b\x32!.flotilla.common.v1.WeightDigests\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12*\n\x07\x65lapsed\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"(\n\x16GetWeightStatusRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x8f\x02\n\x17GetWeightStatusResponse\x12\x31\n\x05phase\x18\x01 \x01(\x0e\x32\".flotilla.generator.v1.WeightPhase\x12\x37\n\x0clive_version\x18\x02 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\x39\n\x0estaged_version\x18\x03 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x18\n\x10\x62uckets_received\x18\x05 \x01(\r\x12\x15\n\rbuckets_total\x18\x06 \x01(\r\x12\r\n\x05\x65rror\x18\x07 \x01(\t\"\xed\x01\n\x14\x43ommitWeightsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x39\n\x0epolicy_version\x18\x04 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\x32\n\tkv_policy\x18\x05 \x01(\x0e\x32\x1f.flotilla.generator.v1.KvPolicy\x12\x33\n\x08\x65xpected\x18\x06 \x01(\x0b\x32!.flotilla.common.v1.WeightDigests\"\x96\x01\n\x15\x43ommitWeightsResponse\x12(\n\x05stall\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05\x61pply\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06verify\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"9\n\x13\x41\x62ortWeightsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"\x16\n\x14\x41\x62ortWeightsResponse*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03*\xad\x01\n\x0bWeightPhase\x12\x1c\n\x18WEIGHT_PHASE_UNSPECIFIED\x10\x00\x12\x15\n\x11WEIGHT_PHASE_IDLE\x10\x01\x12\x1a\n\x16WEIGHT_PHASE_RECEIVING\x10\x02\x12\x17\n\x13WEIGHT_PHASE_STAGED\x10\x03\x12\x1b\n\x17WEIGHT_PHASE_COMMITTING\x10\x04\x12\x17\n\x13WEIGHT_PHASE_BROKEN\x10\x05*h\n\x08KvPolicy\x12\x19\n\x15KV_POLICY_UNSPECIFIED\x10\x00\x12\x17\n\x13KV_POLICY_RECOMPUTE\x10\x01\x12\x13\n\x0fKV_POLICY_REUSE\x10\x02\x12\x13\n\x0fKV_POLICY_DRAIN\x10\x03\x32\x93\x05\n\x10GeneratorService\x12]\n\x08Generate\x12&.flotilla.generator.v1.GenerateRequest\x1a\'.flotilla.generator.v1.GenerateResponse0\x01\x12p\n\x0fJoinWeightGroup\x12-.flotilla.generator.v1.JoinWeightGroupRequest\x1a..flotilla.generator.v1.JoinWeightGroupResponse\x12g\n\x0cStageWeights\x12*.flotilla.generator.v1.StageWeightsRequest\x1a+.flotilla.generator.v1.StageWeightsResponse\x12p\n\x0fGetWeightStatus\x12-.flotilla.generator.v1.GetWeightStatusRequest\x1a..flotilla.generator.v1.GetWeightStatusResponse\x12j\n\rCommitWeights\x12+.flotilla.generator.v1.CommitWeightsRequest\x1a,.flotilla.generator.v1.CommitWeightsResponse\x12g\n\x0c\x41\x62ortWeights\x12*.flotilla.generator.v1.AbortWeightsRequest\x1a+.flotilla.generator.v1.AbortWeightsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,14 +40,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLESLOT'].fields_by_name['seed']._serialized_options = b'\352\341\030\002 \001'
   _globals['_JOINWEIGHTGROUPREQUEST'].fields_by_name['rank_offset']._loaded_options = None
   _globals['_JOINWEIGHTGROUPREQUEST'].fields_by_name['rank_offset']._serialized_options = b'\352\341\030\t\021\000\000\000\000\200\204.A'
-  _globals['_FINISHREASON']._serialized_start=3062
-  _globals['_FINISHREASON']._serialized_end=3182
-  _globals['_PAUSEMODE']._serialized_start=3184
-  _globals['_PAUSEMODE']._serialized_end=3287
-  _globals['_WEIGHTPHASE']._serialized_start=3290
-  _globals['_WEIGHTPHASE']._serialized_end=3463
-  _globals['_KVPOLICY']._serialized_start=3465
-  _globals['_KVPOLICY']._serialized_end=3569
+  _globals['_FINISHREASON']._serialized_start=2688
+  _globals['_FINISHREASON']._serialized_end=2808
+  _globals['_WEIGHTPHASE']._serialized_start=2811
+  _globals['_WEIGHTPHASE']._serialized_end=2984
+  _globals['_KVPOLICY']._serialized_start=2986
+  _globals['_KVPOLICY']._serialized_end=3090
   _globals['_SAMPLINGPARAMS']._serialized_start=230
   _globals['_SAMPLINGPARAMS']._serialized_end=381
   _globals['_SAMPLESLOT']._serialized_start=383
@@ -60,42 +58,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEDSAMPLE']._serialized_end=1246
   _globals['_SAMPLETIMING']._serialized_start=1249
   _globals['_SAMPLETIMING']._serialized_end=1396
-  _globals['_ABORTREQUEST']._serialized_start=1398
-  _globals['_ABORTREQUEST']._serialized_end=1449
-  _globals['_ABORTRESPONSE']._serialized_start=1451
-  _globals['_ABORTRESPONSE']._serialized_end=1491
-  _globals['_PAUSEREQUEST']._serialized_start=1493
-  _globals['_PAUSEREQUEST']._serialized_end=1591
-  _globals['_PAUSERESPONSE']._serialized_start=1593
-  _globals['_PAUSERESPONSE']._serialized_end=1608
-  _globals['_RESUMEREQUEST']._serialized_start=1610
-  _globals['_RESUMEREQUEST']._serialized_end=1661
-  _globals['_RESUMERESPONSE']._serialized_start=1663
-  _globals['_RESUMERESPONSE']._serialized_end=1679
-  _globals['_JOINWEIGHTGROUPREQUEST']._serialized_start=1682
-  _globals['_JOINWEIGHTGROUPREQUEST']._serialized_end=1880
-  _globals['_JOINWEIGHTGROUPRESPONSE']._serialized_start=1882
-  _globals['_JOINWEIGHTGROUPRESPONSE']._serialized_end=1907
-  _globals['_STAGEWEIGHTSREQUEST']._serialized_start=1910
-  _globals['_STAGEWEIGHTSREQUEST']._serialized_end=2041
-  _globals['_STAGEWEIGHTSRESPONSE']._serialized_start=2044
-  _globals['_STAGEWEIGHTSRESPONSE']._serialized_end=2177
-  _globals['_GETWEIGHTSTATUSREQUEST']._serialized_start=2179
-  _globals['_GETWEIGHTSTATUSREQUEST']._serialized_end=2219
-  _globals['_GETWEIGHTSTATUSRESPONSE']._serialized_start=2222
-  _globals['_GETWEIGHTSTATUSRESPONSE']._serialized_end=2493
-  _globals['_COMMITWEIGHTSREQUEST']._serialized_start=2496
-  _globals['_COMMITWEIGHTSREQUEST']._serialized_end=2733
-  _globals['_COMMITWEIGHTSRESPONSE']._serialized_start=2736
-  _globals['_COMMITWEIGHTSRESPONSE']._serialized_end=2886
-  _globals['_ABORTWEIGHTSREQUEST']._serialized_start=2888
-  _globals['_ABORTWEIGHTSREQUEST']._serialized_end=2945
-  _globals['_ABORTWEIGHTSRESPONSE']._serialized_start=2947
-  _globals['_ABORTWEIGHTSRESPONSE']._serialized_end=2969
-  _globals['_LEAVEWEIGHTGROUPREQUEST']._serialized_start=2971
-  _globals['_LEAVEWEIGHTGROUPREQUEST']._serialized_end=3032
-  _globals['_LEAVEWEIGHTGROUPRESPONSE']._serialized_start=3034
-  _globals['_LEAVEWEIGHTGROUPRESPONSE']._serialized_end=3060
-  _globals['_GENERATORSERVICE']._serialized_start=3572
-  _globals['_GENERATORSERVICE']._serialized_end=4603
+  _globals['_JOINWEIGHTGROUPREQUEST']._serialized_start=1399
+  _globals['_JOINWEIGHTGROUPREQUEST']._serialized_end=1597
+  _globals['_JOINWEIGHTGROUPRESPONSE']._serialized_start=1599
+  _globals['_JOINWEIGHTGROUPRESPONSE']._serialized_end=1624
+  _globals['_STAGEWEIGHTSREQUEST']._serialized_start=1627
+  _globals['_STAGEWEIGHTSREQUEST']._serialized_end=1758
+  _globals['_STAGEWEIGHTSRESPONSE']._serialized_start=1761
+  _globals['_STAGEWEIGHTSRESPONSE']._serialized_end=1894
+  _globals['_GETWEIGHTSTATUSREQUEST']._serialized_start=1896
+  _globals['_GETWEIGHTSTATUSREQUEST']._serialized_end=1936
+  _globals['_GETWEIGHTSTATUSRESPONSE']._serialized_start=1939
+  _globals['_GETWEIGHTSTATUSRESPONSE']._serialized_end=2210
+  _globals['_COMMITWEIGHTSREQUEST']._serialized_start=2213
+  _globals['_COMMITWEIGHTSREQUEST']._serialized_end=2450
+  _globals['_COMMITWEIGHTSRESPONSE']._serialized_start=2453
+  _globals['_COMMITWEIGHTSRESPONSE']._serialized_end=2603
+  _globals['_ABORTWEIGHTSREQUEST']._serialized_start=2605
+  _globals['_ABORTWEIGHTSREQUEST']._serialized_end=2662
+  _globals['_ABORTWEIGHTSRESPONSE']._serialized_start=2664
+  _globals['_ABORTWEIGHTSRESPONSE']._serialized_end=2686
+  _globals['_GENERATORSERVICE']._serialized_start=3093
+  _globals['_GENERATORSERVICE']._serialized_end=3752
 # @@protoc_insertion_point(module_scope)

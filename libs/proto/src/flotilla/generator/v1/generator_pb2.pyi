@@ -48,31 +48,6 @@ FINISH_REASON_ABORT: FinishReason.ValueType  # 3
 """Aborted; the tokens so far are delivered."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
-class _PauseMode:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _PauseModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PauseMode.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    PAUSE_MODE_UNSPECIFIED: _PauseMode.ValueType  # 0
-    PAUSE_MODE_KEEP: _PauseMode.ValueType  # 1
-    """Freeze running requests; they go on at Resume."""
-    PAUSE_MODE_WAIT: _PauseMode.ValueType  # 2
-    """Let running requests end first."""
-    PAUSE_MODE_ABORT: _PauseMode.ValueType  # 3
-    """End running requests now, partial."""
-
-class PauseMode(_PauseMode, metaclass=_PauseModeEnumTypeWrapper): ...
-
-PAUSE_MODE_UNSPECIFIED: PauseMode.ValueType  # 0
-PAUSE_MODE_KEEP: PauseMode.ValueType  # 1
-"""Freeze running requests; they go on at Resume."""
-PAUSE_MODE_WAIT: PauseMode.ValueType  # 2
-"""Let running requests end first."""
-PAUSE_MODE_ABORT: PauseMode.ValueType  # 3
-"""End running requests now, partial."""
-Global___PauseMode: _TypeAlias = PauseMode  # noqa: Y015
-
 class _WeightPhase:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -213,7 +188,7 @@ class GenerateRequest(_message.Message):
     GATHER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     request_id: _builtins.str
-    """Unique over attempts; Abort names it."""
+    """Unique over attempts."""
     attempt: _builtins.int
     priority: _builtins.int
     """Where samples wait for their turn, lower ones come first; the order of arrival decides between equal ones."""
@@ -345,127 +320,6 @@ class SampleTiming(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SampleTiming: _TypeAlias = SampleTiming  # noqa: Y015
-
-@_typing.final
-class AbortRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUN_ID_FIELD_NUMBER: _builtins.int
-    REQUEST_IDS_FIELD_NUMBER: _builtins.int
-    run_id: _builtins.str
-    @_builtins.property
-    def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Empty: every request of the run."""
-
-    def __init__(
-        self,
-        *,
-        run_id: _builtins.str = ...,
-        request_ids: _abc.Iterable[_builtins.str] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_ids", b"request_ids", "run_id", b"run_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AbortRequest: _TypeAlias = AbortRequest  # noqa: Y015
-
-@_typing.final
-class AbortResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ABORTED_SAMPLES_FIELD_NUMBER: _builtins.int
-    aborted_samples: _builtins.int
-    def __init__(
-        self,
-        *,
-        aborted_samples: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted_samples", b"aborted_samples"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AbortResponse: _TypeAlias = AbortResponse  # noqa: Y015
-
-@_typing.final
-class PauseRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUN_ID_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    MODE_FIELD_NUMBER: _builtins.int
-    run_id: _builtins.str
-    request_id: _builtins.str
-    mode: Global___PauseMode.ValueType
-    def __init__(
-        self,
-        *,
-        run_id: _builtins.str = ...,
-        request_id: _builtins.str = ...,
-        mode: Global___PauseMode.ValueType = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "request_id", b"request_id", "run_id", b"run_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PauseRequest: _TypeAlias = PauseRequest  # noqa: Y015
-
-@_typing.final
-class PauseResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PauseResponse: _TypeAlias = PauseResponse  # noqa: Y015
-
-@_typing.final
-class ResumeRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUN_ID_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    run_id: _builtins.str
-    request_id: _builtins.str
-    def __init__(
-        self,
-        *,
-        run_id: _builtins.str = ...,
-        request_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "run_id", b"run_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ResumeRequest: _TypeAlias = ResumeRequest  # noqa: Y015
-
-@_typing.final
-class ResumeResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015
 
 @_typing.final
 class JoinWeightGroupRequest(_message.Message):
@@ -736,40 +590,3 @@ class AbortWeightsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AbortWeightsResponse: _TypeAlias = AbortWeightsResponse  # noqa: Y015
-
-@_typing.final
-class LeaveWeightGroupRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUN_ID_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    run_id: _builtins.str
-    request_id: _builtins.str
-    def __init__(
-        self,
-        *,
-        run_id: _builtins.str = ...,
-        request_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "run_id", b"run_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LeaveWeightGroupRequest: _TypeAlias = LeaveWeightGroupRequest  # noqa: Y015
-
-@_typing.final
-class LeaveWeightGroupResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LeaveWeightGroupResponse: _TypeAlias = LeaveWeightGroupResponse  # noqa: Y015

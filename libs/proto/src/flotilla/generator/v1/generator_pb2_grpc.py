@@ -40,21 +40,6 @@ class GeneratorServiceStub:
                 request_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.GenerateResponse.FromString,
                 _registered_method=True)
-        self.Abort = channel.unary_unary(
-                '/flotilla.generator.v1.GeneratorService/Abort',
-                request_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.AbortRequest.SerializeToString,
-                response_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.AbortResponse.FromString,
-                _registered_method=True)
-        self.Pause = channel.unary_unary(
-                '/flotilla.generator.v1.GeneratorService/Pause',
-                request_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.PauseRequest.SerializeToString,
-                response_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.PauseResponse.FromString,
-                _registered_method=True)
-        self.Resume = channel.unary_unary(
-                '/flotilla.generator.v1.GeneratorService/Resume',
-                request_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.ResumeRequest.SerializeToString,
-                response_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.ResumeResponse.FromString,
-                _registered_method=True)
         self.JoinWeightGroup = channel.unary_unary(
                 '/flotilla.generator.v1.GeneratorService/JoinWeightGroup',
                 request_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.JoinWeightGroupRequest.SerializeToString,
@@ -80,11 +65,6 @@ class GeneratorServiceStub:
                 request_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.AbortWeightsRequest.SerializeToString,
                 response_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.AbortWeightsResponse.FromString,
                 _registered_method=True)
-        self.LeaveWeightGroup = channel.unary_unary(
-                '/flotilla.generator.v1.GeneratorService/LeaveWeightGroup',
-                request_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.LeaveWeightGroupRequest.SerializeToString,
-                response_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.LeaveWeightGroupResponse.FromString,
-                _registered_method=True)
 
 
 class GeneratorServiceServicer:
@@ -96,25 +76,6 @@ class GeneratorServiceServicer:
         `gather` allows; those that end together in one message.
         Cancelling the call aborts its requests in the engine.
         """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Abort(self, request, context):
-        """End requests early; their streams deliver what they have as partial samples.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Pause(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Resume(self, request, context):
-        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -155,12 +116,6 @@ class GeneratorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def LeaveWeightGroup(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_GeneratorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -168,21 +123,6 @@ def add_GeneratorServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.GenerateRequest.FromString,
                     response_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.GenerateResponse.SerializeToString,
-            ),
-            'Abort': grpc.unary_unary_rpc_method_handler(
-                    servicer.Abort,
-                    request_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.AbortRequest.FromString,
-                    response_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.AbortResponse.SerializeToString,
-            ),
-            'Pause': grpc.unary_unary_rpc_method_handler(
-                    servicer.Pause,
-                    request_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.PauseRequest.FromString,
-                    response_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.PauseResponse.SerializeToString,
-            ),
-            'Resume': grpc.unary_unary_rpc_method_handler(
-                    servicer.Resume,
-                    request_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.ResumeRequest.FromString,
-                    response_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.ResumeResponse.SerializeToString,
             ),
             'JoinWeightGroup': grpc.unary_unary_rpc_method_handler(
                     servicer.JoinWeightGroup,
@@ -208,11 +148,6 @@ def add_GeneratorServiceServicer_to_server(servicer, server):
                     servicer.AbortWeights,
                     request_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.AbortWeightsRequest.FromString,
                     response_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.AbortWeightsResponse.SerializeToString,
-            ),
-            'LeaveWeightGroup': grpc.unary_unary_rpc_method_handler(
-                    servicer.LeaveWeightGroup,
-                    request_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.LeaveWeightGroupRequest.FromString,
-                    response_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.LeaveWeightGroupResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -243,87 +178,6 @@ class GeneratorService:
             '/flotilla.generator.v1.GeneratorService/Generate',
             flotilla_dot_generator_dot_v1_dot_generator__pb2.GenerateRequest.SerializeToString,
             flotilla_dot_generator_dot_v1_dot_generator__pb2.GenerateResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Abort(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/flotilla.generator.v1.GeneratorService/Abort',
-            flotilla_dot_generator_dot_v1_dot_generator__pb2.AbortRequest.SerializeToString,
-            flotilla_dot_generator_dot_v1_dot_generator__pb2.AbortResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Pause(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/flotilla.generator.v1.GeneratorService/Pause',
-            flotilla_dot_generator_dot_v1_dot_generator__pb2.PauseRequest.SerializeToString,
-            flotilla_dot_generator_dot_v1_dot_generator__pb2.PauseResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Resume(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/flotilla.generator.v1.GeneratorService/Resume',
-            flotilla_dot_generator_dot_v1_dot_generator__pb2.ResumeRequest.SerializeToString,
-            flotilla_dot_generator_dot_v1_dot_generator__pb2.ResumeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -459,33 +313,6 @@ class GeneratorService:
             '/flotilla.generator.v1.GeneratorService/AbortWeights',
             flotilla_dot_generator_dot_v1_dot_generator__pb2.AbortWeightsRequest.SerializeToString,
             flotilla_dot_generator_dot_v1_dot_generator__pb2.AbortWeightsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def LeaveWeightGroup(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/flotilla.generator.v1.GeneratorService/LeaveWeightGroup',
-            flotilla_dot_generator_dot_v1_dot_generator__pb2.LeaveWeightGroupRequest.SerializeToString,
-            flotilla_dot_generator_dot_v1_dot_generator__pb2.LeaveWeightGroupResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,10 +38,6 @@ class GeneratorServiceStub:
     `gather` allows; those that end together in one message.
     Cancelling the call aborts its requests in the engine.
     """
-    Abort: _grpc.UnaryUnaryMultiCallable[_generator_pb2.AbortRequest, _generator_pb2.AbortResponse]
-    """End requests early; their streams deliver what they have as partial samples."""
-    Pause: _grpc.UnaryUnaryMultiCallable[_generator_pb2.PauseRequest, _generator_pb2.PauseResponse]
-    Resume: _grpc.UnaryUnaryMultiCallable[_generator_pb2.ResumeRequest, _generator_pb2.ResumeResponse]
     JoinWeightGroup: _grpc.UnaryUnaryMultiCallable[_generator_pb2.JoinWeightGroupRequest, _generator_pb2.JoinWeightGroupResponse]
     """Enter a weight group; returns when the group is formed."""
     StageWeights: _grpc.UnaryUnaryMultiCallable[_generator_pb2.StageWeightsRequest, _generator_pb2.StageWeightsResponse]
@@ -55,7 +51,6 @@ class GeneratorServiceStub:
     """
     AbortWeights: _grpc.UnaryUnaryMultiCallable[_generator_pb2.AbortWeightsRequest, _generator_pb2.AbortWeightsResponse]
     """Drop what is staged or being received, and the group with it; the live weights stay."""
-    LeaveWeightGroup: _grpc.UnaryUnaryMultiCallable[_generator_pb2.LeaveWeightGroupRequest, _generator_pb2.LeaveWeightGroupResponse]
 
 @_typing.type_check_only
 class GeneratorServiceAsyncStub(GeneratorServiceStub):
@@ -67,10 +62,6 @@ class GeneratorServiceAsyncStub(GeneratorServiceStub):
     `gather` allows; those that end together in one message.
     Cancelling the call aborts its requests in the engine.
     """
-    Abort: _aio.UnaryUnaryMultiCallable[_generator_pb2.AbortRequest, _generator_pb2.AbortResponse]  # type: ignore[assignment]
-    """End requests early; their streams deliver what they have as partial samples."""
-    Pause: _aio.UnaryUnaryMultiCallable[_generator_pb2.PauseRequest, _generator_pb2.PauseResponse]  # type: ignore[assignment]
-    Resume: _aio.UnaryUnaryMultiCallable[_generator_pb2.ResumeRequest, _generator_pb2.ResumeResponse]  # type: ignore[assignment]
     JoinWeightGroup: _aio.UnaryUnaryMultiCallable[_generator_pb2.JoinWeightGroupRequest, _generator_pb2.JoinWeightGroupResponse]  # type: ignore[assignment]
     """Enter a weight group; returns when the group is formed."""
     StageWeights: _aio.UnaryUnaryMultiCallable[_generator_pb2.StageWeightsRequest, _generator_pb2.StageWeightsResponse]  # type: ignore[assignment]
@@ -84,7 +75,6 @@ class GeneratorServiceAsyncStub(GeneratorServiceStub):
     """
     AbortWeights: _aio.UnaryUnaryMultiCallable[_generator_pb2.AbortWeightsRequest, _generator_pb2.AbortWeightsResponse]  # type: ignore[assignment]
     """Drop what is staged or being received, and the group with it; the live weights stay."""
-    LeaveWeightGroup: _aio.UnaryUnaryMultiCallable[_generator_pb2.LeaveWeightGroupRequest, _generator_pb2.LeaveWeightGroupResponse]  # type: ignore[assignment]
 
 class GeneratorServiceServicer(metaclass=_abc_1.ABCMeta):
     """One model replica that samples tokens. It holds one policy version at a time and is leased to one run."""
@@ -99,28 +89,6 @@ class GeneratorServiceServicer(metaclass=_abc_1.ABCMeta):
         `gather` allows; those that end together in one message.
         Cancelling the call aborts its requests in the engine.
         """
-
-    @_abc_1.abstractmethod
-    def Abort(
-        self,
-        request: _generator_pb2.AbortRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_generator_pb2.AbortResponse, _abc.Awaitable[_generator_pb2.AbortResponse]]:
-        """End requests early; their streams deliver what they have as partial samples."""
-
-    @_abc_1.abstractmethod
-    def Pause(
-        self,
-        request: _generator_pb2.PauseRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_generator_pb2.PauseResponse, _abc.Awaitable[_generator_pb2.PauseResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def Resume(
-        self,
-        request: _generator_pb2.ResumeRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_generator_pb2.ResumeResponse, _abc.Awaitable[_generator_pb2.ResumeResponse]]: ...
 
     @_abc_1.abstractmethod
     def JoinWeightGroup(
@@ -164,12 +132,5 @@ class GeneratorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_generator_pb2.AbortWeightsResponse, _abc.Awaitable[_generator_pb2.AbortWeightsResponse]]:
         """Drop what is staged or being received, and the group with it; the live weights stay."""
-
-    @_abc_1.abstractmethod
-    def LeaveWeightGroup(
-        self,
-        request: _generator_pb2.LeaveWeightGroupRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_generator_pb2.LeaveWeightGroupResponse, _abc.Awaitable[_generator_pb2.LeaveWeightGroupResponse]]: ...
 
 def add_GeneratorServiceServicer_to_server(servicer: GeneratorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
