@@ -1,4 +1,4 @@
-"""How many generators a run needs: the decision, and what becomes of it."""
+"""The autoscaler decides how many generators a run needs, and scales or advises."""
 
 from __future__ import annotations
 

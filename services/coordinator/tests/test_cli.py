@@ -76,7 +76,7 @@ class ListingCoordinator(CoordinatorServiceServicer):
 
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many replicas it was asked for, call by call."""
+    """Replace the launcher, and return the numbers of replicas that each call requests."""
     asked: list[int] = []
 
     async def scale(self: Any, kind: Any, replicas: int, *, timeout_s: float) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Which service belongs to which run, and which replica may be taken out of service."""
+"""The fleet leases services to runs, and decides which replica may be taken out of service."""
 
 from __future__ import annotations
 

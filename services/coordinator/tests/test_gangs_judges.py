@@ -1,4 +1,4 @@
-"""What is said of a batch before anybody learns from it: by whom a run needs, in the column that it belongs to."""
+"""Each model that a run needs scores a batch before it is trained, in the column of that model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def nobody() -> list[str]:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[pb.ComputeLogprobsRequest]:
-    """What the gang was asked; it says -id of every token, in another order than it was asked in."""
+    """Record the requests; answer -id for every token, in another order than that of the request."""
     monkeypatch.setattr(rpc, "unary", lambda method, request, **options: method(request))
     monkeypatch.setattr(group_messages, "PART_BYTES", 30)
     return []

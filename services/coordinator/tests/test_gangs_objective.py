@@ -1,4 +1,4 @@
-"""What a run asks of the trainer is its configuration, with what the sections leave open taken from the others."""
+"""A run's request to the trainer is its configuration; values that a section omits come from other sections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who has which generators, for any fleet and any runs."""
+"""Generators are shared among runs, for any fleet and any runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ledger acknowledged is there after its coordinator was killed."""
+"""Everything that the ledger acknowledged is there after its coordinator was killed."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ REASONS = (OF_THE_SAMPLE, *REOPENED, *REWARDS_FAILED)
 
 @dataclass
 class Sample:
-    """What the ledger should say of one sample."""
+    """The expected record of one sample."""
 
     step: int
     state: State = State.ISSUED
@@ -267,7 +267,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(retry_rewards=st.booleans(), newest_is_damaged=st.booleans())
     def trainer_falls_back(self, retry_rewards: bool, newest_is_damaged: bool) -> None:
-        """To a kept checkpoint, or to the start of the run where it has none; a run that ended goes on so."""
+        """Fall back to a kept checkpoint, or to the start of a run without one; a run that ended continues so too."""
         kept = self.checkpoints or [Checkpoint(0, 0)]
         there = kept[0] if newest_is_damaged else kept[-1]
         self.checkpoints = [c for c in self.checkpoints if c.steps_done <= there.steps_done]

@@ -1,4 +1,4 @@
-"""What the ledger allows, what it refuses by name, and what survives."""
+"""The ledger allows some transitions, refuses others by name, and keeps its records over a restart."""
 
 from __future__ import annotations
 

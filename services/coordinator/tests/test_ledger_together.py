@@ -1,4 +1,4 @@
-"""What many callers submit at once is one operation, and none of them can tell."""
+"""Submissions of many callers at once are one operation, and none of the callers can tell."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Held:
         assert await asyncio.to_thread(self._inside.wait, HELD_S)
 
     async def answers(self, *callers: Coroutine[Any, Any, Any]) -> list[Any]:
-        """What they get who all submit while the writer is held."""
+        """Return the results of callers that all submit while the writer is held."""
         asked = [asyncio.create_task(caller) for caller in callers]
         await asyncio.sleep(0)  # each takes its one step up to the queue
         self._gate.set()

@@ -101,12 +101,12 @@ def test_the_arithmetic_of_a_run(run: dict[str, Any], stack: StackConfig) -> Non
     assert "at least 40.00 epochs" in data and data.endswith("solved prompts rest for up to 15 epochs")
 
 
-def test_a_greedy_response_beside_each_prompt_is_told_of_and_counts_for_no_update(
+def test_a_greedy_response_to_each_prompt_is_a_line_and_counts_for_no_update(
     run: dict[str, Any], stack: StackConfig
 ) -> None:
     lines = {line.name: line for line in plan(run, stack, algorithm={"type": "remax"}).lines}
     assert lines["greedy responses"].value == "1 a prompt"
-    assert "beside its 4 samples" in lines["greedy responses"].explanation
+    assert "in addition to its 4 samples" in lines["greedy responses"].explanation
     assert (lines["step"].value, lines["tokens of a step"].value) == ("64 samples", "at most 1,088")
     assert "greedy responses" not in {line.name for line in plan(run, stack).lines}
 

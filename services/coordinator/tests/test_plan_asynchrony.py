@@ -1,4 +1,4 @@
-"""What a plan says of generation that runs ahead, and of evaluations beside the training."""
+"""A plan describes generation ahead of training, and evaluations in parallel with it."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def run(rewards: list[dict[str, Any]], **algorithm: Any) -> RunConfig:
 
 
 def all_errors(config: RunConfig) -> list[str]:
-    """Those of files, and of loading what they define."""
+    """Return the errors of the files, and those of loading the functions that they define."""
     return [*file_errors(config), *loading_problems(config)[0]]
 
 

@@ -1,4 +1,4 @@
-"""What stays on disk: runs that go on lose nothing, of ended ones the oldest go first."""
+"""Active runs lose nothing on disk; of ended runs, the oldest are removed first."""
 
 from __future__ import annotations
 

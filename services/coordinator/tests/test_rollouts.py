@@ -1,4 +1,4 @@
-"""Which groups a batch is made of: those that teach, those that end first; the same when a step is made again."""
+"""A batch is made of groups that can be learned from and that end first; a repeated step has the same batch."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Run:
         self.ledger = ledger
         self.steps = steps
         self.rows = rows
-        """Of a data set whose solved prompts rest; 0 is one without end."""
+        """The epochs of a data set whose solved prompts rest; 0 is a data set without end."""
         self.config = RolloutConfig(samples_per_prompt=SAMPLES, **rollout)
         self.batches: dict[int, Batch] = {}
         self.lineage = 0
@@ -101,7 +101,7 @@ class Run:
         await self.passed.wait()
 
     async def begin(self, task: Task, at: int | None = None) -> None:
-        """From the start, or once more from after so many steps."""
+        """Begin at the start of the run, or again after `at` steps."""
         prompts: Any = resting_prompts(self.rows) if self.rows else NumberedPrompts()
         parts: Any = (task, task)
         groups = GroupRollout(

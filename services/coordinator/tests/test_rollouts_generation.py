@@ -103,7 +103,7 @@ def delivered(
 
 
 def unversioned(sample_id: str) -> gen.GeneratedSample:
-    """Its second token is of weights that nobody knows."""
+    """Return a sample whose second token has an unknown version."""
     response = delivered(sample_id, claimed=((0, 1),))
     response.version_spans.add(start=1, end=2)
     return response

@@ -226,7 +226,7 @@ async def test_a_lost_greedy_reward_drops_its_group_for_that_reason(
 
 
 async def made_again_by_its_user(ledger: Ledger) -> Batch:
-    """Who resumes may have mended the reward: what it failed on is drawn again, greedy response included."""
+    """A user who resumes may have fixed the reward: its failed samples are drawn again, with the greedy response."""
     return await made_again(ledger, Task(greedy=MOST), retry_rewards=True)
 
 

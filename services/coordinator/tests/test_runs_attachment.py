@@ -41,7 +41,7 @@ def result(update_id: str, version: Version, skipped: str = "") -> pb.UpdateResu
 
 @dataclass
 class Session:
-    """What one gang still holds of the run."""
+    """The session of the run that one gang still holds."""
 
     found: tuple[Version, str] | None = (HERE, LAST)
     results: dict[str, pb.UpdateResult] = field(default_factory=lambda: {LAST: result(LAST, HERE)})
@@ -69,7 +69,7 @@ class Session:
 
 
 class Run:
-    """As much of a run's context as its beginning touches."""
+    """The part of a run's context that its start uses."""
 
     def __init__(self, ledger: Ledger, path: Path, critic: Session | None = None) -> None:
         self.session, self.critic = Session(), critic

@@ -66,7 +66,7 @@ class Bench:
         return active
 
     def hold(self, monkeypatch: pytest.MonkeyPatch, method: str) -> Held:
-        """What is asked of the ledger by `method` is durable, and the answer comes once a test lets it."""
+        """Let `method` of the ledger act at once, but hold its answer until the test releases it."""
         held, real = Held(), getattr(self.ledger, method)
 
         async def ask(*args: Any, **changes: Any) -> None:

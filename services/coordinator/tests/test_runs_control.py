@@ -1,4 +1,4 @@
-"""What a user wants of a run is taken in between two steps."""
+"""A user's requests to a run take effect between two steps."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Session(Closing):
 
 @dataclass
 class Context:
-    """What an assembled run shows to its execution."""
+    """The parts of a built run that its executor uses."""
 
     status: RunStatus | None = None
     run_id: str = RUN
@@ -88,7 +88,7 @@ class Context:
 
 
 class Directory(RunDirectory):
-    """Its reports may fail."""
+    """A run directory whose reports may fail."""
 
     broken: Exception | None = None
 

@@ -1,4 +1,4 @@
-"""Which runs go on after their end, or after the death of their coordinator, and as what."""
+"""Some runs continue after their end, or after the death of their coordinator, in a new or the same lineage."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Bench:
         self.directory = RunDirectory.create(folder / "runs" / RUN)
 
     async def left(self, state: RunState, config: str = CONFIG) -> None:
-        """What a coordinator leaves that is killed."""
+        """Record a run as a killed coordinator leaves it."""
         record = RunRecord(RUN, "run", state, config, str(self.directory.path), 1.0, reason="enough")
         await self.ledger.save_run(replace(record, step=2, version=Version(4, 2)))
 
@@ -236,7 +236,7 @@ async def test_a_paused_run_is_taken_over_however_often(bench: Bench) -> None:
 async def test_a_takeover_counts_before_anything_of_the_run_is_looked_at(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its plan alone may be what a coordinator dies of."""
+    """The plan alone of a run may kill its coordinator."""
     counted = []
 
     def plan(*_: Any) -> run_pb2.Plan:

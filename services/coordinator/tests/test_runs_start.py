@@ -1,4 +1,4 @@
-"""Who may start a run: one at a time, and a request that is sent twice starts one."""
+"""Runs start one at a time, and a request that is sent twice starts one run."""
 
 from __future__ import annotations
 

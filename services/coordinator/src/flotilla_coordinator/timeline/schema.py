@@ -2,8 +2,10 @@
 
 Spans are clustered by trace, so that a trace is read in one place and a batch that is sent twice changes nothing.
 `run_traces` says which traces belong to a run and which of its steps they carry; it is filled as spans arrive, in any
-order. Invariants: `user_version` says which migrations a file has; a released migration never changes; a file from a
-newer Flotilla is refused.
+order.
+
+Invariants: `user_version` says which migrations a file has; a released migration never changes; a file from a newer
+Flotilla is refused.
 """
 
 from __future__ import annotations
