@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flotilla_coordinator.plan import asynchrony, checks
+from flotilla_coordinator.plan import checks, update_lines
 from flotilla_core.config import RunConfig, StackConfig
 
 TOKENS_OF_A_STEP = 1000
@@ -25,13 +25,13 @@ def run(steps: int = 100, **changes: Any) -> RunConfig:
 
 
 def warnings(config: RunConfig, memory: int = 1 << 40) -> list[str]:
-    return list(asynchrony.asynchrony_warnings(config, TOKENS_OF_A_STEP, memory))
+    return list(update_lines.asynchrony_warnings(config, TOKENS_OF_A_STEP, memory))
 
 
 def test_what_runs_ahead_is_counted() -> None:
-    _, value, explanation = asynchrony.policy_line(run())
+    _, value, explanation = update_lines.policy_line(run())
     assert value == "max_staleness 3" and "by at most 3 steps" in explanation
-    _, value, explanation = asynchrony.groups_line(run(), TOKENS_OF_A_STEP)
+    _, value, explanation = update_lines.groups_line(run(), TOKENS_OF_A_STEP)
     assert value == "at most 64" and "256 samples" in explanation  # 4 steps x 16 prompts x 4 samples
     assert not warnings(run())
 
@@ -39,7 +39,7 @@ def test_what_runs_ahead_is_counted() -> None:
 def test_running_further_ahead_than_the_run_is_long_is_a_warning() -> None:
     (warning,) = warnings(run(steps=3))
     assert "max_staleness = 3 admits all 3 steps at once" in warning
-    _, value, _ = asynchrony.groups_line(run(steps=3), TOKENS_OF_A_STEP)
+    _, value, _ = update_lines.groups_line(run(steps=3), TOKENS_OF_A_STEP)
     assert value == "at most 48"
 
 
@@ -64,15 +64,15 @@ def test_old_samples_that_nothing_weighs_are_a_warning(algorithm: dict[str, Any]
 
 
 def test_more_samples_than_a_quarter_of_the_host_holds_are_a_warning() -> None:
-    held = asynchrony.held_bytes(run(), TOKENS_OF_A_STEP)
+    held = update_lines.held_bytes(run(), TOKENS_OF_A_STEP)
     assert not warnings(run(), memory=4 * held)
     (warning,) = warnings(run(), memory=2 * held)
     assert "lower rollout.max_staleness" in warning
 
 
 def test_only_the_batch_that_is_trained_holds_what_a_teacher_finds_likeliest() -> None:
-    plain = asynchrony.held_bytes(run(), TOKENS_OF_A_STEP)
-    taught = asynchrony.held_bytes(run(algorithm={"teacher": {"top_k": 32}}), TOKENS_OF_A_STEP)
+    plain = update_lines.held_bytes(run(), TOKENS_OF_A_STEP)
+    taught = update_lines.held_bytes(run(algorithm={"teacher": {"top_k": 32}}), TOKENS_OF_A_STEP)
     assert taught - plain == TOKENS_OF_A_STEP * 32 * 8
 
 

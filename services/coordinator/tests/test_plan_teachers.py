@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from flotilla_coordinator.cli.config import paths_of_stack
 from flotilla_coordinator.cli.stack_checks import stack_checks
-from flotilla_coordinator.plan.algorithm import algorithm_lines
 from flotilla_coordinator.plan.checks import role_errors
-from flotilla_coordinator.plan.paths import paths_of_stack
+from flotilla_coordinator.plan.update_lines import algorithm_lines
 from flotilla_core.config import PolicyConfig, StackConfig
 
 

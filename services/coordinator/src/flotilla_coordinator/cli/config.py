@@ -1,7 +1,12 @@
-"""Implements `flotilla config`: checks configuration files and prints their schema."""
+"""Implements `flotilla config`: checks configuration files, the paths in them included, and prints their schema.
+
+Invariant: folders that Flotilla makes itself are not checked.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,11 +14,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flotilla_coordinator.cli.options import Json
+from flotilla_core.config import PolicyConfig, RunConfig, StackConfig
 
 if TYPE_CHECKING:
     from flotilla_core.config import RunConfig, StackConfig
 
 app = typer.Typer(help="Check configuration files; print their JSON Schema.", no_args_is_help=True)
+
+Found = tuple[str, Path | str, str]
+"""Key, path and problem; the problem is empty where there is none."""
 
 
 class Kind(StrEnum):
@@ -65,7 +74,6 @@ def _checked(config: StackConfig | RunConfig) -> tuple[list[str], list[str]]:
     if isinstance(config, RunConfig):
         from flotilla_coordinator.plan.checks import config_errors
         from flotilla_coordinator.plan.functions import functions_of, loading_problems
-        from flotilla_coordinator.plan.paths import paths_of_run
 
         errors = config_errors(config)
         paths = paths_of_run(config)
@@ -76,8 +84,6 @@ def _checked(config: StackConfig | RunConfig) -> tuple[list[str], list[str]]:
             names = ", ".join(f"{function.key} {function.name}" for function in functions)
             checked.append(f"functions and their parameters ({names})")
     else:
-        from flotilla_coordinator.plan.paths import paths_of_stack
-
         errors, paths = [], paths_of_stack(config)
     errors += [f"{key}: {problem}" for key, path, problem in paths if problem]
     if paths:
@@ -119,3 +125,56 @@ def _kind_of(files: list[Path]) -> Kind:
     return (
         Kind.run if len(keys & (run_keys - stack_keys)) > len(keys & (stack_keys - run_keys)) else Kind.stack
     )
+
+
+def paths_of_run(config: RunConfig) -> list[Found]:
+    """Check data files, and folders with weights."""
+    return list(_of_run(config))
+
+
+def paths_of_stack(config: StackConfig) -> list[Found]:
+    """Check models that are not names of a hub, and the file of the token."""
+    return list(_of_stack(config))
+
+
+def _of_run(config: RunConfig) -> Iterator[Found]:
+    train = config.data.train
+    if isinstance(train, Path):
+        yield _file("data.train", train)
+    else:
+        yield from (_file(f"data.train[{index}].path", one.path) for index, one in enumerate(train))
+    if config.evaluation is not None:
+        yield _file("evaluation.data", config.evaluation.data)
+    if config.initial_weights is not None:
+        yield _folder("initial_weights", config.initial_weights, "config.json")
+    if config.lora is not None and config.lora.adapter is not None:
+        yield _folder("lora.adapter", config.lora.adapter, "adapter_config.json")
+    if isinstance(config.algorithm, PolicyConfig) and config.algorithm.critic is not None:
+        weights = config.algorithm.critic.initial_weights
+        if weights is not None:
+            yield _folder("algorithm.critic.initial_weights", weights, "config.json")
+
+
+def _of_stack(config: StackConfig) -> Iterator[Found]:
+    models = {"model": config.model, "critic.model": config.critic.model}
+    models |= {"reference.model": config.reference.model, "teacher.model": config.teacher.model}
+    models |= {f"teachers.{name}.model": gang.model for name, gang in config.teachers.items()}
+    for key, model in models.items():
+        if isinstance(model, Path):
+            yield _folder(key, model, "config.json")
+        elif model is not None and (model.count("/") != 1 or model.startswith((".", "/", "~"))):
+            yield key, model, "there is no such folder, and a name of the hub is organisation/model"
+    if config.bind.token_file is not None:
+        yield _file("bind.token_file", config.bind.token_file)
+
+
+def _file(key: str, path: Path) -> Found:
+    if not path.is_file():
+        return key, path, f"{path} is a folder" if path.is_dir() else f"the file {path} does not exist"
+    return key, path, "" if os.access(path, os.R_OK) else f"{path} may not be read"
+
+
+def _folder(key: str, path: Path, content: str) -> Found:
+    if not path.is_dir():
+        return key, path, f"the folder {path} does not exist"
+    return key, path, "" if (path / content).is_file() else f"{path} has no {content}"

@@ -1,9 +1,16 @@
-"""Implements `flotilla run`, which starts, plans, lists, shows, watches, changes, stops and resumes runs."""
+"""Implements `flotilla run`, which starts, plans, lists, shows, watches, changes, stops and resumes runs.
+
+Invariants: where the stack of a run does not run, its ledger, run directories and files answer, and nothing of it is
+written. Its state on disk is read only when nothing can be changing it: no coordinator was named, and no launcher of
+the stack is alive.
+"""
 
 from __future__ import annotations
 
 import textwrap
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -12,7 +19,11 @@ from flotilla_coordinator.cli.stack import client_of
 from flotilla_coordinator.cli.watch import print_plan, remarks, run_json, stay_with
 
 if TYPE_CHECKING:
+    import sqlite3
+
     from flotilla.coordinator.v1.run_pb2 import Plan, Run
+    from flotilla_coordinator.ledger.records import RunRecord
+    from flotilla_launch.paths import StackPaths
 
 app = typer.Typer(help="Start, follow and stop runs.", no_args_is_help=True)
 
@@ -27,6 +38,8 @@ Latest = Annotated[str, typer.Argument(metavar="[RUN]", help='Id, unique prefix 
 Changes = Annotated[
     list[str], typer.Argument(metavar="KEY=VALUE...", help="Settings of the run, by key.path.")
 ]
+
+Result = TypeVar("Result")
 
 
 @app.command()
@@ -68,7 +81,6 @@ def plan(
     """Print the arithmetic of a run, and why it would be refused; starts nothing."""
     from flotilla_client import resolve_run
     from flotilla_coordinator.cli.options import USAGE, split_arguments
-    from flotilla_coordinator.cli.without_fleet import ask_or_else, plan_run
 
     files, overrides = split_arguments(arguments)
     resolve_run(files, overrides)
@@ -92,7 +104,6 @@ def list_(
 ) -> None:
     """List runs, the newest first; also while the stack is down."""
     from flotilla_coordinator.cli.output import age, print_json, print_table, state_name
-    from flotilla_coordinator.cli.without_fleet import ask_or_else, list_runs
 
     async def ask() -> list[Run]:
         async with client_of(stack, coordinator) as client:
@@ -121,7 +132,6 @@ def show(
 ) -> None:
     """Show one run: state, metrics, files, resolved configuration; also while the stack is down."""
     from flotilla_coordinator.cli.output import local_time, print_json, print_line
-    from flotilla_coordinator.cli.without_fleet import ask_or_else, get_run
 
     async def ask() -> tuple[Run, str]:
         async with client_of(stack, coordinator) as client:
@@ -259,3 +269,73 @@ def set_(
         print_json(run_json(found))
     else:
         say(f"run {found.run_id}: {', '.join(changes)} from step {found.step + 1} on")
+
+
+def ask_or_else(
+    ask: Coroutine[Any, Any, Result],
+    otherwise: Callable[[StackPaths], Result],
+    stack: str | None,
+    coordinator: str | None,
+) -> Result:
+    """Return the coordinator's answer; where no fleet runs, call `otherwise` with the stack's files."""
+    from flotilla_coordinator.cli.options import wait
+    from flotilla_coordinator.cli.stack import stack_paths
+    from flotilla_core.errors import Unavailable
+    from flotilla_launch.client import find
+
+    try:
+        return wait(ask)
+    except Unavailable:
+        paths = stack_paths(stack)
+        if coordinator is not None or find(paths) is not None:
+            raise
+        return otherwise(paths)
+
+
+def list_runs(paths: StackPaths, limit: int) -> list[Run]:
+    """Return the runs, newest first."""
+    from flotilla_coordinator.ledger import queries
+    from flotilla_coordinator.runs.status import interrupted_run
+
+    return [interrupted_run(record) for record in _query(paths, lambda db: queries.runs(db, limit))]
+
+
+def get_run(paths: StackPaths, reference: str) -> tuple[Run, str]:
+    """Return the run by id, unique prefix or "latest", and its resolved configuration."""
+    from flotilla_coordinator.ledger import queries
+    from flotilla_coordinator.runs.status import interrupted_run
+
+    record: RunRecord = _query(paths, lambda db: queries.run(db, reference))
+    return interrupted_run(record), record.config_yaml
+
+
+def plan_run(files: Sequence[Path], overrides: Sequence[str], stack: str | None) -> Plan:
+    """Work out the plan here from the stack file, as the coordinator would."""
+    from flotilla_coordinator import plan
+    from flotilla_coordinator.cli.output import say
+    from flotilla_coordinator.cli.stack import load_stack, make_example, stack_file
+    from flotilla_core.config import RunConfig, load
+
+    make_example(stack_file(stack))
+    say("no fleet is running: calculated from the stack file")
+    return plan.plan_run(load(RunConfig, files, overrides, resolve_paths=True), load_stack(stack))
+
+
+def _query(paths: StackPaths, query: Callable[[sqlite3.Connection], Result]) -> Result:
+    from flotilla_coordinator.cli.output import say
+    from flotilla_coordinator.ledger import schema
+    from flotilla_core.errors import Unavailable
+
+    ledger = paths.directory / "ledger.sqlite"
+    if not ledger.exists():
+        raise Unavailable(
+            f"stack {paths.directory.name!r} is not running and has no runs on disk",
+            where=str(paths.directory),
+            next_step="start it with `flotilla up`, or name a coordinator by --coordinator HOST:PORT",
+        )
+    say(f"no fleet is running: read from {paths.directory}")
+    db = schema.connect_read_only(ledger)
+    try:
+        return query(db)
+    finally:
+        db.close()

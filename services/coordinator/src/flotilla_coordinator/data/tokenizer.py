@@ -1,17 +1,25 @@
-"""Loads the tokenizer of a model folder without transformers, and refuses a replica that has another one.
+"""Loads the tokenizer of a model folder without transformers, renders chat templates, and refuses replicas that differ.
 
 Invariants: it reads `tokenizer.json`, `tokenizer_config.json`, `generation_config.json`, `config.json` and
-`chat_template.jinja`, never the network. A chat template runs in a sandbox that cannot reach Python's internals. Token
-ids mean the same in both processes, or the run does not begin.
+`chat_template.jinja`, never the network. Templates are untrusted code, so they run in jinja2's immutable sandbox, in
+the environment that published templates are written for (trimmed blocks, loop controls, `raise_exception`, unescaped
+`tojson`). Token ids mean the same in both processes, or the run does not begin.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
 import tokenizers
 
 from flotilla_core.errors import InvalidConfig, Mismatch, NotFound
@@ -19,10 +27,60 @@ from flotilla_core.json_text import read_json_object
 from flotilla_core.model_folder import TOKENIZER_FILE, tokenizer_digest
 from flotilla_core.rpc import Replica
 
-if TYPE_CHECKING:
-    from flotilla_coordinator.data.chat import ChatTemplate
-
 ReplicaT = TypeVar("ReplicaT", bound=Replica[Any])
+
+
+class _Generation(jinja2.ext.Extension):
+    """The tag `{% generation %}`, which marks an assistant's part for other tools; the text is unchanged."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """Renders chat templates: a list of messages becomes the text that the model continues.
+
+    One compiled template.
+    """
+
+    def __init__(self, source: str, special_tokens: dict[str, str], *, where: str) -> None:
+        self._where = where
+        self._special_tokens = special_tokens
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise InvalidConfig("the chat template cannot be read", where=where, why=str(error)) from error
+
+    def render(self, messages: Sequence[dict[str, Any]], *, begin_answer: bool = True) -> str:
+        """Return the messages as one text; with `begin_answer` it ends where the assistant begins to answer."""
+        try:
+            return self._template.render(
+                messages=list(messages),
+                tools=None,
+                add_generation_prompt=begin_answer,
+                **self._special_tokens,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise InvalidConfig(
+                "the chat template refuses the messages", where=self._where, why=str(error)
+            ) from error
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
 
 
 @lru_cache(maxsize=8)
@@ -86,8 +144,6 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[dict[str, Any]], *, begin_answer: bool = True) -> str:
         """Render messages by the folder's chat template, up to where the answer begins, or a whole conversation."""
         if self._chat is None:
-            from flotilla_coordinator.data.chat import ChatTemplate
-
             self._chat = ChatTemplate(self._template_source(), self._special_tokens(), where=str(self.folder))
         return self._chat.render(messages, begin_answer=begin_answer)
 

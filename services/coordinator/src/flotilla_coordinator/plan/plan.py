@@ -14,21 +14,22 @@ from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import LoadedSet, held_out_data, joined, read_sets, training_data
 from flotilla_coordinator.plan import checks
-from flotilla_coordinator.plan.algorithm import algorithm_lines, algorithm_warnings
-from flotilla_coordinator.plan.asynchrony import asynchrony_warnings, groups_line, policy_line
 from flotilla_coordinator.plan.checks import role_errors
 from flotilla_coordinator.plan.data_lines import (
+    critic_lines,
+    critic_parameters,
     data_lines,
     draw_lines,
     draw_warnings,
     evaluation_errors,
     evaluation_line,
     greedy_lines,
+    model_lines,
+    sync_lines,
 )
 from flotilla_coordinator.plan.functions import loading_problems
 from flotilla_coordinator.plan.lines import shown_bytes
 from flotilla_coordinator.plan.model_facts import AdapterFacts, ModelFacts, adapter_errors
-from flotilla_coordinator.plan.model_lines import critic_lines, critic_parameters, model_lines, sync_lines
 from flotilla_coordinator.plan.size_limits import (
     DiskUse,
     disk_errors,
@@ -40,8 +41,13 @@ from flotilla_coordinator.plan.size_limits import (
 from flotilla_coordinator.plan.trainer_memory import TrainerMemory
 from flotilla_coordinator.plan.update_lines import (
     MicroBatches,
+    algorithm_lines,
+    algorithm_warnings,
+    asynchrony_warnings,
+    groups_line,
     mesh_errors,
     mesh_line,
+    policy_line,
     update_lines,
     update_warnings,
 )

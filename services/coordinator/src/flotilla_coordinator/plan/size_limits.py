@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 
-from flotilla_coordinator.plan.asynchrony import groups_under_way, held_bytes
 from flotilla_coordinator.plan.lines import Line, shown_bytes
+from flotilla_coordinator.plan.update_lines import groups_under_way, held_bytes
 from flotilla_core.config import RunConfig, TrainerConfig
 
 MOST_GROUPS = 100_000

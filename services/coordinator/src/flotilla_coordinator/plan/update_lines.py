@@ -1,7 +1,9 @@
-"""Describes how the samples of a step become updates: micro-batches, optimizer steps, and the ranks that share them.
+"""Describes what is optimised, how samples become updates, and how far generation runs ahead, as lines of a run's plan.
 
 Invariants: the way an update is cut never changes its result, so none is refused. The number of micro-batches holds for
 padded and for packed rows: it is exact when all sequences are as long as the longest, and shorter ones never need more.
+The bounds of samples in flight are those by which `rollouts/source.py` admits groups; "at most" is the bound before any
+of these groups has ended.
 """
 
 from __future__ import annotations
@@ -9,14 +11,146 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from flotilla_coordinator.plan.lines import Line
+from flotilla_coordinator.plan.lines import Line, shown_bytes
 from flotilla_coordinator.plan.model_facts import ModelFacts
+from flotilla_coordinator.rollouts.prompt_queue import issued_per_step, steps_ahead
 from flotilla_coordinator.trainers.spec import critic_warmup_steps
-from flotilla_core.config import AlgorithmConfig, PolicyConfig, RunConfig, StackConfig, TrainerConfig
+from flotilla_core.config import (
+    AlgorithmConfig,
+    DpoConfig,
+    PolicyConfig,
+    RewardModelConfig,
+    RunConfig,
+    StackConfig,
+    TrainerConfig,
+)
+from flotilla_core.config.algorithm import CorrectionConfig, KlConfig, RejectionConfig
+from flotilla_core.config.losses import GspoLoss
+from flotilla_core.config.roles import TeacherConfig
 from flotilla_core.gangs import gang_of, model_of, roles_of
 from flotilla_core.model_folder import model_folder
 from flotilla_core.roles import POLICY, section_of
+
+HELD_BYTES_PER_TOKEN = 4 + 4 + 6
+"""A token id, a log-probability and text, which the coordinator holds until their step is trained."""
+HELD_BYTES_PER_SAMPLE = 2048
+SHARE_OF_HOST = 0.25
+"""The plan warns above this share, because the ledger, the tokenizer and the other services need memory as well."""
+
+
+def algorithm_lines(algorithm: AlgorithmConfig) -> Iterator[Line]:
+    """Describe each section of the algorithm in one line; a section that is off has none."""
+    if algorithm.type == "sft":
+        yield "algorithm", "sft", "cross-entropy of the answers, mean over all tokens of the update"
+        return
+    if isinstance(algorithm, RewardModelConfig):
+        center = algorithm.center_coefficient
+        centred = f"; {center:g} x the squared sum of both rewards keeps them around zero" if center else ""
+        yield (
+            "algorithm",
+            algorithm.type,
+            f"a head of one number learns by pairs to give the preferred answer the higher one{centred}",
+        )
+        return
+    if isinstance(algorithm, DpoConfig):
+        reference = "nothing" if algorithm.reference_free else "the first policy"
+        shown = {"beta": algorithm.beta, "label_smoothing": algorithm.label_smoothing or None}
+        yield (
+            "algorithm",
+            algorithm.type,
+            f"{algorithm.loss} of pairs, compared with {reference}; {_settings(shown)}",
+        )
+        return
+    control = ", control: rewards are shuffled" if algorithm.shuffle_rewards else ""
+    yield "algorithm", algorithm.type, f"a preset; docs/algorithms.md has the formulas{control}"
+    shared = {key: value for key, value in algorithm.advantage if key not in algorithm.advantage.arguments}
+    switched_on = {key: value for key, value in shared.items() if value and key not in ("type", "parameters")}
+    yield (
+        "advantage",
+        algorithm.advantage.type,
+        _settings(algorithm.advantage.arguments | switched_on),
+    )
+    bonus = {"entropy_coefficient": algorithm.entropy_coefficient} if algorithm.entropy_coefficient else {}
+    yield "loss", algorithm.loss.type, _settings(algorithm.loss.arguments | bonus)
+    constant = algorithm.aggregation.constant_tokens or "rollout.sampling.max_response_tokens"
+    yield (
+        "aggregation",
+        algorithm.aggregation.type,
+        f"over {constant}" if algorithm.aggregation.type == "constant" else "counted over the whole update",
+    )
+    yield from _correction(algorithm.correction)
+    yield from _divergence(algorithm.kl)
+    if algorithm.teacher is not None:
+        yield _taught(algorithm.teacher)
+
+
+def algorithm_warnings(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Warn of settings that would run, but teach badly."""
+    if not isinstance(algorithm, PolicyConfig):
+        return
+    loss, kl = algorithm.loss, algorithm.kl
+    if isinstance(loss, GspoLoss) and algorithm.correction.proximal == "rollout":
+        yield (
+            "algorithm.loss gspo clips ratios beyond "
+            f"1 - {loss.clip_low:g} and 1 + {loss.clip_high:g}, and with "
+            "algorithm.correction.proximal rollout they hold what generator and trainer compute differently, which is "
+            "more than that on most GPUs: set it to trainer"
+        )
+    if kl.placement == "loss" and kl.estimator == "k1":
+        yield (
+            "algorithm.kl.estimator k1 with algorithm.kl.placement loss adds noise and holds nothing back, for the "
+            "gradient of log p - log q is that of log p, which is zero on average: set the estimator to k2, k3 or "
+            "full, or the placement to reward"
+        )
+
+
+def _correction(correction: CorrectionConfig) -> Iterator[Line]:
+    usual = CorrectionConfig()
+    changed = {key: value for key, value in correction if value != getattr(usual, key)}
+    if changed:
+        yield "correction", correction.importance, _settings(changed)
+
+
+def _divergence(kl: KlConfig) -> Iterator[Line]:
+    if kl.placement != "none":
+        adaptive = "" if kl.target is None else f", adapts to {kl.target:g} a token"
+        yield (
+            "divergence",
+            f"in the {kl.placement}",
+            f"{kl.estimator} from the first policy, coefficient {kl.coefficient:g}{adaptive}",
+        )
+
+
+def _taught(teacher: TeacherConfig) -> Line:
+    others = ", all others as one more" if teacher.tail else ""
+    by = "" if teacher.teacher_field is None else f" by {teacher.teacher_field}"
+    asked = f"; asked: {' and '.join(teacher.teachers)}{by}" if teacher.teachers else ""
+    return (
+        "teacher",
+        "in the loss",
+        f"{teacher.divergence} divergence over its {teacher.top_k} likeliest tokens{others}, coefficient "
+        f"{teacher.coefficient:g}{asked}",
+    )
+
+
+def _settings(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {_shown(value)}" for name, value in values.items() if value is not None)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " and ".join(_shown(item) for item in value)
+    if isinstance(value, dict):
+        return " and ".join(f"{name} {_shown(item)}" for name, item in value.items())
+    if isinstance(value, RejectionConfig):
+        low = "" if value.low is None else f" below {value.low:g}"
+        high = "" if value.high is None else f" above {value.high:g}"
+        return f"of {value.measure} over {value.over}{low}{' or' if low and high else ''}{high}"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True)
@@ -119,3 +253,81 @@ def mesh_line(trainer: TrainerConfig) -> Line:
         f"{_counted(trainer.replicate, 'copy', 'copies')} on {_counted(shards, 'rank', 'ranks')}{each}; {parts}; "
         f"layers {compiled[trainer.compile]}",
     )
+
+
+def policy_line(config: RunConfig) -> Line:
+    """Say whether samples come from the version that they train, and if not, how old they may be."""
+    ahead = config.rollout.max_staleness
+    if not ahead:
+        explanation = "on-policy: samples come from the version that they train"
+    else:
+        explanation = (
+            f"off-policy by at most {ahead} {'step' if ahead == 1 else 'steps'}: generation overlaps training"
+        )
+    return "policy", f"max_staleness {ahead}", explanation
+
+
+def groups_line(config: RunConfig, tokens_of_a_step: int) -> Line:
+    """Say how many groups are generated or wait to be trained at one time."""
+    rollout, steps = config.rollout, _steps_at_once(config)
+    spare, groups = issued_per_step(rollout) - rollout.prompts_per_step, groups_under_way(config)
+    return (
+        "groups under way",
+        f"at most {groups:,}",
+        f"{steps} step(s) x {rollout.prompts_per_step} prompts{f' and {spare} more' if spare else ''}, "
+        f"{groups * rollout.samples_per_prompt:,} samples; "
+        f"about {shown_bytes(held_bytes(config, tokens_of_a_step))} in the coordinator",
+    )
+
+
+def asynchrony_warnings(config: RunConfig, tokens_of_a_step: int, memory: int) -> Iterator[str]:
+    """Warn of a run that ends before its first update counts, of uncorrected old samples, and of too much memory."""
+    ahead = config.rollout.max_staleness
+    if ahead and ahead >= config.steps:
+        yield (
+            f"rollout.max_staleness = {ahead} admits all {config.steps} steps at once: the first version may write "
+            "every sample of the run; set it to a few steps"
+        )
+    if ahead and isinstance(config.algorithm, PolicyConfig) and _trusts_old_samples(config.algorithm):
+        yield (
+            f"rollout.max_staleness = {ahead} trains samples of older versions, and nothing in {config.algorithm.type} "
+            "as it is set looks at how far the policy has moved since: set algorithm.correction.importance to token"
+        )
+    held = held_bytes(config, tokens_of_a_step)
+    if SHARE_OF_HOST * memory < held <= memory:
+        yield (
+            f"groups under way may take {shown_bytes(held)} in the coordinator, whose host has "
+            f"{shown_bytes(memory)}: lower rollout.max_staleness or rollout.prompts_per_step"
+        )
+
+
+def _trusts_old_samples(algorithm: PolicyConfig) -> bool:
+    """Return whether an update takes every sample as the policy's own, whichever version generated it."""
+    correction = algorithm.correction
+    ratio_to_rollout = algorithm.loss.has_ratio and correction.proximal == "rollout"
+    left_out = correction.sequence_low is not None or correction.sequence_high is not None
+    return not ratio_to_rollout and correction.importance == "none" and not left_out
+
+
+def _steps_at_once(config: RunConfig) -> int:
+    return min(1 + steps_ahead(config.rollout), config.steps)
+
+
+def groups_under_way(config: RunConfig) -> int:
+    """Return the largest number of groups that are generated or wait to be trained at one time."""
+    rollout = config.rollout
+    spare = issued_per_step(rollout) - rollout.prompts_per_step
+    return _steps_at_once(config) * rollout.prompts_per_step + spare
+
+
+def held_bytes(config: RunConfig, tokens_of_a_step: int) -> int:
+    """Return the most memory that these groups take in the coordinator."""
+    samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    of_a_step = tokens_of_a_step * HELD_BYTES_PER_TOKEN + samples * HELD_BYTES_PER_SAMPLE
+    return _steps_at_once(config) * of_a_step + tokens_of_a_step * _teacher_bytes(config)
+
+
+def _teacher_bytes(config: RunConfig) -> int:
+    """Return the bytes of a teacher's likeliest tokens for one token; only the batch that is trained has them."""
+    teacher = config.algorithm.teacher if isinstance(config.algorithm, PolicyConfig) else None
+    return 0 if teacher is None else teacher.bytes_per_token

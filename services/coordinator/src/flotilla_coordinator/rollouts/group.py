@@ -22,7 +22,7 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import DropReason, GroupIssue, SampleRecord
 from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample
 from flotilla_coordinator.rollouts.generation import Generation, GenerationRequest
-from flotilla_coordinator.rollouts.replay import decided, recorded_failures, recorded_samples
+from flotilla_coordinator.rollouts.samples import decided, recorded_failures, recorded_samples
 from flotilla_coordinator.rollouts.scoring import Outcome, Scorer, score_item
 from flotilla_core import ids, telemetry
 from flotilla_core.config import RolloutConfig

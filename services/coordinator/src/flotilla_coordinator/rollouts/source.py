@@ -24,7 +24,7 @@ from flotilla_coordinator.ledger.records import DropReason
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, batch_metrics
 from flotilla_coordinator.rollouts.group import FinishedGroup, GroupRequest, GroupRollout
 from flotilla_coordinator.rollouts.prompt_queue import GroupTask, PromptQueue
-from flotilla_coordinator.rollouts.replay import Replay
+from flotilla_coordinator.rollouts.samples import Replay
 from flotilla_coordinator.rollouts.scoring import RIGHT_AT
 from flotilla_core import ids
 from flotilla_core.config import RolloutConfig, RunConfig

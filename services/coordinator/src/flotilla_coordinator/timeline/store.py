@@ -1,4 +1,4 @@
-"""Writes the span store, SQLite in WAL mode on a thread of its own, and receives its spans by OTLP.
+"""Writes the span store, SQLite in WAL mode on a thread of its own, from the OTLP messages that it receives.
 
 Invariants: there is one writer. `add` returns once the spans are committed, so an exporter that waits for the answer
 loses nothing when this process is killed. All waiting spans are committed together. The queue is bounded by spans;
@@ -9,14 +9,16 @@ the oldest spans of the last run: the newest spans stay, whatever the limits.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import math
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTracePartialSuccess,
@@ -27,13 +29,14 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     TraceServiceServicer,
     add_TraceServiceServicer_to_server,
 )
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 
-from flotilla_coordinator.timeline import decode
-from flotilla_coordinator.timeline.decode import ResourceKey, SpanRow
 from flotilla_coordinator.timeline.reader import SpanReader
 from flotilla_coordinator.timeline.schema import NO_STEP, migrate
 from flotilla_core.disk import disk_full, names_full_disk
 from flotilla_core.errors import FailedPrecondition
+from flotilla_core.telemetry import names
 
 MAX_QUEUED_SPANS = 100_000
 _MAX_COMMIT_SPANS = 20_000
@@ -55,6 +58,109 @@ _PORTION = 8
 
 SERVICE_NAME = "opentelemetry.proto.collector.trace.v1.TraceService"
 add_to_server = add_TraceServiceServicer_to_server
+
+Value = str | int | float | bool | None | list["Value"] | dict[str, "Value"]
+
+
+class ResourceKey(NamedTuple):
+    """The process that a span comes from."""
+
+    service: str
+    instance: str
+    host: str
+    pid: int
+
+
+class SpanRow(NamedTuple):
+    """A span as it is stored, without its resource."""
+
+    trace_id: bytes
+    span_id: bytes
+    parent_id: bytes | None
+    name: str
+    kind: int
+    start_ns: int
+    end_ns: int
+    status: int
+    attributes: str
+    links: bytes | None
+    """Trace and span id of each linked span, 24 bytes a link."""
+    run_id: str | None
+    step: int | None
+
+
+def count_spans(request: ExportTraceServiceRequest) -> int:
+    """Return the number of spans in a request."""
+    return sum(len(scope.spans) for resource in request.resource_spans for scope in resource.scope_spans)
+
+
+def rows(request: ExportTraceServiceRequest) -> Iterator[tuple[ResourceKey, SpanRow]]:
+    """Return every span of a request with its process; spans without valid ids are left out."""
+    for resource_spans in request.resource_spans:
+        key = _resource_key(resource_spans.resource.attributes)
+        for scope in resource_spans.scope_spans:
+            for span in scope.spans:
+                if len(span.trace_id) == 16 and len(span.span_id) == 8:
+                    yield key, _row(span)
+
+
+def _resource_key(attributes: Iterable[KeyValue]) -> ResourceKey:
+    found = {attribute.key: _plain(attribute.value) for attribute in attributes}
+    pid = found.get(names.PROCESS_PID)
+    service = str(found.get(names.SERVICE_NAME) or "unknown")
+    return ResourceKey(
+        service,
+        str(found.get(names.SERVICE_INSTANCE_ID) or service),
+        str(found.get(names.HOST_NAME) or ""),
+        pid if isinstance(pid, int) else 0,
+    )
+
+
+def _row(span: OtlpSpan) -> SpanRow:
+    attributes = {attribute.key: _plain(attribute.value) for attribute in span.attributes}
+    run_id = attributes.get(names.RUN_ID)
+    step = attributes.get(names.STEP)
+    if span.events:
+        attributes["events"] = [_event(event) for event in span.events]
+    if span.status.message:
+        attributes["status.message"] = span.status.message
+    return SpanRow(
+        span.trace_id,
+        span.span_id,
+        span.parent_span_id or None,
+        span.name,
+        span.kind,
+        span.start_time_unix_nano,
+        max(span.start_time_unix_nano, span.end_time_unix_nano),
+        span.status.code,
+        json.dumps(attributes, separators=(",", ":"), sort_keys=True) if attributes else "{}",
+        b"".join(link.trace_id + link.span_id for link in span.links) or None,
+        run_id if isinstance(run_id, str) else None,
+        step if isinstance(step, int) else None,
+    )
+
+
+def _event(event: OtlpSpan.Event) -> Value:
+    return {
+        "name": event.name,
+        "time_ns": event.time_unix_nano,
+        **{attribute.key: _plain(attribute.value) for attribute in event.attributes},
+    }
+
+
+def _plain(value: AnyValue) -> Value:
+    """Convert to a JSON value; a value that JSON cannot hold becomes text."""
+    kind = value.WhichOneof("value")
+    if kind in ("string_value", "int_value", "bool_value"):
+        plain: Value = getattr(value, kind)
+        return plain
+    if kind == "double_value":
+        return value.double_value if math.isfinite(value.double_value) else str(value.double_value)
+    if kind == "array_value":
+        return [_plain(item) for item in value.array_value.values]
+    if kind == "kvlist_value":
+        return {item.key: _plain(item.value) for item in value.kvlist_value.values}
+    return value.bytes_value.hex() if kind == "bytes_value" else None
 
 
 class SpanStore:
@@ -81,7 +187,7 @@ class SpanStore:
 
     async def add(self, request: ExportTraceServiceRequest) -> int:
         """Store the spans of a request; return how many were refused because the queue is full."""
-        count = decode.count_spans(request)
+        count = count_spans(request)
         with self._lock:
             if self._queued + count > MAX_QUEUED_SPANS:
                 self.dropped += count
@@ -160,7 +266,7 @@ class SpanStore:
                 done.set_result(results[position])
 
     def _insert(self, connection: sqlite3.Connection, request: ExportTraceServiceRequest) -> int:
-        spans = list(decode.rows(request))
+        spans = list(rows(request))
         connection.executemany(
             _INSERT_SPAN, [_columns(row, self._resource(connection, key)) for key, row in spans]
         )
