@@ -506,7 +506,7 @@ GIB = 1 << 30
 @pytest.fixture
 def long_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StackConfig:
     """A model of long sequences on a host with 64 GiB."""
-    monkeypatch.setattr(planning, "host_memory", lambda: 64 * GIB)
+    monkeypatch.setattr(planning.size_limits, "host_memory", lambda: 64 * GIB)
     model = make_model(tmp_path / "long-model", max_position_embeddings=20_000_000)
     return StackConfig(model=model, state_dir=tmp_path / "state")
 
@@ -556,7 +556,7 @@ def test_a_size_that_cannot_fit_is_refused(
 def test_ranks_that_the_host_cannot_hold_are_refused(
     run: dict[str, Any], long_stack: StackConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "host_memory", lambda: GIB)
+    monkeypatch.setattr(planning.size_limits, "host_memory", lambda: GIB)
     batching = {"tokens_per_microbatch": 10_000_000, "logprob_chunk_tokens": 10_000_000}
     error = the_error(plan(run, long_stack, batching=batching))
     assert "1 trainer rank needs about" in error and "1 GiB and no GPU" in error

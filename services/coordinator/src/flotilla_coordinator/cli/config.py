@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flotilla_coordinator.cli.options import Json
-from flotilla_core.config import PolicyConfig, RunConfig, StackConfig
 
 if TYPE_CHECKING:
     from flotilla_core.config import RunConfig, StackConfig
@@ -138,6 +137,8 @@ def paths_of_stack(config: StackConfig) -> list[Found]:
 
 
 def _of_run(config: RunConfig) -> Iterator[Found]:
+    from flotilla_core.config import PolicyConfig
+
     train = config.data.train
     if isinstance(train, Path):
         yield _file("data.train", train)

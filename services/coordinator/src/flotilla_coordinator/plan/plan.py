@@ -13,44 +13,12 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import LoadedSet, held_out_data, joined, read_sets, training_data
-from flotilla_coordinator.plan import checks
+from flotilla_coordinator.plan import checks, data_lines, size_limits, update_lines
 from flotilla_coordinator.plan.checks import role_errors
-from flotilla_coordinator.plan.data_lines import (
-    critic_lines,
-    critic_parameters,
-    data_lines,
-    draw_lines,
-    draw_warnings,
-    evaluation_errors,
-    evaluation_line,
-    greedy_lines,
-    model_lines,
-    sync_lines,
-)
 from flotilla_coordinator.plan.functions import loading_problems
 from flotilla_coordinator.plan.lines import shown_bytes
 from flotilla_coordinator.plan.model_facts import AdapterFacts, ModelFacts, adapter_errors
-from flotilla_coordinator.plan.size_limits import (
-    DiskUse,
-    disk_errors,
-    existing,
-    host_memory,
-    memory_errors,
-    trainer_errors,
-)
 from flotilla_coordinator.plan.trainer_memory import TrainerMemory
-from flotilla_coordinator.plan.update_lines import (
-    MicroBatches,
-    algorithm_lines,
-    algorithm_warnings,
-    asynchrony_warnings,
-    groups_line,
-    mesh_errors,
-    mesh_line,
-    policy_line,
-    update_lines,
-    update_warnings,
-)
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.errors import FlotillaError
 from flotilla_core.model_folder import model_folder
@@ -71,13 +39,13 @@ def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:
         start = ModelFacts.read(config.initial_weights) if config.initial_weights else model
         tokenizer = Tokenizer.load(folder)
         plan.errors.extend(checks.model_errors(config, model, start, tokenizer.vocabulary_size))
-        plan.errors.extend(mesh_errors(config.algorithm, stack))
+        plan.errors.extend(update_lines.mesh_errors(config.algorithm, stack))
         plan.errors.extend(adapter_errors(model, config.lora) if config.lora else [])
         sets = read_sets(config.data, tokenizer, training_data(config))
         data = joined(sets)
         held_out = None
         longest = checks.longest_sequence(config, data, tokenizer)
-        critic = list(critic_lines(config, stack, longest))
+        critic = list(data_lines.critic_lines(config, stack, longest))
         if config.evaluation is not None:
             held_out = held_out_data(config)(config.evaluation.data, config.data, tokenizer)
     except FlotillaError as error:
@@ -116,7 +84,7 @@ class _Planner:
         self._prompts = config.rollout.prompts_per_step
         per_prompt = {"pairs": 2, "answers": 1}.get(self._given, config.rollout.samples_per_prompt)
         self._samples = self._prompts * per_prompt
-        self._memory = host_memory()
+        self._memory = size_limits.host_memory()
         self._step_tokens = 0
         """Tokens that are generated for a step; 0 where none are."""
         self._prompt_tokens = checks.longest_prompt(self._data)
@@ -127,27 +95,29 @@ class _Planner:
 
     def write(self) -> None:
         """Write all lines, warnings and errors."""
-        for line in model_lines(self._config, self._model, self._adapters, self._limit):
+        for line in data_lines.model_lines(self._config, self._model, self._adapters, self._limit):
             self._line(*line)
-        for line in algorithm_lines(self._config.algorithm):
+        for line in update_lines.algorithm_lines(self._config.algorithm):
             self._line(*line)
-        self._plan.warnings.extend(algorithm_warnings(self._config.algorithm))
+        self._plan.warnings.extend(update_lines.algorithm_warnings(self._config.algorithm))
         self._data_lines()
         self._step_lines()
-        self._line(*mesh_line(self._stack.trainer))
+        self._line(*update_lines.mesh_line(self._stack.trainer))
         self._update_lines()
         if self._held_out is not None:
-            self._line(*evaluation_line(self._config, self._held_out))
+            self._line(*data_lines.evaluation_line(self._config, self._held_out))
             self._plan.warnings.extend(checks.overlap_warnings(self._data, self._held_out))
-            self._plan.errors.extend(evaluation_errors(self._config, self._held_out, self._limit))
+            self._plan.errors.extend(data_lines.evaluation_errors(self._config, self._held_out, self._limit))
         self._memory_lines()
         self._disk_lines()
         held_out = len(self._held_out.prompts) if self._held_out is not None else 0
-        self._plan.errors.extend(memory_errors(self._config, self._step_tokens, held_out, self._memory))
+        self._plan.errors.extend(
+            size_limits.memory_errors(self._config, self._step_tokens, held_out, self._memory)
+        )
 
     def _data_lines(self) -> None:
         config = self._config
-        for line in data_lines(config, self._sets, self._prompt_tokens):
+        for line in data_lines.data_lines(config, self._sets, self._prompt_tokens):
             self._line(*line)
         self._plan.warnings.extend(checks.data_warnings(config, self._data))
         if self._given == "answers" and not all(prompt.answer for prompt in self._data.prompts):
@@ -172,9 +142,9 @@ class _Planner:
             f"{self._prompts} prompts x {rollout.samples_per_prompt} samples; "
             f"about {math.ceil(self._samples / replicas)} for each of {replicas} generator(s)",
         )
-        for line in (*draw_lines(rollout), *greedy_lines(config)):
+        for line in (*data_lines.draw_lines(rollout), *data_lines.greedy_lines(config)):
             self._line(*line)
-        self._plan.warnings.extend(draw_warnings(config))
+        self._plan.warnings.extend(data_lines.draw_warnings(config))
         self._step_tokens = tokens = self._samples * (self._prompt_tokens + self._response_tokens)
         self._line(
             "tokens of a step",
@@ -182,9 +152,9 @@ class _Planner:
             f"{self._samples} x ({self._prompt_tokens} prompt + {self._response_tokens} response)",
         )
         if config.loop == "coordinator":
-            self._line(*policy_line(config))
-            self._line(*groups_line(config, tokens))
-            self._plan.warnings.extend(asynchrony_warnings(config, tokens, self._memory))
+            self._line(*update_lines.policy_line(config))
+            self._line(*update_lines.groups_line(config, tokens))
+            self._plan.warnings.extend(update_lines.asynchrony_warnings(config, tokens, self._memory))
         self._plan.errors.extend(
             checks.length_errors(
                 self._limit,
@@ -198,10 +168,12 @@ class _Planner:
         config, lanes = self._config, self._stack.trainer.lanes
         # A reward is read off after the last token, so that token is fed as well.
         longest = self._longest + (1 if config.trains_reward_model else 0)
-        cut = MicroBatches.of(self._samples, longest, config.batching.tokens_per_microbatch, lanes)
-        for line in update_lines(config, cut, self._samples, lanes):
+        cut = update_lines.MicroBatches.of(
+            self._samples, longest, config.batching.tokens_per_microbatch, lanes
+        )
+        for line in update_lines.update_lines(config, cut, self._samples, lanes):
             self._line(*line)
-        self._plan.warnings.extend(update_warnings(config, cut, self._longest))
+        self._plan.warnings.extend(update_lines.update_warnings(config, cut, self._longest))
 
     def _memory_lines(self) -> None:
         trainer = self._stack.trainer
@@ -220,26 +192,26 @@ class _Planner:
             )
             + (f", frozen reference {shown_bytes(need.reference)}" if need.reference else ""),
         )
-        self._plan.errors.extend(trainer_errors(self._config, trainer, need.total, self._memory))
+        self._plan.errors.extend(size_limits.trainer_errors(self._config, trainer, need.total, self._memory))
         if not self._config.trains_reward_model:
-            for line in sync_lines(self._config, self._stack, self._model, self._adapters):
+            for line in data_lines.sync_lines(self._config, self._stack, self._model, self._adapters):
                 self._line(*line)
 
     def _disk_lines(self) -> None:
         generated = 0 if self._given else self._config.steps * self._samples * self._response_tokens
         parameters = self._model.parameters
-        use = DiskUse.of(
+        use = size_limits.DiskUse.of(
             self._config,
             parameters=parameters,
             learning=parameters if self._adapters is None else self._adapters.parameters,
-            critic=critic_parameters(self._config, self._stack),
+            critic=data_lines.critic_parameters(self._config, self._stack),
             generated_tokens=generated,
         )
         for line in use.lines():
             self._line(*line)
         samples = 0 if self._given else self._samples
-        self._plan.errors.extend(disk_errors(self._config, use, samples, self._stack.state_dir))
-        free = shutil.disk_usage(existing(self._stack.state_dir)).free
+        self._plan.errors.extend(size_limits.disk_errors(self._config, use, samples, self._stack.state_dir))
+        free = shutil.disk_usage(size_limits.existing(self._stack.state_dir)).free
         if use.total > free:
             self._plan.warnings.append(
                 f"the run may write {shown_bytes(use.total)}, but {self._stack.state_dir} "
