@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from qwen3_shape import make_model
 
-from flotilla.trainer.v1 import session_pb2
+from flotilla_core.config import BatchingConfig, OptimizerConfig
 from flotilla_trainer.batch.packing import Layout, MicroBatch, Sequences, pack
-from flotilla_trainer.front.session_settings import rank_settings
 from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
 from flotilla_trainer.rank.packed_rows import PackedRow
 from flotilla_trainer.rank.sharded_model import ShardedModel
+from flotilla_trainer.wire.objective import ObjectiveSettings
 from flotilla_trainer.wire.settings import SessionSettings
 
 GPU = torch.cuda.is_available()
@@ -47,14 +47,14 @@ def one_rank(dtype: torch.dtype, **shape: Any) -> Iterator[tuple[ShardedModel, P
 
 
 def settings(**optimizer: Any) -> SessionSettings:
-    """Return a session that trains on given answers."""
-    spec = session_pb2.SessionSpec(
-        objective=session_pb2.Objective(sft=session_pb2.SftObjective()),
-        optimizer=session_pb2.Optimizer(
-            learning_rate=1e-6, beta1=0.9, beta2=0.999, epsilon=1e-8, max_grad_norm=1.0, **optimizer
-        ),
+    """Return the settings of a session that trains on given answers."""
+    return SessionSettings(
+        objective=ObjectiveSettings(),
+        optimizer=OptimizerConfig(learning_rate=1e-6, **optimizer),
+        batching=BatchingConfig(),
+        seed=0,
+        total_updates=1,
     )
-    return SessionSettings.from_fields(rank_settings(spec))
 
 
 def long_tailed(count: int, longest: int, seed: int = 0) -> np.ndarray:

@@ -136,7 +136,7 @@ def _update_peak(case: Case) -> tuple[int, int]:
     with one_rank(getattr(torch, DTYPE), **SHAPE) as (model, folder):
         model.recomputed_layers.on = case.batching.get("activation_checkpointing", False)
         model.recomputed_layers.inputs_rest_on_host = case.batching.get("activation_offload", False)
-        optimizer = PolicyOptimizer(model, settings(**case.optimizer))
+        optimizer = PolicyOptimizer(model, settings(**case.optimizer).optimizer)
         batches = micro_batches(given, case.tokens // 2, packed)
         update(model, optimizer, batches[:1], case.chunk)
         state = sum(parameter.numel() for parameter in model.parameters()) * (4 if case.optimizer else 12)

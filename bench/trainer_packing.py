@@ -34,7 +34,7 @@ def measure() -> list[Row]:
     rows = []
     speeds = {}
     with one_rank(torch.bfloat16 if GPU else torch.float32, **SHAPE) as (model, _):
-        optimizer = PolicyOptimizer(model, settings())
+        optimizer = PolicyOptimizer(model, settings().optimizer)
         for packed, name in ((False, "padded rows"), (True, "packed rows")):
             batches = micro_batches(given, budget, packed)
             share = padding_share([batches])

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from one_rank import GPU, finish_kernels, long_tailed, sequences, settings
 
+from flotilla_core.config import BatchingConfig
 from flotilla_trainer.batch.packing import Layout, MicroBatch, Sequences, pack
 from flotilla_trainer.rank.compilation import Compilation
 from flotilla_trainer.rank.mesh import RankMesh
@@ -78,8 +79,9 @@ def _trained(
 def _updates(
     model: ShardedModel, compilation: Compilation, batches: list[MicroBatch], asked: dict[str, Any]
 ) -> Iterator[tuple[float, float, dict[str, float]]]:
-    session = replace(settings(), chunk_tokens=asked["chunk_tokens"])
-    objective, optimizer = Objective(session.objective), PolicyOptimizer(model, session)
+    batching = BatchingConfig(logprob_chunk_tokens=asked["chunk_tokens"])
+    session = replace(settings(), batching=batching)
+    objective, optimizer = Objective(session.objective), PolicyOptimizer(model, session.optimizer)
     for _ in range(asked["updates"]):
         dist.barrier()
         finish_kernels()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -13,18 +14,16 @@ import pytest
 from flotilla.trainer.v1.session_pb2 import Role
 from flotilla_algorithms import ADVANTAGES, PAIR_LOSSES
 from flotilla_coordinator.trainers.spec import critic_spec, frozen_spec, session_spec
-from flotilla_core.config import DpoConfig, PolicyConfig, RewardModelConfig, RunConfig
-from flotilla_core.config.advantages import AdvantageSection
+from flotilla_core.config import PolicyConfig, RunConfig
+from flotilla_core.config.advantages import AdvantageSection, GdpoAdvantage
 from flotilla_core.config.losses import LossSection
 from flotilla_core.config.presets import PRESETS
 from flotilla_core.roles import CRITIC, REFERENCE, TEACHER
-from flotilla_trainer.front.session_settings import check_spec
+from flotilla_trainer.front.session_settings import scoring_batching, session_settings
 from flotilla_trainer.losses.table import LOSSES
-from flotilla_trainer.objective.pairs import LOSSES as PAIR_NAMES
 from flotilla_trainer.objective.session_objective import session_objective
-from flotilla_trainer.objective.settings import check_objective, objective_settings, policy_config
 from flotilla_trainer.objective.value import ValueUpdate
-from flotilla_trainer.wire.settings import REWARD, VALUE, ObjectiveSettings
+from flotilla_trainer.wire.settings import SessionSettings
 
 DOCUMENTS = [Path(__file__).parents[2] / "docs" / name for name in ("algorithms.md", "preferences.md")]
 CHOSEN_BY_THE_FRONT = {"share", "covariance_low", "covariance_high"}
@@ -94,7 +93,7 @@ ALGORITHMS = [
 ]
 
 
-def run_of(algorithm: dict[str, Any], tmp_path: Path) -> RunConfig:
+def run_of(algorithm: dict[str, Any], tmp_path: Path, **beside: Any) -> RunConfig:
     judges = [] if algorithm.get("type") == "reward_model" else [{"reward": "exact"}]
     return RunConfig.model_validate(
         {
@@ -103,56 +102,58 @@ def run_of(algorithm: dict[str, Any], tmp_path: Path) -> RunConfig:
             "data": {"train": tmp_path / "train.jsonl"},
             "rewards": judges,
             "algorithm": algorithm,
+            **beside,
         }
     )
 
 
+def of_the_ranks(settings: SessionSettings) -> SessionSettings:
+    """What a rank reads of the command that opens the session."""
+    return SessionSettings.from_fields(json.loads(json.dumps(settings.fields())))
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.get("type", "everything"))
-def test_what_the_coordinator_sends_is_what_the_trainer_takes(
+def test_every_key_of_a_run_reaches_the_front_and_the_ranks_by_itself(
     algorithm: dict[str, Any], tmp_path: Path
 ) -> None:
     config = run_of(algorithm, tmp_path)
-    sent = session_spec(config, tmp_path)
-    check_spec(sent)
-    session_objective(sent.objective)
-    settings = objective_settings(sent.objective)
-    if config.algorithm.type == "sft":
-        assert settings == ObjectiveSettings()
-        return
-    if isinstance(config.algorithm, RewardModelConfig):
-        assert settings == ObjectiveSettings(loss=REWARD)
-        assert sent.objective.reward_model.center_coefficient == config.algorithm.center_coefficient
-        return
-    if isinstance(config.algorithm, DpoConfig):
-        assert settings == ObjectiveSettings(keeps_reference=not config.algorithm.reference_free)
-        assert PAIR_NAMES[sent.objective.preference.loss] == config.algorithm.loss
-        assert sent.objective.preference.beta == config.algorithm.beta
-        assert sent.objective.preference.label_smoothing == config.algorithm.label_smoothing
-        return
-    loss, correction = config.algorithm.loss, config.algorithm.correction
-    assert settings.loss == loss.type
-    kept = {name: value for name, value in loss.arguments.items() if name not in CHOSEN_BY_THE_FRONT}
-    assert settings.parameters == kept
-    assert settings.ratio_to_trainer == (correction.proximal != "rollout")
-    assert (settings.importance or "none") == correction.importance
-    assert (settings.sequence_low, settings.fail_at) == (correction.sequence_low, correction.fail_at)
-    assert settings.keeps_reference == (config.algorithm.kl.placement != "none")
+    settings = session_settings(session_spec(config, tmp_path))
+    session_objective(settings.objective)
+    assert of_the_ranks(settings) == settings
+    expected = config.algorithm
+    if isinstance(expected, PolicyConfig) and isinstance(expected.advantage, GdpoAdvantage):
+        # The weights of the rewards are filled in.
+        own = expected.advantage.model_copy(update={"weights": (1.0,)})
+        expected = expected.model_copy(update={"advantage": own})
+    assert settings.objective.section == expected
+    assert (settings.optimizer, settings.batching, settings.lora) == (
+        config.optimizer,
+        config.batching,
+        config.lora,
+    )
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.get("type", "everything"))
-def test_no_key_of_a_policy_is_lost_on_the_way_to_the_trainer(
-    algorithm: dict[str, Any], tmp_path: Path
-) -> None:
-    config = run_of(algorithm, tmp_path).algorithm
-    if not isinstance(config, PolicyConfig):
-        return
-    sent = session_spec(run_of(algorithm, tmp_path), tmp_path).objective.policy
-    # The coordinator warns, has the critic, knows the preset and fills in the weights of the rewards.
-    beside = {"type": True, "critic": True, "correction": {"warn_at"}}
-    arrived, written = (each.model_dump(exclude=beside) for each in (policy_config(sent, "spec"), config))
-    for sections in (arrived, written):
-        sections["advantage"].pop("weights", None)
-    assert arrived == written
+def test_sections_beside_the_algorithm_arrive_as_they_are(tmp_path: Path) -> None:
+    beside = {
+        "optimizer": {
+            "betas": [0.8, 0.95],
+            "epochs_per_update": 3,
+            "max_skipped_updates": 7,
+            "offload": True,
+        },
+        "batching": {"packing": "on", "activation_checkpointing": True},
+        "lora": {"rank": 3, "alpha": 7, "targets": ["q_proj"], "adapter": tmp_path / "adapter"},
+        "seed": 2**63 - 1,
+    }
+    config = run_of({"type": "sft"}, tmp_path, **beside)
+    settings = session_settings(session_spec(config, tmp_path))
+    assert of_the_ranks(settings) == settings
+    assert (settings.optimizer, settings.batching, settings.lora) == (
+        config.optimizer,
+        config.batching,
+        config.lora,
+    )
+    assert settings.seed == config.seed
 
 
 @pytest.mark.parametrize("critic", [{}, {"value_clip": None, "optimizer": {"learning_rate": 1.0e-3}}])
@@ -161,21 +162,19 @@ def test_what_the_coordinator_sends_a_critic_is_what_it_takes(critic: dict[str, 
     config = run_of(algorithm, tmp_path)
     assert isinstance(config.algorithm, PolicyConfig) and config.algorithm.critic is not None
     sent = critic_spec(config, config.algorithm.critic, tmp_path, has_own_model=False)
-    check_spec(sent, CRITIC)
-    assert isinstance(session_objective(sent.objective), ValueUpdate)
-    settings = objective_settings(sent.objective)
-    clip = config.algorithm.critic.value_clip
-    assert settings == ObjectiveSettings(loss=VALUE, parameters={"clip": clip})
-    assert sent.optimizer.learning_rate == config.algorithm.critic.optimizer.learning_rate
-    assert sent.objective.value.policy == session_spec(config, tmp_path).objective.policy
+    settings = session_settings(sent, CRITIC)
+    assert isinstance(session_objective(settings.objective), ValueUpdate)
+    assert of_the_ranks(settings) == settings
+    assert settings.objective.section == config.algorithm
+    assert settings.optimizer.learning_rate == config.algorithm.critic.optimizer.learning_rate
+    assert sent.objective.section == session_spec(config, tmp_path).objective.section
 
 
 def test_a_reference_of_its_own_leaves_the_ranks_without_a_copy(tmp_path: Path) -> None:
     config = run_of({"type": "grpo", "kl": {"placement": "loss", "reference": "service"}}, tmp_path)
-    objective = session_spec(config, tmp_path).objective
-    check_objective(objective)
-    assert not objective_settings(objective).keeps_reference
-    assert objective_settings(objective).kl_estimator == "k3"
+    objective = session_settings(session_spec(config, tmp_path)).objective
+    assert not objective.keeps_reference
+    assert objective.policy is not None and objective.policy.kl.estimator == "k3"
 
 
 @pytest.mark.parametrize(("role", "name"), [(Role.ROLE_REFERENCE, REFERENCE), (Role.ROLE_TEACHER, TEACHER)])
@@ -183,7 +182,7 @@ def test_what_the_coordinator_sends_a_frozen_gang_is_what_it_takes(
     role: Role.ValueType, name: str, tmp_path: Path
 ) -> None:
     config = run_of({"type": "distillation"}, tmp_path)
-    check_spec(frozen_spec(config, role, str(tmp_path)), name)
+    assert scoring_batching(frozen_spec(config, role, str(tmp_path)), name) == config.batching
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,13 @@ from flotilla_coordinator.trainers.spec import session_spec
 from flotilla_core.config import LoraConfig, RunConfig, StackConfig, load_text
 from flotilla_core.errors import InvalidConfig
 from flotilla_trainer.batch.packing import Layout, Sequences, pack
-from flotilla_trainer.front.session_settings import check_spec, rank_settings
+from flotilla_trainer.front.session_settings import session_settings
 from flotilla_trainer.rank.lora import Adapters
 from flotilla_trainer.rank.packed_rows import PackedRow
 from flotilla_trainer.rank.policy_model import PolicyModel
-from flotilla_trainer.wire.settings import LoraSettings, SessionSettings
 
 PROMPT = "10+11="
-LORA = LoraSettings(rank=8, alpha=8.0, targets=(), adapter="")
+LORA = LoraConfig(rank=8, alpha=8.0)
 AWKWARD = [
     # prompts, samples, response tokens, budget, ranks
     (7, 3, 11, 64, 2),
@@ -109,17 +108,17 @@ def test_planned_adapters_are_those_that_the_trainer_makes(
     }
     config = RunConfig.model_validate(run)
     assert config.lora is not None
-    sent = session_spec(config, tmp_path)
-    check_spec(sent)
-    settings = SessionSettings.from_fields(rank_settings(sent)).lora
-    assert settings is not None and settings.scale == 7 / 3
+    settings = session_settings(session_spec(config, tmp_path)).lora
+    assert settings == config.lora
     config_class = Qwen3Config if model_class is Qwen3ForCausalLM else LlamaConfig
     shape = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
     model = model_class(config_class(**shape, **heads))
     model.save_pretrained(tmp_path)
     planned = AdapterFacts.of(ModelFacts.read(tmp_path), config.lora)
+    assert settings is not None
     made = Adapters(model, settings, seed=0, device=torch.device("cpu"))
+    assert made.scale == 7 / 3
     assert planned.parameters == sum(tensor.numel() for tensor in made.tensors().values())
     assert planned.layers == len(made.tensors()) // 2
     if targets == "all-linear":

@@ -17,10 +17,10 @@ from flotilla_trainer.front.prepared_update import score_squares
 from flotilla_trainer.losses.divergence import full_divergence, teacher_divergence
 from flotilla_trainer.objective.policy import PolicyObjective
 from flotilla_trainer.objective.session_objective import session_objective
-from flotilla_trainer.objective.settings import check_objective, objective_settings
 from flotilla_trainer.objective.value import ValueUpdate
 from flotilla_trainer.rank.objective import Objective, rank_objective
 from flotilla_trainer.rank.update_metrics import metrics_of_steps, objective_metrics
+from flotilla_trainer.wire.objective import ObjectiveSettings
 from option_pairs.made import Made
 from option_pairs.scenes import SCENES, Drawn, chosen, part_of, read_batch, scores
 from option_pairs.teachers import taught
@@ -34,9 +34,8 @@ def trained_update(config: RunConfig, number: int, updates: int) -> Made:
     """The first updates of a scene, by the path that the front and the ranks take."""
     algorithm = config.algorithm
     assert isinstance(algorithm, PolicyConfig)
-    wanted = objective(config)
-    check_objective(wanted)
-    front, settings = session_objective(wanted), objective_settings(wanted)
+    settings = ObjectiveSettings.from_wire(objective(config))
+    front = session_objective(settings)
     assert isinstance(front, PolicyObjective)
     rank = rank_objective(settings)
     made = Made()
@@ -46,8 +45,7 @@ def trained_update(config: RunConfig, number: int, updates: int) -> Made:
         if place >= critic_warmup_steps(config):
             policy_update(front, rank, part, (number, place, groups), algorithm, made)
         if algorithm.critic is not None:
-            asked = value_objective(config, algorithm.critic)
-            check_objective(asked)
+            asked = ObjectiveSettings.from_wire(value_objective(config))
             critic_update(
                 asked, given.plan, part, read_batch(number, place, groups, has_reference=True), made
             )
@@ -121,9 +119,11 @@ def policy_step(
     return objective_metrics(sums, {}, set(sums))
 
 
-def critic_update(wanted: Any, plan: StepPlan, part: Drawn, batch: UpdateBatch, made: Made) -> None:
+def critic_update(
+    wanted: ObjectiveSettings, plan: StepPlan, part: Drawn, batch: UpdateBatch, made: Made
+) -> None:
     """The steps of the critic, as far as their gradients by its values."""
-    front, rank = session_objective(wanted), rank_objective(objective_settings(wanted))
+    front, rank = session_objective(wanted), rank_objective(wanted)
     assert isinstance(front, ValueUpdate)
     sequences, _ = front.sequences(batch, SEED, None, plan.parts(batch))
     rollouts, parts = part.rollouts, plan.parts(batch)

@@ -56,7 +56,7 @@ WRONG: list[tuple[Message, str]] = [
     (trainer_pb2.TrainChunk(
         groups=[trainer_pb2.TrainGroup(samples=[trainer_pb2.TrainSample(reward_terms=[0, -math.inf])])]
     ), "groups[0].samples[0].reward_terms[1] is -inf"),
-    (session_pb2.Kl(target=math.nan), "target is nan"),
+    (session_pb2.Objective(temperature=math.nan), "temperature is nan"),
     (score(limit={"of": [1, math.nan]}), "rewards[0].parameters.limit.of[1] is nan"),
     (trainer_pb2.ComputeLogprobsRequest(temperature=-1), "temperature is -1.0; it may be between 0"),
 ]  # fmt: skip
@@ -79,7 +79,7 @@ def test_a_value_that_breaks_a_rule_is_refused_with_its_field(request_: Message,
         loop_pb2.LoopPrompt(text="a\0b" + "x" * 10_000),
         coordinator_pb2.StartRunRequest(config_yaml="steps: 1\n" * 5000),
         score(nothing=None, text="x" * 10_000, nested={"list": [True, "a", {}]}),
-        session_pb2.SessionSpec(seed=2**64 - 1, optimizer=session_pb2.Optimizer(learning_rate=1e308)),
+        session_pb2.SessionSpec(seed=2**64 - 1, objective=session_pb2.Objective(temperature=1e308)),
     ],
     ids=lambda request: request.DESCRIPTOR.name,
 )

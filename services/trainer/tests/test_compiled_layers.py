@@ -9,6 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from flotilla_core.config import LoraConfig
 from flotilla_trainer.rank import compiled_layers
 from flotilla_trainer.rank.activation_offload import RecomputedLayers
 from flotilla_trainer.rank.compilation import COMPILING, CompilerWatch
@@ -16,7 +17,6 @@ from flotilla_trainer.rank.compiled_layers import CompiledLayers
 from flotilla_trainer.rank.lora import Adapters
 from flotilla_trainer.rank.packed_rows import PackedRow
 from flotilla_trainer.rank.policy_model import PolicyModel
-from flotilla_trainer.wire.settings import LoraSettings
 
 pytestmark = pytest.mark.timeout(600)
 TOLERANCE = 1e-5
@@ -103,7 +103,9 @@ def test_adapters_take_part_from_few_graphs_and_go_again(counter: CompileCounter
     compiled = CompiledLayers(policy.causal_lm.model.layers)
     frames = []
     for session in range(2):
-        adapters = Adapters(policy.causal_lm, LoraSettings(2, 4.0, ("q_proj", "down_proj"), ""), session, CPU)
+        adapters = Adapters(
+            policy.causal_lm, LoraConfig(rank=2, alpha=4.0, targets=("q_proj", "down_proj")), session, CPU
+        )
         for name, parameter in adapters.named_parameters().items():
             torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(len(name) + session))
         compiled.on = False

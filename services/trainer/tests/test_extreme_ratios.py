@@ -6,27 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import TypeAdapter
 
 from flotilla_algorithms import divergence as front_divergence
-from flotilla_core.config.losses import LossSection
+from flotilla_core.config import PolicyConfig
 from flotilla_trainer.losses.divergence import divergence
 from flotilla_trainer.losses.table import LOSSES
 from flotilla_trainer.rank.objective import Objective
-from flotilla_trainer.wire.settings import ObjectiveSettings
+from flotilla_trainer.wire.objective import POLICY, ObjectiveSettings
 
-SECTIONS: TypeAdapter[Any] = TypeAdapter(LossSection)
-FRONT_ONLY = ("share", "covariance_low", "covariance_high")
 SEQUENCES = torch.tensor([0, 0, 0, 1, 1, 1, 1])
 FAR = 1
 """The token that is far away, or that does not count."""
 Columns = dict[str, torch.Tensor]
 
 
-def objective(loss: str, **settings: Any) -> Objective:
-    arguments = SECTIONS.validate_python({"type": loss}).arguments
-    kept = {name: value for name, value in arguments.items() if name not in FRONT_ONLY}
-    return Objective(ObjectiveSettings(loss=loss, parameters=kept, **settings))
+def objective(loss: str, **section: Any) -> Objective:
+    """Of the ranks; the presets of a run would say more."""
+    policy = PolicyConfig.model_validate({"loss": {"type": loss}, **section})
+    return Objective(ObjectiveSettings(POLICY, policy))
 
 
 def columns(advantage_sign: float = 1.0) -> Columns:
@@ -110,7 +107,13 @@ def test_a_token_that_a_correction_leaves_out_is_as_good_as_absent(loss: str) ->
     given["proximal_logprobs"] = given["rollout_logprobs"] + 0.05
     given["proximal_logprobs"][FAR] += 3.0
     corrected = objective(
-        loss, importance="icepop", importance_cap=2.0, importance_floor=0.5, ratio_to_trainer=True
+        loss,
+        correction={
+            "proximal": "trainer",
+            "importance": "icepop",
+            "importance_cap": 2.0,
+            "importance_floor": 0.5,
+        },
     )
     logprobs = logprobs_near(given)
     value, slopes = gradient(corrected, logprobs, given)
@@ -143,8 +146,8 @@ def test_what_counts_nowhere_spoils_neither_entropy_nor_divergence_nor_answers(n
     logprobs, entropy = logprobs_near(given), torch.ones(len(SEQUENCES))
     logprobs[FAR] = entropy[FAR] = float("-inf")
     applied = {
-        "entropy": objective("ppo", kl_estimator="k3", entropy_coefficient=0.1),
-        "kl": objective("ppo", kl_estimator="k3"),
+        "entropy": objective("ppo", kl={"placement": "loss"}, entropy_coefficient=0.1),
+        "kl": objective("ppo", kl={"placement": "loss"}),
         "sft": Objective(ObjectiveSettings()),
     }[name]
     now, spread = logprobs.requires_grad_(), entropy.requires_grad_()

@@ -6,31 +6,23 @@ import numpy as np
 import pytest
 import torch
 
-from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
+from flotilla_testing.session_specs import wire_objective
 from flotilla_trainer.batch.tokens import ModelLimits
 from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.objective.policy import PolicyObjective
-from flotilla_trainer.objective.settings import check_objective, objective_settings
 from flotilla_trainer.rank.objective import Objective
+from flotilla_trainer.wire.objective import ObjectiveSettings
 
 CAP, FLOOR = 3.0, 0.3
 LENGTHS = [[4, 9, 2], [7, 1], [5, 5, 12, 3]]
 REJECTIONS = [
-    session_pb2.Rejection(measure=session_pb2.REJECTION_MEASURE_K1, low=0.5, high=2.0),
-    session_pb2.Rejection(
-        measure=session_pb2.REJECTION_MEASURE_K3, over=session_pb2.REJECTION_OVER_SEQUENCE_MEAN, high=0.5
-    ),
+    {"measure": "k1", "low": 0.5, "high": 2.0},
+    {"measure": "k3", "over": "sequence_mean", "high": 0.5},
 ]
-WEIGHTS = {
-    "token": session_pb2.IMPORTANCE_TOKEN,
-    "segment": session_pb2.IMPORTANCE_SEGMENT,
-    "sequence": session_pb2.IMPORTANCE_SEQUENCE,
-    "icepop": session_pb2.IMPORTANCE_ICEPOP,
-    "icepop_sequence": session_pb2.IMPORTANCE_ICEPOP_SEQUENCE,
-}
+WEIGHTS = ("token", "segment", "sequence", "icepop", "icepop_sequence")
 
 
 def batch() -> UpdateBatch:
@@ -55,26 +47,17 @@ def scores_of(batch: UpdateBatch) -> np.ndarray:
     return noise
 
 
-def objective(kind: str, *, normalize: bool = False, rejects: bool = False) -> session_pb2.Objective:
-    policy = session_pb2.PolicyObjective(
-        temperature=1.0,
-        max_response_tokens=16,
-        advantage=session_pb2.Advantage(function=session_pb2.Function(name="grpo")),
-        loss=session_pb2.Function(name="ppo"),
-        aggregation=session_pb2.Aggregation(type=session_pb2.AGGREGATION_TYPE_TOKEN_MEAN),
-        correction=session_pb2.Correction(
-            importance=WEIGHTS[kind],
-            proximal=session_pb2.PROXIMAL_TRAINER,
-            importance_cap=CAP,
-            importance_floor=FLOOR if kind.startswith("icepop") else 0.0,
-            staleness_decay=1.0,
-            normalize_importance=normalize,
-            rejection=REJECTIONS if rejects else [],
-        ),
-    )
-    made = session_pb2.Objective(policy=policy)
-    check_objective(made)
-    return made
+def objective(kind: str, *, normalize: bool = False, rejects: bool = False) -> ObjectiveSettings:
+    correction = {
+        "importance": kind,
+        "proximal": "trainer",
+        "importance_cap": CAP,
+        "normalize_importance": normalize,
+        "rejection": REJECTIONS if rejects else [],
+    }
+    if kind.startswith("icepop"):
+        correction["importance_floor"] = FLOOR
+    return ObjectiveSettings.from_wire(wire_objective("policy", {"correction": correction}))
 
 
 def weights_by_hand(batch: UpdateBatch, kind: str, cap: float, floor: float) -> list[float]:
@@ -120,7 +103,7 @@ def test_weights_and_rejections_do_not_depend_on_the_cuts(kind: str, normalize: 
     asked, update = objective(kind, normalize=normalize, rejects=True), batch()
     columns = PolicyObjective(asked).sequences(update, 5, scores_of(update))[0].columns
     given = {name: torch.from_numpy(values) for name, values in columns.items()}
-    rank = Objective(objective_settings(asked))
+    rank = Objective(asked)
     now = (given["proximal_logprobs"] + 0.05).requires_grad_()
     whole = rank(now, torch.zeros_like(now), given)
     whole.loss.backward()

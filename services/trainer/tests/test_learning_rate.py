@@ -6,25 +6,22 @@ from itertools import pairwise
 
 import pytest
 
-from flotilla.trainer.v1 import session_pb2 as pb
+from flotilla_core.config import OptimizerConfig
 from flotilla_trainer.front.session_progress import learning_rate
 
 
-def rates(
-    schedule: pb.Schedule.ValueType, total: int = 20, warmup: int = 4, ratio: float = 0.1
-) -> list[float]:
-    optimizer = pb.Optimizer(
-        learning_rate=2.0, schedule=schedule, warmup_updates=warmup, final_lr_ratio=ratio
-    )
-    return [learning_rate(optimizer, optimizer.learning_rate, total, update) for update in range(total + 5)]
+def rates(schedule: str, total: int = 20, warmup: int = 4, ratio: float = 0.1) -> list[float]:
+    section = {"schedule": schedule, "warmup_updates": warmup, "final_lr_ratio": ratio}
+    optimizer = OptimizerConfig.model_validate(section)
+    return [learning_rate(optimizer, 2.0, total, update) for update in range(total + 5)]
 
 
 def test_warm_up_rises_in_equal_steps_to_the_peak() -> None:
-    assert rates(pb.SCHEDULE_CONSTANT)[:6] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0, 2.0])
+    assert rates("constant")[:6] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0, 2.0])
 
 
-@pytest.mark.parametrize("schedule", [pb.SCHEDULE_LINEAR, pb.SCHEDULE_COSINE])
-def test_decay_starts_at_the_peak_falls_and_rests_at_its_final_share(schedule: pb.Schedule.ValueType) -> None:
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_decay_starts_at_the_peak_falls_and_rests_at_its_final_share(schedule: str) -> None:
     decay = rates(schedule)[4:]
     assert decay[0] == pytest.approx(2.0)
     assert all(later < earlier for earlier, later in pairwise(decay[:17]))
@@ -32,8 +29,8 @@ def test_decay_starts_at_the_peak_falls_and_rests_at_its_final_share(schedule: p
 
 
 def test_half_way_down_linear_and_cosine_meet() -> None:
-    assert rates(pb.SCHEDULE_LINEAR)[12] == pytest.approx(rates(pb.SCHEDULE_COSINE)[12]) == pytest.approx(1.1)
+    assert rates("linear")[12] == pytest.approx(rates("cosine")[12]) == pytest.approx(1.1)
 
 
 def test_a_run_shorter_than_its_warm_up_stays_defined() -> None:
-    assert rates(pb.SCHEDULE_LINEAR, total=2, warmup=10)[:2] == pytest.approx([0.2, 0.4])
+    assert rates("linear", total=2, warmup=10)[:2] == pytest.approx([0.2, 0.4])

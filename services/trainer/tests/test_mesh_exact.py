@@ -17,10 +17,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig, Qwen3Config
 
-from flotilla.trainer.v1 import session_pb2 as pb
+from flotilla_core.config import (
+    BatchingConfig,
+    CriticConfig,
+    LoraConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    RewardModelConfig,
+)
 from flotilla_core.errors import FailedPrecondition
 from flotilla_trainer.batch.packing import Layout, MicroBatch, Sequences, pack
-from flotilla_trainer.front.session_settings import rank_settings
 from flotilla_trainer.rank import compiled_layers
 from flotilla_trainer.rank.checkpoint import RankCheckpoints
 from flotilla_trainer.rank.compilation import CompilerWatch
@@ -35,7 +41,8 @@ from flotilla_trainer.rank.sharded_model import ShardedModel, gathered, local
 from flotilla_trainer.rank.update import Update, finish
 from flotilla_trainer.rank.value_model import RewardModel, ValueModel
 from flotilla_trainer.wire.frames import Frame
-from flotilla_trainer.wire.settings import LoraSettings, ObjectiveSettings, SessionSettings
+from flotilla_trainer.wire.objective import POLICY, REWARD_MODEL, VALUE, ObjectiveSettings
+from flotilla_trainer.wire.settings import SessionSettings
 
 pytestmark = pytest.mark.timeout(600)
 TOLERANCE = 1e-5
@@ -44,33 +51,37 @@ CPU = torch.device("cpu")
 LENGTHS = (2, 13, 7, 3, 23, 2, 5)
 """Primes; with padding alone in a row the shortest feeds one token, fewer than any lane has ranks."""
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+PPO = {"type": "ppo", **CLIP}
+
+
+def policy(temperature: float = 1.0, **section: Any) -> ObjectiveSettings:
+    return ObjectiveSettings(POLICY, PolicyConfig.model_validate(section), temperature)
+
+
 OBJECTIVES = {
     "sft": ObjectiveSettings(),
-    "ppo": ObjectiveSettings(
-        "ppo",
-        CLIP | {"dual_clip": None},
+    "ppo": policy(
         0.7,
-        importance="token",
-        importance_cap=1.1,
+        loss=PPO,
+        correction={"proximal": "trainer", "importance": "token", "importance_cap": 1.1, "fail_at": None},
         entropy_coefficient=0.01,
-        kl_estimator="k3",
+        kl={"placement": "loss", "estimator": "k3"},
     ),
-    "gspo": ObjectiveSettings(
-        "gspo", {**CLIP, "over": "sequence"}, sequence_low=0.5, sequence_high=0.9, kl_estimator="k2"
+    "gspo": policy(
+        loss={"type": "gspo", **CLIP},
+        correction={"sequence_low": 0.5, "sequence_high": 0.9, "fail_at": None},
+        kl={"placement": "loss", "estimator": "k2"},
     ),
-    "gmpo": ObjectiveSettings("gmpo", CLIP, importance="sequence", importance_cap=1.1, kl_estimator="k1"),
-    "kimi": ObjectiveSettings("kimi", {"tau": 0.1}, kl_estimator="abs"),
-    "value": ObjectiveSettings("value", {"clip": 0.5}),
-    "reward": ObjectiveSettings("reward"),
-    "teacher": ObjectiveSettings(
-        "ppo",
-        CLIP | {"dual_clip": None},
-        0.7,
-        kl_estimator="k3",
-        teacher_divergence="forward",
-        teacher_tail=True,
+    "gmpo": policy(
+        loss={"type": "gmpo", **CLIP},
+        correction={"proximal": "trainer", "importance": "sequence", "importance_cap": 1.1, "fail_at": None},
+        kl={"placement": "loss", "estimator": "k1"},
     ),
-    "full": ObjectiveSettings("ppo", CLIP | {"dual_clip": None}, kl_estimator="full", keeps_reference=True),
+    "kimi": policy(loss={"type": "kimi", "tau": 0.1}, kl={"placement": "loss", "estimator": "abs"}),
+    "value": ObjectiveSettings(VALUE, PolicyConfig(type="ppo", critic=CriticConfig(value_clip=0.5))),
+    "reward": ObjectiveSettings(REWARD_MODEL, RewardModelConfig()),
+    "teacher": policy(0.7, loss=PPO, kl={"placement": "loss", "estimator": "k3"}, teacher={}),
+    "full": policy(loss=PPO, kl={"placement": "loss", "estimator": "full"}),
 }
 
 
@@ -191,9 +202,13 @@ def command(batches: list[MicroBatch], **fields: Any) -> Frame:
 
 
 def session(objective: ObjectiveSettings) -> SessionSettings:
-    optimizer = pb.Optimizer(beta1=0.9, beta2=0.999, epsilon=1e-3, max_grad_norm=0.1)
-    spec = pb.SessionSpec(objective=pb.Objective(sft=pb.SftObjective()), optimizer=optimizer)
-    return replace(SessionSettings.from_fields(rank_settings(spec)), objective=objective, chunk_tokens=3)
+    return SessionSettings(
+        objective=objective,
+        optimizer=OptimizerConfig(epsilon=1e-3, max_grad_norm=0.1),
+        batching=BatchingConfig(logprob_chunk_tokens=3),
+        seed=0,
+        total_updates=1,
+    )
 
 
 def loaded(folder: Path, case: Case) -> ShardedModel:
@@ -208,7 +223,7 @@ def loaded(folder: Path, case: Case) -> ShardedModel:
         with torch.no_grad():
             local(model.causal_lm.score.weight).fill_(0.1)
     if case.lora:
-        model.adapt(LoraSettings(4, 8.0, (), ""), seed=7)
+        model.adapt(LoraConfig(rank=4, alpha=8.0), seed=7)
         # With B at zero A would have no gradient.
         model.adapters.set({name: tensor + 0.05 for name, tensor in model.adapters.tensors().items()})
     return model
@@ -235,7 +250,7 @@ def outcomes(folder: Path, cases: list[Case]) -> dict[Case, dict[str, Any]]:
 
 def moved_reference(model: ShardedModel, objective: ObjectiveSettings) -> ReferenceDistribution | None:
     """Make the model the reference, where one is asked for, and move the policy one step away from it."""
-    if not objective.keeps_reference:
+    if not objective.compares_distributions:
         return None
     reference = ReferenceDistribution(model, ReferenceWeights(model))
     with torch.no_grad():
@@ -256,7 +271,7 @@ def outcome(model: ShardedModel, case: Case) -> dict[str, Any]:
     ask = values_of if case.objective in HEADS else score
     scores = ask(asked, model, line)
     settings = session(OBJECTIVES[case.objective])
-    optimizer = PolicyOptimizer(model, settings)
+    optimizer = PolicyOptimizer(model, settings.optimizer)
     objective = rank_objective(settings.objective, moved_reference(model, settings.objective))
     update = Update(model, settings, objective, line)
     update.accumulate(command(per_lane[lane]), backward=True)
@@ -354,7 +369,7 @@ def saved(folder: Path, case: Case, target: Path) -> dict[str, Any]:
     """Take two steps and write a checkpoint; return the weights that it should hold."""
     model, line = loaded(folder, case), Line()
     settings = session(OBJECTIVES["sft"])
-    optimizer = PolicyOptimizer(model, settings)
+    optimizer = PolicyOptimizer(model, settings.optimizer)
     checkpoints = RankCheckpoints(model, line)
     lane = torch.distributed.get_rank() // case.sequence_parallel
     lanes = torch.distributed.get_world_size() // case.sequence_parallel
@@ -373,7 +388,7 @@ def saved(folder: Path, case: Case, target: Path) -> dict[str, Any]:
 def restored(folder: Path, case: Case, target: Path) -> tuple[dict[str, Any], float]:
     """Return the weights and the sum of the moments that this arrangement loads from a checkpoint."""
     model = loaded(folder, case)
-    optimizer = PolicyOptimizer(model, session(OBJECTIVES["sft"]))
+    optimizer = PolicyOptimizer(model, session(OBJECTIVES["sft"]).optimizer)
     RankCheckpoints(model, Line()).load(target, optimizer)
     moments = [
         float(gathered(moment).double().sum())

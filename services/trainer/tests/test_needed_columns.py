@@ -7,41 +7,34 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_algorithms import Outcomes, remax
 from flotilla_core.errors import InvalidRequest
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
+from flotilla_testing.session_specs import wire_objective
 from flotilla_trainer.batch.tokens import ModelLimits
 from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.objective.policy import PolicyObjective
+from flotilla_trainer.wire.objective import ObjectiveSettings
 
 COUNT = 5
 TEACHER = {"coefficient": 2.0, "reward_weight": 0.0}
-REFERENCE = session_pb2.Kl(
-    placement=session_pb2.KL_PLACEMENT_LOSS,
-    estimator=session_pb2.KL_ESTIMATOR_K3,
-    coefficient=0.1,
-    reference_is_sent=True,
-)
+REFERENCE = {
+    "placement": "loss",
+    "estimator": "k3",
+    "coefficient": 0.1,
+    "reference": "service",
+}
 
 
 def front_of(
     advantage: str, parameters: dict[str, Any], reward_clip: float | None = None, **changes: Any
 ) -> PolicyObjective:
-    function, loss = session_pb2.Function(name=advantage), session_pb2.Function(name="ppo")
-    function.parameters.update(parameters)
-    loss.parameters.update({"clip_low": 0.2, "clip_high": 0.2})
-    policy = session_pb2.PolicyObjective(
-        temperature=1.0,
-        advantage=session_pb2.Advantage(function=function, reward_clip=reward_clip),
-        loss=loss,
-        aggregation=session_pb2.Aggregation(type=session_pb2.AGGREGATION_TYPE_TOKEN_MEAN),
-        correction=session_pb2.Correction(staleness_decay=1.0),
-        **changes,
-    )
-    return PolicyObjective(session_pb2.Objective(policy=policy))
+    section = {"advantage": {"type": advantage, "reward_clip": reward_clip, **parameters}, **changes}
+    if advantage == "gae":
+        section["critic"] = {}
+    return PolicyObjective(ObjectiveSettings.from_wire(wire_objective("policy", section)))
 
 
 def group_with(*columns: str) -> pb.TrainGroup:
@@ -78,9 +71,7 @@ def test_an_advantage_without_what_it_is_made_of_is_refused(
         front_of(advantage, parameters).sequences(batch_with(*columns), 0)
 
 
-TAUGHT = session_pb2.Teacher(
-    top_k=3, divergence=session_pb2.TEACHER_DIVERGENCE_FORWARD, coefficient=0.5, tail=True
-)
+TAUGHT = {"top_k": 3, "divergence": "forward", "coefficient": 0.5, "tail": True}
 
 
 def taught_group(k: int) -> pb.TrainGroup:
@@ -183,10 +174,7 @@ def test_a_reference_that_is_sent_is_not_scored_again_and_one_that_is_missing_is
     assert metrics["kl/mean"] == 0.0
     with pytest.raises(InvalidRequest, match=r"sample 'g/0'.*`reference_logprobs` is empty"):
         front.scores_reference(batch_with("logprobs"))
-    frozen = session_pb2.Kl()
-    frozen.CopyFrom(REFERENCE)
-    frozen.reference_is_sent = False
-    kept = front_of("grpo", grpo, kl=frozen)
+    kept = front_of("grpo", grpo, kl=REFERENCE | {"reference": "frozen"})
     assert kept.scores_reference(batch_with("logprobs")) and not kept.scores_reference(sent)
 
 

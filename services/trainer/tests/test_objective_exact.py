@@ -20,82 +20,68 @@ from flotilla_core.config.presets import PRESETS
 from flotilla_core.errors import FlotillaError, InvalidRequest, NotFinite, NotFound, UserCodeError
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
+from flotilla_testing.session_specs import wire_objective
 from flotilla_trainer.batch.packing import Layout, pack
 from flotilla_trainer.batch.tokens import ModelLimits
 from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.losses.divergence import full_divergence, teacher_divergence
 from flotilla_trainer.objective.policy import PolicyObjective
-from flotilla_trainer.objective.settings import check_objective, objective_settings
 from flotilla_trainer.rank.objective import Objective
 from flotilla_trainer.rank.update_metrics import objective_metrics
+from flotilla_trainer.wire.objective import ObjectiveSettings
 
 VOCABULARY = 13
 TOLERANCE, LIMIT = 1e-5, 24
 VERSION = Version(0, 3)
 REFERENCE_TABLE = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(2))
-AGGREGATIONS = {
-    "token_mean": session_pb2.AGGREGATION_TYPE_TOKEN_MEAN,
-    "sequence_mean_of_token_sum": session_pb2.AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_SUM,
-    "sequence_mean_of_token_mean": session_pb2.AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_MEAN,
-    "constant": session_pb2.AGGREGATION_TYPE_CONSTANT,
-    "token_sum": session_pb2.AGGREGATION_TYPE_TOKEN_SUM,
-}
+AGGREGATIONS = (
+    "token_mean",
+    "sequence_mean_of_token_sum",
+    "sequence_mean_of_token_mean",
+    "constant",
+    "token_sum",
+)
 LAYOUTS = [(1, 37, False), (1, 37, True), (2, 1, False), (2, 150, True), (3, 150, False), (3, 1, True)]
 """Ranks, token budget, packed."""
-EVERYTHING = {
+EVERYTHING: dict[str, Any] = {
     "correction": {
-        "importance": session_pb2.IMPORTANCE_TOKEN,
-        "proximal": session_pb2.PROXIMAL_TRAINER,
+        "importance": "token",
+        "proximal": "trainer",
         "importance_cap": 0.9,
         "sequence_low": 0.5,
         "sequence_high": 0.7,
         "staleness_decay": 0.9,
     },
     "kl": {
-        "placement": session_pb2.KL_PLACEMENT_LOSS,
-        "estimator": session_pb2.KL_ESTIMATOR_K3,
+        "placement": "loss",
+        "estimator": "k3",
         "coefficient": 0.1,
     },
-    "teacher": {"top_k": 4, "divergence": session_pb2.TEACHER_DIVERGENCE_REVERSE, "coefficient": 0.3},
+    "teacher": {"top_k": 4, "divergence": "reverse", "coefficient": 0.3},
     "entropy_coefficient": 0.01,
 }
 
 
-def function(name: str, **parameters: Any) -> session_pb2.Function:
-    made = session_pb2.Function(name=name)
-    made.parameters.update(parameters)
-    return made
+def function(name: str, **parameters: Any) -> dict[str, Any]:
+    return {"type": name, **parameters}
 
 
-def objective_of(preset: str, **changes: Any) -> session_pb2.Objective:
-    """The objective that a run of this preset would send."""
-    algorithm = PolicyConfig(type=preset)  # type: ignore[arg-type]
-    more = {"weights": [1.0, 0.5]} if preset == "gdpo" else {}
-    policy = session_pb2.PolicyObjective(
-        temperature=1.0,
-        max_response_tokens=LIMIT,
-        advantage=session_pb2.Advantage(
-            function=function(algorithm.advantage.type, **algorithm.advantage.arguments | more),
-            drop_uniform_groups=algorithm.advantage.drop_uniform_groups,
-        ),
-        loss=function(algorithm.loss.type, **algorithm.loss.arguments),
-        aggregation=session_pb2.Aggregation(type=AGGREGATIONS[algorithm.aggregation.type]),
-        correction=session_pb2.Correction(staleness_decay=1.0),
-    )
-    normalization = algorithm.advantage.reward_normalization
-    if normalization is not None:
-        policy.advantage.reward_normalization.mean = f"REWARD_STATISTICS_{normalization.mean.upper()}"
-        policy.advantage.reward_normalization.std = f"REWARD_STATISTICS_{normalization.std.upper()}"
-    if algorithm.sample_weights.by_reward == "pow":
-        policy.sample_weights.by_reward = session_pb2.REWARD_WEIGHTS_POW
+def wire_objective_of(preset: str, temperature: float = 1.0, **changes: Any) -> session_pb2.Objective:
+    """The objective that a run of this preset would send, with changes in its sections."""
+    section: dict[str, Any] = PolicyConfig(type=preset).model_dump(mode="json")  # type: ignore[arg-type]
+    # The tables of the model stand for policies that lie far apart.
+    section["correction"] = {"fail_at": None}
+    if preset == "gdpo":
+        section["advantage"]["weights"] = [1.0, 0.5]
     for name, value in changes.items():
-        if isinstance(value, dict):
-            getattr(policy, name).MergeFrom(type(getattr(policy, name))(**value))
-        elif isinstance(value, float | bool):
-            setattr(policy, name, value)
-        else:
-            getattr(policy, name).CopyFrom(value)
-    return session_pb2.Objective(policy=policy)
+        own = isinstance(value, dict) and "type" not in value and section[name] is not None
+        section[name] = section[name] | value if own else value
+    return wire_objective("policy", section, temperature=temperature, max_response_tokens=LIMIT)
+
+
+def objective_of(preset: str, **changes: Any) -> ObjectiveSettings:
+    """The same, checked."""
+    return ObjectiveSettings.from_wire(wire_objective_of(preset, **changes))
 
 
 def make_groups(sizes: list[int], seed: int = 0) -> list[pb.TrainGroup]:
@@ -139,7 +125,7 @@ def reordered(groups: list[pb.TrainGroup]) -> list[pb.TrainGroup]:
 
 
 def result(
-    objective: session_pb2.Objective,
+    objective: ObjectiveSettings,
     groups: list[pb.TrainGroup],
     *,
     budget: int = 10_000,
@@ -147,8 +133,7 @@ def result(
     packed: bool = False,
 ) -> tuple[float, np.ndarray, dict[str, float]]:
     """Loss, gradient and metrics of an update, by the path that the front and the ranks take."""
-    check_objective(objective)
-    front, rank = PolicyObjective(objective), Objective(objective_settings(objective))
+    front, rank = PolicyObjective(objective), Objective(objective)
     batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION)
     # What a token gets from the reference depends on the token alone, so that any order of samples has the same.
     reference = -2.0 - 0.1 * batch.all_responses().tokens[batch.all_responses().scored].astype(np.float32)
@@ -195,15 +180,12 @@ def test_neither_cuts_nor_ranks_nor_padding_nor_order_change_an_update(preset: s
         assert_same(result(objective, reordered(groups), budget=37, ranks=2), whole)
 
 
-@pytest.mark.parametrize("estimator", [session_pb2.KL_ESTIMATOR_K3, session_pb2.KL_ESTIMATOR_FULL])
+@pytest.mark.parametrize("estimator", ["k3", "full"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_corrections_divergence_and_entropy_do_not_depend_on_the_layout_either(
     aggregation: str, estimator: int
 ) -> None:
-    objective = objective_of(
-        "grpo", aggregation=session_pb2.Aggregation(type=AGGREGATIONS[aggregation]), **EVERYTHING
-    )
-    objective.policy.kl.estimator = estimator
+    objective = objective_of("grpo", aggregation={"type": aggregation}, **EVERYTHING)
     groups = make_groups([4, 3, 5, 2, 3])
     whole = result(objective, groups)
     assert 0 < whole[2]["correction/left_out"] < 1 and "teacher/divergence" in whole[2]
@@ -261,7 +243,7 @@ def test_a_sum_is_the_mean_times_the_tokens_that_count() -> None:
     for sample in groups[1].samples:
         sample.reward = 0.5
     mean = objective_of("dapo")
-    total = objective_of("dapo", aggregation=session_pb2.Aggregation(type=AGGREGATIONS["token_sum"]))
+    total = objective_of("dapo", aggregation={"type": "token_sum"})
     batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION)
     tokens = PolicyObjective(mean).units(batch)
     np.testing.assert_allclose(result(total, groups)[1], tokens * result(mean, groups)[1], atol=1e-4)
@@ -300,9 +282,7 @@ def test_groups_that_are_dropped_leave_the_baseline_and_the_history_too(baseline
     groups = make_groups([4, 3, 5], seed=1)
     for sample in groups[1].samples:
         sample.reward = 0.5
-    advantage = session_pb2.Advantage(
-        function=function("grpo", baseline=baseline, normalize_std=True), drop_uniform_groups=True
-    )
+    advantage = function("grpo", baseline=baseline, normalize_std=True, drop_uniform_groups=True)
     objective = objective_of("grpo", advantage=advantage)
     dropped, alone = result(objective, groups), result(objective, [groups[0], groups[2]])
     assert dropped[0] == pytest.approx(alone[0], abs=TOLERANCE)
@@ -356,7 +336,7 @@ def test_stale_tokens_count_less() -> None:
 def test_divergence_in_the_reward_is_paid_token_by_token() -> None:
     groups = make_groups([3, 4])
     batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION)
-    kl = {"placement": session_pb2.KL_PLACEMENT_REWARD, "estimator": session_pb2.KL_ESTIMATOR_K1}
+    kl = {"placement": "reward", "estimator": "k1"}
     front = PolicyObjective(objective_of("reinforce", kl=kl | {"coefficient": 0.5}))
     assert batch.logprobs is not None
     sequences, metrics = front.sequences(replace(batch, reference_logprobs=batch.logprobs - 0.1), 0)
@@ -392,8 +372,8 @@ def test_advantages_of_the_caller_are_taken_as_they_are() -> None:
 ON_THE_WAY_TO_ADVANTAGES: dict[str, dict[str, Any]] = {
     "kl.placement reward": {
         "kl": {
-            "placement": session_pb2.KL_PLACEMENT_REWARD,
-            "estimator": session_pb2.KL_ESTIMATOR_K1,
+            "placement": "reward",
+            "estimator": "k1",
             "coefficient": 0.1,
         }
     },
@@ -401,9 +381,7 @@ ON_THE_WAY_TO_ADVANTAGES: dict[str, dict[str, Any]] = {
     "advantage.clip": {"advantage": {"clip": 1.0}},
     "advantage.reward_clip": {"advantage": {"reward_clip": 1.0}},
     "advantage.overlong": {"advantage": {"overlong": {"buffer_tokens": 4, "penalty": 1.0}}},
-    "advantage.reward_normalization": {
-        "advantage": {"reward_normalization": {"mean": session_pb2.REWARD_STATISTICS_BATCH}}
-    },
+    "advantage.reward_normalization": {"advantage": {"reward_normalization": {"mean": "batch"}}},
     "shuffle_rewards": {"shuffle_rewards": True},
 }
 
@@ -488,7 +466,7 @@ def test_what_an_objective_cannot_use_is_refused_by_name(
     with pytest.raises(kind, match=named):
         PolicyObjective(objective_of("grpo")).sequences(batch, 0)
     # Nothing of it matters to a supervised session.
-    PolicyObjective(session_pb2.Objective(sft=session_pb2.SftObjective())).sequences(batch, 0)
+    PolicyObjective(ObjectiveSettings()).sequences(batch, 0)
 
 
 def test_a_reward_that_is_not_finite_is_named_where_groups_are_judged_by_it() -> None:
@@ -500,25 +478,25 @@ def test_a_reward_that_is_not_finite_is_named_where_groups_are_judged_by_it() ->
 def test_plain_reinforce_needs_no_logprobs_until_something_compares_with_the_rollout() -> None:
     batch = UpdateBatch.read(broken_update("logprobs"), ModelLimits(VOCABULARY, 0), VERSION)
     PolicyObjective(objective_of("rloo")).sequences(batch, 0)
-    corrected = objective_of("rloo", correction={"importance": session_pb2.IMPORTANCE_TOKEN})
+    corrected = objective_of("rloo", correction={"importance": "token"})
     with pytest.raises(InvalidRequest, match="log-probabilities"):
         PolicyObjective(corrected).sequences(batch, 0)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown loss": ({"loss": function("pqo")}, "pqo"),
-    "no loss": ({"loss": function("")}, "without a name"),
+    "no loss": ({"loss": function("")}, r"section\.loss"),
     "unknown parameter": ({"loss": function("gspo", dual_clip=2.0)}, "dual_clip"),
     "out of range": ({"loss": function("ppo", clip_low=-1.0)}, "clip_low"),
-    "unknown advantage": ({"advantage": {"function": function("gripo")}}, "gripo"),
-    "no aggregation": ({"aggregation": session_pb2.Aggregation()}, "aggregation.type"),
-    "no cap": ({"correction": {"importance": session_pb2.IMPORTANCE_TOKEN}}, "importance_cap"),
-    "no decay": ({"correction": session_pb2.Correction()}, "staleness_decay"),
+    "unknown advantage": ({"advantage": function("gripo")}, "gripo"),
+    "no aggregation": ({"aggregation": {"type": "none"}}, r"section\.aggregation\.type"),
+    "no cap": ({"correction": {"importance": "token", "importance_cap": 0}}, "importance_cap"),
+    "no decay": ({"correction": {"staleness_decay": 0}}, "staleness_decay"),
     "distributions as a reward": (
-        {"kl": {"placement": session_pb2.KL_PLACEMENT_REWARD, "estimator": session_pb2.KL_ESTIMATOR_FULL}},
+        {"kl": {"placement": "reward", "estimator": "full"}},
         "kl.placement",
     ),
-    "no estimator": ({"kl": {"placement": session_pb2.KL_PLACEMENT_LOSS}}, "kl.estimator"),
+    "no estimator": ({"kl": {"placement": "loss", "estimator": "none"}}, "kl.estimator"),
     "negative bonus": ({"entropy_coefficient": -1.0}, "entropy_coefficient"),
     "no temperature": ({"temperature": 0.0}, "temperature"),
 }
@@ -528,7 +506,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_an_objective_that_cannot_be_is_refused_by_field(case: str) -> None:
     changes, named = WRONG[case]
     with pytest.raises(InvalidRequest, match=named):
-        check_objective(objective_of("grpo", **changes))
+        ObjectiveSettings.from_wire(wire_objective_of("grpo", **changes))
 
 
 USER_CODE = """
@@ -562,12 +540,12 @@ def code(tmp_path: Path) -> Path:
 def test_functions_of_the_user_are_advantage_and_loss(code: Path) -> None:
     objective = objective_of(
         "grpo",
-        advantage=session_pb2.Advantage(function=function(f"{code}:advantage", scale=2.0)),
-        loss=function(f"{code}:loss", power=1),
+        advantage=function(f"{code}:advantage", parameters={"scale": 2.0}),
+        loss=function(f"{code}:loss", parameters={"power": 1}),
     )
     ours = objective_of(
         "grpo",
-        advantage=session_pb2.Advantage(function=function("grpo", baseline="batch", normalize_std=False)),
+        advantage=function("grpo", baseline="batch", normalize_std=False),
         loss=function("reinforce"),
     )
     groups = make_groups([3, 4])
@@ -585,9 +563,8 @@ def test_functions_of_the_user_are_advantage_and_loss(code: Path) -> None:
 def test_an_advantage_of_the_user_that_fails_is_named(
     code: Path, name: str, kind: type[FlotillaError], named: str
 ) -> None:
-    objective = objective_of("grpo", advantage=session_pb2.Advantage(function=function(f"{code}:{name}")))
     with pytest.raises(kind, match=named) as caught:
-        result(objective, make_groups([3, 4]))
+        result(objective_of("grpo", advantage=function(f"{code}:{name}")), make_groups([3, 4]))
     assert f"mine.py:{name}" in str(caught.value)
 
 
@@ -596,4 +573,4 @@ def test_a_loss_of_the_user_gives_one_number_a_token(code: Path) -> None:
     with pytest.raises(UserCodeError, match="not one number for each"):
         result(objective, make_groups([3, 4]))
     with pytest.raises(NotFound, match="cannot be read"):
-        check_objective(objective_of("grpo", loss=function("/nowhere/mine.py:loss")))
+        ObjectiveSettings.from_wire(wire_objective_of("grpo", loss=function("/nowhere/mine.py:loss")))

@@ -13,37 +13,37 @@ import numpy as np
 import pytest
 import torch
 
-from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import InvalidRequest
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
+from flotilla_testing.session_specs import wire_objective
 from flotilla_trainer.batch.packing import Layout, Sequences, pack
 from flotilla_trainer.batch.tokens import ModelLimits
 from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.objective.session_objective import session_objective
-from flotilla_trainer.objective.settings import check_objective, objective_settings
 from flotilla_trainer.rank.objective import Objective
+from flotilla_trainer.wire.objective import ObjectiveSettings
 
 VOCABULARY = 13
 TOLERANCE = 1e-5
 LAYOUTS = [(1, 10_000, False), (1, 37, True), (2, 1, False), (2, 150, True), (3, 60, False), (3, 1, True)]
 """Ranks, token budget, packed."""
 PREFERENCES: dict[str, dict[str, Any]] = {
-    "sigmoid": {"loss": session_pb2.PREFERENCE_LOSS_SIGMOID, "beta": 0.3},
-    "smoothed": {"loss": session_pb2.PREFERENCE_LOSS_SIGMOID, "beta": 0.3, "label_smoothing": 0.1},
-    "ipo": {"loss": session_pb2.PREFERENCE_LOSS_IPO, "beta": 0.5},
-    "hinge": {"loss": session_pb2.PREFERENCE_LOSS_HINGE, "beta": 0.05},
+    "sigmoid": {"loss": "sigmoid", "beta": 0.3},
+    "smoothed": {"loss": "sigmoid", "beta": 0.3, "label_smoothing": 0.1},
+    "ipo": {"loss": "ipo", "beta": 0.5},
+    "hinge": {"loss": "hinge", "beta": 0.05},
     "reference free": {
-        "loss": session_pb2.PREFERENCE_LOSS_SIGMOID,
+        "loss": "sigmoid",
         "beta": 0.05,
         "reference_free": True,
     },
 }
 
 
-def objective_of(**fields: Any) -> session_pb2.Objective:
-    return session_pb2.Objective(preference=session_pb2.PreferenceObjective(**fields))
+def objective_of(**fields: Any) -> ObjectiveSettings:
+    return ObjectiveSettings.from_wire(wire_objective("preference", fields))
 
 
 def make_pairs(count: int, seed: int = 0) -> list[pb.TrainGroup]:
@@ -76,7 +76,7 @@ def scores(model: torch.Tensor, sequences: Sequences) -> np.ndarray:
     return torch.log_softmax(model, -1)[before, after].numpy().astype(np.float32)
 
 
-def plainly(preference: session_pb2.PreferenceObjective, groups: list[pb.TrainGroup]) -> Any:
+def plainly(preference: Any, groups: list[pb.TrainGroup]) -> Any:
     """Compute loss and gradient, pair by pair, by the formulas."""
     model, losses = POLICY.clone().requires_grad_(), []
     for group in groups:
@@ -91,9 +91,9 @@ def plainly(preference: session_pb2.PreferenceObjective, groups: list[pb.TrainGr
             mask = from_tensor(sample.mask) if sample.mask.data else np.ones(len(answer), bool)
             ahead.append(logprobs[torch.from_numpy(mask.copy())].sum())
         h, beta, smoothing = ahead[0] - ahead[1], preference.beta, preference.label_smoothing
-        if preference.loss == session_pb2.PREFERENCE_LOSS_IPO:
+        if preference.loss == "ipo":
             losses.append((h - 1 / (2 * beta)) ** 2)
-        elif preference.loss == session_pb2.PREFERENCE_LOSS_HINGE:
+        elif preference.loss == "hinge":
             losses.append(torch.relu(1 - beta * h))
         else:
             log_sigmoid = torch.nn.functional.logsigmoid
@@ -105,11 +105,10 @@ def plainly(preference: session_pb2.PreferenceObjective, groups: list[pb.TrainGr
 
 
 def on_ranks(
-    objective: session_pb2.Objective, groups: list[pb.TrainGroup], ranks: int, budget: int, packed: bool
+    objective: ObjectiveSettings, groups: list[pb.TrainGroup], ranks: int, budget: int, packed: bool
 ) -> tuple[dict[str, float], np.ndarray]:
     """Compute metrics and gradient by the path that the front and the ranks take."""
-    check_objective(objective)
-    front, rank = session_objective(objective), Objective(objective_settings(objective))
+    front, rank = session_objective(objective), Objective(objective)
     batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), Version(0, 0))
     if front.scores_reference(batch):
         batch = replace(batch, reference_logprobs=scores(REFERENCE, batch.all_responses()))
@@ -130,7 +129,7 @@ def on_ranks(
 @pytest.mark.parametrize("count", [1, 7])
 def test_loss_and_gradient_are_those_of_the_pairs_for_any_layout(name: str, count: int) -> None:
     objective, groups = objective_of(**PREFERENCES[name]), make_pairs(count)
-    loss, gradient = plainly(objective.preference, groups)
+    loss, gradient = plainly(objective.section, groups)
     assert np.abs(gradient).max() > 1e-3  # There is something to compare.
     for layout in LAYOUTS:
         metrics, got = on_ranks(objective, groups, *layout)
@@ -140,7 +139,7 @@ def test_loss_and_gradient_are_those_of_the_pairs_for_any_layout(name: str, coun
 
 def test_metrics_say_how_far_the_chosen_answers_are_ahead() -> None:
     groups = make_pairs(4)
-    objective = objective_of(loss=session_pb2.PREFERENCE_LOSS_SIGMOID, beta=0.5)
+    objective = objective_of(loss="sigmoid", beta=0.5)
     metrics, _ = on_ranks(objective, groups, 1, 100, False)
     assert metrics["preference/margin"] == pytest.approx(
         metrics["preference/chosen_reward"] - metrics["preference/rejected_reward"]
@@ -159,7 +158,7 @@ def test_metrics_say_how_far_the_chosen_answers_are_ahead() -> None:
 def test_before_the_first_update_no_answer_is_ahead() -> None:
     batch = UpdateBatch.read(make_pairs(3), ModelLimits(VOCABULARY, 0), Version(0, 0))
     same = scores(POLICY, batch.all_responses())
-    front = session_objective(objective_of(loss=session_pb2.PREFERENCE_LOSS_SIGMOID, beta=0.1))
+    front = session_objective(objective_of(loss="sigmoid", beta=0.1))
     _, metrics = front.sequences(replace(batch, reference_logprobs=same), 0, same)
     assert (metrics["preference/accuracy"], metrics["preference/margin"]) == (0.5, 0.0)
     assert metrics["loss"] == pytest.approx(np.log(2))
@@ -199,7 +198,7 @@ def empty_answer(groups: list[pb.TrainGroup]) -> None:
 def test_what_is_no_pair_is_refused_by_its_sample(spoil: Any, said: str) -> None:
     groups = make_pairs(3)
     spoil(groups)
-    objective = objective_of(loss=session_pb2.PREFERENCE_LOSS_SIGMOID, beta=0.1)
+    objective = objective_of(loss="sigmoid", beta=0.1)
     with pytest.raises(InvalidRequest, match=said) as caught:
         on_ranks(objective, groups, 1, 100, False)
     assert "'g1/" in str(caught.value)
@@ -208,13 +207,13 @@ def test_what_is_no_pair_is_refused_by_its_sample(spoil: Any, said: str) -> None
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"beta": 0.1}, "loss"),
-        ({"loss": session_pb2.PREFERENCE_LOSS_IPO}, "beta"),
-        ({"loss": session_pb2.PREFERENCE_LOSS_IPO, "beta": float("inf")}, "beta"),
-        ({"loss": session_pb2.PREFERENCE_LOSS_SIGMOID, "beta": 1, "label_smoothing": 0.5}, "label_smoothing"),
-        ({"loss": session_pb2.PREFERENCE_LOSS_HINGE, "beta": 1, "label_smoothing": 0.1}, "label_smoothing"),
+        ({"loss": "none"}, "loss"),
+        ({"loss": "ipo", "beta": 0}, "beta"),
+        ({"loss": "ipo", "beta": 1e9}, "beta"),
+        ({"loss": "sigmoid", "beta": 1, "label_smoothing": 0.5}, "label_smoothing"),
+        ({"loss": "hinge", "beta": 1, "label_smoothing": 0.1}, "label_smoothing"),
     ],
 )
 def test_an_objective_that_cannot_be_is_refused_by_field(fields: dict[str, Any], named: str) -> None:
-    with pytest.raises(InvalidRequest, match=rf"spec\.objective\.preference\.{named}"):
-        check_objective(objective_of(**fields))
+    with pytest.raises(InvalidRequest, match=rf"spec\.objective\.section.*{named}"):
+        objective_of(**fields)

@@ -8,33 +8,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
+from flotilla_testing.session_specs import wire_objective
 from flotilla_trainer.batch.tokens import ModelLimits
 from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.objective.policy import PolicyObjective
+from flotilla_trainer.wire.objective import ObjectiveSettings
 
 VERSION = Version(0, 3)
 
 
-def function(name: str, **parameters: Any) -> session_pb2.Function:
-    made = session_pb2.Function(name=name)
-    made.parameters.update(parameters)
-    return made
+def function(name: str, **parameters: Any) -> dict[str, Any]:
+    return {"type": name, **parameters}
 
 
-def objective_of(**sections: Any) -> session_pb2.Objective:
+def objective_of(**sections: Any) -> ObjectiveSettings:
     """Return the objective of a plain run, with some sections replaced."""
     usual: dict[str, Any] = {
-        "temperature": 1.0,
         "loss": function("ppo", clip_low=0.2, clip_high=0.2),
-        "advantage": {"function": function("grpo", baseline="group", normalize_std=True)},
-        "aggregation": {"type": session_pb2.AGGREGATION_TYPE_TOKEN_MEAN},
-        "correction": {"staleness_decay": 1.0},
+        "advantage": function("grpo", baseline="group", normalize_std=True),
     }
-    return session_pb2.Objective(policy=session_pb2.PolicyObjective(**usual | sections))
+    return ObjectiveSettings.from_wire(wire_objective("policy", usual | sections))
 
 
 def graded_batch() -> UpdateBatch:
@@ -48,8 +44,8 @@ def graded_batch() -> UpdateBatch:
 
 def test_an_adaptive_coefficient_moves_with_the_steps_that_were_made() -> None:
     kl = {
-        "placement": session_pb2.KL_PLACEMENT_LOSS,
-        "estimator": session_pb2.KL_ESTIMATOR_K1,
+        "placement": "loss",
+        "estimator": "k1",
         "coefficient": 0.5,
         "target": 0.01,
         "horizon_samples": 100,
@@ -61,7 +57,7 @@ def test_an_adaptive_coefficient_moves_with_the_steps_that_were_made() -> None:
 
 def test_the_rewards_of_an_update_are_remembered_once_its_step_was_made() -> None:
     running = function("grpo", baseline="running", normalize_std=False)
-    asked = objective_of(advantage={"function": running})
+    asked = objective_of(advantage=running)
     front = PolicyObjective(asked)
     batch = graded_batch()
     first = front.sequences(batch, 0)[0].columns["advantages"]

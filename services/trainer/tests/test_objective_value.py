@@ -5,6 +5,7 @@ The model is a table with one value a token, expected after that token, so that 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,14 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import InvalidRequest
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
+from flotilla_testing.session_specs import wire_objective
 from flotilla_trainer.batch.packing import Layout, pack
 from flotilla_trainer.batch.tokens import ModelLimits
 from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.objective.policy import PolicyObjective
-from flotilla_trainer.objective.settings import check_objective, objective_settings
 from flotilla_trainer.objective.value import ValueUpdate
 from flotilla_trainer.rank.objective import ValueObjective, rank_objective
+from flotilla_trainer.wire.objective import POLICY, ObjectiveSettings
 
 VOCABULARY = 13
 TOLERANCE = 1e-6
@@ -32,28 +34,22 @@ LAYOUTS = [(1, 37, False), (1, 37, True), (2, 1, False), (2, 150, True), (3, 150
 SHAPED = {
     "advantage": {"reward_clip": 0.8, "overlong": {"buffer_tokens": 6, "penalty": 0.5}},
     "kl": {
-        "placement": session_pb2.KL_PLACEMENT_REWARD,
-        "estimator": session_pb2.KL_ESTIMATOR_K1,
+        "placement": "reward",
+        "estimator": "k1",
         "coefficient": 0.1,
     },
     "shuffle_rewards": True,
 }
 
 
-def objective_of(clip: float | None = CLIP, **changes: Any) -> session_pb2.Objective:
-    gae, ppo = session_pb2.Function(name="gae"), session_pb2.Function(name="ppo")
-    gae.parameters.update({"gamma": GAMMA, "lam": LAM})
-    ppo.parameters.update({"clip_low": 0.2, "clip_high": 0.2})
-    policy = session_pb2.PolicyObjective(
-        temperature=1.0,
-        max_response_tokens=12,
-        advantage=session_pb2.Advantage(function=gae, **changes.pop("advantage", {})),
-        loss=ppo,
-        aggregation=session_pb2.Aggregation(type=session_pb2.AGGREGATION_TYPE_TOKEN_MEAN),
-        correction=session_pb2.Correction(staleness_decay=1.0),
-        **changes,
-    )
-    return session_pb2.Objective(value=session_pb2.ValueObjective(policy=policy, clip=clip))
+def wire_objective_of(clip: float | None = CLIP, **changes: Any) -> session_pb2.Objective:
+    advantage = {"type": "gae", "gamma": GAMMA, "lam": LAM} | changes.pop("advantage", {})
+    section = {"advantage": advantage, "critic": {"value_clip": clip}, **changes}
+    return wire_objective("value", section, max_response_tokens=12)
+
+
+def objective_of(clip: float | None = CLIP, **changes: Any) -> ObjectiveSettings:
+    return ObjectiveSettings.from_wire(wire_objective_of(clip, **changes))
 
 
 def make_groups(sizes: list[int]) -> list[pb.TrainGroup]:
@@ -121,11 +117,10 @@ def plainly(groups: list[pb.TrainGroup], clip: float | None) -> tuple[float, np.
 
 
 def on_ranks(
-    objective: session_pb2.Objective, groups: list[pb.TrainGroup], ranks: int, budget: int, packed: bool
+    objective: ObjectiveSettings, groups: list[pb.TrainGroup], ranks: int, budget: int, packed: bool
 ) -> tuple[float, np.ndarray, float]:
     """Compute the same by the path that the front and the ranks take, except for the model."""
-    check_objective(objective)
-    front, rank = ValueUpdate(objective.value), rank_objective(objective_settings(objective))
+    front, rank = ValueUpdate(objective), rank_objective(objective)
     assert isinstance(rank, ValueObjective)
     sequences, _ = front.sequences(UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), Version(0, 0)), 5)
     table, sums = TABLE.clone().requires_grad_(), {"loss": 0.0, "clipped": 0.0, "tokens": 0.0}
@@ -160,13 +155,13 @@ def test_loss_and_gradient_are_those_of_the_formula_for_any_layout(
 def test_a_response_that_was_cut_off_returns_what_was_still_expected_unless_told_otherwise(
     bootstrap: bool,
 ) -> None:
-    objective, groups = objective_of(), make_groups([3, 2])
-    objective.value.policy.advantage.function.parameters["bootstrap_truncated"] = bootstrap
+    groups = make_groups([3, 2])
+    objective = objective_of(advantage={"bootstrap_truncated": bootstrap})
     if not bootstrap:
         for sample in (sample for group in groups for sample in group.samples):
             sample.ClearField("value_after")
     batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), Version(0, 0))
-    found = ValueUpdate(objective.value).sequences(batch, 0)[0].columns["returns"]
+    found = ValueUpdate(objective).sequences(batch, 0)[0].columns["returns"]
     expected = [x for g in groups for sample in g.samples for x in plain_returns(sample, bootstrap)]
     np.testing.assert_allclose(found, expected, atol=TOLERANCE)
 
@@ -175,8 +170,8 @@ def test_a_response_that_was_cut_off_returns_what_was_still_expected_unless_told
 def test_returns_are_the_advantages_of_the_policy_upon_the_values(changes: dict[str, Any]) -> None:
     objective = objective_of(**changes)
     batch = UpdateBatch.read(make_groups([3, 2, 4]), ModelLimits(VOCABULARY, 0), Version(0, 0))
-    policy = PolicyObjective(session_pb2.Objective(policy=objective.value.policy))
-    critic, facts = ValueUpdate(objective.value).sequences(batch, 5)
+    policy = PolicyObjective(replace(objective, kind=POLICY))
+    critic, facts = ValueUpdate(objective).sequences(batch, 5)
     advantages = policy.sequences(batch, 5)[0].columns["advantages"]
     assert np.abs(advantages).max() > 0.1
     np.testing.assert_allclose(
@@ -192,7 +187,7 @@ def test_values_that_foretell_the_returns_explain_all_of_their_spread() -> None:
         sample.truncated = False
         sample.values.CopyFrom(to_tensor(np.full(len(own_tokens(sample)), sample.reward, np.float32)))
     batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), Version(0, 0))
-    _, facts = ValueUpdate(objective_of().value).sequences(batch, 0)
+    _, facts = ValueUpdate(objective_of()).sequences(batch, 0)
     assert facts["explained_variance"] == pytest.approx(1.0)
 
 
@@ -206,7 +201,7 @@ def test_samples_without_what_a_return_is_made_of_are_refused(column: str, chang
         sample.ClearField(column)
     batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), Version(0, 0))
     with pytest.raises(InvalidRequest, match=f"sample 'g0/0'.*`{column}` is empty"):
-        ValueUpdate(objective_of(**changes).value).sequences(batch, 0)
+        ValueUpdate(objective_of(**changes)).sequences(batch, 0)
 
 
 def test_advantages_that_are_sent_stand_for_no_value_of_a_critic() -> None:
@@ -216,26 +211,23 @@ def test_advantages_that_are_sent_stand_for_no_value_of_a_critic() -> None:
         sample.ClearField("values")
     batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), Version(0, 0))
     with pytest.raises(InvalidRequest, match=r"sample 'g0/0'.*`values` is empty"):
-        ValueUpdate(objective_of().value).sequences(batch, 0)
+        ValueUpdate(objective_of()).sequences(batch, 0)
 
 
-def by_other_advantages(objective: session_pb2.Objective) -> None:
-    objective.value.policy.advantage.function.name = "grpo"
-    objective.value.policy.advantage.function.ClearField("parameters")
+BY_OTHER_ADVANTAGES = {"advantage": {"type": "grpo"}, "critic": None}
+CLIPPED_TO_NOTHING = {"critic": {"value_clip": 0.0}}
+ADAPTING = {"kl": {"placement": "reward", "target": 0.1, "horizon_samples": 10}}
 
 
-def clipped_to_nothing(objective: session_pb2.Objective) -> None:
-    objective.value.clip = 0.0
-
-
-def adapting(objective: session_pb2.Objective) -> None:
-    objective.value.policy.kl.target = 0.1
-    objective.value.policy.kl.horizon_samples = 10
-
-
-@pytest.mark.parametrize("spoil", [by_other_advantages, clipped_to_nothing, adapting])
-def test_what_a_critic_cannot_learn_is_refused_by_its_field(spoil: Any) -> None:
-    objective = objective_of(**SHAPED)
-    spoil(objective)
-    with pytest.raises(InvalidRequest, match=r"spec\.objective\.value"):
-        check_objective(objective)
+@pytest.mark.parametrize(
+    ("spoiled", "named"),
+    [
+        (BY_OTHER_ADVANTAGES, r"section\.critic"),
+        (CLIPPED_TO_NOTHING, r"section\.critic\.value_clip"),
+        (ADAPTING, r"section.*kl\.target"),
+    ],
+)
+def test_what_a_critic_cannot_learn_is_refused_by_its_field(spoiled: dict[str, Any], named: str) -> None:
+    section = {"advantage": {"type": "gae"}, "critic": {}} | spoiled
+    with pytest.raises(InvalidRequest, match=rf"spec\.objective\.{named}"):
+        ObjectiveSettings.from_wire(wire_objective("value", section))

@@ -15,8 +15,10 @@ from flotilla_core.config import StackConfig
 from flotilla_core.errors import Cancelled, DeadlineExceeded, FailedPrecondition, Unavailable
 from flotilla_core.service import Activities
 from flotilla_core.tensors import to_tensor
+from flotilla_testing.session_specs import as_struct, wire_objective
 from flotilla_trainer.front.session import Session
 from flotilla_trainer.front.session_manager import SessionManager
+from flotilla_trainer.front.session_settings import session_settings
 from flotilla_trainer.gang.plan import GangPlan
 from flotilla_trainer.gang.ranks import Gang
 from flotilla_trainer.wire.frames import Frame
@@ -79,31 +81,17 @@ def groups() -> list[pb.TrainGroup]:
 
 
 def specification() -> session_pb2.SessionSpec:
-    policy = session_pb2.PolicyObjective(
-        temperature=1.0,
-        max_response_tokens=8,
-        advantage=session_pb2.Advantage(function=session_pb2.Function(name="reinforce")),
-        loss=session_pb2.Function(name="reinforce"),
-        aggregation=session_pb2.Aggregation(type=session_pb2.AGGREGATION_TYPE_TOKEN_MEAN),
-        kl=session_pb2.Kl(
-            placement=session_pb2.KL_PLACEMENT_LOSS, estimator=session_pb2.KL_ESTIMATOR_K3, coefficient=0.1
-        ),
-    )
+    section = {
+        "type": "reinforce",
+        "aggregation": {"type": "token_mean"},
+        "kl": {"placement": "loss", "estimator": "k3", "coefficient": 0.1},
+    }
     return session_pb2.SessionSpec(
-        objective=session_pb2.Objective(policy=policy),
-        batching=session_pb2.Batching(tokens_per_microbatch=64, logprob_chunk_tokens=8),
+        objective=wire_objective("policy", section),
+        optimizer=as_struct({"learning_rate": 0.1, "schedule": "constant"}),
+        batching=as_struct({"tokens_per_microbatch": 64, "logprob_chunk_tokens": 8}),
         total_updates=4,
     )
-
-
-def opened_specification() -> session_pb2.SessionSpec:
-    """Return a specification that passes the checks of OpenSession."""
-    spec = specification()
-    spec.objective.policy.correction.staleness_decay = 1.0
-    spec.optimizer.CopyFrom(
-        session_pb2.Optimizer(learning_rate=0.1, epsilon=1e-8, schedule=session_pb2.SCHEDULE_CONSTANT)
-    )
-    return spec
 
 
 @pytest.fixture
@@ -117,7 +105,7 @@ def manager(gang: RecordingGang, tmp_path: Path) -> SessionManager:
     plan = GangPlan.of_stack(stack, "trainer-0", "trainer-0-test", tmp_path, tmp_path)
     made = SessionManager(cast(Gang, gang), plan, stack, Activities())
     request = pb.OpenSessionRequest(run_id="a", spec=specification())
-    made._session = Session(request, tmp_path, cast(Gang, gang), Activities())
+    made._session = Session(request, session_settings(request.spec), tmp_path, cast(Gang, gang), Activities())
     (tmp_path / "config.json").write_text("{}", "utf-8")
     return made
 
@@ -165,7 +153,7 @@ async def test_a_session_that_is_closing_keeps_the_next_one_waiting_until_it_is_
     update = await training(manager, gang)
     closing = asyncio.create_task(manager.close("a"))
     await asyncio.sleep(0)
-    next_run = pb.OpenSessionRequest(run_id="b", spec=opened_specification())
+    next_run = pb.OpenSessionRequest(run_id="b", spec=specification())
     opening = asyncio.create_task(manager.open(next_run))
     done, _ = await asyncio.wait({opening}, timeout=0)
     assert not done and gang.commands == ["score"]
@@ -185,13 +173,11 @@ async def test_a_session_whose_close_was_given_up_can_be_closed_again(
     with pytest.raises(DeadlineExceeded, match="cannot be closed"):
         await manager.close("a")
     with pytest.raises(FailedPrecondition, match="run a holds the trainer"):
-        await manager.open(pb.OpenSessionRequest(run_id="b", spec=opened_specification()))
+        await manager.open(pb.OpenSessionRequest(run_id="b", spec=specification()))
     monkeypatch.setattr(gang, "slow_timeout_s", LIMIT_S)
     gang.gate.set()
     await asyncio.wait_for(manager.close("a"), LIMIT_S)
-    await asyncio.wait_for(
-        manager.open(pb.OpenSessionRequest(run_id="b", spec=opened_specification())), LIMIT_S
-    )
+    await asyncio.wait_for(manager.open(pb.OpenSessionRequest(run_id="b", spec=specification())), LIMIT_S)
     with pytest.raises(Cancelled):
         await update
 
@@ -219,7 +205,7 @@ async def left_opening(manager: SessionManager, gang: RecordingGang) -> asyncio.
     """Start an opening that continues after its caller is gone."""
     manager._session = None
     gang.opens.clear()
-    request = pb.OpenSessionRequest(run_id="a", spec=opened_specification())
+    request = pb.OpenSessionRequest(run_id="a", spec=specification())
     opening = asyncio.create_task(manager.open(request))
     await asyncio.wait_for(gang.opening.wait(), LIMIT_S)
     return opening
@@ -229,7 +215,7 @@ async def test_after_the_close_of_a_session_that_was_opening_the_next_one_opens(
     manager: SessionManager, gang: RecordingGang
 ) -> None:
     opening = await left_opening(manager, gang)
-    again = pb.OpenSessionRequest(run_id="a", lineage=1, spec=opened_specification())
+    again = pb.OpenSessionRequest(run_id="a", lineage=1, spec=specification())
     with pytest.raises(FailedPrecondition, match="run a holds the trainer"):
         await manager.open(again)
     closing = asyncio.create_task(manager.close("a"))

@@ -8,42 +8,32 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
+from flotilla_testing.session_specs import wire_objective
 from flotilla_trainer.batch.tokens import ModelLimits
 from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.objective.policy import PolicyObjective
-from flotilla_trainer.objective.settings import check_objective
+from flotilla_trainer.wire.objective import ObjectiveSettings
 
-GROUP = session_pb2.REWARD_STATISTICS_GROUP
-BATCH = session_pb2.REWARD_STATISTICS_BATCH
-RUNNING = session_pb2.REWARD_STATISTICS_RUNNING
+GROUP = "group"
+BATCH = "batch"
+RUNNING = "running"
 
 
-def function(name: str, **parameters: Any) -> session_pb2.Function:
-    made = session_pb2.Function(name=name)
-    made.parameters.update(parameters)
-    return made
+def function(name: str, **parameters: Any) -> dict[str, Any]:
+    return {"type": name, **parameters}
 
 
 def front_of(
-    advantage: session_pb2.Function, weights: session_pb2.SampleWeights | None = None, **keys: Any
+    advantage: dict[str, Any], weights: dict[str, Any] | None = None, **keys: Any
 ) -> PolicyObjective:
     """Return the objective of a run with the loss `ppo` and this advantage."""
-    policy = session_pb2.PolicyObjective(
-        temperature=1.0,
-        max_response_tokens=8,
-        advantage=session_pb2.Advantage(function=advantage, **keys),
-        loss=function("ppo", clip_low=0.2, clip_high=0.2),
-        aggregation=session_pb2.Aggregation(type=session_pb2.AGGREGATION_TYPE_TOKEN_MEAN),
-        correction=session_pb2.Correction(staleness_decay=1.0),
-        sample_weights=weights,
+    section = {"advantage": advantage | keys, "sample_weights": weights or {}}
+    return PolicyObjective(
+        ObjectiveSettings.from_wire(wire_objective("policy", section, max_response_tokens=8))
     )
-    objective = session_pb2.Objective(policy=policy)
-    check_objective(objective)
-    return PolicyObjective(objective)
 
 
 def batch_of(rewards: list[list[float]], cut_off: tuple[str, ...] = ()) -> UpdateBatch:
@@ -120,11 +110,11 @@ GRPO = function("grpo", baseline="group", normalize_std=True)
 
 
 def test_a_sample_counts_by_its_reward_its_group_and_its_length() -> None:
-    weights = session_pb2.SampleWeights(
-        by_reward=session_pb2.REWARD_WEIGHTS_MAX_MIN,
-        by_difficulty=session_pb2.DifficultyWeights(easiest=0.5, hardest=2.0),
-        by_length=session_pb2.LengthWeights(shortest=1.5, longest=0.5),
-    )
+    weights = {
+        "by_reward": "max_min",
+        "by_difficulty": {"easiest": 0.5, "hardest": 2.0},
+        "by_length": {"shortest": 1.5, "longest": 0.5},
+    }
     batch = batch_of([[1.0, 0.5, 0.0, 0.0], [1.0, 1.0]], cut_off=("g1/1",))
     front = front_of(GRPO, weights, drop_truncated=True)
     lengths = [1, 2, 3, 1, 2]
@@ -142,7 +132,7 @@ def test_a_sample_counts_by_its_reward_its_group_and_its_length() -> None:
 def test_the_powers_of_rewards_make_the_same_update_of_parts_as_of_the_whole(
     parts: tuple[tuple[int, ...], ...],
 ) -> None:
-    weights = session_pb2.SampleWeights(by_reward=session_pb2.REWARD_WEIGHTS_POW, power=1.5)
+    weights = {"by_reward": "pow", "power": 1.5}
     rewards = [[1.0, 0.5, 0.0], [2.0, 1.0], [0.25, 4.0, 1.0]]
     front = front_of(GRPO, weights)
 
@@ -161,7 +151,7 @@ def test_the_powers_of_rewards_make_the_same_update_of_parts_as_of_the_whole(
 
 
 def test_an_update_whose_samples_all_weigh_nothing_trains_nothing() -> None:
-    front = front_of(GRPO, session_pb2.SampleWeights(by_reward=session_pb2.REWARD_WEIGHTS_POW))
+    front = front_of(GRPO, {"by_reward": "pow"})
     batch = batch_of([[0.0, 0.0]])
     assert not front.sequences(batch, 0)[0].columns["weights"].any()
     assert front.units(batch) == 0.0

@@ -10,47 +10,28 @@ import torch
 
 from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
-from flotilla_core.config import PolicyConfig
 from flotilla_core.errors import InvalidRequest
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
+from flotilla_testing.session_specs import as_struct, wire_objective
 from flotilla_trainer.batch.packing import Sequences
 from flotilla_trainer.batch.step_plan import StepPlan, proximal_share
 from flotilla_trainer.batch.tokens import ModelLimits
 from flotilla_trainer.batch.update_batch import UpdateBatch
-from flotilla_trainer.front.session_settings import check_spec
+from flotilla_trainer.front.session_settings import session_settings
 from flotilla_trainer.objective.policy import PolicyObjective
-from flotilla_trainer.objective.settings import objective_settings
 from flotilla_trainer.rank.objective import Objective
 from flotilla_trainer.rank.update_metrics import metrics_of_steps
+from flotilla_trainer.wire.objective import ObjectiveSettings
 
 VOCABULARY = 13
 VERSION = Version(0, 3)
-AGGREGATIONS = {
-    "grpo": session_pb2.AGGREGATION_TYPE_TOKEN_MEAN,
-    "gspo": session_pb2.AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_MEAN,
-    "rloo": session_pb2.AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_SUM,
-    "dr_grpo": session_pb2.AGGREGATION_TYPE_CONSTANT,
-}
 
 
-def objective_of(preset: str, **correction: Any) -> session_pb2.Objective:
+def objective_of(preset: str, **correction: Any) -> ObjectiveSettings:
     """Return the objective of a preset, with changes of its correction."""
-    algorithm = PolicyConfig(type=preset)  # type: ignore[arg-type]
-    policy = session_pb2.PolicyObjective(
-        temperature=1.0,
-        max_response_tokens=12,
-        advantage=session_pb2.Advantage(drop_uniform_groups=algorithm.advantage.drop_uniform_groups),
-        aggregation=session_pb2.Aggregation(type=AGGREGATIONS.get(preset, AGGREGATIONS["grpo"])),
-        correction=session_pb2.Correction(**({"staleness_decay": 1.0} | correction)),
-    )
-    for function, section in (
-        (policy.advantage.function, algorithm.advantage),
-        (policy.loss, algorithm.loss),
-    ):
-        function.name = section.type
-        function.parameters.update(section.arguments)
-    return session_pb2.Objective(policy=policy)
+    section = {"type": preset, "correction": correction}
+    return ObjectiveSettings.from_wire(wire_objective("policy", section, max_response_tokens=12))
 
 
 def make_groups(sizes: list[int]) -> list[pb.TrainGroup]:
@@ -131,7 +112,7 @@ def test_the_interpolated_policy_is_exact_at_the_start_and_where_the_rollout_is_
     staleness = np.array([0, 1, 3], np.float32)
     np.testing.assert_array_equal(proximal_share(staleness, 0.0), [1, 1, 1])
     np.testing.assert_allclose(proximal_share(staleness, 0.5), [0, 1 / 1.5, 3 / 3.5], rtol=1e-6)
-    steps = steps_of("grpo", [3, 4], StepPlan(2, 2), proximal=session_pb2.PROXIMAL_INTERPOLATED)
+    steps = steps_of("grpo", [3, 4], StepPlan(2, 2), proximal="interpolated")
     assert (steps[0].columns["proximal_share"] == 1).all()
     assert "staleness" not in steps[0].columns
     stale = steps[1].columns["proximal_share"]
@@ -141,13 +122,11 @@ def test_the_interpolated_policy_is_exact_at_the_start_and_where_the_rollout_is_
 @pytest.mark.parametrize("column", ["proximal_logprobs", "proximal_share"])
 def test_the_ratio_and_its_correction_compare_with_the_policy_before_the_update(column: str) -> None:
     correction = {
-        "proximal": session_pb2.PROXIMAL_TRAINER
-        if column == "proximal_logprobs"
-        else session_pb2.PROXIMAL_INTERPOLATED,
-        "importance": session_pb2.IMPORTANCE_TOKEN,
+        "proximal": "trainer" if column == "proximal_logprobs" else "interpolated",
+        "importance": "token",
         "importance_cap": 5.0,
     }
-    rank = Objective(objective_settings(objective_of("grpo", **correction)))
+    rank = Objective(objective_of("grpo", **correction))
     now, rollout = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.3, -1.9, -0.8])
     proximal = rollout + 0.25 * (now - rollout)
     columns = {
@@ -179,11 +158,8 @@ def test_metrics_of_steps_add_up_or_are_means_and_distances_are_those_before_any
 def test_preferences_are_learned_in_one_step() -> None:
     spec = session_pb2.SessionSpec(
         role=session_pb2.ROLE_POLICY,
-        optimizer=session_pb2.Optimizer(steps_per_update=1, epochs_per_update=2),
-        batching=session_pb2.Batching(tokens_per_microbatch=64, logprob_chunk_tokens=8),
-    )
-    spec.objective.preference.MergeFrom(
-        session_pb2.PreferenceObjective(loss=session_pb2.PREFERENCE_LOSS_SIGMOID, beta=0.1)
+        optimizer=as_struct({"steps_per_update": 1, "epochs_per_update": 2}),
+        objective=wire_objective("preference", {"loss": "sigmoid", "beta": 0.1}),
     )
     with pytest.raises(InvalidRequest, match="one step an update"):
-        check_spec(spec)
+        session_settings(spec)

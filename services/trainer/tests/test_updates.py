@@ -14,8 +14,10 @@ from flotilla_core.errors import InvalidRequest
 from flotilla_core.service import Activities
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
+from flotilla_testing.session_specs import as_struct, wire_objective
 from flotilla_trainer.front.session import Session
 from flotilla_trainer.front.session_progress import NOTHING_COUNTS
+from flotilla_trainer.front.session_settings import session_settings
 from flotilla_trainer.gang.ranks import Gang
 from flotilla_trainer.wire.frames import Frame
 
@@ -67,24 +69,15 @@ def gang() -> AgreeingGang:
 
 @pytest.fixture
 def session(gang: AgreeingGang, tmp_path: Path) -> Session:
-    grpo = session_pb2.Function(name="grpo")
-    grpo.parameters.update({"baseline": "group", "normalize_std": True})
-    policy = session_pb2.PolicyObjective(
-        temperature=1.0,
-        advantage=session_pb2.Advantage(function=grpo, drop_uniform_groups=True),
-        loss=session_pb2.Function(name="ppo"),
-        aggregation=session_pb2.Aggregation(type=session_pb2.AGGREGATION_TYPE_TOKEN_MEAN),
-        correction=session_pb2.Correction(staleness_decay=1.0),
-    )
+    section = {"advantage": {"type": "grpo", "drop_uniform_groups": True}}
     spec = session_pb2.SessionSpec(
-        optimizer=session_pb2.Optimizer(schedule=session_pb2.SCHEDULE_CONSTANT),
-        objective=session_pb2.Objective(policy=policy),
-        batching=session_pb2.Batching(tokens_per_microbatch=64, logprob_chunk_tokens=8),
+        optimizer=as_struct({"schedule": "constant", "max_skipped_updates": 1}),
+        objective=wire_objective("policy", section),
+        batching=as_struct({"tokens_per_microbatch": 64, "logprob_chunk_tokens": 8}),
         total_updates=4,
-        max_skipped_updates=1,
     )
     request = pb.OpenSessionRequest(run_id="a", spec=spec)
-    return Session(request, tmp_path, cast(Gang, gang), Activities())
+    return Session(request, session_settings(spec), tmp_path, cast(Gang, gang), Activities())
 
 
 def header(number: int, version: int) -> pb.TrainHeader:

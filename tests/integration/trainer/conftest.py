@@ -28,12 +28,13 @@ from flotilla.trainer.v1.trainer_pb2_grpc import (
     add_TrainerServiceServicer_to_server,
 )
 from flotilla_core import rpc
-from flotilla_core.config import StackConfig
+from flotilla_core.config import BatchingConfig, StackConfig
 from flotilla_core.config.stack import BindConfig
 from flotilla_core.errors import FlotillaError
 from flotilla_core.service import Activities
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
+from flotilla_testing.session_specs import as_struct, called, wire_objective
 from flotilla_trainer.front.servicer import TrainerServicer
 from flotilla_trainer.front.session_manager import SessionManager
 from flotilla_trainer.gang.fork_server import RankForkServer
@@ -43,13 +44,7 @@ from flotilla_trainer.service import SERVICE_NAME
 
 VOCABULARY = 31
 CALL_TIMEOUT_S = 60.0
-Asked = (
-    str
-    | session_pb2.PolicyObjective
-    | session_pb2.PreferenceObjective
-    | session_pb2.RewardModelObjective
-    | session_pb2.ValueObjective
-)
+Asked = str | session_pb2.Objective
 
 
 def make_model(folder: Path, seed: int, **changes: Any) -> Path:
@@ -205,62 +200,35 @@ class Trainer:
         return path
 
 
-def policy_objective(**changes: Any) -> session_pb2.PolicyObjective:
-    """GRPO with an asymmetric clip, and changes by field name."""
-    default = {
-        "temperature": 0.7,
-        "max_response_tokens": 20,
-        "advantage": session_pb2.Advantage(function=function("grpo", baseline="group", normalize_std=True)),
-        "loss": function("ppo", clip_low=0.2, clip_high=0.28),
-        "aggregation": session_pb2.Aggregation(type=session_pb2.AGGREGATION_TYPE_TOKEN_MEAN),
-        "correction": session_pb2.Correction(staleness_decay=1.0),
-    }
-    return session_pb2.PolicyObjective(**(default | changes))
-
-
-def function(name: str, **parameters: Any) -> session_pb2.Function:
-    made = session_pb2.Function(name=name)
-    made.parameters.update(parameters)
-    return made
+def policy_objective(**changes: Any) -> session_pb2.Objective:
+    """GRPO with an asymmetric clip, and changes by key; rollouts may be as far away as they like."""
+    correction = {"fail_at": None} | changes.pop("correction", {})
+    section = {"loss": {"type": "ppo", "clip_high": 0.28}, "correction": correction, **changes}
+    written = {key: value for key, value in section.items() if value is not None}
+    return wire_objective("policy", written, temperature=0.7, max_response_tokens=20)
 
 
 def session_spec(objective: Asked, **changes: Any) -> session_pb2.SessionSpec:
-    """GRPO, SFT, a critic's or another objective, with changes by field name, wherever the field is."""
-    spec = session_pb2.SessionSpec(
-        role=session_pb2.ROLE_POLICY,
-        optimizer=session_pb2.Optimizer(
-            learning_rate=1e-2,
-            beta1=0.9,
-            beta2=0.999,
-            epsilon=1e-8,
-            max_grad_norm=1.0,
-            schedule=session_pb2.SCHEDULE_CONSTANT,
-        ),
-        batching=session_pb2.Batching(tokens_per_microbatch=4096, logprob_chunk_tokens=2048),
-        seed=7,
-        total_updates=10,
-        max_skipped_updates=2,
-    )
-    if isinstance(objective, session_pb2.PolicyObjective):
-        spec.objective.policy.CopyFrom(objective)
-    elif isinstance(objective, session_pb2.PreferenceObjective):
-        spec.objective.preference.CopyFrom(objective)
-    elif isinstance(objective, session_pb2.RewardModelObjective):
-        spec.objective.reward_model.CopyFrom(objective)
-    elif isinstance(objective, session_pb2.ValueObjective):
-        spec.role = session_pb2.ROLE_CRITIC
-        spec.objective.value.CopyFrom(objective)
-    elif objective == "sft":
-        spec.objective.sft.SetInParent()
+    """GRPO, SFT, a critic's or another objective, with changes by key, wherever the key is."""
+    optimizer = {"learning_rate": 1e-2, "schedule": "constant", "max_skipped_updates": 2}
+    batching = {"tokens_per_microbatch": 4096, "logprob_chunk_tokens": 2048}
+    spec = session_pb2.SessionSpec(role=session_pb2.ROLE_POLICY, seed=7, total_updates=10)
+    if isinstance(objective, session_pb2.Objective):
+        spec.objective.CopyFrom(objective)
     else:
-        spec.objective.policy.CopyFrom(policy_objective())
+        spec.objective.CopyFrom(wire_objective("sft", {}) if objective == "sft" else policy_objective())
+    if spec.objective.kind == "value":
+        spec.role = session_pb2.ROLE_CRITIC
     for name, value in changes.items():
-        owners = (spec, spec.optimizer, spec.batching)
-        owner = next(owner for owner in owners if name in owner.DESCRIPTOR.fields_by_name)
         if name == "lora":
-            spec.lora.CopyFrom(value)
+            spec.lora.CopyFrom(as_struct(value))
+        elif name in spec.DESCRIPTOR.fields_by_name:
+            setattr(spec, name, value)
         else:
-            setattr(owner, name, value)
+            owner = batching if name in BatchingConfig.model_fields else optimizer
+            owner[name] = value
+    spec.optimizer.CopyFrom(as_struct(optimizer))
+    spec.batching.CopyFrom(as_struct(batching))
     return spec
 
 
@@ -388,10 +356,10 @@ def model_maker() -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def policy_of() -> Callable[..., session_pb2.PolicyObjective]:
+def policy_of() -> Callable[..., session_pb2.Objective]:
     return policy_objective
 
 
 @pytest.fixture(scope="session")
 def function_of() -> Callable[..., session_pb2.Function]:
-    return function
+    return called

@@ -40,7 +40,7 @@ STATE = b'{"cursor": 3}'
 SAVED_AT, STEPS = 2, 5
 LIMIT_S = 60.0
 # AdamW divides by the root of the second moment: this epsilon keeps the rounding of tiny gradients out of it.
-SPEC = {"epsilon": 1e-3, "schedule": 2, "total_updates": 8}
+SPEC = {"epsilon": 1e-3, "schedule": "linear", "total_updates": 8}
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 MakeGroups = Callable[..., list[pb.TrainGroup]]

@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import InvalidRequest, Mismatch, NotFinite, NotFound, StaleVersion
 from flotilla_core.tensors import from_tensor, to_tensor
@@ -29,10 +28,10 @@ BATCHINGS = [
         "activation_offload": recompute,
     }
     for packing, chunk, recompute in (
-        (session_pb2.PACKING_OFF, 16, False),
-        (session_pb2.PACKING_OFF, 2048, True),
-        (session_pb2.PACKING_ON, 16, True),
-        (session_pb2.PACKING_ON, 2048, False),
+        ("off", 16, False),
+        ("off", 2048, True),
+        ("on", 16, True),
+        ("on", 2048, False),
     )
 ]
 
@@ -140,9 +139,7 @@ async def test_sft_learns_the_answers_it_is_shown(trainer: Any, groups_of: MakeG
     assert (await trainer.judged(groups))["loss"] < losses[-1]
 
 
-@pytest.mark.parametrize(
-    ("temperature", "packing"), [(1.0, session_pb2.PACKING_OFF), (0.7, session_pb2.PACKING_ON)]
-)
+@pytest.mark.parametrize(("temperature", "packing"), [(1.0, "off"), (0.7, "on")])
 async def test_logprobs_equal_plain_torch_in_the_order_of_the_request(
     trainer: Any, groups_of: MakeGroups, temperature: float, packing: int
 ) -> None:
@@ -163,7 +160,7 @@ async def test_logprobs_equal_plain_torch_in_the_order_of_the_request(
         assert (best[:, 0] >= from_tensor(item.logprobs) - TOLERANCE).all()
 
 
-@pytest.mark.parametrize("packing", [session_pb2.PACKING_OFF, session_pb2.PACKING_ON])
+@pytest.mark.parametrize("packing", ["off", "on"])
 async def test_fewer_samples_than_ranks_still_trains(
     trainer: Any, groups_of: MakeGroups, packing: int
 ) -> None:

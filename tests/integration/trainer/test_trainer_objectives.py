@@ -24,7 +24,7 @@ SIZES = [4, 2, 5]
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 Groups = list[pb.TrainGroup]
 MakeGroups = Callable[..., Groups]
-Policy = Callable[..., session_pb2.PolicyObjective]
+Policy = Callable[..., session_pb2.Objective]
 
 
 @pytest.fixture
@@ -75,15 +75,9 @@ def assert_equal(got: dict[str, np.ndarray], wanted: dict[str, torch.Tensor]) ->
 
 
 AGGREGATIONS: dict[int, Callable[[list[torch.Tensor]], torch.Tensor]] = {
-    session_pb2.AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_SUM: lambda rows: torch.stack(
-        [row.sum() for row in rows]
-    ).mean(),
-    session_pb2.AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_MEAN: lambda rows: torch.stack(
-        [row.mean() for row in rows]
-    ).mean(),
-    session_pb2.AGGREGATION_TYPE_CONSTANT: lambda rows: torch.stack(
-        [row.sum() / LIMIT for row in rows]
-    ).mean(),
+    "sequence_mean_of_token_sum": lambda rows: torch.stack([row.sum() for row in rows]).mean(),
+    "sequence_mean_of_token_mean": lambda rows: torch.stack([row.mean() for row in rows]).mean(),
+    "constant": lambda rows: torch.stack([row.sum() / LIMIT for row in rows]).mean(),
 }
 
 
@@ -92,7 +86,7 @@ async def test_every_aggregation_equals_plain_torch_on_three_ranks(
     trainer: Any, groups_of: MakeGroups, policy_of: Policy, aggregation: int
 ) -> None:
     groups = groups_of(SIZES)
-    objective = policy_of(aggregation=session_pb2.Aggregation(type=aggregation))
+    objective = policy_of(aggregation={"type": aggregation})
     await trainer.open(objective, tokens_per_microbatch=40)
     loss, gradients, _ = await on_ranks(trainer, groups)
     wanted_loss, wanted = expected(plain_model(trainer.model), groups, AGGREGATIONS[aggregation])
@@ -127,9 +121,9 @@ async def test_optimal_token_baselines_come_from_the_policys_distribution_at_eac
     trainer: Any, groups_of: MakeGroups, policy_of: Policy
 ) -> None:
     groups = groups_of(SIZES)
-    function = session_pb2.Function(name="tir_optimal_token_baseline")
-    function.parameters["lone_tail"] = "silent"
-    objective = policy_of(advantage=session_pb2.Advantage(function=function))
+    function = {"type": "tir_optimal_token_baseline"}
+    function["lone_tail"] = "silent"
+    objective = policy_of(advantage=function)
     await trainer.open(objective, tokens_per_microbatch=40)
     loss, gradients, _ = await on_ranks(trainer, groups)
     policy, losses = plain_model(trainer.model), []
@@ -154,9 +148,7 @@ async def test_the_reference_stays_where_the_session_began_and_entropy_earns_a_b
     trainer: Any, groups_of: MakeGroups, policy_of: Policy, tmp_path: Path
 ) -> None:
     groups = groups_of(SIZES)
-    kl = session_pb2.Kl(
-        placement=session_pb2.KL_PLACEMENT_LOSS, estimator=session_pb2.KL_ESTIMATOR_K3, coefficient=0.3
-    )
+    kl = {"placement": "loss", "estimator": "k3", "coefficient": 0.3}
     objective = policy_of(kl=kl, entropy_coefficient=0.2)
     await trainer.open(objective, tokens_per_microbatch=40, learning_rate=1e-3)
     first = await trainer.train(0, groups)
@@ -191,14 +183,12 @@ async def test_the_reference_stays_where_the_session_began_and_entropy_earns_a_b
     assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("packing", [session_pb2.PACKING_OFF, session_pb2.PACKING_ON])
+@pytest.mark.parametrize("packing", ["off", "on"])
 async def test_the_divergence_over_the_vocabulary_equals_plain_torch_in_any_chunks(
     trainer: Any, groups_of: MakeGroups, policy_of: Policy, tmp_path: Path, packing: int
 ) -> None:
     groups = groups_of(SIZES)
-    kl = session_pb2.Kl(
-        placement=session_pb2.KL_PLACEMENT_LOSS, estimator=session_pb2.KL_ESTIMATOR_FULL, coefficient=0.3
-    )
+    kl = {"placement": "loss", "estimator": "full", "coefficient": 0.3}
     objective = policy_of(kl=kl, entropy_coefficient=0.2)
     cut = {"tokens_per_microbatch": 40, "logprob_chunk_tokens": 7, "packing": packing}
     await trainer.open(objective, learning_rate=1e-2, **cut)
@@ -222,19 +212,17 @@ async def test_the_divergence_over_the_vocabulary_equals_plain_torch_in_any_chun
     assert_equal(gradients, wanted)
 
 
-@pytest.mark.parametrize(
-    ("packing", "tail"), [(session_pb2.PACKING_OFF, False), (session_pb2.PACKING_ON, True)]
-)
+@pytest.mark.parametrize(("packing", "tail"), [("off", False), ("on", True)])
 async def test_what_a_teacher_finds_likeliest_pulls_as_plain_torch_says(
     trainer: Any, groups_of: MakeGroups, policy_of: Policy, tmp_path: Path, packing: int, tail: bool
 ) -> None:
     groups, top_k, coefficient = groups_of(SIZES), 6, 0.7
-    asked = session_pb2.Teacher(
-        top_k=top_k,
-        divergence=session_pb2.TEACHER_DIVERGENCE_FORWARD if tail else session_pb2.TEACHER_DIVERGENCE_REVERSE,
-        coefficient=coefficient,
-        tail=tail,
-    )
+    asked = {
+        "top_k": top_k,
+        "divergence": "forward" if tail else "reverse",
+        "coefficient": coefficient,
+        "tail": tail,
+    }
     cut = {"tokens_per_microbatch": 40, "logprob_chunk_tokens": 7, "packing": packing}
     await trainer.open(policy_of(teacher=asked), learning_rate=1e-2, **cut)
     samples = {sample.sample_id: sample for group in groups for sample in group.samples}
@@ -279,15 +267,15 @@ async def test_weights_are_normalised_by_the_mean_that_the_ranks_find(
     trainer: Any, groups_of: MakeGroups, policy_of: Policy
 ) -> None:
     correction = {
-        "proximal": session_pb2.PROXIMAL_TRAINER,
-        "importance": session_pb2.IMPORTANCE_TOKEN,
+        "proximal": "trainer",
+        "importance": "token",
         "importance_cap": 1.5,
         "staleness_decay": 1.0,
     }
     groups = groups_of(SIZES)
-    await trainer.open(policy_of(correction=session_pb2.Correction(**correction)))
+    await trainer.open(policy_of(correction=correction))
     _, plain, found = await on_ranks(trainer, groups)
-    await trainer.open(policy_of(correction=session_pb2.Correction(**correction, normalize_importance=True)))
+    await trainer.open(policy_of(correction={**correction, "normalize_importance": True}))
     _, normalised, metrics = await on_ranks(trainer, groups)
     mean = metrics["correction/normalized_by"]
     assert mean == pytest.approx(found["correction/weight_mean"], rel=1e-5)
@@ -300,7 +288,7 @@ async def test_rollouts_beyond_the_limit_are_refused_and_change_nothing(
     trainer: Any, groups_of: MakeGroups, policy_of: Policy
 ) -> None:
     groups = groups_of(SIZES)
-    await trainer.open(policy_of(correction=session_pb2.Correction(staleness_decay=1.0, fail_at=1e-6)))
+    await trainer.open(policy_of(correction={"staleness_decay": 1.0, "fail_at": 1e-6}))
     for sample in (sample for group in groups for sample in group.samples):
         sample.version_spans.add(end=len(sample.token_ids.data) // 4).version.CopyFrom(
             Version(0, 0).to_proto()
@@ -331,17 +319,17 @@ async def test_a_loss_of_the_user_trains_and_a_broken_file_opens_no_session(
 ) -> None:
     path = tmp_path / "mine.py"
     path.write_text("def loss(tokens, *, scale):\n    return -scale * tokens.advantages * tokens.logprobs\n")
-    mine = session_pb2.Function(name=f"{path}:loss")
-    mine.parameters.update({"scale": 1.0})
+    mine = {"type": f"{path}:loss"}
+    mine["parameters"] = {"scale": 1.0}
     await trainer.open(policy_of(loss=mine))
     own = await on_ranks(trainer, groups_of(SIZES))
-    await trainer.open(policy_of(loss=session_pb2.Function(name="reinforce")))
+    await trainer.open(policy_of(loss={"type": "reinforce"}))
     ours = await on_ranks(trainer, groups_of(SIZES))
     assert own[0] == pytest.approx(ours[0], abs=TOLERANCE)
     assert_equal(own[1], {name: torch.from_numpy(values) for name, values in ours[1].items()})
 
     path.write_text("import nothing_of_that_name\n\n\ndef loss(tokens):\n    return tokens.logprobs\n")
     with pytest.raises(UserCodeError, match="ModuleNotFoundError"):
-        await trainer.open(policy_of(loss=session_pb2.Function(name=f"{path}:loss")))
+        await trainer.open(policy_of(loss={"type": f"{path}:loss"}))
     await trainer.open()
     assert not (await trainer.train(0, groups_of(SIZES))).skipped

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import InvalidRequest
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
 from flotilla_testing.plain_torch import logprobs, plain_model, trained_tokens
+from flotilla_testing.session_specs import wire_objective
 
 TOLERANCE = 1e-5
 PAIRS = [2] * 5
@@ -26,8 +26,8 @@ MakeGroups = Callable[..., Groups]
 Margin = torch.Tensor
 
 
-def preference(loss: int = session_pb2.PREFERENCE_LOSS_SIGMOID, **fields: Any) -> Any:
-    return session_pb2.PreferenceObjective(loss=loss, **({"beta": 0.05} | fields))
+def preference(loss: str = "sigmoid", **fields: Any) -> Any:
+    return wire_objective("preference", {"loss": loss, "beta": 0.05, "reference_free": False} | fields)
 
 
 CASES: dict[str, tuple[Any, Callable[[Margin], torch.Tensor], dict[str, Any]]] = {
@@ -36,22 +36,22 @@ CASES: dict[str, tuple[Any, Callable[[Margin], torch.Tensor], dict[str, Any]]] =
         lambda h: (
             -0.9 * torch.nn.functional.logsigmoid(0.05 * h) - 0.1 * torch.nn.functional.logsigmoid(-0.05 * h)
         ),
-        {"packing": session_pb2.PACKING_OFF, "tokens_per_microbatch": 4096},
+        {"packing": "off", "tokens_per_microbatch": 4096},
     ),
     "ipo, packed": (
-        preference(session_pb2.PREFERENCE_LOSS_IPO, beta=0.5),
+        preference("ipo", beta=0.5),
         lambda h: (h - 1) ** 2,
-        {"packing": session_pb2.PACKING_ON, "tokens_per_microbatch": 64, "logprob_chunk_tokens": 16},
+        {"packing": "on", "tokens_per_microbatch": 64, "logprob_chunk_tokens": 16},
     ),
     "hinge, one sequence at a time": (
-        preference(session_pb2.PREFERENCE_LOSS_HINGE),
+        preference("hinge"),
         lambda h: torch.relu(1 - 0.05 * h),
-        {"packing": session_pb2.PACKING_OFF, "tokens_per_microbatch": 1, "activation_checkpointing": True},
+        {"packing": "off", "tokens_per_microbatch": 1, "activation_checkpointing": True},
     ),
     "reference free, packed": (
         preference(reference_free=True),
         lambda h: -torch.nn.functional.logsigmoid(0.05 * h),
-        {"packing": session_pb2.PACKING_ON, "tokens_per_microbatch": 4096},
+        {"packing": "on", "tokens_per_microbatch": 4096},
     ),
 }
 
@@ -91,7 +91,7 @@ async def test_loss_and_gradient_equal_plain_torch_for_any_ranks_and_layout(
     now = await trainer.export(tmp_path / "now", 1)
 
     metrics, gradients = await trainer.gradient(groups)
-    reference = None if objective.reference_free else plain_model(trainer.model)
+    reference = None if objective.section.fields["reference_free"].bool_value else plain_model(trainer.model)
     wanted_loss, wanted_accuracy, wanted = plainly(plain_model(now), reference, groups, loss)
     assert metrics["loss"] == pytest.approx(wanted_loss, abs=TOLERANCE, rel=TOLERANCE)
     assert metrics["preference/accuracy"] == wanted_accuracy

@@ -58,14 +58,12 @@ def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
         torch.testing.assert_close(got[name], tensor, atol=TOLERANCE, rtol=0)
 
 
-KL = session_pb2.Kl(
-    placement=session_pb2.KL_PLACEMENT_LOSS, estimator=session_pb2.KL_ESTIMATOR_K3, coefficient=0.3
-)
+KL = {"placement": "loss", "estimator": "k3", "coefficient": 0.3}
 AGGREGATIONS = [
-    (session_pb2.AGGREGATION_TYPE_TOKEN_MEAN, KL),
-    (session_pb2.AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_SUM, None),
-    (session_pb2.AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_MEAN, KL),
-    (session_pb2.AGGREGATION_TYPE_CONSTANT, None),
+    ("token_mean", KL),
+    ("sequence_mean_of_token_sum", None),
+    ("sequence_mean_of_token_mean", KL),
+    ("constant", None),
 ]
 
 
@@ -74,7 +72,7 @@ async def test_several_calls_and_a_step_are_one_update_on_all_groups(
     trainer: Any, groups_of: MakeGroups, policy_of: Callable[..., Any], tmp_path: Path, kind: int, kl: Any
 ) -> None:
     groups = groups_of(SIZES)
-    objective = policy_of(aggregation=session_pb2.Aggregation(type=kind), kl=kl, entropy_coefficient=0.01)
+    objective = policy_of(aggregation={"type": kind}, kl=kl, entropy_coefficient=0.01)
     await trainer.open(objective, **STEP)
     update = await trainer.train(0, groups)
     expected = await weights_of(trainer, tmp_path / "train", 1)
@@ -177,7 +175,7 @@ async def test_calls_whose_losses_are_sums_add_up_to_the_sum(
     trainer: Any, groups_of: MakeGroups, policy_of: Callable[..., Any], tmp_path: Path
 ) -> None:
     groups = groups_of(SIZES)
-    sums = session_pb2.Aggregation(type=session_pb2.AGGREGATION_TYPE_TOKEN_SUM)
+    sums = {"type": "token_sum"}
     await trainer.open(policy_of(aggregation=sums), **STEP)
     await trainer.train(0, groups)
     expected = await weights_of(trainer, tmp_path / "sum", 1)
@@ -221,7 +219,7 @@ async def test_a_wrong_call_changes_nothing_and_a_broken_loss_drops_what_waited(
     await optim_step(trainer)
     assert_equal(await weights_of(trainer, tmp_path / "again", 1), expected)
 
-    sums = session_pb2.Aggregation(type=session_pb2.AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_SUM)
+    sums = {"type": "sequence_mean_of_token_sum"}
     await trainer.open(policy_of(aggregation=sums))
     await forward_backward(trainer, groups)
     with pytest.raises(FailedPrecondition, match="mean over tokens"):

@@ -16,6 +16,7 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import FailedPrecondition, InvalidRequest
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
+from flotilla_testing.session_specs import wire_objective
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 
@@ -24,10 +25,10 @@ PAIRS = [2] * 5
 CENTER = 0.02
 PADDING = 0
 LAYOUTS = {
-    "padded": {"packing": session_pb2.PACKING_OFF, "tokens_per_microbatch": 4096},
-    "one at a time": {"packing": session_pb2.PACKING_OFF, "tokens_per_microbatch": 1},
+    "padded": {"packing": "off", "tokens_per_microbatch": 4096},
+    "one at a time": {"packing": "off", "tokens_per_microbatch": 1},
     "packed": {
-        "packing": session_pb2.PACKING_ON,
+        "packing": "on",
         "tokens_per_microbatch": 48,
         "activation_checkpointing": True,
     },
@@ -69,8 +70,8 @@ def pairs(groups_of: Callable[..., Groups]) -> Groups:
     return groups
 
 
-def objective(center: float = 0.0) -> session_pb2.RewardModelObjective:
-    return session_pb2.RewardModelObjective(center_coefficient=center)
+def objective(center: float = 0.0) -> session_pb2.Objective:
+    return wire_objective("reward_model", {"center_coefficient": center})
 
 
 def loaded(folder: Path) -> Any:

@@ -17,13 +17,14 @@ from flotilla_core.errors import FailedPrecondition, InvalidRequest, Mismatch
 from flotilla_core.tensors import from_tensor
 from flotilla_core.version import Version
 from flotilla_testing.plain_torch import logprobs, plain_model
+from flotilla_testing.session_specs import as_struct
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 
 TOLERANCE = 1e-5
 SIZES = [3, 1, 4]
 TEMPERATURE = 0.7
-BATCHING = session_pb2.Batching(tokens_per_microbatch=48, logprob_chunk_tokens=7)
+BATCHING = as_struct({"tokens_per_microbatch": 48, "logprob_chunk_tokens": 7})
 Groups = list[pb.TrainGroup]
 
 
@@ -112,7 +113,7 @@ async def test_a_session_of_another_role_or_with_something_to_learn_does_not_ope
     with pytest.raises(FailedPrecondition, match="this gang is the reference's, the session is for teacher"):
         await opened(reference, role=session_pb2.ROLE_TEACHER)
     with pytest.raises(InvalidRequest, match="a reference learns nothing"):
-        await opened(reference, optimizer=session_pb2.Optimizer(learning_rate=1e-3))
+        await opened(reference, optimizer=as_struct({"learning_rate": 1e-3}))
     with pytest.raises(Mismatch, match="hidden_size"):
         await opened(reference, initial_weights=str(model_maker(tmp_path / "wide", seed=1, hidden_size=64)))
     await opened(reference)

@@ -19,7 +19,7 @@ from flotilla_core.version import Version
 
 SIZES = [3, 2, 4]
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
-Policy = Callable[..., session_pb2.PolicyObjective]
+Policy = Callable[..., session_pb2.Objective]
 MakeGroups = Callable[..., list[pb.TrainGroup]]
 
 
@@ -59,7 +59,7 @@ async def test_the_proximal_policy_is_the_one_before_the_first_step(
     trainer: Any, groups_of: MakeGroups, policy_of: Policy, tmp_path: Path
 ) -> None:
     groups, steps = groups_of(SIZES), {"learning_rate": 1e-2, "steps_per_update": 3}
-    proximal = session_pb2.Correction(staleness_decay=1.0, proximal=session_pb2.PROXIMAL_TRAINER)
+    proximal = {"staleness_decay": 1.0, "proximal": "trainer"}
     await trainer.open(policy_of(correction=proximal), **steps)
     scored = await trainer.logprobs(groups, temperature=0.7)
     made = await trainer.train(0, groups)
@@ -108,7 +108,7 @@ async def test_rollouts_are_refused_before_the_first_step_or_not_at_all(
         for sample in group.samples:
             span = sample.version_spans.add(start=0, end=len(sample.token_ids.data) // 4)
             span.version.CopyFrom(Version(0, 0).to_proto())
-    correction = session_pb2.Correction(staleness_decay=1.0, fail_at=1e-6)
+    correction = {"staleness_decay": 1.0, "fail_at": 1e-6}
     await trainer.open(policy_of(correction=correction), steps_per_update=3)
     before = await weights(trainer, tmp_path / "before", 0)
     with pytest.raises(Mismatch, match="differ between generator and trainer"):

@@ -29,10 +29,10 @@ GAMMA, LAM, CLIP, KL = 0.98, 0.9, 0.15, 0.1
 LAYOUTS = [
     {"packing": packing, "tokens_per_microbatch": budget, "activation_checkpointing": recompute}
     for packing, budget, recompute in (
-        (session_pb2.PACKING_OFF, 4096, False),
-        (session_pb2.PACKING_OFF, 48, True),
-        (session_pb2.PACKING_ON, 48, False),
-        (session_pb2.PACKING_ON, 4096, True),
+        ("off", 4096, False),
+        ("off", 48, True),
+        ("on", 48, False),
+        ("on", 4096, True),
     )
 ]
 Groups = list[pb.TrainGroup]
@@ -56,19 +56,25 @@ def start_folder(critic: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def value_objective(policy: session_pb2.Objective) -> session_pb2.Objective:
+    """What the critic of this policy learns."""
+    policy.kind = "value"
+    return policy
+
+
 @pytest.fixture
-def objective(policy_of: Callable[..., Any], function_of: Callable[..., Any]) -> session_pb2.ValueObjective:
+def objective(policy_of: Callable[..., Any]) -> session_pb2.Objective:
     """Returns of shaped rewards: bounded, punished for length, less their distance from a reference."""
-    advantage = session_pb2.Advantage(
-        function=function_of("gae", gamma=GAMMA, lam=LAM),
-        reward_clip=1.0,
-        overlong=session_pb2.Overlong(buffer_tokens=8, penalty=0.5),
-        whiten=True,
-    )
-    kl = session_pb2.Kl(
-        placement=session_pb2.KL_PLACEMENT_REWARD, estimator=session_pb2.KL_ESTIMATOR_K1, coefficient=KL
-    )
-    return session_pb2.ValueObjective(policy=policy_of(advantage=advantage, kl=kl), clip=CLIP)
+    advantage = {
+        "type": "gae",
+        "gamma": GAMMA,
+        "lam": LAM,
+        "reward_clip": 1.0,
+        "overlong": {"buffer_tokens": 8, "penalty": 0.5},
+        "whiten": True,
+    }
+    kl = {"placement": "reward", "estimator": "k1", "coefficient": KL}
+    return value_objective(policy_of(advantage=advantage, kl=kl, critic={"value_clip": CLIP}))
 
 
 @pytest.fixture
@@ -146,7 +152,7 @@ async def values_of(critic: Any, groups: Groups) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout.values())))
 async def test_values_loss_and_gradient_equal_plain_torch_for_any_layout(
     critic: Any,
-    objective: session_pb2.ValueObjective,
+    objective: session_pb2.Objective,
     groups: Groups,
     start_folder: Path,
     layout: dict[str, Any],
@@ -175,7 +181,7 @@ async def test_values_loss_and_gradient_equal_plain_torch_for_any_layout(
 
 
 async def test_a_critic_of_a_language_model_expects_nothing_until_it_has_learned(
-    critic: Any, objective: session_pb2.ValueObjective, groups: Groups, tmp_path: Path
+    critic: Any, objective: session_pb2.Objective, groups: Groups, tmp_path: Path
 ) -> None:
     await critic.open(objective, epsilon=1e-3)
     assert all((values == 0).all() for values in (await values_of(critic, groups)).values())
@@ -213,7 +219,7 @@ def own_returns(sample: pb.TrainSample) -> list[float]:
 
 
 async def test_a_critic_goes_on_from_its_checkpoint_bit_by_bit(
-    critic: Any, objective: session_pb2.ValueObjective, groups: Groups, tmp_path: Path
+    critic: Any, objective: session_pb2.Objective, groups: Groups, tmp_path: Path
 ) -> None:
     await critic.open(objective)
     await critic.train(0, groups)
@@ -231,9 +237,10 @@ async def test_a_critic_goes_on_from_its_checkpoint_bit_by_bit(
 
 
 async def test_an_update_with_an_infinite_loss_leaves_the_critic_as_it_was(
-    critic: Any, objective: session_pb2.ValueObjective, groups: Groups, tmp_path: Path
+    critic: Any, objective: session_pb2.Objective, groups: Groups, tmp_path: Path
 ) -> None:
-    objective.policy.advantage.ClearField("reward_clip")
+    advantage = objective.section["advantage"]
+    advantage["reward_clip"] = None
     await critic.open(objective, dump_dir=str(tmp_path))
     assert not (await critic.train(0, groups)).skipped
     before = await values_of(critic, groups)
@@ -252,7 +259,7 @@ async def test_an_update_with_an_infinite_loss_leaves_the_critic_as_it_was(
 
 
 async def test_what_a_critic_cannot_do_is_refused(
-    critic: Any, objective: session_pb2.ValueObjective, groups: Groups, groups_of: Callable[..., Groups]
+    critic: Any, objective: session_pb2.Objective, groups: Groups, groups_of: Callable[..., Groups]
 ) -> None:
     with pytest.raises(FailedPrecondition, match="the critic's, the session is for policy"):
         await critic.open("grpo")
@@ -273,7 +280,7 @@ async def test_what_a_critic_cannot_do_is_refused(
         )
     with pytest.raises(FailedPrecondition, match="not for generators"):
         await critic.call("OpenWeightGroup", pb.OpenWeightGroupRequest(run_id=critic.run_id))
-    objective.policy.kl.target = 0.1
+    objective.section["kl"].update({"target": 0.1})
     with pytest.raises(InvalidRequest, match=r"kl\.target"):
         await critic.open(objective)
 

@@ -36,6 +36,7 @@ from flotilla_core import rpc
 from flotilla_core.errors import FlotillaError
 from flotilla_testing.request_fuzz import Draft, Pin, RequestFuzz
 from flotilla_testing.runs import small_run
+from flotilla_testing.session_specs import as_struct, called, wire_objective
 from flotilla_testing.stack import Stack, wait_until
 from flotilla_weights.manifest import Manifest
 
@@ -360,32 +361,23 @@ def _generator_drafts() -> Mapping[str, Draft]:
 
 def _session_spec(folder: Path) -> session_pb2.SessionSpec:
     """Return the specification of a small session that learns from rewards."""
-    pb = session_pb2
-    grpo, ppo = pb.Function(name="grpo"), pb.Function(name="ppo")
-    grpo.parameters.update({"baseline": "group", "normalize_std": True})
-    ppo.parameters.update({"clip_low": 0.2, "clip_high": 0.28})
-    objective = pb.PolicyObjective(
-        temperature=1,
-        max_response_tokens=8,
-        advantage=pb.Advantage(function=grpo),
-        loss=ppo,
-        aggregation=pb.Aggregation(type=pb.AGGREGATION_TYPE_TOKEN_MEAN),
-        correction=pb.Correction(staleness_decay=1.0),
-    )
-    return pb.SessionSpec(
-        role=pb.ROLE_POLICY,
-        objective=pb.Objective(policy=objective),
-        optimizer=pb.Optimizer(
-            learning_rate=1e-3,
-            beta1=0.9,
-            beta2=0.99,
-            epsilon=1e-8,
-            max_grad_norm=1,
-            schedule=pb.SCHEDULE_CONSTANT,
-        ),
-        batching=pb.Batching(tokens_per_microbatch=256, logprob_chunk_tokens=64),
+    algorithm = {
+        "advantage": {"type": "grpo", "baseline": "group", "normalize_std": True},
+        "loss": {"type": "ppo", "clip_low": 0.2, "clip_high": 0.28},
+        "correction": {"fail_at": None},
+    }
+    optimizer = {
+        "learning_rate": 1e-3,
+        "betas": [0.9, 0.99],
+        "schedule": "constant",
+        "max_skipped_updates": 10_000_000,
+    }
+    return session_pb2.SessionSpec(
+        role=session_pb2.ROLE_POLICY,
+        objective=wire_objective("policy", algorithm, max_response_tokens=8),
+        optimizer=as_struct(optimizer),
+        batching=as_struct({"tokens_per_microbatch": 256, "logprob_chunk_tokens": 64}),
         total_updates=100_000,
-        max_skipped_updates=2**31,
         dump_dir=str(folder / "dumps"),
     )
 
@@ -423,7 +415,7 @@ def _trainer_drafts(spec: session_pb2.SessionSpec, folder: Path) -> Mapping[str,
         ]
 
     def forward(number: int) -> Sequence[Any]:
-        loss = spec.objective.policy.loss
+        loss = called("ppo", clip_low=0.2, clip_high=0.28)
         return [pb.ForwardBackwardRequest(**ids(number), groups=[_train_group(number)], loss=loss)]
 
     def checkpoint(number: int) -> str:

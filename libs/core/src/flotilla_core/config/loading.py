@@ -87,10 +87,8 @@ def _validated(
 def explain(failure: ValidationError, model: type[ConfigModel], document: Document) -> InvalidConfig:
     """Return one error that reports everything that validation found."""
     lines: dict[str, None] = {}
-    problems = failure.errors(include_url=False)
-    for problem in problems[:MOST_EXPLAINED]:
-        path = _written_path(problem["loc"], problem["type"], document.values)
-        message = _message(problem, path, model)
+    problems = found_problems(failure, model, document.values)
+    for path, message in problems[:MOST_EXPLAINED]:
         place = document.origin(path) or _mentioned_origin(message, document)
         lines[f"{place}: {message}" if place else message] = None
     if len(lines) == 1:
@@ -102,6 +100,17 @@ def explain(failure: ValidationError, model: type[ConfigModel], document: Docume
         + "\n".join(f"  {line}" for line in lines)
         + more
     )
+
+
+def found_problems(
+    failure: ValidationError, model: type[ConfigModel], values: dict[str, Any]
+) -> list[tuple[KeyPath, str]]:
+    """Say what validation found in these values: the path of each key, as written, and the sentence about it."""
+    found = []
+    for problem in failure.errors(include_url=False):
+        path = _written_path(problem["loc"], problem["type"], values)
+        found.append((path, _message(problem, path, model)))
+    return found
 
 
 def _message(problem: Any, path: KeyPath, model: type[ConfigModel]) -> str:

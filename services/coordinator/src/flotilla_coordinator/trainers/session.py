@@ -156,8 +156,9 @@ class LearningSession(GangSession):
         return result
 
     def reschedule(self, learning_rate: float, total_updates: int) -> None:
-        """Use another schedule from the next update on."""
-        self._spec.optimizer.learning_rate, self._spec.total_updates = learning_rate, total_updates
+        """Let the schedule have another peak and another length from the next update on."""
+        self._spec.optimizer.fields["learning_rate"].number_value = learning_rate
+        self._spec.total_updates = total_updates
 
     def save(self, folder: Path, state: bytes) -> AsyncGenerator[pb.SaveCheckpointResponse]:
         """Write a checkpoint with `state` inside; yield a message when it is in memory, and one when on disk."""
@@ -230,7 +231,8 @@ class LearningSession(GangSession):
                 policy_version=self.version.to_proto(),
                 groups=len(batch.groups),
                 learning_rate=pb.LearningRate(
-                    peak=self._spec.optimizer.learning_rate, total_updates=self._spec.total_updates
+                    peak=self._spec.optimizer.fields["learning_rate"].number_value,
+                    total_updates=self._spec.total_updates,
                 ),
             )
         )

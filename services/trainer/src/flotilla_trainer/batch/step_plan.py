@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from flotilla.trainer.v1 import session_pb2 as pb
+from flotilla_core.config import OptimizerConfig
 from flotilla_trainer.batch.packing import Sequences
 from flotilla_trainer.batch.update_batch import UpdateBatch
 
@@ -25,9 +25,9 @@ class StepPlan:
     epochs: int = 1
 
     @classmethod
-    def of(cls, optimizer: pb.Optimizer) -> StepPlan:
-        """Read the plan from the wire, where 0 is the default."""
-        return cls(max(1, optimizer.steps_per_update), max(1, optimizer.epochs_per_update))
+    def of(cls, optimizer: OptimizerConfig) -> StepPlan:
+        """Read the plan from the section."""
+        return cls(optimizer.steps_per_update, optimizer.epochs_per_update)
 
     @property
     def several(self) -> bool:

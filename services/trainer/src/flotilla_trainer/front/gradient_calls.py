@@ -7,9 +7,7 @@ drops what was added up before it; the gradients are gone after a step, whatever
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 
-from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core import ids
 from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidRequest
@@ -20,7 +18,7 @@ from flotilla_trainer.front.session_progress import NOTHING_COUNTS, SessionProgr
 from flotilla_trainer.front.session_ranks import SessionRanks
 from flotilla_trainer.front.updates import Updates
 from flotilla_trainer.objective.session_objective import call_objective, check_takes_parts, session_objective
-from flotilla_trainer.objective.settings import objective_settings
+from flotilla_trainer.wire.objective import ObjectiveSettings
 
 
 class GradientCalls:
@@ -28,7 +26,7 @@ class GradientCalls:
 
     def __init__(
         self,
-        asked: session_pb2.Objective,
+        asked: ObjectiveSettings,
         ranks: SessionRanks,
         preparation: Preparation,
         progress: SessionProgress,
@@ -98,7 +96,7 @@ class GradientCalls:
             version = self._progress.version
             prepared = await self._preparation.of(self._call_name(), request.groups, version, objective)
             units = objective.units(prepared.batch)
-            fields = {"objective": asdict(objective_settings(asked)), "units": units}
+            fields = {"objective": asked.fields(), "units": units}
             try:
                 with self._ranks.doing("forward and backward"):
                     answers = await self._ranks.work("forward_backward", prepared.packed, fields)

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_core.config import BatchingConfig
 from flotilla_core.errors import FlotillaError
 from flotilla_core.service import Activities
 from flotilla_core.tensors import to_tensor
@@ -95,12 +96,17 @@ class ScoringSession:
     last_update_id = ""
 
     def __init__(
-        self, request: pb.OpenSessionRequest, folder: Path, gang: Gang, activities: Activities
+        self,
+        request: pb.OpenSessionRequest,
+        batching: BatchingConfig,
+        folder: Path,
+        gang: Gang,
+        activities: Activities,
     ) -> None:
         self.run_id = request.run_id
         self.folder = folder
         self.version = Version(request.lineage, 0)
-        self._ranks = SessionRanks(request.run_id, request.spec.batching, gang, activities)
+        self._ranks = SessionRanks(request.run_id, batching, gang, activities)
         self._scores = SequenceScores(self._ranks, lambda: self.version)
 
     async def open(self) -> None:

@@ -25,11 +25,11 @@ from flotilla_trainer.front.prepared_update import Preparation
 from flotilla_trainer.front.scoring import SequenceScores
 from flotilla_trainer.front.session_progress import SessionProgress
 from flotilla_trainer.front.session_ranks import SessionRanks
-from flotilla_trainer.front.session_settings import rank_settings
 from flotilla_trainer.front.updates import Updates
 from flotilla_trainer.gang.ranks import Gang
 from flotilla_trainer.objective.session_objective import LOSSES_OF_THEIR_OWN, session_objective
-from flotilla_trainer.objective.settings import objective_settings
+from flotilla_trainer.wire.objective import VALUE
+from flotilla_trainer.wire.settings import SessionSettings
 
 A_POLICY = "a policy"
 
@@ -40,22 +40,34 @@ class Session:
     """The state of a run between OpenSession and CloseSession."""
 
     def __init__(
-        self, request: pb.OpenSessionRequest, folder: Path, gang: Gang, activities: Activities
+        self,
+        request: pb.OpenSessionRequest,
+        settings: SessionSettings,
+        folder: Path,
+        gang: Gang,
+        activities: Activities,
     ) -> None:
         run_id, spec = request.run_id, request.spec
         self.run_id = run_id
         self.folder = folder
         self._spec = spec
-        self._ranks = ranks = SessionRanks(run_id, spec.batching, gang, activities)
+        self._settings = settings
+        self._ranks = ranks = SessionRanks(run_id, settings.batching, gang, activities)
         self._progress = progress = SessionProgress(
-            run_id, spec, request.lineage, session_objective(spec.objective)
+            run_id,
+            settings.optimizer,
+            settings.total_updates,
+            request.lineage,
+            session_objective(settings.objective),
         )
         self._scores = SequenceScores(ranks, lambda: progress.version)
         self._preparation = prepared = Preparation(spec.seed, ranks)
         self._pending = pending = PendingGradients(run_id)
-        self.updates = Updates(spec.dump_dir, StepPlan.of(spec.optimizer), ranks, prepared, progress, pending)
+        self.updates = Updates(
+            spec.dump_dir, StepPlan.of(settings.optimizer), ranks, prepared, progress, pending
+        )
         """Serves Train, GetUpdate and AbortUpdate."""
-        self.gradients = GradientCalls(spec.objective, ranks, prepared, progress, pending, self.updates)
+        self.gradients = GradientCalls(settings.objective, ranks, prepared, progress, pending, self.updates)
         """Serves ForwardBackward and OptimStep."""
 
     @property
@@ -65,7 +77,7 @@ class Session:
 
     @property
     def _learner(self) -> str:
-        return LOSSES_OF_THEIR_OWN.get(self._spec.objective.WhichOneof("kind") or "", A_POLICY)
+        return LOSSES_OF_THEIR_OWN.get(self._settings.objective.kind, A_POLICY)
 
     @property
     def version(self) -> Version:
@@ -81,7 +93,7 @@ class Session:
         """Build the optimizer on the ranks."""
         packed, refusal = self._ranks.layout().packed, self._ranks.packing_refusal
         logger.info("session opens", run_id=self.run_id, packed=packed, packing_refusal=refusal)
-        await self._ranks.command("open_session", rank_settings(self._spec))
+        await self._ranks.command("open_session", self._settings.fields())
 
     def end(self, why: FlotillaError) -> None:
         """Send no more work of this session to the ranks; a command that already runs is finished."""
@@ -129,7 +141,7 @@ class Session:
 
     async def values(self, request: pb.ComputeValuesRequest) -> pb.ComputeValuesResponse:
         """Return the critic's value before each response token."""
-        if not self._spec.objective.HasField("value"):
+        if self._settings.objective.kind != VALUE:
             raise FailedPrecondition(
                 f"{self._learner} has no values",
                 where=f"run {self.run_id}",
@@ -145,7 +157,7 @@ class Session:
                 where=f"run {self.run_id}",
                 next_step="ask the gang of the policy",
             )
-        if request.reference and not objective_settings(self._spec.objective).keeps_reference:
+        if request.reference and not self._settings.objective.keeps_reference:
             raise FailedPrecondition(
                 "this session keeps no reference",
                 where=f"run {self.run_id}",

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import structlog
 
+from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core import roles
-from flotilla_core.config import StackConfig
+from flotilla_core.config import BatchingConfig, StackConfig
 from flotilla_core.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -28,11 +29,11 @@ from flotilla_trainer.front.checkpoints import Checkpoints
 from flotilla_trainer.front.model_shape import check_same_shape, model_digest
 from flotilla_trainer.front.scoring import ScoringSession
 from flotilla_trainer.front.session import Session
-from flotilla_trainer.front.session_settings import check_spec
+from flotilla_trainer.front.session_settings import scoring_batching, session_settings
 from flotilla_trainer.front.weight_groups import WeightGroups
 from flotilla_trainer.gang.plan import GangPlan
 from flotilla_trainer.gang.ranks import Gang
-from flotilla_trainer.wire.settings import VOCABULARY_HEAD, first_head, head_for
+from flotilla_trainer.wire.settings import VOCABULARY_HEAD, SessionSettings, first_head, head_for
 
 logger = structlog.get_logger()
 
@@ -96,11 +97,11 @@ class SessionManager:
         """Start a run's session from the weights that it names."""
         if not request.run_id:
             raise InvalidRequest("run_id is empty", where="OpenSession")
-        check_spec(request.spec, self._plan.role)
+        asked = self._asked(request.spec)
         folder = (
             model_folder(request.spec.initial_weights) if request.spec.initial_weights else self._plan.model
         )
-        head = head_for(self._plan.role, request.spec)
+        head = head_for(self._plan.role, request.spec.objective.kind)
         check_same_shape(folder, self._plan.model, with_head=head == VOCABULARY_HEAD)
         if self._closing is not None:
             await asyncio.wait({self._closing})
@@ -115,7 +116,7 @@ class SessionManager:
         over = self._opening_over = asyncio.Event()
         try:
             with self._activities.doing("opening a session", run_id=request.run_id):
-                session = await self._opened(request, folder, head)
+                session = await self._opened(request, asked, folder, head)
         finally:
             self._opening = ""
             over.set()
@@ -187,8 +188,18 @@ class SessionManager:
                 next_step="close it again; the watch names a rank that hangs and replaces the gang",
             ) from None
 
+    def _asked(self, spec: session_pb2.SessionSpec) -> SessionSettings | BatchingConfig:
+        """Check what a session asks for; a gang that learns nothing takes memory limits alone."""
+        if self._plan.role in roles.LEARNING:
+            return session_settings(spec, self._plan.role)
+        return scoring_batching(spec, self._plan.role)
+
     async def _opened(
-        self, request: pb.OpenSessionRequest, folder: Path, head: str
+        self,
+        request: pb.OpenSessionRequest,
+        asked: SessionSettings | BatchingConfig,
+        folder: Path,
+        head: str,
     ) -> Session | ScoringSession:
         await self._gang.wait_ready()
         frozen = request.spec.HasField("lora")
@@ -199,11 +210,11 @@ class SessionManager:
             self._pristine = (folder, head, frozen)
         self.weights.forget_epochs()
         session: Session | ScoringSession
-        if self._plan.role in roles.LEARNING:
+        if isinstance(asked, SessionSettings):
             # The session will change the weights on the ranks.
             self._pristine = None
-            session = Session(request, folder, self._gang, self._activities)
+            session = Session(request, asked, folder, self._gang, self._activities)
         else:
-            session = ScoringSession(request, folder, self._gang, self._activities)
+            session = ScoringSession(request, asked, folder, self._gang, self._activities)
         await session.open()
         return session

@@ -13,8 +13,8 @@ from typing import Any
 
 import structlog
 
-from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_core.config import OptimizerConfig
 from flotilla_core.errors import FlotillaError, InvalidRequest, NotFinite, StaleVersion
 from flotilla_core.version import Version
 from flotilla_trainer.objective.base import SessionObjective
@@ -29,18 +29,24 @@ class SessionProgress:
     """Counts made and skipped updates."""
 
     def __init__(
-        self, run_id: str, spec: session_pb2.SessionSpec, lineage: int, objective: SessionObjective
+        self,
+        run_id: str,
+        optimizer: OptimizerConfig,
+        total_updates: int,
+        lineage: int,
+        objective: SessionObjective,
     ) -> None:
         self._run_id = run_id
-        self._spec = spec
+        self._optimizer = optimizer
+        self._total_updates = total_updates
         self.objective = objective
         self._skipped_in_row = 0
         self._failure: FlotillaError | None = None
         self.version = Version(lineage, 0)
 
     def learning_rate(self, wanted: pb.LearningRate | None = None) -> float:
-        """Return the rate of the next update by the schedule; `wanted` may change its peak and length."""
-        optimizer, total_updates = self._spec.optimizer, self._spec.total_updates
+        """Return the rate of the next update, by the schedule; its peak and length may be others than at first."""
+        optimizer, total_updates = self._optimizer, self._total_updates
         if wanted is None:
             return learning_rate(optimizer, optimizer.learning_rate, total_updates, self.version.step)
         if not (math.isfinite(wanted.peak) and wanted.peak > 0 and wanted.total_updates > 0):
@@ -79,7 +85,7 @@ class SessionProgress:
         logger.warning(
             "update skipped", update_id=update_id, why=why, in_row=self._skipped_in_row, dump=dumped
         )
-        if self._skipped_in_row >= max(1, self._spec.max_skipped_updates):
+        if self._skipped_in_row >= self._optimizer.max_skipped_updates:
             self._failure = NotFinite(
                 f"{self._skipped_in_row} updates in a row were skipped",
                 where=f"run {self._run_id}, update {update_id}",
@@ -104,15 +110,15 @@ class SessionProgress:
         self.objective.restore(facts)
 
 
-def learning_rate(optimizer: session_pb2.Optimizer, peak: float, total_updates: int, update: int) -> float:
+def learning_rate(optimizer: OptimizerConfig, peak: float, total_updates: int, update: int) -> float:
     """Return the rate of an update (the first is 0): linear warm-up to `peak`, then the schedule to its final share."""
     warmup = optimizer.warmup_updates
     if update < warmup:
         return peak * (update + 1) / warmup
-    if optimizer.schedule == session_pb2.SCHEDULE_CONSTANT:
+    if optimizer.schedule == "constant":
         return peak
     progress = min(1.0, (update - warmup) / max(1, total_updates - warmup))
     remaining = 1.0 - progress
-    if optimizer.schedule == session_pb2.SCHEDULE_COSINE:
+    if optimizer.schedule == "cosine":
         remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
     return peak * (optimizer.final_lr_ratio + (1.0 - optimizer.final_lr_ratio) * remaining)

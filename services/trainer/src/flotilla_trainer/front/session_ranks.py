@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flotilla.trainer.v1 import session_pb2
+from flotilla_core.config import BatchingConfig
 from flotilla_core.errors import DeadlineExceeded, FlotillaError
 from flotilla_core.service import Activities
 from flotilla_trainer.batch.packing import Layout, MicroBatch, Sequences, pack
@@ -24,9 +24,7 @@ from flotilla_trainer.wire.frames import Array, Frame
 class SessionRanks:
     """The access of one session to the gang."""
 
-    def __init__(
-        self, run_id: str, batching: session_pb2.Batching, gang: Gang, activities: Activities
-    ) -> None:
+    def __init__(self, run_id: str, batching: BatchingConfig, gang: Gang, activities: Activities) -> None:
         self.run_id = run_id
         self._batching = batching
         self._gang = gang

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_algorithms import PAIR_LOSSES, PairLosses
+from flotilla_core.config import DpoConfig, RewardModelConfig
 from flotilla_core.errors import InvalidRequest
 from flotilla_trainer.batch.packing import Sequences
 from flotilla_trainer.batch.tokens import NOTHING_FOLLOWS, sample_place
@@ -24,11 +24,6 @@ from flotilla_trainer.objective.base import Unchanging
 
 Floats = NDArray[np.float64]
 Scores = NDArray[np.float32]
-LOSSES = {
-    pb.PREFERENCE_LOSS_SIGMOID: "sigmoid",
-    pb.PREFERENCE_LOSS_IPO: "ipo",
-    pb.PREFERENCE_LOSS_HINGE: "hinge",
-}
 
 
 class PairObjective(Unchanging):
@@ -41,7 +36,7 @@ class PairObjective(Unchanging):
     temperature = 1.0
     """Answers are judged under the policy as it is."""
 
-    def __init__(self, preference: pb.PreferenceObjective) -> None:
+    def __init__(self, preference: DpoConfig) -> None:
         self._preference = preference
 
     def scores_reference(self, batch: UpdateBatch) -> bool:
@@ -90,7 +85,7 @@ class PairObjective(Unchanging):
         return self.units(batch)
 
     def _losses(self, margins: Floats) -> PairLosses:
-        name = LOSSES[self._preference.loss]
+        name = self._preference.loss
         smoothing = {"label_smoothing": self._preference.label_smoothing} if name == "sigmoid" else {}
         return PAIR_LOSSES[name](margins, beta=self._preference.beta, **smoothing)
 
@@ -136,8 +131,8 @@ class RewardUpdate(Unchanging):
     """A reward model writes nothing: the versions of the tokens are another model's."""
     temperature = 1.0
 
-    def __init__(self, objective: pb.RewardModelObjective) -> None:
-        self._center = objective.center_coefficient
+    def __init__(self, section: RewardModelConfig) -> None:
+        self._center = section.center_coefficient
 
     def scores_reference(self, batch: UpdateBatch) -> bool:
         """Never: rewards are compared with each other alone."""

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_algorithms import RewardHistory, adapted_coefficient, counted_units
+from flotilla_core.config import PolicyConfig
 from flotilla_core.errors import InvalidRequest
 from flotilla_trainer.batch.packing import Sequences
 from flotilla_trainer.batch.tokens import sample_place
@@ -27,7 +27,7 @@ from flotilla_trainer.objective.base import (
     check_reference,
     check_teacher_tokens,
 )
-from flotilla_trainer.objective.function_config import ADVANTAGE, LOSS, checked_section
+from flotilla_trainer.wire.objective import ObjectiveSettings
 
 Columns = dict[str, NDArray[Any]]
 TOKEN_MEAN, TOKEN_SUM = "token_mean", "token_sum"
@@ -39,23 +39,22 @@ class PolicyObjective:
     writes_samples = True
     """The versions of their tokens are versions of the model that learns."""
 
-    def __init__(self, objective: pb.Objective) -> None:
-        self._policy = objective.policy if objective.HasField("policy") else None
-        self.kl_coefficient = objective.policy.kl.coefficient
+    def __init__(self, settings: ObjectiveSettings) -> None:
+        self._policy = settings.policy
+        self.temperature = settings.temperature
+        """That of the rollouts."""
+        self._limit = settings.max_response_tokens
+        self.kl_coefficient = 0.0 if self._policy is None else self._policy.kl.coefficient
         self._history = self._seen = RewardHistory()
-        if self._policy is None:
-            return
-        advantage, loss = self._policy.advantage.function, self._policy.loss
-        self._loss = checked_section(LOSS, loss, "spec.objective.policy.loss")
-        self._advantage = checked_section(ADVANTAGE, advantage, "spec.objective.policy.advantage.function")
-        self._function = columns.advantage_function(advantage.name)
+        if self._policy is not None:
+            self._function = columns.advantage_function(self._policy.advantage.type)
 
     def scores_reference(self, batch: UpdateBatch) -> bool:
         """Whether the ranks have to score the batch by the policy that the session started from."""
         if not self._samples_divergence or batch.reference_logprobs is not None:
             return False
         assert self._policy is not None, "there is a divergence"
-        if self._policy.kl.reference_is_sent:
+        if self._policy.kl.reference == "service":
             check_reference(batch, "the divergence from it")
         return True
 
@@ -67,16 +66,13 @@ class PolicyObjective:
         """
         if self._policy is None or not (several_steps or self._policy.correction.normalize_importance):
             return False
-        return self._policy.correction.proximal == pb.PROXIMAL_TRAINER
+        return self._policy.correction.proximal == "trainer"
 
     def scores_distributions(self, batch: UpdateBatch) -> bool:
         """Whether advantages are made of the policy's distribution at every token, as it is before the update."""
-        return self._policy is not None and self._advantage.needs_distributions and batch.advantages is None
-
-    @property
-    def temperature(self) -> float:
-        """That of the rollouts."""
-        return self._policy.temperature if self._policy is not None else 1.0
+        if self._policy is None or batch.advantages is not None:
+            return False
+        return self._policy.advantage.needs_distributions
 
     def sequences(
         self,
@@ -93,9 +89,9 @@ class PolicyObjective:
             weights = columns.part_weights(TOKEN_MEAN, batch, batch.trained, parts)
             return batch.sequences({"weights": weights}), {}
         if self._needs_rollout_logprobs:
-            check_logprobs(batch, f"the loss {self._policy.loss.name}")
-        check_advantage(batch, self._advantage)
-        if self._policy.HasField("teacher"):
+            check_logprobs(batch, f"the loss {self._policy.loss.type}")
+        check_advantage(batch, self._policy.advantage)
+        if self._policy.teacher is not None:
             check_teacher_tokens(batch, self._policy.teacher.top_k)
         made, metrics = self._policy_columns(self._policy, batch, seed, parts)
         if policy is not None:
@@ -106,7 +102,7 @@ class PolicyObjective:
                 # The weights of the correction alone: neither the entropy nor a divergence is weighed by them.
                 made["importance_scale"] = np.full(counted.size, 1.0 / mean)
                 metrics["correction/normalized_by"] = mean
-        elif self._policy.correction.proximal == pb.PROXIMAL_INTERPOLATED:
+        elif self._policy.correction.proximal == "interpolated":
             made["staleness"] = batch.staleness
         return batch.sequences(made), metrics
 
@@ -131,8 +127,7 @@ class PolicyObjective:
     def adapt(self, metrics: dict[str, float], samples: int) -> None:
         """After a step: remember its rewards; the coefficient moves towards the target divergence, if there is one."""
         self._history = self._seen
-        if self._policy is not None and self._policy.kl.HasField("target") and "kl/mean" in metrics:
-            kl = self._policy.kl
+        if self._policy is not None and (kl := self._policy.kl).target is not None and "kl/mean" in metrics:
             self.kl_coefficient = adapted_coefficient(
                 self.kl_coefficient,
                 metrics["kl/mean"],
@@ -153,48 +148,44 @@ class PolicyObjective:
     @property
     def _samples_divergence(self) -> bool:
         """Whether there is a divergence that is estimated on the sampled tokens; the ranks see whole distributions."""
-        if self._policy is None or not self._policy.kl.placement:
+        if self._policy is None or self._policy.kl.placement == "none":
             return False
-        return self._policy.kl.estimator != pb.KL_ESTIMATOR_FULL
+        return self._policy.kl.estimator != "full"
 
     @property
     def _aggregation(self) -> str:
-        return columns.AGGREGATIONS[self._policy.aggregation.type] if self._policy is not None else TOKEN_MEAN
+        return self._policy.aggregation.type if self._policy is not None else TOKEN_MEAN
 
     @property
     def _needs_rollout_logprobs(self) -> bool:
         assert self._policy is not None
-        correction = self._policy.correction
-        corrected = correction.importance or correction.HasField("sequence_low")
-        return bool(
-            self._loss.has_ratio
-            or corrected
-            or correction.HasField("sequence_high")
-            or correction.rejection
-            or self._policy.kl.placement
+        return (
+            self._policy.loss.has_ratio
+            or self._policy.correction.looks_at_proximal
+            or self._policy.kl.placement != "none"
         )
 
     def _policy_columns(
         self,
-        policy: pb.PolicyObjective,
+        policy: PolicyConfig,
         batch: UpdateBatch,
         seed: int,
         parts: Sequence[NDArray[np.bool_]],
     ) -> tuple[Columns, dict[str, float]]:
         metrics: dict[str, float] = {}
         distance = penalties = None
-        if policy.kl.placement:
+        if policy.kl.placement != "none":
             metrics["kl/coefficient"] = self.kl_coefficient
         if self._samples_divergence:
             distance = columns.reference_divergence(batch, policy.kl.estimator)
             metrics["kl/mean"] = float(distance.sum() / batch.trained.sum())
-            if policy.kl.placement == pb.KL_PLACEMENT_REWARD:
+            if policy.kl.placement == "reward":
                 penalties = self.kl_coefficient * distance
         kept = columns.kept_samples(batch, policy.advantage)
         shares = columns.sample_shares(batch, policy.sample_weights, kept)
         counted = columns.counted_tokens(batch, kept, shares)
         advantages = self._advantages(policy, batch, kept, seed, penalties)
-        weights = columns.weights_of(batch, policy, counted, parts, shares)
+        weights = columns.weights_of(batch, policy.aggregation, self._limit, counted, parts, shares)
         metrics["advantages/std"] = float(advantages[counted].std()) if counted.any() else 0.0
         metrics["tokens/counted_share"] = float(counted.sum() / batch.trained.sum())
 
@@ -205,27 +196,27 @@ class PolicyObjective:
         }
         if batch.logprobs is not None:
             made |= {"rollout_logprobs": batch.logprobs, "fresh": batch.fresh}
-        if policy.kl.placement == pb.KL_PLACEMENT_LOSS:
+        if policy.kl.placement == "loss":
             made["kl_weights"] = self.kl_coefficient * weights
             if self._samples_divergence:
                 assert batch.reference_logprobs is not None, "sent, or scored by the ranks"
                 made["reference_logprobs"] = batch.reference_logprobs
-        if policy.HasField("teacher"):
+        if policy.teacher is not None:
             made |= columns.teacher_columns(batch, policy.teacher, weights)
             metrics["teacher/mass"] = columns.teacher_mass(batch)
         selected = columns.selected_tokens(
-            batch, policy.loss.name, self._loss.arguments, advantages, counted, seed
+            batch, policy.loss.type, policy.loss.arguments, advantages, counted, seed
         )
         if selected is not None:
             made["selected"] = selected
-        by_segment = self._loss.arguments.get("over") == "segment"
-        if by_segment or policy.correction.importance == pb.IMPORTANCE_SEGMENT:
+        by_segment = policy.loss.arguments.get("over") == "segment"
+        if by_segment or policy.correction.importance == "segment":
             made["segments"] = columns.segments_of(batch)
         return made, metrics
 
     def _advantages(
         self,
-        policy: pb.PolicyObjective,
+        policy: PolicyConfig,
         batch: UpdateBatch,
         kept: NDArray[np.bool_],
         seed: int,
@@ -234,21 +225,22 @@ class PolicyObjective:
         if batch.advantages is not None:
             _check_advantages_stand_alone(batch, policy)
             return batch.advantages
-        outcomes, self._seen = columns.outcomes_of(batch, policy, kept, seed, penalties, self._history)
-        arguments = self._advantage.arguments
-        return columns.advantages_of(outcomes, kept, policy.advantage, self._function, arguments)
+        outcomes, self._seen = columns.outcomes_of(
+            batch, policy, self._limit, kept, seed, penalties, self._history
+        )
+        return columns.advantages_of(outcomes, kept, policy.advantage, self._function)
 
 
-def _check_advantages_stand_alone(batch: UpdateBatch, policy: pb.PolicyObjective) -> None:
+def _check_advantages_stand_alone(batch: UpdateBatch, policy: PolicyConfig) -> None:
     """Whoever sends advantages has made them: nothing that would be done on the way to them can be done any more."""
     advantage = policy.advantage
     asked = {
-        "kl.placement reward": policy.kl.placement == pb.KL_PLACEMENT_REWARD,
+        "kl.placement reward": policy.kl.placement == "reward",
         "advantage.whiten": advantage.whiten,
-        "advantage.clip": advantage.HasField("clip"),
-        "advantage.reward_clip": advantage.HasField("reward_clip"),
-        "advantage.overlong": advantage.HasField("overlong"),
-        "advantage.reward_normalization": advantage.HasField("reward_normalization"),
+        "advantage.clip": advantage.clip is not None,
+        "advantage.reward_clip": advantage.reward_clip is not None,
+        "advantage.overlong": advantage.overlong is not None,
+        "advantage.reward_normalization": advantage.reward_normalization is not None,
         "shuffle_rewards": policy.shuffle_rewards,
     }
     for key, is_asked in asked.items():

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_algorithms import (
     ADVANTAGES,
     AdvantageFunction,
@@ -34,39 +33,17 @@ from flotilla_algorithms import (
     token_weights,
 )
 from flotilla_algorithms.outcomes import NO_HISTORY, segment_sums
+from flotilla_core.config import PolicyConfig
+from flotilla_core.config.advantages import AdvantageConfig, RewardNormalizationConfig
+from flotilla_core.config.algorithm import AggregationConfig, CorrectionConfig
+from flotilla_core.config.losses import SampleWeightsConfig
+from flotilla_core.config.roles import TeacherConfig
 from flotilla_core.errors import NotFinite, UserCodeError
 from flotilla_trainer.batch.tokens import sample_place
 from flotilla_trainer.batch.update_batch import UpdateBatch
-from flotilla_trainer.wire.settings import FULL_DIVERGENCE
 from flotilla_trainer.wire.user_functions import guarded, is_user_function, load_user_function
 
 Floats = NDArray[np.float64]
-
-AGGREGATIONS = {
-    pb.AGGREGATION_TYPE_TOKEN_MEAN: "token_mean",
-    pb.AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_SUM: "sequence_mean_of_token_sum",
-    pb.AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_MEAN: "sequence_mean_of_token_mean",
-    pb.AGGREGATION_TYPE_CONSTANT: "constant",
-    pb.AGGREGATION_TYPE_TOKEN_SUM: "token_sum",
-}
-REWARD_WEIGHTS = {
-    pb.REWARD_WEIGHTS_POW: "pow",
-    pb.REWARD_WEIGHTS_MAX_MIN: "max_min",
-    pb.REWARD_WEIGHTS_MAX_RANDOM: "max_random",
-}
-STATISTICS = {
-    pb.REWARD_STATISTICS_UNSPECIFIED: "none",
-    pb.REWARD_STATISTICS_GROUP: "group",
-    pb.REWARD_STATISTICS_BATCH: "batch",
-    pb.REWARD_STATISTICS_RUNNING: "running",
-}
-ESTIMATORS = {
-    pb.KL_ESTIMATOR_K1: "k1",
-    pb.KL_ESTIMATOR_K2: "k2",
-    pb.KL_ESTIMATOR_K3: "k3",
-    pb.KL_ESTIMATOR_ABS: "abs",
-    pb.KL_ESTIMATOR_FULL: FULL_DIVERGENCE,
-}
 
 
 def advantage_function(name: str) -> AdvantageFunction:
@@ -76,7 +53,8 @@ def advantage_function(name: str) -> AdvantageFunction:
 
 def outcomes_of(
     batch: UpdateBatch,
-    policy: pb.PolicyObjective,
+    policy: PolicyConfig,
+    limit: int,
     kept: NDArray[np.bool_],
     seed: int,
     penalties: Floats | None,
@@ -88,14 +66,14 @@ def outcomes_of(
     """
     check_rewards(batch)
     rewards, greedy, advantage = batch.rewards, batch.greedy_reward, policy.advantage
-    if advantage.HasField("overlong"):
+    if advantage.overlong is not None:
         rewards = rewards + overlong_penalties(
             own_lengths(batch),
-            limit=policy.max_response_tokens,
+            limit=limit,
             buffer_tokens=advantage.overlong.buffer_tokens,
             penalty=advantage.overlong.penalty,
         )
-    if advantage.HasField("reward_clip"):
+    if advantage.reward_clip is not None:
         rewards = np.clip(rewards, -advantage.reward_clip, advantage.reward_clip)
         greedy = None if greedy is None else np.clip(greedy, -advantage.reward_clip, advantage.reward_clip)
     earned = batch.rewards
@@ -103,7 +81,7 @@ def outcomes_of(
         # One seed, one permutation: a reward and what was made of it stay together.
         rewards, earned = shuffled_rewards(rewards, seed), shuffled_rewards(earned, seed)
     seen = None
-    if advantage.HasField("reward_normalization"):
+    if advantage.reward_normalization is not None:
         seen = history.after(rewards[kept])
         rewards = _normalised(rewards, batch, kept, advantage.reward_normalization, seen)
     lead = None
@@ -144,17 +122,17 @@ def _normalised(
     rewards: Floats,
     batch: UpdateBatch,
     kept: NDArray[np.bool_],
-    normalization: pb.RewardNormalization,
+    normalization: RewardNormalizationConfig,
     seen: RewardHistory,
 ) -> Floats:
     return normalised_rewards(
         rewards,
         batch.group_sizes,
         kept,
-        mean=STATISTICS[normalization.mean],
-        std=STATISTICS[normalization.std],
-        clip=normalization.clip if normalization.HasField("clip") else None,
-        scale=normalization.scale if normalization.HasField("scale") else 1.0,
+        mean=normalization.mean,
+        std=normalization.std,
+        clip=normalization.clip,
+        scale=normalization.scale,
         history=seen,
     )
 
@@ -167,17 +145,12 @@ def own_lengths(batch: UpdateBatch) -> NDArray[np.int64]:
 def advantages_of(
     outcomes: Outcomes,
     kept: NDArray[np.bool_],
-    advantage: pb.Advantage,
+    advantage: AdvantageConfig,
     function: AdvantageFunction,
-    arguments: dict[str, Any],
 ) -> Floats:
     """Return one a token, made of the samples that are kept; zeros for the others."""
-    name = advantage.function.name
-    options: dict[str, Any] = {
-        "kept": kept,
-        "whiten": advantage.whiten,
-        "clip": advantage.clip if advantage.HasField("clip") else None,
-    }
+    name, arguments = advantage.type, advantage.arguments
+    options: dict[str, Any] = {"kept": kept, "whiten": advantage.whiten, "clip": advantage.clip}
     if not is_user_function(name):
         return token_advantages(function, outcomes, arguments, **options)
 
@@ -190,14 +163,13 @@ def advantages_of(
         raise UserCodeError("the advantages cannot be used", where=name, why=str(error)) from error
 
 
-def kept_samples(batch: UpdateBatch, advantage: pb.Advantage) -> NDArray[np.bool_]:
+def kept_samples(batch: UpdateBatch, advantage: AdvantageConfig) -> NDArray[np.bool_]:
     """Return which samples are left in: not cut off where those are dropped, and of groups within the limits.
 
     Whole groups stay or go by the rewards of their samples that are left, as these came.
     """
     kept = ~batch.truncated if advantage.drop_truncated else np.ones(batch.rewards.size, np.bool_)
-    above = advantage.keep_mean_above if advantage.HasField("keep_mean_above") else None
-    below = advantage.keep_mean_below if advantage.HasField("keep_mean_below") else None
+    above, below = advantage.keep_mean_above, advantage.keep_mean_below
     if not advantage.drop_uniform_groups and above is None and below is None:
         return kept
     check_rewards(batch)
@@ -207,23 +179,22 @@ def kept_samples(batch: UpdateBatch, advantage: pb.Advantage) -> NDArray[np.bool
     return kept
 
 
-def sample_shares(batch: UpdateBatch, weights: pb.SampleWeights, kept: NDArray[np.bool_]) -> Floats | None:
+def sample_shares(batch: UpdateBatch, weights: SampleWeightsConfig, kept: NDArray[np.bool_]) -> Floats | None:
     """Return how much each sample counts, by those that are kept; None where all count alike."""
-    if not (weights.by_reward or weights.HasField("by_difficulty") or weights.HasField("by_length")):
+    if not weights.look_at_rewards and weights.by_length is None:
         return None
     check_rewards(batch)
     left = Outcomes.of(batch.rewards, batch.group_sizes).only(kept)
     factors = np.ones(left.rewards.size)
-    if weights.by_reward:
-        power = weights.power if weights.HasField("power") else 2.0
-        kind = REWARD_WEIGHTS[weights.by_reward]
+    if weights.by_reward != "none":
+        kind, power = weights.by_reward, weights.power
         factors = factors * reward_weights(left.rewards, left.group_sizes, kind=kind, power=power)
-    if weights.HasField("by_difficulty"):
+    if weights.by_difficulty is not None:
         easiest, hardest = weights.by_difficulty.easiest, weights.by_difficulty.hardest
         factors = factors * difficulty_weights(
             left.rewards, left.group_sizes, easiest=easiest, hardest=hardest
         )
-    if weights.HasField("by_length"):
+    if weights.by_length is not None:
         shortest, longest = weights.by_length.shortest, weights.by_length.longest
         factors = factors * length_weights(own_lengths(batch)[kept], shortest=shortest, longest=longest)
     shares = np.zeros(batch.rewards.size)
@@ -240,15 +211,15 @@ def counted_tokens(batch: UpdateBatch, kept: NDArray[np.bool_], shares: Floats |
 
 def weights_of(
     batch: UpdateBatch,
-    policy: pb.PolicyObjective,
+    aggregation: AggregationConfig,
+    limit: int,
     counted: NDArray[np.bool_],
     parts: Sequence[NDArray[np.bool_]],
     shares: Floats | None,
 ) -> Floats:
     """Return how much each token counts, with the denominator of the mini-batch that it lies in."""
-    constant = policy.aggregation.constant_tokens or policy.max_response_tokens
-    kind = AGGREGATIONS[policy.aggregation.type]
-    return part_weights(kind, batch, counted, parts, constant, shares)
+    constant = aggregation.constant_tokens or limit
+    return part_weights(aggregation.type, batch, counted, parts, constant, shares)
 
 
 def part_weights(
@@ -267,15 +238,15 @@ def part_weights(
 
 
 def importance_mean(
-    batch: UpdateBatch, correction: pb.Correction, policy: NDArray[np.float32], counted: NDArray[np.bool_]
+    batch: UpdateBatch, correction: CorrectionConfig, policy: NDArray[np.float32], counted: NDArray[np.bool_]
 ) -> float:
     """Return the mean weight of the update, over what has one: a token, a stretch or a sequence."""
     assert batch.logprobs is not None, "checked before columns are made"
-    by_token = correction.importance in (pb.IMPORTANCE_TOKEN, pb.IMPORTANCE_ICEPOP)
+    by_token = correction.importance in ("token", "icepop")
     units = np.repeat(np.arange(batch.response_lengths.size), batch.response_lengths)
-    if correction.importance == pb.IMPORTANCE_SEGMENT:
+    if correction.importance == "segment":
         units = segments_of(batch)
-    bounded = correction.importance in (pb.IMPORTANCE_ICEPOP, pb.IMPORTANCE_ICEPOP_SEQUENCE)
+    bounded = correction.importance.startswith("icepop")
     return mean_importance(
         policy.astype(np.float64) - batch.logprobs,
         np.arange(counted.size) if by_token else units,
@@ -294,17 +265,17 @@ def segments_of(batch: UpdateBatch) -> NDArray[np.int64]:
     return numbers
 
 
-def reference_divergence(batch: UpdateBatch, estimator: pb.KlEstimator.ValueType) -> Floats:
+def reference_divergence(batch: UpdateBatch, estimator: str) -> Floats:
     """Of the policy that sampled from the reference, one a token, zero where nothing is trained."""
     assert batch.logprobs is not None and batch.reference_logprobs is not None, (
         "checked before columns are made"
     )
     sampled, reference = batch.logprobs.astype(np.float64), batch.reference_logprobs.astype(np.float64)
-    values = divergence(ESTIMATORS[estimator], sampled, reference)
+    values = divergence(estimator, sampled, reference)
     return np.where(batch.trained, values, 0.0)
 
 
-def teacher_columns(batch: UpdateBatch, teacher: pb.Teacher, weights: Floats) -> dict[str, NDArray[Any]]:
+def teacher_columns(batch: UpdateBatch, teacher: TeacherConfig, weights: Floats) -> dict[str, NDArray[Any]]:
     """What the ranks need of a divergence from the teacher; it counts as a divergence from the reference does."""
     assert batch.teacher_top_token_ids is not None and batch.teacher_top_logprobs is not None, (
         "checked before columns are made"

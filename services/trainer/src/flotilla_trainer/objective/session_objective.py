@@ -6,70 +6,91 @@ advantages, corrections and means are made.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flotilla.trainer.v1 import session_pb2 as pb
+from flotilla_core.config import ConfigModel, DpoConfig, PolicyConfig, RewardModelConfig
+from flotilla_core.config.advantages import GrpoAdvantage
+from flotilla_core.config.losses import LossSection
 from flotilla_core.errors import InvalidRequest
+from flotilla_core.structs import to_json
 from flotilla_trainer.objective.base import SessionObjective
 from flotilla_trainer.objective.pairs import PairObjective, RewardUpdate
 from flotilla_trainer.objective.policy import PolicyObjective
-from flotilla_trainer.objective.settings import check_objective
 from flotilla_trainer.objective.value import ValueUpdate
-from flotilla_trainer.wire.settings import SUPERVISED
+from flotilla_trainer.wire.objective import (
+    REWARD_MODEL,
+    SFT,
+    VALUE,
+    ObjectiveSettings,
+    read_section,
+)
+from flotilla_trainer.wire.user_functions import check_user_function, is_user_function
 
-LOSSES_OF_THEIR_OWN = {"value": "a critic", "reward_model": "a reward model"}
+LOSSES_OF_THEIR_OWN = {VALUE: "a critic", REWARD_MODEL: "a reward model"}
 """What learns by them, which has no vocabulary that another loss would be about."""
 
 
-def session_objective(objective: pb.Objective) -> SessionObjective:
+class CallSection(ConfigModel):
+    """The part of a section that a ForwardBackward call says in place of the session's `algorithm.loss`."""
+
+    loss: LossSection
+    """What the call descends on."""
+
+
+def session_objective(settings: ObjectiveSettings) -> SessionObjective:
     """Make the objective of a checked specification."""
-    if objective.HasField("preference"):
-        return PairObjective(objective.preference)
-    if objective.HasField("reward_model"):
-        return RewardUpdate(objective.reward_model)
-    if objective.HasField("value"):
-        return ValueUpdate(objective.value)
-    return PolicyObjective(objective)
+    if isinstance(settings.section, DpoConfig):
+        return PairObjective(settings.section)
+    if isinstance(settings.section, RewardModelConfig):
+        return RewardUpdate(settings.section)
+    return ValueUpdate(settings) if settings.kind == VALUE else PolicyObjective(settings)
 
 
-def call_objective(objective: pb.Objective, loss: pb.Function) -> pb.Objective:
-    """`objective` with `loss` in its place; checked."""
-    learner = LOSSES_OF_THEIR_OWN.get(objective.WhichOneof("kind") or "")
+def call_objective(settings: ObjectiveSettings, loss: pb.Function) -> ObjectiveSettings:
+    """`settings` with `loss` in its place; checked."""
+    learner = LOSSES_OF_THEIR_OWN.get(settings.kind)
     if learner is not None:
         raise InvalidRequest(
             f"{learner} cannot descend on {loss.name or 'a loss without a name'}",
             where="loss",
             next_step=f"leave it empty: {learner} has one loss alone",
         )
-    changed = pb.Objective()
-    if loss.name == SUPERVISED:
+    if loss.name == SFT:
         if loss.parameters.fields:
-            raise InvalidRequest(f"{SUPERVISED} takes no parameters", where="loss.parameters")
-        changed.sft.SetInParent()
-        return changed
-    if not objective.HasField("policy"):
+            raise InvalidRequest(f"{SFT} takes no parameters", where="loss.parameters")
+        return ObjectiveSettings()
+    if settings.policy is None:
         raise InvalidRequest(
             f"a session without a policy objective cannot descend on {loss.name or 'a loss without a name'}",
             where="loss",
             why="it says neither how advantages are made nor at which temperature samples are drawn",
             next_step="open the session with a policy objective; it can take sft as the loss of a call",
         )
-    changed.CopyFrom(objective)
-    changed.policy.loss.CopyFrom(loss)
-    check_objective(changed)
-    return changed
+    parameters = to_json(loss.parameters)
+    if is_user_function(loss.name):
+        check_user_function(loss.name)
+        parameters = {"parameters": parameters}
+    own = read_section(CallSection, {"loss": {"type": loss.name, **parameters}}, "request").loss
+    # A section that is made of sections takes nothing from its preset.
+    section = read_section(PolicyConfig, dict(settings.policy) | {"loss": own}, f"loss {loss.name}")
+    return replace(settings, section=section)
 
 
-def check_takes_parts(objective: pb.Objective) -> None:
+def check_takes_parts(settings: ObjectiveSettings) -> None:
     """Refuse an objective that has to see an update as a whole."""
-    advantage = objective.policy.advantage
-    parameters, normalization = advantage.function.parameters.fields, advantage.reward_normalization
+    if settings.policy is None:
+        return
+    advantage = settings.policy.advantage
+    normalization = advantage.reward_normalization
     running = {
-        "baseline": "baseline" in parameters and parameters["baseline"].string_value == "running",
-        "reward_normalization": pb.REWARD_STATISTICS_RUNNING in (normalization.mean, normalization.std),
+        "baseline": isinstance(advantage, GrpoAdvantage) and advantage.baseline == "running",
+        "reward_normalization": normalization is not None and normalization.remembers,
     }
     for key, is_running in running.items():
         if is_running:
             raise InvalidRequest(
                 f"a call is a part of an update, and a running {key} needs whole ones",
-                where=f"spec.objective.policy.advantage.{key}",
+                where=f"spec.objective.section.advantage.{key}",
                 next_step="take group or batch, or send advantages of your own",
             )

@@ -1,7 +1,7 @@
 """A critic's objective, applied to one update after the other.
 
 Invariants: rewards are shaped and returns made by the very functions that make the policy's advantages, from the same
-message and the same seed; an update changes nothing here.
+section and the same seed; an update changes nothing here.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_algorithms import counted_units, gae
 from flotilla_core.config.advantages import GaeAdvantage
 from flotilla_trainer.batch.packing import Sequences
 from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.objective import policy_columns as columns
 from flotilla_trainer.objective.base import Unchanging, check_logprobs, check_reference, check_values
-from flotilla_trainer.objective.function_config import ADVANTAGE, checked_section
+from flotilla_trainer.wire.objective import ObjectiveSettings
 
 TOKEN_MEAN = "token_mean"
 
@@ -33,12 +32,11 @@ class ValueUpdate(Unchanging):
     """The versions of their tokens are the policy's, which may have moved when the critic could not."""
     temperature = 1.0
 
-    def __init__(self, objective: pb.ValueObjective) -> None:
-        self._policy = objective.policy
-        function = objective.policy.advantage.function
-        self._advantage: GaeAdvantage = checked_section(
-            ADVANTAGE, function, "spec.objective.value.policy.advantage"
-        )
+    def __init__(self, settings: ObjectiveSettings) -> None:
+        policy = settings.policy
+        assert policy is not None and isinstance(policy.advantage, GaeAdvantage), "checked: it has a critic"
+        self._policy, self._advantage = policy, policy.advantage
+        self._limit = settings.max_response_tokens
 
     def scores_reference(self, batch: UpdateBatch) -> bool:
         """Never: a critic holds no policy, so what it needs of one comes with the samples."""
@@ -63,7 +61,9 @@ class ValueUpdate(Unchanging):
         check_values(batch, self._advantage)
         assert batch.values is not None, "checked"
         kept = columns.kept_samples(batch, self._policy.advantage)
-        outcomes, _ = columns.outcomes_of(batch, self._policy, kept, seed, self._penalties(batch))
+        outcomes, _ = columns.outcomes_of(
+            batch, self._policy, self._limit, kept, seed, self._penalties(batch)
+        )
         _, returns = gae(outcomes, batch.values, **self._advantage.arguments)
         made: dict[str, NDArray[Any]] = {
             "old_values": batch.values,
@@ -83,7 +83,7 @@ class ValueUpdate(Unchanging):
     def _penalties(self, batch: UpdateBatch) -> NDArray[np.float64] | None:
         """What the distance from the reference takes from the reward of each token."""
         kl = self._policy.kl
-        if kl.placement != pb.KL_PLACEMENT_REWARD:
+        if kl.placement != "reward":
             return None
         check_logprobs(batch, "a divergence in the reward")
         check_reference(batch, "a divergence in the reward")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import nn
@@ -17,8 +18,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from flotilla_core import ids
+from flotilla_core.config import LoraConfig
 from flotilla_core.errors import InvalidRequest
-from flotilla_trainer.wire.settings import LoraSettings
 from flotilla_weights.adapters import WEIGHT, AdapterNames, merged
 
 NAMED = 8
@@ -29,9 +30,9 @@ class Adapters:
     """One pair of matrices for each target; they take part in every forward pass until they are removed."""
 
     def __init__(
-        self, causal_lm: PreTrainedModel, settings: LoraSettings, seed: int, device: torch.device
+        self, causal_lm: PreTrainedModel, settings: LoraConfig, seed: int, device: torch.device
     ) -> None:
-        self.scale = settings.scale
+        self.scale = settings.alpha / settings.rank
         self.settings = settings
         self._parameters: dict[str, nn.Parameter] = {}
         layers = _targets(causal_lm, settings.targets)
@@ -60,7 +61,7 @@ class Adapters:
 
     def target_names(self) -> list[str]:
         """Return the targets as suffixes of layer names: the given ones, or the last part of every name."""
-        if self.settings.targets:
+        if self.settings.targets != "all-linear":
             return list(self.settings.targets)
         return sorted({name.split(".")[-3] for name in self._parameters})
 
@@ -95,12 +96,14 @@ class Adapters:
         return output + functional.linear(inner, b.to(kind)) * self.scale
 
 
-def _targets(causal_lm: PreTrainedModel, wanted: tuple[str, ...]) -> dict[str, nn.Linear]:
+def _targets(
+    causal_lm: PreTrainedModel, wanted: tuple[str, ...] | Literal["all-linear"]
+) -> dict[str, nn.Linear]:
     """Return the layers that get adapters, by name."""
     linear = {name: module for name, module in causal_lm.named_modules() if isinstance(module, nn.Linear)}
     output_embeddings: Callable[[], nn.Module | None] = causal_lm.get_output_embeddings  # without types
     head = output_embeddings()
-    if not wanted:
+    if wanted == "all-linear":
         return {name: module for name, module in linear.items() if module is not head}
     for target in wanted:
         if not any(_ends_with(target)(name) for name in linear):

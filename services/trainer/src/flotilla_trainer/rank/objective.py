@@ -12,6 +12,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from flotilla_core.config import CriticConfig, PolicyConfig
+from flotilla_core.config.algorithm import CorrectionConfig, KlConfig
+from flotilla_core.config.losses import LossSection
 from flotilla_core.errors import UserCodeError
 from flotilla_trainer.losses.correction import (
     geometric_mask,
@@ -33,10 +36,13 @@ from flotilla_trainer.rank.packed_rows import PackedRow
 from flotilla_trainer.rank.policy_model import PolicyModel
 from flotilla_trainer.rank.reference_weights import ReferenceDistribution
 from flotilla_trainer.rank.value_model import RewardModel, ValueModel
-from flotilla_trainer.wire.settings import FORWARD, REWARD, VALUE, ObjectiveSettings
+from flotilla_trainer.wire.objective import REWARD_MODEL, VALUE, ObjectiveSettings
 from flotilla_trainer.wire.user_functions import is_user_function, load_user_function
 
 Columns = dict[str, torch.Tensor]
+
+SELECTING = ("share", "covariance_low", "covariance_high")
+"""Parameters of losses that say which tokens of an update are treated apart."""
 
 
 class LossTerms(NamedTuple):
@@ -56,14 +62,15 @@ class Objective:
     """A session's objective, ready to be applied to micro-batches."""
 
     def __init__(self, settings: ObjectiveSettings, reference: ReferenceDistribution | None = None) -> None:
-        self._settings = settings
+        self._temperature = settings.temperature
+        self._policy = settings.policy
         self._reference = reference if settings.compares_distributions else None
-        self._loss = None if settings.supervised else _loss_named(settings.loss)
+        self._loss = None if self._policy is None else _loss_named(self._policy.loss.type)
 
     @property
     def entropy_gradient(self) -> bool:
         """Whether `entropy` has to carry a gradient."""
-        return self._settings.entropy_coefficient > 0
+        return self._policy is not None and self._policy.entropy_coefficient > 0
 
     def on(self, model: PolicyModel, columns: Columns, chunk_tokens: int) -> LossTerms:
         """What a micro-batch says, with logits for so many tokens at a time."""
@@ -72,7 +79,7 @@ class Objective:
             columns["tokens"],
             columns["positions"],
             columns["targets"].long(),
-            temperature=self._settings.temperature,
+            temperature=self._temperature,
             chunk_tokens=chunk_tokens,
             packed_row=PackedRow.among(columns),
             entropy_gradient=self.entropy_gradient,
@@ -81,42 +88,47 @@ class Objective:
         )
         if reference is not None:
             columns = columns | {"divergence": scores.divergence}
-        if self._settings.teacher_divergence:
+        if self._policy is not None and self._policy.teacher is not None:
             columns = columns | {"teacher_divergence": scores.teacher_divergence}
         return self(scores.logprobs, scores.entropy, columns)
 
     def teacher(self, columns: Columns) -> TeacherTop | None:
         """What the teacher says of the scored tokens, where the policy is held to it."""
-        direction = self._settings.teacher_divergence
-        if not direction:
+        if self._policy is None or self._policy.teacher is None:
             return None
+        teacher = self._policy.teacher
         ids, logprobs = columns["teacher_top_ids"].long(), columns["teacher_top_logprobs"]
-        return TeacherTop(ids, logprobs, direction == FORWARD, self._settings.teacher_tail)
+        return TeacherTop(ids, logprobs, teacher.divergence == "forward", teacher.tail)
 
     def __call__(self, logprobs: torch.Tensor, entropy: torch.Tensor, columns: Columns) -> LossTerms:
         """The weighted sum over the tokens of a micro-batch, and what it says about itself."""
         weights = columns["weights"]
         sums = {"tokens": torch.ones_like(logprobs).sum(), "entropy": entropy.detach().sum()}
         maxima: Columns = {}
-        if self._settings.supervised:
+        if self._policy is None:
             loss = -weighted_sum(weights, logprobs)
         else:
-            loss = self._policy_loss(logprobs, columns, sums, maxima)
-            if self._settings.entropy_coefficient:
-                loss = loss - self._settings.entropy_coefficient * weighted_sum(weights, entropy)
+            loss = self._policy_loss(self._policy, logprobs, columns, sums, maxima)
+            if self._policy.entropy_coefficient:
+                loss = loss - self._policy.entropy_coefficient * weighted_sum(weights, entropy)
         sums["loss"] = loss.detach()
         return LossTerms(loss, sums, maxima)
 
     def _policy_loss(
-        self, logprobs: torch.Tensor, columns: Columns, sums: Columns, maxima: Columns
+        self,
+        policy: PolicyConfig,
+        logprobs: torch.Tensor,
+        columns: Columns,
+        sums: Columns,
+        maxima: Columns,
     ) -> torch.Tensor:
         now, weights, rollout = logprobs.detach(), columns["weights"], columns.get("rollout_logprobs")
-        proximal = self._proximal(now, rollout, columns)
+        proximal = _proximal(policy.correction, now, rollout, columns)
         sequences = _numbered(columns["sequences"])
         segments = _numbered(columns["segments"]) if "segments" in columns else None
         if rollout is not None:
-            trainer = proximal if self._settings.ratio_to_trainer else now
-            correction = self._correction(trainer, rollout, sequences, segments)
+            trainer = now if policy.correction.proximal == "rollout" else proximal
+            correction = _correction(policy.correction, trainer, rollout, sequences, segments)
             if "importance_scale" in columns:
                 correction = correction * columns["importance_scale"]
             sums |= {"correction": correction.sum(), "left_out": (correction == 0).sum()}
@@ -124,6 +136,7 @@ class Objective:
             _measure_distance(now, rollout, columns["fresh"], sums, maxima)
         counted = weights != 0
         losses = self._token_losses(
+            policy.loss,
             PolicyTokens(
                 # A gradient of zero times one that is not finite would not be zero: such a number does not get in.
                 logprobs=torch.where(counted, logprobs, 0.0),
@@ -133,78 +146,83 @@ class Objective:
                 selected=columns["selected"].bool() if "selected" in columns else None,
                 counted=counted,
                 segments=segments,
-            )
+            ),
         )
         ratio = (now - proximal).clamp(max=MAX_LOG_RATIO).exp()
         sums |= {"clipped": losses.clipped.sum(), "ratio": ratio.sum()}
         loss = weighted_sum(weights, losses.loss)
         if "kl_weights" in columns:
-            loss = loss + weighted_sum(columns["kl_weights"], self._divergence(logprobs, columns, sums))
-        if self._settings.teacher_divergence:
+            loss = loss + weighted_sum(columns["kl_weights"], _divergence(policy.kl, logprobs, columns, sums))
+        if policy.teacher is not None:
             loss = loss + _taught(columns, sums)
         return loss
 
-    def _proximal(self, now: torch.Tensor, rollout: torch.Tensor | None, columns: Columns) -> torch.Tensor:
-        """What the ratio compares with; `now` where the policy has taken no step since it has to be that of then."""
-        if rollout is not None and not self._settings.ratio_to_trainer:
-            return rollout
-        if "proximal_logprobs" in columns:
-            return columns["proximal_logprobs"]
-        if rollout is None or "proximal_share" not in columns:
-            return now
-        return torch.lerp(rollout, now, columns["proximal_share"])
-
-    def _divergence(self, logprobs: torch.Tensor, columns: Columns, sums: Columns) -> torch.Tensor:
-        if not self._settings.compares_distributions:
-            reference = columns["reference_logprobs"]
-            counted = torch.where(columns["kl_weights"] != 0, logprobs, reference)
-            return divergence(self._settings.kl_estimator, counted, reference)
-        # The front, which says what the estimators find on the sampled tokens, does not see this one.
-        sums["divergence"] = columns["divergence"].detach().sum()
-        return columns["divergence"]
-
-    def _token_losses(self, tokens: PolicyTokens) -> TokenLosses:
+    def _token_losses(self, loss: LossSection, tokens: PolicyTokens) -> TokenLosses:
         assert self._loss is not None
-        losses = self._loss(tokens, **self._settings.parameters)
+        losses = self._loss(tokens, **_arguments(loss))
         if isinstance(losses, torch.Tensor):
             losses = TokenLosses(losses, not_one(tokens))
         if losses.loss.shape != tokens.logprobs.shape:
             raise UserCodeError(
                 f"the loss has shape {list(losses.loss.shape)}, not one number for each of "
                 f"{tokens.logprobs.numel()} tokens",
-                where=self._settings.loss,
+                where=loss.type,
             )
         return losses
 
-    def _correction(
-        self,
-        trainer: torch.Tensor,
-        rollout: torch.Tensor,
-        sequences: torch.Tensor,
-        segments: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Weights for the distance between trainer and rollout; ones where nothing is asked for."""
-        log_ratio = trainer - rollout
-        settings, weights = self._settings, torch.ones_like(log_ratio)
-        cap, floor = settings.importance_cap, settings.importance_floor
-        if settings.importance == "token":
-            weights = truncated_token_weights(log_ratio, cap=cap)
-        elif settings.importance == "segment":
-            assert segments is not None, "the front cuts sequences for these weights"
-            weights = truncated_sequence_weights(log_ratio, segments, cap=cap)
-        elif settings.importance == "icepop_sequence":
-            weights = icepop_weights(sequence_sums(log_ratio, sequences), low=floor, high=cap)
-        elif settings.importance == "sequence":
-            weights = truncated_sequence_weights(log_ratio, sequences, cap=cap)
-        elif settings.importance == "icepop":
-            weights = icepop_weights(log_ratio, low=floor, high=cap)
-        if settings.sequence_low is not None or settings.sequence_high is not None:
-            low = 0.0 if settings.sequence_low is None else settings.sequence_low
-            high = float("inf") if settings.sequence_high is None else settings.sequence_high
-            weights = weights * geometric_mask(log_ratio, sequences, low=low, high=high)
-        for rejection in settings.rejections:
-            weights = torch.where(within(trainer, rollout, sequences, **rejection), weights, 0.0)
-        return weights
+
+def _proximal(
+    correction: CorrectionConfig, now: torch.Tensor, rollout: torch.Tensor | None, columns: Columns
+) -> torch.Tensor:
+    """What the ratio compares with; `now` where the policy has taken no step since it has to be that of then."""
+    if rollout is not None and correction.proximal == "rollout":
+        return rollout
+    if "proximal_logprobs" in columns:
+        return columns["proximal_logprobs"]
+    if rollout is None or "proximal_share" not in columns:
+        return now
+    return torch.lerp(rollout, now, columns["proximal_share"])
+
+
+def _divergence(kl: KlConfig, logprobs: torch.Tensor, columns: Columns, sums: Columns) -> torch.Tensor:
+    if kl.estimator != "full":
+        reference = columns["reference_logprobs"]
+        counted = torch.where(columns["kl_weights"] != 0, logprobs, reference)
+        return divergence(kl.estimator, counted, reference)
+    # The front, which says what the estimators find on the sampled tokens, does not see this one.
+    sums["divergence"] = columns["divergence"].detach().sum()
+    return columns["divergence"]
+
+
+def _correction(
+    asked: CorrectionConfig,
+    trainer: torch.Tensor,
+    rollout: torch.Tensor,
+    sequences: torch.Tensor,
+    segments: torch.Tensor | None,
+) -> torch.Tensor:
+    """Weights for the distance between trainer and rollout; ones where nothing is asked for."""
+    log_ratio = trainer - rollout
+    weights = torch.ones_like(log_ratio)
+    cap, floor = asked.importance_cap, asked.importance_floor
+    if asked.importance == "token":
+        weights = truncated_token_weights(log_ratio, cap=cap)
+    elif asked.importance == "segment":
+        assert segments is not None, "the front cuts sequences for these weights"
+        weights = truncated_sequence_weights(log_ratio, segments, cap=cap)
+    elif asked.importance == "icepop_sequence":
+        weights = icepop_weights(sequence_sums(log_ratio, sequences), low=floor, high=cap)
+    elif asked.importance == "sequence":
+        weights = truncated_sequence_weights(log_ratio, sequences, cap=cap)
+    elif asked.importance == "icepop":
+        weights = icepop_weights(log_ratio, low=floor, high=cap)
+    if asked.sequence_low is not None or asked.sequence_high is not None:
+        low = 0.0 if asked.sequence_low is None else asked.sequence_low
+        high = float("inf") if asked.sequence_high is None else asked.sequence_high
+        weights = weights * geometric_mask(log_ratio, sequences, low=low, high=high)
+    for rejection in asked.rejection:
+        weights = torch.where(within(trainer, rollout, sequences, **rejection.model_dump()), weights, 0.0)
+    return weights
 
 
 def _numbered(sequences: torch.Tensor) -> torch.Tensor:
@@ -216,6 +234,13 @@ def _numbered(sequences: torch.Tensor) -> torch.Tensor:
 
 def _loss_named(name: str) -> PolicyLoss:
     return load_user_function(name) if is_user_function(name) else LOSSES[name]
+
+
+def _arguments(loss: LossSection) -> dict[str, Any]:
+    """Return what a loss is called with; what selects tokens is used up by the front, which sees the whole update."""
+    if is_user_function(loss.type):
+        return loss.arguments
+    return {name: value for name, value in loss.arguments.items() if name not in SELECTING}
 
 
 def _taught(columns: Columns, sums: Columns) -> torch.Tensor:
@@ -274,8 +299,8 @@ class ValueObjective:
     Half the squared distance from the returns, clipped around the old values.
     """
 
-    def __init__(self, settings: ObjectiveSettings) -> None:
-        self._clip: float | None = settings.parameters["clip"]
+    def __init__(self, critic: CriticConfig) -> None:
+        self._clip = critic.value_clip
 
     def on(self, model: ValueModel, columns: Columns, chunk_tokens: int) -> LossTerms:
         """What a micro-batch says; a head of one number needs no chunks."""
@@ -309,6 +334,7 @@ def rank_objective(
     settings: ObjectiveSettings, reference: ReferenceDistribution | None = None
 ) -> RankObjective:
     """Ready to be applied to micro-batches; `reference` where the session keeps one."""
-    if settings.loss == VALUE:
-        return ValueObjective(settings)
-    return RewardObjective() if settings.loss == REWARD else Objective(settings, reference)
+    if settings.kind == VALUE:
+        assert settings.policy is not None and settings.policy.critic is not None, "checked by the front"
+        return ValueObjective(settings.policy.critic)
+    return RewardObjective() if settings.kind == REWARD_MODEL else Objective(settings, reference)

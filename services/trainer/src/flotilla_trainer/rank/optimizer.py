@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from flotilla_core.config import OptimizerConfig
 from flotilla_trainer.rank.sharded_model import ShardedModel, local
-from flotilla_trainer.wire.settings import SessionSettings
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The state that AdamW keeps of a parameter, by torch's names."""
@@ -27,7 +27,7 @@ PART_ELEMENTS = 1 << 26
 class PolicyOptimizer:
     """AdamW over the sharded parameters."""
 
-    def __init__(self, model: ShardedModel, settings: SessionSettings) -> None:
+    def __init__(self, model: ShardedModel, settings: OptimizerConfig) -> None:
         self._counts_shard = model.mesh.counts_shard
         self._parameters = list(model.trainable().values())
         # Sharded gradients arrive reduced, each element on one rank; adapters are whole on every rank.
@@ -40,7 +40,7 @@ class PolicyOptimizer:
                 {"params": matrices, "weight_decay": settings.weight_decay},
                 {"params": vectors, "weight_decay": 0.0},
             ],
-            betas=(settings.beta1, settings.beta2),
+            betas=settings.betas,
             eps=settings.epsilon,
             foreach=True,
         )

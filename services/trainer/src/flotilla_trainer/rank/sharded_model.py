@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, PreTrainedModel
 
+from flotilla_core.config import LoraConfig
 from flotilla_core.errors import FailedPrecondition, FlotillaError, Mismatch
 from flotilla_trainer.rank.activation_offload import RecomputedLayers
 from flotilla_trainer.rank.body_model import ValueBody
@@ -36,7 +37,6 @@ from flotilla_trainer.rank.peft_folder import read_adapters
 from flotilla_trainer.rank.policy_model import PolicyModel
 from flotilla_trainer.rank.sequence_parallel import SequenceParallel
 from flotilla_trainer.rank.value_model import ValueModel
-from flotilla_trainer.wire.settings import LoraSettings
 from flotilla_weights.digest import pending_digest, tensor_digest
 
 HEAD_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
@@ -113,7 +113,7 @@ class ShardedModel:
             return self.adapters.named_parameters() if self.adapters is not None else {}
         return dict(self.causal_lm.named_parameters())
 
-    def adapt(self, settings: LoraSettings | None, seed: int) -> None:
+    def adapt(self, settings: LoraConfig | None, seed: int) -> None:
         """Replace the adapters with new ones, or with none."""
         if self.adapters is not None:
             self.adapters.remove()
@@ -124,7 +124,7 @@ class ShardedModel:
         adapters = Adapters(self.causal_lm, settings, seed, self.device)
         try:
             if settings.adapter:
-                adapters.set(read_adapters(Path(settings.adapter), adapters))
+                adapters.set(read_adapters(settings.adapter, adapters))
         except FlotillaError:
             adapters.remove()
             raise

@@ -102,7 +102,9 @@ class Update:
 
     def distrust(self, metrics: dict[str, float]) -> str:
         """Return why the rollouts are too far from the trainer to be trained on; empty where they are not."""
-        limit, mean = self._settings.objective.fail_at, metrics.get("probs_diff/fresh", 0.0)
+        policy = self._settings.objective.policy
+        limit = None if policy is None else policy.correction.fail_at
+        mean = metrics.get("probs_diff/fresh", 0.0)
         if limit is None or mean <= limit:
             return ""
         return (
@@ -111,7 +113,7 @@ class Update:
         )
 
     def _one(self, columns: Columns, idle: bool, backward: bool) -> None:
-        terms = self._objective.on(self._model.policy, columns, self._settings.chunk_tokens)
+        terms = self._objective.on(self._model.policy, columns, self._settings.batching.logprob_chunk_tokens)
         self._named.update(terms.sums)
         if backward:
             # Idle work takes part in the collectives of the backward pass with a gradient of zero.

@@ -36,11 +36,11 @@ from flotilla_trainer.rank.sharded_model import ShardedModel, gathered
 from flotilla_trainer.rank.update import Update, UpdateSteps, finish
 from flotilla_trainer.rank.value_model import RewardModel, ValueModel
 from flotilla_trainer.wire.frames import Array, Frame
+from flotilla_trainer.wire.objective import ObjectiveSettings
 from flotilla_trainer.wire.settings import (
     REWARD_HEAD,
     VALUE_HEAD,
     VOCABULARY_HEAD,
-    ObjectiveSettings,
     RankSetup,
     SessionSettings,
 )
@@ -140,11 +140,11 @@ class RankWorker:
         self._settings = settings
         torch.manual_seed(settings.seed)
         self._model.adapt(settings.lora, settings.seed)
-        self._model.recomputed_layers.on = settings.activation_checkpointing
-        self._model.recomputed_layers.inputs_rest_on_host = settings.activation_offload
-        self._optimizer = PolicyOptimizer(self._model, self._settings)
+        self._model.recomputed_layers.on = settings.batching.activation_checkpointing
+        self._model.recomputed_layers.inputs_rest_on_host = settings.batching.activation_offload
+        self._optimizer = PolicyOptimizer(self._model, settings.optimizer)
         self._pending = None
-        self._reference = ReferenceWeights(self._model) if self._settings.objective.keeps_reference else None
+        self._reference = ReferenceWeights(self._model) if settings.objective.keeps_reference else None
         self._distribution = None
         if self._reference is not None:
             self._distribution = ReferenceDistribution(self._model, self._reference)
@@ -169,7 +169,7 @@ class RankWorker:
     def _forward_backward(self, command: Frame) -> Answer:
         """Add sums of gradients to the pending ones; the step divides them by the units of all calls."""
         settings, objective, _ = self._session()
-        asked = ObjectiveSettings(**command.fields["objective"])
+        asked = ObjectiveSettings.from_fields(command.fields["objective"])
         units, started = command.fields["units"], time.monotonic()
         own = rank_objective(asked, self._distribution)
         update = Update(self._model, replace(settings, objective=asked), own, self._link)

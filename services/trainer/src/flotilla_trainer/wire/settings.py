@@ -11,15 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from flotilla.trainer.v1 import session_pb2 as pb
+from flotilla_core.config import BatchingConfig, LoraConfig, OptimizerConfig
 from flotilla_core.roles import CRITIC
-
-SUPERVISED = "sft"
-VALUE = "value"
-REWARD = "reward"
-FULL_DIVERGENCE = "full"
-FORWARD, REVERSE = "forward", "reverse"
-"""Of a divergence from a teacher: by the teacher's probabilities, or by the policy's."""
+from flotilla_trainer.wire.objective import REWARD_MODEL, ObjectiveSettings
 
 VOCABULARY_HEAD = "vocabulary"
 VALUE_HEAD = "values"
@@ -56,101 +50,48 @@ class RankSetup:
         return cls(**{**fields, "otlp": tuple(fields["otlp"])})
 
 
-@dataclass(frozen=True)
-class ObjectiveSettings:
-    """What the ranks have to know of a session's objective.
-
-    Loss, correction and bonuses of one session.
-    """
-
-    loss: str = SUPERVISED
-    """`sft` (minus the weighted log-probabilities), `value`, `reward`, a policy loss of ours, or path.py:function."""
-    parameters: dict[str, Any] = field(default_factory=dict)
-    temperature: float = 1.0
-    ratio_to_trainer: bool = False
-    """The ratio compares with the trainer's own log-probabilities before the update and not with the rollout's."""
-    importance: str = ""
-    """token, segment, sequence, icepop or icepop_sequence; empty is off."""
-    importance_cap: float = 0.0
-    importance_floor: float = 0.0
-    sequence_low: float | None = None
-    sequence_high: float | None = None
-    rejections: list[dict[str, Any]] = field(default_factory=list)
-    """Arguments of `within`, one set for each."""
-    kl_estimator: str = ""
-    """Of the divergence in the loss."""
-    keeps_reference: bool = False
-    """Whether the ranks keep the weights that the session started from."""
-    teacher_divergence: str = ""
-    """forward or reverse, over the tokens that a teacher finds likeliest; empty is off."""
-    teacher_tail: bool = False
-    """Whether all other tokens count as one more there."""
-    entropy_coefficient: float = 0.0
-    fail_at: float | None = None
-    """Mean difference of probabilities from which an update is refused."""
-
-    @property
-    def compares_distributions(self) -> bool:
-        """Whether the divergence is that of the whole distributions, which the reference has to give for each token."""
-        return self.kl_estimator == FULL_DIVERGENCE
-
-    @property
-    def supervised(self) -> bool:
-        """Whether the tokens are given answers, to be raised or lowered by the weights of the front."""
-        return self.loss == SUPERVISED
-
-
-@dataclass(frozen=True)
-class LoraSettings:
-    """What the ranks have to know of a session's adapters.
-
-    Size, place and beginning of the adapters.
-    """
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-    """Ends of the names of linear layers; empty takes every one but the head."""
-    adapter: str
-    """Folder in the layout of peft; empty starts B at zero."""
-
-    @property
-    def scale(self) -> float:
-        """Factor of B A."""
-        return self.alpha / self.rank
-
-
 def first_head(role: str) -> str:
     """That of a gang of this role before any session."""
     return VALUE_HEAD if role == CRITIC else VOCABULARY_HEAD
 
 
-def head_for(role: str, spec: pb.SessionSpec) -> str:
-    """That of a gang of this role while such a session is open."""
-    return REWARD_HEAD if spec.objective.HasField("reward_model") else first_head(role)
+def head_for(role: str, kind: str) -> str:
+    """That of a gang of this role while a session with an objective of this kind is open."""
+    return REWARD_HEAD if kind == REWARD_MODEL else first_head(role)
 
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """Objective, optimizer and memory limits of one session."""
+    """What a session learns, how it steps, and how much of it is in memory at one time."""
 
     objective: ObjectiveSettings
-    beta1: float
-    beta2: float
-    epsilon: float
-    weight_decay: float
-    max_grad_norm: float
-    chunk_tokens: int
-    activation_checkpointing: bool
-    activation_offload: bool
-    offload: bool
+    optimizer: OptimizerConfig
+    batching: BatchingConfig
     seed: int
-    lora: LoraSettings | None = None
+    total_updates: int
+    """Updates after which the schedules end."""
+    lora: LoraConfig | None = None
     """None trains all weights."""
+
+    def fields(self) -> dict[str, Any]:
+        """Write the fields of the command that opens a session."""
+        return {
+            "objective": self.objective.fields(),
+            "optimizer": self.optimizer.model_dump(mode="json"),
+            "batching": self.batching.model_dump(mode="json"),
+            "seed": self.seed,
+            "total_updates": self.total_updates,
+            "lora": None if self.lora is None else self.lora.model_dump(mode="json"),
+        }
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> SessionSettings:
         """Read the fields of the command that opens a session."""
-        lora = fields["lora"]
-        objective = ObjectiveSettings(**fields["objective"])
-        return cls(**{**fields, "objective": objective, "lora": LoraSettings(**lora) if lora else None})
+        return cls(
+            objective=ObjectiveSettings.from_fields(fields["objective"]),
+            optimizer=OptimizerConfig.model_validate(fields["optimizer"]),
+            batching=BatchingConfig.model_validate(fields["batching"]),
+            seed=fields["seed"],
+            total_updates=fields["total_updates"],
+            lora=None if fields["lora"] is None else LoraConfig.model_validate(fields["lora"]),
+        )

@@ -26,7 +26,7 @@ from flotilla.common.v1 import rules_pb2 as flotilla_dot_common_dot_v1_dot_rules
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!flotilla/trainer/v1/session.proto\x12\x13\x66lotilla.trainer.v1\x1a\x1e\x66lotilla/common/v1/rules.proto\x1a\x1cgoogle/protobuf/struct.proto\"\xeb\x02\n\x0bSessionSpec\x12\'\n\x04role\x18\x01 \x01(\x0e\x32\x19.flotilla.trainer.v1.Role\x12\x17\n\x0finitial_weights\x18\x02 \x01(\t\x12\x31\n\tobjective\x18\x03 \x01(\x0b\x32\x1e.flotilla.trainer.v1.Objective\x12\x31\n\toptimizer\x18\x04 \x01(\x0b\x32\x1e.flotilla.trainer.v1.Optimizer\x12/\n\x08\x62\x61tching\x18\x05 \x01(\x0b\x32\x1d.flotilla.trainer.v1.Batching\x12\x14\n\x04seed\x18\x06 \x01(\x04\x42\x06\xea\xe1\x18\x02 \x01\x12\x15\n\rtotal_updates\x18\x07 \x01(\x04\x12\x1b\n\x13max_skipped_updates\x18\x08 \x01(\r\x12\x10\n\x08\x64ump_dir\x18\t \x01(\t\x12\'\n\x04lora\x18\n \x01(\x0b\x32\x19.flotilla.trainer.v1.Lora\"T\n\x04Lora\x12\x1b\n\x04rank\x18\x01 \x01(\rB\r\xea\xe1\x18\t\x11\x00\x00\x00\x00\x00\x00\xf0@\x12\r\n\x05\x61lpha\x18\x02 \x01(\x01\x12\x0f\n\x07targets\x18\x03 \x03(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\"\xb6\x02\n\tObjective\x12\x30\n\x03sft\x18\x01 \x01(\x0b\x32!.flotilla.trainer.v1.SftObjectiveH\x00\x12\x36\n\x06policy\x18\x02 \x01(\x0b\x32$.flotilla.trainer.v1.PolicyObjectiveH\x00\x12\x34\n\x05value\x18\x03 \x01(\x0b\x32#.flotilla.trainer.v1.ValueObjectiveH\x00\x12>\n\npreference\x18\x04 \x01(\x0b\x32(.flotilla.trainer.v1.PreferenceObjectiveH\x00\x12\x41\n\x0creward_model\x18\x05 \x01(\x0b\x32).flotilla.trainer.v1.RewardModelObjectiveH\x00\x42\x06\n\x04kind\"\x0e\n\x0cSftObjective\"\x87\x01\n\x13PreferenceObjective\x12\x31\n\x04loss\x18\x01 \x01(\x0e\x32#.flotilla.trainer.v1.PreferenceLoss\x12\x0c\n\x04\x62\x65ta\x18\x02 \x01(\x01\x12\x17\n\x0flabel_smoothing\x18\x03 \x01(\x01\x12\x16\n\x0ereference_free\x18\x04 \x01(\x08\"2\n\x14RewardModelObjective\x12\x1a\n\x12\x63\x65nter_coefficient\x18\x01 \x01(\x01\"\xd5\x03\n\x0fPolicyObjective\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x1b\n\x13max_response_tokens\x18\x02 \x01(\r\x12\x31\n\tadvantage\x18\x03 \x01(\x0b\x32\x1e.flotilla.trainer.v1.Advantage\x12+\n\x04loss\x18\x04 \x01(\x0b\x32\x1d.flotilla.trainer.v1.Function\x12\x35\n\x0b\x61ggregation\x18\x05 \x01(\x0b\x32 .flotilla.trainer.v1.Aggregation\x12#\n\x02kl\x18\x06 \x01(\x0b\x32\x17.flotilla.trainer.v1.Kl\x12\x33\n\ncorrection\x18\x07 \x01(\x0b\x32\x1f.flotilla.trainer.v1.Correction\x12\x1b\n\x13\x65ntropy_coefficient\x18\x08 \x01(\x01\x12\x17\n\x0fshuffle_rewards\x18\t \x01(\x08\x12:\n\x0esample_weights\x18\n \x01(\x0b\x32\".flotilla.trainer.v1.SampleWeights\x12-\n\x07teacher\x18\x0b \x01(\x0b\x32\x1c.flotilla.trainer.v1.Teacher\"\x86\x01\n\x07Teacher\x12\x1c\n\x05top_k\x18\x01 \x01(\rB\r\xea\xe1\x18\t\x11\x00\x00\x00\x00\x00\x00\x90@\x12:\n\ndivergence\x18\x02 \x01(\x0e\x32&.flotilla.trainer.v1.TeacherDivergence\x12\x13\n\x0b\x63oefficient\x18\x03 \x01(\x01\x12\x0c\n\x04tail\x18\x04 \x01(\x08\"\xda\x01\n\rSampleWeights\x12\x35\n\tby_reward\x18\x01 \x01(\x0e\x32\".flotilla.trainer.v1.RewardWeights\x12\x12\n\x05power\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12=\n\rby_difficulty\x18\x03 \x01(\x0b\x32&.flotilla.trainer.v1.DifficultyWeights\x12\x35\n\tby_length\x18\x04 \x01(\x0b\x32\".flotilla.trainer.v1.LengthWeightsB\x08\n\x06_power\"5\n\x11\x44ifficultyWeights\x12\x0f\n\x07\x65\x61siest\x18\x01 \x01(\x01\x12\x0f\n\x07hardest\x18\x02 \x01(\x01\"2\n\rLengthWeights\x12\x10\n\x08shortest\x18\x01 \x01(\x01\x12\x0f\n\x07longest\x18\x02 \x01(\x01\"b\n\x0eValueObjective\x12\x34\n\x06policy\x18\x01 \x01(\x0b\x32$.flotilla.trainer.v1.PolicyObjective\x12\x11\n\x04\x63lip\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\x07\n\x05_clip\"E\n\x08\x46unction\x12\x0c\n\x04name\x18\x01 \x01(\t\x12+\n\nparameters\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\"\xa4\x03\n\tAdvantage\x12/\n\x08\x66unction\x18\x01 \x01(\x0b\x32\x1d.flotilla.trainer.v1.Function\x12\x0e\n\x06whiten\x18\x02 \x01(\x08\x12\x11\n\x04\x63lip\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x0breward_clip\x18\x04 \x01(\x01H\x01\x88\x01\x01\x12/\n\x08overlong\x18\x05 \x01(\x0b\x32\x1d.flotilla.trainer.v1.Overlong\x12\x1b\n\x13\x64rop_uniform_groups\x18\x06 \x01(\x08\x12\x1c\n\x0fkeep_mean_above\x18\x07 \x01(\x01H\x02\x88\x01\x01\x12\x1c\n\x0fkeep_mean_below\x18\x08 \x01(\x01H\x03\x88\x01\x01\x12\x16\n\x0e\x64rop_truncated\x18\t \x01(\x08\x12\x46\n\x14reward_normalization\x18\n \x01(\x0b\x32(.flotilla.trainer.v1.RewardNormalizationB\x07\n\x05_clipB\x0e\n\x0c_reward_clipB\x12\n\x10_keep_mean_aboveB\x12\n\x10_keep_mean_below\"\xb8\x01\n\x13RewardNormalization\x12\x33\n\x04mean\x18\x01 \x01(\x0e\x32%.flotilla.trainer.v1.RewardStatistics\x12\x32\n\x03std\x18\x02 \x01(\x0e\x32%.flotilla.trainer.v1.RewardStatistics\x12\x11\n\x04\x63lip\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05scale\x18\x04 \x01(\x01H\x01\x88\x01\x01\x42\x07\n\x05_clipB\x08\n\x06_scale\"2\n\x08Overlong\x12\x15\n\rbuffer_tokens\x18\x01 \x01(\r\x12\x0f\n\x07penalty\x18\x02 \x01(\x01\"Z\n\x0b\x41ggregation\x12\x32\n\x04type\x18\x01 \x01(\x0e\x32$.flotilla.trainer.v1.AggregationType\x12\x17\n\x0f\x63onstant_tokens\x18\x02 \x01(\r\"\xd7\x01\n\x02Kl\x12\x33\n\tplacement\x18\x01 \x01(\x0e\x32 .flotilla.trainer.v1.KlPlacement\x12\x33\n\testimator\x18\x02 \x01(\x0e\x32 .flotilla.trainer.v1.KlEstimator\x12\x13\n\x0b\x63oefficient\x18\x03 \x01(\x01\x12\x13\n\x06target\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\x0fhorizon_samples\x18\x05 \x01(\x04\x12\x19\n\x11reference_is_sent\x18\x06 \x01(\x08\x42\t\n\x07_target\"\xab\x01\n\tRejection\x12\x36\n\x07measure\x18\x01 \x01(\x0e\x32%.flotilla.trainer.v1.RejectionMeasure\x12\x30\n\x04over\x18\x02 \x01(\x0e\x32\".flotilla.trainer.v1.RejectionOver\x12\x10\n\x03low\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\x04high\x18\x04 \x01(\x01H\x01\x88\x01\x01\x42\x06\n\x04_lowB\x07\n\x05_high\"\x8a\x03\n\nCorrection\x12/\n\x08proximal\x18\x01 \x01(\x0e\x32\x1d.flotilla.trainer.v1.Proximal\x12\x33\n\nimportance\x18\x02 \x01(\x0e\x32\x1f.flotilla.trainer.v1.Importance\x12\x16\n\x0eimportance_cap\x18\x03 \x01(\x01\x12\x18\n\x10importance_floor\x18\x04 \x01(\x01\x12\x19\n\x0csequence_low\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\rsequence_high\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12\x17\n\x0fstaleness_decay\x18\x07 \x01(\x01\x12\x14\n\x07\x66\x61il_at\x18\x08 \x01(\x01H\x02\x88\x01\x01\x12\x31\n\trejection\x18\t \x03(\x0b\x32\x1e.flotilla.trainer.v1.Rejection\x12\x1c\n\x14normalize_importance\x18\n \x01(\x08\x42\x0f\n\r_sequence_lowB\x10\n\x0e_sequence_highB\n\n\x08_fail_at\"\xa5\x02\n\tOptimizer\x12\x15\n\rlearning_rate\x18\x01 \x01(\x01\x12\r\n\x05\x62\x65ta1\x18\x02 \x01(\x01\x12\r\n\x05\x62\x65ta2\x18\x03 \x01(\x01\x12\x0f\n\x07\x65psilon\x18\x04 \x01(\x01\x12\x14\n\x0cweight_decay\x18\x05 \x01(\x01\x12\x15\n\rmax_grad_norm\x18\x06 \x01(\x01\x12/\n\x08schedule\x18\x07 \x01(\x0e\x32\x1d.flotilla.trainer.v1.Schedule\x12\x16\n\x0ewarmup_updates\x18\x08 \x01(\x04\x12\x16\n\x0e\x66inal_lr_ratio\x18\t \x01(\x01\x12\x0f\n\x07offload\x18\n \x01(\x08\x12\x18\n\x10steps_per_update\x18\x0b \x01(\r\x12\x19\n\x11\x65pochs_per_update\x18\x0c \x01(\r\"\xb4\x01\n\x08\x42\x61tching\x12\x1d\n\x15tokens_per_microbatch\x18\x01 \x01(\r\x12\x1c\n\x14logprob_chunk_tokens\x18\x02 \x01(\r\x12-\n\x07packing\x18\x03 \x01(\x0e\x32\x1c.flotilla.trainer.v1.Packing\x12 \n\x18\x61\x63tivation_checkpointing\x18\x04 \x01(\x08\x12\x1a\n\x12\x61\x63tivation_offload\x18\x05 \x01(\x08*d\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_POLICY\x10\x01\x12\x0f\n\x0bROLE_CRITIC\x10\x02\x12\x12\n\x0eROLE_REFERENCE\x10\x03\x12\x10\n\x0cROLE_TEACHER\x10\x04*\x82\x01\n\x0ePreferenceLoss\x12\x1f\n\x1bPREFERENCE_LOSS_UNSPECIFIED\x10\x00\x12\x1b\n\x17PREFERENCE_LOSS_SIGMOID\x10\x01\x12\x17\n\x13PREFERENCE_LOSS_IPO\x10\x02\x12\x19\n\x15PREFERENCE_LOSS_HINGE\x10\x03*w\n\x11TeacherDivergence\x12\"\n\x1eTEACHER_DIVERGENCE_UNSPECIFIED\x10\x00\x12\x1e\n\x1aTEACHER_DIVERGENCE_FORWARD\x10\x01\x12\x1e\n\x1aTEACHER_DIVERGENCE_REVERSE\x10\x02*\x82\x01\n\rRewardWeights\x12\x1e\n\x1aREWARD_WEIGHTS_UNSPECIFIED\x10\x00\x12\x16\n\x12REWARD_WEIGHTS_POW\x10\x01\x12\x1a\n\x16REWARD_WEIGHTS_MAX_MIN\x10\x02\x12\x1d\n\x19REWARD_WEIGHTS_MAX_RANDOM\x10\x03*\x8e\x01\n\x10RewardStatistics\x12!\n\x1dREWARD_STATISTICS_UNSPECIFIED\x10\x00\x12\x1b\n\x17REWARD_STATISTICS_GROUP\x10\x01\x12\x1b\n\x17REWARD_STATISTICS_BATCH\x10\x02\x12\x1d\n\x19REWARD_STATISTICS_RUNNING\x10\x03*\xf6\x01\n\x0f\x41ggregationType\x12 \n\x1c\x41GGREGATION_TYPE_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x41GGREGATION_TYPE_TOKEN_MEAN\x10\x01\x12/\n+AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_SUM\x10\x02\x12\x30\n,AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_MEAN\x10\x03\x12\x1d\n\x19\x41GGREGATION_TYPE_CONSTANT\x10\x04\x12\x1e\n\x1a\x41GGREGATION_TYPE_TOKEN_SUM\x10\x05*[\n\x0bKlPlacement\x12\x1c\n\x18KL_PLACEMENT_UNSPECIFIED\x10\x00\x12\x15\n\x11KL_PLACEMENT_LOSS\x10\x01\x12\x17\n\x13KL_PLACEMENT_REWARD\x10\x02*\x97\x01\n\x0bKlEstimator\x12\x1c\n\x18KL_ESTIMATOR_UNSPECIFIED\x10\x00\x12\x13\n\x0fKL_ESTIMATOR_K1\x10\x01\x12\x13\n\x0fKL_ESTIMATOR_K2\x10\x02\x12\x13\n\x0fKL_ESTIMATOR_K3\x10\x03\x12\x14\n\x10KL_ESTIMATOR_ABS\x10\x04\x12\x15\n\x11KL_ESTIMATOR_FULL\x10\x05*k\n\x08Proximal\x12\x18\n\x14PROXIMAL_UNSPECIFIED\x10\x00\x12\x14\n\x10PROXIMAL_ROLLOUT\x10\x01\x12\x14\n\x10PROXIMAL_TRAINER\x10\x02\x12\x19\n\x15PROXIMAL_INTERPOLATED\x10\x03*\xa6\x01\n\nImportance\x12\x1a\n\x16IMPORTANCE_UNSPECIFIED\x10\x00\x12\x14\n\x10IMPORTANCE_TOKEN\x10\x01\x12\x17\n\x13IMPORTANCE_SEQUENCE\x10\x02\x12\x15\n\x11IMPORTANCE_ICEPOP\x10\x03\x12\x1e\n\x1aIMPORTANCE_ICEPOP_SEQUENCE\x10\x04\x12\x16\n\x12IMPORTANCE_SEGMENT\x10\x05*\xa5\x01\n\x10RejectionMeasure\x12!\n\x1dREJECTION_MEASURE_UNSPECIFIED\x10\x00\x12\x18\n\x14REJECTION_MEASURE_K1\x10\x01\x12\x18\n\x14REJECTION_MEASURE_K2\x10\x02\x12\x18\n\x14REJECTION_MEASURE_K3\x10\x03\x12 \n\x1cREJECTION_MEASURE_DIFFERENCE\x10\x04*\xad\x01\n\rRejectionOver\x12\x1e\n\x1aREJECTION_OVER_UNSPECIFIED\x10\x00\x12\x18\n\x14REJECTION_OVER_TOKEN\x10\x01\x12\x1f\n\x1bREJECTION_OVER_SEQUENCE_SUM\x10\x02\x12 \n\x1cREJECTION_OVER_SEQUENCE_MEAN\x10\x03\x12\x1f\n\x1bREJECTION_OVER_SEQUENCE_MAX\x10\x04*e\n\x08Schedule\x12\x18\n\x14SCHEDULE_UNSPECIFIED\x10\x00\x12\x15\n\x11SCHEDULE_CONSTANT\x10\x01\x12\x13\n\x0fSCHEDULE_LINEAR\x10\x02\x12\x13\n\x0fSCHEDULE_COSINE\x10\x03*C\n\x07Packing\x12\x17\n\x13PACKING_UNSPECIFIED\x10\x00\x12\x0e\n\nPACKING_ON\x10\x01\x12\x0f\n\x0bPACKING_OFF\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!flotilla/trainer/v1/session.proto\x12\x13\x66lotilla.trainer.v1\x1a\x1e\x66lotilla/common/v1/rules.proto\x1a\x1cgoogle/protobuf/struct.proto\"\xbf\x02\n\x0bSessionSpec\x12\'\n\x04role\x18\x01 \x01(\x0e\x32\x19.flotilla.trainer.v1.Role\x12\x17\n\x0finitial_weights\x18\x02 \x01(\t\x12\x31\n\tobjective\x18\x03 \x01(\x0b\x32\x1e.flotilla.trainer.v1.Objective\x12*\n\toptimizer\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\x12)\n\x08\x62\x61tching\x18\x05 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x14\n\x04seed\x18\x06 \x01(\x04\x42\x06\xea\xe1\x18\x02 \x01\x12\x15\n\rtotal_updates\x18\x07 \x01(\x04\x12\x10\n\x08\x64ump_dir\x18\x08 \x01(\t\x12%\n\x04lora\x18\t \x01(\x0b\x32\x17.google.protobuf.Struct\"u\n\tObjective\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12(\n\x07section\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\x1b\n\x13max_response_tokens\x18\x04 \x01(\r\"E\n\x08\x46unction\x12\x0c\n\x04name\x18\x01 \x01(\t\x12+\n\nparameters\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct*d\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_POLICY\x10\x01\x12\x0f\n\x0bROLE_CRITIC\x10\x02\x12\x12\n\x0eROLE_REFERENCE\x10\x03\x12\x10\n\x0cROLE_TEACHER\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,80 +35,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SESSIONSPEC'].fields_by_name['seed']._loaded_options = None
   _globals['_SESSIONSPEC'].fields_by_name['seed']._serialized_options = b'\352\341\030\002 \001'
-  _globals['_LORA'].fields_by_name['rank']._loaded_options = None
-  _globals['_LORA'].fields_by_name['rank']._serialized_options = b'\352\341\030\t\021\000\000\000\000\000\000\360@'
-  _globals['_TEACHER'].fields_by_name['top_k']._loaded_options = None
-  _globals['_TEACHER'].fields_by_name['top_k']._serialized_options = b'\352\341\030\t\021\000\000\000\000\000\000\220@'
-  _globals['_ROLE']._serialized_start=4221
-  _globals['_ROLE']._serialized_end=4321
-  _globals['_PREFERENCELOSS']._serialized_start=4324
-  _globals['_PREFERENCELOSS']._serialized_end=4454
-  _globals['_TEACHERDIVERGENCE']._serialized_start=4456
-  _globals['_TEACHERDIVERGENCE']._serialized_end=4575
-  _globals['_REWARDWEIGHTS']._serialized_start=4578
-  _globals['_REWARDWEIGHTS']._serialized_end=4708
-  _globals['_REWARDSTATISTICS']._serialized_start=4711
-  _globals['_REWARDSTATISTICS']._serialized_end=4853
-  _globals['_AGGREGATIONTYPE']._serialized_start=4856
-  _globals['_AGGREGATIONTYPE']._serialized_end=5102
-  _globals['_KLPLACEMENT']._serialized_start=5104
-  _globals['_KLPLACEMENT']._serialized_end=5195
-  _globals['_KLESTIMATOR']._serialized_start=5198
-  _globals['_KLESTIMATOR']._serialized_end=5349
-  _globals['_PROXIMAL']._serialized_start=5351
-  _globals['_PROXIMAL']._serialized_end=5458
-  _globals['_IMPORTANCE']._serialized_start=5461
-  _globals['_IMPORTANCE']._serialized_end=5627
-  _globals['_REJECTIONMEASURE']._serialized_start=5630
-  _globals['_REJECTIONMEASURE']._serialized_end=5795
-  _globals['_REJECTIONOVER']._serialized_start=5798
-  _globals['_REJECTIONOVER']._serialized_end=5971
-  _globals['_SCHEDULE']._serialized_start=5973
-  _globals['_SCHEDULE']._serialized_end=6074
-  _globals['_PACKING']._serialized_start=6076
-  _globals['_PACKING']._serialized_end=6143
+  _globals['_ROLE']._serialized_start=632
+  _globals['_ROLE']._serialized_end=732
   _globals['_SESSIONSPEC']._serialized_start=121
-  _globals['_SESSIONSPEC']._serialized_end=484
-  _globals['_LORA']._serialized_start=486
-  _globals['_LORA']._serialized_end=570
-  _globals['_OBJECTIVE']._serialized_start=573
-  _globals['_OBJECTIVE']._serialized_end=883
-  _globals['_SFTOBJECTIVE']._serialized_start=885
-  _globals['_SFTOBJECTIVE']._serialized_end=899
-  _globals['_PREFERENCEOBJECTIVE']._serialized_start=902
-  _globals['_PREFERENCEOBJECTIVE']._serialized_end=1037
-  _globals['_REWARDMODELOBJECTIVE']._serialized_start=1039
-  _globals['_REWARDMODELOBJECTIVE']._serialized_end=1089
-  _globals['_POLICYOBJECTIVE']._serialized_start=1092
-  _globals['_POLICYOBJECTIVE']._serialized_end=1561
-  _globals['_TEACHER']._serialized_start=1564
-  _globals['_TEACHER']._serialized_end=1698
-  _globals['_SAMPLEWEIGHTS']._serialized_start=1701
-  _globals['_SAMPLEWEIGHTS']._serialized_end=1919
-  _globals['_DIFFICULTYWEIGHTS']._serialized_start=1921
-  _globals['_DIFFICULTYWEIGHTS']._serialized_end=1974
-  _globals['_LENGTHWEIGHTS']._serialized_start=1976
-  _globals['_LENGTHWEIGHTS']._serialized_end=2026
-  _globals['_VALUEOBJECTIVE']._serialized_start=2028
-  _globals['_VALUEOBJECTIVE']._serialized_end=2126
-  _globals['_FUNCTION']._serialized_start=2128
-  _globals['_FUNCTION']._serialized_end=2197
-  _globals['_ADVANTAGE']._serialized_start=2200
-  _globals['_ADVANTAGE']._serialized_end=2620
-  _globals['_REWARDNORMALIZATION']._serialized_start=2623
-  _globals['_REWARDNORMALIZATION']._serialized_end=2807
-  _globals['_OVERLONG']._serialized_start=2809
-  _globals['_OVERLONG']._serialized_end=2859
-  _globals['_AGGREGATION']._serialized_start=2861
-  _globals['_AGGREGATION']._serialized_end=2951
-  _globals['_KL']._serialized_start=2954
-  _globals['_KL']._serialized_end=3169
-  _globals['_REJECTION']._serialized_start=3172
-  _globals['_REJECTION']._serialized_end=3343
-  _globals['_CORRECTION']._serialized_start=3346
-  _globals['_CORRECTION']._serialized_end=3740
-  _globals['_OPTIMIZER']._serialized_start=3743
-  _globals['_OPTIMIZER']._serialized_end=4036
-  _globals['_BATCHING']._serialized_start=4039
-  _globals['_BATCHING']._serialized_end=4219
+  _globals['_SESSIONSPEC']._serialized_end=440
+  _globals['_OBJECTIVE']._serialized_start=442
+  _globals['_OBJECTIVE']._serialized_end=559
+  _globals['_FUNCTION']._serialized_start=561
+  _globals['_FUNCTION']._serialized_end=630
 # @@protoc_insertion_point(module_scope)

@@ -3,11 +3,9 @@
 isort:skip_file
 """
 
-from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf import struct_pb2 as _struct_pb2
-from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
@@ -41,299 +39,11 @@ ROLE_REFERENCE: Role.ValueType  # 3
 ROLE_TEACHER: Role.ValueType  # 4
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
-class _PreferenceLoss:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _PreferenceLossEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PreferenceLoss.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    PREFERENCE_LOSS_UNSPECIFIED: _PreferenceLoss.ValueType  # 0
-    PREFERENCE_LOSS_SIGMOID: _PreferenceLoss.ValueType  # 1
-    PREFERENCE_LOSS_IPO: _PreferenceLoss.ValueType  # 2
-    PREFERENCE_LOSS_HINGE: _PreferenceLoss.ValueType  # 3
-
-class PreferenceLoss(_PreferenceLoss, metaclass=_PreferenceLossEnumTypeWrapper): ...
-
-PREFERENCE_LOSS_UNSPECIFIED: PreferenceLoss.ValueType  # 0
-PREFERENCE_LOSS_SIGMOID: PreferenceLoss.ValueType  # 1
-PREFERENCE_LOSS_IPO: PreferenceLoss.ValueType  # 2
-PREFERENCE_LOSS_HINGE: PreferenceLoss.ValueType  # 3
-Global___PreferenceLoss: _TypeAlias = PreferenceLoss  # noqa: Y015
-
-class _TeacherDivergence:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _TeacherDivergenceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TeacherDivergence.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    TEACHER_DIVERGENCE_UNSPECIFIED: _TeacherDivergence.ValueType  # 0
-    TEACHER_DIVERGENCE_FORWARD: _TeacherDivergence.ValueType  # 1
-    """The sum of q (log q - log p)."""
-    TEACHER_DIVERGENCE_REVERSE: _TeacherDivergence.ValueType  # 2
-    """The sum of p (log p - log q)."""
-
-class TeacherDivergence(_TeacherDivergence, metaclass=_TeacherDivergenceEnumTypeWrapper):
-    """Of a teacher q and the policy p, both at the temperature of the rollouts."""
-
-TEACHER_DIVERGENCE_UNSPECIFIED: TeacherDivergence.ValueType  # 0
-TEACHER_DIVERGENCE_FORWARD: TeacherDivergence.ValueType  # 1
-"""The sum of q (log q - log p)."""
-TEACHER_DIVERGENCE_REVERSE: TeacherDivergence.ValueType  # 2
-"""The sum of p (log p - log q)."""
-Global___TeacherDivergence: _TypeAlias = TeacherDivergence  # noqa: Y015
-
-class _RewardWeights:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _RewardWeightsEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RewardWeights.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    REWARD_WEIGHTS_UNSPECIFIED: _RewardWeights.ValueType  # 0
-    REWARD_WEIGHTS_POW: _RewardWeights.ValueType  # 1
-    """By the size of its reward to a power."""
-    REWARD_WEIGHTS_MAX_MIN: _RewardWeights.ValueType  # 2
-    """Half of a group's weight to its best samples, half to its worst."""
-    REWARD_WEIGHTS_MAX_RANDOM: _RewardWeights.ValueType  # 3
-    """Half of a group's weight to its best samples, half to the others."""
-
-class RewardWeights(_RewardWeights, metaclass=_RewardWeightsEnumTypeWrapper):
-    """UNSPECIFIED: a sample counts whatever its reward."""
-
-REWARD_WEIGHTS_UNSPECIFIED: RewardWeights.ValueType  # 0
-REWARD_WEIGHTS_POW: RewardWeights.ValueType  # 1
-"""By the size of its reward to a power."""
-REWARD_WEIGHTS_MAX_MIN: RewardWeights.ValueType  # 2
-"""Half of a group's weight to its best samples, half to its worst."""
-REWARD_WEIGHTS_MAX_RANDOM: RewardWeights.ValueType  # 3
-"""Half of a group's weight to its best samples, half to the others."""
-Global___RewardWeights: _TypeAlias = RewardWeights  # noqa: Y015
-
-class _RewardStatistics:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _RewardStatisticsEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RewardStatistics.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    REWARD_STATISTICS_UNSPECIFIED: _RewardStatistics.ValueType  # 0
-    REWARD_STATISTICS_GROUP: _RewardStatistics.ValueType  # 1
-    REWARD_STATISTICS_BATCH: _RewardStatistics.ValueType  # 2
-    REWARD_STATISTICS_RUNNING: _RewardStatistics.ValueType  # 3
-    """All rewards that the session has learned from, and those of the update."""
-
-class RewardStatistics(_RewardStatistics, metaclass=_RewardStatisticsEnumTypeWrapper):
-    """Which rewards a mean or a deviation is of; UNSPECIFIED: neither is taken."""
-
-REWARD_STATISTICS_UNSPECIFIED: RewardStatistics.ValueType  # 0
-REWARD_STATISTICS_GROUP: RewardStatistics.ValueType  # 1
-REWARD_STATISTICS_BATCH: RewardStatistics.ValueType  # 2
-REWARD_STATISTICS_RUNNING: RewardStatistics.ValueType  # 3
-"""All rewards that the session has learned from, and those of the update."""
-Global___RewardStatistics: _TypeAlias = RewardStatistics  # noqa: Y015
-
-class _AggregationType:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _AggregationTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AggregationType.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    AGGREGATION_TYPE_UNSPECIFIED: _AggregationType.ValueType  # 0
-    AGGREGATION_TYPE_TOKEN_MEAN: _AggregationType.ValueType  # 1
-    AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_SUM: _AggregationType.ValueType  # 2
-    AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_MEAN: _AggregationType.ValueType  # 3
-    AGGREGATION_TYPE_CONSTANT: _AggregationType.ValueType  # 4
-    """The mean over sequences of their sum over a constant."""
-    AGGREGATION_TYPE_TOKEN_SUM: _AggregationType.ValueType  # 5
-    """Over nothing: the sum of all tokens."""
-
-class AggregationType(_AggregationType, metaclass=_AggregationTypeEnumTypeWrapper): ...
-
-AGGREGATION_TYPE_UNSPECIFIED: AggregationType.ValueType  # 0
-AGGREGATION_TYPE_TOKEN_MEAN: AggregationType.ValueType  # 1
-AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_SUM: AggregationType.ValueType  # 2
-AGGREGATION_TYPE_SEQUENCE_MEAN_OF_TOKEN_MEAN: AggregationType.ValueType  # 3
-AGGREGATION_TYPE_CONSTANT: AggregationType.ValueType  # 4
-"""The mean over sequences of their sum over a constant."""
-AGGREGATION_TYPE_TOKEN_SUM: AggregationType.ValueType  # 5
-"""Over nothing: the sum of all tokens."""
-Global___AggregationType: _TypeAlias = AggregationType  # noqa: Y015
-
-class _KlPlacement:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _KlPlacementEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KlPlacement.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    KL_PLACEMENT_UNSPECIFIED: _KlPlacement.ValueType  # 0
-    KL_PLACEMENT_LOSS: _KlPlacement.ValueType  # 1
-    KL_PLACEMENT_REWARD: _KlPlacement.ValueType  # 2
-
-class KlPlacement(_KlPlacement, metaclass=_KlPlacementEnumTypeWrapper): ...
-
-KL_PLACEMENT_UNSPECIFIED: KlPlacement.ValueType  # 0
-KL_PLACEMENT_LOSS: KlPlacement.ValueType  # 1
-KL_PLACEMENT_REWARD: KlPlacement.ValueType  # 2
-Global___KlPlacement: _TypeAlias = KlPlacement  # noqa: Y015
-
-class _KlEstimator:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _KlEstimatorEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KlEstimator.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    KL_ESTIMATOR_UNSPECIFIED: _KlEstimator.ValueType  # 0
-    KL_ESTIMATOR_K1: _KlEstimator.ValueType  # 1
-    KL_ESTIMATOR_K2: _KlEstimator.ValueType  # 2
-    KL_ESTIMATOR_K3: _KlEstimator.ValueType  # 3
-    KL_ESTIMATOR_ABS: _KlEstimator.ValueType  # 4
-    KL_ESTIMATOR_FULL: _KlEstimator.ValueType  # 5
-    """Of the whole distributions, not of the sampled tokens; LOSS alone."""
-
-class KlEstimator(_KlEstimator, metaclass=_KlEstimatorEnumTypeWrapper): ...
-
-KL_ESTIMATOR_UNSPECIFIED: KlEstimator.ValueType  # 0
-KL_ESTIMATOR_K1: KlEstimator.ValueType  # 1
-KL_ESTIMATOR_K2: KlEstimator.ValueType  # 2
-KL_ESTIMATOR_K3: KlEstimator.ValueType  # 3
-KL_ESTIMATOR_ABS: KlEstimator.ValueType  # 4
-KL_ESTIMATOR_FULL: KlEstimator.ValueType  # 5
-"""Of the whole distributions, not of the sampled tokens; LOSS alone."""
-Global___KlEstimator: _TypeAlias = KlEstimator  # noqa: Y015
-
-class _Proximal:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _ProximalEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Proximal.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    PROXIMAL_UNSPECIFIED: _Proximal.ValueType  # 0
-    PROXIMAL_ROLLOUT: _Proximal.ValueType  # 1
-    """The ratio compares with the log-probabilities that came with the samples."""
-    PROXIMAL_TRAINER: _Proximal.ValueType  # 2
-    """The ratio compares with the trainer's own before the update."""
-    PROXIMAL_INTERPOLATED: _Proximal.ValueType  # 3
-    """The same, estimated between those that came with the samples and those of now, without scoring before."""
-
-class Proximal(_Proximal, metaclass=_ProximalEnumTypeWrapper): ...
-
-PROXIMAL_UNSPECIFIED: Proximal.ValueType  # 0
-PROXIMAL_ROLLOUT: Proximal.ValueType  # 1
-"""The ratio compares with the log-probabilities that came with the samples."""
-PROXIMAL_TRAINER: Proximal.ValueType  # 2
-"""The ratio compares with the trainer's own before the update."""
-PROXIMAL_INTERPOLATED: Proximal.ValueType  # 3
-"""The same, estimated between those that came with the samples and those of now, without scoring before."""
-Global___Proximal: _TypeAlias = Proximal  # noqa: Y015
-
-class _Importance:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _ImportanceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Importance.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    IMPORTANCE_UNSPECIFIED: _Importance.ValueType  # 0
-    IMPORTANCE_TOKEN: _Importance.ValueType  # 1
-    IMPORTANCE_SEQUENCE: _Importance.ValueType  # 2
-    IMPORTANCE_ICEPOP: _Importance.ValueType  # 3
-    IMPORTANCE_ICEPOP_SEQUENCE: _Importance.ValueType  # 4
-    IMPORTANCE_SEGMENT: _Importance.ValueType  # 5
-
-class Importance(_Importance, metaclass=_ImportanceEnumTypeWrapper): ...
-
-IMPORTANCE_UNSPECIFIED: Importance.ValueType  # 0
-IMPORTANCE_TOKEN: Importance.ValueType  # 1
-IMPORTANCE_SEQUENCE: Importance.ValueType  # 2
-IMPORTANCE_ICEPOP: Importance.ValueType  # 3
-IMPORTANCE_ICEPOP_SEQUENCE: Importance.ValueType  # 4
-IMPORTANCE_SEGMENT: Importance.ValueType  # 5
-Global___Importance: _TypeAlias = Importance  # noqa: Y015
-
-class _RejectionMeasure:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _RejectionMeasureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RejectionMeasure.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    REJECTION_MEASURE_UNSPECIFIED: _RejectionMeasure.ValueType  # 0
-    REJECTION_MEASURE_K1: _RejectionMeasure.ValueType  # 1
-    REJECTION_MEASURE_K2: _RejectionMeasure.ValueType  # 2
-    REJECTION_MEASURE_K3: _RejectionMeasure.ValueType  # 3
-    REJECTION_MEASURE_DIFFERENCE: _RejectionMeasure.ValueType  # 4
-
-class RejectionMeasure(_RejectionMeasure, metaclass=_RejectionMeasureEnumTypeWrapper):
-    """Of r, trainer over rollout: r; half of (log r)^2; r - 1 - log r; the difference of the probabilities."""
-
-REJECTION_MEASURE_UNSPECIFIED: RejectionMeasure.ValueType  # 0
-REJECTION_MEASURE_K1: RejectionMeasure.ValueType  # 1
-REJECTION_MEASURE_K2: RejectionMeasure.ValueType  # 2
-REJECTION_MEASURE_K3: RejectionMeasure.ValueType  # 3
-REJECTION_MEASURE_DIFFERENCE: RejectionMeasure.ValueType  # 4
-Global___RejectionMeasure: _TypeAlias = RejectionMeasure  # noqa: Y015
-
-class _RejectionOver:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _RejectionOverEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RejectionOver.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    REJECTION_OVER_UNSPECIFIED: _RejectionOver.ValueType  # 0
-    REJECTION_OVER_TOKEN: _RejectionOver.ValueType  # 1
-    REJECTION_OVER_SEQUENCE_SUM: _RejectionOver.ValueType  # 2
-    REJECTION_OVER_SEQUENCE_MEAN: _RejectionOver.ValueType  # 3
-    REJECTION_OVER_SEQUENCE_MAX: _RejectionOver.ValueType  # 4
-
-class RejectionOver(_RejectionOver, metaclass=_RejectionOverEnumTypeWrapper): ...
-
-REJECTION_OVER_UNSPECIFIED: RejectionOver.ValueType  # 0
-REJECTION_OVER_TOKEN: RejectionOver.ValueType  # 1
-REJECTION_OVER_SEQUENCE_SUM: RejectionOver.ValueType  # 2
-REJECTION_OVER_SEQUENCE_MEAN: RejectionOver.ValueType  # 3
-REJECTION_OVER_SEQUENCE_MAX: RejectionOver.ValueType  # 4
-Global___RejectionOver: _TypeAlias = RejectionOver  # noqa: Y015
-
-class _Schedule:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _ScheduleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Schedule.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    SCHEDULE_UNSPECIFIED: _Schedule.ValueType  # 0
-    SCHEDULE_CONSTANT: _Schedule.ValueType  # 1
-    SCHEDULE_LINEAR: _Schedule.ValueType  # 2
-    SCHEDULE_COSINE: _Schedule.ValueType  # 3
-
-class Schedule(_Schedule, metaclass=_ScheduleEnumTypeWrapper): ...
-
-SCHEDULE_UNSPECIFIED: Schedule.ValueType  # 0
-SCHEDULE_CONSTANT: Schedule.ValueType  # 1
-SCHEDULE_LINEAR: Schedule.ValueType  # 2
-SCHEDULE_COSINE: Schedule.ValueType  # 3
-Global___Schedule: _TypeAlias = Schedule  # noqa: Y015
-
-class _Packing:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _PackingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Packing.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    PACKING_UNSPECIFIED: _Packing.ValueType  # 0
-    """Packed on GPUs where the model allows it."""
-    PACKING_ON: _Packing.ValueType  # 1
-    """Refused where the model does not allow it."""
-    PACKING_OFF: _Packing.ValueType  # 2
-
-class Packing(_Packing, metaclass=_PackingEnumTypeWrapper):
-    """Whether the sequences of a micro-batch lie one after the other in one row, without padding."""
-
-PACKING_UNSPECIFIED: Packing.ValueType  # 0
-"""Packed on GPUs where the model allows it."""
-PACKING_ON: Packing.ValueType  # 1
-"""Refused where the model does not allow it."""
-PACKING_OFF: Packing.ValueType  # 2
-Global___Packing: _TypeAlias = Packing  # noqa: Y015
-
 @_typing.final
 class SessionSpec(_message.Message):
-    """Everything that a trainer needs to know about a run."""
+    """Everything that a trainer needs to know about a run. A Struct holds a section of the run's configuration by its keys,
+    and is checked by the model that checks the section there (flotilla_core.config): what it leaves out has its default.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -344,7 +54,6 @@ class SessionSpec(_message.Message):
     BATCHING_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     TOTAL_UPDATES_FIELD_NUMBER: _builtins.int
-    MAX_SKIPPED_UPDATES_FIELD_NUMBER: _builtins.int
     DUMP_DIR_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
@@ -353,20 +62,22 @@ class SessionSpec(_message.Message):
     """Folder (Hugging Face layout) to start from; empty: the model that the trainer was started with."""
     seed: _builtins.int
     total_updates: _builtins.int
-    """Updates after which the learning-rate schedule ends."""
-    max_skipped_updates: _builtins.int
-    """Updates in a row that may be skipped for non-finite numbers before the session fails."""
+    """Updates after which the schedules end."""
     dump_dir: _builtins.str
     """Where batches that produced non-finite numbers are dumped."""
     @_builtins.property
     def objective(self) -> Global___Objective: ...
     @_builtins.property
-    def optimizer(self) -> Global___Optimizer: ...
+    def optimizer(self) -> _struct_pb2.Struct:
+        """`optimizer`; a critic has its own."""
+
     @_builtins.property
-    def batching(self) -> Global___Batching: ...
+    def batching(self) -> _struct_pb2.Struct:
+        """`batching`."""
+
     @_builtins.property
-    def lora(self) -> Global___Lora:
-        """Absent: all weights train."""
+    def lora(self) -> _struct_pb2.Struct:
+        """`lora`; absent: all weights train."""
 
     def __init__(
         self,
@@ -374,381 +85,68 @@ class SessionSpec(_message.Message):
         role: Global___Role.ValueType = ...,
         initial_weights: _builtins.str = ...,
         objective: Global___Objective | None = ...,
-        optimizer: Global___Optimizer | None = ...,
-        batching: Global___Batching | None = ...,
+        optimizer: _struct_pb2.Struct | None = ...,
+        batching: _struct_pb2.Struct | None = ...,
         seed: _builtins.int = ...,
         total_updates: _builtins.int = ...,
-        max_skipped_updates: _builtins.int = ...,
         dump_dir: _builtins.str = ...,
-        lora: Global___Lora | None = ...,
+        lora: _struct_pb2.Struct | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batching", b"batching", "lora", b"lora", "objective", b"objective", "optimizer", b"optimizer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batching", b"batching", "dump_dir", b"dump_dir", "initial_weights", b"initial_weights", "lora", b"lora", "max_skipped_updates", b"max_skipped_updates", "objective", b"objective", "optimizer", b"optimizer", "role", b"role", "seed", b"seed", "total_updates", b"total_updates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batching", b"batching", "dump_dir", b"dump_dir", "initial_weights", b"initial_weights", "lora", b"lora", "objective", b"objective", "optimizer", b"optimizer", "role", b"role", "seed", b"seed", "total_updates", b"total_updates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SessionSpec: _TypeAlias = SessionSpec  # noqa: Y015
 
 @_typing.final
-class Lora(_message.Message):
-    """Only adapters train: a linear layer W becomes W + alpha / rank * B A, and W stays as it was loaded."""
+class Objective(_message.Message):
+    """What a session descends on. docs/algorithms.md and docs/preferences.md have the formulas."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    RANK_FIELD_NUMBER: _builtins.int
-    ALPHA_FIELD_NUMBER: _builtins.int
-    TARGETS_FIELD_NUMBER: _builtins.int
-    ADAPTER_FIELD_NUMBER: _builtins.int
-    rank: _builtins.int
-    alpha: _builtins.float
-    adapter: _builtins.str
-    """Folder in the layout of peft to go on from; empty: B starts at zero."""
+    KIND_FIELD_NUMBER: _builtins.int
+    SECTION_FIELD_NUMBER: _builtins.int
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
+    MAX_RESPONSE_TOKENS_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """sft: next-token cross-entropy on response tokens, mean over all tokens of the update.
+    policy: reinforcement learning on rollouts of the policy.
+    preference: direct preference optimisation. A group is a pair: two samples, the preferred one first.
+    reward_model: a head of one number learns to give the preferred answer of a pair the higher one; the reward of an
+    answer is the number after its last token, so masks have to be true throughout.
+    value: what a critic learns: the returns that the policy of the section expects after each token of a response.
+    """
+    temperature: _builtins.float
+    """Of policy and value: sampling temperature of the rollouts; logits are divided by it."""
+    max_response_tokens: _builtins.int
+    """Of policy and value: length limit of the rollouts."""
     @_builtins.property
-    def targets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Linear layers by the end of their names; empty: every one but the head."""
+    def section(self) -> _struct_pb2.Struct:
+        """`algorithm` of the run; for a value that of the policy beside it, so that rewards are shaped, and advantages made,
+        by the same numbers.
+        """
 
     def __init__(
         self,
         *,
-        rank: _builtins.int = ...,
-        alpha: _builtins.float = ...,
-        targets: _abc.Iterable[_builtins.str] | None = ...,
-        adapter: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        section: _struct_pb2.Struct | None = ...,
+        temperature: _builtins.float = ...,
+        max_response_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["section", b"section"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "alpha", b"alpha", "rank", b"rank", "targets", b"targets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "max_response_tokens", b"max_response_tokens", "section", b"section", "temperature", b"temperature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Lora: _TypeAlias = Lora  # noqa: Y015
-
-@_typing.final
-class Objective(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SFT_FIELD_NUMBER: _builtins.int
-    POLICY_FIELD_NUMBER: _builtins.int
-    VALUE_FIELD_NUMBER: _builtins.int
-    PREFERENCE_FIELD_NUMBER: _builtins.int
-    REWARD_MODEL_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def sft(self) -> Global___SftObjective: ...
-    @_builtins.property
-    def policy(self) -> Global___PolicyObjective: ...
-    @_builtins.property
-    def value(self) -> Global___ValueObjective: ...
-    @_builtins.property
-    def preference(self) -> Global___PreferenceObjective: ...
-    @_builtins.property
-    def reward_model(self) -> Global___RewardModelObjective: ...
-    def __init__(
-        self,
-        *,
-        sft: Global___SftObjective | None = ...,
-        policy: Global___PolicyObjective | None = ...,
-        value: Global___ValueObjective | None = ...,
-        preference: Global___PreferenceObjective | None = ...,
-        reward_model: Global___RewardModelObjective | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "policy", b"policy", "preference", b"preference", "reward_model", b"reward_model", "sft", b"sft", "value", b"value"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "policy", b"policy", "preference", b"preference", "reward_model", b"reward_model", "sft", b"sft", "value", b"value"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["sft", "policy", "value", "preference", "reward_model"]  # noqa: Y015
-    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___Objective: _TypeAlias = Objective  # noqa: Y015
 
 @_typing.final
-class SftObjective(_message.Message):
-    """Next-token cross-entropy on response tokens, mean over all tokens of the update."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___SftObjective: _TypeAlias = SftObjective  # noqa: Y015
-
-@_typing.final
-class PreferenceObjective(_message.Message):
-    """Direct preference optimisation, mean over pairs. A group is a pair: two samples, the preferred one first."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LOSS_FIELD_NUMBER: _builtins.int
-    BETA_FIELD_NUMBER: _builtins.int
-    LABEL_SMOOTHING_FIELD_NUMBER: _builtins.int
-    REFERENCE_FREE_FIELD_NUMBER: _builtins.int
-    loss: Global___PreferenceLoss.ValueType
-    beta: _builtins.float
-    label_smoothing: _builtins.float
-    """Share of pairs that are expected to stand the wrong way round; SIGMOID alone."""
-    reference_free: _builtins.bool
-    """Compare with nothing instead of with the policy that the session started from."""
-    def __init__(
-        self,
-        *,
-        loss: Global___PreferenceLoss.ValueType = ...,
-        beta: _builtins.float = ...,
-        label_smoothing: _builtins.float = ...,
-        reference_free: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beta", b"beta", "label_smoothing", b"label_smoothing", "loss", b"loss", "reference_free", b"reference_free"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PreferenceObjective: _TypeAlias = PreferenceObjective  # noqa: Y015
-
-@_typing.final
-class RewardModelObjective(_message.Message):
-    """A model with a head of one number learns to give the preferred answer of a pair the higher one; mean over pairs. Pairs as
-    above; the reward of an answer is the number after its last token, so masks have to be true throughout.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    CENTER_COEFFICIENT_FIELD_NUMBER: _builtins.int
-    center_coefficient: _builtins.float
-    """Factor of the squared sum of both rewards of a pair, which keeps rewards around zero; 0 is off."""
-    def __init__(
-        self,
-        *,
-        center_coefficient: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["center_coefficient", b"center_coefficient"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RewardModelObjective: _TypeAlias = RewardModelObjective  # noqa: Y015
-
-@_typing.final
-class PolicyObjective(_message.Message):
-    """Reinforcement learning on rollouts of the policy. docs/algorithms.md has the names and their formulas."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TEMPERATURE_FIELD_NUMBER: _builtins.int
-    MAX_RESPONSE_TOKENS_FIELD_NUMBER: _builtins.int
-    ADVANTAGE_FIELD_NUMBER: _builtins.int
-    LOSS_FIELD_NUMBER: _builtins.int
-    AGGREGATION_FIELD_NUMBER: _builtins.int
-    KL_FIELD_NUMBER: _builtins.int
-    CORRECTION_FIELD_NUMBER: _builtins.int
-    ENTROPY_COEFFICIENT_FIELD_NUMBER: _builtins.int
-    SHUFFLE_REWARDS_FIELD_NUMBER: _builtins.int
-    SAMPLE_WEIGHTS_FIELD_NUMBER: _builtins.int
-    TEACHER_FIELD_NUMBER: _builtins.int
-    temperature: _builtins.float
-    """Sampling temperature of the rollouts; logits are divided by it."""
-    max_response_tokens: _builtins.int
-    """Length limit of the rollouts."""
-    entropy_coefficient: _builtins.float
-    """Factor of the entropy that is taken from the loss."""
-    shuffle_rewards: _builtins.bool
-    """Control experiment: permute rewards over the whole update before computing advantages."""
-    @_builtins.property
-    def advantage(self) -> Global___Advantage: ...
-    @_builtins.property
-    def loss(self) -> Global___Function: ...
-    @_builtins.property
-    def aggregation(self) -> Global___Aggregation: ...
-    @_builtins.property
-    def kl(self) -> Global___Kl: ...
-    @_builtins.property
-    def correction(self) -> Global___Correction: ...
-    @_builtins.property
-    def sample_weights(self) -> Global___SampleWeights:
-        """Absent: every sample counts alike."""
-
-    @_builtins.property
-    def teacher(self) -> Global___Teacher:
-        """Absent: what a teacher finds likeliest is no part of the loss."""
-
-    def __init__(
-        self,
-        *,
-        temperature: _builtins.float = ...,
-        max_response_tokens: _builtins.int = ...,
-        advantage: Global___Advantage | None = ...,
-        loss: Global___Function | None = ...,
-        aggregation: Global___Aggregation | None = ...,
-        kl: Global___Kl | None = ...,
-        correction: Global___Correction | None = ...,
-        entropy_coefficient: _builtins.float = ...,
-        shuffle_rewards: _builtins.bool = ...,
-        sample_weights: Global___SampleWeights | None = ...,
-        teacher: Global___Teacher | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "aggregation", b"aggregation", "correction", b"correction", "kl", b"kl", "loss", b"loss", "sample_weights", b"sample_weights", "teacher", b"teacher"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "aggregation", b"aggregation", "correction", b"correction", "entropy_coefficient", b"entropy_coefficient", "kl", b"kl", "loss", b"loss", "max_response_tokens", b"max_response_tokens", "sample_weights", b"sample_weights", "shuffle_rewards", b"shuffle_rewards", "teacher", b"teacher", "temperature", b"temperature"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PolicyObjective: _TypeAlias = PolicyObjective  # noqa: Y015
-
-@_typing.final
-class Teacher(_message.Message):
-    """Distance from a teacher over the tokens that it finds likeliest, which come with the samples; a term of the loss."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TOP_K_FIELD_NUMBER: _builtins.int
-    DIVERGENCE_FIELD_NUMBER: _builtins.int
-    COEFFICIENT_FIELD_NUMBER: _builtins.int
-    TAIL_FIELD_NUMBER: _builtins.int
-    top_k: _builtins.int
-    """Most tokens that a position may come with."""
-    divergence: Global___TeacherDivergence.ValueType
-    coefficient: _builtins.float
-    tail: _builtins.bool
-    """All other tokens together count as one more."""
-    def __init__(
-        self,
-        *,
-        top_k: _builtins.int = ...,
-        divergence: Global___TeacherDivergence.ValueType = ...,
-        coefficient: _builtins.float = ...,
-        tail: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coefficient", b"coefficient", "divergence", b"divergence", "tail", b"tail", "top_k", b"top_k"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Teacher: _TypeAlias = Teacher  # noqa: Y015
-
-@_typing.final
-class SampleWeights(_message.Message):
-    """How much each sample counts; the weights of the sections multiply, and every mean divides by their sum."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    BY_REWARD_FIELD_NUMBER: _builtins.int
-    POWER_FIELD_NUMBER: _builtins.int
-    BY_DIFFICULTY_FIELD_NUMBER: _builtins.int
-    BY_LENGTH_FIELD_NUMBER: _builtins.int
-    by_reward: Global___RewardWeights.ValueType
-    power: _builtins.float
-    """Of POW; absent: 2."""
-    @_builtins.property
-    def by_difficulty(self) -> Global___DifficultyWeights: ...
-    @_builtins.property
-    def by_length(self) -> Global___LengthWeights: ...
-    def __init__(
-        self,
-        *,
-        by_reward: Global___RewardWeights.ValueType = ...,
-        power: _builtins.float | None = ...,
-        by_difficulty: Global___DifficultyWeights | None = ...,
-        by_length: Global___LengthWeights | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_power", b"_power", "by_difficulty", b"by_difficulty", "by_length", b"by_length", "power", b"power"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_power", b"_power", "by_difficulty", b"by_difficulty", "by_length", b"by_length", "by_reward", b"by_reward", "power", b"power"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__power: _TypeAlias = _typing.Literal["power"]  # noqa: Y015
-    _WhichOneofArgType__power: _TypeAlias = _typing.Literal["_power", b"_power"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__power) -> _WhichOneofReturnType__power | None: ...
-
-Global___SampleWeights: _TypeAlias = SampleWeights  # noqa: Y015
-
-@_typing.final
-class DifficultyWeights(_message.Message):
-    """On a line by the mean reward of the group, from 1 to 0."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    EASIEST_FIELD_NUMBER: _builtins.int
-    HARDEST_FIELD_NUMBER: _builtins.int
-    easiest: _builtins.float
-    hardest: _builtins.float
-    def __init__(
-        self,
-        *,
-        easiest: _builtins.float = ...,
-        hardest: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["easiest", b"easiest", "hardest", b"hardest"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DifficultyWeights: _TypeAlias = DifficultyWeights  # noqa: Y015
-
-@_typing.final
-class LengthWeights(_message.Message):
-    """On a line between the lengths of the update."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SHORTEST_FIELD_NUMBER: _builtins.int
-    LONGEST_FIELD_NUMBER: _builtins.int
-    shortest: _builtins.float
-    longest: _builtins.float
-    def __init__(
-        self,
-        *,
-        shortest: _builtins.float = ...,
-        longest: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["longest", b"longest", "shortest", b"shortest"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LengthWeights: _TypeAlias = LengthWeights  # noqa: Y015
-
-@_typing.final
-class ValueObjective(_message.Message):
-    """What a critic learns: the returns that generalised advantage estimation expects after each token of a response."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    POLICY_FIELD_NUMBER: _builtins.int
-    CLIP_FIELD_NUMBER: _builtins.int
-    clip: _builtins.float
-    """Largest step from the value that came with a sample, either way; absent: any."""
-    @_builtins.property
-    def policy(self) -> Global___PolicyObjective:
-        """That of the policy beside it: rewards are shaped, and advantages made, by the same numbers."""
-
-    def __init__(
-        self,
-        *,
-        policy: Global___PolicyObjective | None = ...,
-        clip: _builtins.float | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip", b"_clip", "clip", b"clip", "policy", b"policy"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip", b"_clip", "clip", b"clip", "policy", b"policy"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__clip: _TypeAlias = _typing.Literal["clip"]  # noqa: Y015
-    _WhichOneofArgType__clip: _TypeAlias = _typing.Literal["_clip", b"_clip"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip) -> _WhichOneofReturnType__clip | None: ...
-
-Global___ValueObjective: _TypeAlias = ValueObjective  # noqa: Y015
-
-@_typing.final
 class Function(_message.Message):
-    """A function of ours by its name, or one of the user's as path.py:function."""
+    """The loss of one call: one of ours by its name, or one of the user's as path.py:function."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -770,393 +168,3 @@ class Function(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Function: _TypeAlias = Function  # noqa: Y015
-
-@_typing.final
-class Advantage(_message.Message):
-    """What a reward becomes before it reaches a loss."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    FUNCTION_FIELD_NUMBER: _builtins.int
-    WHITEN_FIELD_NUMBER: _builtins.int
-    CLIP_FIELD_NUMBER: _builtins.int
-    REWARD_CLIP_FIELD_NUMBER: _builtins.int
-    OVERLONG_FIELD_NUMBER: _builtins.int
-    DROP_UNIFORM_GROUPS_FIELD_NUMBER: _builtins.int
-    KEEP_MEAN_ABOVE_FIELD_NUMBER: _builtins.int
-    KEEP_MEAN_BELOW_FIELD_NUMBER: _builtins.int
-    DROP_TRUNCATED_FIELD_NUMBER: _builtins.int
-    REWARD_NORMALIZATION_FIELD_NUMBER: _builtins.int
-    whiten: _builtins.bool
-    """Centre the advantages of all trained tokens and divide them by their deviation."""
-    clip: _builtins.float
-    """Largest advantage, and largest reward, either way."""
-    reward_clip: _builtins.float
-    drop_uniform_groups: _builtins.bool
-    """Leave out groups of equal rewards, and those whose mean reward is not strictly between."""
-    keep_mean_above: _builtins.float
-    keep_mean_below: _builtins.float
-    drop_truncated: _builtins.bool
-    """Leave out responses that were cut off at a length limit."""
-    @_builtins.property
-    def function(self) -> Global___Function: ...
-    @_builtins.property
-    def overlong(self) -> Global___Overlong: ...
-    @_builtins.property
-    def reward_normalization(self) -> Global___RewardNormalization: ...
-    def __init__(
-        self,
-        *,
-        function: Global___Function | None = ...,
-        whiten: _builtins.bool = ...,
-        clip: _builtins.float | None = ...,
-        reward_clip: _builtins.float | None = ...,
-        overlong: Global___Overlong | None = ...,
-        drop_uniform_groups: _builtins.bool = ...,
-        keep_mean_above: _builtins.float | None = ...,
-        keep_mean_below: _builtins.float | None = ...,
-        drop_truncated: _builtins.bool = ...,
-        reward_normalization: Global___RewardNormalization | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip", b"_clip", "_keep_mean_above", b"_keep_mean_above", "_keep_mean_below", b"_keep_mean_below", "_reward_clip", b"_reward_clip", "clip", b"clip", "function", b"function", "keep_mean_above", b"keep_mean_above", "keep_mean_below", b"keep_mean_below", "overlong", b"overlong", "reward_clip", b"reward_clip", "reward_normalization", b"reward_normalization"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip", b"_clip", "_keep_mean_above", b"_keep_mean_above", "_keep_mean_below", b"_keep_mean_below", "_reward_clip", b"_reward_clip", "clip", b"clip", "drop_truncated", b"drop_truncated", "drop_uniform_groups", b"drop_uniform_groups", "function", b"function", "keep_mean_above", b"keep_mean_above", "keep_mean_below", b"keep_mean_below", "overlong", b"overlong", "reward_clip", b"reward_clip", "reward_normalization", b"reward_normalization", "whiten", b"whiten"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__clip: _TypeAlias = _typing.Literal["clip"]  # noqa: Y015
-    _WhichOneofArgType__clip: _TypeAlias = _typing.Literal["_clip", b"_clip"]  # noqa: Y015
-    _WhichOneofReturnType__keep_mean_above: _TypeAlias = _typing.Literal["keep_mean_above"]  # noqa: Y015
-    _WhichOneofArgType__keep_mean_above: _TypeAlias = _typing.Literal["_keep_mean_above", b"_keep_mean_above"]  # noqa: Y015
-    _WhichOneofReturnType__keep_mean_below: _TypeAlias = _typing.Literal["keep_mean_below"]  # noqa: Y015
-    _WhichOneofArgType__keep_mean_below: _TypeAlias = _typing.Literal["_keep_mean_below", b"_keep_mean_below"]  # noqa: Y015
-    _WhichOneofReturnType__reward_clip: _TypeAlias = _typing.Literal["reward_clip"]  # noqa: Y015
-    _WhichOneofArgType__reward_clip: _TypeAlias = _typing.Literal["_reward_clip", b"_reward_clip"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip) -> _WhichOneofReturnType__clip | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__keep_mean_above) -> _WhichOneofReturnType__keep_mean_above | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__keep_mean_below) -> _WhichOneofReturnType__keep_mean_below | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward_clip) -> _WhichOneofReturnType__reward_clip | None: ...
-
-Global___Advantage: _TypeAlias = Advantage  # noqa: Y015
-
-@_typing.final
-class RewardNormalization(_message.Message):
-    """Rewards become scale times clip((reward - mean) / deviation), before anything else is made of them."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MEAN_FIELD_NUMBER: _builtins.int
-    STD_FIELD_NUMBER: _builtins.int
-    CLIP_FIELD_NUMBER: _builtins.int
-    SCALE_FIELD_NUMBER: _builtins.int
-    mean: Global___RewardStatistics.ValueType
-    std: Global___RewardStatistics.ValueType
-    clip: _builtins.float
-    """Either way; absent: any."""
-    scale: _builtins.float
-    """Absent: 1."""
-    def __init__(
-        self,
-        *,
-        mean: Global___RewardStatistics.ValueType = ...,
-        std: Global___RewardStatistics.ValueType = ...,
-        clip: _builtins.float | None = ...,
-        scale: _builtins.float | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip", b"_clip", "_scale", b"_scale", "clip", b"clip", "scale", b"scale"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip", b"_clip", "_scale", b"_scale", "clip", b"clip", "mean", b"mean", "scale", b"scale", "std", b"std"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__clip: _TypeAlias = _typing.Literal["clip"]  # noqa: Y015
-    _WhichOneofArgType__clip: _TypeAlias = _typing.Literal["_clip", b"_clip"]  # noqa: Y015
-    _WhichOneofReturnType__scale: _TypeAlias = _typing.Literal["scale"]  # noqa: Y015
-    _WhichOneofArgType__scale: _TypeAlias = _typing.Literal["_scale", b"_scale"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip) -> _WhichOneofReturnType__clip | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__scale) -> _WhichOneofReturnType__scale | None: ...
-
-Global___RewardNormalization: _TypeAlias = RewardNormalization  # noqa: Y015
-
-@_typing.final
-class Overlong(_message.Message):
-    """Rewards fall in a line by `penalty` over the last `buffer_tokens` before the length limit."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    BUFFER_TOKENS_FIELD_NUMBER: _builtins.int
-    PENALTY_FIELD_NUMBER: _builtins.int
-    buffer_tokens: _builtins.int
-    penalty: _builtins.float
-    def __init__(
-        self,
-        *,
-        buffer_tokens: _builtins.int = ...,
-        penalty: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_tokens", b"buffer_tokens", "penalty", b"penalty"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Overlong: _TypeAlias = Overlong  # noqa: Y015
-
-@_typing.final
-class Aggregation(_message.Message):
-    """How the losses of tokens become one number; denominators count over the whole update."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TYPE_FIELD_NUMBER: _builtins.int
-    CONSTANT_TOKENS_FIELD_NUMBER: _builtins.int
-    type: Global___AggregationType.ValueType
-    constant_tokens: _builtins.int
-    """0: the length limit of the rollouts."""
-    def __init__(
-        self,
-        *,
-        type: Global___AggregationType.ValueType = ...,
-        constant_tokens: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["constant_tokens", b"constant_tokens", "type", b"type"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Aggregation: _TypeAlias = Aggregation  # noqa: Y015
-
-@_typing.final
-class Kl(_message.Message):
-    """Distance from the policy that the session started from; UNSPECIFIED placement is off."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PLACEMENT_FIELD_NUMBER: _builtins.int
-    ESTIMATOR_FIELD_NUMBER: _builtins.int
-    COEFFICIENT_FIELD_NUMBER: _builtins.int
-    TARGET_FIELD_NUMBER: _builtins.int
-    HORIZON_SAMPLES_FIELD_NUMBER: _builtins.int
-    REFERENCE_IS_SENT_FIELD_NUMBER: _builtins.int
-    placement: Global___KlPlacement.ValueType
-    estimator: Global___KlEstimator.ValueType
-    coefficient: _builtins.float
-    target: _builtins.float
-    """Mean divergence a token that the coefficient adapts to; absent: it stays."""
-    horizon_samples: _builtins.int
-    reference_is_sent: _builtins.bool
-    """The samples carry the log-probabilities of the reference: the ranks keep no copy of it."""
-    def __init__(
-        self,
-        *,
-        placement: Global___KlPlacement.ValueType = ...,
-        estimator: Global___KlEstimator.ValueType = ...,
-        coefficient: _builtins.float = ...,
-        target: _builtins.float | None = ...,
-        horizon_samples: _builtins.int = ...,
-        reference_is_sent: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_target", b"_target", "target", b"target"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_target", b"_target", "coefficient", b"coefficient", "estimator", b"estimator", "horizon_samples", b"horizon_samples", "placement", b"placement", "reference_is_sent", b"reference_is_sent", "target", b"target"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__target: _TypeAlias = _typing.Literal["target"]  # noqa: Y015
-    _WhichOneofArgType__target: _TypeAlias = _typing.Literal["_target", b"_target"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__target) -> _WhichOneofReturnType__target | None: ...
-
-Global___Kl: _TypeAlias = Kl  # noqa: Y015
-
-@_typing.final
-class Rejection(_message.Message):
-    """Tokens or sequences below or above are left out; denominators stay as they are."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MEASURE_FIELD_NUMBER: _builtins.int
-    OVER_FIELD_NUMBER: _builtins.int
-    LOW_FIELD_NUMBER: _builtins.int
-    HIGH_FIELD_NUMBER: _builtins.int
-    measure: Global___RejectionMeasure.ValueType
-    over: Global___RejectionOver.ValueType
-    low: _builtins.float
-    high: _builtins.float
-    def __init__(
-        self,
-        *,
-        measure: Global___RejectionMeasure.ValueType = ...,
-        over: Global___RejectionOver.ValueType = ...,
-        low: _builtins.float | None = ...,
-        high: _builtins.float | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_high", b"_high", "_low", b"_low", "high", b"high", "low", b"low"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_high", b"_high", "_low", b"_low", "high", b"high", "low", b"low", "measure", b"measure", "over", b"over"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__high: _TypeAlias = _typing.Literal["high"]  # noqa: Y015
-    _WhichOneofArgType__high: _TypeAlias = _typing.Literal["_high", b"_high"]  # noqa: Y015
-    _WhichOneofReturnType__low: _TypeAlias = _typing.Literal["low"]  # noqa: Y015
-    _WhichOneofArgType__low: _TypeAlias = _typing.Literal["_low", b"_low"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__high) -> _WhichOneofReturnType__high | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__low) -> _WhichOneofReturnType__low | None: ...
-
-Global___Rejection: _TypeAlias = Rejection  # noqa: Y015
-
-@_typing.final
-class Correction(_message.Message):
-    """What is done about the distance of the policy that sampled from the one that learns."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PROXIMAL_FIELD_NUMBER: _builtins.int
-    IMPORTANCE_FIELD_NUMBER: _builtins.int
-    IMPORTANCE_CAP_FIELD_NUMBER: _builtins.int
-    IMPORTANCE_FLOOR_FIELD_NUMBER: _builtins.int
-    SEQUENCE_LOW_FIELD_NUMBER: _builtins.int
-    SEQUENCE_HIGH_FIELD_NUMBER: _builtins.int
-    STALENESS_DECAY_FIELD_NUMBER: _builtins.int
-    FAIL_AT_FIELD_NUMBER: _builtins.int
-    REJECTION_FIELD_NUMBER: _builtins.int
-    NORMALIZE_IMPORTANCE_FIELD_NUMBER: _builtins.int
-    proximal: Global___Proximal.ValueType
-    importance: Global___Importance.ValueType
-    importance_cap: _builtins.float
-    importance_floor: _builtins.float
-    sequence_low: _builtins.float
-    """Limits of a sequence's geometric mean of trainer over rollout."""
-    sequence_high: _builtins.float
-    staleness_decay: _builtins.float
-    """Weight of a token for each version that it is behind."""
-    fail_at: _builtins.float
-    """Mean difference of probabilities that refuses the update."""
-    normalize_importance: _builtins.bool
-    """Divide the weights of an update by their mean; with TRAINER alone."""
-    @_builtins.property
-    def rejection(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rejection]: ...
-    def __init__(
-        self,
-        *,
-        proximal: Global___Proximal.ValueType = ...,
-        importance: Global___Importance.ValueType = ...,
-        importance_cap: _builtins.float = ...,
-        importance_floor: _builtins.float = ...,
-        sequence_low: _builtins.float | None = ...,
-        sequence_high: _builtins.float | None = ...,
-        staleness_decay: _builtins.float = ...,
-        fail_at: _builtins.float | None = ...,
-        rejection: _abc.Iterable[Global___Rejection] | None = ...,
-        normalize_importance: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_fail_at", b"_fail_at", "_sequence_high", b"_sequence_high", "_sequence_low", b"_sequence_low", "fail_at", b"fail_at", "sequence_high", b"sequence_high", "sequence_low", b"sequence_low"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fail_at", b"_fail_at", "_sequence_high", b"_sequence_high", "_sequence_low", b"_sequence_low", "fail_at", b"fail_at", "importance", b"importance", "importance_cap", b"importance_cap", "importance_floor", b"importance_floor", "normalize_importance", b"normalize_importance", "proximal", b"proximal", "rejection", b"rejection", "sequence_high", b"sequence_high", "sequence_low", b"sequence_low", "staleness_decay", b"staleness_decay"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__fail_at: _TypeAlias = _typing.Literal["fail_at"]  # noqa: Y015
-    _WhichOneofArgType__fail_at: _TypeAlias = _typing.Literal["_fail_at", b"_fail_at"]  # noqa: Y015
-    _WhichOneofReturnType__sequence_high: _TypeAlias = _typing.Literal["sequence_high"]  # noqa: Y015
-    _WhichOneofArgType__sequence_high: _TypeAlias = _typing.Literal["_sequence_high", b"_sequence_high"]  # noqa: Y015
-    _WhichOneofReturnType__sequence_low: _TypeAlias = _typing.Literal["sequence_low"]  # noqa: Y015
-    _WhichOneofArgType__sequence_low: _TypeAlias = _typing.Literal["_sequence_low", b"_sequence_low"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__fail_at) -> _WhichOneofReturnType__fail_at | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__sequence_high) -> _WhichOneofReturnType__sequence_high | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__sequence_low) -> _WhichOneofReturnType__sequence_low | None: ...
-
-Global___Correction: _TypeAlias = Correction  # noqa: Y015
-
-@_typing.final
-class Optimizer(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LEARNING_RATE_FIELD_NUMBER: _builtins.int
-    BETA1_FIELD_NUMBER: _builtins.int
-    BETA2_FIELD_NUMBER: _builtins.int
-    EPSILON_FIELD_NUMBER: _builtins.int
-    WEIGHT_DECAY_FIELD_NUMBER: _builtins.int
-    MAX_GRAD_NORM_FIELD_NUMBER: _builtins.int
-    SCHEDULE_FIELD_NUMBER: _builtins.int
-    WARMUP_UPDATES_FIELD_NUMBER: _builtins.int
-    FINAL_LR_RATIO_FIELD_NUMBER: _builtins.int
-    OFFLOAD_FIELD_NUMBER: _builtins.int
-    STEPS_PER_UPDATE_FIELD_NUMBER: _builtins.int
-    EPOCHS_PER_UPDATE_FIELD_NUMBER: _builtins.int
-    learning_rate: _builtins.float
-    beta1: _builtins.float
-    beta2: _builtins.float
-    epsilon: _builtins.float
-    weight_decay: _builtins.float
-    max_grad_norm: _builtins.float
-    """0 is off."""
-    schedule: Global___Schedule.ValueType
-    warmup_updates: _builtins.int
-    final_lr_ratio: _builtins.float
-    """Learning rate at the end of the schedule, as a share of the peak."""
-    offload: _builtins.bool
-    """Keep the moments in host memory between updates."""
-    steps_per_update: _builtins.int
-    """Optimizer steps of one pass over an update, each on a mini-batch of whole groups; 0 is 1."""
-    epochs_per_update: _builtins.int
-    """Passes over an update; 0 is 1."""
-    def __init__(
-        self,
-        *,
-        learning_rate: _builtins.float = ...,
-        beta1: _builtins.float = ...,
-        beta2: _builtins.float = ...,
-        epsilon: _builtins.float = ...,
-        weight_decay: _builtins.float = ...,
-        max_grad_norm: _builtins.float = ...,
-        schedule: Global___Schedule.ValueType = ...,
-        warmup_updates: _builtins.int = ...,
-        final_lr_ratio: _builtins.float = ...,
-        offload: _builtins.bool = ...,
-        steps_per_update: _builtins.int = ...,
-        epochs_per_update: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beta1", b"beta1", "beta2", b"beta2", "epochs_per_update", b"epochs_per_update", "epsilon", b"epsilon", "final_lr_ratio", b"final_lr_ratio", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "offload", b"offload", "schedule", b"schedule", "steps_per_update", b"steps_per_update", "warmup_updates", b"warmup_updates", "weight_decay", b"weight_decay"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Optimizer: _TypeAlias = Optimizer  # noqa: Y015
-
-@_typing.final
-class Batching(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TOKENS_PER_MICROBATCH_FIELD_NUMBER: _builtins.int
-    LOGPROB_CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
-    PACKING_FIELD_NUMBER: _builtins.int
-    ACTIVATION_CHECKPOINTING_FIELD_NUMBER: _builtins.int
-    ACTIVATION_OFFLOAD_FIELD_NUMBER: _builtins.int
-    tokens_per_microbatch: _builtins.int
-    logprob_chunk_tokens: _builtins.int
-    """Tokens whose logits exist at one time."""
-    packing: Global___Packing.ValueType
-    activation_checkpointing: _builtins.bool
-    """Keep only the inputs of the layers for the backward pass and compute the rest again."""
-    activation_offload: _builtins.bool
-    """These inputs lie in host memory until the backward pass; nothing without activation_checkpointing."""
-    def __init__(
-        self,
-        *,
-        tokens_per_microbatch: _builtins.int = ...,
-        logprob_chunk_tokens: _builtins.int = ...,
-        packing: Global___Packing.ValueType = ...,
-        activation_checkpointing: _builtins.bool = ...,
-        activation_offload: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_checkpointing", b"activation_checkpointing", "activation_offload", b"activation_offload", "logprob_chunk_tokens", b"logprob_chunk_tokens", "packing", b"packing", "tokens_per_microbatch", b"tokens_per_microbatch"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Batching: _TypeAlias = Batching  # noqa: Y015
