@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from weight_bench import LONG, Bench
 
 from flotilla.common.v1 import weights_pb2
+from flotilla_core.config import LoraConfig
 from flotilla_core.config.stack import GeneratorConfig
 from flotilla_core.errors import WeightGroupFailed, WeightsMismatch
 from flotilla_core.version import Version
@@ -45,7 +46,6 @@ from flotilla_testing.unrelated_models import (
     tensors_of,
 )
 from flotilla_trainer.rank.lora import Adapters
-from flotilla_trainer.wire.settings import LoraSettings
 from flotilla_weights.digest import tensor_digests
 from flotilla_weights.group import Sender
 from flotilla_weights.manifest import Manifest
@@ -66,7 +66,7 @@ class AdaptedPolicy:
         self.bench = bench
         self.model = make_model(seed).requires_grad_(False)
         self.weights = tensors_of(self.model)
-        self.adapters = Adapters(self.model, LoraSettings(8, 16.0, (), ""), seed, torch.device("cpu"))
+        self.adapters = Adapters(self.model, LoraConfig(rank=8, alpha=16.0), seed, torch.device("cpu"))
         small = manifest_of(self.adapters.tensors())
         self.manifest = manifest_of(self.weights).with_adapters(small, self.adapters.scale)
         self._moves = torch.Generator().manual_seed(seed)

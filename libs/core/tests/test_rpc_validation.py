@@ -50,7 +50,7 @@ WRONG: list[tuple[Message, str]] = [
     (generate(lambda r: setattr(r.gather, "seconds", -1)), "gather is -1 s"),
     (generate(lambda r: setattr(r.gather, "seconds", 10**11)), "gather is 100000000000 s"),
     (generate(lambda r: setattr(r.gather, "nanos", 2**31 - 1)), "gather is 0 s and 2147483647 ns"),
-    (generator_pb2.PauseRequest(mode=9), "mode is 9, which is no value of PauseMode"),  # type: ignore[arg-type]
+    (generator_pb2.CommitWeightsRequest(kv_policy=9), "kv_policy is 9, which is no value of KvPolicy"),  # type: ignore[arg-type]
     (coordinator_pb2.ListSamplesRequest(state=-1), "state is -1"),  # type: ignore[arg-type]
     (operate_pb2.TailLogRequest(lines=2**32 - 1), "lines is 4294967295; it may be at most 100000"),
     (trainer_pb2.TrainChunk(
