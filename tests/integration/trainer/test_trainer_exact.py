@@ -229,7 +229,7 @@ async def test_an_update_trains_once_however_often_it_is_sent(trainer: Any, grou
         "GetUpdate", pb.GetUpdateRequest(run_id=trainer.run_id, update_id=first.update_id)
     )
     assert found.result == first
-    with pytest.raises(NotFound, match="never happened"):
+    with pytest.raises(NotFound, match="is not known"):
         await trainer.call("GetUpdate", pb.GetUpdateRequest(run_id=trainer.run_id, update_id="other"))
     with pytest.raises(StaleVersion, match=r"version 0\.1"):
         await trainer.train(3, groups)
