@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from flotilla.common.v1 import registration_pb2 as reg
-from flotilla_coordinator.fleet.capacity import ResourceRequest
-from flotilla_coordinator.fleet.fleet import Fleet
+from flotilla_coordinator.fleet.fleet import Fleet, ResourceRequest
 from flotilla_coordinator.fleet.leases import LeaseFile
 from flotilla_core import rpc
 from flotilla_core.errors import FailedPrecondition, NotFound, Unavailable

@@ -1,8 +1,9 @@
 """Leases services to runs, decides which replicas get work, and updates every run's view from one registry watch.
 
 Invariants: a gang and a generator belong to one run at a time, by the names of their slots. A run releases a service
-before the next run gets it, and sees only its own services. A coordinator that no longer sees its fleet is not healthy:
-it ends, and is started again.
+before the next run gets it, and sees only its own services. A coordinator that no longer sees its fleet is not
+healthy: it ends, and is started again. A run that is alone is always admitted, and waits for what it needs; the
+refusal of another run names the runs that hold each service.
 
 A replica that speaks another protocol is ejected, and one that a user drained is draining, whatever else is known of
 it. Any other replica has the state in which a run gives it no work, if there is such a run.
@@ -11,14 +12,13 @@ it. Any other replica has the state in which a run gives it no work, if there is
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from flotilla.common.v1 import registration_pb2 as reg
-from flotilla_coordinator.fleet.capacity import ResourceRequest, require_gang, require_generator
 from flotilla_coordinator.fleet.leases import (
     GANGS,
     GENERATORS,
@@ -29,9 +29,10 @@ from flotilla_coordinator.fleet.leases import (
     LeaseFile,
 )
 from flotilla_coordinator.fleet.run_fleet import RunFleet
+from flotilla_core.config import PolicyConfig, RunConfig
 from flotilla_core.errors import FailedPrecondition, NotFound
 from flotilla_core.protocol import refusal
-from flotilla_core.roles import POLICY
+from flotilla_core.roles import POLICY, process_name, section_of
 from flotilla_core.rpc import Fence, Replica
 from flotilla_core.rpc.replica_set import ReplicaState
 from flotilla_core.service import Host
@@ -43,6 +44,78 @@ DRAINED = "drained by a user"
 
 _WORKING = (reg.INSTANCE_STATE_READY, reg.INSTANCE_STATE_DRAINING)
 _REPLICAS = (reg.SERVICE_KIND_GENERATOR, reg.SERVICE_KIND_REWARD)
+
+
+@dataclass(frozen=True)
+class ResourceRequest:
+    """The resources that a run asks of the fleet: a gang of each role, and generators where it draws samples."""
+
+    roles: tuple[str, ...] = (POLICY,)
+    generates: bool = True
+    most_generators: int | None = None
+    """The most generators that the run takes; None takes an even share of all."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> ResourceRequest:
+        """Derive the request from the configuration of the run."""
+        algorithm = config.algorithm
+        learns_from_samples = isinstance(algorithm, PolicyConfig) or config.loop == "client"
+        evaluates_samples = config.evaluation is not None and not config.evaluates_pairs
+        beside = algorithm.gangs_beside_the_policy if isinstance(algorithm, PolicyConfig) else ()
+        return cls(
+            roles=(POLICY, *beside),
+            generates=learns_from_samples or evaluates_samples,
+            most_generators=config.rollout.generators,
+        )
+
+
+def require_gang(
+    role: str,
+    slots: Collection[str],
+    holders: Mapping[str, str],
+    claimants: Collection[str],
+    refused: Sequence[str] = (),
+) -> None:
+    """Refuse a run where no gang of the role is left for it.
+
+    `holders` gives the run of a slot; claimants without a slot will take one. `refused` says why other gangs do not
+    count.
+    """
+    if len({*slots, *holders}) > len(claimants):
+        return
+    name = process_name(role)
+    by_run = {run_id: slot for slot, run_id in holders.items()}
+    users = [f"run {run_id} is using {_called(by_run.get(run_id, name), name)}" for run_id in claimants]
+    raise FailedPrecondition(
+        ", ".join(users),
+        why=", ".join([f"each run needs a {name} of its own, and there is no other one", *refused]),
+        next_step=f"{_wait_or_stop(claimants)}, or start the stack with more (`{section_of(role)}.replicas` in "
+        "stack.yaml)",
+    )
+
+
+def require_generator(
+    slots: Collection[str], claimants: Collection[str], refused: Sequence[str] = ()
+) -> None:
+    """Refuse a run where no generator is left for it; `refused` says why other generators do not count."""
+    if len(slots) > len(claimants):
+        return
+    runs = ", ".join(claimants)
+    raise FailedPrecondition(
+        f"there is no generator for another run: {len(slots)} for run {runs}",
+        why=", ".join(["each run that samples needs at least one", *refused]),
+        next_step=f"start another one (`flotilla scale generator {len(claimants) + 1}`); "
+        f"or {_wait_or_stop(claimants)}",
+    )
+
+
+def _called(slot: str, name: str) -> str:
+    return f"the {name}" if slot == name else slot
+
+
+def _wait_or_stop(claimants: Collection[str]) -> str:
+    first = next(iter(claimants))
+    return f"wait for one (`flotilla run watch {first}`), stop one (`flotilla run stop {first}`)"
 
 
 class Fleet:

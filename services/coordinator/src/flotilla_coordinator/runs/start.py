@@ -17,8 +17,7 @@ from pathlib import Path
 import structlog
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.fleet.capacity import ResourceRequest
-from flotilla_coordinator.fleet.fleet import Fleet
+from flotilla_coordinator.fleet.fleet import Fleet, ResourceRequest
 from flotilla_coordinator.fleet.run_fleet import RunFleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import DropReason, RunRecord, RunState
