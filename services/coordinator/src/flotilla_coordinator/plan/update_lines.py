@@ -72,8 +72,8 @@ def algorithm_lines(algorithm: AlgorithmConfig) -> Iterator[Line]:
         algorithm.advantage.type,
         _settings(algorithm.advantage.arguments | switched_on),
     )
-    bonus = {"entropy_coefficient": algorithm.entropy_coefficient} if algorithm.entropy_coefficient else {}
-    yield "loss", algorithm.loss.type, _settings(algorithm.loss.arguments | bonus)
+    bonuses = {key: value for key, value in algorithm if value and isinstance(value, float)}
+    yield "loss", algorithm.loss.type, _settings(algorithm.loss.arguments | bonuses)
     constant = algorithm.aggregation.constant_tokens or "rollout.sampling.max_response_tokens"
     yield (
         "aggregation",
