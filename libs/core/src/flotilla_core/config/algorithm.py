@@ -271,6 +271,8 @@ class PolicyConfig(ConfigModel):
     """The value model; only for the advantage `gae` (stack: critic)."""
     entropy_coefficient: float = Field(default=0.0, ge=0, le=1000)
     """Factor of the entropy, which is subtracted from the loss."""
+    entropy_cap: float | None = Field(default=None, gt=0, le=100)
+    """Entropy of a token, in nats, above which it earns nothing more; empty is off."""
     shuffle_rewards: bool = False
     """Control experiment: permute the rewards of an update. Such a run must not learn."""
 
@@ -305,6 +307,15 @@ class PolicyConfig(ConfigModel):
     def _over_its_preset(cls, written: Any) -> Any:
         name = written.get("type", "grpo") if isinstance(written, dict) else None
         return with_preset(written, name) if isinstance(name, str) and name in PRESETS else written
+
+    @model_validator(mode="after")
+    def _caps_what_it_earns(self) -> PolicyConfig:
+        if self.entropy_cap is not None and not self.entropy_coefficient:
+            raise ValueError(
+                "entropy_cap bounds what entropy earns, but entropy_coefficient is 0: set entropy_coefficient, or "
+                "leave entropy_cap out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> PolicyConfig:

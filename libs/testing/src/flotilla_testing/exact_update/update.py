@@ -244,6 +244,8 @@ def _policy_step(
     if algorithm.entropy_coefficient:
         probabilities = torch.softmax(logits, dim=-1)
         entropy = -(probabilities * torch.log(probabilities)).sum(-1)
+        if algorithm.entropy_cap is not None:
+            entropy = torch.where(entropy < algorithm.entropy_cap, entropy, algorithm.entropy_cap)
         loss = loss - algorithm.entropy_coefficient * (aged * entropy).sum()
     (gradient,) = torch.autograd.grad(loss, leaf)
     return Step(loss.item(), gradient.numpy()), measured

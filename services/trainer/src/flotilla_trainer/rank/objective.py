@@ -110,7 +110,9 @@ class Objective:
         else:
             loss = self._policy_loss(self._policy, logprobs, columns, sums, maxima)
             if self._policy.entropy_coefficient:
-                loss = loss - self._policy.entropy_coefficient * weighted_sum(weights, entropy)
+                cap = self._policy.entropy_cap
+                earned = entropy if cap is None else entropy.clamp(max=cap)
+                loss = loss - self._policy.entropy_coefficient * weighted_sum(weights, earned)
         sums["loss"] = loss.detach()
         return LossTerms(loss, sums, maxima)
 
