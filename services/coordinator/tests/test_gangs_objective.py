@@ -8,6 +8,7 @@ import pytest
 
 from flotilla_coordinator.trainers.spec import objective
 from flotilla_core.config import RunConfig
+from flotilla_core.structs import to_json
 
 REWARDS = [{"reward": "exact"}, {"reward": "format", "weight": 0.25, "parameters": {"pattern": ".*"}}]
 
@@ -21,8 +22,8 @@ def config(**algorithm: Any) -> RunConfig:
 
 def test_gdpo_weighs_the_rewards_as_they_are_weighed_unless_it_is_told_otherwise() -> None:
     def weights(**advantage: Any) -> list[float]:
-        asked = objective(config(type="gdpo", advantage=advantage)).policy.advantage.function
-        return list(asked.parameters.fields["weights"].list_value)
+        section = to_json(objective(config(type="gdpo", advantage=advantage)).section)
+        return list(section["advantage"]["weights"])
 
     assert weights() == [1.0, 0.25]
     assert weights(weights=[2, 3]) == [2.0, 3.0]

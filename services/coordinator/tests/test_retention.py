@@ -104,7 +104,7 @@ async def test_one_that_goes_on_keeps_everything_however_small_the_limit(ledger:
     for run_id in RUNS:
         verdict = check(ledger.path, run_id)
         assert verdict.conservation_ok and verdict.trained_twice == 0, str(verdict)
-    with pytest.raises(FailedPrecondition, match="goes on"):
+    with pytest.raises(FailedPrecondition, match="is active"):
         await ledger.forget_run("third")
 
 

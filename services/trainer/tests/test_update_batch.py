@@ -81,7 +81,7 @@ def test_staleness_counts_versions_token_by_token() -> None:
     [
         ((0, 8, 0, 2), "does not exist yet"),
         ((1, 2, 0, 2), "does not exist yet"),
-        ((0, 7, 0, 3), "do not lie"),
+        ((0, 7, 0, 3), "are not within"),
     ],
 )
 def test_version_spans_that_cannot_be_are_refused_by_name(span: tuple[int, int, int, int], why: str) -> None:
