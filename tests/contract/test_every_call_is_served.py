@@ -59,7 +59,6 @@ PRODUCTION = "\n".join(
     and not file.is_relative_to(REPOSITORY / "libs/testing")
 )
 WITHOUT_A_CALLER = {
-    "Drain": "the way to end a service of another machine gracefully, where no launcher of ours can signal it",
     "AbortUpdate": "gives up an update that hangs, and leaves the session of the trainer as it was",
 }
 """Calls for people at a debugger alone; each with what it is good for. The list only gets shorter."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +15,11 @@ from flotilla.common.v1 import operate_pb2, operate_pb2_grpc, registration_pb2
 from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1 import run_pb2
 from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceServicer
+from flotilla.launcher.v1.launcher_pb2 import ListResponse, ProcessState, ProcessStatus
 from flotilla.reward.v1 import reward_pb2, reward_pb2_grpc
 from flotilla_core.errors import NotFound
+from flotilla_launch import client as launcher_client
+from flotilla_launch.client import LauncherClient
 from flotilla_reward import catalog
 
 Command = Callable[..., tuple[int, str, str]]
@@ -62,6 +67,11 @@ SAMPLES = [
 
 class Operated(operate_pb2_grpc.OperateServiceServicer):
     log = True
+    grace_s = -1.0
+
+    async def Drain(self, request: Any, context: Any) -> operate_pb2.DrainResponse:
+        self.grace_s = request.grace.ToTimedelta().total_seconds()
+        return operate_pb2.DrainResponse()
 
     async def GetActivity(self, request: Any, context: Any) -> operate_pb2.GetActivityResponse:
         activity = operate_pb2.Activity(what="scoring 3 items", run_id="trial-1")
@@ -114,7 +124,7 @@ def test_stacks_shows_what_a_service_is_doing_and_every_process_of_it(flotilla: 
 
 @pytest.mark.usefixtures("operated")
 def test_an_unknown_service_is_answered_with_those_that_run(flotilla: Command) -> None:
-    for command in (("stacks", "trainer"), ("profile", "trainer", "-o", "p.txt")):
+    for command in (("stacks", "trainer"), ("profile", "trainer", "-o", "p.txt"), ("drain", "trainer")):
         code, _, err = flotilla(*command)
         assert code == 2
         assert "there is no running service 'trainer'" in err and "name one of: reward-7" in err
@@ -125,6 +135,37 @@ def test_profile_writes_the_collapsed_stacks(flotilla: Command) -> None:
     code, _, err = flotilla("profile", "reward-7", "-o", "p.txt", "--seconds", "0.1", "--rate", "50")
     assert code == 0, err
     assert Path("p.txt").read_text() == "main;score 50\n"
+
+
+def test_drain_asks_a_service_elsewhere_to_finish_and_end(flotilla: Command, operated: Operated) -> None:
+    code, _, err = flotilla("drain", "reward-7", "--grace", "1.5")
+    assert code == 0 and "reward-7 finishes what it has, for at most 1.5 s, and ends" in err
+    assert operated.grace_s == 1.5
+    assert json.loads(flotilla("drain", "reward-7", "--json")[1]) == {"service": "reward-7", "grace_s": 60.0}
+
+
+@pytest.mark.parametrize(
+    ("state", "code"),
+    [(ProcessState.PROCESS_STATE_READY, 5), (ProcessState.PROCESS_STATE_ATTACHED, 0)],
+    ids=["started by it", "attached"],
+)
+def test_drain_ends_no_service_that_a_launcher_would_start_again(
+    flotilla: Command,
+    operated: Operated,
+    monkeypatch: pytest.MonkeyPatch,
+    state: ProcessState.ValueType,
+    code: int,
+) -> None:
+    process = ProcessStatus(name="reward-7", address=os.environ["FLOTILLA_COORDINATOR"], state=state)
+
+    async def list_processes(self: LauncherClient) -> ListResponse:
+        return ListResponse(processes=[process])
+
+    monkeypatch.setattr(launcher_client, "find", lambda paths: SimpleNamespace(socket="/nowhere"))
+    monkeypatch.setattr(LauncherClient, "state", list_processes)
+    ended, _, err = flotilla("drain", "reward-7")
+    assert (ended, operated.grace_s) == ((code, -1.0) if code else (0, 60.0))
+    assert ("end replicas with flotilla scale" in err) == bool(code)
 
 
 @pytest.mark.usefixtures("operated")

@@ -187,15 +187,14 @@ async def _past(came: Came, open_logs: int, *, alone: bool) -> tuple[dict[str, l
 async def _tail(service: ServiceAddress, lines: int, came: Came, *, follow: bool) -> None:
     """Put each line of the service's log into `came`; at the end None, or why it ended."""
     from flotilla.common.v1.operate_pb2 import TailLogRequest
-    from flotilla.common.v1.operate_pb2_grpc import OperateServiceStub
     from flotilla_core import rpc
     from flotilla_core.errors import FlotillaError
 
     request = TailLogRequest(lines=lines, follow=follow)
     silence_s = _FOLLOW_S if follow else _FIRST_LINE_S
     try:
-        async with service.channel() as channel:
-            stream = rpc.server_stream(OperateServiceStub(channel).TailLog, request, idle_timeout_s=silence_s)
+        async with service.operated() as stub:
+            stream = rpc.server_stream(stub.TailLog, request, idle_timeout_s=silence_s)
             async with aclosing(stream):
                 async for answer in stream:
                     await came.put((service.name, answer.line))

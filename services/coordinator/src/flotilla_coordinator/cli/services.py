@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import grpc.aio
 
+    from flotilla.common.v1.operate_pb2_grpc import OperateServiceAsyncStub
     from flotilla.common.v1.registration_pb2 import ServiceKind
+    from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
     from flotilla_core.config import StackConfig
     from flotilla_launch.paths import StackPaths
 
@@ -41,6 +43,14 @@ class ServiceAddress:
             yield channel
         finally:
             await channel.close()
+
+    @asynccontextmanager
+    async def operated(self) -> AsyncIterator[OperateServiceAsyncStub]:
+        """Provide the calls that every service answers, for the time of the block."""
+        from flotilla.common.v1.operate_pb2_grpc import OperateServiceStub
+
+        async with self.channel() as channel:
+            yield OperateServiceStub(channel)
 
 
 async def find_services(
@@ -79,18 +89,24 @@ async def find_service(name: str, stack: str | None, coordinator: str | None) ->
     return services[name]
 
 
+async def is_kept_up(service: ServiceAddress, stack: str | None) -> bool:
+    """Return whether the launcher of this machine starts the service again when it ends."""
+    from flotilla.launcher.v1.launcher_pb2 import ProcessState
+    from flotilla_coordinator.cli.stack import stack_paths
+
+    return any(
+        process.address == service.address and process.state != ProcessState.PROCESS_STATE_ATTACHED
+        for process in await _processes(stack_paths(stack))
+    )
+
+
 async def _of_launcher(config: StackConfig, paths: StackPaths) -> list[ServiceAddress]:
-    """List those that the launcher of this machine started or attached; none where no launcher runs."""
+    """List those that the launcher of this machine started or attached; none where no launcher answers."""
     from flotilla_core.errors import Unavailable
     from flotilla_core.trust import read_token
-    from flotilla_launch.client import LauncherClient, find
 
-    file = find(paths)
-    if file is None:
-        return []
     try:
-        async with LauncherClient.open(file) as launcher:
-            processes = (await launcher.state()).processes
+        processes = await _processes(paths)
     except Unavailable:
         return []
     token = read_token(config.bind, paths.directory)
@@ -99,6 +115,17 @@ async def _of_launcher(config: StackConfig, paths: StackPaths) -> list[ServiceAd
         for process in processes
         if process.kind and process.address
     ]
+
+
+async def _processes(paths: StackPaths) -> list[ProcessStatus]:
+    """List what the launcher of this machine keeps or watches; nothing where no launcher runs."""
+    from flotilla_launch.client import LauncherClient, find
+
+    file = find(paths)
+    if file is None:
+        return []
+    async with LauncherClient.open(file) as launcher:
+        return list((await launcher.state()).processes)
 
 
 async def _of_coordinator(config: StackConfig, coordinator: str | None) -> list[ServiceAddress]:

@@ -1,4 +1,4 @@
-"""Implements `flotilla stacks` and `flotilla profile`, which show where a service is in its code."""
+"""Implements the commands that ask one service itself: `flotilla stacks`, `flotilla profile` and `flotilla drain`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ ServiceName = Annotated[str, typer.Argument(metavar="SERVICE", help="Name of a s
 
 _STACKS_S = 30.0
 _SLACK_S = 30.0
+_DRAIN_S = 10.0
 
 
 def stacks(
@@ -66,16 +67,38 @@ def profile(
         say(f"wrote {output}; open it in https://www.speedscope.app")
 
 
+def drain(
+    service: ServiceName,
+    grace: Annotated[
+        float, typer.Option("--grace", min=0, max=86400, help="How many seconds running work may take.")
+    ] = 60.0,
+    stack: Stack = None,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """End a service that no launcher of this machine started, once it has finished what it has.
+
+    For one that was started by hand, here or on another machine. `flotilla replicas drain` only sends a replica no more
+    work: its process stays. To end services that the launcher started: `flotilla scale`, `flotilla down`.
+    """
+    from flotilla_coordinator.cli.options import wait
+    from flotilla_coordinator.cli.output import print_json, say
+
+    wait(_drain(service, grace, stack, coordinator))
+    if as_json:
+        print_json({"service": service, "grace_s": grace})
+    else:
+        say(f"{service} finishes what it has, for at most {grace:g} s, and ends")
+
+
 async def _ask(
     name: str, stack: str | None, coordinator: str | None
 ) -> tuple[list[Activity], DumpStacksResponse]:
     from flotilla.common.v1.operate_pb2 import DumpStacksRequest, GetActivityRequest
-    from flotilla.common.v1.operate_pb2_grpc import OperateServiceStub
     from flotilla_coordinator.cli.services import find_service
     from flotilla_core import rpc
 
-    async with (await find_service(name, stack, coordinator)).channel() as channel:
-        stub = OperateServiceStub(channel)
+    async with (await find_service(name, stack, coordinator)).operated() as stub:
         doing = await rpc.unary(stub.GetActivity, GetActivityRequest(), timeout_s=_STACKS_S)
         return list(doing.activities), await rpc.unary(
             stub.DumpStacks, DumpStacksRequest(), timeout_s=_STACKS_S
@@ -84,12 +107,31 @@ async def _ask(
 
 async def _sample(name: str, seconds: float, rate: int, stack: str | None, coordinator: str | None) -> str:
     from flotilla.common.v1.operate_pb2 import ProfileRequest
-    from flotilla.common.v1.operate_pb2_grpc import OperateServiceStub
     from flotilla_coordinator.cli.services import find_service
     from flotilla_core import rpc
 
     request = ProfileRequest(samples_per_second=rate)
     request.duration.FromMilliseconds(int(seconds * 1000))
-    async with (await find_service(name, stack, coordinator)).channel() as channel:
-        call = OperateServiceStub(channel).Profile
-        return (await rpc.unary(call, request, timeout_s=seconds + _SLACK_S, attempts=1)).collapsed_stacks
+    async with (await find_service(name, stack, coordinator)).operated() as stub:
+        answer = await rpc.unary(stub.Profile, request, timeout_s=seconds + _SLACK_S, attempts=1)
+        return answer.collapsed_stacks
+
+
+async def _drain(name: str, grace_s: float, stack: str | None, coordinator: str | None) -> None:
+    from flotilla.common.v1.operate_pb2 import DrainRequest
+    from flotilla_coordinator.cli.services import find_service, is_kept_up
+    from flotilla_core import rpc
+    from flotilla_core.errors import FailedPrecondition
+
+    service = await find_service(name, stack, coordinator)
+    if await is_kept_up(service, stack):
+        raise FailedPrecondition(
+            f"{name} would not stay away",
+            why="the launcher of this machine started it, and starts it again when it ends",
+            next_step="end replicas with flotilla scale, and the whole stack with flotilla down",
+        )
+    request = DrainRequest()
+    request.grace.FromMilliseconds(int(grace_s * 1000))
+    async with service.operated() as stub:
+        # The service may end before a second attempt, which would then fail although the first was heard.
+        await rpc.unary(stub.Drain, request, timeout_s=_DRAIN_S, attempts=1)
