@@ -88,7 +88,7 @@ def _updates(
         started = time.perf_counter()
         update = Update(model, session, objective, Front())
         update.accumulate(_command(batches), backward=True)
-        metrics, skipped, _ = finish(update, optimizer, LEARNING_RATE, False, model.device)
+        metrics, skipped = finish(update, optimizer, LEARNING_RATE)
         finish_kernels()
         assert not skipped, skipped
         yield metrics["loss"], time.perf_counter() - started, compilation.metrics()

@@ -376,7 +376,7 @@ def saved(folder: Path, case: Case, target: Path) -> dict[str, Any]:
     for _ in range(2):
         update = Update(model, settings, Objective(settings.objective), line)
         update.accumulate(command(pack(work(LENGTHS), Layout(40, lanes))[lane]), backward=True)
-        _, skipped, _ = finish(update, optimizer, 1e-2, False, CPU)
+        _, skipped = finish(update, optimizer, 1e-2)
         assert not skipped
     checkpoints.snapshot({"report": 1, "folder": str(target)}, optimizer, folder / case.model)
     assert line.done.wait(60), "the shards were not written within 60 s"

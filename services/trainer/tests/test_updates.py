@@ -22,7 +22,7 @@ from flotilla_trainer.gang.ranks import Gang
 from flotilla_trainer.wire.frames import Frame
 
 TOKENS = np.array([3, 4, 5], np.int32)
-MADE = {"metrics": {"tokens/trained": 6.0}, "skipped": "", "skipped_steps": [], "aborted": False}
+MADE = {"metrics": {"tokens/trained": 6.0}, "skipped": "", "skipped_steps": []}
 
 
 class AgreeingGang:

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 from flotilla.common.v1 import weights_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import (
-    Cancelled,
     FailedPrecondition,
     FlotillaError,
     RankFailed,
@@ -131,21 +130,6 @@ async def test_stacks_of_every_rank_are_told_on_request(pair: Any) -> None:
         while not all("next_command" in process.text for process in stacks):
             stacks = await pair.gang.stacks()
     assert [process.process for process in stacks] == ["rank 0", "rank 1"]
-
-
-async def test_an_aborted_update_leaves_the_version(pair: Any, groups_of: MakeGroups) -> None:
-    # Many tiny micro-batches, so that there is time to abort.
-    await pair.open(tokens_per_microbatch=1)
-    groups = groups_of([40, 40])
-    running = asyncio.create_task(pair.train(0, groups))
-    session = pair.manager.session(pair.run_id)
-    async with asyncio.timeout(20):
-        while not session.updates.running:
-            await asyncio.sleep(0.01)
-    await pair.call("AbortUpdate", pb.AbortUpdateRequest(run_id=pair.run_id, update_id=f"{pair.run_id}/0.0"))
-    with pytest.raises(Cancelled, match="aborted"):
-        await running
-    assert Version.from_proto((await pair.train(0, groups_of([2]))).policy_version) == Version(0, 1)
 
 
 async def test_weights_are_never_labelled_with_the_version_before_a_running_update(

@@ -429,7 +429,6 @@ def _trainer_drafts(spec: session_pb2.SessionSpec, folder: Path) -> Mapping[str,
         ],
         service + "Train": train,
         service + "GetUpdate": lambda n: [pb.GetUpdateRequest(run_id=RUN, update_id=f"{RUN}/{n}")],
-        service + "AbortUpdate": lambda n: [pb.AbortUpdateRequest(**ids(n), update_id=f"{RUN}/{n}")],
         service + "ComputeLogprobs": lambda n: [
             pb.ComputeLogprobsRequest(run_id=RUN, sequences=[sequence(n)], temperature=1, top_k=2)
         ],

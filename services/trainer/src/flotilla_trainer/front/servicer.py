@@ -62,10 +62,6 @@ class TrainerServicer(TrainerServiceServicer):
         session = self._manager.learner(request.run_id)
         return pb.GetUpdateResponse(result=await session.updates.result(request.update_id))
 
-    async def AbortUpdate(self, request: pb.AbortUpdateRequest, context: Any) -> pb.AbortUpdateResponse:
-        await self._manager.learner(request.run_id).updates.abort(request.update_id)
-        return pb.AbortUpdateResponse()
-
     async def ComputeLogprobs(
         self, request: pb.ComputeLogprobsRequest, context: Any
     ) -> pb.ComputeLogprobsResponse:

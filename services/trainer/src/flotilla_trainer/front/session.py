@@ -66,7 +66,7 @@ class Session:
         self.updates = Updates(
             spec.dump_dir, StepPlan.of(settings.optimizer), ranks, prepared, progress, pending
         )
-        """Serves Train, GetUpdate and AbortUpdate."""
+        """Serves Train and GetUpdate."""
         self.gradients = GradientCalls(settings.objective, ranks, prepared, progress, pending, self.updates)
         """Serves ForwardBackward and OptimStep."""
 

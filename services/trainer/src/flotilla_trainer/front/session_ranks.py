@@ -123,10 +123,6 @@ class SessionRanks:
         """Return the values of `count` tokens, in order, by a critic."""
         return _in_place(await self.work("values", packed, {}), packed, count)
 
-    async def urgently(self, kind: str, fields: dict[str, Any]) -> None:
-        """Send all ranks a command that they act on while another command runs."""
-        await self._gang.urgently(kind, fields)
-
 
 def _arrays(batches: list[MicroBatch]) -> dict[str, Array]:
     return {name: array for index, batch in enumerate(batches) for name, array in batch.arrays(index).items()}

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
-from flotilla_core import ids
-from flotilla_core.errors import Cancelled, NotFound
+from flotilla_core.errors import NotFound
 from flotilla_core.version import Version
 from flotilla_trainer.batch.step_plan import StepPlan
 from flotilla_trainer.batch.update_batch import UpdateBatch
@@ -52,21 +51,21 @@ class Updates:
         self._progress = progress
         self._pending = pending
         self._results: IdempotentCalls[pb.UpdateResult] = IdempotentCalls(KEPT_RESULTS)
-        self._attempts: dict[str, str] = {}
+        self._in_progress: list[str] = []
         self.last_id = ""
         """The id of the update that was sent last; empty before the first."""
 
     @property
     def running(self) -> str:
         """The id of an update that is in progress; empty where none is."""
-        return next(iter(self._attempts), "")
+        return self._in_progress[0] if self._in_progress else ""
 
     async def train(self, header: pb.TrainHeader, groups: Sequence[pb.TrainGroup]) -> pb.UpdateResult:
         """Make one update on a whole batch, or return the earlier result of the same update."""
         known = self._results.get(header.update_id)
         if known is not None and known.done() and _was_another_try(known.result(), groups):
             self._results.forget(header.update_id)
-        return await self._results.run(header.update_id, lambda: self._attempt(header, groups))
+        return await self._results.run(header.update_id, lambda: self._in_turn(header, groups))
 
     def finished(self, update_id: str) -> pb.UpdateResult | None:
         """Return the result of an update that was made; None where it was not."""
@@ -87,27 +86,17 @@ class Updates:
             )
         return await asyncio.shield(known)
 
-    async def abort(self, update_id: str) -> None:
-        """Abort an update that runs, and wait until it has ended, made or not."""
-        running = self._results.get(update_id)
-        if running is None or running.done() or update_id not in self._attempts:
-            return
-        await self._ranks.urgently("abort_update", {"attempt": self._attempts[update_id]})
-        await asyncio.wait({running})
-
-    async def _attempt(self, header: pb.TrainHeader, groups: Sequence[pb.TrainGroup]) -> pb.UpdateResult:
-        """Run one attempt at an update, under a name of its own, so that an abort cannot hit the next attempt."""
-        attempt = self._attempts[header.update_id] = ids.new_request_id()
+    async def _in_turn(self, header: pb.TrainHeader, groups: Sequence[pb.TrainGroup]) -> pb.UpdateResult:
+        """Train when no other work uses the weights; the update is in progress while it waits for that."""
+        self._in_progress.append(header.update_id)
         self.last_id = header.update_id
         try:
             async with self._ranks.turn:
-                return await self._train(header, groups, attempt)
+                return await self._train(header, groups)
         finally:
-            del self._attempts[header.update_id]
+            self._in_progress.remove(header.update_id)
 
-    async def _train(
-        self, header: pb.TrainHeader, groups: Sequence[pb.TrainGroup], attempt: str
-    ) -> pb.UpdateResult:
+    async def _train(self, header: pb.TrainHeader, groups: Sequence[pb.TrainGroup]) -> pb.UpdateResult:
         progress, update_id = self._progress, header.update_id
         self._ranks.check_open()
         progress.check_usable()
@@ -121,12 +110,10 @@ class Updates:
         if not prepared.counts:
             return self._result(update_id, prepared.batch, prepared.metrics, NOTHING_COUNTS)
         prepared_s = time.monotonic() - started
-        fields = {"attempt": attempt, "learning_rate": rate, "steps": prepared.steps}
+        fields = {"learning_rate": rate, "steps": prepared.steps}
         with self._ranks.doing("train: forward, backward and step"):
             answers = await self._ranks.work("train", prepared.packed, fields)
         answer = answers[0].fields
-        if answer["aborted"]:
-            raise Cancelled(f"update {update_id} was aborted before its first step")
         metrics = answer["metrics"] | prepared.metrics | {"time/prepare_s": prepared_s}
         skipped, batch = answer["skipped"], prepared.batch
         if skipped:

@@ -1,10 +1,10 @@
 """Make one update on one rank: forward and backward over its micro-batches, then a step that all ranks take or none.
 
-Invariants: all numbers leave a micro-batch as sums, the loss as a weighted one; every decision (skip, abort, distrust)
-is made from values reduced over the gang, so all ranks decide alike; weights change in `finish` only, and only where
-loss and gradient are finite; an update is aborted, or its rollouts refused, only before a step has changed a weight; a
-step that is not finite is skipped and named, and the other steps are kept; an error after a step was made ends this
-process, because the weights then belong to no version.
+Invariants: all numbers leave a micro-batch as sums, the loss as a weighted one; every decision (skip, distrust) is
+made from values reduced over the gang, so all ranks decide alike; weights change in `finish` only, and only where loss
+and gradient are finite; the rollouts of an update are refused only before a step has changed a weight; a step that is
+not finite is skipped and named, and the other steps are kept; an error after a step was made ends this process, because
+the weights then belong to no version.
 """
 
 from __future__ import annotations
@@ -134,27 +134,24 @@ def finish(
     update: Update,
     optimizer: PolicyOptimizer,
     learning_rate: float,
-    aborted: bool,
-    device: torch.device,
     *,
     judged: bool = True,
-) -> tuple[dict[str, float], str, bool]:
-    """Step, skip or abort, the same on all ranks; return metrics, why the step was skipped, and whether it was aborted.
+) -> tuple[dict[str, float], str]:
+    """Step or skip, the same on all ranks; return metrics, and why the step was skipped.
 
     Only a `judged` step can be refused for its rollouts.
     """
     started = time.monotonic()
     with telemetry.span(names.TRAINER_OPTIMIZER_STEP):
         optimizer.complete_gradients()
-        abort = torch.tensor(float(aborted), device=device)
-        metrics, (squared_norm, aborts) = update.reduced(optimizer.squared_norm(), abort)
+        metrics, (squared_norm,) = update.reduced(optimizer.squared_norm())
         norm = math.sqrt(squared_norm) if squared_norm >= 0 else math.nan
         metrics |= {"grad_norm": norm, "learning_rate": learning_rate}
         skipped = "" if math.isfinite(norm) else f"the gradient norm is {norm}"
         if not math.isfinite(metrics["loss"]):
             skipped = f"the loss is {metrics['loss']}"
-        distrusted = "" if skipped or aborts or not judged else update.distrust(metrics)
-        if skipped or aborts or distrusted:
+        distrusted = "" if skipped or not judged else update.distrust(metrics)
+        if skipped or distrusted:
             optimizer.discard_gradients()
         else:
             optimizer.step(learning_rate, norm)
@@ -167,7 +164,7 @@ def finish(
             "algorithm.correction.importance make up for it",
         )
     metrics["time/optimizer_s"] = time.monotonic() - started
-    return metrics, skipped, bool(aborts)
+    return metrics, skipped
 
 
 @dataclass
@@ -175,11 +172,8 @@ class UpdateSteps:
     """Takes the optimizer steps of one update on one rank, one mini-batch after the other."""
 
     optimizer: PolicyOptimizer
-    device: torch.device
     accumulated: Callable[[Frame, range], Update]
     """Runs forward and backward over some micro-batches of the command."""
-    aborted: Callable[[], bool]
-    """Returns whether the update shall be aborted."""
     _made: list[dict[str, float]] = field(default_factory=list)
     _skipped: list[dict[str, float]] = field(default_factory=list)
     _reasons: list[str] = field(default_factory=list)
@@ -190,43 +184,33 @@ class UpdateSteps:
         for number, size in enumerate(sizes, 1):
             place = f"step {number} of {len(sizes)}"
             try:
-                aborted = self._one(command, range(first, first + size), place if len(sizes) > 1 else "")
+                self._one(command, range(first, first + size), place if len(sizes) > 1 else "")
             except FlotillaError as error:
                 if self._made:
                     raise RuntimeError(f"{place} failed after others were made") from error
                 raise
-            if aborted:
-                return self._answer(aborted=True)
             first += size
-        return self._answer(aborted=False)
+        return self._answer()
 
-    def _one(self, command: Frame, part: range, place: str) -> bool:
-        """Take one step or skip it; return whether the update was aborted instead."""
+    def _one(self, command: Frame, part: range, place: str) -> None:
+        """Take one step or skip it."""
         started = time.monotonic()
         update = self.accumulated(command, part)
         elapsed = time.monotonic() - started
-        untouched = not self._made
-        metrics, skipped, aborted = finish(
-            update,
-            self.optimizer,
-            command.fields["learning_rate"],
-            untouched and self.aborted(),
-            self.device,
-            judged=untouched,
+        metrics, skipped = finish(
+            update, self.optimizer, command.fields["learning_rate"], judged=not self._made
         )
         metrics["time/forward_backward_s"] = elapsed
-        if skipped or aborted:
+        if skipped:
             self._skipped.append(metrics)
             self._reasons.append(f"{place}: {skipped}" if place else skipped)
         else:
             self._made.append(metrics)
-        return aborted
 
-    def _answer(self, *, aborted: bool) -> dict[str, Any]:
+    def _answer(self) -> dict[str, Any]:
         metrics = metrics_of_steps(self._made or self._skipped)
         return {
             "metrics": metrics | {"optimizer/steps": float(len(self._made))},
             "skipped": "" if self._made else "; ".join(self._reasons),
             "skipped_steps": self._reasons if self._made else [],
-            "aborted": aborted,
         }

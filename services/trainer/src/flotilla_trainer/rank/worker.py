@@ -59,7 +59,6 @@ class RankWorker:
     def __init__(self, setup: RankSetup, link: FrontLink) -> None:
         self._setup = setup
         self._link = link
-        self._aborted = ""
         self._folder = Path(setup.model)
         self._device = _device(setup)
         link.progress("meeting the other ranks")
@@ -78,7 +77,6 @@ class RankWorker:
         self._distribution: ReferenceDistribution | None = None
         self._pending: Update | None = None
         link.urgent("abort_group", lambda frame: self._publisher.abort(frame.fields["why"]))
-        link.urgent("abort_update", self._abort_update)
         self._commands = {
             "load": self._load,
             "open_session": self._open_session,
@@ -159,10 +157,7 @@ class RankWorker:
             self._accumulate(update, command, part=part)
             return update
 
-        def aborted() -> bool:
-            return bool(self._aborted == command.fields["attempt"])
-
-        taken = UpdateSteps(optimizer, self._model.device, accumulated, aborted).take(command)
+        taken = UpdateSteps(optimizer, accumulated).take(command)
         taken["metrics"] |= self._compilation.metrics()
         return taken, {}
 
@@ -194,9 +189,7 @@ class RankWorker:
         scale = 1 / max(command.fields["units"], 1.0)
         update.scale_loss(scale)
         optimizer.scale_gradients(scale)
-        metrics, skipped, _ = finish(
-            update, optimizer, command.fields["learning_rate"], False, self._model.device
-        )
+        metrics, skipped = finish(update, optimizer, command.fields["learning_rate"])
         return {"metrics": metrics, "skipped": skipped}, {}
 
     def _evaluate(self, command: Frame) -> Answer:
@@ -301,9 +294,6 @@ class RankWorker:
         # The front sends these commands only in a session; anything else is a defect and ends the process.
         assert self._settings is not None and self._objective is not None and self._optimizer is not None
         return self._settings, self._objective, self._optimizer
-
-    def _abort_update(self, frame: Frame) -> None:
-        self._aborted = frame.fields["attempt"]
 
 
 def _device(setup: RankSetup) -> torch.device:

@@ -538,46 +538,6 @@ class GetUpdateResponse(_message.Message):
 Global___GetUpdateResponse: _TypeAlias = GetUpdateResponse  # noqa: Y015
 
 @_typing.final
-class AbortUpdateRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUN_ID_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    UPDATE_ID_FIELD_NUMBER: _builtins.int
-    run_id: _builtins.str
-    request_id: _builtins.str
-    update_id: _builtins.str
-    def __init__(
-        self,
-        *,
-        run_id: _builtins.str = ...,
-        request_id: _builtins.str = ...,
-        update_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "run_id", b"run_id", "update_id", b"update_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AbortUpdateRequest: _TypeAlias = AbortUpdateRequest  # noqa: Y015
-
-@_typing.final
-class AbortUpdateResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AbortUpdateResponse: _TypeAlias = AbortUpdateResponse  # noqa: Y015
-
-@_typing.final
 class ScoredSequence(_message.Message):
     """A prompt and a response to score."""
 

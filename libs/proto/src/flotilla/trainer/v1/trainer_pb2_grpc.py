@@ -61,11 +61,6 @@ class TrainerServiceStub:
                 request_serializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.GetUpdateRequest.SerializeToString,
                 response_deserializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.GetUpdateResponse.FromString,
                 _registered_method=True)
-        self.AbortUpdate = channel.unary_unary(
-                '/flotilla.trainer.v1.TrainerService/AbortUpdate',
-                request_serializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.AbortUpdateRequest.SerializeToString,
-                response_deserializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.AbortUpdateResponse.FromString,
-                _registered_method=True)
         self.ComputeLogprobs = channel.unary_unary(
                 '/flotilla.trainer.v1.TrainerService/ComputeLogprobs',
                 request_serializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.ComputeLogprobsRequest.SerializeToString,
@@ -159,12 +154,6 @@ class TrainerServiceServicer:
     def GetUpdate(self, request, context):
         """The result of an update whose stream broke; NOT_FOUND when it never happened.
         """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def AbortUpdate(self, request, context):
-        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -275,11 +264,6 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.GetUpdate,
                     request_deserializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.GetUpdateRequest.FromString,
                     response_serializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.GetUpdateResponse.SerializeToString,
-            ),
-            'AbortUpdate': grpc.unary_unary_rpc_method_handler(
-                    servicer.AbortUpdate,
-                    request_deserializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.AbortUpdateRequest.FromString,
-                    response_serializer=flotilla_dot_trainer_dot_v1_dot_trainer__pb2.AbortUpdateResponse.SerializeToString,
             ),
             'ComputeLogprobs': grpc.unary_unary_rpc_method_handler(
                     servicer.ComputeLogprobs,
@@ -474,33 +458,6 @@ class TrainerService:
             '/flotilla.trainer.v1.TrainerService/GetUpdate',
             flotilla_dot_trainer_dot_v1_dot_trainer__pb2.GetUpdateRequest.SerializeToString,
             flotilla_dot_trainer_dot_v1_dot_trainer__pb2.GetUpdateResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def AbortUpdate(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/flotilla.trainer.v1.TrainerService/AbortUpdate',
-            flotilla_dot_trainer_dot_v1_dot_trainer__pb2.AbortUpdateRequest.SerializeToString,
-            flotilla_dot_trainer_dot_v1_dot_trainer__pb2.AbortUpdateResponse.FromString,
             options,
             channel_credentials,
             insecure,

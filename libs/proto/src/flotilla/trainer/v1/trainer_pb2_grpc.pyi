@@ -46,7 +46,6 @@ class TrainerServiceStub:
     """
     GetUpdate: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.GetUpdateRequest, _trainer_pb2.GetUpdateResponse]
     """The result of an update whose stream broke; NOT_FOUND when it never happened."""
-    AbortUpdate: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.AbortUpdateRequest, _trainer_pb2.AbortUpdateResponse]
     ComputeLogprobs: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ComputeLogprobsRequest, _trainer_pb2.ComputeLogprobsResponse]
     """Log-probabilities of given response tokens under the current policy."""
     ComputeValues: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ComputeValuesRequest, _trainer_pb2.ComputeValuesResponse]
@@ -92,7 +91,6 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """
     GetUpdate: _aio.UnaryUnaryMultiCallable[_trainer_pb2.GetUpdateRequest, _trainer_pb2.GetUpdateResponse]  # type: ignore[assignment]
     """The result of an update whose stream broke; NOT_FOUND when it never happened."""
-    AbortUpdate: _aio.UnaryUnaryMultiCallable[_trainer_pb2.AbortUpdateRequest, _trainer_pb2.AbortUpdateResponse]  # type: ignore[assignment]
     ComputeLogprobs: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ComputeLogprobsRequest, _trainer_pb2.ComputeLogprobsResponse]  # type: ignore[assignment]
     """Log-probabilities of given response tokens under the current policy."""
     ComputeValues: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ComputeValuesRequest, _trainer_pb2.ComputeValuesResponse]  # type: ignore[assignment]
@@ -165,13 +163,6 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.GetUpdateResponse, _abc.Awaitable[_trainer_pb2.GetUpdateResponse]]:
         """The result of an update whose stream broke; NOT_FOUND when it never happened."""
-
-    @_abc_1.abstractmethod
-    def AbortUpdate(
-        self,
-        request: _trainer_pb2.AbortUpdateRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_trainer_pb2.AbortUpdateResponse, _abc.Awaitable[_trainer_pb2.AbortUpdateResponse]]: ...
 
     @_abc_1.abstractmethod
     def ComputeLogprobs(
