@@ -28,7 +28,6 @@ from flotilla_generator.engine.base import (
     FinishReason,
     GenerationRequest,
     KvPolicy,
-    PauseMode,
     Sample,
     SampleSlot,
     Sampling,
@@ -209,13 +208,12 @@ async def test_what_a_step_waits_for_overtakes_the_rollouts_that_wait(bench: Ben
             ended.append(priority)
             waiting.append(bench.engine.waiting_samples)
 
-    await bench.engine.pause(PauseMode.KEEP)
     prompts = bench.prompts(700)
-    asked = [asyncio.create_task(one(number, prompt, 3)) for number, prompt in enumerate(prompts)]
-    await bench.wait_in_engine(len(prompts))
-    asked.append(asyncio.create_task(one(len(prompts), prompts[0], -1)))
-    await bench.wait_in_engine(len(prompts) + 1)
-    await bench.engine.resume()
+    async with bench.standing_still():
+        asked = [asyncio.create_task(one(number, prompt, 3)) for number, prompt in enumerate(prompts)]
+        await bench.wait_in_engine(len(prompts))
+        asked.append(asyncio.create_task(one(len(prompts), prompts[0], -1)))
+        await bench.wait_in_engine(len(prompts) + 1)
     await asyncio.gather(*asked)
     assert sum(map(len, prompts)) > CPU_BATCHED_TOKENS
     assert ended.index(-1) < len(prompts) // 2
@@ -305,13 +303,12 @@ async def test_aborted_and_cancelled_requests_leave_the_engine(bench: Bench) -> 
     request = GenerationRequest(
         "cut", [5, 6], (SampleSlot("a", 1), SampleSlot("b", 2)), Sampling(1.0, LONG, ignore_eos=True)
     )
-    await bench.engine.pause(PauseMode.KEEP)
-    stream = bench.engine.generate(request)
-    first = asyncio.ensure_future(anext(stream))
-    await bench.wait_in_engine(2)
-    assert await bench.engine.abort(["cut"]) == 2
-    cut = await first
-    await bench.engine.resume()
+    async with bench.standing_still():
+        stream = bench.engine.generate(request)
+        first = asyncio.ensure_future(anext(stream))
+        await bench.wait_in_engine(2)
+        assert await bench.engine.abort(["cut"]) == 2
+        cut = await first
     cut += [sample async for ended in stream for sample in ended]
     assert [sample.finish_reason for sample in cut] == [FinishReason.ABORT] * 2
 
@@ -321,7 +318,7 @@ async def test_aborted_and_cancelled_requests_leave_the_engine(bench: Bench) -> 
     first.cancel()
     await asyncio.wait([first])
     await stream.aclose()
-    assert bench.engine.load().running_samples == 0
+    assert bench.engine._decoding.running == []
     assert bench.in_engine() == 0
 
 

@@ -129,6 +129,15 @@ class Bench:
     def in_engine(self) -> int:
         return int(self.engine._llm.output_processor.get_num_unfinished_requests())
 
+    @asynccontextmanager
+    async def standing_still(self) -> AsyncIterator[None]:
+        """Inside the block vLLM takes requests and decodes nothing, as during a commit."""
+        await self.engine._llm.pause_generation(mode="keep", clear_cache=False)
+        try:
+            yield
+        finally:
+            await self.engine._llm.resume_generation()
+
     async def wait_paused(self) -> None:
         async with asyncio.timeout(60):
             while not await self.engine._llm.is_paused():

@@ -26,10 +26,15 @@ async def engine(tmp_path: Path) -> SimEngine:
     return await serving(tmp_path, SimConfig(seconds_per_token=3600))
 
 
-async def serving(folder: Path, sim: SimConfig) -> SimEngine:
+async def fresh(folder: Path, sim: SimConfig) -> SimEngine:
     (folder / "config.json").write_text(json.dumps({"vocab_size": 64, "max_position_embeddings": 128}))
     engine = SimEngine(GeneratorConfig(engine="sim", sim=sim), Checkpoint.read(folder))
     await engine.start()
+    return engine
+
+
+async def serving(folder: Path, sim: SimConfig) -> SimEngine:
+    engine = await fresh(folder, sim)
     await engine.apply(V1, KvPolicy.RECOMPUTE)
     return engine
 
@@ -60,7 +65,7 @@ async def test_between_samples_each_one_ends_as_it_began_and_new_ones_wait_for_t
     await asyncio.sleep(0)
     new, given_up = generating(engine, "new"), generating(engine, "given up")
     done, _ = await asyncio.wait({committing, new}, timeout=0.05)
-    assert not done and engine.load().running_samples == 9
+    assert not done and sum(map(len, engine._requests.values())) == 9
     await engine.abort(["given up"])
     assert len(await given_up) == 3
 
@@ -70,6 +75,18 @@ async def test_between_samples_each_one_ends_as_it_began_and_new_ones_wait_for_t
     await begun(engine, "new")
     await engine.abort(["new"])
     assert [[span.version for span in sample.spans] for sample in await new] == [[V2]] * 3
+
+
+async def test_samples_stand_still_during_a_commit_and_end_when_it_is_over(tmp_path: Path) -> None:
+    engine = await fresh(tmp_path, SimConfig(commit_s=3600))
+    committing = asyncio.create_task(engine.apply(V1, KvPolicy.RECOMPUTE))
+    await asyncio.sleep(0)
+    samples = generating(engine, "samples")
+    await begun(engine, "samples")
+    done, _ = await asyncio.wait({samples}, timeout=0.05)
+    assert not done
+    committing.cancel()
+    assert len(await samples) == 3
 
 
 async def test_in_flight_a_sample_goes_on_under_the_new_version(engine: SimEngine) -> None:
@@ -103,7 +120,8 @@ async def test_samples_beyond_the_places_of_the_engine_wait_for_one(tmp_path: Pa
     await begun(engine, "third")
     third.cancel()
     await asyncio.gather(first, third, return_exceptions=True)
-    assert engine._schedule.idle and not engine.waiting_samples
+    await asyncio.wait_for(engine._schedule.wait_idle(), WAIT_S)
+    assert not engine.waiting_samples
 
 
 def started(engine: SimEngine) -> dict[str, int]:

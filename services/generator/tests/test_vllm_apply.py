@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
 from flotilla_core.config.stack import GeneratorConfig
-from flotilla_core.errors import FailedPrecondition, WeightsMismatch
+from flotilla_core.errors import WeightsMismatch
 from flotilla_core.version import Version
 from flotilla_generator.checkpoint import Checkpoint
-from flotilla_generator.engine.base import KvPolicy, PauseMode, WeightsNotLive
+from flotilla_generator.engine.base import KvPolicy, WeightsNotLive
 from flotilla_generator.engine.vllm.engine import VllmEngine
 from flotilla_generator.engine.vllm.parent_watch import SERVICE_PID
 
@@ -23,7 +21,6 @@ DONE = {"error": "", "broken": False, "apply_s": 0.1, "verify_s": 0.1}
 NOTHING = {"error": "nothing is staged", "broken": False}
 WRONG = {"error": "lm_head.weight: live head differs", "broken": True}
 VERSION = Version(0, 1)
-LIMIT_S = 10.0
 
 
 class Workers:
@@ -34,12 +31,9 @@ class Workers:
     def __init__(self, answers: list[dict[str, Any]] | Exception) -> None:
         self.answers = answers
         self.calls: list[str] = []
-        self.go_on = asyncio.Event()
-        self.go_on.set()
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
         self.calls.append(method)
-        await self.go_on.wait()
         if isinstance(self.answers, Exception):
             raise self.answers
         return self.answers
@@ -92,7 +86,6 @@ async def test_nothing_decodes_under_broken_weights_until_whole_ones_are_live(po
     workers.answers = [NOTHING]
     with pytest.raises(WeightsMismatch):
         await engine.apply(VERSION, policy)
-    await engine.resume()
     assert "resume" not in workers.calls
     workers.calls.clear()
     workers.answers = [DONE]
@@ -108,39 +101,6 @@ async def test_weights_that_no_worker_touched_stay(tmp_path) -> None:
         await engine_on(workers, tmp_path).apply(VERSION, KvPolicy.RECOMPUTE)
     assert not isinstance(caught.value, WeightsNotLive)
     assert workers.calls == ["pause keep", "flotilla_apply", "resume"]
-
-
-@pytest.mark.parametrize(
-    ("wish", "call"),
-    [(VllmEngine.resume, "resume"), (lambda engine: engine.pause(PauseMode.WAIT), "pause wait")],
-    ids=["resume", "pause"],
-)
-async def test_nobody_resumes_or_pauses_decoding_while_weights_are_replaced(
-    tmp_path, wish: Callable[[VllmEngine], Coroutine[Any, Any, None]], call: str
-) -> None:
-    workers = Workers([DONE])
-    workers.go_on.clear()
-    engine = engine_on(workers, tmp_path)
-    async with asyncio.timeout(LIMIT_S):
-        applying = asyncio.create_task(engine.apply(VERSION, KvPolicy.RECOMPUTE))
-        while "flotilla_apply" not in workers.calls:
-            await asyncio.sleep(0)
-        wishing = asyncio.create_task(wish(engine))
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert call not in workers.calls
-        workers.go_on.set()
-        await asyncio.gather(applying, wishing)
-    assert workers.calls[-3:] == ["tag 0.1", "resume", call]
-
-
-async def test_a_paused_replica_is_not_waited_for_to_drain(tmp_path) -> None:
-    workers = Workers([DONE])
-    engine = engine_on(workers, tmp_path)
-    await engine.pause(PauseMode.KEEP)
-    with pytest.raises(FailedPrecondition, match="Resume"):
-        await engine.apply(VERSION, KvPolicy.DRAIN)
-    assert workers.calls == ["pause keep"]
 
 
 def test_an_engine_process_that_is_its_own_worker_ends_with_the_service() -> None:

@@ -30,14 +30,6 @@ class FinishReason(Enum):
     ABORT = "abort"
 
 
-class PauseMode(Enum):
-    """The effect of a pause on running samples."""
-
-    KEEP = "keep"
-    WAIT = "wait"
-    ABORT = "abort"
-
-
 class KvPolicy(Enum):
     """The effect of a commit on the KV cache of running samples."""
 
@@ -125,16 +117,6 @@ class EngineInfo:
 
 
 @dataclass(frozen=True)
-class Load:
-    """The load of an engine."""
-
-    running_samples: int
-    waiting_samples: int
-    outstanding_tokens: int
-    kv_cache_usage: float | None
-
-
-@dataclass(frozen=True)
 class Received:
     """The content of staging: one digest per tensor, in manifest order, for each worker."""
 
@@ -183,14 +165,6 @@ class Engine(ABC):
         """End requests early; their iterators yield what they have. Returns the samples cut."""
 
     @abstractmethod
-    async def pause(self, mode: PauseMode) -> None:
-        """Stop decoding; new samples wait."""
-
-    @abstractmethod
-    async def resume(self) -> None:
-        """Decode again."""
-
-    @abstractmethod
     async def worker_stacks(self) -> list[tuple[str, int, str]]:
         """Name, process id and stacks of each worker process that answers in time."""
 
@@ -198,10 +172,6 @@ class Engine(ABC):
     @abstractmethod
     def waiting_samples(self) -> int:
         """The number of samples that wait for a place; read for every answer."""
-
-    @abstractmethod
-    def load(self) -> Load:
-        """Return a snapshot, cheap enough to be asked ten times a second."""
 
     @abstractmethod
     async def join(self, group: weights_pb2.WeightGroup, rank_offset: int, manifest: Manifest) -> None:

@@ -1,16 +1,16 @@
 """Any engine, made slow: each sample leaves when a slow one would have ended it.
 
 Invariants: the engine inside decodes once, at its own speed, and what it says of a sample is passed on but for the
-times; a sample that waits here counts as running, and leaves at once when it is aborted; waiting computes nothing. The
+times; a sample that waits here leaves at once when it is aborted; waiting computes nothing. The
 versions in its spans are those that really wrote it, also where weights changed while it waited.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +23,6 @@ from flotilla_generator.engine.base import (
     EngineInfo,
     GenerationRequest,
     KvPolicy,
-    Load,
-    PauseMode,
     Received,
     Sample,
 )
@@ -38,13 +36,12 @@ class SlowedEngine(Engine):
         self._engine = engine
         self._latency = latency
         self._aborted: dict[str, asyncio.Event] = {}
-        self._held = 0
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[Sample]]:
         started = time.monotonic()
         aborted = self._aborted[request.request_id] = asyncio.Event()
         held: set[asyncio.Future[Sample]] = set()
-        async with aclosing(self._engine.generate(request)) as samples:
+        async with contextlib.aclosing(self._engine.generate(request)) as samples:
             arriving: asyncio.Future[list[Sample]] | None = asyncio.ensure_future(anext(samples, []))
             try:
                 while arriving is not None or held:
@@ -73,14 +70,9 @@ class SlowedEngine(Engine):
         """Wait for the time at which a slow engine would end the sample."""
         first = self._latency.time_to_first_token_s
         takes = first + max(0, len(sample.token_ids) - 1) * self._latency.seconds_per_token
-        self._held += 1
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(started + takes - time.monotonic()):
                 await aborted.wait()
-        except TimeoutError:
-            pass
-        finally:
-            self._held -= 1
         total = time.monotonic() - started
         return replace(sample, first_token_s=max(sample.first_token_s, min(first, total)), total_s=total)
 
@@ -95,10 +87,6 @@ class SlowedEngine(Engine):
     def waiting_samples(self) -> int:
         return self._engine.waiting_samples
 
-    def load(self) -> Load:
-        load = self._engine.load()
-        return replace(load, running_samples=load.running_samples + self._held)
-
     @property
     def info(self) -> EngineInfo:
         return self._engine.info
@@ -111,12 +99,6 @@ class SlowedEngine(Engine):
 
     async def wait_failed(self) -> str:
         return await self._engine.wait_failed()
-
-    async def pause(self, mode: PauseMode) -> None:
-        await self._engine.pause(mode)
-
-    async def resume(self) -> None:
-        await self._engine.resume()
 
     async def worker_stacks(self) -> list[tuple[str, int, str]]:
         return await self._engine.worker_stacks()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
 import numpy as np
 import torch
@@ -26,8 +27,6 @@ from flotilla_generator.engine.base import (
     FinishReason,
     GenerationRequest,
     KvPolicy,
-    Load,
-    PauseMode,
     Received,
     Sample,
     SampleSlot,
@@ -111,31 +110,12 @@ class SimEngine(Engine):
     async def abort(self, request_ids: Sequence[str]) -> int:
         return self._schedule.cut(one for name in request_ids for one in self._requests.get(name, ()))
 
-    async def pause(self, mode: PauseMode) -> None:
-        if mode is PauseMode.WAIT:
-            self._schedule.beginning = False
-            self._schedule.ending = True
-            self._schedule.look()
-            await self._schedule.wait_idle()
-        self._schedule.ending = False
-        if mode is PauseMode.ABORT:
-            await self.abort(list(self._requests))
-
-    async def resume(self) -> None:
-        self._schedule.beginning = self._schedule.ending = True
-        self._schedule.look()
-
     async def worker_stacks(self) -> list[tuple[str, int, str]]:
         return []
 
     @property
     def waiting_samples(self) -> int:
         return self._schedule.waiting
-
-    def load(self) -> Load:
-        running = [one for group in self._requests.values() for one in group]
-        left = sum(one.length - one.written() for one in running)
-        return Load(len(running), self.waiting_samples, left, 0.0)
 
     async def join(self, group: weights_pb2.WeightGroup, rank_offset: int, manifest: Manifest) -> None:
         self._receiver = receiver = Receiver(group, rank_offset, manifest)
@@ -151,16 +131,15 @@ class SimEngine(Engine):
 
     async def apply(self, version: Version, kv_policy: KvPolicy) -> Applied:
         started = time.perf_counter()
-        await self.pause(PauseMode.WAIT if kv_policy is KvPolicy.DRAIN else PauseMode.KEEP)
-        if self._latency.commit_s:
-            await asyncio.sleep(self._latency.commit_s)
-        staged = self._inbox.take() if self._inbox is not None else None
-        self._weights = dict(staged.tensors(torch.device("cpu"))) if staged is not None else {}
-        self._live = version
-        for group in self._requests.values():
-            for one in group:
-                one.go_on_under(version)
-        await self.resume()
+        async with self._standing_still(kv_policy):
+            if self._latency.commit_s:
+                await asyncio.sleep(self._latency.commit_s)
+            staged = self._inbox.take() if self._inbox is not None else None
+            self._weights = dict(staged.tensors(torch.device("cpu"))) if staged is not None else {}
+            self._live = version
+            for group in self._requests.values():
+                for one in group:
+                    one.go_on_under(version)
         elapsed = time.perf_counter() - started
         return Applied(stall_s=elapsed, apply_s=elapsed, verify_s=0.0)
 
@@ -171,6 +150,20 @@ class SimEngine(Engine):
         receiver, self._receiver, self._inbox = self._receiver, None, None
         if receiver is not None:
             await asyncio.to_thread(receiver.abort)
+
+    @asynccontextmanager
+    async def _standing_still(self, kv_policy: KvPolicy) -> AsyncIterator[None]:
+        """Let no sample end inside the block; before it, wait for the end of those that must not see the commit."""
+        schedule = self._schedule
+        try:
+            if kv_policy is KvPolicy.DRAIN:
+                schedule.beginning = False
+                await schedule.wait_idle()
+            schedule.ending = False
+            yield
+        finally:
+            schedule.beginning = schedule.ending = True
+            schedule.look()
 
     async def _on_a_thread(self, receiver: Receiver, work: Callable[[], None]) -> None:
         try:

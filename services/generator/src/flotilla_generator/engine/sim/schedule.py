@@ -41,11 +41,6 @@ class Schedule:
         """Samples that have no place yet."""
         return max(0, len(self._waiting) - self._free)
 
-    @property
-    def idle(self) -> bool:
-        """Return whether none decodes."""
-        return not self._running
-
     async def wait_idle(self) -> None:
         """Wait until none decodes."""
         await self._idle.wait()

@@ -39,7 +39,6 @@ class Running:
 
     engine_id: str
     slot: SampleSlot
-    tokens_left: int
     starts: list[tuple[Version | None, int]]
     token_ids: list[int] = field(default_factory=list)
 
@@ -123,12 +122,7 @@ class Decoding:
         """Decode all samples of `request`; those that ended together come together."""
         done: asyncio.Queue[Sample | BaseException] = asyncio.Queue()
         running = {
-            Running(
-                f"{request.request_id}:{index}",
-                slot,
-                request.sampling.after(len(slot.prefix)).max_tokens,
-                [(self.live, 0)],
-            )
+            Running(f"{request.request_id}:{index}", slot, [(self.live, 0)])
             for index, slot in enumerate(request.samples)
         }
         self._requests[request.request_id] = running

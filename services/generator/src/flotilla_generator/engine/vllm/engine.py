@@ -21,8 +21,6 @@ from flotilla_generator.engine.base import (
     EngineInfo,
     GenerationRequest,
     KvPolicy,
-    Load,
-    PauseMode,
     Received,
     Sample,
     SampleSlot,
@@ -104,12 +102,6 @@ class VllmEngine(Engine):
     async def abort(self, request_ids: Sequence[str]) -> int:
         return await self._decoding.abort(request_ids)
 
-    async def pause(self, mode: PauseMode) -> None:
-        await self.commits.pause(mode)
-
-    async def resume(self) -> None:
-        await self.commits.resume()
-
     async def worker_stacks(self) -> list[tuple[str, int, str]]:
         asking = asyncio.ensure_future(self.workers.ask("flotilla_stacks"))
         await asyncio.wait([asking], timeout=STACKS_TIMEOUT_S)
@@ -123,15 +115,6 @@ class VllmEngine(Engine):
     @property
     def waiting_samples(self) -> int:
         return 0 if self._occupancy is None else self._occupancy.waiting_samples
-
-    def load(self) -> Load:
-        running = self._decoding.running
-        return Load(
-            running_samples=len(running),
-            waiting_samples=self.waiting_samples,
-            outstanding_tokens=sum(one.tokens_left - len(one.token_ids) for one in running),
-            kv_cache_usage=None if self._occupancy is None else self._occupancy.kv_cache_usage,
-        )
 
     async def join(self, group: weights_pb2.WeightGroup, rank_offset: int, manifest: Manifest) -> None:
         arguments = (group.SerializeToString(), rank_offset, manifest.to_proto().SerializeToString())

@@ -12,14 +12,11 @@ class Occupancy(StatLoggerBase):
 
     def __init__(self) -> None:
         self.waiting_samples = 0
-        self.kv_cache_usage = 0.0
-        """From 0 to 1."""
 
     def record(self, scheduler_stats: Any, *_others: Any, **_more: Any) -> None:
         """Record the statistics of a step (vLLM calls this); some steps have none of the scheduler."""
         if scheduler_stats is not None:
             self.waiting_samples = scheduler_stats.num_waiting_reqs
-            self.kv_cache_usage = scheduler_stats.kv_cache_usage
 
     def log_engine_initialized(self) -> None:
         """Nothing to add: the service says itself when it is ready."""

@@ -1,20 +1,18 @@
 """The commit that turns staged weights into the live ones.
 
-Invariants: live weights change only between a pause that keeps running requests and the resume after it; nobody resumes
-while they are half replaced; after weights that not every worker confirmed nothing decodes until whole ones are live:
-what comes meanwhile waits for them.
+Invariants: live weights change only between a pause that keeps running requests and the resume after it; after weights
+that not every worker confirmed nothing decodes until whole ones are live: what comes meanwhile waits for them.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from typing import Any
 
-from flotilla_core.errors import FailedPrecondition, WeightsMismatch
+from flotilla_core.errors import WeightsMismatch
 from flotilla_core.version import Version
-from flotilla_generator.engine.base import Applied, KvPolicy, PauseMode, WeightsNotLive
+from flotilla_generator.engine.base import Applied, KvPolicy, WeightsNotLive
 from flotilla_generator.engine.vllm.boot import tags_versions
 from flotilla_generator.engine.vllm.decoding import Decoding
 from flotilla_generator.engine.vllm.worker_calls import WorkerCalls
@@ -34,43 +32,23 @@ class Commits:
         self._llm = llm
         self._workers = workers
         self._decoding = decoding
-        self._paused = False
         self._broken = False
-        self._applying = asyncio.Lock()
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Stand still until `resume`; after a commit that is under way."""
-        async with self._applying:  # what a pause lets end meanwhile would be named by the wrong version
-            self._paused = True
-            await self._llm().pause_generation(mode=mode.value, clear_cache=False)
-
-    async def resume(self) -> None:
-        """Decode again, unless a commit is under way: then after it."""
-        async with self._applying:  # never while weights are half replaced
-            self._paused = False
-            await self._decode_again()
 
     async def apply(self, version: Version, kv_policy: KvPolicy) -> Applied:
         """Make what is staged live as `version`."""
         started = time.perf_counter()
-        async with self._applying:
-            if self._paused and kv_policy is KvPolicy.DRAIN:
-                raise FailedPrecondition(
-                    "a paused replica cannot drain",
-                    why="its samples stand still until Resume",
-                    next_step="call Resume first, or commit with the policy recompute",
-                )
-            # Nothing runs under broken weights that a drain could wait for.
-            await self._stand_still(KvPolicy.RECOMPUTE if self._broken else kv_policy)
-            try:
-                answers = await self._replace(version)
-                self._broken = False
-            except WeightsNotLive:
-                self._broken = True
-                await self._llm().pause_generation(mode="abort", clear_cache=True)
-                raise
-            finally:
-                await self._decode_again()
+        # Nothing runs under broken weights that a drain could wait for.
+        await self._stand_still(KvPolicy.RECOMPUTE if self._broken else kv_policy)
+        try:
+            answers = await self._replace(version)
+            self._broken = False
+        except WeightsNotLive:
+            self._broken = True
+            await self._llm().pause_generation(mode="abort", clear_cache=True)
+            raise
+        finally:
+            if not self._broken:
+                await self._llm().resume_generation()
         return Applied(
             stall_s=time.perf_counter() - started,
             apply_s=max(answer["apply_s"] for answer in answers),
@@ -82,10 +60,6 @@ class Commits:
         self._decoding.live = None
         if tags_versions(self._llm()):
             await self._llm().update_weight_version(UNTAGGED)
-
-    async def _decode_again(self) -> None:
-        if not (self._paused or self._broken):
-            await self._llm().resume_generation()
 
     async def _stand_still(self, kv_policy: KvPolicy) -> None:
         """Pause for a commit. vLLM's own pause sleeps 20 ms for outputs on their way: needless where it tags tokens."""
