@@ -1,4 +1,4 @@
-"""What a run optimises, as the front knows it: checked sections, and the columns that the ranks need of an update.
+"""The objectives of sessions, as the front applies them: each turns an update into the columns that the ranks need.
 
 Nothing here loads torch: whatever needs the whole update is computed in numpy, and travels as a number a token.
 """

@@ -1,6 +1,6 @@
-"""What every objective of a session can do, and how each refuses samples that lack what it needs.
+"""The protocol of a session's objective, and the checks that refuse samples which lack what an objective needs.
 
-Invariant: what an objective needs of its samples beside their tokens is asked for before a rank sees anything.
+Invariant: an update that lacks a column is refused before a rank sees anything of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flotilla_trainer.batch.tokens import sample_place
 from flotilla_trainer.batch.update_batch import UpdateBatch
 
 WHOLE_UPDATES = "updates"
-"""What sums are a mean over: the calls of a step are one update, however many they are."""
+"""The unit of an objective that sums: all calls of a step are one update, however many there are."""
 
 ADVANTAGE_NEEDS = {
     "gae": (
@@ -35,28 +35,28 @@ ADVANTAGE_NEEDS = {
 
 
 class SessionObjective(Protocol):
-    """What a session descends on, as the front applies it to one update after the other."""
+    """An objective of a session, which the front applies to one update after the other."""
 
     @property
     def unit(self) -> str:
-        """What its losses are a mean over."""
+        """The unit over which its losses are averaged."""
 
     @property
     def writes_samples(self) -> bool:
-        """Whether the versions of tokens are versions of the model that learns."""
+        """Return whether the versions of tokens are versions of the model that learns."""
 
     @property
     def temperature(self) -> float:
         """The temperature under which tokens are judged."""
 
     def scores_reference(self, batch: UpdateBatch) -> bool:
-        """Whether the ranks have to score the batch by the policy that the session started from."""
+        """Return whether the ranks have to score the batch by the policy that the session started from."""
 
     def scores_distributions(self, batch: UpdateBatch) -> bool:
-        """Whether advantages are made of the policy's distribution at every token, as it is before the update."""
+        """Return whether advantages need the policy's whole distribution at every token, as it is before the update."""
 
     def scores_policy(self, *, several_steps: bool) -> bool:
-        """Whether updates have to be scored by the model that learns before they train it."""
+        """Return whether the model that learns has to score an update before the update trains it."""
 
     def sequences(
         self,
@@ -74,30 +74,30 @@ class SessionObjective(Protocol):
         """Count the units of a batch."""
 
     def metric_weight(self, batch: UpdateBatch) -> float:
-        """Count what the metrics of a batch are means over."""
+        """Return the weight of a batch in the mean of its metrics with those of other batches."""
 
     def adapt(self, metrics: dict[str, float], samples: int) -> None:
-        """Move what changes from step to step, after a step."""
+        """Update what changes from step to step, after a step."""
 
     def state(self) -> dict[str, Any]:
         """Return what updates have changed here, for a checkpoint."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Stand where an earlier session stood."""
+        """Take over the state of an earlier session."""
 
 
 class Unchanging:
-    """Nothing of an update is remembered, so a checkpoint holds nothing of it."""
+    """An objective without a state, of which a checkpoint holds nothing."""
 
     def state(self) -> dict[str, Any]:
-        """Updates change nothing here."""
+        """Return an empty state."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Nothing has changed."""
+        """Ignore the state, which is empty."""
 
     def adapt(self, metrics: dict[str, float], samples: int) -> None:
-        """Nothing adapts from step to step."""
+        """Ignore the step: nothing adapts."""
 
 
 def check_logprobs(batch: UpdateBatch, what: str) -> None:
@@ -126,7 +126,7 @@ def check_values(batch: UpdateBatch, advantage: GaeAdvantage) -> None:
 
 
 def _check_value_after(batch: UpdateBatch, advantage: GaeAdvantage) -> None:
-    """Refuse a response that was cut off where nobody says what would have come."""
+    """Refuse a truncated response without the value that the critic expects after it."""
     if not (advantage.bootstrap_truncated and batch.truncated.any()):
         return
     _require(
@@ -138,7 +138,7 @@ def _check_value_after(batch: UpdateBatch, advantage: GaeAdvantage) -> None:
 
 
 def check_reference(batch: UpdateBatch, why: str) -> None:
-    """Refuse samples without the log-probabilities of the reference, which nobody here can compute."""
+    """Refuse samples without the log-probabilities of the reference, which no part of this gang can compute."""
     next_step = (
         "ask for them with ComputeLogprobs, or let the trainer keep the reference (kl.reference: frozen)"
     )

@@ -27,7 +27,7 @@ Scores = NDArray[np.float32]
 
 
 class PairObjective(Unchanging):
-    """What the ranks need of an update of pairs, and what it says about itself."""
+    """Learns preferences of a policy from pairs of answers."""
 
     unit = "pairs"
     """What its losses are a mean over."""
@@ -40,7 +40,7 @@ class PairObjective(Unchanging):
         self._preference = preference
 
     def scores_reference(self, batch: UpdateBatch) -> bool:
-        """Whether the ranks have to score the batch by the policy that the session started from."""
+        """Return whether the ranks have to score the batch by the policy that the session started from."""
         return not self._preference.reference_free and batch.reference_logprobs is None
 
     def scores_distributions(self, batch: UpdateBatch) -> bool:
@@ -77,11 +77,11 @@ class PairObjective(Unchanging):
         return batch.sequences({"weights": np.repeat(pulls, batch.response_lengths)}), metrics
 
     def units(self, batch: UpdateBatch) -> float:
-        """How many pairs a batch has."""
+        """Count the pairs of a batch."""
         return float(len(batch.group_sizes))
 
     def metric_weight(self, batch: UpdateBatch) -> float:
-        """What the metrics of a batch are means over: its pairs."""
+        """Return the number of pairs, over which the metrics of a batch are averaged."""
         return self.units(batch)
 
     def _losses(self, margins: Floats) -> PairLosses:
@@ -116,14 +116,14 @@ def check_pairs(batch: UpdateBatch) -> None:
 
 
 def _sums(batch: UpdateBatch, logprobs: Scores) -> Floats:
-    """Of the trained tokens of each sample."""
+    """Sum the log-probabilities of the trained tokens of each sample."""
     values = np.where(batch.trained, logprobs.astype(np.float64), 0.0)
     sums: Floats = np.add.reduceat(values, np.cumsum(batch.response_lengths) - batch.response_lengths)
     return sums
 
 
 class RewardUpdate(Unchanging):
-    """What the ranks of a reward model need of an update of pairs, and what it says about itself."""
+    """Trains a reward model on pairs of answers."""
 
     unit = "pairs"
     """What its losses are a mean over."""
@@ -168,11 +168,11 @@ class RewardUpdate(Unchanging):
         return after_answers(batch, {"weights": pulls, "answer_tokens": batch.response_lengths}), metrics
 
     def units(self, batch: UpdateBatch) -> float:
-        """How many pairs a batch has."""
+        """Count the pairs of a batch."""
         return float(len(batch.group_sizes))
 
     def metric_weight(self, batch: UpdateBatch) -> float:
-        """What the metrics of a batch are means over: its pairs."""
+        """Return the number of pairs, over which the metrics of a batch are averaged."""
         return self.units(batch)
 
 
@@ -201,7 +201,7 @@ def _check_whole(batch: UpdateBatch) -> None:
 
 
 def pair_metrics(losses: Floats, rewards: Floats) -> dict[str, float]:
-    """From the loss of each pair and the reward of each answer, the preferred one of a pair first."""
+    """Compute metrics from the loss of each pair and the reward of each answer, the preferred one of a pair first."""
     chosen, rejected = rewards[0::2], rewards[1::2]
     margins: Floats = chosen - rejected
     return {

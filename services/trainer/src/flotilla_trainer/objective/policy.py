@@ -34,7 +34,7 @@ TOKEN_MEAN, TOKEN_SUM = "token_mean", "token_sum"
 
 
 class PolicyObjective:
-    """What the ranks need of an update, and what it says about itself."""
+    """Learns from rollouts of the policy by their rewards, or from given answers."""
 
     writes_samples = True
     """The versions of their tokens are versions of the model that learns."""
@@ -50,7 +50,7 @@ class PolicyObjective:
             self._function = columns.advantage_function(self._policy.advantage.type)
 
     def scores_reference(self, batch: UpdateBatch) -> bool:
-        """Whether the ranks have to score the batch by the policy that the session started from."""
+        """Return whether the ranks have to score the batch by the policy that the session started from."""
         if not self._samples_divergence or batch.reference_logprobs is not None:
             return False
         assert self._policy is not None, "there is a divergence"
@@ -59,7 +59,7 @@ class PolicyObjective:
         return True
 
     def scores_policy(self, *, several_steps: bool) -> bool:
-        """Whether updates have to be scored by the policy before they train it.
+        """Return whether updates have to be scored by the policy before they train it.
 
         In a single step the forward pass of the step itself says what the policy was; but a mean over the whole update
         is needed before it.
@@ -69,7 +69,7 @@ class PolicyObjective:
         return self._policy.correction.proximal == "trainer"
 
     def scores_distributions(self, batch: UpdateBatch) -> bool:
-        """Whether advantages are made of the policy's distribution at every token, as it is before the update."""
+        """Return whether advantages need the policy's whole distribution at every token before the update."""
         if self._policy is None or batch.advantages is not None:
             return False
         return self._policy.advantage.needs_distributions
@@ -108,11 +108,11 @@ class PolicyObjective:
 
     @property
     def unit(self) -> str:
-        """What its losses are a mean over."""
+        """The unit over which its losses are averaged."""
         return {TOKEN_MEAN: "tokens", TOKEN_SUM: WHOLE_UPDATES}.get(self._aggregation, "sequences")
 
     def units(self, batch: UpdateBatch) -> float:
-        """How many of them a batch has."""
+        """Count the units of a batch."""
         counted, shares = batch.trained, None
         if self._policy is not None:
             kept = columns.kept_samples(batch, self._policy.advantage)
@@ -121,7 +121,7 @@ class PolicyObjective:
         return counted_units(self._aggregation, batch.response_lengths, counted, shares)
 
     def metric_weight(self, batch: UpdateBatch) -> float:
-        """What the metrics of a batch are means over: its trained tokens."""
+        """Return the number of trained tokens, over which the metrics of a batch are averaged."""
         return float(batch.trained.sum())
 
     def adapt(self, metrics: dict[str, float], samples: int) -> None:
@@ -137,17 +137,17 @@ class PolicyObjective:
             )
 
     def state(self) -> dict[str, Any]:
-        """What updates have changed here, for a checkpoint."""
+        """Return what updates have changed here, for a checkpoint."""
         return {"kl_coefficient": self.kl_coefficient, "reward_history": asdict(self._history)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Stand where an earlier session stood."""
+        """Take over the state of an earlier session."""
         self.kl_coefficient = state["kl_coefficient"]
         self._history = RewardHistory(**state["reward_history"])
 
     @property
     def _samples_divergence(self) -> bool:
-        """Whether there is a divergence that is estimated on the sampled tokens; the ranks see whole distributions."""
+        """Return whether a divergence is estimated on the sampled tokens; ranks compute whole ones."""
         if self._policy is None or self._policy.kl.placement == "none":
             return False
         return self._policy.kl.estimator != "full"
@@ -232,7 +232,7 @@ class PolicyObjective:
 
 
 def _check_advantages_stand_alone(batch: UpdateBatch, policy: PolicyConfig) -> None:
-    """Whoever sends advantages has made them: nothing that would be done on the way to them can be done any more."""
+    """Refuse keys that act before advantages are made, where a client sends finished advantages."""
     advantage = policy.advantage
     asked = {
         "kl.placement reward": policy.kl.placement == "reward",

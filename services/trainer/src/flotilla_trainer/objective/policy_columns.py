@@ -266,7 +266,7 @@ def segments_of(batch: UpdateBatch) -> NDArray[np.int64]:
 
 
 def reference_divergence(batch: UpdateBatch, estimator: str) -> Floats:
-    """Of the policy that sampled from the reference, one a token, zero where nothing is trained."""
+    """Return the divergence of the sampling policy from the reference, one a token, zero for untrained ones."""
     assert batch.logprobs is not None and batch.reference_logprobs is not None, (
         "checked before columns are made"
     )
@@ -276,7 +276,7 @@ def reference_divergence(batch: UpdateBatch, estimator: str) -> Floats:
 
 
 def teacher_columns(batch: UpdateBatch, teacher: TeacherConfig, weights: Floats) -> dict[str, NDArray[Any]]:
-    """What the ranks need of a divergence from the teacher; it counts as a divergence from the reference does."""
+    """Return the columns of a divergence from the teacher, which is weighted like one from the reference."""
     assert batch.teacher_top_token_ids is not None and batch.teacher_top_logprobs is not None, (
         "checked before columns are made"
     )
@@ -288,7 +288,7 @@ def teacher_columns(batch: UpdateBatch, teacher: TeacherConfig, weights: Floats)
 
 
 def teacher_mass(batch: UpdateBatch) -> float:
-    """How much of the teacher's probability lies on the tokens that came, mean over the trained positions."""
+    """Return the teacher's probability of the tokens that were sent, as a mean over the trained positions."""
     assert batch.teacher_top_logprobs is not None, "checked before columns are made"
     return float(np.exp(batch.teacher_top_logprobs[batch.trained]).sum(-1).mean(dtype=np.float64))
 

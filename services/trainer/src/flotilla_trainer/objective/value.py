@@ -24,10 +24,10 @@ TOKEN_MEAN = "token_mean"
 
 
 class ValueUpdate(Unchanging):
-    """What the ranks of a critic need of an update, and what it says about itself."""
+    """Trains a critic on the returns of rollouts."""
 
     unit = "tokens"
-    """What its losses are a mean over."""
+    """The unit over which its losses are averaged."""
     writes_samples = False
     """The versions of their tokens are the policy's, which may have moved when the critic could not."""
     temperature = 1.0
@@ -73,15 +73,15 @@ class ValueUpdate(Unchanging):
         return batch.sequences(made), _metrics(batch.values[batch.trained], returns[batch.trained])
 
     def units(self, batch: UpdateBatch) -> float:
-        """How many tokens its mean is over."""
+        """Count the tokens over which its losses are averaged."""
         return counted_units(TOKEN_MEAN, batch.response_lengths, batch.trained)
 
     def metric_weight(self, batch: UpdateBatch) -> float:
-        """What the metrics of a batch are means over: its trained tokens."""
+        """Return the number of trained tokens, over which the metrics of a batch are averaged."""
         return float(batch.trained.sum())
 
     def _penalties(self, batch: UpdateBatch) -> NDArray[np.float64] | None:
-        """What the distance from the reference takes from the reward of each token."""
+        """Return what the divergence from the reference subtracts from the reward of each token."""
         kl = self._policy.kl
         if kl.placement != "reward":
             return None
@@ -91,7 +91,7 @@ class ValueUpdate(Unchanging):
 
 
 def _metrics(values: NDArray[Any], returns: NDArray[Any]) -> dict[str, float]:
-    """How well the values foretold the returns."""
+    """Measure how well the values predicted the returns."""
     spread = float(returns.var())
     missed = float((returns - values).var())
     return {

@@ -69,11 +69,11 @@ class Objective:
 
     @property
     def entropy_gradient(self) -> bool:
-        """Whether `entropy` has to carry a gradient."""
+        """Return whether `entropy` has to carry a gradient."""
         return self._policy is not None and self._policy.entropy_coefficient > 0
 
     def on(self, model: PolicyModel, columns: Columns, chunk_tokens: int) -> LossTerms:
-        """What a micro-batch says, with logits for so many tokens at a time."""
+        """Compute the terms of a micro-batch, with the logits of `chunk_tokens` tokens at a time."""
         reference = self._reference.on(columns) if self._reference is not None else None
         scores = model(
             columns["tokens"],
@@ -93,7 +93,7 @@ class Objective:
         return self(scores.logprobs, scores.entropy, columns)
 
     def teacher(self, columns: Columns) -> TeacherTop | None:
-        """What the teacher says of the scored tokens, where the policy is held to it."""
+        """Return the teacher's likeliest tokens, where the policy learns from a teacher."""
         if self._policy is None or self._policy.teacher is None:
             return None
         teacher = self._policy.teacher
@@ -101,7 +101,7 @@ class Objective:
         return TeacherTop(ids, logprobs, teacher.divergence == "forward", teacher.tail)
 
     def __call__(self, logprobs: torch.Tensor, entropy: torch.Tensor, columns: Columns) -> LossTerms:
-        """The weighted sum over the tokens of a micro-batch, and what it says about itself."""
+        """Compute the weighted sum over the tokens of a micro-batch, and its metrics."""
         weights = columns["weights"]
         sums = {"tokens": torch.ones_like(logprobs).sum(), "entropy": entropy.detach().sum()}
         maxima: Columns = {}
@@ -176,7 +176,7 @@ class Objective:
 def _proximal(
     correction: CorrectionConfig, now: torch.Tensor, rollout: torch.Tensor | None, columns: Columns
 ) -> torch.Tensor:
-    """What the ratio compares with; `now` where the policy has taken no step since it has to be that of then."""
+    """Return the log-probabilities that the ratio compares with; `now` where the policy has taken no step since."""
     if rollout is not None and correction.proximal == "rollout":
         return rollout
     if "proximal_logprobs" in columns:
@@ -259,7 +259,7 @@ def _taught(columns: Columns, sums: Columns) -> torch.Tensor:
 def _measure_distance(
     now: torch.Tensor, rollout: torch.Tensor, fresh: torch.Tensor, sums: Columns, maxima: Columns
 ) -> None:
-    """How far the trainer's probabilities are from those that the rollout reported."""
+    """Measure how far the trainer's probabilities are from those that the rollout reported."""
     difference, p, q = (now - rollout).abs(), now.exp(), rollout.exp()
     moved, bounded = (p - q).abs(), (now - rollout).clamp(max=MAX_LOG_RATIO)
     sums |= {
@@ -285,7 +285,7 @@ class RewardObjective:
     """
 
     def on(self, model: RewardModel, columns: Columns, chunk_tokens: int) -> LossTerms:
-        """What a micro-batch says; a head of one number needs no chunks."""
+        """Compute the terms of a micro-batch; a head of one number needs no chunks."""
         rewards = model(columns["tokens"], columns["positions"], packed_row=PackedRow.among(columns))
         return self(rewards, columns)
 
@@ -305,13 +305,13 @@ class ValueObjective:
         self._clip = critic.value_clip
 
     def on(self, model: ValueModel, columns: Columns, chunk_tokens: int) -> LossTerms:
-        """What a micro-batch says; a head of one number needs no chunks."""
+        """Compute the terms of a micro-batch; a head of one number needs no chunks."""
         return self(
             model(columns["tokens"], columns["positions"], packed_row=PackedRow.among(columns)), columns
         )
 
     def __call__(self, values: torch.Tensor, columns: Columns) -> LossTerms:
-        """The weighted sum over the tokens of a micro-batch, and what it says about itself."""
+        """Compute the weighted sum over the tokens of a micro-batch, and its metrics."""
         returns, weights = columns["returns"], columns["weights"]
         losses = (values - returns).square()
         clipped = torch.zeros_like(losses, dtype=torch.bool)
@@ -329,7 +329,7 @@ class RankObjective(Protocol):
     """An objective of any kind."""
 
     def on(self, model: Any, columns: dict[str, torch.Tensor], chunk_tokens: int) -> LossTerms:
-        """What a micro-batch says; the model is of the objective's kind, because a session's role chooses both."""
+        """Compute the terms of a micro-batch; the model fits the objective, because a session's role chooses both."""
 
 
 def rank_objective(

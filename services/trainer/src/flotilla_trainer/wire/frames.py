@@ -1,4 +1,4 @@
-"""What travels between the front and its ranks: a small header and the bytes of arrays, over one socket pair a rank.
+"""Frames between the front and its ranks: a small header and the bytes of arrays, over one socket pair a rank.
 
 Invariants: a frame is two lengths, a JSON header and the arrays' little-endian bytes in the header's order; nothing is
 pickled, so a confused rank can send wrong numbers but never code; both ends use this module and no other.
@@ -46,7 +46,7 @@ def encode(frame: Frame) -> list[bytes | memoryview]:
 
 
 def lengths(prefix: bytes | bytearray) -> tuple[int, int]:
-    """How many bytes of header and of arrays follow a frame's first `PREFIX_BYTES`."""
+    """Return how many bytes of header and of arrays follow a frame's first `PREFIX_BYTES`."""
     header_bytes, body_bytes = _LENGTHS.unpack(prefix)
     return header_bytes, body_bytes
 

@@ -39,12 +39,12 @@ PLACE = "spec.objective"
 
 @dataclass(frozen=True)
 class ObjectiveSettings:
-    """What a session descends on."""
+    """The objective of a session: its kind, its section, and the limits of its rollouts."""
 
     kind: str = SFT
     section: Section = field(default_factory=SftConfig)
     temperature: float = 1.0
-    """Of the rollouts; given answers are judged under the policy as it is."""
+    """The temperature of the rollouts; given answers are scored at 1."""
     max_response_tokens: int = 0
     """Length limit of the rollouts; 0 where nothing asks for it."""
 
@@ -84,12 +84,12 @@ class ObjectiveSettings:
 
     @property
     def supervised(self) -> bool:
-        """Whether the tokens are given answers, to be raised or lowered by the weights of the front."""
+        """Return whether the tokens are given answers, to be raised or lowered by the weights of the front."""
         return self.kind in (SFT, PREFERENCE)
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether the ranks keep the weights that the session started from."""
+        """Return whether the ranks keep the weights that the session started from."""
         if isinstance(self.section, DpoConfig):
             return not self.section.reference_free
         if self.kind != POLICY or self.policy is None:
@@ -98,7 +98,7 @@ class ObjectiveSettings:
 
     @property
     def compares_distributions(self) -> bool:
-        """Whether the divergence is that of the whole distributions, which the reference has to give for each token."""
+        """Return whether the divergence needs the whole distribution of the reference at each token."""
         return self.kind == POLICY and self.policy is not None and self.policy.kl.estimator == "full"
 
     def _check_rollouts(self) -> None:
@@ -120,7 +120,7 @@ class ObjectiveSettings:
 def read_section(
     model: type[SectionModel], written: struct_pb2.Struct | dict[str, Any], place: str
 ) -> SectionModel:
-    """The section that a Struct of the wire holds, or that a call makes of one."""
+    """Read a section from a Struct of the wire, or from the values that a call changed."""
     values = to_json(written) if isinstance(written, struct_pb2.Struct) else written
     try:
         return model.model_validate(values)

@@ -2,8 +2,8 @@
 
 Invariants: the front makes them from checked specifications, and those of a session are equal on all ranks; everything
 that differs between two stacks or two ranks is in a rank's setup, for a rank reads no configuration of its own;
-everything that depends on a whole update comes with the update. The head is what stands on the body of the model that
-a gang holds; the ranks build the model anew where a session needs another head.
+everything that depends on a whole update comes with the update. The head is the last layer of a gang's
+model; the ranks build the model again where a session needs another head.
 """
 
 from __future__ import annotations
@@ -22,15 +22,12 @@ REWARD_HEAD = "reward"
 
 @dataclass(frozen=True)
 class RankSetup:
-    """What a rank is told when it starts.
-
-    One rank's place in its gang, and the model to load.
-    """
+    """The place of a rank in its gang, and the model that it loads at its start."""
 
     rank: int
     ranks: int
     head: str
-    """What stands on the body of the model: model_heads."""
+    """The last layer of the model: one of the `*_HEAD` constants."""
     rendezvous: str
     """File through which the ranks of this gang find each other; new for every gang."""
     backend: str
@@ -51,18 +48,18 @@ class RankSetup:
 
 
 def first_head(role: str) -> str:
-    """That of a gang of this role before any session."""
+    """Return the head of a gang of this role before any session."""
     return VALUE_HEAD if role == CRITIC else VOCABULARY_HEAD
 
 
 def head_for(role: str, kind: str) -> str:
-    """That of a gang of this role while a session with an objective of this kind is open."""
+    """Return the head of a gang of this role while a session with an objective of this kind is open."""
     return REWARD_HEAD if kind == REWARD_MODEL else first_head(role)
 
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """What a session learns, how it steps, and how much of it is in memory at one time."""
+    """Objective, optimizer, batching and adapters of a session."""
 
     objective: ObjectiveSettings
     optimizer: OptimizerConfig

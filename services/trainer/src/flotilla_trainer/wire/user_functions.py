@@ -23,7 +23,7 @@ from flotilla_core.errors import FlotillaError, NotFound, UserCodeError
 
 
 def is_user_function(name: str) -> bool:
-    """Whether a name means a function in a file; names of ours have no colon."""
+    """Return whether a name means a function in a file; names of ours have no colon."""
     return ":" in name
 
 
@@ -92,7 +92,7 @@ def _parts(name: str) -> tuple[Path, str]:
 
 
 def problem(name: str, parameters: dict[str, Any]) -> str:
-    """Why a function cannot be called with these parameters; empty where it can."""
+    """Return why a function cannot be called with these parameters; empty where it can."""
     try:
         function = load_user_function(name)
     except FlotillaError as error:
