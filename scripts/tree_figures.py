@@ -15,6 +15,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -101,6 +102,30 @@ def small_with_one_importer(modules: list[Module]) -> list[Module]:
     ]
 
 
+def circle_of_packages(modules: list[Module]) -> list[str]:
+    """Return packages that import each other in a circle, the first again at the end; empty where there is none.
+
+    A module in the root of a library or service counts as a package of its own.
+    """
+    packages = {_package(module.name) for module in modules if "." in module.name}
+    graph: dict[str, set[str]] = defaultdict(set)
+    for module in modules:
+        own = _package(module.name)
+        if own in packages:
+            graph[own] |= {_package(name) for name in module.imports} & packages - {own}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        circle: list[str] = error.args[1]
+        return circle
+    return []
+
+
+def _package(name: str) -> str:
+    """Return the library or service of a dotted name, with the package inside it."""
+    return ".".join(name.split(".")[:2])
+
+
 def figures(modules: list[Module], small: list[Module]) -> Figures:
     """Work out the figures of some modules; `small` are those of the whole tree."""
     counted = [module for module in modules if module.counts]
@@ -166,6 +191,7 @@ def main() -> None:
                 f"{name:24}{row.modules:7}{row.median_lines:8.0f}{row.p90_lines:5.0f}{row.longest:9}"
                 f"{row.small_with_one_importer:25}{row.import_share:9.1%}{row.fragments:11}"
             )
+    print("circle of packages:", " -> ".join(circle_of_packages(modules)) or "none")
     if asked.fragments:
         for fragment in (fragment for module in modules for fragment in module.fragments):
             print(f"{fragment.place}: {fragment.text}")

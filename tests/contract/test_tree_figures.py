@@ -37,6 +37,10 @@ def test_docstrings_become_sentences(tree_figures: ModuleType) -> None:
     assert count == FRAGMENTS, "write a sentence (scripts/tree_figures.py --fragments), or lower the number"
 
 
+def test_no_packages_import_each_other_in_a_circle(tree_figures: ModuleType) -> None:
+    assert tree_figures.circle_of_packages(tree_figures.read_tree(ROOT)) == []
+
+
 @pytest.mark.parametrize("package", sorted(MOST_MODULES))
 def test_a_service_is_spread_over_no_more_modules(tree_figures: ModuleType, package: str) -> None:
     modules = tree_figures.read_tree(ROOT)

@@ -13,13 +13,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from flotilla.common.v1 import weights_pb2
 from flotilla_core.errors import InvalidRequest
-from flotilla_weights.adapters import Adapters
+from flotilla_weights.adapters import AdapterNames
 
 ALIGNMENT = 64
 """Every tensor starts at a multiple of this within its bucket, so that it can be viewed as its own type."""
@@ -63,6 +63,31 @@ class Bucket:
 
     slots: tuple[Slot, ...]
     nbytes: int
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The changing part of a model whose weights stay frozen."""
+
+    manifest: Manifest
+    scale: float
+
+    def checked(self, base: Manifest) -> Self:
+        """Refuse adapters of a weight that `base` has not, and those that do not fit theirs."""
+        given = {spec.name: spec.shape for spec in self.manifest.tensors}
+        for spec in base.tensors:
+            a, b = (given.pop(name, None) for name in AdapterNames.of(spec.name))
+            if a is None and b is None:
+                continue
+            if a is None or b is None or (b[0], a[-1]) != spec.shape or a[0] != b[-1]:
+                raise InvalidRequest(
+                    "the adapters of a weight do not fit it",
+                    where=spec.name,
+                    why=f"A is {a}, B is {b}, the weight is {spec.shape}",
+                )
+        if given:
+            raise InvalidRequest("an adapter belongs to no weight of the manifest", where=next(iter(given)))
+        return self
 
 
 @dataclass(frozen=True)
