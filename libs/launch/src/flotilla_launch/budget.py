@@ -23,7 +23,7 @@ class RestartBudget:
         return list(self._spent)
 
     def refill(self, spent: Iterable[float] = ()) -> None:
-        """Begin anew, or where a former launcher stood."""
+        """Begin with a full budget, or with what a former launcher had left."""
         self._spent = deque(spent)
 
     def spend(self) -> float | None:

@@ -77,7 +77,7 @@ def require(paths: StackPaths) -> LauncherFile:
         raise Unavailable(
             f"the launcher of stack {paths.directory.name!r} is being started again",
             where=str(paths.directory),
-            why="it was killed; what it had started goes on",
+            why="it was killed; what it had started continues",
             next_step="run the command again in a few seconds; see: flotilla logs launcher",
         )
     raise Unavailable(

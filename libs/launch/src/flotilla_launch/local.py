@@ -124,7 +124,7 @@ async def _cleaned_up(paths: StackPaths) -> bool:
     with hold_lock(paths.launcher_lock_file, timeout_s=CLEANUP_LIMIT_S) as held:
         if not held:
             raise DeadlineExceeded(
-                "somebody else is at work on the processes of the stack",
+                "another command is changing the processes of the stack",
                 where=str(paths.launcher_lock_file),
                 why=f"the file was locked for {CLEANUP_LIMIT_S:.0f} s",
                 next_step="see who holds the lock: fuser -v " + str(paths.launcher_lock_file),

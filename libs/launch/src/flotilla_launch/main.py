@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument(
         "--take-over",
         action="store_true",
-        help="go on with the processes that a launcher which died has left",
+        help="take over the processes that a launcher left when it died",
     )
     arguments = parser.parse_args()
 

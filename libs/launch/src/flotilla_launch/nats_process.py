@@ -165,7 +165,7 @@ class NatsProcess:
             try:
                 self._became(ProcessState.PROCESS_STATE_RESTARTING, why)
                 await asyncio.sleep(_RESTART_DELAY_S)
-                while lacks_room(self._directory):  # noqa: ASYNC110 - a disk tells nobody
+                while lacks_room(self._directory):  # noqa: ASYNC110 - a disk sends no notice
                     await asyncio.sleep(_LOOK_FOR_ROOM_EVERY_S)
                 server = await self._boot()
             # This task is not awaited: what the system refuses (a full disk) is one failed attempt as well.

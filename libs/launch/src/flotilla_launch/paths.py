@@ -131,7 +131,7 @@ def _runtime_directory() -> Path:
         raise FailedPrecondition(
             "the directory for the launcher's socket is open to other users",
             where=str(directory),
-            why="whoever can write there could take over the socket",
+            why="any user who can write there could take over the socket",
             next_step=f"remove it, or run: chmod 700 {directory}",
         )
     return directory

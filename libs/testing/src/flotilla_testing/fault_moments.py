@@ -30,7 +30,7 @@ class Moment(StrEnum):
     """The progress of a run within a step."""
 
     ROLLOUT = "rollout"
-    """A generator decodes: any moment, for whoever has no part in the others."""
+    """A generator decodes: any moment, for a victim that takes no part in the others."""
     BEFORE_PUBLISH = "before publish"
     """The batch is at the trainer; its version is on no generator."""
     MID_SYNC = "mid weight sync"

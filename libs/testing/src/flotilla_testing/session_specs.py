@@ -1,4 +1,4 @@
-"""Sections of a session's specification as a client of its own would send them, checked by nobody."""
+"""Sections of a session's specification as a client would send them, without a check."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ class WeightSession:
         error = WeightsMismatch(
             f"version {version} was not applied",
             why=why,
-            next_step="the version before goes on serving; publish again",
+            next_step="the previous version is still served; publish again",
         )
         self.staged, self.error = None, str(error)
         self._rest()

@@ -155,7 +155,7 @@ class Bus:
             raise FailedPrecondition(
                 f"the NATS server at {url} takes anybody",
                 where="nats.url",
-                why="whoever reaches it could see and take away the registrations of this stack",
+                why="any client that reaches it could read and delete the registrations of this stack",
                 next_step="give it users, and name the file with the credentials of this stack in "
                 "nats.credentials_file; or, on a network that only this stack is in, set nats.insecure: true",
             )

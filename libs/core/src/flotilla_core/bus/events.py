@@ -3,8 +3,8 @@
 Invariants: `publish` never waits; an event is stored at most once (its id is the message id, and the server
 drops repeats); the backlog during an outage is bounded and what falls out of it is counted. Events are stored
 in the order of publishing unless the server refuses some for a moment: the sequence inside an event decides.
-Stream `runs`, subjects `run.<id>.events`, kept for 7 days and 256 MiB. A server whose disk was full stores nothing more
-in a stream that met that, also when there is room again: such a stream is made anew, and what is waiting goes into it.
+Stream `runs`, subjects `run.<id>.events`, kept for 7 days and 256 MiB. After its disk was full, a server stores nothing
+more in a stream, even when there is room again: such a stream is created again, and waiting events are written to it.
 """
 
 from __future__ import annotations
@@ -196,9 +196,9 @@ class EventStream:
             await stream.stream_info(STREAM)
             await stream.delete_stream(STREAM)
             self._stream_of = -1
-            logger.warning("the event stream in NATS stored nothing any more and is made anew")
+            logger.warning("the event stream in NATS stopped storing events and is created again")
         except BUS_ERRORS as error:
-            logger.debug("the event stream cannot be made anew now: %r", error)
+            logger.debug("the event stream cannot be created now: %r", error)
 
     async def _ensure_stream(self) -> None:
         config = StreamConfig(

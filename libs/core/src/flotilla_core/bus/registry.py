@@ -1,8 +1,8 @@
 """The registry of instances: a key-value bucket whose keys live only as long as their owner's heartbeat.
 
-Invariants: a registration that the secret of the stack did not sign is not there, whoever wrote it; the registry is a
-hint (health decides), so NATS being away changes nothing in any view: known instances stay until they miss their
-heartbeat on a connection that stands. A view is a whole snapshot, a new one at every change and never without one. The
+Invariants: a registration that the secret of the stack did not sign is ignored. The registry is a hint (health
+decides), so a loss of NATS changes nothing in any view: known instances stay until they miss their heartbeat on a
+connection that works. A view is a whole snapshot, a new one at every change and never without one. The
 bucket is in memory; heartbeats fill it again after a restart.
 """
 

@@ -206,7 +206,7 @@ class RunConfig(ConfigModel):
         drains = self.weights.update == "between_samples" or self.weights.kv_policy == "drain"
         if self.rollout.resume_partial and drains:
             raise ValueError(
-                "rollout.resume_partial goes on with samples under newer weights, which weights.update between_samples "
+                "rollout.resume_partial continues samples under newer weights, which weights.update between_samples "
                 "and weights.kv_policy drain rule out: leave it out, or them at their defaults"
             )
         if self.stop is not None and (self.evaluation is None or self.evaluation.every_steps == 0):

@@ -129,7 +129,7 @@ class OperateServicer(operate_pb2_grpc.OperateServiceServicer):
                 name="disk",
                 status=pb.CHECK_STATUS_FAILED,
                 finding=f"{full.what} ({full.where}): {full.why}",
-                remedy="Free space there: runs that wait for it go on by themselves.",
+                remedy="Free space there: runs that wait for it continue by themselves.",
             )
         if free_bytes(self._host.state_dir) >= _LOW_DISK_BYTES:
             return pb.CheckResult(name="disk", status=pb.CHECK_STATUS_PASSED, finding=finding)

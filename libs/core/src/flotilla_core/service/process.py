@@ -254,7 +254,7 @@ class ServiceProcess:
     def _fail(self, error: BaseException) -> None:
         if self._error is None:
             self._error = error
-            logger.error("the service cannot go on", error=str(error))
+            logger.error("the service cannot continue", error=str(error))
         self._ending.set()
 
 

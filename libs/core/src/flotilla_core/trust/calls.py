@@ -119,7 +119,7 @@ class CallVerifier:
         return None
 
     def _own_names(self) -> frozenset[str]:
-        """Ask anew: a host may have got another address since."""
+        """Resolve the name again: a host may have got another address since."""
         self._known_names = self._names()
         return self._known_names
 
