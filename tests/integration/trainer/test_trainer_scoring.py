@@ -112,7 +112,7 @@ async def test_a_session_of_another_role_or_with_something_to_learn_does_not_ope
 ) -> None:
     with pytest.raises(FailedPrecondition, match="this gang is the reference's, the session is for teacher"):
         await opened(reference, role=session_pb2.ROLE_TEACHER)
-    with pytest.raises(InvalidRequest, match="a reference learns nothing"):
+    with pytest.raises(InvalidRequest, match="a reference does not learn"):
         await opened(reference, optimizer=as_struct({"learning_rate": 1e-3}))
     with pytest.raises(Mismatch, match="hidden_size"):
         await opened(reference, initial_weights=str(model_maker(tmp_path / "wide", seed=1, hidden_size=64)))

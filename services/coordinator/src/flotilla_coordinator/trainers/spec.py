@@ -1,6 +1,6 @@
 """Writes the specifications of a run's sessions on trainer gangs.
 
-Invariant: a section travels whole, so that what the trainer reads is what the run resolved, presets and all.
+Invariant: a section travels whole, so the trainer reads what the run resolved, with all presets applied.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def scoring_batching(spec: pb.SessionSpec, role: str) -> BatchingConfig:
     _check_role(spec, role)
     if spec.HasField("objective") or spec.HasField("optimizer"):
         raise InvalidRequest(
-            f"a {role} learns nothing", where="spec", why="it has an objective or an optimizer"
+            f"a {role} does not learn", where="spec", why="it has an objective or an optimizer"
         )
     return read_section(BatchingConfig, spec.batching, "spec.batching")
 
@@ -60,7 +60,7 @@ def session_settings(spec: pb.SessionSpec, role: str = roles.POLICY) -> SessionS
         raise InvalidRequest(
             "a reward model has no adapters",
             where="spec.lora",
-            why="they are trained beside a language model alone",
+            why="they are trained with a language model only",
             next_step="leave lora out",
         )
     optimizer = read_section(OptimizerConfig, spec.optimizer, "spec.optimizer")

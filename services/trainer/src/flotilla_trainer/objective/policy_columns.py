@@ -217,7 +217,7 @@ def weights_of(
     parts: Sequence[NDArray[np.bool_]],
     shares: Floats | None,
 ) -> Floats:
-    """Return how much each token counts, with the denominator of the mini-batch that it lies in."""
+    """Return how much each token counts, with the denominator of the mini-batch that contains it."""
     constant = aggregation.constant_tokens or limit
     return part_weights(aggregation.type, batch, counted, parts, constant, shares)
 
