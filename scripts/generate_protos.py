@@ -105,7 +105,7 @@ def main() -> int:
         if not check:
             install(fresh, PACKAGES)
         count = len(generated_files(fresh))
-    print(f"{count} generated files up to date" + (f" ({len(stale)} changed)" if stale else ""))
+    print(f"{count} generated files, {len(stale)} of them changed")
     return 0
 
 
