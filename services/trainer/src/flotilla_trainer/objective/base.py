@@ -86,8 +86,12 @@ class SessionObjective(Protocol):
         """Take over the state of an earlier session."""
 
 
-class Unchanging:
-    """An objective without a state, of which a checkpoint holds nothing."""
+class WithoutAdvantages:
+    """An objective that makes no advantages: it needs no distributions and has no state for a checkpoint."""
+
+    def scores_distributions(self, batch: UpdateBatch) -> bool:
+        """Return False: only advantages are made of distributions."""
+        return False
 
     def state(self) -> dict[str, Any]:
         """Return an empty state."""

@@ -20,21 +20,21 @@ from flotilla_core.errors import InvalidRequest
 from flotilla_trainer.batch.packing import Sequences
 from flotilla_trainer.batch.tokens import NOTHING_FOLLOWS, sample_place
 from flotilla_trainer.batch.update_batch import UpdateBatch
-from flotilla_trainer.objective.base import Unchanging
+from flotilla_trainer.objective.base import WithoutAdvantages
 
 Floats = NDArray[np.float64]
 Scores = NDArray[np.float32]
 
 
-class PairObjective(Unchanging):
+class PairObjective(WithoutAdvantages):
     """Learns preferences of a policy from pairs of answers."""
 
     unit = "pairs"
-    """What its losses are a mean over."""
+    """The unit over which its losses are averaged."""
     writes_samples = True
     """The versions of their tokens are versions of the model that learns."""
     temperature = 1.0
-    """Answers are judged under the policy as it is."""
+    """Answers are scored by the unchanged distribution of the policy."""
 
     def __init__(self, preference: DpoConfig) -> None:
         self._preference = preference
@@ -43,12 +43,8 @@ class PairObjective(Unchanging):
         """Return whether the ranks have to score the batch by the policy that the session started from."""
         return not self._preference.reference_free and batch.reference_logprobs is None
 
-    def scores_distributions(self, batch: UpdateBatch) -> bool:
-        """Never: no advantage is made of them."""
-        return False
-
     def scores_policy(self, *, several_steps: bool) -> bool:
-        """Updates are scored by the policy before they train it, always."""
+        """Return True: the policy scores every update before the update trains it."""
         return True
 
     def sequences(
@@ -122,11 +118,11 @@ def _sums(batch: UpdateBatch, logprobs: Scores) -> Floats:
     return sums
 
 
-class RewardUpdate(Unchanging):
+class RewardUpdate(WithoutAdvantages):
     """Trains a reward model on pairs of answers."""
 
     unit = "pairs"
-    """What its losses are a mean over."""
+    """The unit over which its losses are averaged."""
     writes_samples = False
     """A reward model writes nothing: the versions of the tokens are another model's."""
     temperature = 1.0
@@ -135,15 +131,11 @@ class RewardUpdate(Unchanging):
         self._center = section.center_coefficient
 
     def scores_reference(self, batch: UpdateBatch) -> bool:
-        """Never: rewards are compared with each other alone."""
-        return False
-
-    def scores_distributions(self, batch: UpdateBatch) -> bool:
-        """Never: no advantage is made of them."""
+        """Return False: rewards are compared only with each other."""
         return False
 
     def scores_policy(self, *, several_steps: bool) -> bool:
-        """Updates are scored by the model before they train it, always."""
+        """Return True: the model scores every update before the update trains it."""
         return True
 
     def sequences(
@@ -153,7 +145,7 @@ class RewardUpdate(Unchanging):
         policy: NDArray[np.float32] | None = None,
         parts: Sequence[NDArray[np.bool_]] = (),
     ) -> tuple[Sequences, dict[str, float]]:
-        """Answers with the weights of their rewards, and metrics; `policy` has the reward of each. One step."""
+        """Make the answers with the weights of their rewards, and metrics; `policy` has the reward of each."""
         check_pairs(batch)
         _check_whole(batch)
         assert policy is not None, "asked for by scores_policy"

@@ -17,13 +17,13 @@ from flotilla_core.config.advantages import GaeAdvantage
 from flotilla_trainer.batch.packing import Sequences
 from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.objective import policy_columns as columns
-from flotilla_trainer.objective.base import Unchanging, check_logprobs, check_reference, check_values
+from flotilla_trainer.objective.base import WithoutAdvantages, check_logprobs, check_reference, check_values
 from flotilla_trainer.wire.objective import ObjectiveSettings
 
 TOKEN_MEAN = "token_mean"
 
 
-class ValueUpdate(Unchanging):
+class ValueUpdate(WithoutAdvantages):
     """Trains a critic on the returns of rollouts."""
 
     unit = "tokens"
@@ -39,15 +39,11 @@ class ValueUpdate(Unchanging):
         self._limit = settings.max_response_tokens
 
     def scores_reference(self, batch: UpdateBatch) -> bool:
-        """Never: a critic holds no policy, so what it needs of one comes with the samples."""
-        return False
-
-    def scores_distributions(self, batch: UpdateBatch) -> bool:
-        """Never: no advantage is made of them."""
+        """Return False: a critic holds no policy, so what it needs of one comes with the samples."""
         return False
 
     def scores_policy(self, *, several_steps: bool) -> bool:
-        """Never: a critic holds no policy."""
+        """Return False: a critic holds no policy."""
         return False
 
     def sequences(
@@ -57,7 +53,7 @@ class ValueUpdate(Unchanging):
         policy: NDArray[np.float32] | None = None,
         parts: Sequence[NDArray[np.bool_]] = (),
     ) -> tuple[Sequences, dict[str, float]]:
-        """Sequences with old values, returns and weights, each part with its own denominator, and metrics."""
+        """Make sequences with old values, returns and weights, each part with its own denominator, and metrics."""
         check_values(batch, self._advantage)
         assert batch.values is not None, "checked"
         kept = columns.kept_samples(batch, self._policy.advantage)
