@@ -12,7 +12,14 @@ import pytest
 from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.config import StackConfig
-from flotilla_core.errors import Cancelled, DeadlineExceeded, FailedPrecondition, Unavailable
+from flotilla_core.errors import (
+    Cancelled,
+    Damaged,
+    DeadlineExceeded,
+    FailedPrecondition,
+    NotFound,
+    Unavailable,
+)
 from flotilla_core.service import Activities
 from flotilla_core.tensors import to_tensor
 from flotilla_testing.session_specs import as_struct, wire_objective
@@ -262,3 +269,19 @@ async def test_a_close_ends_with_an_opening_that_fails(
     await asyncio.wait_for(closing, LIMIT_S)
     with pytest.raises(Unavailable, match="rank 0 died"):
         await opening
+
+
+@pytest.mark.parametrize("folder", ["x" * 300, f"/{'x' * 300}", "/x" * 2500])
+async def test_path_that_is_too_long_is_refused_like_a_missing_one(
+    manager: SessionManager, gang: RecordingGang, folder: str
+) -> None:
+    specification_of_b = specification()
+    specification_of_b.initial_weights = folder
+    with pytest.raises(NotFound, match="the model folder does not exist"):
+        await manager.open(pb.OpenSessionRequest(run_id="b", spec=specification_of_b))
+    path = f"/{folder}/step-000001"
+    with pytest.raises(Damaged, match="File name too long"):
+        await manager.checkpoints.load(manager.session("a"), path)
+    with pytest.raises(FailedPrecondition, match="File name too long"):
+        await manager.checkpoints.begin(manager.session("a"), pb.SaveCheckpointRequest(path=path))
+    assert gang.commands == []

@@ -128,6 +128,6 @@ def lacks_room(folder: Path) -> DiskFull | None:
 def nearest(path: Path) -> Path:
     """Return the path itself, or the nearest existing folder above it."""
     found = path.absolute()
-    while not found.exists():
+    while not os.path.exists(found):
         found = found.parent
     return found

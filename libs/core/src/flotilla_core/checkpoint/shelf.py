@@ -7,6 +7,7 @@ comes and goes by a rename; `latest` names a complete one and moves after it; wh
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import shutil
@@ -24,7 +25,8 @@ LATEST = "latest"
 MODEL = "model"
 """Folder inside each checkpoint that transformers and vLLM load."""
 
-_NAME = re.compile(r"step-(\d{6,})")
+# 18 digits are more steps than any run has; int() refuses a text of thousands.
+_NAME = re.compile(r"step-([0-9]{6,18})")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -53,7 +55,7 @@ class CheckpointShelf:
 
     def names(self) -> list[str]:
         """List the complete checkpoints, the oldest first."""
-        if not self.path.is_dir():
+        if not os.path.isdir(self.path):
             return []
         found = [entry.name for entry in self.path.iterdir() if _NAME.fullmatch(entry.name)]
         return sorted(found, key=self.step_of)
@@ -111,7 +113,7 @@ class CheckpointShelf:
 
     def prune(self, keep: int) -> list[str]:
         """Remove all but the newest `keep`, and what fall-backs left; return the names of the removed ones."""
-        leftovers = [entry.name for entry in self.path.glob("void-*")] if self.path.is_dir() else []
+        leftovers = [entry.name for entry in self.path.glob("void-*")] if os.path.isdir(self.path) else []
         gone = self.names()[:-keep] + leftovers
         for name in gone:
             hidden = self.path / f".{name}.removing"
