@@ -135,6 +135,44 @@ def test_wrong_use_ends_with_its_code_and_says_what_to_do(
     assert (ended, words in err) == (code, True), err
 
 
+LONG_NAME = "x" * 300
+"""Longer than a file system takes."""
+LONG_PATH = "x/" * 2046 + "x"
+"""Too long once it is resolved against a folder."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("run", "start", LONG_NAME), 2, "cannot read the configuration file"),
+        (("config", "validate", LONG_NAME), 2, "cannot read the configuration file"),
+        (("config", "validate", "run.yaml", f"data.train={LONG_PATH}"), 2, "data.train: the file"),
+        (
+            ("config", "validate", "run.yaml", f"initial_weights={LONG_PATH}"),
+            2,
+            "initial_weights: the folder",
+        ),
+        (("config", "validate", "run.yaml", f"name={LONG_NAME}"), 2, "name: expected"),
+        (("up", "--stack", LONG_NAME), 2, "cannot read the configuration file"),
+        (("doctor", "--stack", LONG_NAME), 5, "cannot read the configuration file"),
+        (("ps", "--stack", "far.yaml"), 2, "the stack's directory cannot be used"),
+        (("doctor", "--stack", "far.yaml"), 5, "the model folder does not exist"),
+        (("timeline", "latest", "-o", f"{LONG_NAME}/t.json"), 2, "there is no folder"),
+        (("profile", "trainer", "-o", f"{LONG_NAME}/t.txt"), 2, "there is no folder"),
+    ],
+)
+def test_path_that_is_too_long_is_refused_like_a_missing_one(
+    flotilla: Command, arguments: tuple[str, ...], code: int, words: str
+) -> None:
+    far = "/x" * 2047
+    Path("run.yaml").write_text(RUN_YAML)
+    Path("data.jsonl").write_text("")
+    Path("far.yaml").write_text(f"model: {far}/x\nstate_dir: {far}\n")
+    Path(".flotilla/local").mkdir(parents=True)
+    ended, out, err = flotilla(*arguments)
+    assert (ended, words in out + err, "Traceback" in err) == (code, True, False), out + err
+
+
 @pytest.mark.parametrize(
     ("states", "kind", "replicas", "refusal"),
     [

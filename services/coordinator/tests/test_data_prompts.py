@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from flotilla_coordinator.data.prompt_source import PromptSource
-from flotilla_coordinator.data.prompts import load_prompts
+from flotilla_coordinator.data.prompts import json_objects, load_prompts
 from flotilla_coordinator.data.tokenizer import ChatTemplate, Tokenizer
 from flotilla_coordinator.data.training_sets import training_data
 from flotilla_core.config import DataConfig, RunConfig, TrainingSet
@@ -53,6 +53,12 @@ def numbers(tmp_path: Path, count: int, **options: object) -> DataConfig:
     return data(
         tmp_path, *({"prompt": f"{i}+1=", "answer": str(i + 1), "level": i} for i in range(count)), **options
     )
+
+
+@pytest.mark.parametrize("path", ["/nowhere/train.jsonl", f"/{'x' * 300}", "/x" * 2500])
+def test_data_file_that_no_file_system_has_is_refused(path: str) -> None:
+    with pytest.raises(InvalidConfig, match="the data file"):
+        list(json_objects(Path(path)))
 
 
 def test_a_text_prompt_keeps_its_answer_and_other_columns(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -53,6 +53,12 @@ WRONG_REWARDS = {
 }
 
 
+def test_path_that_is_too_long_is_refused_like_a_missing_file() -> None:
+    config = run([{"reward": f"{'x/' * 2000}f.py:f"}]).with_paths_from(Path("/y" * 100))
+    (error,) = file_errors(config)
+    assert "does not exist" in error
+
+
 def test_rewards_of_the_users_are_loaded_before_the_run(tmp_path: Path) -> None:
     terms = []
     for name, (content, parameters, _) in WRONG_REWARDS.items():

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flotilla_core.disk import check_state_directory
-from flotilla_core.errors import FailedPrecondition, PermissionDenied
+from flotilla_core.errors import FailedPrecondition, InvalidConfig, PermissionDenied
 from flotilla_core.files import make_private_folder
 from flotilla_launch.lease import LOCKS
 
@@ -101,6 +101,13 @@ class StackPaths:
                 where=str(self.directory),
                 why=str(error.strerror),
                 next_step="work as that user, or give your stack another name or state_dir",
+            ) from None
+        except OSError as error:
+            raise InvalidConfig(
+                "the stack's directory cannot be used",
+                where=str(self.directory),
+                why=str(error.strerror),
+                next_step="set state_dir in the stack file to another one",
             ) from None
 
     def make(self) -> int:

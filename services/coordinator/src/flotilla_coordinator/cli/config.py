@@ -112,15 +112,14 @@ def _model(kind: Kind) -> type[StackConfig] | type[RunConfig]:
 
 def _kind_of(files: list[Path]) -> Kind:
     """Detect the kind by the top-level keys that only one of the two has."""
-    from flotilla_core.config import RunConfig, StackConfig
     from flotilla_core.config.document import read_text_file
 
     keys: set[str] = set()
     for file in files:
-        if file.exists():
+        if os.path.exists(file):
             text = read_text_file(file).splitlines()
             keys |= {line.partition(":")[0] for line in text if line[:1].isalpha()}
-    run_keys, stack_keys = (set(model.model_fields) for model in (RunConfig, StackConfig))
+    run_keys, stack_keys = (set(_model(kind).model_fields) for kind in (Kind.run, Kind.stack))
     return (
         Kind.run if len(keys & (run_keys - stack_keys)) > len(keys & (stack_keys - run_keys)) else Kind.stack
     )
@@ -170,12 +169,12 @@ def _of_stack(config: StackConfig) -> Iterator[Found]:
 
 
 def _file(key: str, path: Path) -> Found:
-    if not path.is_file():
-        return key, path, f"{path} is a folder" if path.is_dir() else f"the file {path} does not exist"
+    if not os.path.isfile(path):
+        return key, path, f"{path} is a folder" if os.path.isdir(path) else f"the file {path} does not exist"
     return key, path, "" if os.access(path, os.R_OK) else f"{path} may not be read"
 
 
 def _folder(key: str, path: Path, content: str) -> Found:
-    if not path.is_dir():
+    if not os.path.isdir(path):
         return key, path, f"the folder {path} does not exist"
-    return key, path, "" if (path / content).is_file() else f"{path} has no {content}"
+    return key, path, "" if os.path.isfile(path / content) else f"{path} has no {content}"

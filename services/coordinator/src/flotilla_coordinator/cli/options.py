@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -59,7 +60,7 @@ def split_arguments(arguments: list[str]) -> tuple[list[Path], list[str]]:
     """Return the files, then the overrides; an existing file is a file whatever its name."""
     from flotilla_core.errors import InvalidRequest
 
-    overrides = [text for text in arguments if "=" in text and not Path(text).exists()]
+    overrides = [text for text in arguments if "=" in text and not os.path.exists(text)]
     files = [Path(text) for text in arguments if text not in overrides]
     if not files:
         raise InvalidRequest(
@@ -68,6 +69,14 @@ def split_arguments(arguments: list[str]) -> tuple[list[Path], list[str]]:
             next_step="name one or more YAML files before the key=value overrides",
         )
     return files, overrides
+
+
+def check_folder_of(output: Path) -> None:
+    """Raise InvalidRequest where the file that -o names has no folder."""
+    from flotilla_core.errors import InvalidRequest
+
+    if not os.path.isdir(output.parent):
+        raise InvalidRequest(f"there is no folder {output.parent}", where=f"-o {output}")
 
 
 def wait(work: Coroutine[Any, Any, Result], *, interrupted: str = "interrupted") -> Result:

@@ -6,6 +6,7 @@ arithmetic example's stack file. With none of these, the stack is named `local` 
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,7 @@ def stack_file(given: str | None) -> Path | None:
         started_here = Path(".flotilla") / given / "stack.yaml"
         return (
             started_here
-            if "/" not in given and started_here.exists() and not Path(given).exists()
+            if "/" not in given and os.path.exists(started_here) and not os.path.exists(given)
             else Path(given)
         )
     return next((file for file in _DEFAULT_FILES if file.exists()), None)

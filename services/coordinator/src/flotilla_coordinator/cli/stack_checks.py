@@ -71,8 +71,6 @@ def _checkpoint_bytes(config: StackConfig) -> int:
     from flotilla_coordinator.plan.size_limits import MODEL, STATE
     from flotilla_core.errors import FlotillaError
 
-    if not Path(config.model).is_dir():
-        return 0
     try:
         return ModelFacts.read(Path(config.model)).parameters * (MODEL + STATE)
     except (FlotillaError, OSError, ValueError, KeyError):
@@ -100,7 +98,7 @@ def _model(key: str, model: Path | str) -> list[Finding]:
     from flotilla_core.errors import FlotillaError
     from flotilla_core.model_folder import model_folder
 
-    if not Path(model).is_dir() and _is_hub_name(str(model)):
+    if isinstance(model, str) and _is_hub_name(model):
         found = f"{model} is a hub name: it is fetched at the first start, unless it is in the cache"
         return [warning(key, found, f"fetch it beforehand: hf download {model}")]
     try:

@@ -146,11 +146,20 @@ def _rows(path: Path, config: DataConfig, tokenizer: Tokenizer) -> Iterator[_Row
 
 def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Return every line that holds an object, with its number."""
-    if not path.is_file():
+    try:
+        if not path.is_file():
+            raise InvalidConfig(
+                "the data file does not exist", where=str(path), next_step="set data.train or evaluation.data"
+            )
+        opened = path.open("rb")
+    except OSError as error:
         raise InvalidConfig(
-            "the data file does not exist", where=str(path), next_step="set data.train or evaluation.data"
-        )
-    with path.open("rb") as file:
+            "the data file cannot be read",
+            where=str(path),
+            why=error.strerror or str(error),
+            next_step="set data.train or evaluation.data",
+        ) from None
+    with opened as file:
         for line in count(1):
             where = f"{path}, line {line}"
             if not (raw := file.readline(LONGEST_LINE + 1)):

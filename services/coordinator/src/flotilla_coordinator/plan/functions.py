@@ -150,7 +150,7 @@ def _file_error(function: Function) -> str:
     path, name = function.file, function.name.rpartition(":")[2]
     if path is None:
         return ""
-    if not path.is_file():
+    if not os.path.isfile(path):
         return f"{function.key}: the file {path} does not exist"
     try:
         tree = ast.parse(path.read_text("utf-8"), filename=str(path))

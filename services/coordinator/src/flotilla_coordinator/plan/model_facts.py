@@ -175,10 +175,15 @@ def adapter_errors(model: ModelFacts, lora: LoraConfig) -> list[str]:
         for target in (() if lora.targets == "all-linear" else lora.targets)
         if not any(_ends_with(name, target) for name in model.matrices)
     ]
-    if lora.adapter is not None and not (lora.adapter / PEFT_CONFIG).is_file():
-        errors.append(
-            f"lora.adapter: {lora.adapter} has no {PEFT_CONFIG}: give a folder in the layout of peft"
-        )
+    if lora.adapter is not None:
+        try:
+            read_json_object(lora.adapter / PEFT_CONFIG)
+        except FileNotFoundError:
+            errors.append(
+                f"lora.adapter: {lora.adapter} has no {PEFT_CONFIG}: give a folder in the layout of peft"
+            )
+        except InvalidConfig as error:
+            errors.append(f"lora.adapter: {error}")
     return errors
 
 

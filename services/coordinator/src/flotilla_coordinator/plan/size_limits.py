@@ -185,7 +185,7 @@ def host_memory() -> int:
 def existing(path: Path) -> Path:
     """Return the nearest folder that exists."""
     path = path.absolute()
-    while not path.exists():
+    while not os.path.exists(path):
         path = path.parent
     return path
 
