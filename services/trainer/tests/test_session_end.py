@@ -285,3 +285,15 @@ async def test_path_that_is_too_long_is_refused_like_a_missing_one(
     with pytest.raises(FailedPrecondition, match="File name too long"):
         await manager.checkpoints.begin(manager.session("a"), pb.SaveCheckpointRequest(path=path))
     assert gang.commands == []
+
+
+async def test_the_refusals_of_an_ended_session_keep_none_of_the_refused_calls(
+    manager: SessionManager,
+) -> None:
+    session = manager.learner("a")
+    why = Unavailable("rank 0 was killed")
+    session.end(why)
+    for _ in range(3):
+        with pytest.raises(Unavailable, match="rank 0 was killed"):
+            await session.updates.train(HEADER, groups())
+    assert why.__traceback__ is None

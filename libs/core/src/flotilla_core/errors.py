@@ -6,7 +6,7 @@ over gRPC (`flotilla_core.rpc.status`). There is exactly one class for every `Er
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from flotilla.common.v1 import error_pb2 as pb
 
@@ -23,6 +23,14 @@ class FlotillaError(Exception):
         self.where = where
         self.why = why
         self.next_step = next_step
+
+    def again(self) -> Self:
+        """Return the same error, to be raised by one more call.
+
+        An error object that is raised again and again collects the frames of all calls that raised it, and with them
+        their requests.
+        """
+        return type(self)(self.what, where=self.where, why=self.why, next_step=self.next_step)
 
     def __str__(self) -> str:
         message = self.what

@@ -12,7 +12,7 @@ import json
 import os
 import random
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,7 @@ from flotilla.trainer.v1 import session_pb2, trainer_pb2
 from flotilla_client import find_coordinator
 from flotilla_core import rpc
 from flotilla_core.errors import FlotillaError
+from flotilla_testing.memory_watch import MemoryWatch
 from flotilla_testing.request_fuzz import Draft, Pin, RequestFuzz
 from flotilla_testing.runs import small_run
 from flotilla_testing.session_specs import as_struct, called, wire_objective
@@ -102,6 +103,10 @@ class Report:
     """Services whose main process is another one now."""
     growth_mib: dict[str, float] = field(default_factory=dict)
     """By process, of those that live as long as their service."""
+    peak_mib: dict[str, float] = field(default_factory=dict)
+    """By service, of its main process."""
+    evidence: list[str] = field(default_factory=list)
+    """What services did that took too much memory."""
     last_run: dict[str, Any] = field(default_factory=dict)
     runs: list[str] = field(default_factory=list)
     """All that the coordinator knows in the end, those that malformed requests started among them."""
@@ -127,7 +132,8 @@ class Report:
             for name, codes in self.codes.items()
         ]
         lines += [f"{mib:+.0f} MiB: {name}" for name, mib in self.growth_mib.items()]
-        return "\n".join([*lines, *self.offences[:40]])
+        lines += [f"at most {mib:.0f} MiB: {name}" for name, mib in self.peak_mib.items()]
+        return "\n".join([*lines, *self.offences[:40], *self.evidence])
 
 
 class FuzzedFleet:
@@ -137,6 +143,8 @@ class FuzzedFleet:
         """`folder` is where requests may write; the coordinator knows the run."""
         self._stack = stack
         self._token = find_coordinator(stack.directory.name, stack.directory.parent).token
+        self._latest: deque[str] = deque(maxlen=3 * AT_ONCE)
+        """The last requests that were sent."""
         self._spec = _session_spec(folder)
         self._drafts = {
             **_generator_drafts(),
@@ -148,6 +156,10 @@ class FuzzedFleet:
     def add_loop(self, run_id: str) -> None:
         """Send calls of a loop to this run from now on."""
         self._drafts |= _loop_drafts(run_id)
+
+    def moment(self) -> str:
+        """Return the requests that were sent last."""
+        return "after\n" + "\n".join(tuple(self._latest))
 
     def address(self, name: str) -> str:
         """Return where a service listens."""
@@ -170,7 +182,7 @@ class FuzzedFleet:
             asyncio.TaskGroup() as group,
         ):
             for _ in range(AT_ONCE):
-                group.create_task(_sender(channel, pending, fuzz, codes, report.offences))
+                group.create_task(_sender(channel, pending, fuzz, codes, report.offences, self._latest))
         report.seconds[name] = time.monotonic() - started
 
     async def release_generator(self) -> None:
@@ -198,9 +210,11 @@ async def _sender(
     fuzz: RequestFuzz,
     codes: Counter[str],
     offences: list[str],
+    latest: deque[str],
 ) -> None:
     for method in methods:
         messages = fuzz.of(method)
+        latest.append(f"{method.full_name} {messages!r:.300}")
         code, told = await _answer(channel, method, messages)
         codes[code.name] += 1
         if code in FORBIDDEN:
@@ -236,18 +250,20 @@ def fuzz_fleet(stack: Stack, example: Path, folder: Path, requests: int, seed: i
     assert ended["state"] == "succeeded", ended["reason"]
     report = Report(main_processes(stack), resident_mib(stack))
     fleet = FuzzedFleet(stack, folder, run_file, ended["run_id"])
-    for name in ("reward-0", "launcher", "generator-0"):
-        asyncio.run(fleet.send(name, requests, seed, report))
-    asyncio.run(fleet.release_generator())
-    asyncio.run(fleet.open_session())
-    asyncio.run(fleet.send("trainer", requests, seed, report))
-    asyncio.run(fleet.close_session())
-    with stack.client() as client:
-        loop = client.open_loop(run_file, ["loop=client", *MADE_UP_SAMPLES])
-        fleet.add_loop(loop.run_id)
-        asyncio.run(fleet.send("coordinator", requests, seed, report))
-    _end_all_runs(stack)
-    report.last_run = stack.run(run_file, *MADE_UP_SAMPLES)
+    with MemoryWatch(report.processes, stack.directory / "logs", fleet.moment) as memory:
+        for name in ("reward-0", "launcher", "generator-0"):
+            asyncio.run(fleet.send(name, requests, seed, report))
+        asyncio.run(fleet.release_generator())
+        asyncio.run(fleet.open_session())
+        asyncio.run(fleet.send("trainer", requests, seed, report))
+        asyncio.run(fleet.close_session())
+        with stack.client() as client:
+            loop = client.open_loop(run_file, ["loop=client", *MADE_UP_SAMPLES])
+            fleet.add_loop(loop.run_id)
+            asyncio.run(fleet.send("coordinator", requests, seed, report))
+        _end_all_runs(stack)
+        report.last_run = stack.run(run_file, *MADE_UP_SAMPLES)
+    report.peak_mib, report.evidence = memory.peak_mib, memory.evidence
     report.judge(stack)
     with stack.client() as client:
         report.runs = [run.run_id for run in client.list_runs(1000)]

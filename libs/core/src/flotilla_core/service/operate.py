@@ -162,8 +162,13 @@ def format_stacks() -> str:
     """Format the stacks of every thread and every task of the running loop."""
     threads = {thread.ident: thread.name for thread in threading.enumerate()}
     parts: list[str] = []
-    for ident, frame in sys._current_frames().items():
-        parts.append(f"--- thread {threads.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}")
+    frames = sys._current_frames()
+    # One of these frames is this function's own. A name that kept it would make a circle, which holds all of the text
+    # and the caller's request until a garbage collection.
+    while frames:
+        ident = next(iter(frames))
+        stack = "".join(traceback.format_stack(frames.pop(ident)))
+        parts.append(f"--- thread {threads.get(ident, ident)}\n{stack}")
     for task in sorted(asyncio.all_tasks(), key=lambda one: one.get_name()):
         lines = "".join(traceback.format_list(_awaiting(task.get_coro())))
         parts.append(f"--- task {task.get_name()}\n{lines or '  (not started)'}")

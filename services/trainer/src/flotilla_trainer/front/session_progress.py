@@ -70,7 +70,7 @@ class SessionProgress:
     def check_usable(self) -> None:
         """Refuse updates after too many skipped ones."""
         if self._failure is not None:
-            raise self._failure
+            raise self._failure.again()
 
     def made(self, metrics: dict[str, float], samples: int) -> None:
         """Count an update that was made, of so many samples."""
@@ -92,7 +92,7 @@ class SessionProgress:
                 why=why,
                 next_step=f"look at the dumped batch ({dumped}); lower optimizer.learning_rate",
             )
-            raise self._failure
+            raise self._failure.again()
 
     def facts(self) -> dict[str, Any]:
         """Return the facts for a checkpoint."""

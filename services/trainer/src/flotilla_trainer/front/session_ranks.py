@@ -39,7 +39,7 @@ class SessionRanks:
     def check_open(self) -> None:
         """Refuse work for a session that has ended."""
         if self._over is not None:
-            raise self._over
+            raise self._over.again()
 
     async def settled(self) -> None:
         """Wait until no work of this session is in progress."""

@@ -95,7 +95,7 @@ class RankProcess:
         """Fail every answer and report that a caller still waits for."""
         for answer in (*self._answers.values(), *self._reports.values()):
             if not answer.done():
-                answer.set_exception(error)
+                answer.set_exception(error.again())
 
     @property
     def waits_for_answer(self) -> bool:
