@@ -67,7 +67,15 @@ def test_absent_shape_means_one_dimension() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "shape"), [(b"\x00" * 7, [2]), (b"\x00" * 8, [3]), (b"\x00" * 8, [-1, -2]), (b"\x00" * 7, [])]
+    ("data", "shape"),
+    [
+        (b"\x00" * 7, [2]),
+        (b"\x00" * 8, [3]),
+        (b"\x00" * 8, [-1, -2]),
+        (b"\x00" * 7, []),
+        (b"", [2**63 - 1, 0]),
+        (b"\x00" * 4, [1] * 100),
+    ],
 )
 def test_bytes_that_do_not_fit_the_shape_are_refused(data: bytes, shape: list[int]) -> None:
     with pytest.raises(InvalidRequest):

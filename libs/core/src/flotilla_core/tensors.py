@@ -42,10 +42,12 @@ def from_tensor(tensor: pb.Tensor) -> NDArray[Any]:
         raise InvalidRequest(f"tensor dtype {tensor.dtype} is not known")
     data = tensor.data
     shape = tuple(tensor.shape) or (len(data) // dtype.itemsize,)
-    if math.prod(shape) * dtype.itemsize != len(data) or min(shape) < 0:
-        raise InvalidRequest(f"tensor of {len(data)} bytes does not hold {dtype.name}{list(shape)}")
-    array = np.frombuffer(data, dtype=dtype)
-    return array if len(shape) == 1 else array.reshape(shape)
+    if min(shape) >= 0 and math.prod(shape) * dtype.itemsize == len(data):
+        try:
+            return np.frombuffer(data, dtype=dtype).reshape(shape)
+        except ValueError:
+            pass  # numpy bounds the number of dimensions, and the length of one next to another of length 0.
+    raise InvalidRequest(f"tensor of {len(data)} bytes does not hold {dtype.name}{list(shape)}")
 
 
 def _little_endian(array: NDArray[Any]) -> NDArray[Any]:
