@@ -26,11 +26,28 @@ Floats = NDArray[np.float64]
 Scores = NDArray[np.float32]
 
 
-class PairObjective(WithoutAdvantages):
-    """Learns preferences of a policy from pairs of answers."""
+class _OnPairs(WithoutAdvantages):
+    """An objective that learns from pairs, by a weighted sum whose weights come from scores before the update."""
 
     unit = "pairs"
     """The unit over which its losses are averaged."""
+
+    def scores_policy(self, *, several_steps: bool) -> bool:
+        """Return True: the model that learns scores every update before the update trains it."""
+        return True
+
+    def units(self, batch: UpdateBatch) -> float:
+        """Count the pairs of a batch."""
+        return float(len(batch.group_sizes))
+
+    def metric_weight(self, batch: UpdateBatch) -> float:
+        """Return the number of pairs, over which the metrics of a batch are averaged."""
+        return self.units(batch)
+
+
+class PairObjective(_OnPairs):
+    """Learns preferences of a policy from pairs of answers."""
+
     writes_samples = True
     """The versions of their tokens are versions of the model that learns."""
     temperature = 1.0
@@ -42,10 +59,6 @@ class PairObjective(WithoutAdvantages):
     def scores_reference(self, batch: UpdateBatch) -> bool:
         """Return whether the ranks have to score the batch by the policy that the session started from."""
         return not self._preference.reference_free and batch.reference_logprobs is None
-
-    def scores_policy(self, *, several_steps: bool) -> bool:
-        """Return True: the policy scores every update before the update trains it."""
-        return True
 
     def sequences(
         self,
@@ -71,14 +84,6 @@ class PairObjective(WithoutAdvantages):
             "preference/rejected_logprob": float(logprobs[1::2].mean()),
         }
         return batch.sequences({"weights": np.repeat(pulls, batch.response_lengths)}), metrics
-
-    def units(self, batch: UpdateBatch) -> float:
-        """Count the pairs of a batch."""
-        return float(len(batch.group_sizes))
-
-    def metric_weight(self, batch: UpdateBatch) -> float:
-        """Return the number of pairs, over which the metrics of a batch are averaged."""
-        return self.units(batch)
 
     def _losses(self, margins: Floats) -> PairLosses:
         name = self._preference.loss
@@ -118,11 +123,9 @@ def _sums(batch: UpdateBatch, logprobs: Scores) -> Floats:
     return sums
 
 
-class RewardUpdate(WithoutAdvantages):
+class RewardUpdate(_OnPairs):
     """Trains a reward model on pairs of answers."""
 
-    unit = "pairs"
-    """The unit over which its losses are averaged."""
     writes_samples = False
     """A reward model writes nothing: the versions of the tokens are another model's."""
     temperature = 1.0
@@ -133,10 +136,6 @@ class RewardUpdate(WithoutAdvantages):
     def scores_reference(self, batch: UpdateBatch) -> bool:
         """Return False: rewards are compared only with each other."""
         return False
-
-    def scores_policy(self, *, several_steps: bool) -> bool:
-        """Return True: the model scores every update before the update trains it."""
-        return True
 
     def sequences(
         self,
@@ -158,14 +157,6 @@ class RewardUpdate(WithoutAdvantages):
         pulls = np.stack([centring + pairs.slopes, centring - pairs.slopes], axis=1).ravel() / len(margins)
         metrics = pair_metrics(pairs.losses + self._center * sums**2, rewards)
         return after_answers(batch, {"weights": pulls, "answer_tokens": batch.response_lengths}), metrics
-
-    def units(self, batch: UpdateBatch) -> float:
-        """Count the pairs of a batch."""
-        return float(len(batch.group_sizes))
-
-    def metric_weight(self, batch: UpdateBatch) -> float:
-        """Return the number of pairs, over which the metrics of a batch are averaged."""
-        return self.units(batch)
 
 
 def after_answers(batch: UpdateBatch, columns: dict[str, NDArray[Any]] | None = None) -> Sequences:
