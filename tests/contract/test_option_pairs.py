@@ -8,11 +8,15 @@ tried beside all others by the chaos tests.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from option_pairs.axes import CHOICES, A, L, cannot_stand_together, refines, without
 from option_pairs.pairs import TOLERANCE, Tried, refusal
 
+from flotilla_testing.exact_update import advantages, losses
+from flotilla_testing.exact_update.lookup import formula_of
 from flotilla_testing.option_axes import Choice
 
 OPTIONS = [choice for choice in CHOICES if not refines(choice)]
@@ -54,3 +58,13 @@ def test_every_pair_of_options_is_what_both_say_or_is_refused_by_both_names(plac
     one = OPTIONS[place]
     others = [other for other in OPTIONS[place + 1 :] if not cannot_stand_together(one, other)]
     assert [problem for other in others if (problem := tried.problem(one, other))] == []
+
+
+@pytest.mark.parametrize(
+    ("file", "formulas"), [("losses", losses.FORMULAS), ("advantages", advantages.FORMULAS)]
+)
+def test_a_name_without_a_formula_is_told_with_the_file_that_lacks_it(
+    file: str, formulas: dict[str, Any]
+) -> None:
+    with pytest.raises(LookupError, match=rf"no formula of spo: .* exact_update/{file}\.py .* FORMULAS"):
+        formula_of("spo", formulas, own=lambda: None)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from flotilla_testing.exact_update.lookup import formula_of
 from flotilla_testing.exact_update.rewards import Judgement
 from flotilla_testing.exact_update.rollouts import Floats, Rollouts
 
@@ -27,7 +28,7 @@ def advantages_of(
     arguments = dict(section.arguments)
     if section.type == "gdpo":
         arguments["weights"] = arguments["weights"] or term_weights
-    formula = own if ":" in section.type else FORMULAS[section.type]
+    formula = formula_of(section.type, FORMULAS, own)
     stays = judgement.of_kept()
     if section.type == "distill":
         arguments["taught"] = taught(section, stays.rollouts)

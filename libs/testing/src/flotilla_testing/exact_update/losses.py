@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from flotilla_core.config import CriticConfig
+from flotilla_testing.exact_update.lookup import formula_of
 from flotilla_testing.exact_update.rollouts import Bools, Floats, Rollouts
 
 
@@ -175,7 +176,7 @@ FORMULAS: dict[str, Callable[..., torch.Tensor]] = {
 
 def losses_of(section: Any, tokens: Tokens, own: Callable[..., torch.Tensor]) -> torch.Tensor:
     """One a token; `own` is the function of the user's."""
-    formula = own if ":" in section.type else FORMULAS[section.type]
+    formula = formula_of(section.type, FORMULAS, own)
     return formula(tokens, **section.arguments)
 
 
