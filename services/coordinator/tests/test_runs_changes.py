@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet.fleet import Fleet
-from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunState
 from flotilla_coordinator.runs import start
 from flotilla_coordinator.runs.active import RunHandle
@@ -45,16 +43,12 @@ async def leave(caller: asyncio.Task[Any], held: Held) -> None:
 class Bench:
     """The runs of one coordinator; a run that is launched goes on until it is stopped."""
 
-    def __init__(self, folder: Path, ledger: Ledger) -> None:
-        host: Any = SimpleNamespace(stack=SimpleNamespace(ready_timeout_s=5.0), state_dir=folder)
-        fleet = Fleet(host, lambda: True)
-        events: Any = SimpleNamespace(publish=lambda *_: None, close=self._nothing)
-        self.ledger, self.folder = ledger, folder
-        self.runs = Runs(host, fleet, ledger, events)
+    def __init__(self, runs: Runs) -> None:
+        self.runs, self.ledger = runs, runs._ledger
 
-    @staticmethod
-    async def _nothing() -> None:
-        """Nothing is queued."""
+    def of_the_next_coordinator(self) -> Bench:
+        host = self.runs._host
+        return Bench(Runs(host, Fleet(host, lambda: True), self.ledger, self.runs._events))
 
     async def stored(self, run: run_pb2.Run) -> RunConfig:
         return load_text(RunConfig, (await self.ledger.get_run(run.run_id)).config_yaml)
@@ -88,15 +82,7 @@ class Bench:
 
 
 @pytest.fixture
-async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
-    async def execute(execution: RunExecutor, _: StartPoint) -> None:
-        execution.active.status.set_state(run_pb2.RUN_STATE_RUNNING)
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await execution.fleet.close()
-            execution.active.status.set_state(run_pb2.RUN_STATE_STOPPED)
-
+def bench(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> Bench:
     def plan(config: RunConfig, _stack: Any) -> run_pb2.Plan:
         ahead = config.rollout.max_staleness
         return run_pb2.Plan(
@@ -105,13 +91,7 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         )
 
     monkeypatch.setattr(start, "plan_run", plan)
-    monkeypatch.setattr(RunExecutor, "execute", execute)
-    ledger = Ledger.open(tmp_path / "ledger.sqlite")
-    made = Bench(tmp_path, ledger)
-    await made.runs.recover()
-    yield made
-    await made.runs.close()
-    ledger.close()
+    return Bench(runs)
 
 
 async def test_a_pause_is_in_the_ledger_until_the_run_goes_on(bench: Bench) -> None:
@@ -134,7 +114,7 @@ async def test_a_coordinator_that_comes_after_goes_on_with_the_pause_and_the_set
     await bench.runs.configure(run.run_id, ["steps=9"])
     await bench.runs.pause(run.run_id)
     for _ in range(5):
-        later = Bench(bench.folder, bench.ledger)
+        later = bench.of_the_next_coordinator()
         await later.runs.recover()
         active = later.runs.active(run.run_id)
         assert active is not None and active.control.waits and active.config.steps == 9

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +13,9 @@ from google.protobuf import json_format
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet.fleet import Fleet
-from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.runs import start
-from flotilla_coordinator.runs.executor import RunExecutor
 from flotilla_coordinator.runs.registry import LIST_LIMIT, Runs
 from flotilla_coordinator.runs.resume import StartPoint
 from flotilla_core.errors import FailedPrecondition, InvalidConfig, NotFound
@@ -32,13 +28,10 @@ RUN = "run-20260314-0915-7f3a"
 class Bench:
     """The runs of one coordinator; a run that is launched goes on until the end."""
 
-    def __init__(self, folder: Path, ledger: Ledger, launched: list[StartPoint]) -> None:
-        host: Any = SimpleNamespace(stack=SimpleNamespace(ready_timeout_s=5.0), state_dir=folder)
-        fleet = Fleet(host, lambda: True)
-        events: Any = SimpleNamespace(publish=lambda *_: None, close=self._nothing)
-        self.ledger = ledger
+    def __init__(self, folder: Path, runs: Runs, launched: list[StartPoint]) -> None:
+        self.runs = runs
+        self.ledger = runs._ledger
         self.launched = launched
-        self.runs = Runs(host, fleet, ledger, events)
         self.directory = RunDirectory.create(folder / "runs" / RUN)
 
     async def left(self, state: RunState, config: str = CONFIG) -> None:
@@ -61,32 +54,10 @@ class Bench:
             RunRecord(RUN, "run", state, CONFIG, str(self.directory.path), 1.0, 2.0, "why", 2, Version(4, 2))
         )
 
-    @staticmethod
-    async def _nothing() -> None:
-        """Nothing is queued."""
-
 
 @pytest.fixture
-async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
-    launched: list[StartPoint] = []
-
-    async def execute(execution: RunExecutor, start_point: StartPoint) -> None:
-        launched.append(start_point)
-        execution.active.status.set_state(run_pb2.RUN_STATE_RUNNING)
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await execution.fleet.close()
-            execution.active.status.set_state(run_pb2.RUN_STATE_STOPPED)
-
-    monkeypatch.setattr(start, "plan_run", lambda *_: run_pb2.Plan())
-    monkeypatch.setattr(RunExecutor, "execute", execute)
-    ledger = Ledger.open(tmp_path / "ledger.sqlite")
-    made = Bench(tmp_path, ledger, launched)
-    await made.runs.recover()
-    yield made
-    await made.runs.close()
-    ledger.close()
+def bench(tmp_path: Path, runs: Runs, launched: list[StartPoint]) -> Bench:
+    return Bench(tmp_path, runs, launched)
 
 
 @pytest.mark.parametrize("state", [RunState.FAILED, RunState.STOPPED])

@@ -3,56 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.fleet.fleet import Fleet
-from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
-from flotilla_coordinator.runs import start
-from flotilla_coordinator.runs.executor import RunExecutor
 from flotilla_coordinator.runs.registry import Runs
-from flotilla_coordinator.runs.resume import StartPoint
 from flotilla_core.errors import FailedPrecondition
 
 CONFIG = "name: run\nsteps: 3\ndata: {train: /x.jsonl}\nrewards: [{reward: exact}]\n"
-
-
-class Events:
-    """A bus that takes everything."""
-
-    def publish(self, *_: Any) -> None:
-        """Dropped."""
-
-    async def close(self) -> None:
-        """Nothing is queued."""
-
-
-@pytest.fixture
-async def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Runs]:
-    async def execute(execution: RunExecutor, _: StartPoint) -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await execution.fleet.close()
-            execution.active.status.set_state(run_pb2.RUN_STATE_STOPPED)
-
-    monkeypatch.setattr(start, "plan_run", lambda *_: run_pb2.Plan())
-    monkeypatch.setattr(RunExecutor, "execute", execute)
-    ledger = Ledger.open(tmp_path / "ledger.sqlite")
-    host: Any = SimpleNamespace(stack=SimpleNamespace(ready_timeout_s=5.0), state_dir=tmp_path)
-    fleet = Fleet(host, lambda: True)
-    events: Any = Events()
-    runs = Runs(host, fleet, ledger, events)
-    await runs.recover()
-    yield runs
-    await runs.close()
-    ledger.close()
 
 
 async def test_a_request_that_is_sent_twice_starts_one_run(runs: Runs) -> None:
