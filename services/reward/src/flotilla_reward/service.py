@@ -7,8 +7,8 @@ how long that takes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,6 +23,7 @@ from flotilla.common.v1.operate_pb2 import (
 )
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla.reward.v1 import reward_pb2, reward_pb2_grpc
+from flotilla_core.errors import Unavailable
 from flotilla_core.rpc import RpcServer
 from flotilla_reward import catalog, scoring
 from flotilla_reward.pool import WorkerPool
@@ -35,11 +36,20 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     """RewardService on the wire.
 
-    Stateless: a call knows everything that it needs.
+    A call knows everything that it needs; calls are only counted, for a drain waits until none runs.
     """
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+
+    async def drain(self) -> None:
+        """Score nothing new, and wait until every running call has ended."""
+        self._draining = True
+        await self._idle.wait()
 
     async def ListRewards(
         self, request: reward_pb2.ListRewardsRequest, context: Context
@@ -49,14 +59,28 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def Score(
         self, request: reward_pb2.ScoreRequest, context: Context
     ) -> AsyncIterator[reward_pb2.ScoreResponse]:
-        terms = scoring.resolve(request.rewards)
-        async with aclosing(scoring.load(terms, self._pool, request.run_id)) as signs:
-            async for sign in signs:
-                yield sign
-        responses = scoring.score_items(request.items, terms, self._pool, request.run_id)
-        async with aclosing(responses):
-            async for response in responses:
-                yield response
+        if self._draining:
+            raise Unavailable("the replica is draining")
+        with self._counted():
+            terms = scoring.resolve(request.rewards)
+            async with aclosing(scoring.load(terms, self._pool, request.run_id)) as signs:
+                async for sign in signs:
+                    yield sign
+            responses = scoring.score_items(request.items, terms, self._pool, request.run_id)
+            async with aclosing(responses):
+                async for response in responses:
+                    yield response
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._running += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
 
 
 class RewardHostService:
@@ -65,10 +89,11 @@ class RewardHostService:
     def __init__(self, workers: int) -> None:
         self._workers = workers
         self._pool = WorkerPool(workers)
+        self._servicer = RewardServicer(self._pool)
 
     def add_to(self, server: RpcServer) -> None:
         add = reward_pb2_grpc.add_RewardServiceServicer_to_server
-        server.add(add, RewardServicer(self._pool), SERVICE_NAME)
+        server.add(add, self._servicer, SERVICE_NAME)
 
     async def start(self) -> None:
         await self._pool.start()
@@ -108,7 +133,8 @@ class RewardHostService:
         ]
 
     async def drain(self, grace_s: float) -> None:
-        """Calls that run end by themselves; the server waits for them."""
+        """Let running calls end; the host waits no longer than `grace_s`."""
+        await self._servicer.drain()
 
     async def stop(self) -> None:
         await self._pool.stop()
