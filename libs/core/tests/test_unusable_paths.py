@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,19 +15,25 @@ from flotilla_core.json_text import read_json_object
 from flotilla_core.model_folder import model_folder, stored_shapes, tokenizer_digest
 
 LONG_NAME = "x" * 300
+NOBODY = 65534
 LONG_PATHS = {"name": f"/{LONG_NAME}", "whole": "/x" * 2500, "relative name": LONG_NAME}
 
 
 @pytest.fixture(params=[*LONG_PATHS, "closed"])
-def unusable(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def unusable(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     """Return a path that is too long, or one below a folder that this user may not enter."""
     if request.param in LONG_PATHS:
-        return Path(LONG_PATHS[request.param])
+        yield Path(LONG_PATHS[request.param])
+        return
     closed = tmp_path / "closed"
     closed.mkdir(mode=0)
-    if os.access(closed, os.X_OK):
-        pytest.skip("this user may enter every folder")
-    return closed / "model"
+    user = os.geteuid()
+    # Root enters every folder.
+    os.seteuid(NOBODY if user == 0 else user)
+    try:
+        yield closed / "model"
+    finally:
+        os.seteuid(user)
 
 
 READERS: dict[str, Callable[[Path], object]] = {

@@ -36,7 +36,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     """RewardService on the wire.
 
-    A call knows everything that it needs; calls are only counted, for a drain waits until none runs.
+    A call knows everything that it needs; calls are only counted, because a drain waits until none runs.
     """
 
     def __init__(self, pool: WorkerPool) -> None:
