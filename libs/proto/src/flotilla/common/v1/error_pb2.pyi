@@ -38,7 +38,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_WEIGHT_GROUP_FAILED: _ErrorReason.ValueType  # 8
     """A member of a weight group failed or did not answer in time."""
     ERROR_REASON_UNAVAILABLE: _ErrorReason.ValueType  # 9
-    """A service or rank that is needed is not there, or went away."""
+    """A service or rank that is needed is missing or was lost."""
     ERROR_REASON_DEADLINE: _ErrorReason.ValueType  # 10
     ERROR_REASON_EXHAUSTED: _ErrorReason.ValueType  # 11
     ERROR_REASON_RANK_FAILED: _ErrorReason.ValueType  # 12
@@ -58,7 +58,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_DAMAGED: _ErrorReason.ValueType  # 22
     """Bytes on disk are not those that were written; the message names the file."""
     ERROR_REASON_DISK_FULL: _ErrorReason.ValueType  # 23
-    """A disk takes no more: it is full, over a quota or read-only; the message names it."""
+    """A disk cannot be written to: it is full, over a quota or read-only; the message names it."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed: the `reason` of google.rpc.ErrorInfo, domain "flotilla"."""
@@ -79,7 +79,7 @@ ERROR_REASON_WEIGHTS_MISMATCH: ErrorReason.ValueType  # 7
 ERROR_REASON_WEIGHT_GROUP_FAILED: ErrorReason.ValueType  # 8
 """A member of a weight group failed or did not answer in time."""
 ERROR_REASON_UNAVAILABLE: ErrorReason.ValueType  # 9
-"""A service or rank that is needed is not there, or went away."""
+"""A service or rank that is needed is missing or was lost."""
 ERROR_REASON_DEADLINE: ErrorReason.ValueType  # 10
 ERROR_REASON_EXHAUSTED: ErrorReason.ValueType  # 11
 ERROR_REASON_RANK_FAILED: ErrorReason.ValueType  # 12
@@ -99,7 +99,7 @@ ERROR_REASON_UNIMPLEMENTED: ErrorReason.ValueType  # 21
 ERROR_REASON_DAMAGED: ErrorReason.ValueType  # 22
 """Bytes on disk are not those that were written; the message names the file."""
 ERROR_REASON_DISK_FULL: ErrorReason.ValueType  # 23
-"""A disk takes no more: it is full, over a quota or read-only; the message names it."""
+"""A disk cannot be written to: it is full, over a quota or read-only; the message names it."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 class _RetryVerdict:

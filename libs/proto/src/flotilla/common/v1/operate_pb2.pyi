@@ -155,7 +155,7 @@ class DrainRequest(_message.Message):
     GRACE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def grace(self) -> _duration_pb2.Duration:
-        """How long running work may take before it is cut."""
+        """How long running work may take before it is cut off."""
 
     def __init__(
         self,

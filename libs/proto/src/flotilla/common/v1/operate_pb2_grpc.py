@@ -119,7 +119,7 @@ class OperateServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Profile(self, request, context):
-        """Sample the stacks for a while; collapsed stacks out (one "frame;frame;frame count" a line).
+        """Sample the stacks for a while; returns collapsed stacks (one "frame;frame;frame count" a line).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -46,7 +46,7 @@ class OperateServiceStub:
     TailLog: _grpc.UnaryStreamMultiCallable[_operate_pb2.TailLogRequest, _operate_pb2.TailLogResponse]
     """The last lines of the service's log, then new ones while the call is open and `follow` is set."""
     Profile: _grpc.UnaryUnaryMultiCallable[_operate_pb2.ProfileRequest, _operate_pb2.ProfileResponse]
-    """Sample the stacks for a while; collapsed stacks out (one "frame;frame;frame count" a line)."""
+    """Sample the stacks for a while; returns collapsed stacks (one "frame;frame;frame count" a line)."""
 
 @_typing.type_check_only
 class OperateServiceAsyncStub(OperateServiceStub):
@@ -66,7 +66,7 @@ class OperateServiceAsyncStub(OperateServiceStub):
     TailLog: _aio.UnaryStreamMultiCallable[_operate_pb2.TailLogRequest, _operate_pb2.TailLogResponse]  # type: ignore[assignment]
     """The last lines of the service's log, then new ones while the call is open and `follow` is set."""
     Profile: _aio.UnaryUnaryMultiCallable[_operate_pb2.ProfileRequest, _operate_pb2.ProfileResponse]  # type: ignore[assignment]
-    """Sample the stacks for a while; collapsed stacks out (one "frame;frame;frame count" a line)."""
+    """Sample the stacks for a while; returns collapsed stacks (one "frame;frame;frame count" a line)."""
 
 class OperateServiceServicer(metaclass=_abc_1.ABCMeta):
     """What every Flotilla service answers, whatever else it does."""
@@ -125,6 +125,6 @@ class OperateServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _operate_pb2.ProfileRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_operate_pb2.ProfileResponse, _abc.Awaitable[_operate_pb2.ProfileResponse]]:
-        """Sample the stacks for a while; collapsed stacks out (one "frame;frame;frame count" a line)."""
+        """Sample the stacks for a while; returns collapsed stacks (one "frame;frame;frame count" a line)."""
 
 def add_OperateServiceServicer_to_server(servicer: OperateServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -137,7 +137,7 @@ class Registration(_message.Message):
     host: _builtins.str
     pid: _builtins.int
     protocol_version: _builtins.str
-    """Contract version of this build; peers refuse another major one."""
+    """Contract version of this build; peers refuse another major version."""
     tokenizer_digest: _builtins.str
     """Digest of the tokenizer and of the model's shape, where the service has one."""
     model_digest: _builtins.str

@@ -21,8 +21,9 @@ DESCRIPTOR: _descriptor.FileDescriptor
 @_typing.final
 class FieldRules(_message.Message):
     """What a field of a request may hold, beyond the rules for every field: numbers are finite and have at most 63 bits, enum
-    values are known, durations are between 0 and ten years, texts have at most 4096 characters and none that controls a
-    terminal. A service answers INVALID_ARGUMENT with the field's name before its handler sees the request.
+    values are known, durations are between 0 and ten years, texts have at most 4096 characters and no
+    terminal control characters. A service answers INVALID_ARGUMENT with the field's name before its handler sees the
+    request.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -37,7 +38,7 @@ class FieldRules(_message.Message):
     free_text: _builtins.bool
     """Text of any length and of all characters: a prompt, a response, a configuration file."""
     all_bits: _builtins.bool
-    """All 64 bits count: a seed."""
+    """A number that uses all 64 bits: a seed."""
     def __init__(
         self,
         *,

@@ -109,8 +109,8 @@ Global___WeightManifest: _TypeAlias = WeightManifest  # noqa: Y015
 
 @_typing.final
 class Adapters(_message.Message):
-    """What changes of a model whose weights stay. The first publication of a group moves the tensors above and then these,
-    every later one these alone; the members keep the former and make W + scale * B A live.
+    """The changing part of a model whose base weights are fixed. The first publication of a group moves the tensors above
+    and then these; every later one moves only these. The members keep the base tensors and serve W + scale * B A.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -152,7 +152,7 @@ class WeightGroup(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     epoch: _builtins.int
-    """Grows with every re-formation; an older epoch is refused."""
+    """Grows each time the group is formed again; an older epoch is refused."""
     backend: Global___WeightBackend.ValueType
     host: _builtins.str
     """Where the sender's rendezvous store listens."""

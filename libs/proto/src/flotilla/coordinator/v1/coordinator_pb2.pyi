@@ -60,9 +60,9 @@ class _WorkStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkState.V
     WORK_STATE_UNSPECIFIED: _WorkState.ValueType  # 0
     WORK_STATE_READY: _WorkState.ValueType  # 1
     WORK_STATE_EJECTED: _WorkState.ValueType  # 2
-    """A call failed; its health is asked until it may get work again."""
+    """A call failed; its health is checked until it may get work again."""
     WORK_STATE_DRAINING: _WorkState.ValueType  # 3
-    """It gets no work any more; what it has it ends."""
+    """It gets no new work and finishes what it has."""
 
 class WorkState(_WorkState, metaclass=_WorkStateEnumTypeWrapper):
     """Whether a replica may get work."""
@@ -70,9 +70,9 @@ class WorkState(_WorkState, metaclass=_WorkStateEnumTypeWrapper):
 WORK_STATE_UNSPECIFIED: WorkState.ValueType  # 0
 WORK_STATE_READY: WorkState.ValueType  # 1
 WORK_STATE_EJECTED: WorkState.ValueType  # 2
-"""A call failed; its health is asked until it may get work again."""
+"""A call failed; its health is checked until it may get work again."""
 WORK_STATE_DRAINING: WorkState.ValueType  # 3
-"""It gets no work any more; what it has it ends."""
+"""It gets no new work and finishes what it has."""
 Global___WorkState: _TypeAlias = WorkState  # noqa: Y015
 
 @_typing.final
@@ -669,7 +669,7 @@ class Service(_message.Message):
     WORK_STATE_FIELD_NUMBER: _builtins.int
     WORK_STATE_REASON_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Run that it is leased to."""
+    """The run that leases it."""
     outstanding_tokens: _builtins.int
     work_state: Global___WorkState.ValueType
     """Of generators and reward replicas."""
@@ -749,7 +749,7 @@ class ShowWeightsRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Empty asks for the run that has gone on for longest."""
+    """Empty: the run that has been active for longest."""
     def __init__(
         self,
         *,
@@ -772,7 +772,7 @@ class ShowWeightsResponse(_message.Message):
     GENERATORS_FIELD_NUMBER: _builtins.int
     RUN_IDS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Empty where it does not go on, or no run does."""
+    """Empty when that run, or every run, is inactive."""
     @_builtins.property
     def policy_version(self) -> _version_pb2.PolicyVersion:
         """What the trainer holds."""
@@ -781,7 +781,7 @@ class ShowWeightsResponse(_message.Message):
     def generators(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldWeights]: ...
     @_builtins.property
     def run_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """All runs that go on, in the order of their start."""
+        """All active runs, in the order of their start."""
 
     def __init__(
         self,
@@ -801,7 +801,7 @@ Global___ShowWeightsResponse: _TypeAlias = ShowWeightsResponse  # noqa: Y015
 
 @_typing.final
 class HeldWeights(_message.Message):
-    """What one generator decodes with, and what its last sync took."""
+    """The weights that one generator decodes with, and the times of its last sync."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -815,13 +815,13 @@ class HeldWeights(_message.Message):
     name: _builtins.str
     instance_id: _builtins.str
     digest: _builtins.str
-    """Of all tensors, as sender and replica agreed on them: equal digests are equal weights."""
+    """Digest of all tensors, as sender and replica agreed on it: equal digests mean equal weights."""
     bytes: _builtins.int
     @_builtins.property
     def version(self) -> _version_pb2.PolicyVersion: ...
     @_builtins.property
     def stage(self) -> _duration_pb2.Duration:
-        """From the beginning of the broadcast until all of it lay beside the live weights."""
+        """From the start of the broadcast until all tensors were staged."""
 
     @_builtins.property
     def stall(self) -> _duration_pb2.Duration:

@@ -157,14 +157,14 @@ class CoordinatorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PauseRun(self, request, context):
-        """Begin no step after the current one until ResumeRun; the run keeps what it leased, and running samples go on.
+        """Begin no step after the current one until ResumeRun; the run keeps its leases, and running samples continue.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeRun(self, request, context):
-        """Take a pause back. Continue a run that ended before its last step, from a checkpoint, under the same id.
+        """End a pause, or continue a run that ended before its last step: from a checkpoint, under the same id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -212,14 +212,14 @@ class CoordinatorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ShowWeights(self, request, context):
-        """What the trainer and each generator of the run that goes on hold now; empty where none does.
+        """The weights that the trainer and each generator of the active run hold now; empty when no run is active.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ScaleService(self, request, context):
-        """Passes the wish to the launcher of the stack.
+        """Passes the request to the launcher of the stack.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -44,9 +44,9 @@ class CoordinatorServiceStub:
     WatchRun: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.WatchRunResponse]
     """Events from `after_sequence` on, then live ones, until the run has ended."""
     PauseRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.PauseRunRequest, _coordinator_pb2.PauseRunResponse]
-    """Begin no step after the current one until ResumeRun; the run keeps what it leased, and running samples go on."""
+    """Begin no step after the current one until ResumeRun; the run keeps its leases, and running samples continue."""
     ResumeRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeRunRequest, _coordinator_pb2.ResumeRunResponse]
-    """Take a pause back. Continue a run that ended before its last step, from a checkpoint, under the same id."""
+    """End a pause, or continue a run that ended before its last step: from a checkpoint, under the same id."""
     StopRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StopRunRequest, _coordinator_pb2.StopRunResponse]
     """End after the current step; samples in flight are dropped with a reason."""
     UpdateRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.UpdateRunRequest, _coordinator_pb2.UpdateRunResponse]
@@ -60,9 +60,9 @@ class CoordinatorServiceStub:
     group at the next sync. The process stays.
     """
     ShowWeights: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ShowWeightsRequest, _coordinator_pb2.ShowWeightsResponse]
-    """What the trainer and each generator of the run that goes on hold now; empty where none does."""
+    """The weights that the trainer and each generator of the active run hold now; empty when no run is active."""
     ScaleService: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ScaleServiceRequest, _coordinator_pb2.ScaleServiceResponse]
-    """Passes the wish to the launcher of the stack."""
+    """Passes the request to the launcher of the stack."""
     QueryTimeline: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.QueryTimelineRequest, _coordinator_pb2.QueryTimelineResponse]
     """The spans of a run as Chrome trace JSON, in chunks."""
 
@@ -82,9 +82,9 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     WatchRun: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.WatchRunResponse]  # type: ignore[assignment]
     """Events from `after_sequence` on, then live ones, until the run has ended."""
     PauseRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.PauseRunRequest, _coordinator_pb2.PauseRunResponse]  # type: ignore[assignment]
-    """Begin no step after the current one until ResumeRun; the run keeps what it leased, and running samples go on."""
+    """Begin no step after the current one until ResumeRun; the run keeps its leases, and running samples continue."""
     ResumeRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeRunRequest, _coordinator_pb2.ResumeRunResponse]  # type: ignore[assignment]
-    """Take a pause back. Continue a run that ended before its last step, from a checkpoint, under the same id."""
+    """End a pause, or continue a run that ended before its last step: from a checkpoint, under the same id."""
     StopRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StopRunRequest, _coordinator_pb2.StopRunResponse]  # type: ignore[assignment]
     """End after the current step; samples in flight are dropped with a reason."""
     UpdateRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.UpdateRunRequest, _coordinator_pb2.UpdateRunResponse]  # type: ignore[assignment]
@@ -98,9 +98,9 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     group at the next sync. The process stays.
     """
     ShowWeights: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ShowWeightsRequest, _coordinator_pb2.ShowWeightsResponse]  # type: ignore[assignment]
-    """What the trainer and each generator of the run that goes on hold now; empty where none does."""
+    """The weights that the trainer and each generator of the active run hold now; empty when no run is active."""
     ScaleService: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ScaleServiceRequest, _coordinator_pb2.ScaleServiceResponse]  # type: ignore[assignment]
-    """Passes the wish to the launcher of the stack."""
+    """Passes the request to the launcher of the stack."""
     QueryTimeline: _aio.UnaryStreamMultiCallable[_coordinator_pb2.QueryTimelineRequest, _coordinator_pb2.QueryTimelineResponse]  # type: ignore[assignment]
     """The spans of a run as Chrome trace JSON, in chunks."""
 
@@ -153,7 +153,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.PauseRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.PauseRunResponse, _abc.Awaitable[_coordinator_pb2.PauseRunResponse]]:
-        """Begin no step after the current one until ResumeRun; the run keeps what it leased, and running samples go on."""
+        """Begin no step after the current one until ResumeRun; the run keeps its leases, and running samples continue."""
 
     @_abc_1.abstractmethod
     def ResumeRun(
@@ -161,7 +161,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.ResumeRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.ResumeRunResponse, _abc.Awaitable[_coordinator_pb2.ResumeRunResponse]]:
-        """Take a pause back. Continue a run that ended before its last step, from a checkpoint, under the same id."""
+        """End a pause, or continue a run that ended before its last step: from a checkpoint, under the same id."""
 
     @_abc_1.abstractmethod
     def StopRun(
@@ -217,7 +217,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.ShowWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.ShowWeightsResponse, _abc.Awaitable[_coordinator_pb2.ShowWeightsResponse]]:
-        """What the trainer and each generator of the run that goes on hold now; empty where none does."""
+        """The weights that the trainer and each generator of the active run hold now; empty when no run is active."""
 
     @_abc_1.abstractmethod
     def ScaleService(
@@ -225,7 +225,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.ScaleServiceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.ScaleServiceResponse, _abc.Awaitable[_coordinator_pb2.ScaleServiceResponse]]:
-        """Passes the wish to the launcher of the stack."""
+        """Passes the request to the launcher of the stack."""
 
     @_abc_1.abstractmethod
     def QueryTimeline(

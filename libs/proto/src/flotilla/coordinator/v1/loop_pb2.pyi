@@ -264,7 +264,7 @@ class SampleGroupsResponse(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """Place of its prompt in the request."""
+    """Index of its prompt in the request."""
     @_builtins.property
     def group(self) -> Global___LoopGroup: ...
     def __init__(

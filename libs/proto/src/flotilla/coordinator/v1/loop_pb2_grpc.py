@@ -27,7 +27,8 @@ if _version_not_supported:
 
 class LoopServiceStub:
     """The steps of a run whose `loop` is `client`: it leases trainer and generators like any other run, and a client of the
-    user's makes its steps, call by call. Calls that change the policy take turns; sampling and scoring go on beside them.
+    user's makes its steps, call by call. Calls that change the policy run one at a time; sampling and scoring run
+    concurrently with them.
     """
 
     def __init__(self, channel):
@@ -100,11 +101,12 @@ class LoopServiceStub:
 
 class LoopServiceServicer:
     """The steps of a run whose `loop` is `client`: it leases trainer and generators like any other run, and a client of the
-    user's makes its steps, call by call. Calls that change the policy take turns; sampling and scoring go on beside them.
+    user's makes its steps, call by call. Calls that change the policy run one at a time; sampling and scoring run
+    concurrently with them.
     """
 
     def OpenLoop(self, request, context):
-        """Returns when the run takes calls; FAILED_PRECONDITION says why it never will.
+        """Returns when the run accepts calls; FAILED_PRECONDITION says why it never will.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -126,7 +128,7 @@ class LoopServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ScoreGroups(self, request, context):
-        """By the rewards of the run.
+        """Scores samples with the rewards of the run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -153,7 +155,7 @@ class LoopServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SyncWeights(self, request, context):
-        """Bring the policy to the generators; what is sampled later is sampled from it.
+        """Send the policy to the generators; later samples are drawn from it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -167,21 +169,21 @@ class LoopServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SaveState(self, request, context):
-        """A checkpoint of the run; returns when it is on disk.
+        """Write a checkpoint of the run; returns when it is on disk.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SaveModel(self, request, context):
-        """A Hugging Face folder of the policy.
+        """Write the policy as a Hugging Face folder.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseLoop(self, request, context):
-        """The run ends well and gives back what it leased.
+        """End the run as succeeded and release what it leased.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -260,7 +262,8 @@ def add_LoopServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class LoopService:
     """The steps of a run whose `loop` is `client`: it leases trainer and generators like any other run, and a client of the
-    user's makes its steps, call by call. Calls that change the policy take turns; sampling and scoring go on beside them.
+    user's makes its steps, call by call. Calls that change the policy run one at a time; sampling and scoring run
+    concurrently with them.
     """
 
     @staticmethod

@@ -28,7 +28,8 @@ GRPC_VERSION: str
 
 class LoopServiceStub:
     """The steps of a run whose `loop` is `client`: it leases trainer and generators like any other run, and a client of the
-    user's makes its steps, call by call. Calls that change the policy take turns; sampling and scoring go on beside them.
+    user's makes its steps, call by call. Calls that change the policy run one at a time; sampling and scoring run
+    concurrently with them.
     """
 
     @_typing.overload
@@ -36,7 +37,7 @@ class LoopServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> LoopServiceAsyncStub: ...
     OpenLoop: _grpc.UnaryUnaryMultiCallable[_loop_pb2.OpenLoopRequest, _loop_pb2.OpenLoopResponse]
-    """Returns when the run takes calls; FAILED_PRECONDITION says why it never will."""
+    """Returns when the run accepts calls; FAILED_PRECONDITION says why it never will."""
     DrawPrompts: _grpc.UnaryUnaryMultiCallable[_loop_pb2.DrawPromptsRequest, _loop_pb2.DrawPromptsResponse]
     """The next prompts of the run's data set."""
     SampleGroups: _grpc.UnaryStreamMultiCallable[_loop_pb2.SampleGroupsRequest, _loop_pb2.SampleGroupsResponse]
@@ -44,32 +45,33 @@ class LoopServiceStub:
     repeated draws new samples.
     """
     ScoreGroups: _grpc.UnaryUnaryMultiCallable[_loop_pb2.ScoreGroupsRequest, _loop_pb2.ScoreGroupsResponse]
-    """By the rewards of the run."""
+    """Scores samples with the rewards of the run."""
     ScoreTokens: _grpc.UnaryUnaryMultiCallable[_loop_pb2.ScoreTokensRequest, _loop_pb2.ScoreTokensResponse]
     """Log-probabilities of given tokens under the policy as the trainer holds it."""
     AddGradients: _grpc.UnaryUnaryMultiCallable[_loop_pb2.AddGradientsRequest, _loop_pb2.AddGradientsResponse]
     StepOptimizer: _grpc.UnaryUnaryMultiCallable[_loop_pb2.StepOptimizerRequest, _loop_pb2.StepOptimizerResponse]
     """Counts as one step of the run."""
     SyncWeights: _grpc.UnaryUnaryMultiCallable[_loop_pb2.SyncWeightsRequest, _loop_pb2.SyncWeightsResponse]
-    """Bring the policy to the generators; what is sampled later is sampled from it."""
+    """Send the policy to the generators; later samples are drawn from it."""
     EvaluatePolicy: _grpc.UnaryUnaryMultiCallable[_loop_pb2.EvaluatePolicyRequest, _loop_pb2.EvaluatePolicyResponse]
     """Accuracy on the held-out prompts of the run, under the weights that the generators serve."""
     SaveState: _grpc.UnaryUnaryMultiCallable[_loop_pb2.SaveStateRequest, _loop_pb2.SaveStateResponse]
-    """A checkpoint of the run; returns when it is on disk."""
+    """Write a checkpoint of the run; returns when it is on disk."""
     SaveModel: _grpc.UnaryUnaryMultiCallable[_loop_pb2.SaveModelRequest, _loop_pb2.SaveModelResponse]
-    """A Hugging Face folder of the policy."""
+    """Write the policy as a Hugging Face folder."""
     CloseLoop: _grpc.UnaryUnaryMultiCallable[_loop_pb2.CloseLoopRequest, _loop_pb2.CloseLoopResponse]
-    """The run ends well and gives back what it leased."""
+    """End the run as succeeded and release what it leased."""
 
 @_typing.type_check_only
 class LoopServiceAsyncStub(LoopServiceStub):
     """The steps of a run whose `loop` is `client`: it leases trainer and generators like any other run, and a client of the
-    user's makes its steps, call by call. Calls that change the policy take turns; sampling and scoring go on beside them.
+    user's makes its steps, call by call. Calls that change the policy run one at a time; sampling and scoring run
+    concurrently with them.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     OpenLoop: _aio.UnaryUnaryMultiCallable[_loop_pb2.OpenLoopRequest, _loop_pb2.OpenLoopResponse]  # type: ignore[assignment]
-    """Returns when the run takes calls; FAILED_PRECONDITION says why it never will."""
+    """Returns when the run accepts calls; FAILED_PRECONDITION says why it never will."""
     DrawPrompts: _aio.UnaryUnaryMultiCallable[_loop_pb2.DrawPromptsRequest, _loop_pb2.DrawPromptsResponse]  # type: ignore[assignment]
     """The next prompts of the run's data set."""
     SampleGroups: _aio.UnaryStreamMultiCallable[_loop_pb2.SampleGroupsRequest, _loop_pb2.SampleGroupsResponse]  # type: ignore[assignment]
@@ -77,26 +79,27 @@ class LoopServiceAsyncStub(LoopServiceStub):
     repeated draws new samples.
     """
     ScoreGroups: _aio.UnaryUnaryMultiCallable[_loop_pb2.ScoreGroupsRequest, _loop_pb2.ScoreGroupsResponse]  # type: ignore[assignment]
-    """By the rewards of the run."""
+    """Scores samples with the rewards of the run."""
     ScoreTokens: _aio.UnaryUnaryMultiCallable[_loop_pb2.ScoreTokensRequest, _loop_pb2.ScoreTokensResponse]  # type: ignore[assignment]
     """Log-probabilities of given tokens under the policy as the trainer holds it."""
     AddGradients: _aio.UnaryUnaryMultiCallable[_loop_pb2.AddGradientsRequest, _loop_pb2.AddGradientsResponse]  # type: ignore[assignment]
     StepOptimizer: _aio.UnaryUnaryMultiCallable[_loop_pb2.StepOptimizerRequest, _loop_pb2.StepOptimizerResponse]  # type: ignore[assignment]
     """Counts as one step of the run."""
     SyncWeights: _aio.UnaryUnaryMultiCallable[_loop_pb2.SyncWeightsRequest, _loop_pb2.SyncWeightsResponse]  # type: ignore[assignment]
-    """Bring the policy to the generators; what is sampled later is sampled from it."""
+    """Send the policy to the generators; later samples are drawn from it."""
     EvaluatePolicy: _aio.UnaryUnaryMultiCallable[_loop_pb2.EvaluatePolicyRequest, _loop_pb2.EvaluatePolicyResponse]  # type: ignore[assignment]
     """Accuracy on the held-out prompts of the run, under the weights that the generators serve."""
     SaveState: _aio.UnaryUnaryMultiCallable[_loop_pb2.SaveStateRequest, _loop_pb2.SaveStateResponse]  # type: ignore[assignment]
-    """A checkpoint of the run; returns when it is on disk."""
+    """Write a checkpoint of the run; returns when it is on disk."""
     SaveModel: _aio.UnaryUnaryMultiCallable[_loop_pb2.SaveModelRequest, _loop_pb2.SaveModelResponse]  # type: ignore[assignment]
-    """A Hugging Face folder of the policy."""
+    """Write the policy as a Hugging Face folder."""
     CloseLoop: _aio.UnaryUnaryMultiCallable[_loop_pb2.CloseLoopRequest, _loop_pb2.CloseLoopResponse]  # type: ignore[assignment]
-    """The run ends well and gives back what it leased."""
+    """End the run as succeeded and release what it leased."""
 
 class LoopServiceServicer(metaclass=_abc_1.ABCMeta):
     """The steps of a run whose `loop` is `client`: it leases trainer and generators like any other run, and a client of the
-    user's makes its steps, call by call. Calls that change the policy take turns; sampling and scoring go on beside them.
+    user's makes its steps, call by call. Calls that change the policy run one at a time; sampling and scoring run
+    concurrently with them.
     """
 
     @_abc_1.abstractmethod
@@ -105,7 +108,7 @@ class LoopServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _loop_pb2.OpenLoopRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_loop_pb2.OpenLoopResponse, _abc.Awaitable[_loop_pb2.OpenLoopResponse]]:
-        """Returns when the run takes calls; FAILED_PRECONDITION says why it never will."""
+        """Returns when the run accepts calls; FAILED_PRECONDITION says why it never will."""
 
     @_abc_1.abstractmethod
     def DrawPrompts(
@@ -131,7 +134,7 @@ class LoopServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _loop_pb2.ScoreGroupsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_loop_pb2.ScoreGroupsResponse, _abc.Awaitable[_loop_pb2.ScoreGroupsResponse]]:
-        """By the rewards of the run."""
+        """Scores samples with the rewards of the run."""
 
     @_abc_1.abstractmethod
     def ScoreTokens(
@@ -162,7 +165,7 @@ class LoopServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _loop_pb2.SyncWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_loop_pb2.SyncWeightsResponse, _abc.Awaitable[_loop_pb2.SyncWeightsResponse]]:
-        """Bring the policy to the generators; what is sampled later is sampled from it."""
+        """Send the policy to the generators; later samples are drawn from it."""
 
     @_abc_1.abstractmethod
     def EvaluatePolicy(
@@ -178,7 +181,7 @@ class LoopServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _loop_pb2.SaveStateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_loop_pb2.SaveStateResponse, _abc.Awaitable[_loop_pb2.SaveStateResponse]]:
-        """A checkpoint of the run; returns when it is on disk."""
+        """Write a checkpoint of the run; returns when it is on disk."""
 
     @_abc_1.abstractmethod
     def SaveModel(
@@ -186,7 +189,7 @@ class LoopServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _loop_pb2.SaveModelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_loop_pb2.SaveModelResponse, _abc.Awaitable[_loop_pb2.SaveModelResponse]]:
-        """A Hugging Face folder of the policy."""
+        """Write the policy as a Hugging Face folder."""
 
     @_abc_1.abstractmethod
     def CloseLoop(
@@ -194,6 +197,6 @@ class LoopServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _loop_pb2.CloseLoopRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_loop_pb2.CloseLoopResponse, _abc.Awaitable[_loop_pb2.CloseLoopResponse]]:
-        """The run ends well and gives back what it leased."""
+        """End the run as succeeded and release what it leased."""
 
 def add_LoopServiceServicer_to_server(servicer: LoopServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -111,7 +111,7 @@ class SamplingParams(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """0 is greedy; logprobs then are those of temperature 1."""
+    """0 is greedy; logprobs are then those of temperature 1."""
     top_p: _builtins.float
     """0 or 1 is off."""
     top_k: _builtins.int
@@ -143,7 +143,7 @@ Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
 class SampleSlot(_message.Message):
-    """One sample to draw. The id is stable for ever; the seed derives from it."""
+    """One sample to draw. Its id never changes; the seed derives from it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -154,7 +154,7 @@ class SampleSlot(_message.Message):
     seed: _builtins.int
     @_builtins.property
     def prefix_token_ids(self) -> _tensor_pb2.Tensor:
-        """Tokens that the sample has from before: decoding goes on after them, and the new ones alone come back,
+        """Tokens that the sample already has: decoding continues after them, and only the new ones come back,
         with spans that count from the first new one. Limits of tokens count the whole response.
         """
 
@@ -191,7 +191,7 @@ class GenerateRequest(_message.Message):
     """Unique over attempts."""
     attempt: _builtins.int
     priority: _builtins.int
-    """Where samples wait for their turn, lower ones come first; the order of arrival decides between equal ones."""
+    """Where samples wait for their turn, lower values come first; equal ones are served in order of arrival."""
     @_builtins.property
     def prompt_token_ids(self) -> _tensor_pb2.Tensor: ...
     @_builtins.property

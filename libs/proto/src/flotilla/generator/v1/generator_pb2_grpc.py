@@ -88,7 +88,7 @@ class GeneratorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StageWeights(self, request, context):
-        """Receive one version beside the live weights while decoding goes on; returns when all bytes are
+        """Receive one version into staging while decoding continues; returns when all bytes are
         there, with digests over what arrived. The live weights do not change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -41,7 +41,7 @@ class GeneratorServiceStub:
     JoinWeightGroup: _grpc.UnaryUnaryMultiCallable[_generator_pb2.JoinWeightGroupRequest, _generator_pb2.JoinWeightGroupResponse]
     """Enter a weight group; returns when the group is formed."""
     StageWeights: _grpc.UnaryUnaryMultiCallable[_generator_pb2.StageWeightsRequest, _generator_pb2.StageWeightsResponse]
-    """Receive one version beside the live weights while decoding goes on; returns when all bytes are
+    """Receive one version into staging while decoding continues; returns when all bytes are
     there, with digests over what arrived. The live weights do not change.
     """
     GetWeightStatus: _grpc.UnaryUnaryMultiCallable[_generator_pb2.GetWeightStatusRequest, _generator_pb2.GetWeightStatusResponse]
@@ -65,7 +65,7 @@ class GeneratorServiceAsyncStub(GeneratorServiceStub):
     JoinWeightGroup: _aio.UnaryUnaryMultiCallable[_generator_pb2.JoinWeightGroupRequest, _generator_pb2.JoinWeightGroupResponse]  # type: ignore[assignment]
     """Enter a weight group; returns when the group is formed."""
     StageWeights: _aio.UnaryUnaryMultiCallable[_generator_pb2.StageWeightsRequest, _generator_pb2.StageWeightsResponse]  # type: ignore[assignment]
-    """Receive one version beside the live weights while decoding goes on; returns when all bytes are
+    """Receive one version into staging while decoding continues; returns when all bytes are
     there, with digests over what arrived. The live weights do not change.
     """
     GetWeightStatus: _aio.UnaryUnaryMultiCallable[_generator_pb2.GetWeightStatusRequest, _generator_pb2.GetWeightStatusResponse]  # type: ignore[assignment]
@@ -104,7 +104,7 @@ class GeneratorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generator_pb2.StageWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generator_pb2.StageWeightsResponse, _abc.Awaitable[_generator_pb2.StageWeightsResponse]]:
-        """Receive one version beside the live weights while decoding goes on; returns when all bytes are
+        """Receive one version into staging while decoding continues; returns when all bytes are
         there, with digests over what arrived. The live weights do not change.
         """
 

@@ -61,7 +61,7 @@ class RewardServiceServicer:
         """A list of items in, one outcome out for each, in the order in which they end: those that end together travel
         together, for a message costs more than most scores.
         An item that fails or times out never fails the call. While items wait for a worker, load or run, a message without
-        outcomes comes every few seconds: a call has no deadline, and who hears nothing for long has lost the replica.
+        outcomes comes every few seconds: a call has no deadline, so a caller that hears nothing for long has lost the replica.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

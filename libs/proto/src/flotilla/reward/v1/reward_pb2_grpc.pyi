@@ -38,7 +38,7 @@ class RewardServiceStub:
     """A list of items in, one outcome out for each, in the order in which they end: those that end together travel
     together, for a message costs more than most scores.
     An item that fails or times out never fails the call. While items wait for a worker, load or run, a message without
-    outcomes comes every few seconds: a call has no deadline, and who hears nothing for long has lost the replica.
+    outcomes comes every few seconds: a call has no deadline, so a caller that hears nothing for long has lost the replica.
     """
 
 @_typing.type_check_only
@@ -51,7 +51,7 @@ class RewardServiceAsyncStub(RewardServiceStub):
     """A list of items in, one outcome out for each, in the order in which they end: those that end together travel
     together, for a message costs more than most scores.
     An item that fails or times out never fails the call. While items wait for a worker, load or run, a message without
-    outcomes comes every few seconds: a call has no deadline, and who hears nothing for long has lost the replica.
+    outcomes comes every few seconds: a call has no deadline, so a caller that hears nothing for long has lost the replica.
     """
 
 class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -73,7 +73,7 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         """A list of items in, one outcome out for each, in the order in which they end: those that end together travel
         together, for a message costs more than most scores.
         An item that fails or times out never fails the call. While items wait for a worker, load or run, a message without
-        outcomes comes every few seconds: a call has no deadline, and who hears nothing for long has lost the replica.
+        outcomes comes every few seconds: a call has no deadline, so a caller that hears nothing for long has lost the replica.
         """
 
 def add_RewardServiceServicer_to_server(servicer: RewardServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

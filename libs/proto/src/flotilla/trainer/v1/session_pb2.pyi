@@ -57,7 +57,7 @@ class SessionSpec(_message.Message):
     DUMP_DIR_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
-    """That of the gang; a reference and a teacher only score, and take neither objective nor optimizer."""
+    """Role of the gang; a reference and a teacher only score, and take neither objective nor optimizer."""
     initial_weights: _builtins.str
     """Folder (Hugging Face layout) to start from; empty: the model that the trainer was started with."""
     seed: _builtins.int
@@ -102,7 +102,7 @@ Global___SessionSpec: _TypeAlias = SessionSpec  # noqa: Y015
 
 @_typing.final
 class Objective(_message.Message):
-    """What a session descends on. docs/algorithms.md and docs/preferences.md have the formulas."""
+    """What a session optimizes. docs/algorithms.md and docs/preferences.md have the formulas."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -114,7 +114,7 @@ class Objective(_message.Message):
     """sft: next-token cross-entropy on response tokens, mean over all tokens of the update.
     policy: reinforcement learning on rollouts of the policy.
     preference: direct preference optimisation. A group is a pair: two samples, the preferred one first.
-    reward_model: a head of one number learns to give the preferred answer of a pair the higher one; the reward of an
+    reward_model: a scalar head learns to give the preferred answer of a pair the higher one; the reward of an
     answer is the number after its last token, so masks have to be true throughout.
     value: what a critic learns: the returns that the policy of the section expects after each token of a response.
     """
@@ -124,8 +124,8 @@ class Objective(_message.Message):
     """Of policy and value: length limit of the rollouts."""
     @_builtins.property
     def section(self) -> _struct_pb2.Struct:
-        """`algorithm` of the run; for a value that of the policy beside it, so that rewards are shaped, and advantages made,
-        by the same numbers.
+        """`algorithm` of the run; for a value that of the policy that it serves, so that both shape rewards and compute
+        advantages by the same numbers.
         """
 
     def __init__(
@@ -146,7 +146,7 @@ Global___Objective: _TypeAlias = Objective  # noqa: Y015
 
 @_typing.final
 class Function(_message.Message):
-    """The loss of one call: one of ours by its name, or one of the user's as path.py:function."""
+    """The loss of one call: a built-in loss by its name, or the user's own as path.py:function."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

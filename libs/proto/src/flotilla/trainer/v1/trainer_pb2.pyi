@@ -175,11 +175,11 @@ class TrainHeader(_message.Message):
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     update_id: _builtins.str
-    """Names the update for ever: run/lineage/step."""
+    """Permanent name of the update: run/lineage/step."""
     groups: _builtins.int
     @_builtins.property
     def policy_version(self) -> _version_pb2.PolicyVersion:
-        """Version that the update starts from; STALE_VERSION when the trainer is elsewhere."""
+        """Version that the update starts from; STALE_VERSION when the trainer holds another one."""
 
     @_builtins.property
     def learning_rate(self) -> Global___LearningRate:
@@ -204,7 +204,7 @@ Global___TrainHeader: _TypeAlias = TrainHeader  # noqa: Y015
 
 @_typing.final
 class LearningRate(_message.Message):
-    """What the rate of an update follows from, beside the shape of the schedule."""
+    """What determines the learning rate of an update, besides the shape of the schedule."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -280,9 +280,9 @@ class TrainSample(_message.Message):
     greedy_reward: _builtins.float
     """What the greedy response to the same prompt earned, one number a group; for advantages that compare with it."""
     truncated: _builtins.bool
-    """Cut off at a length limit: it might have gone on."""
+    """Cut off at a length limit, so the response may be incomplete."""
     value_after: _builtins.float
-    """What the critic expects after the last token, as it was before the update; all samples carry it or none does."""
+    """The critic's value after the last token, computed before the update; all samples carry it or none does."""
     @_builtins.property
     def token_ids(self) -> _tensor_pb2.Tensor: ...
     @_builtins.property
@@ -301,7 +301,7 @@ class TrainSample(_message.Message):
 
     @_builtins.property
     def values(self) -> _tensor_pb2.Tensor:
-        """What the critic expects before each token (float32), as it was before the update."""
+        """The critic's value before each token (float32), computed before the update."""
 
     @_builtins.property
     def reference_logprobs(self) -> _tensor_pb2.Tensor:
@@ -313,11 +313,11 @@ class TrainSample(_message.Message):
 
     @_builtins.property
     def reward_terms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """What each term of the reward gave by itself, in the order of the terms; for advantages that weigh them themselves."""
+        """The value of each term of the reward, in the order of the terms; for advantages that weigh them themselves."""
 
     @_builtins.property
     def teacher_top_token_ids(self) -> _tensor_pb2.Tensor:
-        """[tokens, k] (int32): those that the teacher finds likeliest at each position, none of them twice; k is one number in
+        """[tokens, k] (int32): the teacher's most likely tokens at each position, none of them twice; k is one number in
         an update.
         """
 
@@ -614,7 +614,7 @@ class SequenceLogprobs(_message.Message):
     def logprobs(self) -> _tensor_pb2.Tensor: ...
     @_builtins.property
     def top_token_ids(self) -> _tensor_pb2.Tensor:
-        """[tokens, k], where top_k was asked for."""
+        """[tokens, k], where top_k is set."""
 
     @_builtins.property
     def top_logprobs(self) -> _tensor_pb2.Tensor: ...
@@ -667,7 +667,7 @@ class ComputeValuesRequest(_message.Message):
     AFTER_LAST_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     after_last: _builtins.bool
-    """One value more of each sequence, the last one: what is expected after its last token."""
+    """Also return, as the last value of each sequence, the value after its last token."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoredSequence]: ...
     def __init__(
@@ -694,7 +694,7 @@ class SequenceValues(_message.Message):
     sequence_id: _builtins.str
     @_builtins.property
     def values(self) -> _tensor_pb2.Tensor:
-        """float32, one a response token; one more where after_last was asked for."""
+        """float32, one a response token; one more where after_last is set."""
 
     def __init__(
         self,
@@ -720,7 +720,7 @@ class ComputeValuesResponse(_message.Message):
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceValues]: ...
     @_builtins.property
     def policy_version(self) -> _version_pb2.PolicyVersion:
-        """Of the critic, which counts its own updates."""
+        """Version of the critic, which counts its own updates."""
 
     def __init__(
         self,
@@ -815,7 +815,7 @@ class ForwardBackwardRequest(_message.Message):
     request_id: _builtins.str
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrainGroup]:
-        """Whatever looks at a whole update (batch baselines, whitening, selections) looks at these groups."""
+        """What uses a whole update (batch baselines, whitening, selections) uses these groups."""
 
     @_builtins.property
     def loss(self) -> _session_pb2.Function:
@@ -1139,7 +1139,7 @@ class SaveCheckpointRequest(_message.Message):
     path: _builtins.str
     """The folder to be made: <checkpoints of the run>/step-<steps done>."""
     coordinator_state: _builtins.bytes
-    """What the coordinator needs to go on from here; sealed with the rest and returned by LoadCheckpoint."""
+    """What the coordinator needs to continue from here; sealed with the rest and returned by LoadCheckpoint."""
     @_builtins.property
     def policy_version(self) -> _version_pb2.PolicyVersion: ...
     def __init__(
@@ -1192,7 +1192,7 @@ class CheckpointSnapshot(_message.Message):
     STALL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def stall(self) -> _duration_pb2.Duration:
-        """How long training could not go on."""
+        """How long training was blocked."""
 
     def __init__(
         self,

@@ -166,7 +166,7 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ComputeValues(self, request, context):
-        """A critic's: what it expects before each of the given response tokens is drawn.
+        """The critic's value before each of the given response tokens is drawn.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -209,14 +209,14 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CloseWeightGroup(self, request, context):
-        """Give up the group and a broadcast under way.
+        """Close the group and abort a broadcast that is under way.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SaveCheckpoint(self, request, context):
-        """Two messages: `snapshot` when the state is in host memory and training may go on, `durable` when the sealed folder is
+        """Two messages: `snapshot` when the state is in host memory and training may continue, `durable` when the sealed folder is
         on disk. A failure after the first costs that checkpoint alone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -224,7 +224,7 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LoadCheckpoint(self, request, context):
-        """Put the open session back to a checkpoint, under a new lineage. Nothing changes unless all of it is verified and fits.
+        """Restore the open session from a checkpoint, under a new lineage. Nothing changes unless all of it is verified and fits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

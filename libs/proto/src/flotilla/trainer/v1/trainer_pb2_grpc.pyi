@@ -49,7 +49,7 @@ class TrainerServiceStub:
     ComputeLogprobs: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ComputeLogprobsRequest, _trainer_pb2.ComputeLogprobsResponse]
     """Log-probabilities of given response tokens under the current policy."""
     ComputeValues: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ComputeValuesRequest, _trainer_pb2.ComputeValuesResponse]
-    """A critic's: what it expects before each of the given response tokens is drawn."""
+    """The critic's value before each of the given response tokens is drawn."""
     EvaluateLoss: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.EvaluateLossRequest, _trainer_pb2.EvaluateLossResponse]
     ForwardBackward: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ForwardBackwardRequest, _trainer_pb2.ForwardBackwardResponse]
     """Primitives for custom loops. Gradients add up over the calls until OptimStep divides them by what all calls counted, so
@@ -63,13 +63,13 @@ class TrainerServiceStub:
     PublishWeights: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.PublishWeightsRequest, _trainer_pb2.PublishWeightsResponse]
     """Broadcast the current version to the group; returns with the digests of what was sent."""
     CloseWeightGroup: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.CloseWeightGroupRequest, _trainer_pb2.CloseWeightGroupResponse]
-    """Give up the group and a broadcast under way."""
+    """Close the group and abort a broadcast that is under way."""
     SaveCheckpoint: _grpc.UnaryStreamMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]
-    """Two messages: `snapshot` when the state is in host memory and training may go on, `durable` when the sealed folder is
+    """Two messages: `snapshot` when the state is in host memory and training may continue, `durable` when the sealed folder is
     on disk. A failure after the first costs that checkpoint alone.
     """
     LoadCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointResponse]
-    """Put the open session back to a checkpoint, under a new lineage. Nothing changes unless all of it is verified and fits."""
+    """Restore the open session from a checkpoint, under a new lineage. Nothing changes unless all of it is verified and fits."""
     ExportModel: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelResponse]
     """Write a Hugging Face folder that transformers and vLLM load unchanged."""
 
@@ -94,7 +94,7 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     ComputeLogprobs: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ComputeLogprobsRequest, _trainer_pb2.ComputeLogprobsResponse]  # type: ignore[assignment]
     """Log-probabilities of given response tokens under the current policy."""
     ComputeValues: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ComputeValuesRequest, _trainer_pb2.ComputeValuesResponse]  # type: ignore[assignment]
-    """A critic's: what it expects before each of the given response tokens is drawn."""
+    """The critic's value before each of the given response tokens is drawn."""
     EvaluateLoss: _aio.UnaryUnaryMultiCallable[_trainer_pb2.EvaluateLossRequest, _trainer_pb2.EvaluateLossResponse]  # type: ignore[assignment]
     ForwardBackward: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ForwardBackwardRequest, _trainer_pb2.ForwardBackwardResponse]  # type: ignore[assignment]
     """Primitives for custom loops. Gradients add up over the calls until OptimStep divides them by what all calls counted, so
@@ -108,13 +108,13 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     PublishWeights: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PublishWeightsRequest, _trainer_pb2.PublishWeightsResponse]  # type: ignore[assignment]
     """Broadcast the current version to the group; returns with the digests of what was sent."""
     CloseWeightGroup: _aio.UnaryUnaryMultiCallable[_trainer_pb2.CloseWeightGroupRequest, _trainer_pb2.CloseWeightGroupResponse]  # type: ignore[assignment]
-    """Give up the group and a broadcast under way."""
+    """Close the group and abort a broadcast that is under way."""
     SaveCheckpoint: _aio.UnaryStreamMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
-    """Two messages: `snapshot` when the state is in host memory and training may go on, `durable` when the sealed folder is
+    """Two messages: `snapshot` when the state is in host memory and training may continue, `durable` when the sealed folder is
     on disk. A failure after the first costs that checkpoint alone.
     """
     LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointResponse]  # type: ignore[assignment]
-    """Put the open session back to a checkpoint, under a new lineage. Nothing changes unless all of it is verified and fits."""
+    """Restore the open session from a checkpoint, under a new lineage. Nothing changes unless all of it is verified and fits."""
     ExportModel: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelResponse]  # type: ignore[assignment]
     """Write a Hugging Face folder that transformers and vLLM load unchanged."""
 
@@ -178,7 +178,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.ComputeValuesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.ComputeValuesResponse, _abc.Awaitable[_trainer_pb2.ComputeValuesResponse]]:
-        """A critic's: what it expects before each of the given response tokens is drawn."""
+        """The critic's value before each of the given response tokens is drawn."""
 
     @_abc_1.abstractmethod
     def EvaluateLoss(
@@ -228,7 +228,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.CloseWeightGroupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.CloseWeightGroupResponse, _abc.Awaitable[_trainer_pb2.CloseWeightGroupResponse]]:
-        """Give up the group and a broadcast under way."""
+        """Close the group and abort a broadcast that is under way."""
 
     @_abc_1.abstractmethod
     def SaveCheckpoint(
@@ -236,7 +236,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.SaveCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trainer_pb2.SaveCheckpointResponse], _abc.AsyncIterator[_trainer_pb2.SaveCheckpointResponse]]:
-        """Two messages: `snapshot` when the state is in host memory and training may go on, `durable` when the sealed folder is
+        """Two messages: `snapshot` when the state is in host memory and training may continue, `durable` when the sealed folder is
         on disk. A failure after the first costs that checkpoint alone.
         """
 
@@ -246,7 +246,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.LoadCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.LoadCheckpointResponse, _abc.Awaitable[_trainer_pb2.LoadCheckpointResponse]]:
-        """Put the open session back to a checkpoint, under a new lineage. Nothing changes unless all of it is verified and fits."""
+        """Restore the open session from a checkpoint, under a new lineage. Nothing changes unless all of it is verified and fits."""
 
     @_abc_1.abstractmethod
     def ExportModel(
