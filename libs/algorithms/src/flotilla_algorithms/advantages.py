@@ -281,9 +281,9 @@ def gae(
 ) -> tuple[Floats, Floats]:
     """GAE: return advantages and returns of every token; `values` is the critic's estimate before each token.
 
-    The reward comes with the last trained token of a response. After it nothing is expected, but where the response was
-    cut off and `bootstrap_truncated` is true: there the critic's estimate after its last token stands for what would
-    have come. Tokens that are context are passed over: they have no advantage, and return what was expected of them.
+    The reward comes with the last trained token of a response. The value after it is 0, unless the response was
+    cut off and `bootstrap_truncated` is true: then it is the critic's estimate after the last token. Tokens that are
+    context are passed over: they have no advantage, and their return is the critic's estimate.
     """
     estimates = np.asarray(values, dtype=np.float64)
     if estimates.shape != outcomes.penalties.shape or not np.isfinite(estimates).all():
@@ -321,7 +321,7 @@ def gae_of_values(outcomes: Outcomes, *, gamma: float, lam: float, bootstrap_tru
 
 
 def distill(outcomes: Outcomes, *, coefficient: float, reward_weight: float) -> Floats:
-    """Distill a teacher on-policy: a token is worth what the teacher thinks of it more than the policy that drew it.
+    """Distill a teacher on-policy: reward each token by the teacher's lead over the policy that drew it.
 
     coefficient (log p_teacher - log p) of each token, and `reward_weight` times the advantage within its group.
 

@@ -1,7 +1,7 @@
 """Every advantage that a run can name, and the one place where an advantage function is called.
 
 Invariants: each advantage takes the outcomes and its parameters by keyword, and gives one number a sample or one a
-token; a sample that is left out counts nowhere: no mean, deviation, baseline or scale knows of it.
+token; a sample that is left out counts nowhere: no mean, deviation, baseline or scale includes it.
 """
 
 from __future__ import annotations

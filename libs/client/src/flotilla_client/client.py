@@ -145,12 +145,12 @@ class Client:
         return (await rpc.unary(self._stub.PauseRun, request, timeout_s=_CALL_S)).run
 
     async def set_run(self, run_id: str, changes: Sequence[str]) -> Run:
-        """Goes on by other settings (`key.path=value`) from its next step on."""
+        """Change settings of the run (`key.path=value`) from its next step on."""
         request = pb.UpdateRunRequest(run_id=run_id, request_id=new_request_id(), overrides=changes)
         return (await rpc.unary(self._stub.UpdateRun, request, timeout_s=_CALL_S)).run
 
     async def resume_run(self, run_id: str = "latest", checkpoint: str = "") -> Run:
-        """Goes on after a pause; after its end from a checkpoint: the named one, or the newest that is good."""
+        """Continue a paused run, or an ended one from a checkpoint: the named one, or the newest good one."""
         request = pb.ResumeRunRequest(run_id=run_id, request_id=new_request_id(), checkpoint=checkpoint)
         return (await rpc.unary(self._stub.ResumeRun, request, timeout_s=_CALL_S)).run
 

@@ -78,11 +78,11 @@ class SyncClient(WaitingClient):
         return self._wait(self._client.pause_run(run_id))
 
     def set_run(self, run_id: str, changes: Sequence[str]) -> Run:
-        """Goes on by other settings (`key.path=value`) from its next step on."""
+        """Change settings of the run (`key.path=value`) from its next step on."""
         return self._wait(self._client.set_run(run_id, changes))
 
     def resume_run(self, run_id: str = "latest", checkpoint: str = "") -> Run:
-        """Goes on after a pause; after its end from a checkpoint: the named one, or the newest that is good."""
+        """Continue a paused run, or an ended one from a checkpoint: the named one, or the newest good one."""
         return self._wait(self._client.resume_run(run_id, checkpoint))
 
     def list_services(self) -> list[pb.Service]:

@@ -1,7 +1,7 @@
 """Logs of every process: one JSON object a line on stdout.
 
 Invariants: each line has time, level, service and event; inside a span also its trace_id, and its run_id where
-the span knows it. The standard library's loggers, ours and foreign ones, end in the same lines. Nobody but the
+the span knows it. The standard library's loggers, ours and foreign ones, end in the same lines. Only the
 launcher writes log files. A line that cannot be written, because the disk of the log is full, is lost: it ends neither
 the call that logs nor the process.
 """

@@ -3,8 +3,8 @@
     python -I -S lease.py PARENT DIRECTORY SECONDS COMMAND...
 
 The launcher and the guardian of a stack each hold a lock file for as long as they live. This script leaves a small
-watcher beside the command that it becomes: when neither lock was held for so many seconds, the watcher ends the whole
-stack in order, and its own service by force where even that fails.
+watcher process behind and then becomes the command. When neither lock was held for so many seconds, the watcher ends
+the whole stack in order, and its own service by force where even that fails.
 Invariants: only the standard library is used, so the watcher is small and needs no installed package; a command whose
 launcher died before it began is never run; the command keeps the process id that the launcher started.
 """

@@ -1,7 +1,7 @@
 """The transport under `Sender` and `Receiver`: one process group of one epoch, and its store.
 
 Invariants: every wait has a deadline of `timeout_s`, watches for a failure that any member reported, and ends within
-50 ms once this end is aborted; after the first failure the link is dead for ever (a new epoch makes a new one), and
+50 ms once this end is aborted; after the first failure the link stays dead (a new epoch makes a new one), and
 what a broken transfer had received is freed with the error that it raised.
 """
 

@@ -1,7 +1,7 @@
 """The connection of a process to NATS, and what the process shows to the server.
 
-Invariants: after the first connect it reconnects for ever, and an outage costs one warning; nothing that is built on
-it may end a service because NATS is away. `generation` grows with every reconnect: a holder of a subscription that
+Invariants: after the first connect it reconnects without limit, and an outage costs one warning; nothing that is built
+on it may end a service because NATS is away. `generation` grows with every reconnect: a holder of a subscription that
 lived in the server's memory sets it up again then. A password or token is read from its file at each connection, for
 the stack's own server has a new one at each of its starts; it is on no command line and in no environment variable.
 """

@@ -133,8 +133,8 @@ class Registry:
                 entry.cancel()
 
     async def _keep_alive(self) -> None:
-        # Not for ever: a cancellation is lost where the answer to a heartbeat comes in the same turn (`wait_for` of
-        # Python 3.11, in the client of NATS), and the withdrawal would wait for the next one.
+        # Not an endless loop: a cancellation is lost where the answer to a heartbeat comes in the same turn (`wait_for`
+        # of Python 3.11, in the client of NATS), and the withdrawal would wait for the next one.
         while self._own is not None:
             generation = self._bus.generation
             moved = asyncio.ensure_future(self._bus.reconnected(generation))
@@ -150,7 +150,7 @@ class Registry:
             await self._beat()
 
     async def _beat(self) -> None:
-        """One heartbeat; the next one makes up for a failed one, at once when the connection is back."""
+        """Send one heartbeat; after a failure the next one replaces it, as soon as the connection is back."""
         if self._own is None or not self._bus.connected:
             return
         content = self._signer.sign(self._own)

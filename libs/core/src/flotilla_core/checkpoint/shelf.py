@@ -128,7 +128,7 @@ class CheckpointShelf:
     def _remove_unfinished(self) -> None:
         """Remove every unpublished checkpoint that was begun here, whatever process writes it."""
         for unfinished in self.path.glob(".*.writing"):
-            # Away under another name first: one that is still written to may not go at once.
+            # Rename it first: a folder that is still written to may not be removed at the first attempt.
             with suppress(FileNotFoundError):  # its writer ended just now
                 unfinished.rename(unfinished.with_suffix(".removing"))
         for leaving in self.path.glob(".*.removing"):

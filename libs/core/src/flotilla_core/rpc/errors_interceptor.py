@@ -1,10 +1,10 @@
 """The edge of every servicer: bytes become messages, exceptions become statuses.
 
 Invariants: a servicer raises `FlotillaError` and never touches status codes; bytes that are no message are
-the caller's error and tell nothing of our insides, and so is a message that breaks the rules of its contract
+the caller's error and reveal no internals, and so is a message that breaks the rules of its contract
 (`validation`); an unexpected exception is logged once, here,
-and travels as INTERNAL with its traceback; a call that answers once has a deadline: nothing waits for ever. A call's
-fence is admitted last, right before the handler: a call that is refused here moves no fence.
+and travels as INTERNAL with its traceback; a call that answers once has a deadline: nothing waits without limit. A
+call's fence is admitted last, right before the handler: a call that is refused here moves no fence.
 """
 
 from __future__ import annotations

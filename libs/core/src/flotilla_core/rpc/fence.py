@@ -66,7 +66,7 @@ class _Newest:
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.numbers: OrderedDict[str, int] = OrderedDict()
-        """By run, the one that called last at the end; of this epoch alone, for a later owner begins every run anew."""
+        """By run, the latest caller last; only of this epoch, because a new epoch starts all numbers again."""
 
     def admit(self, fence: Fence, method: str) -> None:
         """Record `fence` as the newest one, or raise."""

@@ -5,9 +5,9 @@ registry notices. Of several replicas the one with the least outstanding cost fo
 turns; work of one affinity stays where it was as long as that replica is among those that may take it.
 
 Callers that wait are served together, with one timer and one look for all of them, whenever a replica or room on one
-may have come: the lowest priority is asked first, and who came first among equals; one who cannot be served yet holds
-up nobody; what was taken for a caller who is cancelled in the same moment is given back; a wait ends in an error when
-no replica can serve it and none could when its time was looked at last.
+may have come: the lowest priority is served first, and equals in order of arrival; a caller that cannot be served yet
+blocks no other; what was taken for a caller that is cancelled in the same moment is given back; a wait ends in an error
+when no replica can serve it and none could when its time was last checked.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The replicas of one kind, or of one role within it, and the state of each.
 
 Invariants: a replica is ready when it is READY in the registry and has not failed since its last SERVING; an ejected
-one comes back through its health alone; one that the registry lost is asked itself, for the registry knows of
-heartbeats alone: it stays while it serves, and when it does not answer the calls that wait for it fail at once; else a
-channel stays open until the last lease on it is given back; one whose build cannot talk to ours is never a replica,
-and is named where they are told of.
+one comes back only through its health check; one that the registry lost is asked directly, for the registry sees only
+heartbeats: it stays while it serves, and when it does not answer, the calls that wait for it fail at once; otherwise a
+channel stays open until the last lease on it is released; an instance with an incompatible protocol is never a replica,
+and is listed as refused.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class TracedChannel(grpc.aio.Channel):
     async def channel_ready(self) -> None:
         await self._channel.channel_ready()
 
-    # What a stub asks for: the callable of one method, whose message types are the stub's affair.
+    # Stubs call this for the callable of one method; they know its message types.
     def unary_unary(self, method: str, *codecs: Any, **options: Any) -> Any:
         return _TracedMethod(method, self._channel.unary_unary(method, *codecs, **options), self._metadata)
 

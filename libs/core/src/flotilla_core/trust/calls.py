@@ -2,8 +2,8 @@
 
 Every call carries `authorization: Flotilla TIME SENDER COUNT ADDRESS SIGNATURE`: a keyed BLAKE2b, at a third of the
 cost of an HMAC, by a key derived from the secret, over the call's method and those four fields.
-Invariants: a signature is good once, for one method, at the address that was dialled and for five minutes, so whoever
-receives it in place of the service gains nothing by it; a service keeps a bounded memory for each sender that has
+Invariants: a signature is good once, for one method, at the address that was dialled and for five minutes, so a process
+that receives it in place of the service cannot use it; a service keeps a bounded memory for each sender that has
 proven itself, and none for others.
 """
 

@@ -1,8 +1,8 @@
 """Registrations that only a process of the stack can have made.
 
-Invariants: one that was taken, or that is older than one that was taken, is never taken again, so that nobody who can
-write to the registry brings back an instance that is gone; one that is older than the clocks of two hosts may
-differ is not taken by a reader that has just begun either.
+Invariants: one that was taken, or that is older than one that was taken, is never taken again, so that write
+access to the registry is not enough to bring back an instance that is gone; one that is older than the clocks of two
+hosts may differ is not taken by a reader that has just begun either.
 """
 
 from __future__ import annotations
