@@ -218,7 +218,7 @@ def test_a_run_goes_on_with_other_ranks_after_everything_was_killed_and_its_newe
     resumed = fleet.flotilla("run", "resume", run["run_id"], "--wait", "--json")
     assert resumed.code == 0, resumed.err
     assert resumed.json["policy_version"] == f"1.{STEPS}"
-    assert shard.name in resumed.err  # told to whoever watches
+    assert shard.name in resumed.err  # the user who watches the run reads it
     judged(fleet, run)
     assert places_of(run) == places_of(undisturbed)
     pairs = repeated_losses(fleet, run)

@@ -1,4 +1,4 @@
-"""A state directory that cannot be used is named by whoever would write there."""
+"""An error names a state directory that cannot be used, whichever command or service would write there."""
 
 from __future__ import annotations
 

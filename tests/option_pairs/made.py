@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 CHANGE = 1e-4
-"""Relative difference from which an option is said to change an update."""
+"""Relative difference from which an option counts as changing an update."""
 
 
 @dataclass(frozen=True, eq=False)

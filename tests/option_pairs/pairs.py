@@ -79,7 +79,7 @@ class Tried:
         silent = {key for key in (one.key, other.key) if not self.acts(key, settings)}
         asked_twice = {key for key in ASKED_FOR_BY if ASKED_FOR_BY[key] in settings} & {one.key, other.key}
         if silent != asked_twice:
-            return f"{one} with {other}: {', '.join(silent ^ asked_twice)} changes nothing, or is said to and does"
+            return f"{one} with {other}: {', '.join(silent ^ asked_twice)} changes nothing, or is listed as silent"
         return ""
 
     def acts(self, key: str, settings: Settings) -> bool:

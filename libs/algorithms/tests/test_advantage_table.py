@@ -436,7 +436,7 @@ def test_gae_expects_nothing_after_a_response_that_ended_and_the_critics_value_a
     ended = ADVANTAGES["gae"](given, gamma=1.0, lam=1.0, bootstrap_truncated=False)
     np.testing.assert_allclose(ended, [0.75] * 4)
     unknown = Outcomes.of([1.0], [1], truncated=[True], values=[0.25])
-    with pytest.raises(ValueError, match="after a response that was cut off"):
+    with pytest.raises(ValueError, match="of a response that was cut off"):
         ADVANTAGES["gae"](unknown, gamma=1.0, lam=1.0, bootstrap_truncated=True)
 
 

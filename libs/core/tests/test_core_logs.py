@@ -1,4 +1,4 @@
-"""Log lines are JSON, whoever writes them."""
+"""Every log line is JSON, whichever library writes it."""
 
 from __future__ import annotations
 

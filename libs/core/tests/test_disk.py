@@ -1,4 +1,4 @@
-"""What a full disk is, whoever says so, and what a state directory has to be."""
+"""What counts as a full disk, and what a state directory must be."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ async def test_teachers_are_asked_side_by_side(asked: list[pb.ComputeLogprobsReq
         one = Gang(f"teacher-{name}", stub, f"{name}-1", 1.0, f"teacher-{name}")
         sessions.append(ScoringSession("run", session_pb2.SessionSpec(), one, nobody, 0, temperature=1.0))
     section, batch = DistillAdvantage(teachers={"math": 1, "code": 1}), a_batch(1)
-    async with asyncio.timeout(10):  # One after the other, the first would wait for ever.
+    async with asyncio.timeout(10):  # One after the other, the first would wait without end.
         await Teachers(section, sessions).score(batch)
     np.testing.assert_array_equal(batch.samples[0].teacher_logprobs, np.zeros(3))
 

@@ -1,4 +1,4 @@
-"""Groups and scores over the loss of replicas: every slot once, from whoever is left."""
+"""Replicas that are lost cost no sample: the others generate and score every slot exactly once."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_metrics_say_how_far_the_chosen_answers_are_ahead() -> None:
     assert metrics["preference/margin"] == pytest.approx(
         metrics["preference/chosen_reward"] - metrics["preference/rejected_reward"]
     )
-    # The other way round, whoever was ahead is behind.
+    # With the answers exchanged, the margin changes its sign.
     for group in groups:
         chosen, rejected = list(group.samples)
         del group.samples[:]

@@ -306,7 +306,7 @@ def _expected_at_the_end(outcomes: Outcomes, bootstrap_truncated: bool) -> Float
     if not bootstrap_truncated or cut is None or not cut.any():
         return np.zeros(outcomes.rewards.size)
     if outcomes.value_after is None:
-        raise ValueError("gae needs what the critic expects after a response that was cut off")
+        raise ValueError("gae needs the value after the last token of a response that was cut off")
     return np.where(cut, outcomes.value_after, 0.0)
 
 

@@ -52,7 +52,7 @@ def main() -> int:
 
 
 async def _run(kind: str, arguments: list[Arguments], build: Callable[[Host], Service]) -> int:
-    # Each member of a weight group waits for all others on a thread: fewer threads than that would wait for ever.
+    # Each member of a weight group waits for all others on a thread: fewer threads than that would wait without end.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS_EACH * len(arguments)))
     number = ServiceKind.Value(f"SERVICE_KIND_{kind.upper()}")
     services = [ServiceProcess(number, kind, one, build) for one in arguments]

@@ -4,10 +4,10 @@ Invariants: a call that is cancelled leaves no request in the engine; nothing is
 started, while it drains, or with broken weights; weight calls of this module only translate, their rules live in
 `WeightSession`.
 
-Samples that end at nearly the same time share one message: a message costs both sides more than the sample in it, and
-whoever takes them may say how long one that has ended can wait. No sample waits longer than that, and the last ones not
-at all; what an engine yields together stays together; an engine that fails does so only after what it had yielded was
-handed on.
+Samples that end at nearly the same time share one message, because a message costs both sides more than the sample in
+it. The caller may say how long a sample that has ended can wait. No sample waits longer than that, and the last ones do
+not wait at all. Samples that an engine yields together stay together. When an engine fails, the caller gets all that it
+had yielded before it gets the failure.
 """
 
 from __future__ import annotations

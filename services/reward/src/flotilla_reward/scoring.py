@@ -2,9 +2,8 @@
 
 Invariants: every item ends in exactly one outcome, under its own sample id; terms run in the order of the spec and
 the first one that fails or times out decides; a total is finite or it is an error. When the caller goes away, the
-work stops; while it waits, it hears that the work goes on; whoever goes through them hears something every
-`SIGN_OF_LIFE_S`, for as long as the loop of this process turns; every task comes once; leaving early ends those that
-still run.
+work stops. While the caller waits, it gets an outcome or a sign of life every `SIGN_OF_LIFE_S`, for as long as the
+event loop of this process runs. Every task is yielded once; a caller that leaves early ends those that still run.
 """
 
 from __future__ import annotations

@@ -67,7 +67,9 @@ class _Reception:
             raise Unimplemented("this service does not offer the call", where=self.method)
         if not self._handler.response_streaming and context.time_remaining() is None:
             raise InvalidRequest(
-                "the call has no deadline", where=self.method, next_step="Set one; nothing may wait for ever."
+                "the call has no deadline",
+                where=self.method,
+                next_step="Set one: no call may wait without a limit.",
             )
         fence = Fence.of_call(self._details)
         message = await self._opened(request) if self._handler.request_streaming else self._decoded(request)
