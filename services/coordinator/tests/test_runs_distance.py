@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flotilla_coordinator.runs.warnings import narrow_clip_warning, policy_mismatch_warning
-from flotilla_core.config import RunConfig
+from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.version import Version
 
 FIRST, LATER = Version(0, 0), Version(0, 7)
@@ -22,10 +22,17 @@ def config(**sections: Any) -> RunConfig:
 
 
 def test_a_difference_above_the_limit_is_told() -> None:
-    algorithm = config().algorithm
-    assert "0.006" in policy_mismatch_warning(algorithm, {"probs_diff/fresh": 0.006})
-    assert not policy_mismatch_warning(algorithm, {"probs_diff/fresh": 0.004})
-    assert not policy_mismatch_warning(algorithm, {})
+    algorithm, stack = config().algorithm, StackConfig()
+    assert "0.006" in policy_mismatch_warning(algorithm, stack, {"probs_diff/fresh": 0.006})
+    assert not policy_mismatch_warning(algorithm, stack, {"probs_diff/fresh": 0.004})
+    assert not policy_mismatch_warning(algorithm, stack, {})
+
+
+@pytest.mark.parametrize("end", ["trainer", "generator"])
+def test_a_difference_that_bfloat16_explains_is_not_told(end: str) -> None:
+    stack = StackConfig.model_validate({end: {"dtype": "bfloat16"}})
+    assert not policy_mismatch_warning(config().algorithm, stack, {"probs_diff/fresh": 0.0065})
+    assert policy_mismatch_warning(config().algorithm, stack, {"probs_diff/fresh": 0.02})
 
 
 def test_a_clip_in_the_first_update_is_the_noise_of_the_engine() -> None:

@@ -29,6 +29,7 @@ from flotilla_trainer.front.session_settings import session_settings
 from flotilla_trainer.gang.plan import GangPlan
 from flotilla_trainer.gang.ranks import Gang
 from flotilla_trainer.wire.frames import Frame
+from flotilla_trainer.wire.settings import SessionSettings
 
 LIMIT_S = 10.0
 TOKENS = np.array([3, 4, 5], np.int32)
@@ -297,3 +298,18 @@ async def test_the_refusals_of_an_ended_session_keep_none_of_the_refused_calls(
         with pytest.raises(Unavailable, match="rank 0 was killed"):
             await session.updates.train(HEADER, groups())
     assert why.__traceback__ is None
+
+
+@pytest.mark.parametrize(
+    ("correction", "limit"), [({}, 0.016), ({"fail_at": 0.2}, 0.2), ({"fail_at": None}, None)]
+)
+def test_the_limit_that_refuses_an_update_goes_by_the_dtypes_of_the_stack(
+    gang: RecordingGang, tmp_path: Path, correction: dict[str, Any], limit: float | None
+) -> None:
+    stack = StackConfig.model_validate({"model": tmp_path, "generator": {"dtype": "bfloat16"}})
+    plan = GangPlan.of_stack(stack, "trainer-0", "trainer-0-test", tmp_path, tmp_path)
+    manager = SessionManager(cast(Gang, gang), plan, stack, Activities())
+    spec = specification()
+    spec.objective.CopyFrom(wire_objective("policy", {"type": "reinforce", "correction": correction}))
+    asked = manager._asked(spec)
+    assert isinstance(asked, SessionSettings) and asked.refuse_above == limit

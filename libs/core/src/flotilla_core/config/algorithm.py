@@ -8,7 +8,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from flotilla_core.config.advantages import AdvantageConfig, AdvantageSection, DistillAdvantage, GrpoAdvantage
 from flotilla_core.config.losses import LossSection, PpoLoss, SampleWeightsConfig
-from flotilla_core.config.model import ConfigModel
+from flotilla_core.config.model import AgreementLimit, ConfigModel
 from flotilla_core.config.presets import PRESETS, with_preset
 from flotilla_core.config.roles import AskedTeachers, CriticConfig, TeacherConfig
 from flotilla_core.roles import CRITIC, REFERENCE
@@ -169,9 +169,10 @@ class CorrectionConfig(ConfigModel):
     """Leave out sequences whose geometric mean of trainer / generator is above this; empty is off."""
     staleness_decay: float = Field(default=1.0, gt=0, le=1)
     """Factor on the weight of a token for each version by which it is older than the version that is trained."""
-    warn_at: float | None = Field(default=0.005, gt=0, le=1)
-    """Mean difference of token probabilities between generator and trainer, under one version, that logs a warning."""
-    fail_at: float | None = Field(default=0.01, gt=0, le=1)
+    warn_at: AgreementLimit | None = "auto"
+    """Mean difference of token probabilities between generator and trainer, under one version, that logs a warning;
+    `auto` goes by the dtypes of the stack."""
+    fail_at: AgreementLimit | None = "auto"
     """Mean difference, as for `warn_at`, that rejects the update and fails the run; empty is off for both."""
 
     @model_validator(mode="after")

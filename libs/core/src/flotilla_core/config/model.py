@@ -11,7 +11,7 @@ import types
 import typing
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -23,6 +23,9 @@ LONGEST_FILE_NAME = 255
 """Limit in bytes of one part of a path, set by file systems."""
 
 PATTERN = r"^.+\.py:[A-Za-z_]\w*$"
+
+AgreementLimit = Annotated[float, Field(gt=0, le=1, strict=True)] | Literal["auto"]
+"""A mean difference of token probabilities between generator and trainer; `auto` is what rounding explains."""
 
 
 class ConfigModel(BaseModel):

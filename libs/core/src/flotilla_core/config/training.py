@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from flotilla_core.config.model import ConfigModel
+from flotilla_core.config.model import AgreementLimit, ConfigModel
 
 MomentDecay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -110,10 +110,11 @@ class CanaryConfig(ConfigModel):
     """Tokens generated for each prompt."""
     temperatures: tuple[Annotated[float, Field(ge=0, le=100)], ...] = Field(default=(1.0,), max_length=16)
     """Sampling temperatures, one pass for each."""
-    warn_at: float = Field(default=0.005, gt=0, le=1)
-    """Mean difference of probabilities over all answers that raises a warning."""
-    fail_at: float = Field(default=0.01, gt=0, le=1)
-    """Mean difference over any one answer that fails the run: the generator does not hold the trainer's weights."""
+    warn_at: AgreementLimit = "auto"
+    """Mean difference over all answers that raises a warning; `auto` goes by the dtypes of the stack."""
+    fail_at: AgreementLimit = "auto"
+    """Mean difference over all answers of one generator that fails the run: it does not decode with the trainer's
+    weights. `auto` goes by the dtypes of the stack."""
 
 
 class WeightSyncConfig(ConfigModel):

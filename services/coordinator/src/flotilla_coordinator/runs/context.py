@@ -31,7 +31,7 @@ from flotilla_coordinator.trainers.learners import Learners, StepUpdates
 from flotilla_coordinator.trainers.roles import PolicyTrainer
 from flotilla_coordinator.weights.sync import WeightSync
 from flotilla_core import telemetry
-from flotilla_core.config import RunConfig
+from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.service import Activities
 from flotilla_core.telemetry import names
 from flotilla_core.version import Version
@@ -80,6 +80,7 @@ class RunContext:
     run_id: str
     config: RunConfig
     """The configuration of the present step."""
+    stack: StackConfig
     control: RunControl
     learners: Learners
     source: BatchSource
@@ -178,7 +179,7 @@ class RunContext:
         """Record the update: its samples are consumed, or dropped where the policy did not learn from them."""
         self.metrics.update(batch.metrics)
         self.metrics.update(updates.metrics)
-        mismatch = policy_mismatch_warning(self.config.algorithm, updates.metrics)
+        mismatch = policy_mismatch_warning(self.config.algorithm, self.stack, updates.metrics)
         for warning in filter(None, (mismatch, narrow_clip_warning(self.config, version, updates.metrics))):
             self.status.notice(run_pb2.NOTICE_LEVEL_WARNING, warning)
         for update, why in updates.skipped.items():

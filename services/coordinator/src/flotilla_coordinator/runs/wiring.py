@@ -39,6 +39,7 @@ from flotilla_coordinator.trainers.roles import PolicyTrainer
 from flotilla_coordinator.weights.canary import Canary, LiveCheck
 from flotilla_coordinator.weights.members import Candidates
 from flotilla_coordinator.weights.sync import WeightSync
+from flotilla_core.agreement import agreement_limits
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.config import PolicyConfig, SamplingConfig
 from flotilla_core.errors import FlotillaError
@@ -89,6 +90,7 @@ class RunWiring:
         context = RunContext(
             run_id=self._run_id,
             config=config,
+            stack=self._host.stack,
             control=self._control,
             learners=learners,
             source=self._source(prompts, tokenizer, generation, scorer, sync),
@@ -125,6 +127,7 @@ class RunWiring:
         self, policy: PolicyTrainer, prompts: PromptSource, tokenizer: Tokenizer, fence: int
     ) -> WeightSync:
         weights = self._config.weights
+        limits = agreement_limits(self._host.stack, weights.canary)
         backend = weights.backend
         if backend == "auto":
             ends = [end.registration for end in self._fleet.trainers.replicas()]
@@ -133,6 +136,7 @@ class RunWiring:
         canary = Canary(
             self._run_id,
             weights.canary,
+            limits.fail_at,
             policy,
             [prompt.token_ids for prompt in prompts.file.prompts[: weights.canary.prompts]],
             timeout_s=self._config.rollout.sample_timeout_s,
@@ -145,7 +149,7 @@ class RunWiring:
             self._status.notice,
             lambda replicas: replicas if self._pinned is None else self._pinned.spared(replicas),
         )
-        check = LiveCheck(canary, self._metrics, weights.canary.warn_at, self._warn)
+        check = LiveCheck(canary, self._metrics, limits.warn_at, self._warn)
         sync = WeightSync(
             self._run_id,
             weights,

@@ -8,6 +8,7 @@ the ranks nothing any more.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import structlog
@@ -15,6 +16,7 @@ import structlog
 from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core import roles
+from flotilla_core.agreement import agreement_limits
 from flotilla_core.config import BatchingConfig, StackConfig
 from flotilla_core.errors import (
     Cancelled,
@@ -44,6 +46,7 @@ class SessionManager:
     def __init__(self, gang: Gang, plan: GangPlan, stack: StackConfig, activities: Activities) -> None:
         self._gang = gang
         self._plan = plan
+        self._stack = stack
         self._activities = activities
         self._session: Session | ScoringSession | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -191,7 +194,10 @@ class SessionManager:
     def _asked(self, spec: session_pb2.SessionSpec) -> SessionSettings | BatchingConfig:
         """Check what a session asks for; a gang that learns nothing takes memory limits alone."""
         if self._plan.role in roles.LEARNING:
-            return session_settings(spec, self._plan.role)
+            settings = session_settings(spec, self._plan.role)
+            policy = settings.objective.policy
+            limit = None if policy is None else agreement_limits(self._stack, policy.correction).fail_at
+            return replace(settings, refuse_above=limit)
         return scoring_batching(spec, self._plan.role)
 
     async def _opened(

@@ -102,8 +102,7 @@ class Update:
 
     def distrust(self, metrics: dict[str, float]) -> str:
         """Return why the rollouts are too far from the trainer to be trained on; empty where they are not."""
-        policy = self._settings.objective.policy
-        limit = None if policy is None else policy.correction.fail_at
+        limit = self._settings.refuse_above
         mean = metrics.get("probs_diff/fresh", 0.0)
         if limit is None or mean <= limit:
             return ""

@@ -69,6 +69,8 @@ class SessionSettings:
     """Updates after which the schedules end."""
     lora: LoraConfig | None = None
     """None trains all weights."""
+    refuse_above: float | None = None
+    """Mean difference between generator and trainer above which an update is refused; None refuses none."""
 
     def fields(self) -> dict[str, Any]:
         """Write the fields of the command that opens a session."""
@@ -79,6 +81,7 @@ class SessionSettings:
             "seed": self.seed,
             "total_updates": self.total_updates,
             "lora": None if self.lora is None else self.lora.model_dump(mode="json"),
+            "refuse_above": self.refuse_above,
         }
 
     @classmethod
@@ -91,4 +94,5 @@ class SessionSettings:
             seed=fields["seed"],
             total_updates=fields["total_updates"],
             lora=None if fields["lora"] is None else LoraConfig.model_validate(fields["lora"]),
+            refuse_above=fields["refuse_above"],
         )
