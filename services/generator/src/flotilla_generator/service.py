@@ -107,5 +107,5 @@ def _engine(host: Host, checkpoint: Checkpoint) -> Engine:
         return SimEngine(config, checkpoint)
     from flotilla_generator.engine.vllm.engine import VllmEngine
 
-    engine = VllmEngine(config, checkpoint)
+    engine = VllmEngine(config, checkpoint, cache=host.state_dir / "cache" / "vllm")
     return engine if config.slowed_by is None else SlowedEngine(engine, config.slowed_by)

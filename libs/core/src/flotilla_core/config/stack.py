@@ -148,8 +148,9 @@ class GeneratorConfig(ConfigModel):
     """Share of the accelerator's memory for the engine (GPU only)."""
     kv_cache_gib: float = Field(default=1.0, gt=0, le=100_000)
     """KV cache of one worker (CPU only)."""
-    enforce_eager: bool = True
-    """Skip compilation and graph capture: the engine starts in seconds, but decodes slower on GPUs."""
+    enforce_eager: bool | None = None
+    """Skip compilation and graph capture: the engine starts in seconds, but decodes slower on GPUs. Empty skips them on
+    CPUs alone; where they fail on a GPU the engine starts without them and says so."""
     sim: SimConfig = SimConfig()
     """Only for the `sim` engine."""
     slowed_by: LatencyConfig | None = None

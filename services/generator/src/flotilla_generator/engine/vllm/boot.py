@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import inspect
 import os
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import structlog
 
 from flotilla_core.config.stack import GeneratorConfig
 from flotilla_generator.checkpoint import Checkpoint
@@ -32,13 +36,21 @@ CPU_ENVIRONMENT = {
 }
 
 CPU_BATCHED_TOKENS = 8192
+GPU_BATCHED_TOKENS = 16_384
+"""Tokens of one step at most. vLLM takes 2,048 for an engine inside a service, which cuts prompts into many steps."""
+
+T = TypeVar("T")
+
+logger = structlog.get_logger()
 
 
-def prepare_environment(config: GeneratorConfig) -> None:
-    """Set what vLLM reads from the environment, here and in its children."""
+def prepare_environment(config: GeneratorConfig, cache: Path | None = None) -> None:
+    """Set what vLLM reads from the environment, here and in its children; it keeps compiled code in `cache`."""
     import torch
 
     variables = dict(ENVIRONMENT)
+    if cache is not None:
+        variables["VLLM_CACHE_ROOT"] = str(cache)
     if not torch.cuda.is_available():
         # The other half of the cores is for the trainer, and for decoding's own front end.
         threads = max(1, len(os.sched_getaffinity(0)) // (2 * config.tensor_parallel_size))
@@ -49,9 +61,13 @@ def prepare_environment(config: GeneratorConfig) -> None:
 
 
 def engine_arguments(
-    config: GeneratorConfig, checkpoint: Checkpoint, worker_extension: str = WORKER_EXTENSION
+    config: GeneratorConfig,
+    checkpoint: Checkpoint,
+    worker_extension: str = WORKER_EXTENSION,
+    *,
+    eager: bool = True,
 ) -> dict[str, Any]:
-    """Keyword arguments of `AsyncEngineArgs`."""
+    """Keyword arguments of `AsyncEngineArgs`; an `eager` engine neither compiles nor captures graphs."""
     import torch
 
     arguments: dict[str, Any] = {
@@ -62,7 +78,7 @@ def engine_arguments(
         "tensor_parallel_size": config.tensor_parallel_size,
         "max_model_len": config.max_model_tokens,
         "max_num_seqs": config.max_running_samples,
-        "enforce_eager": config.enforce_eager,
+        "enforce_eager": eager,
         "worker_extension_cls": worker_extension,
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
@@ -71,6 +87,10 @@ def engine_arguments(
     }
     if torch.cuda.is_available():
         arguments["gpu_memory_utilization"] = config.memory_fraction
+        arguments["max_num_batched_tokens"] = GPU_BATCHED_TOKENS
+        if not eager:
+            # By default graphs end at 512 samples, and every step with more decodes without them.
+            arguments["compilation_config"] = {"max_cudagraph_capture_size": config.max_running_samples}
     else:
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * (1 << 30))
         arguments["disable_custom_all_reduce"] = True
@@ -87,6 +107,24 @@ def engine_arguments(
 
             arguments["distributed_executor_backend"] = UniProcExecutor
     return arguments
+
+
+def booted(boot: Callable[[bool], T], config: GeneratorConfig) -> T:
+    """Return what `boot` makes, told whether to be eager; on GPUs it is not, unless the stack says so or that fails."""
+    import torch
+
+    if config.enforce_eager is not None or not torch.cuda.is_available():
+        return boot(config.enforce_eager is not False)
+    try:
+        return boot(False)
+    # vLLM raises whatever stopped the engine: a missing compiler, a failed capture, or too little memory for graphs.
+    except Exception as error:  # noqa: BLE001
+        logger.warning(
+            "the engine did not start with compiled graphs, and starts without them: decoding is slower",
+            why=f"{type(error).__name__}: {error}",
+            next_step="set generator.enforce_eager to true to start like this at once, or see the log of the engine",
+        )
+        return boot(True)
 
 
 def accepts(function: Any, parameter: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flotilla.common.v1 import weights_pb2
@@ -29,6 +30,7 @@ from flotilla_generator.engine.base import (
 from flotilla_generator.engine.vllm.boot import (
     WORKER_EXTENSION,
     accepts,
+    booted,
     engine_arguments,
     prepare_environment,
 )
@@ -48,11 +50,17 @@ class VllmEngine(Engine):
     """One AsyncLLM with its worker processes."""
 
     def __init__(
-        self, config: GeneratorConfig, checkpoint: Checkpoint, worker_extension: str = WORKER_EXTENSION
+        self,
+        config: GeneratorConfig,
+        checkpoint: Checkpoint,
+        worker_extension: str = WORKER_EXTENSION,
+        cache: Path | None = None,
     ) -> None:
+        """`cache` keeps what one start compiles for the next one."""
         self._config = config
         self._checkpoint = checkpoint
         self._worker_extension = worker_extension
+        self._cache = cache
         self._llm: Any = None
         self._info: EngineInfo | None = None
         self._gpus = 0
@@ -136,7 +144,7 @@ class VllmEngine(Engine):
         await self.workers.drop()
 
     def _boot(self) -> tuple[Any, dict[str, str]]:
-        prepare_environment(self._config)
+        prepare_environment(self._config, self._cache)
         import torch
         import vllm
         from vllm import AsyncEngineArgs
@@ -145,10 +153,14 @@ class VllmEngine(Engine):
         from flotilla_generator.engine.vllm.occupancy import Occupancy
 
         self._occupancy = occupancy = Occupancy()
-        arguments = engine_arguments(self._config, self._checkpoint, self._worker_extension)
-        llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(**arguments), stat_loggers=[lambda _config, _index: occupancy]
-        )
+
+        def boot(eager: bool) -> Any:
+            arguments = engine_arguments(self._config, self._checkpoint, self._worker_extension, eager=eager)
+            return AsyncLLM.from_engine_args(
+                AsyncEngineArgs(**arguments), stat_loggers=[lambda _config, _index: occupancy]
+            )
+
+        llm = booted(boot, self._config)
         self._gpus = self._config.tensor_parallel_size if torch.cuda.is_available() else 0
         return llm, {"vllm": vllm.__version__, "torch": torch.__version__}
 

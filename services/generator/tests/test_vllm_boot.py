@@ -1,0 +1,53 @@
+"""Claims about how the vLLM engine is started; the engine itself is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from flotilla_core.config.stack import GeneratorConfig
+from flotilla_generator.checkpoint import Checkpoint
+from flotilla_generator.engine.vllm.boot import booted, engine_arguments
+
+
+@pytest.fixture(params=[False, True], ids=["cpu", "gpu"])
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: request.param)
+    return bool(request.param)
+
+
+def test_an_engine_compiles_on_gpus_unless_the_stack_says_otherwise(gpu: bool) -> None:
+    assert booted(lambda eager: eager, GeneratorConfig()) is not gpu
+    for asked in (True, False):
+        assert booted(lambda eager: eager, GeneratorConfig(enforce_eager=asked)) is asked
+
+
+def test_an_engine_that_cannot_compile_starts_without_and_names_the_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def boot(eager: bool) -> str:
+        if not eager:
+            raise RuntimeError("no C compiler")
+        return "started"
+
+    with capture_logs() as lines:
+        assert booted(boot, GeneratorConfig()) == "started"
+    (line,) = lines
+    assert "no C compiler" in line["why"] and "generator.enforce_eager" in line["next_step"]
+    with pytest.raises(RuntimeError, match="no C compiler"):
+        booted(boot, GeneratorConfig(enforce_eager=False))
+
+
+def test_graphs_reach_as_far_as_the_samples_that_run_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config, checkpoint = GeneratorConfig(max_running_samples=700), Checkpoint(tmp_path, {})
+    arguments = engine_arguments(config, checkpoint, eager=False)
+    assert arguments["compilation_config"] == {"max_cudagraph_capture_size": 700}
+    assert "compilation_config" not in engine_arguments(config, checkpoint)
