@@ -114,14 +114,17 @@ def test_weights_that_do_not_fit_wait_for_room_and_are_written_whole(
     run = RunOnDisk(fleet, disk, fleet.ok("run", "start", str(file), *MADE_UP_SAMPLES, *settings))
     wait_until("a step", lambda: run.steps >= 1, LIMIT_S)
 
+    reasons = [""]
+
     def waits() -> bool:
+        """Look whether what does not fit is named: until its writer gives up, it leaves the ledger no room either."""
         disk.fill(room)
-        return run.waits()
+        reasons.append(run.now().reason if run.waits() else "")
+        return f"the {struck} cannot be written" in reasons[-1]
 
     wait_until(f"the {struck} to wait for disk space", waits, LIMIT_S)
-    reason, steps = run.now().reason, run.steps
-    sys.stdout.write(f"{struck} after step {steps}: {reason}\n")
-    assert f"the {struck} cannot be written" in reason and str(disk.path) in reason, reason
+    sys.stdout.write(f"{struck} after step {run.steps}: {reasons[-1]}\n")
+    assert str(disk.path) in reasons[-1], reasons
     disk.free()
     ended = fleet.ok("run", "watch", run.run["run_id"])
     assert ended["state"] == "succeeded", ended["reason"]
