@@ -1,7 +1,8 @@
 """Five steps at staleness 0 and 1, and with LoRA, on a host with two GPUs: one trainer, one generator, NCCL, bfloat16.
 
 `ppo` among the runs takes a third GPU for its critic; `--ranks`, `--replicate` and `--sequence-parallel` arrange more
-ranks of the trainer.
+ranks of the trainer. With `--one-gpu` trainer and generator share a GPU, and weights go by gloo. `--eager` decodes
+without graphs, and `--boots 2` starts the fleet again with what the first start compiled.
 
 Makes a Qwen3-0.6B-shaped model with random weights (accuracy means nothing here), brings the fleet up as a user would,
 runs, checks that trainer and generator agree, and prints one JSON object a run. `python bench/gpu/smoke.py --out DIR`.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -68,6 +70,9 @@ def main() -> int:
     cli.add_argument("--ranks", type=int, default=1)
     cli.add_argument("--replicate", type=int, default=1)
     cli.add_argument("--sequence-parallel", type=int, default=1)
+    cli.add_argument("--one-gpu", action="store_true")
+    cli.add_argument("--eager", action="store_true")
+    cli.add_argument("--boots", type=int, default=1)
     asked = cli.parse_args()
     out: Path = asked.out
     work = out / "work"
@@ -77,7 +82,7 @@ def main() -> int:
             [sys.executable, ROOT / "examples/arithmetic" / script, "--out", work / name], check=True
         )
     _make_model(work / "model", work / "tokenizer")
-    description = {
+    description: dict[str, Any] = {
         "name": "gpu",
         "model": str(work / "model"),
         "generator": {"dtype": "bfloat16", "memory_fraction": 0.5, "max_model_tokens": 1024},
@@ -88,21 +93,26 @@ def main() -> int:
             "sequence_parallel": asked.sequence_parallel,
         },
     }
+    if asked.eager:
+        description["generator"]["enforce_eager"] = True
+    if asked.one_gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0,0"
     if "ppo" in asked.runs:
         description["critic"] = {"replicas": 1, "dtype": "bfloat16", "nproc": 1}
     try:
-        started = time.monotonic()
-        with running_stack(description, work) as stack:
-            print(json.dumps({"up_s": round(time.monotonic() - started, 1)}), flush=True)
-            for name in asked.runs:
-                _run(stack, work, name, RUNS[name])
+        for boot in range(1, asked.boots + 1):
+            started = time.monotonic()
+            with running_stack(description, work) as stack:
+                print(json.dumps({"boot": boot, "up_s": round(time.monotonic() - started, 1)}), flush=True)
+                for name in asked.runs if boot == asked.boots else ():
+                    _run(stack, work, name, RUNS[name], "gloo" if asked.one_gpu else "auto")
     finally:
         for log in (work / "state" / "gpu" / "logs").glob("*.log"):
             shutil.copy(log, out / log.name)
     return 0
 
 
-def _run(stack: Stack, work: Path, name: str, changes: dict[str, Any]) -> None:
+def _run(stack: Stack, work: Path, name: str, changes: dict[str, Any], backend: str) -> None:
     run: dict[str, Any] = {
         "name": f"smoke-{name}",
         "steps": 5,
@@ -110,7 +120,7 @@ def _run(stack: Stack, work: Path, name: str, changes: dict[str, Any]) -> None:
         "rewards": [{"reward": "exact"}],
         "optimizer": {"schedule": "constant", **changes.get("optimizer", {"learning_rate": 1.0e-6})},
         "batching": {"tokens_per_microbatch": 16384},
-        "weights": {"bucket_mib": 256, "canary": {"prompts": 16, "tokens": 32}},
+        "weights": {"backend": backend, "bucket_mib": 256, "canary": {"prompts": 16, "tokens": 32}},
         "export_final": False,
         **{key: value for key, value in changes.items() if key not in ("optimizer", "rollout")},
         "rollout": {
