@@ -32,7 +32,7 @@ from flotilla_coordinator.runs.events import EventLog
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_coordinator.trainers.learners import Learners
 from flotilla_core import rpc
-from flotilla_core.config import RunConfig
+from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.errors import Cancelled, FlotillaError, InvalidRequest, Unavailable
 from flotilla_core.service import Activities
 from flotilla_core.version import Version
@@ -121,6 +121,7 @@ class Bench:
         context: Any = RunContext(
             run_id=RUN,
             config=self.config,
+            stack=StackConfig(),
             control=RunControl(self.config),
             learners=Learners(trainer),
             source=SimpleNamespace(samples_from_policy=True),  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.control import LIVE_KEYS, RunControl, changed_config
 from flotilla_coordinator.runs.events import EventLog
 from flotilla_coordinator.runs.status import RunStatus
-from flotilla_core.config import RunConfig, load_text
+from flotilla_core.config import RunConfig, StackConfig, load_text
 from flotilla_core.errors import InvalidConfig, InvalidRequest
 from flotilla_core.service import Activities
 
@@ -39,6 +39,7 @@ class Bench:
         self.run = RunContext(
             run_id="run",
             config=CONFIG,
+            stack=StackConfig(),
             control=self.control,
             learners=collaborator,
             source=collaborator,
