@@ -42,7 +42,7 @@ async def test_garbage_in_circles_is_collected_once_the_process_has_grown() -> N
     weakref.finalize(batch, gone.set)
     del batch
     try:
-        await asyncio.wait_for(gone.wait(), COLLECTED_WITHIN_S)
+        assert await asyncio.wait_for(gone.wait(), COLLECTED_WITHIN_S)
     finally:
         collection.stop()
 

@@ -1,7 +1,6 @@
 """Limits on the difference between the probabilities of generator and trainer under one version of the weights.
 
-Invariant: a limit that a run does not set is what rounding explains in the dtypes of its stack, so equal weights pass
-and other weights do not.
+Invariant: a limit that a run does not set is what rounding explains in the dtypes of its stack, so equal weights pass.
 """
 
 from __future__ import annotations

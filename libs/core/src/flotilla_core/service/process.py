@@ -279,8 +279,8 @@ class GarbageCollection:
     """Collects cyclic garbage when the process has grown, until `stop`, and otherwise young objects alone.
 
     Measured: with thousands of live stream objects full collections cost half of the loop's time, so that Python's own
-    schedule is too dear. Without any, garbage that outlives one look at the young objects would stay for ever, with all
-    that it holds. What exists now lives as long as the process, and no collection looks at it again.
+    schedule is too dear. Without any, garbage that outlives one look at the young objects would stay,
+    with all that it holds. What exists now lives as long as the process, and no collection looks at it again.
     """
 
     def __init__(self, *, look_every_s: float = _LOOK_AT_MEMORY_EVERY_S) -> None:
