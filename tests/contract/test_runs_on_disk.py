@@ -54,7 +54,7 @@ def test_stopping_an_ended_run_is_no_error(fleet: Stack, ended: dict[str, Any]) 
 
 
 def test_a_killed_coordinator_leaves_an_outcome_and_plots(fleet: Stack, run_file: Path) -> None:
-    run = fleet.ok("run", "start", str(run_file), "steps=1000000", "resume=by_user")
+    run = fleet.ok("run", "start", str(run_file), "steps=20000", "resume=by_user")
     wait_until("the first steps", lambda: len(fleet.metrics(run)) >= STEPS, 60)
     fleet.process("coordinator").kill()
     wait_until("the coordinator's return", fleet.answers, 60)

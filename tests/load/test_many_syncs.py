@@ -96,7 +96,7 @@ async def _run(
 def _run_file(arithmetic: Path, folder: Path, more: dict[str, Any]) -> Path:
     run: dict[str, Any] = {
         "name": "many-syncs",
-        "steps": 1_000_000,
+        "steps": 20_000,
         "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
         "rollout": {
             "prompts_per_step": PROMPTS,

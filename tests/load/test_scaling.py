@@ -122,7 +122,7 @@ def _rate(ends: list[float], since: float) -> float:
 def _run_file(arithmetic: Path, folder: Path) -> Path:
     run: dict[str, Any] = {
         "name": "scaling",
-        "steps": 1_000_000,
+        "steps": 20_000,
         "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
         "rollout": {
             "prompts_per_step": PROMPTS,

@@ -77,7 +77,7 @@ def endless_run(
             file.write(json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) + "\n")
     run: dict[str, Any] = {
         "name": "endless",
-        "steps": 1_000_000,
+        "steps": 20_000,
         "data": {"train": str(data)},
         # One sample has no group to be compared with.
         "algorithm": {"advantage": {"baseline": "group" if samples > 1 else "batch"}},
