@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -26,24 +27,32 @@ def tree_figures() -> ModuleType:
     return module
 
 
-def test_a_small_module_with_one_importer_belongs_to_its_importer(tree_figures: ModuleType) -> None:
-    small = tree_figures.small_with_one_importer(tree_figures.read_tree(ROOT))
+@pytest.fixture(scope="module")
+def modules(tree_figures: ModuleType) -> list[Any]:
+    return list(tree_figures.read_tree(ROOT))
+
+
+def test_a_small_module_with_one_importer_belongs_to_its_importer(
+    tree_figures: ModuleType, modules: list[Any]
+) -> None:
+    small = tree_figures.small_with_one_importer(modules)
     names = "\n".join(str(module.path) for module in small)
     assert len(small) == SMALL_WITH_ONE_IMPORTER, f"put it into its importer, or lower the number:\n{names}"
 
 
-def test_docstrings_become_sentences(tree_figures: ModuleType) -> None:
-    count = sum(len(module.fragments) for module in tree_figures.read_tree(ROOT))
+def test_docstrings_become_sentences(modules: list[Any]) -> None:
+    count = sum(len(module.fragments) for module in modules)
     assert count == FRAGMENTS, "write a sentence (scripts/tree_figures.py --fragments), or lower the number"
 
 
-def test_no_packages_import_each_other_in_a_circle(tree_figures: ModuleType) -> None:
-    assert tree_figures.circle_of_packages(tree_figures.read_tree(ROOT)) == []
+def test_no_packages_import_each_other_in_a_circle(tree_figures: ModuleType, modules: list[Any]) -> None:
+    assert tree_figures.circle_of_packages(modules) == []
 
 
 @pytest.mark.parametrize("package", sorted(MOST_MODULES))
-def test_a_service_is_spread_over_no_more_modules(tree_figures: ModuleType, package: str) -> None:
-    modules = tree_figures.read_tree(ROOT)
+def test_a_service_is_spread_over_no_more_modules(
+    tree_figures: ModuleType, modules: list[Any], package: str
+) -> None:
     small = tree_figures.small_with_one_importer(modules)
     now = tree_figures.figures([module for module in modules if module.package == package], small)
     assert now.modules <= MOST_MODULES[package]
