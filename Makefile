@@ -49,11 +49,12 @@ demo: setup  ## Train a small model on arithmetic, end to end
 bench: setup  ## Measure and print one table
 	@$(BIN)/python bench/run.py
 
-.PHONY: test test-unit integration-fleets integration-trainer
+.PHONY: test test-unit integration-fleets integration-trainer unit-services unit-libs
 test: setup  ## Run the unit, contract and integration tests
 	@echo "==> integration, unit and contract tests, two suites at a time, each told when it ends"
+	@# In this order both halves of the machine are busy until the end.
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target \
-	integration-fleets integration-trainer test-unit test-contract
+	integration-trainer test-contract integration-fleets unit-services unit-libs
 
 integration-fleets:
 	@echo "==> integration tests of fleets"
@@ -63,9 +64,15 @@ integration-trainer:
 	@echo "==> integration tests of the trainer"
 	@$(BIN)/pytest -q tests/integration/trainer
 
-test-unit: setup  ## Run the unit tests of libs and services
-	@echo "==> unit tests"
-	@$(BIN)/pytest -q libs services
+test-unit: unit-services unit-libs  ## Run the unit tests of libs and services
+
+unit-services: setup
+	@echo "==> unit tests of the services"
+	@$(BIN)/pytest -q services
+
+unit-libs: setup
+	@echo "==> unit tests of the libs"
+	@$(BIN)/pytest -q libs
 
 .PHONY: test-chaos chaos-matrix chaos-beside
 test-chaos: setup
