@@ -1,7 +1,7 @@
 """The time that decoding is paused at a weight sync, against what applying the weights costs with nothing around it.
 
 vLLM on the CPU decodes; a sender in another process broadcasts a Qwen3 of 95 million parameters beside it; each commit
-is made as the generator makes it, with digests, proof of the weights and tag. Two floors are measured in the same run,
+is made as the generator makes it, with digests and proof of the weights. Two floors are measured in the same run,
 in the worker, on the same tensors, right before each commit: vLLM's own reload of them, and a copy of their bytes into
 memory that is there already.
 """
@@ -116,10 +116,6 @@ class TimedCommits(Commits):
         with _timed(self._parts, "pause"):
             await super()._stand_still(kv_policy)
 
-    async def _switch(self, version: Version) -> None:
-        with _timed(self._parts, "tag"):
-            await super()._switch(version)
-
 
 @contextmanager
 def _timed(parts: Parts, part: str) -> Iterator[None]:
@@ -140,10 +136,13 @@ class Streams:
 
     async def decode(self, index: int) -> None:
         """One stream after the other in this place."""
+        from vllm.sampling_params import RequestOutputKind
+
         for number in range(1 << 30):
             params = sampling_params(
-                Sampling(1.0, LONGEST // 2, ignore_eos=True), seed=index, end_of_sequence=(), stream=True
+                Sampling(1.0, LONGEST // 2, ignore_eos=True), seed=index, end_of_sequence=()
             )
+            params.output_kind = RequestOutputKind.DELTA
             prompt = {"prompt_token_ids": list(range(16))}
             async for _ in self.engine._llm.generate(prompt, params, f"stream-{index}-{number}"):
                 self.arrivals[index].append(time.perf_counter())
@@ -265,7 +264,7 @@ def _rows(rounds: list[Round], parameters: int) -> list[Row]:
 
     ratio = median(lambda one: one.applied.stall_s / one.floor_s)
     to_copy = median(lambda one: one.applied.stall_s / one.copy_s)
-    part_names = {"pause": "pause", "flotilla_apply": "apply", "tag": "tag", "resume": "resume"}
+    part_names = {"pause": "pause", "flotilla_apply": "apply", "resume": "resume"}
     return [
         Row(
             f"weight sync, {parameters / 1e6:.0f}M parameters on a CPU: stall / vLLM's own reload",

@@ -33,6 +33,7 @@ from flotilla_generator.engine.base import (
     Sampling,
 )
 from flotilla_generator.engine.vllm.boot import CPU_BATCHED_TOKENS
+from flotilla_generator.engine.vllm.decoding import sampling_params
 from flotilla_generator.engine.vllm.engine import VllmEngine
 from flotilla_generator.weights import Phase
 from flotilla_testing.unrelated_models import (
@@ -354,6 +355,27 @@ async def test_a_resumed_sample_has_the_logprobs_of_one_that_was_never_cut(bench
             logprobs=np.concatenate([first.logprobs, last.logprobs]),
         )
         assert difference(bench.model, prompt, whole, 0.8) < TOLERANCE
+
+
+async def test_logprobs_are_those_that_vllm_computed_bit_for_bit(bench: Bench) -> None:
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = Sampling(0.8, 24, top_k=50, ignore_eos=True)
+    ((prompt, sample),) = await bench.sample([[5, 6, 7, 8]], sampling, salt="ours")
+    # A request that streams is left to vLLM, which sends each log-probability with its token.
+    params = sampling_params(sampling, bench.last_seed, ())
+    params.output_kind = RequestOutputKind.DELTA
+    tokens, logprobs = [], []
+    streamed = {"prompt_token_ids": prompt, "cache_salt": "streamed"}
+    async for output in bench.engine._llm.generate(streamed, params, "streamed"):
+        (completion,) = output.outputs
+        tokens += completion.token_ids
+        logprobs += [
+            entry[token].logprob
+            for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)
+        ]
+    assert sample.token_ids.tolist() == tokens
+    assert sample.logprobs.tobytes() == np.array(logprobs, np.float32).tobytes()
 
 
 async def _all(bench: Bench, request: GenerationRequest) -> list[Sample]:

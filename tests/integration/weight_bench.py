@@ -126,6 +126,11 @@ class Bench:
         assert not task.done()
         return task
 
+    @property
+    def last_seed(self) -> int:
+        """Of the sample that was asked for last."""
+        return self._names
+
     def in_engine(self) -> int:
         return int(self.engine._llm.output_processor.get_num_unfinished_requests())
 

@@ -19,6 +19,7 @@ from flotilla_generator.checkpoint import Checkpoint
 from flotilla_generator.engine.vllm.parent_watch import SERVICE_PID
 
 WORKER_EXTENSION = "flotilla_generator.engine.vllm.worker.WeightWorker"
+SCHEDULER = "flotilla_generator.engine.vllm.scheduler.recording_scheduler"
 
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -80,10 +81,11 @@ def engine_arguments(
         "max_num_seqs": config.max_running_samples,
         "enforce_eager": eager,
         "worker_extension_cls": worker_extension,
+        "scheduler_cls": SCHEDULER,
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
         "scheduling_policy": "priority",
-        "disable_log_stats": True,
+        "disable_log_stats": True,  # they cost time for each token, and nobody reads them
     }
     if torch.cuda.is_available():
         arguments["gpu_memory_utilization"] = config.memory_fraction
@@ -130,8 +132,3 @@ def booted(boot: Callable[[bool], T], config: GeneratorConfig) -> T:
 def accepts(function: Any, parameter: str) -> bool:
     """Return whether this release of vLLM knows a parameter."""
     return parameter in inspect.signature(function).parameters
-
-
-def tags_versions(llm: Any) -> bool:
-    """Return whether this release of vLLM notes with each token which version of the weights wrote it."""
-    return hasattr(llm, "update_weight_version")

@@ -1,26 +1,26 @@
 """The samples that decode.
 
 Invariants: each sample is one vLLM request and leaves as soon as it ends; whatever vLLM raises reaches the caller of
-`generate`, and what a caller no longer waits for is cancelled; where vLLM does not say which version wrote a token,
-the switches are noted here; the end of sequence is ours (stop tokens from the checkpoint), so nothing depends on a
-tokenizer or on defaults of a generation config; logprobs are those of the sampled tokens only.
+`generate`, and what a caller no longer waits for is cancelled; the end of sequence is ours (stop tokens from the
+checkpoint), so nothing depends on a tokenizer or on defaults of a generation config; logprobs are those of the sampled
+tokens only. A sample comes from the engine's process once, with its record: no token costs this process anything.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_right
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flotilla_core.errors import Internal
 from flotilla_core.version import Version
 from flotilla_generator.engine.base import FinishReason, GenerationRequest, Sample, SampleSlot, Sampling, Span
-from flotilla_generator.engine.vllm.boot import tags_versions
+from flotilla_generator.engine.vllm.sample_records import SampleRecord
 
 FINISH_REASONS = {
     "stop": FinishReason.STOP,
@@ -32,35 +32,48 @@ SEED_MASK = (1 << 63) - 1
 
 @dataclass(eq=False)
 class Running:
-    """A sample that decodes, and who wrote what of it: kept here where the engine does not say so itself.
-
-    Where it is, and since which token each version writes.
-    """
+    """A sample that decodes."""
 
     engine_id: str
     slot: SampleSlot
-    starts: list[tuple[Version | None, int]]
-    token_ids: list[int] = field(default_factory=list)
+    asked_at: float = field(default_factory=time.monotonic)
 
-    def switch(self, version: Version) -> None:
-        """Record that `version` writes from here on."""
-        position = len(self.token_ids)
-        if self.starts[-1][1] == position:
-            self.starts.pop()
-        self.starts.append((version, position))
 
-    def spans(self) -> tuple[Span, ...]:
-        """Return the switches as spans."""
-        ends = [start for _, start in self.starts[1:]] + [len(self.token_ids)]
+class LiveVersions:
+    """Which version of the weights was live when; none before the first commit."""
+
+    def __init__(self) -> None:
+        self._since: list[tuple[float, Version | None]] = [(float("-inf"), None)]
+
+    def switch(self, version: Version | None, needed_from: float) -> None:
+        """Record that `version` is live from now on; nobody asks about a time before `needed_from` any more."""
+        del self._since[: self._index(needed_from)]
+        self._since.append((time.monotonic(), version))
+
+    def spans(self, record: SampleRecord, tokens: int) -> tuple[Span, ...]:
+        """Return who wrote a sample: another version may write from where decoding resumed after a pause."""
+        if record.first_token_at is None:
+            return ()
+        starts = [(self._at(record.first_token_at), 0)]
+        for when, position in record.resumed:
+            if (version := self._at(when)) != starts[-1][0]:
+                starts.append((version, position))
+        ends = [start for _, start in starts[1:]] + [tokens]
         return tuple(
             Span(version, start, end)
-            for (version, start), end in zip(self.starts, ends, strict=True)
+            for (version, start), end in zip(starts, ends, strict=True)
             if end > start
         )
 
+    def _at(self, when: float) -> Version | None:
+        return self._since[self._index(when)][1]
 
-def sampling_params(sampling: Sampling, seed: int, end_of_sequence: tuple[int, ...], *, stream: bool) -> Any:
-    """Return vLLM's parameters for one sample; `stream` when positions are wanted while it decodes."""
+    def _index(self, when: float) -> int:
+        return bisect_right(self._since, when, key=lambda life: life[0]) - 1
+
+
+def sampling_params(sampling: Sampling, seed: int, end_of_sequence: tuple[int, ...]) -> Any:
+    """Return vLLM's parameters for one sample."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -76,25 +89,8 @@ def sampling_params(sampling: Sampling, seed: int, end_of_sequence: tuple[int, .
         seed=None if sampling.temperature == 0 else seed & SEED_MASK,
         logprobs=0,
         detokenize=False,
-        output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.FINAL_ONLY,
     )
-
-
-def sampled_logprobs(token_ids: Any, entries: Any) -> NDArray[np.float32]:
-    """Return the logprob of each sampled token out of vLLM's dictionaries."""
-    pairs = zip(token_ids, entries or (), strict=True)
-    return np.fromiter((entry[token].logprob for token, entry in pairs), np.float32, len(token_ids))
-
-
-def engine_spans(weight_versions: Any) -> tuple[Span, ...]:
-    """Version spans as the engine recorded them."""
-    return tuple(Span(_version(span.version), span.start, span.end) for span in weight_versions or ())
-
-
-def _version(tag: str) -> Version | None:
-    """Our tags are `lineage.step`; the engine's own tag is from before the first commit."""
-    lineage, dot, step = tag.partition(".")
-    return Version(int(lineage), int(step)) if dot and lineage.isdigit() and step.isdigit() else None
 
 
 class Decoding:
@@ -110,8 +106,9 @@ class Decoding:
         self._end_of_sequence = end_of_sequence
         self._explained = explained
         self._requests: dict[str, set[Running]] = {}
-        self.live: Version | None = None
-        """The version that begins new samples."""
+        self._versions = LiveVersions()
+        self.waiting = 0
+        """Samples without a place in the engine, as of the last one that ended."""
 
     @property
     def running(self) -> list[Running]:
@@ -122,8 +119,7 @@ class Decoding:
         """Decode all samples of `request`; those that ended together come together."""
         done: asyncio.Queue[Sample | BaseException] = asyncio.Queue()
         running = {
-            Running(f"{request.request_id}:{index}", slot, [(self.live, 0)])
-            for index, slot in enumerate(request.samples)
+            Running(f"{request.request_id}:{index}", slot) for index, slot in enumerate(request.samples)
         }
         self._requests[request.request_id] = running
         tasks = [asyncio.create_task(self._deliver(request, one, done)) for one in running]
@@ -148,16 +144,18 @@ class Decoding:
 
     async def abort(self, request_ids: Sequence[str]) -> int:
         """End the samples of these requests, which deliver what they have; how many."""
-        engine_ids = [one.engine_id for name in request_ids for one in self._requests.get(name, ())]
-        if engine_ids:
-            await self._llm().abort(engine_ids)
-        return len(engine_ids)
+        names = [one.engine_id for name in request_ids for one in self._requests.get(name, ())]
+        if names:
+            # Not by the abort of AsyncLLM, which forgets a request at once: its tokens are in the engine's process.
+            inside = self._llm().output_processor.external_req_ids
+            known = [internal for name in names for internal in inside.get(name, ())]
+            await self._llm().engine_core.abort_requests_async(known)
+        return len(names)
 
-    def switch(self, version: Version) -> None:
-        """Record that `version` writes from here on, for all samples that decode now."""
-        self.live = version
-        for one in self.running:
-            one.switch(version)
+    def switch(self, version: Version | None) -> None:
+        """Record that `version` writes from here on."""
+        oldest = min((one.asked_at for one in self.running), default=time.monotonic())
+        self._versions.switch(version, needed_from=oldest)
 
     async def _deliver(
         self, request: GenerationRequest, running: Running, done: asyncio.Queue[Sample | BaseException]
@@ -169,39 +167,34 @@ class Decoding:
             done.put_nowait(self._explained(error))
 
     async def _decode(self, request: GenerationRequest, running: Running) -> Sample:
-        llm, slot = self._llm(), running.slot
-        tags = tags_versions(llm)
+        slot = running.slot
         prompt: dict[str, Any] = {"prompt_token_ids": [*request.prompt, *slot.prefix]}
         if request.cache_salt is not None:
             prompt["cache_salt"] = request.cache_salt
-        params = sampling_params(
-            request.sampling.after(len(slot.prefix)),
-            slot.seed,
-            self._end_of_sequence,
-            stream=not tags,
-        )
-        started = time.monotonic()
-        first: float | None = None
-        logprobs = []
-        completion = None
-        async for output in llm.generate(prompt, params, running.engine_id, priority=request.priority):
-            first = first or time.monotonic()
-            completion = output.outputs[0]
-            running.token_ids.extend(completion.token_ids)
-            logprobs.append(sampled_logprobs(completion.token_ids, completion.logprobs))
+        params = sampling_params(request.sampling.after(len(slot.prefix)), slot.seed, self._end_of_sequence)
+        stream = self._llm().generate(prompt, params, running.engine_id, priority=request.priority)
+        outputs = [output async for output in stream]
+        ended_at = time.monotonic()
+        completion = outputs[-1].outputs[0] if outputs else None
         if completion is None or completion.finish_reason not in FINISH_REASONS:
             raise Internal(
                 f"vLLM ended sample {slot.sample_id} without a reason we know", why=str(completion)
             )
-        spans = engine_spans(completion.weight_versions) if tags else running.spans()
-        ended = time.monotonic()
+        record = SampleRecord.read(outputs[-1].kv_transfer_params)
+        token_ids = np.array(completion.token_ids, np.int32)
+        if len(record.logprobs) != len(token_ids):
+            raise Internal(
+                f"sample {slot.sample_id} has {len(token_ids)} tokens and {len(record.logprobs)} log-probabilities",
+                next_step="report this with the version of vLLM",
+            )
+        self.waiting = record.waiting
         return Sample(
             sample_id=slot.sample_id,
-            token_ids=np.array(running.token_ids, np.int32),
-            logprobs=np.concatenate(logprobs),
+            token_ids=token_ids,
+            logprobs=record.logprobs,
             finish_reason=FINISH_REASONS[completion.finish_reason],
-            spans=spans,
+            spans=self._versions.spans(record, len(token_ids)),
             queued_s=0.0,
-            first_token_s=(first or ended) - started,
-            total_s=ended - started,
+            first_token_s=(record.first_token_at or ended_at) - running.asked_at,
+            total_s=ended_at - running.asked_at,
         )

@@ -1,7 +1,7 @@
 """AsyncLLM behind the `Engine` seam.
 
 Invariants: the service answers while vLLM starts; a stop is never taken for the death of vLLM. Works on vLLM 0.26 to
-0.32: newer calls are used where they exist.
+0.32.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flotilla.common.v1 import weights_pb2
 from flotilla_core.config.stack import GeneratorConfig
@@ -39,9 +39,6 @@ from flotilla_generator.engine.vllm.weight_commit import Commits
 from flotilla_generator.engine.vllm.worker_calls import HEALTH_POLL_S, WorkerCalls
 from flotilla_weights.manifest import Manifest
 
-if TYPE_CHECKING:
-    from flotilla_generator.engine.vllm.occupancy import Occupancy
-
 STOP_GRACE_S = 1.0
 STACKS_TIMEOUT_S = 2.0
 
@@ -64,7 +61,6 @@ class VllmEngine(Engine):
         self._llm: Any = None
         self._info: EngineInfo | None = None
         self._gpus = 0
-        self._occupancy: Occupancy | None = None
         self.workers = WorkerCalls(lambda: self._llm)
         self._decoding = Decoding(lambda: self._llm, checkpoint.end_of_sequence, self.workers.explained)
         self.commits = Commits(lambda: self._llm, self.workers, self._decoding)
@@ -122,7 +118,7 @@ class VllmEngine(Engine):
 
     @property
     def waiting_samples(self) -> int:
-        return 0 if self._occupancy is None else self._occupancy.waiting_samples
+        return self._decoding.waiting
 
     async def join(self, group: weights_pb2.WeightGroup, rank_offset: int, manifest: Manifest) -> None:
         arguments = (group.SerializeToString(), rank_offset, manifest.to_proto().SerializeToString())
@@ -150,15 +146,9 @@ class VllmEngine(Engine):
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from flotilla_generator.engine.vllm.occupancy import Occupancy
-
-        self._occupancy = occupancy = Occupancy()
-
         def boot(eager: bool) -> Any:
             arguments = engine_arguments(self._config, self._checkpoint, self._worker_extension, eager=eager)
-            return AsyncLLM.from_engine_args(
-                AsyncEngineArgs(**arguments), stat_loggers=[lambda _config, _index: occupancy]
-            )
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
         llm = booted(boot, self._config)
         self._gpus = self._config.tensor_parallel_size if torch.cuda.is_available() else 0

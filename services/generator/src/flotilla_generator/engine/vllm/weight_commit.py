@@ -13,11 +13,9 @@ from typing import Any
 from flotilla_core.errors import WeightsMismatch
 from flotilla_core.version import Version
 from flotilla_generator.engine.base import Applied, KvPolicy, WeightsNotLive
-from flotilla_generator.engine.vllm.boot import tags_versions
 from flotilla_generator.engine.vllm.decoding import Decoding
 from flotilla_generator.engine.vllm.worker_calls import WorkerCalls
 
-UNTAGGED = "untagged"
 PAUSES = {
     KvPolicy.RECOMPUTE: {"mode": "keep", "clear_cache": True},
     KvPolicy.REUSE: {"mode": "keep", "clear_cache": False},
@@ -57,24 +55,19 @@ class Commits:
 
     async def untag(self) -> None:
         """Record that the weights have no known version from now on."""
-        self._decoding.live = None
-        if tags_versions(self._llm()):
-            await self._llm().update_weight_version(UNTAGGED)
+        self._decoding.switch(None)
 
     async def _stand_still(self, kv_policy: KvPolicy) -> None:
-        """Pause for a commit. vLLM's own pause sleeps 20 ms for outputs on their way: needless where it tags tokens."""
-        if tags_versions(self._llm()):
-            await self._llm().engine_core.pause_scheduler_async(**PAUSES[kv_policy])
-        else:
-            await self._llm().pause_generation(**PAUSES[kv_policy])
+        """Pause for a commit; not by the pause of AsyncLLM, which sleeps 20 ms for outputs on their way."""
+        await self._llm().engine_core.pause_scheduler_async(**PAUSES[kv_policy])
 
     async def _replace(self, version: Version) -> list[dict[str, Any]]:
-        """Load on all workers and tag; the weights count as untouched only where every worker says so."""
+        """Load on all workers; the weights count as untouched only where every worker says so."""
         try:
             answers = await self._workers.ask("flotilla_apply")
             errors = dict.fromkeys(answer["error"] for answer in answers if answer["error"])
             if not errors:
-                await self._switch(version)
+                self._decoding.switch(version)
                 return answers
         # Whatever went wrong on the way, the weights of the workers are unknown.
         except Exception as error:
@@ -82,8 +75,3 @@ class Commits:
         if any(answer.get("broken", True) or not answer["error"] for answer in answers):
             raise WeightsNotLive("; ".join(errors))
         raise WeightsMismatch("the staged weights were not applied", why="; ".join(errors))
-
-    async def _switch(self, version: Version) -> None:
-        self._decoding.switch(version)
-        if tags_versions(self._llm()):
-            await self._llm().update_weight_version(str(version))
