@@ -9,8 +9,9 @@ import torch
 from structlog.testing import capture_logs
 
 from flotilla_core.config.stack import GeneratorConfig
+from flotilla_core.errors import InvalidConfig
 from flotilla_generator.checkpoint import Checkpoint
-from flotilla_generator.engine.vllm.boot import booted, engine_arguments
+from flotilla_generator.engine.vllm.boot import booted, check_options, engine_arguments
 
 
 @pytest.fixture(params=[False, True], ids=["cpu", "gpu"])
@@ -51,3 +52,23 @@ def test_graphs_reach_as_far_as_the_samples_that_run_at_once(
     arguments = engine_arguments(config, checkpoint, eager=False)
     assert arguments["compilation_config"] == {"max_cudagraph_capture_size": 700}
     assert "compilation_config" not in engine_arguments(config, checkpoint)
+
+
+def test_options_of_the_stack_reach_vllm_and_win(gpu: bool, tmp_path: Path) -> None:
+    options = {"block_size": 32, "max_num_batched_tokens": 4096}
+    config = GeneratorConfig(max_model_tokens=64, engine_options=options)
+    assert options.items() <= engine_arguments(config, Checkpoint(tmp_path, {})).items()
+    check_options(options, {"block_size", "max_num_batched_tokens"})
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("blok_size", r"engine_options\.blok_size is no engine argument .*; did you mean block_size\?"),
+        ("max_num_seqs", r"a key of its own.* set generator\.max_running_samples instead"),
+        ("logprobs_mode", r"logprobs_mode cannot be set: log-probabilities are those"),
+    ],
+)
+def test_an_option_that_vllm_must_not_get_is_refused_by_name(option: str, message: str) -> None:
+    with pytest.raises(InvalidConfig, match=message):
+        check_options([option], {"block_size", "max_num_seqs", "logprobs_mode"})

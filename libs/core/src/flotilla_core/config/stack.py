@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -151,6 +151,9 @@ class GeneratorConfig(ConfigModel):
     enforce_eager: bool | None = None
     """Skip compilation and graph capture: the engine starts in seconds, but decodes slower on GPUs. Empty skips them on
     CPUs alone; where they fail on a GPU the engine starts without them and says so."""
+    engine_options: dict[str, Any] = Field(default_factory=dict, max_length=256)
+    """Arguments of vLLM's engine by its own names, such as `block_size: 32`. They win over what Flotilla would choose;
+    what has a key of its own here, or must be as it is, is refused by name when the generator starts."""
     sim: SimConfig = SimConfig()
     """Only for the `sim` engine."""
     slowed_by: LatencyConfig | None = None

@@ -1,20 +1,22 @@
 """The start of vLLM: environment, arguments, and the differences between CPU and GPU.
 
-Invariant: `prepare_environment` runs before vLLM is imported anywhere in the process; a variable that the user has
-set wins.
+Invariants: `prepare_environment` runs before vLLM is imported anywhere in the process; a variable that the user has
+set wins, and so does an option of `generator.engine_options`: it reaches vLLM as it is, or the engine does not start.
 """
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
 
 from flotilla_core.config.stack import GeneratorConfig
+from flotilla_core.errors import InvalidConfig
 from flotilla_generator.checkpoint import Checkpoint
 from flotilla_generator.engine.vllm.parent_watch import SERVICE_PID
 
@@ -39,6 +41,28 @@ CPU_ENVIRONMENT = {
 CPU_BATCHED_TOKENS = 8192
 GPU_BATCHED_TOKENS = 16_384
 """Tokens of one step at most. vLLM takes 2,048 for an engine inside a service, which cuts prompts into many steps."""
+
+KEYS_OF_OPTIONS = {
+    "model": "model",
+    "dtype": "generator.dtype",
+    "tensor_parallel_size": "generator.tensor_parallel_size",
+    "max_model_len": "generator.max_model_tokens",
+    "max_num_seqs": "generator.max_running_samples",
+    "gpu_memory_utilization": "generator.memory_fraction",
+    "enforce_eager": "generator.enforce_eager",
+}
+"""Options that are refused, since another key of the stack sets them."""
+DECIDED_OPTIONS = {
+    "skip_tokenizer_init": "a generator takes and returns token ids",
+    "generation_config": "the sampling of a run is what its file says, and nothing else",
+    "logprobs_mode": "log-probabilities are those that the tokens were sampled with",
+    "scheduling_policy": "requests have priorities",
+    "scheduler_cls": "it records log-probabilities and versions",
+    "worker_extension_cls": "it receives weights",
+    "data_parallel_size": "each replica is one engine: raise generator.replicas",
+    "pipeline_parallel_size": "each worker receives the weights of all layers",
+}
+"""Options that are refused, and why they are as they are."""
 
 T = TypeVar("T")
 
@@ -108,7 +132,23 @@ def engine_arguments(
             from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
             arguments["distributed_executor_backend"] = UniProcExecutor
-    return arguments
+    return arguments | config.engine_options
+
+
+def check_options(options: Iterable[str], known: Collection[str]) -> None:
+    """Refuse the options that vLLM does not know, and those that are not the user's to set."""
+    for option in options:
+        name = f"generator.engine_options.{option}"
+        if (key := KEYS_OF_OPTIONS.get(option)) is not None:
+            raise InvalidConfig(f"{name} has a key of its own", next_step=f"set {key} instead")
+        if (why := DECIDED_OPTIONS.get(option)) is not None:
+            raise InvalidConfig(f"{name} cannot be set", why=why, next_step="remove it")
+        if option not in known:
+            near = difflib.get_close_matches(option, known, n=1)
+            raise InvalidConfig(
+                f"{name} is no engine argument of this release of vLLM"
+                + (f"; did you mean {near[0]}?" if near else "")
+            )
 
 
 def booted(boot: Callable[[bool], T], config: GeneratorConfig) -> T:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from flotilla_generator.engine.vllm.boot import (
     WORKER_EXTENSION,
     accepts,
     booted,
+    check_options,
     engine_arguments,
     prepare_environment,
 )
@@ -145,6 +147,8 @@ class VllmEngine(Engine):
         import vllm
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
+
+        check_options(self._config.engine_options, {field.name for field in fields(AsyncEngineArgs)})
 
         def boot(eager: bool) -> Any:
             arguments = engine_arguments(self._config, self._checkpoint, self._worker_extension, eager=eager)
