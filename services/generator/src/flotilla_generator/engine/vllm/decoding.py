@@ -188,6 +188,7 @@ class Decoding:
                 next_step="report this with the version of vLLM",
             )
         self.waiting = record.waiting
+        first_token_at = ended_at if record.first_token_at is None else record.first_token_at
         return Sample(
             sample_id=slot.sample_id,
             token_ids=token_ids,
@@ -195,6 +196,6 @@ class Decoding:
             finish_reason=FINISH_REASONS[completion.finish_reason],
             spans=self._versions.spans(record, len(token_ids)),
             queued_s=0.0,
-            first_token_s=(record.first_token_at or ended_at) - running.asked_at,
+            first_token_s=first_token_at - running.asked_at,
             total_s=ended_at - running.asked_at,
         )
