@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
+import pytest
 
 from flotilla_core.version import Version
 from flotilla_generator.engine.base import Span
@@ -49,16 +50,17 @@ def test_each_row_of_the_table_holds_what_was_appended_to_it() -> None:
 
 def test_the_table_grows_with_what_its_rows_hold() -> None:
     table = LogprobTable(1, 4)
-    rows = []
-    for number in range(9):
+    rows: list[int] = []
+    for number in range(4):
         rows.append(table.take())
-        table.append(rows, floats(*range(number + 1))) if number < 4 else None
+        table.append(rows, floats(*range(number + 1)))
+    rows += [table.take() for _ in range(5)]
     assert sorted(rows) == list(range(9))
     assert [table.give_back(row).tolist() for row in rows[:4]] == [[0, 0, 0, 0], [1, 1, 1], [2, 2], [3]]
 
 
 def test_a_sample_names_every_version_that_wrote_of_it_and_from_which_token(
-    monkeypatch,  # type: ignore[no-untyped-def]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = iter([10.0, 20.0, 30.0, 40.0])
     monkeypatch.setattr("flotilla_generator.engine.vllm.decoding.time.monotonic", lambda: next(clock))

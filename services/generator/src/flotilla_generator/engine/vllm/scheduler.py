@@ -107,7 +107,7 @@ class RecordingScheduler(Scheduler):
     def _record(
         self, outputs: list[EngineCoreOutput], indices: dict[str, int], logprobs: LogprobsLists | None
     ) -> list[EngineCoreOutput]:
-        """Note the log-probabilities of a step; what is left to say of it."""
+        """Note the log-probabilities of a step; return what is left to say of it."""
         said: list[EngineCoreOutput] = []
         ended: list[tuple[EngineCoreOutput, _Sample]] = []
         rows: list[int] = []
