@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,17 +15,19 @@ import pytest
 
 from flotilla_core.config.stack import GeneratorConfig
 from flotilla_generator.engine.vllm.boot import prepare_environment
+from flotilla_testing.stack import example_model
 
 if TYPE_CHECKING:
     from scheduler_twins import Twins
 
 
 @pytest.fixture(scope="module")
-def twins_of(arithmetic: Path) -> Callable[..., Twins]:
+def twins_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Twins]:
     prepare_environment(GeneratorConfig())
-    from scheduler_twins import Twins, engine_config
+    from scheduler_twins import LONGEST, Twins, engine_config
 
-    return partial(Twins, engine_config(arithmetic / "model"))
+    model = example_model(tmp_path_factory.mktemp("model"), positions=LONGEST)
+    return partial(Twins, engine_config(model))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["one step at a time", "a step ahead"])
