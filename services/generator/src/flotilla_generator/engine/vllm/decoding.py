@@ -40,7 +40,7 @@ class Running:
 
 
 class LiveVersions:
-    """Which version of the weights was live when; none before the first commit."""
+    """Tells which version of the weights was live at a time; before the first commit none was."""
 
     def __init__(self) -> None:
         self._since: list[tuple[float, Version | None]] = [(float("-inf"), None)]

@@ -1,4 +1,4 @@
-"""What vLLM's engine process notes of a sample, and how it reaches the service with the last token.
+"""The notes that vLLM's engine process takes of a sample; they reach the service with its last token.
 
 Invariants: a sample has one log-probability for each of its tokens, and it is the float32 that vLLM computed; times are
 of the monotonic clock, which all processes of a host share. The service and the engine process both import this module,
@@ -18,7 +18,7 @@ NO_LOGPROBS: NDArray[np.float32] = np.empty(0, np.float32)
 
 @dataclass(frozen=True)
 class SampleRecord:
-    """What is known of a sample beside its tokens."""
+    """The facts of a sample beside its tokens."""
 
     logprobs: NDArray[np.float32]
     first_token_at: float | None = None
