@@ -236,6 +236,7 @@ class BareLoop:
             take_no_changes=lambda: None,
             policy=SimpleNamespace(version=HERE),
             sync=SimpleNamespace(version=HERE),
+            wait_for_canary=self._noting("canary"),
             evaluated=lambda _: True,
             last_accuracy=None,
             checkpoints=SimpleNamespace(due=lambda _: False),
@@ -244,7 +245,7 @@ class BareLoop:
         self.steps_wanted = 0
 
     def _noting(self, what: str) -> Any:
-        async def note(_run: Any, step: Any = None) -> None:
+        async def note(_run: Any = None, step: Any = None) -> None:
             self.done.append(f"{what} {step}" if what == "step" else what)
 
         return note
@@ -260,7 +261,7 @@ async def test_an_update_that_nobody_recorded_comes_before_everything_also_befor
 ) -> None:
     loop = BareLoop(monkeypatch, unrecorded=unrecorded)
     await loop_module.run_loop(loop.run, AFTER_COORDINATOR)
-    assert loop.done == ["begin", first, "end"]
+    assert loop.done == ["begin", first, "canary", "end"]
 
 
 @pytest.mark.parametrize(("unrecorded", "first"), [(True, "step 3"), (False, "sync")])
@@ -272,4 +273,4 @@ async def test_a_run_that_met_its_stop_rule_makes_no_further_step_when_it_begins
     loop.run.config.stop = SimpleNamespace(accuracy_at_least=0.5, accuracy_at_most=None)
     loop.run.last_accuracy = 0.5
     await loop_module.run_loop(loop.run, AFTER_COORDINATOR)
-    assert loop.done == ["begin", first, "end"]
+    assert loop.done == ["begin", first, "canary", "end"]

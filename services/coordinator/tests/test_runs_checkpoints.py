@@ -86,6 +86,7 @@ class Bench:
             policy=SimpleNamespace(version=version),
             source=SimpleNamespace(samples_from_policy=True),
             sync=SimpleNamespace(publish=nothing, version=version),
+            wait_for_canary=nothing,
             evaluator=None,
             pinned=None,
             checkpoints=self.checkpoints,

@@ -46,6 +46,13 @@ class Closing:
 
 
 @dataclass
+class ClosingSync(Closing):
+    """A weight sync of which only the end matters."""
+
+    end_check: Callable[[], Awaitable[None]] = nothing
+
+
+@dataclass
 class Session(Closing):
     """A gang that is there, or not."""
 
@@ -74,7 +81,7 @@ class Context:
     steps_done: int = 0
     pinned: Closing | None = field(default_factory=Closing)
     source: Closing = field(default_factory=Closing)
-    sync: Closing = field(default_factory=Closing)
+    sync: ClosingSync = field(default_factory=ClosingSync)
     checkpoints: Closing = field(default_factory=Closing)
     lag: Closing = field(default_factory=Closing)
     policy: Session = field(default_factory=Session)

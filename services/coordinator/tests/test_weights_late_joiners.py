@@ -68,6 +68,7 @@ class Bench:
 
     async def begin(self) -> None:
         await self.sync.publish(V1)
+        await self.sync.settled()
         self.ready.append(self.b)
 
     async def work_until(self, done: Callable[[], bool]) -> None:

@@ -288,6 +288,7 @@ async def test_a_member_that_cannot_answer_the_live_check_is_evicted_and_not_the
     bench = Bench("a", "b")
     bench.verdicts = [{"b": Unavailable("it died")}]
     await bench.sync.publish(V1)
+    await bench.sync.settled()
     assert [who for who, _ in bench.evicted] == ["b-1"] and bench.serving(V1) == {"a"}
 
 
@@ -302,6 +303,7 @@ async def test_a_live_check_that_nobody_answers_is_repeated_with_those_that_come
 
     bench.sync._evict = evict
     await bench.sync.publish(V1)
+    await bench.sync.settled()
     assert len(bench.verified) == 2 and bench.sync.serving.serves("a-2", V1)
     assert bench.sync.serving.live_version("a-1") is None
 
@@ -379,74 +381,114 @@ async def test_a_version_is_proved_when_its_live_check_has_passed_and_not_before
     bench = Bench("a")
     before = asyncio.create_task(bench.sync.wait_until_verified(V1))
     bench.checking.clear()
-    publishing = asyncio.create_task(bench.sync.publish(V1))
-    async with asyncio.timeout(TIMEOUT_S):
-        while not bench.verified:
-            await asyncio.sleep(0)
-    assert bench.serving(V1) == {"a"} and not before.done(), "it decodes already, and is still being checked"
+    await bench.sync.publish(V1)
+    assert bench.serving(V1) == {"a"} and bench.sync.version == V1 and bench.sync.checking
+    assert not before.done(), "it decodes already, and is still being checked"
     bench.checking.set()
-    await publishing
     async with asyncio.timeout(TIMEOUT_S):
+        await bench.sync.settled()
         await before
         await bench.sync.wait_until_verified(Version(0, 0))
+    assert not bench.sync.checking
+
+
+async def test_one_check_is_under_way_at_a_time_and_the_next_sync_waits_for_it() -> None:
+    bench = Bench("a")
+    bench.checking.clear()
+    await bench.sync.publish(V1)
+    publishing = asyncio.create_task(bench.sync.publish(V2))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not bench.replicas["a"].stub.asked("StageWeights")[1:] and bench.serving(V2) == set()
+    bench.checking.set()
+    async with asyncio.timeout(TIMEOUT_S):
+        await publishing
+        await bench.sync.settled()
+    assert [report.version for report in bench.verified] == [V1, V2]
 
 
 async def test_a_version_that_others_take_is_proved_again() -> None:
     bench = Bench("a")
     await bench.sync.publish(V1)
+    await bench.sync.settled()
     bench.replicas["a"] = replica("a", life=2)
     bench.checking.clear()
-    publishing = asyncio.create_task(bench.sync.publish(V1))
+    await bench.sync.publish(V1)
+    waiting = asyncio.create_task(bench.sync.wait_until_verified(V1))
+    await asyncio.sleep(0)
+    assert not waiting.done() and bench.sync.serving.serves("a-2", V1)
+    bench.checking.set()
     async with asyncio.timeout(TIMEOUT_S):
-        while len(bench.verified) < 2:
-            await asyncio.sleep(0)
-        waiting = asyncio.create_task(bench.sync.wait_until_verified(V1))
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        bench.checking.set()
-        await publishing
         await waiting
 
 
-async def test_a_version_that_failed_its_live_check_is_never_proved() -> None:
+async def test_a_version_that_failed_its_live_check_is_never_proved_and_ends_what_is_generated() -> None:
     bench = Bench("a")
     await bench.sync.publish(V1)
+    await bench.sync.settled()
     waiting = asyncio.create_task(bench.sync.wait_until_verified(V2))
     bench.mismatch = Mismatch("the token probabilities of a differ from the trainer's by 0.5")
-    with pytest.raises(Mismatch):
-        await bench.sync.publish(V2)
-    assert not waiting.done()
-    waiting.cancel()
-
-
-async def test_equal_weights_have_one_digest_and_others_another() -> None:
-    bench = Bench("a", "b")
-    await bench.sync.publish(V1)
-    first, second = bench.sync.serving.held()
-    digest = first.digest
-    assert digest == second.digest == first.to_proto().digest
-    bench.stub.answers["PublishWeights"].digests.tensor_digests.append(7)
+    bench.checking.clear()
     await bench.sync.publish(V2)
-    assert digest != bench.sync.serving.held()[0].digest
+    rollouts = asyncio.create_task(bench.sync.keep_serving(waiting))
+    await asyncio.sleep(0)
+    bench.checking.set()
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(Mismatch, match="differ from the trainer's by"):
+            await rollouts
+        with pytest.raises(Mismatch, match="differ from the trainer's by"):
+            await bench.sync.settled()
+    assert waiting.cancelled()
 
 
-async def test_a_generator_with_another_model_is_refused_at_the_door_and_the_others_go_on() -> None:
-    bench = Bench("a", "b")
-    bench.fail(
-        "b", "JoinWeightGroup", WeightsMismatch("the manifest does not fit", why="missing: lm_head.weight")
-    )
-    await bench.sync.publish(V1)
-    [(instance_id, error)] = bench.evicted
-    assert instance_id == "b-1" and isinstance(error, Mismatch)
-    assert "b holds another model" in str(error) and "lm_head.weight" in str(error)
-    assert bench.serving(V1) == {"a"}
-
-
-async def test_where_no_generator_holds_the_trainers_model_the_run_ends() -> None:
+async def test_a_trainer_that_dies_during_the_live_check_is_found_by_who_waits_for_it() -> None:
     bench = Bench("a")
-    bench.fail(
-        "a", "JoinWeightGroup", WeightsMismatch("the manifest does not fit", why="missing: lm_head.weight")
-    )
-    with pytest.raises(Mismatch, match="lm_head"):
-        await bench.sync.publish(V1)
-    assert bench.evicted == []
+
+    async def verify(report: SyncReport) -> dict[str, FlotillaError]:
+        raise RankFailed("rank 0 was killed")
+
+    bench.sync._verify = verify
+    await bench.sync.publish(V1)
+    with pytest.raises(RankFailed, match="rank 0 was killed"):
+        await bench.sync.settled()
+
+
+async def test_the_end_of_a_run_gives_up_its_live_check() -> None:
+    bench = Bench("a")
+    bench.checking.clear()
+    await bench.sync.publish(V1)
+    async with asyncio.timeout(TIMEOUT_S):
+        await bench.sync.close()
+    assert not bench.sync.checking and len(bench.stub.asked("CloseWeightGroup")) == 1
+    assert not bench.sync.moves_weights_to("a-1")
+
+
+async def test_a_member_whose_weights_are_checked_stays_with_the_run() -> None:
+    bench = Bench("a")
+    bench.checking.clear()
+    await bench.sync.publish(V1)
+    assert bench.sync.moves_weights_to("a-1")
+    bench.checking.set()
+    await bench.sync.settled()
+    assert not bench.sync.moves_weights_to("a-1")
+
+
+async def test_a_newcomer_waits_for_the_live_check_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync_module, "LOOK_AGAIN_S", 0.001)
+    bench = Bench("a")
+    bench.checking.clear()
+    await bench.sync.publish(V1)
+    bench.replicas["b"] = replica("b")
+    looks: list[bool] = []
+
+    async def rollouts() -> None:
+        while not bench.sync.serving.serves("b-1", V1):
+            looks.append(bench.sync.checking)
+            if len(looks) == 20:
+                assert bench.epochs == [1]
+                bench.checking.set()
+            await asyncio.sleep(0.001)
+
+    async with asyncio.timeout(TIMEOUT_S):
+        await bench.sync.keep_serving(rollouts())
+    assert all(looks[:20]) and bench.epochs == [1, 2]

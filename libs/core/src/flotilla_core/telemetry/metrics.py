@@ -156,6 +156,13 @@ METRICS = (
     ),
     Metric("canary/logprob_mean", "nats", COORDINATOR, "The same of the log-probabilities."),
     Metric("canary/max", "nats", COORDINATOR, "Largest difference of log-probabilities after a sync."),
+    Metric("time/canary_s", "seconds", COORDINATOR, "The last canary, while generation goes on."),
+    Metric(
+        "time/wait_for_the_canary_s",
+        "seconds",
+        COORDINATOR,
+        "Wait for the canary before an update, beyond all other waits: what it costs the step.",
+    ),
     Metric("checkpoint/write_s", "seconds", COORDINATOR, "Time to write the newest durable checkpoint."),
     Metric("checkpoint/bytes", "bytes", COORDINATOR, "Size of that checkpoint."),
     Metric("idle/trainer", "share", COORDINATOR, "Share of the step that the trainer waited for rollouts."),
@@ -178,7 +185,9 @@ METRICS = (
     Metric("time/teacher_s", "seconds", COORDINATOR, "Scoring of the batch by the teachers."),
     Metric("time/teacher_<name>_s", "seconds", COORDINATOR, "Scoring by one of the named teachers."),
     Metric("time/train_s", "seconds", COORDINATOR, "Update of the policy, and of the critic."),
-    Metric("time/sync_s", "seconds", COORDINATOR, "Sync of the weights, canary included."),
+    Metric(
+        "time/sync_s", "seconds", COORDINATOR, "Sync of the weights; its canary only with `loop: client`."
+    ),
     Metric("time/evaluate_s", "seconds", COORDINATOR, "Evaluation within the step."),
     Metric(
         "time/wait_for_the_last_evaluation_s", "seconds", COORDINATOR, "Wait for a pinned evaluation to end."

@@ -106,6 +106,8 @@ class RunContext:
     last_accuracy: float | None = None
     cursor: dict[str, Any] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    canary_figures: dict[str, float] = field(default_factory=dict)
+    """The figures of the last live check."""
     lag: LoopLag = field(default_factory=LoopLag)
     disk: DiskWaits = field(init=False)
     """Repeats a write until the disk has room for it."""
@@ -168,12 +170,22 @@ class RunContext:
         self.metrics["ledger/backlog"] = float(self.ledger.backlog)
         tokens = self.metrics.get("tokens/response_total", self.metrics.get("tokens/trained", 0.0))
         self.metrics["tokens_per_s"] = tokens / self.metrics["time/step_s"]
+        self.metrics |= self.canary_figures | self.metrics
         self.metrics.update(self.lag.take_metrics())
         self.metrics.update(self.checkpoints.take_metrics())
         self.metrics.update(self.validator.take_metrics())
         self.steps_done = step + 1
         self.directory.write_metrics(step, self.metrics, lineage=self.policy.version.lineage)
         self.status.step_done(self.steps_done, self.policy.version, self.metrics)
+
+    async def wait_for_canary(self) -> None:
+        """Wait until the version that the generators serve has passed its live check; raise where it does not."""
+        if self.sync.checking:
+            with self.phase("wait for the canary"):
+                await self.sync.settled()
+        await self.sync.settled()
+        # The first ones of a step stay: those of the version that its update begins from.
+        self.metrics |= self.canary_figures | self.metrics
 
     async def record_update(self, step: int, version: Version, batch: Batch, updates: StepUpdates) -> None:
         """Record the update: its samples are consumed, or dropped where the policy did not learn from them."""

@@ -173,7 +173,8 @@ async def _close(context: RunContext, *, ours: bool = True) -> None:
     """Give back everything that is ours; a service that is gone has nothing to give back."""
     autoscaling = () if context.autoscaler is None else (context.autoscaler.close,)
     pinned = () if context.pinned is None else (context.pinned.close,)
-    here = (*autoscaling, *pinned, context.source.close, context.checkpoints.close, context.lag.close)
+    loop = (context.source.close, context.sync.end_check, context.checkpoints.close, context.lag.close)
+    here = (*autoscaling, *pinned, *loop)
     elsewhere = (context.sync.close, *(session.close for session in context.learners.sessions))
     for close in (*here, *elsewhere) if ours else here:
         try:
@@ -192,6 +193,7 @@ async def serve_client(loop: ClientLoop, start_point: StartPoint, active: RunHan
         await restore(run, start_point)
         with run.phase("sync"):
             await run.sync.publish(run.policy.version)
+            await run.sync.settled()
         active.opened.set()
         try:
             silence = await loop.serve()

@@ -1,8 +1,10 @@
 """The training loop, for every algorithm and every staleness, on one page.
 
 Invariants: at policy step t, the batches of all steps up to t + max_staleness are admitted. A batch is trained exactly
-once. The generators serve a version before anything is sampled, evaluated or exported under its name. Changes that a
-user requests take effect between two steps. Every wait in here is a phase, whose name says what the run waits for.
+once. The generators serve a version before anything is sampled, evaluated or exported under its name. The live check of
+a version goes on while they generate, and passes before an update begins from that version and before an evaluation of
+it counts. Changes that a user requests take effect between two steps. Every wait in here is a phase, whose name says
+what the run waits for.
 
 The collaborators hold the infrastructure, so that this module reads like the algorithm.
 """
@@ -34,6 +36,7 @@ async def run_loop(run: RunContext, start_point: StartPoint) -> None:
 
         if run.sync.version != run.policy.version:
             await _sync(run)
+        await run.wait_for_canary()
         await _evaluate_last_version(run)
         await _save_last_checkpoint(run)
         if run.config.export_final:
@@ -58,6 +61,7 @@ async def _train_one_step(run: RunContext, step: int) -> None:
     for name, judge in run.learners.judges.items():
         with run.phase(name):
             await judge(batch)
+    await run.wait_for_canary()
     with run.phase("train"):
         updates = await run.learners.train(batch)
     await run.record_update(step, version, batch, updates)
@@ -162,6 +166,7 @@ async def _evaluate_now(run: RunContext, step: int) -> None:
         return
     with run.phase("evaluate"):
         evaluation = await run.sync.keep_serving(run.evaluator.evaluate(run.policy.version, step))
+    await run.wait_for_canary()
     run.record_evaluation(step, run.policy.version, evaluation)
 
 

@@ -66,6 +66,7 @@ class RunWiring:
         self._wait_limit_s = host.stack.ready_timeout_s
         self._pinned: PinnedEvaluation | None = None
         self._metrics: dict[str, float] = {}
+        self._canary_figures: dict[str, float] = {}
 
     async def build(
         self, directory: RunDirectory, lineage: int, fence: int
@@ -112,6 +113,7 @@ class RunWiring:
             idle=IdleShares(self._fleet.generators.replicas),
             validator=generation.validator,
             metrics=self._metrics,
+            canary_figures=self._canary_figures,
             autoscaler=self._autoscaler(),
         )
         if config.loop != "client":
@@ -149,7 +151,7 @@ class RunWiring:
             self._status.notice,
             lambda replicas: replicas if self._pinned is None else self._pinned.spared(replicas),
         )
-        check = LiveCheck(canary, self._metrics, limits.warn_at, self._warn)
+        check = LiveCheck(canary, self._metrics, self._canary_figures, limits.warn_at, self._warn)
         sync = WeightSync(
             self._run_id,
             weights,

@@ -3,13 +3,14 @@
 Invariants: canary samples never reach the ledger or the trainer's updates. Every member that serves the version answers
 every prompt, or is reported as failed. A member whose mean probability difference over all of its answers is above
 `fail_at` ends the run, because later samples could not be attributed to the weights that they name. The mean of one
-short answer would judge by chance: rounding alone moves it by half of itself. The cost of each sync is recorded as
-metrics as well.
+short answer would judge by chance: rounding alone moves it by half of itself. The check compares with the trainer's
+present weights, so no update may begin before it has ended. The cost of each sync is recorded as metrics as well.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -173,27 +174,38 @@ class Canary:
 class LiveCheck:
     """Records the cost of each sync of a run as metrics, then compares trainer and generators on the same tokens.
 
-    It calls `warn` with a difference beyond `warn_at`.
+    The comparison may end in a later step than the sync, so `figures` keeps what the last one found. It calls `warn`
+    with a difference beyond `warn_at`.
     """
 
     def __init__(
-        self, canary: Canary, metrics: dict[str, float], warn_at: float | None, warn: Callable[[str], None]
+        self,
+        canary: Canary,
+        metrics: dict[str, float],
+        figures: dict[str, float],
+        warn_at: float | None,
+        warn: Callable[[str], None],
     ) -> None:
         self._canary = canary
         self._metrics = metrics
+        self._figures = figures
         self._warn_at = warn_at
         self._warn = warn
 
     async def verify(self, report: SyncReport) -> dict[str, FlotillaError]:
         """Return the members that could not answer, with the reasons."""
         self._note_cost(report)
+        started = time.monotonic()
         outcome = await self._canary.check(report.version, report.members)
-        result, metrics = outcome.report, self._metrics
+        result = outcome.report
         if result is None:
             return outcome.failures
-        metrics["canary/mean"] = result.probs_mean
-        metrics["canary/logprob_mean"] = result.logprob_mean
-        metrics["canary/max"] = result.logprob_max
+        self._figures |= {
+            "canary/mean": result.probs_mean,
+            "canary/logprob_mean": result.logprob_mean,
+            "canary/max": result.logprob_max,
+            "time/canary_s": time.monotonic() - started,
+        }
         if self._warn_at is not None and result.probs_mean > self._warn_at:
             self._warn(
                 f"trainer and generator differ: mean probability difference {result.probs_mean:.4f} "

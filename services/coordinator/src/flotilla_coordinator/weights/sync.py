@@ -1,9 +1,11 @@
 """Synchronises weights: every leased generator serves exactly the trainer's version.
 
 Invariants: a replica serves a version only after its digests agreed with the sender's, its live weights were verified
-and it confirmed the commit. A failed member costs its own eviction and one new epoch, never the run, as long as another
-one remains or returns within the limit. The group is formed again only when its membership changes or it broke. No
-weights pass through this process: the bytes go from trainer ranks to generator workers.
+and it confirmed the commit. The live check of a version begins when the replicas serve it, and goes on while they
+generate: at most one is under way, and a sync begins only after the check of the one before. A failed member costs its
+own eviction and one new epoch, never the run, as long as another one remains or returns within the limit. The group is
+formed again only when its membership changes or it broke. No weights pass through this process: the bytes go from
+trainer ranks to generator workers.
 
 Replicas that join between two syncs take the served version in a group of the trainer and the newcomers alone, under
 the next epoch. Only the work that is awaited continues meanwhile. When it ends, that group is ended too, at the trainer
@@ -19,6 +21,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
+
+from opentelemetry.trace import Span
 
 from flotilla_coordinator.trainers.roles import PolicyTrainer
 from flotilla_coordinator.weights.epochs import GroupBrokenError, WeightEpochs
@@ -71,6 +75,8 @@ class WeightSync:
         self._group: Group | None = None
         self._moving_to: frozenset[str] = frozenset()
         self.version: Version | None = None
+        self._check: asyncio.Task[SyncReport] | None = None
+        """The sync whose live check is under way, or was the last."""
         self._checked: Version | None = None
         """The newest version whose live check has passed on all generators that decode with it."""
         self._passed = asyncio.Event()
@@ -81,30 +87,65 @@ class WeightSync:
             await self._passed.wait()
 
     async def publish(self, version: Version) -> SyncReport:
-        """Make every reachable generator serve `version`; return when the survivors do, verified."""
+        """Make every reachable generator serve `version`; return when they do, while its live check goes on."""
+        await self.settled()
         attributes = {names.RUN_ID: self._run_id, names.POLICY_VERSION: str(version)}
         with telemetry.span(names.RL_SYNC, attributes=attributes) as span:
-            broken = GroupBrokenError({})
-            if self._checked == version:
-                self._checked = None  # others take it now
-            for attempt in range(1, MAX_EPOCHS_PER_SYNC + 1):
-                try:
-                    with self._moving():
-                        report = await self._publish_once(version, attempt)
-                        await self._verified(report)
-                except GroupBrokenError as error:
-                    broken = error
-                    if (mismatch := broken.common_mismatch) is not None:
-                        raise mismatch from broken
-                    span.add_event("weight group broken", {"failures": str(broken)})
-                    self._group = None
-                    for member, why in await self._epochs.abandon(broken):
-                        self._expel(member, why)
-                    continue
-                self.version = self._checked = version
-                self._passed.set()
-                self._passed = asyncio.Event()
-                return report
+            served: asyncio.Future[SyncReport] = asyncio.get_running_loop().create_future()
+            check = self._check = asyncio.create_task(self._serve_and_check(version, served, span))
+            try:
+                await asyncio.wait({served, check}, return_when=asyncio.FIRST_COMPLETED)
+            except asyncio.CancelledError:
+                await self.end_check()
+                raise
+            # Without a report it failed before anything was served.
+            return served.result() if served.done() else await check
+
+    @property
+    def checking(self) -> bool:
+        """Return whether the live check of the version that is served is under way."""
+        return self._check is not None and not self._check.done()
+
+    async def settled(self) -> None:
+        """Wait until the version that is served has passed its live check; raise where it does not."""
+        if self._check is not None:
+            await asyncio.shield(self._check)
+
+    async def end_check(self) -> None:
+        """Give up the live check that is under way, if any."""
+        check, self._check = self._check, None
+        if check is not None:
+            check.cancel()
+            await asyncio.gather(check, return_exceptions=True)
+
+    async def _serve_and_check(
+        self, version: Version, served: asyncio.Future[SyncReport], span: Span
+    ) -> SyncReport:
+        """Move `version` to the generators and check it live, in further epochs where the group breaks."""
+        broken = GroupBrokenError({})
+        if self._checked == version:
+            self._checked = None  # others take it now
+        for attempt in range(1, MAX_EPOCHS_PER_SYNC + 1):
+            try:
+                with self._moving():
+                    report = await self._publish_once(version, attempt)
+                    self.version = version
+                    if not served.done():
+                        served.set_result(report)
+                    await self._verified(report)
+            except GroupBrokenError as error:
+                broken = error
+                if (mismatch := broken.common_mismatch) is not None:
+                    raise mismatch from broken
+                span.add_event("weight group broken", {"failures": str(broken)})
+                self._group = None
+                for member, why in await self._epochs.abandon(broken):
+                    self._expel(member, why)
+                continue
+            self._checked = version
+            self._passed.set()
+            self._passed = asyncio.Event()
+            return report
         raise WeightGroupFailed(
             f"no generator took version {version}",
             where=f"run {self._run_id}",
@@ -116,12 +157,16 @@ class WeightSync:
         """Run `work`, which needs generators, and bring newcomers to the served version meanwhile.
 
         Where no generator serves it any more, the work waits for them; else they catch up in a group of their own.
+        A live check that fails ends the work with its error.
         """
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
-                await asyncio.wait({task}, timeout=LOOK_AGAIN_S)
-                if not task.done() and self.version is not None:
+                checks = {self._check} if self._check is not None and self.checking else set()
+                await asyncio.wait({task, *checks}, timeout=LOOK_AGAIN_S, return_when=asyncio.FIRST_COMPLETED)
+                if self._check is not None and self._check.done():
+                    self._check.result()
+                if not task.done() and self.version is not None and not self.checking:
                     await self._look_after_newcomers(self.version, task)
             return task.result()
         finally:
@@ -138,7 +183,11 @@ class WeightSync:
         self._let_go.add(instance_id)
 
     async def close(self) -> None:
-        """Release the group on every side."""
+        """End the live check, and release the group on every side."""
+        await self.end_check()
+        await self._release()
+
+    async def _release(self) -> None:
         group, self._group = self._group, None
         if group is not None:
             await self._epochs.release(group, group.members)
@@ -158,7 +207,9 @@ class WeightSync:
 
     async def _verified(self, report: SyncReport) -> None:
         """Run the live check; evict members that cannot answer it, and raise where none is left."""
-        failures = await self._verify(report)
+        attributes = {names.RUN_ID: self._run_id, names.POLICY_VERSION: str(report.version)}
+        with telemetry.span(names.RL_SYNC_CANARY, attributes=attributes):
+            failures = await self._verify(report)
         if failures and len(failures) == len(report.members):
             raise GroupBrokenError(failures, self._group)
         for member in report.members:
@@ -167,7 +218,7 @@ class WeightSync:
 
     async def _form(self, replicas: list[GeneratorReplica]) -> Group:
         """Form the group that follows the policy from now on."""
-        await self.close()
+        await self._release()
         self.serving.keep_only({replica.instance_id for replica in replicas})
         self._let_go.clear()
         self._group = await self._epochs.form(replicas)
@@ -186,7 +237,7 @@ class WeightSync:
         if newcomers:
             with self._moving():
                 self._members_to_be(newcomers)
-                await self.close()
+                await self._release()
                 await self._joiners.catch_up(newcomers, version)
 
     @contextmanager

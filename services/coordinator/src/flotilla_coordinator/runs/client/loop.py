@@ -162,7 +162,9 @@ class ClientLoop:
 
         async def act() -> SyncReport:
             async with self.calls.turn("sync"):
-                return await self.run.sync.publish(self.run.policy.version)
+                report = await self.run.sync.publish(self.run.policy.version)
+                await self.run.sync.settled()
+                return report
 
         return await self.calls.shielded(act())
 

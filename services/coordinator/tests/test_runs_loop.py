@@ -1,0 +1,231 @@
+"""The training loop against scripted services: what runs at the same time, and what waits for what."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.fleet.autoscale import IdleShares
+from flotilla_coordinator.runs.context import RunContext
+from flotilla_coordinator.runs.control import RunControl
+from flotilla_coordinator.runs.events import EventLog
+from flotilla_coordinator.runs.loop import run_loop
+from flotilla_coordinator.runs.resume import StartPoint
+from flotilla_coordinator.runs.status import RunStatus
+from flotilla_coordinator.weights.members import SyncReport
+from flotilla_coordinator.weights.sync import WeightSync
+from flotilla_core import rpc
+from flotilla_core.config import RunConfig, StackConfig, WeightSyncConfig
+from flotilla_core.errors import FlotillaError, Mismatch
+from flotilla_core.service import Activities
+from flotilla_core.version import Version
+from flotilla_testing.scripted import scripted_generator, scripted_trainer
+
+STEPS = 3
+LIMIT_S = 5.0
+START = Version(0, 0)
+TURNS = 50
+"""Turns of the event loop, in which everything that waits for nothing has been done."""
+CONFIG = RunConfig.model_validate(
+    {
+        "name": "run",
+        "steps": STEPS,
+        "data": {"train": "x.jsonl"},
+        "rewards": [{"reward": "exact"}],
+        "export_final": False,
+    }
+)
+
+
+@dataclass
+class Policy:
+    """The session of the policy: each update makes the next version."""
+
+    version: Version = START
+    stub: Any = field(default_factory=scripted_trainer)
+
+
+class Loop:
+    """A run with a real weight sync whose live checks a test holds open; the rest notes what it did."""
+
+    def __init__(self, staleness: int = 0) -> None:
+        self.staleness = staleness
+        self.done: list[str] = []
+        self.may_pass = asyncio.Event()
+        self.may_pass.set()
+        self.may_record = asyncio.Event()
+        self.may_record.set()
+        self.mismatch: Mismatch | None = None
+        self.policy = Policy()
+        generator: Any = scripted_generator("a")
+        policy: Any = self.policy
+
+        async def candidates() -> list[Any]:
+            return [generator]
+
+        self.sync = WeightSync(
+            "run",
+            WeightSyncConfig(),
+            "gloo",
+            policy,
+            candidates,
+            lambda: [generator],
+            lambda gone, error: self.done.append(f"evicted {gone.name}: {error}"),
+            self._verify,
+        )
+        nobody: Any = None
+        self.run = RunContext(
+            run_id="run",
+            config=CONFIG,
+            stack=StackConfig(),
+            control=RunControl(CONFIG),
+            learners=SimpleNamespace(policy=policy, judges={}, open=self._open, train=self._train),  # type: ignore[arg-type]
+            source=SimpleNamespace(samples_from_policy=True, admit=self._admit, batch=self._batch),  # type: ignore[arg-type]
+            sync=self.sync,
+            evaluator=None,
+            checkpoints=SimpleNamespace(  # type: ignore[arg-type]
+                due=lambda _: False, writing=False, wanted=False, full=None, take_metrics=dict
+            ),
+            ledger=SimpleNamespace(backlog=0),  # type: ignore[arg-type]
+            directory=SimpleNamespace(write_metrics=self._write_metrics),  # type: ignore[arg-type]
+            status=RunStatus(run_pb2.Run(run_id="run"), EventLog(lambda event: None)),
+            activities=Activities(),
+            idle=IdleShares(list),
+            pinned=nobody,
+        )
+        self.run.record_update = self._record  # type: ignore[method-assign]
+        self.metrics: list[dict[str, float]] = []
+
+    async def _verify(self, report: SyncReport) -> dict[str, FlotillaError]:
+        await self.may_pass.wait()
+        if self.mismatch is not None:
+            raise self.mismatch
+        self.run.canary_figures["canary/mean"] = float(report.version.step)
+        self.done.append(f"checked {report.version.step}")
+        return {}
+
+    async def _open(self) -> None:
+        self.done.append("opened")
+
+    def _admit(self, step: int, version: Version) -> None:
+        self.done.append(f"admitted {step}")
+
+    async def _batch(self, step: int, version: Version) -> Any:
+        """Sample with the oldest version that the bound allows; pass a batch on when that version is proved."""
+        oldest = Version(0, max(0, step - self.staleness))
+        assert self.sync.serving.serves("a-1", oldest)
+        self.done.append(f"sampled {step}")
+        await self.sync.wait_until_verified(oldest)
+        return SimpleNamespace(step=step)
+
+    async def _train(self, batch: Any) -> Any:
+        assert not self.sync.checking, "the live check compares with weights that an update would change"
+        self.done.append(f"trained {batch.step}")
+        self.policy.version = Version(0, batch.step + 1)
+        return SimpleNamespace()
+
+    async def _record(self, step: int, version: Version, batch: Any, updates: Any) -> None:
+        await self.may_record.wait()
+        self.done.append(f"recorded {step}")
+
+    def _write_metrics(self, step: int, metrics: dict[str, float], lineage: int) -> None:
+        self.metrics.append(dict(metrics))
+
+    def begin(self) -> asyncio.Task[None]:
+        self.run.control.config = CONFIG
+        return asyncio.create_task(run_loop(self.run, StartPoint()))
+
+    async def until(self, did: str) -> None:
+        """Return in the turn of the event loop in which this was done."""
+        async with asyncio.timeout(LIMIT_S):
+            while did not in self.done:
+                await asyncio.sleep(0)
+
+    async def idle(self) -> None:
+        """Return when everything was done that waits for nothing."""
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+
+
+@pytest.fixture(autouse=True)
+def direct_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Scripted services are called as they are, without a wire."""
+
+    async def unary(method: Callable[..., Any], request: Any, **_options: Any) -> Any:
+        return await method(request)
+
+    monkeypatch.setattr(rpc, "unary", unary)
+    yield
+
+
+async def test_rollouts_proceed_while_the_canary_is_held_open_and_nothing_of_theirs_is_trained() -> None:
+    loop = Loop()
+    running = loop.begin()
+    await loop.until("trained 0")
+    loop.may_pass.clear()
+    await loop.until("sampled 1")
+    await loop.idle()
+    assert loop.sync.checking and "trained 1" not in loop.done
+    assert loop.done[-2:] == ["admitted 1", "sampled 1"]
+    loop.may_pass.set()
+    async with asyncio.timeout(LIMIT_S):
+        await running
+    assert [did for did in loop.done if did.startswith("trained")] == ["trained 0", "trained 1", "trained 2"]
+    assert [did for did in loop.done if did.startswith("checked")] == [
+        f"checked {n}" for n in range(STEPS + 1)
+    ]
+
+
+async def test_a_batch_that_is_ready_waits_for_the_canary_in_a_phase_that_says_so() -> None:
+    loop = Loop(staleness=1)
+    loop.may_pass.clear()
+    running = loop.begin()
+    await loop.until("sampled 0")
+    loop.may_pass.set()
+    await loop.until("trained 0")
+    loop.may_pass.clear()
+    await loop.until("sampled 1")
+    await loop.idle()
+    assert loop.run.status.run.phase == "wait for the canary" and "trained 1" not in loop.done
+    loop.may_pass.set()
+    async with asyncio.timeout(LIMIT_S):
+        await running
+    assert "time/wait_for_the_canary_s" in loop.metrics[1]
+    assert [step["canary/mean"] for step in loop.metrics] == [0.0, 1.0, 2.0], (
+        "of the version that it trains from"
+    )
+
+
+async def test_a_canary_that_fails_ends_the_run_before_anything_of_that_version_is_trained() -> None:
+    loop = Loop()
+    running = loop.begin()
+    await loop.until("trained 0")
+    loop.may_pass.clear()
+    await loop.until("sampled 1")
+    loop.mismatch = Mismatch("the token probabilities of a differ from the trainer's by 0.5")
+    loop.may_pass.set()
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(Mismatch, match="differ from the trainer's by"):
+            await running
+    assert "trained 1" not in loop.done
+
+
+async def test_the_last_version_is_checked_before_the_run_ends() -> None:
+    loop = Loop()
+    running = loop.begin()
+    await loop.until("trained 2")
+    loop.may_pass.clear()
+    await loop.until("recorded 2")
+    await loop.idle()
+    assert not running.done()
+    loop.mismatch = Mismatch("the token probabilities of a differ from the trainer's by 0.5")
+    loop.may_pass.set()
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(Mismatch):
+            await running
