@@ -22,7 +22,7 @@ from flotilla_coordinator.weights.members import SyncReport
 from flotilla_coordinator.weights.sync import WeightSync
 from flotilla_core import rpc
 from flotilla_core.config import RunConfig, StackConfig, WeightSyncConfig
-from flotilla_core.errors import FlotillaError, Mismatch
+from flotilla_core.errors import FlotillaError, Mismatch, RankFailed
 from flotilla_core.service import Activities
 from flotilla_core.version import Version
 from flotilla_testing.scripted import scripted_generator, scripted_trainer
@@ -229,3 +229,32 @@ async def test_the_last_version_is_checked_before_the_run_ends() -> None:
     async with asyncio.timeout(LIMIT_S):
         with pytest.raises(Mismatch):
             await running
+
+
+async def test_an_update_is_recorded_while_its_version_is_sent_and_before_anything_follows() -> None:
+    loop = Loop()
+    loop.may_record.clear()
+    running = loop.begin()
+    await loop.until("checked 1")
+    await loop.idle()
+    assert loop.sync.version == Version(0, 1) and "recorded 0" not in loop.done
+    assert loop.run.steps_done == 0 and "admitted 1" not in loop.done
+    loop.may_record.set()
+    async with asyncio.timeout(LIMIT_S):
+        await running
+    assert loop.done.index("recorded 0") < loop.done.index("admitted 1")
+
+
+async def test_an_update_is_recorded_also_where_its_version_cannot_be_sent() -> None:
+    loop = Loop()
+    loop.may_record.clear()
+    loop.policy.stub.failures["PublishWeights"] = [None, RankFailed("rank 0 was killed")]
+    running = loop.begin()
+    await loop.until("trained 0")
+    await loop.idle()
+    assert not running.done()
+    loop.may_record.set()
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(RankFailed, match="rank 0 was killed"):
+            await running
+    assert "recorded 0" in loop.done

@@ -15,6 +15,7 @@ from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.resume import StartPoint, restore
 from flotilla_core import telemetry
 from flotilla_core.errors import FailedPrecondition
+from flotilla_core.tasks import all_settled
 from flotilla_core.telemetry import names
 
 
@@ -64,11 +65,14 @@ async def _train_one_step(run: RunContext, step: int) -> None:
     await run.wait_for_canary()
     with run.phase("train"):
         updates = await run.learners.train(batch)
-    await run.record_update(step, version, batch, updates)
 
+    # A coordinator that dies before the record is written finds the update in the gang, and records it then; so the
+    # generators may have the version already.
     evaluation_due = run.evaluation_due(step + 1)
+    works = [run.record_update(step, version, batch, updates)]
     if run.source.samples_from_policy or evaluation_due:
-        await _sync(run)
+        works.append(_sync(run))
+    await all_settled(works)
     if evaluation_due:
         await _evaluate(run, step=step + 1)
     elif run.pinned is not None and run.pinned.ended and not await _collect_pinned_evaluation(run):
