@@ -33,6 +33,7 @@ def test_text_survives_the_way_there_and_back(tmp_path: Path) -> None:
     assert tokenizer.encode_many(["1", "1+2="]) == [[3], ids]
     assert tokenizer.decode([*ids, 1]) == "1+2="
     assert tokenizer.decode([3, 1], skip_special=False) == "1<eos>"
+    assert tokenizer.decode_many([[*ids, 1], [3, 1]]) == ["1+2=", "1"]
     assert tokenizer.vocabulary_size == 7
 
 

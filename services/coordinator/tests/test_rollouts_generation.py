@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from flotilla_core.errors import (
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
 
-TOKENIZER: Any = SimpleNamespace(decode=str)
+TOKENIZER: Any = SimpleNamespace(decode_many=lambda sequences: list(map(str, sequences)))
 SLOTS = ("run/0/0/0", "run/0/0/1", "run/0/0/2")
 
 
@@ -218,6 +219,26 @@ async def test_a_piece_that_fills_the_response_is_drawn_again() -> None:
         piecewise("a", 3, [10, 11], False, asked), piecewise("b", 4, [12], True, asked), resume=True, most=2
     )
     assert whole.token_ids.tolist() == [12] and asked[0].samples == asked[1].samples
+
+
+async def test_the_texts_of_one_message_are_decoded_together_and_beside_the_event_loop() -> None:
+    calls: list[tuple[int, threading.Thread]] = []
+
+    def decode_many(sequences: list[list[int]]) -> list[str]:
+        calls.append((len(sequences), threading.current_thread()))
+        return list(map(str, sequences))
+
+    async def answer(request: gen.GenerateRequest) -> AsyncIterator[gen.GenerateResponse]:
+        yield gen.GenerateResponse(samples=[delivered(slot.sample_id) for slot in request.samples])
+
+    pool: Any = Pool([Replica("a", answer)])
+    tokenizer: Any = SimpleNamespace(decode_many=decode_many)
+    generation = Generation("run", 0, tokenizer, pool, lambda *_: True, 1.0, lambda *_: None)
+    request = GenerationRequest(np.arange(3), SLOTS, SamplingConfig(), Version(0, 0), 5.0, max_attempts=1)
+    async with aclosing(generation.samples(request)) as samples:
+        assert [sample.text async for sample in samples] == ["[5, 6]"] * 3
+    ((together, thread),) = calls
+    assert together == 3 and thread is not threading.current_thread()
 
 
 def rewarder(name: str, then: FlotillaError | None = None) -> Replica:

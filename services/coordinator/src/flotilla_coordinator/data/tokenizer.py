@@ -141,6 +141,10 @@ class Tokenizer:
         """Return the text of token ids."""
         return str(self._backend.decode(token_ids, skip_special_tokens=skip_special))
 
+    def decode_many(self, sequences: Sequence[list[int]], *, skip_special: bool = True) -> list[str]:
+        """Return the texts of many sequences at once; other threads run meanwhile."""
+        return list(self._backend.decode_batch(list(sequences), skip_special_tokens=skip_special))
+
     def render_chat(self, messages: Sequence[dict[str, Any]], *, begin_answer: bool = True) -> str:
         """Render messages by the folder's chat template, up to where the answer begins, or a whole conversation."""
         if self._chat is None:

@@ -7,7 +7,8 @@ attempt from the start differs by its machine alone.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,7 +22,14 @@ from flotilla_coordinator.rollouts.batch import RolloutSample
 from flotilla_coordinator.rollouts.samples import PartialSample, SampleValidator
 from flotilla_core import ids, rpc
 from flotilla_core.config import SamplingConfig
-from flotilla_core.errors import Exhausted, FlotillaError, InvalidRequest, StaleVersion, Unavailable
+from flotilla_core.errors import (
+    Exhausted,
+    FlotillaError,
+    InvalidRequest,
+    Mismatch,
+    StaleVersion,
+    Unavailable,
+)
 from flotilla_core.rpc import Load, Replica, ReplicaPool
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
@@ -87,21 +95,12 @@ class Generation:
             replica = await self._acquire(request, len(missing))
             load = self._load(request, len(missing))
             try:
-                async with aclosing(self._call(replica, request, missing.values(), attempt)) as samples:
-                    async for sample in samples:
-                        ended = sample.finish_reason != pb.FINISH_REASON_ABORT
-                        if not ended and not request.resume_partial:
-                            continue
-                        rejected = self.validator.reject_reason(
-                            sample, missing, request.min_version, replica.name
-                        )
-                        if rejected is not None:
-                            cause = rejected
-                        elif ended:
-                            pieces = missing.pop(sample.sample_id)
-                            yield pieces.whole(sample, replica.name, attempt, self._tokenizer)
-                        else:
-                            missing[sample.sample_id].add(sample, request.sampling.max_response_tokens)
+                async with aclosing(self._call(replica, request, missing.values(), attempt)) as responses:
+                    async for delivered in responses:
+                        whole, rejected = self._taken(delivered, request, missing, replica.name, attempt)
+                        cause = rejected or cause
+                        for sample in await self._with_texts(whole):
+                            yield sample
             except StaleVersion as error:
                 cause = error
             except InvalidRequest:
@@ -120,6 +119,38 @@ class Generation:
             why=str(cause),
             next_step="see the generators' logs; raise rollout.sample_timeout_s if they are only slow",
         )
+
+    def _taken(
+        self,
+        delivered: Sequence[pb.GeneratedSample],
+        request: GenerationRequest,
+        missing: dict[str, PartialSample],
+        generator: str,
+        attempt: int,
+    ) -> tuple[list[RolloutSample], Mismatch | None]:
+        """Return the samples of one message that are whole, and why the last rejected one was rejected."""
+        whole: list[RolloutSample] = []
+        cause: Mismatch | None = None
+        for sample in delivered:
+            ended = sample.finish_reason != pb.FINISH_REASON_ABORT
+            if not ended and not request.resume_partial:
+                continue
+            rejected = self.validator.reject_reason(sample, missing, request.min_version, generator)
+            if rejected is not None:
+                cause = rejected
+            elif ended:
+                whole.append(missing.pop(sample.sample_id).whole(sample, generator, attempt))
+            else:
+                missing[sample.sample_id].add(sample, request.sampling.max_response_tokens)
+        return whole, cause
+
+    async def _with_texts(self, samples: list[RolloutSample]) -> list[RolloutSample]:
+        """Set the texts of the samples of one message, which a thread decodes: thousands of tokens take a while."""
+        sequences = [sample.token_ids.tolist() for sample in samples]
+        texts = await asyncio.to_thread(self._tokenizer.decode_many, sequences) if sequences else []
+        for sample, text in zip(samples, texts, strict=True):
+            sample.text = text
+        return samples
 
     async def _acquire(self, request: GenerationRequest, count: int) -> Replica[GeneratorServiceAsyncStub]:
         def allowed(replica: Replica[GeneratorServiceAsyncStub]) -> bool:
@@ -152,7 +183,7 @@ class Generation:
         request: GenerationRequest,
         samples: Iterable[PartialSample],
         attempt: int,
-    ) -> AsyncGenerator[pb.GeneratedSample]:
+    ) -> AsyncGenerator[Sequence[pb.GeneratedSample]]:
         sampling, gather = request.sampling, Duration()
         gather.FromNanoseconds(round(request.gather_s * 1e9))
         message = pb.GenerateRequest(
@@ -178,5 +209,4 @@ class Generation:
         async with aclosing(stream) as responses:
             async for response in responses:
                 self._pool.heard(replica, response.waiting_samples)
-                for sample in response.samples:
-                    yield sample
+                yield response.samples

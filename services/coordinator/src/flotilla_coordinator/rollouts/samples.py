@@ -20,7 +20,6 @@ import structlog
 
 from flotilla.common.v1 import version_pb2
 from flotilla.generator.v1 import generator_pb2 as gen
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import (
     DropReason,
@@ -72,16 +71,14 @@ class PartialSample:
             prefix_token_ids=to_tensor(self.token_ids),
         )
 
-    def whole(
-        self, last: gen.GeneratedSample, generator: str, attempt: int, tokenizer: Tokenizer
-    ) -> RolloutSample:
-        """Return the response with its last piece, still without a reward."""
+    def whole(self, last: gen.GeneratedSample, generator: str, attempt: int) -> RolloutSample:
+        """Return the response with its last piece, still without its text and without a reward."""
         self._append(last)
         return RolloutSample(
             sample_id=self.sample_id,
             token_ids=self.token_ids,
             logprobs=self.logprobs,
-            text=tokenizer.decode(self.token_ids.tolist()),
+            text="",
             spans=tuple(self.spans),
             truncated=last.finish_reason == gen.FINISH_REASON_LENGTH,
             generator=generator,
