@@ -84,3 +84,23 @@ def test_an_evaluation_beside_the_training_needs_a_second_generator() -> None:
     assert not checks.fleet_warnings(run(**pinned), two) and not checks.config_errors(run(**pinned))
     (error,) = checks.config_errors(run(**pinned, loop="client"))
     assert "with loop: client leave it out" in error
+
+
+@pytest.mark.parametrize(
+    ("staleness", "weights", "policy", "cost"),
+    [
+        (0, {}, "recompute", "no sample of the run is under way"),
+        # 2 steps x 16 prompts x 4 samples, of which one generator runs 100, each of 10 tokens and half of 256.
+        (1, {}, "reuse", "recompute is exact, and computes about 13,800 tokens again"),
+        (1, {"kv_policy": "recompute"}, "recompute", "a sync computes about 13,800 tokens again"),
+        (1, {"update": "between_samples"}, "drain", "ends its running samples first"),
+    ],
+)
+def test_the_kv_cache_at_a_sync_goes_by_the_staleness_and_says_what_it_costs(
+    staleness: int, weights: dict[str, str], policy: str, cost: str
+) -> None:
+    sizes = {"prompts_per_step": 16, "samples_per_prompt": 4, "sampling": {"max_response_tokens": 256}}
+    rollout = sizes | {"max_staleness": staleness}
+    stack = StackConfig.model_validate({"model": "/model", "generator": {"max_running_samples": 100}})
+    name, value, explanation = update_lines.kv_line(run(rollout=rollout, weights=weights), stack, 10)
+    assert (name, value) == ("KV cache at a sync", policy) and cost in explanation

@@ -41,7 +41,7 @@ class Bench:
 
     version = Version(0, 0)
 
-    def __init__(self, *names: str, config: WeightSyncConfig | None = None) -> None:
+    def __init__(self, *names: str, config: WeightSyncConfig | None = None, staleness: int = 0) -> None:
         self.replicas = {name: replica(name) for name in names}
         self.evicted: list[tuple[str, FlotillaError]] = []
         self.verdicts: list[dict[str, FlotillaError]] = []
@@ -52,7 +52,13 @@ class Bench:
         self.stub = scripted_trainer()
         callbacks = (self._candidates, self._ready, self._evict, self._verify)
         self.sync = WeightSync(
-            "run", config or WeightSyncConfig(), "gloo", self, *callbacks, longest_sample_s=LONGEST_SAMPLE_S
+            "run",
+            config or WeightSyncConfig(),
+            "gloo",
+            self,
+            *callbacks,
+            longest_sample_s=LONGEST_SAMPLE_S,
+            max_staleness=staleness,
         )
 
     async def _candidates(self) -> list[Any]:
@@ -105,19 +111,21 @@ async def test_a_group_is_kept_over_versions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "policy", "drains"),
+    ("config", "staleness", "policy", "drains"),
     [
-        (WeightSyncConfig(), gen.KV_POLICY_RECOMPUTE, False),
-        (WeightSyncConfig(kv_policy="reuse"), gen.KV_POLICY_REUSE, False),
-        (WeightSyncConfig(kv_policy="drain"), gen.KV_POLICY_DRAIN, True),
-        (WeightSyncConfig(update="between_samples"), gen.KV_POLICY_DRAIN, True),
-        (WeightSyncConfig(update="between_samples", kv_policy="reuse"), gen.KV_POLICY_DRAIN, True),
+        (WeightSyncConfig(), 0, gen.KV_POLICY_RECOMPUTE, False),
+        (WeightSyncConfig(), 1, gen.KV_POLICY_REUSE, False),
+        (WeightSyncConfig(kv_policy="recompute"), 1, gen.KV_POLICY_RECOMPUTE, False),
+        (WeightSyncConfig(kv_policy="reuse"), 0, gen.KV_POLICY_REUSE, False),
+        (WeightSyncConfig(kv_policy="drain"), 1, gen.KV_POLICY_DRAIN, True),
+        (WeightSyncConfig(update="between_samples"), 1, gen.KV_POLICY_DRAIN, True),
+        (WeightSyncConfig(update="between_samples", kv_policy="reuse"), 0, gen.KV_POLICY_DRAIN, True),
     ],
 )
 async def test_a_commit_that_waits_for_running_samples_has_their_time(
-    config: WeightSyncConfig, policy: int, drains: bool, monkeypatch: pytest.MonkeyPatch
+    config: WeightSyncConfig, staleness: int, policy: int, drains: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench, limits = Bench("a", config=config), []
+    bench, limits = Bench("a", config=config, staleness=staleness), []
     call = rpc.unary
 
     async def unary(method: Callable[..., Any], request: Any, **options: Any) -> Any:

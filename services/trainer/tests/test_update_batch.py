@@ -121,13 +121,14 @@ def test_a_wrong_batch_is_refused_by_name(case: str) -> None:
         read(*groups)
 
 
-def test_only_tokens_that_the_trained_version_claims_are_fresh() -> None:
-    one = sample("a", [2, 3, 4, 5])
-    for start, end, version in ((0, 1, Version(0, 6)), (1, 2, Version(0, 7)), (2, 3, Version(0, 5))):
-        one.version_spans.add(start=start, end=end).version.CopyFrom(version.to_proto())
-    batch = read(group("g", [1], one))
-    assert batch.fresh.tolist() == [False, True, False, False]
-    assert batch.staleness.tolist() == [1, 0, 2, 0]
+def test_only_tokens_of_samples_that_the_trained_version_began_and_claims_are_fresh() -> None:
+    begun_before, begun_by_it = sample("a", [2, 3, 4, 5]), sample("b", [2, 3, 4])
+    for start, end, version in ((0, 2, Version(0, 6)), (2, 3, Version(0, 7))):
+        begun_before.version_spans.add(start=start, end=end).version.CopyFrom(version.to_proto())
+    begun_by_it.version_spans.add(start=0, end=2).version.CopyFrom(Version(0, 7).to_proto())
+    batch = read(group("g", [1], begun_before, begun_by_it))
+    assert batch.fresh.tolist() == [False] * 4 + [True, True, False]
+    assert batch.staleness.tolist() == [1, 1, 0, 0, 0, 0, 0]
 
 
 def with_terms(name: str, *terms: float) -> pb.TrainSample:

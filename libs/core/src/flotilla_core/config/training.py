@@ -127,10 +127,18 @@ class WeightSyncConfig(ConfigModel):
     update: Literal["in_flight", "between_samples"] = "in_flight"
     """Running samples continue under new weights and record from which token on; or each replica finishes its running
     samples first, and starts none meanwhile."""
-    kv_policy: Literal["recompute", "reuse", "drain"] = "recompute"
+    kv_policy: Literal["auto", "recompute", "reuse", "drain"] = "auto"
     """KV cache of running samples at a commit: recomputed (exact), or kept as older weights made it; `drain` is
-    what `update: between_samples` does."""
+    what `update: between_samples` does. `auto` keeps it where `rollout.max_staleness` is above 0."""
     timeout_s: float = Field(default=60.0, gt=0, le=86_400)
     """Longest wait for one member in one sync; then it is evicted and the others continue."""
     canary: CanaryConfig = CanaryConfig()
     """The check of generator against trainer after every sync."""
+
+    def kv_policy_at(self, max_staleness: int) -> Literal["recompute", "reuse", "drain"]:
+        """Return what a commit does to the KV cache of running samples in a run with this staleness bound."""
+        if self.update == "between_samples":
+            return "drain"
+        if self.kv_policy != "auto":
+            return self.kv_policy
+        return "reuse" if max_staleness else "recompute"

@@ -68,7 +68,12 @@ METRICS = (
     ),
     Metric("tokens/trained", "tokens", TRAINER, "Trained tokens, all passes over the update together."),
     Metric("tokens/counted_share", "share", TRAINER, "Share of the trained tokens that the loss counts."),
-    Metric("tokens/fresh_share", "share", TRAINER, "Share of the tokens that the trained version wrote."),
+    Metric(
+        "tokens/fresh_share",
+        "share",
+        TRAINER,
+        "Share of the tokens in samples that the trained version began.",
+    ),
     Metric("tokens/fed", "tokens", TRAINER, "Tokens that the forward passes get, padding included."),
     Metric("tokens/padding_share", "share", TRAINER, "Share of padding in these tokens."),
     Metric("tokens_per_s", "tokens/s", COORDINATOR, "Response tokens over the seconds of the step."),
@@ -89,7 +94,7 @@ METRICS = (
         "probs_diff/fresh",
         "probability",
         TRAINER,
-        "Mean difference over tokens that the trained version wrote.",
+        "Mean difference over tokens in samples that the trained version began.",
     ),
     Metric(
         "logprob_diff/mean", "nats", TRAINER, "Mean difference of log-probabilities of rollout and trainer."

@@ -153,6 +153,7 @@ class _Planner:
         )
         if config.loop == "coordinator":
             self._line(*update_lines.policy_line(config))
+            self._line(*update_lines.kv_line(config, self._stack, self._prompt_tokens))
             self._line(*update_lines.groups_line(config, tokens))
             self._plan.warnings.extend(update_lines.asynchrony_warnings(config, tokens, self._memory))
         self._plan.errors.extend(

@@ -280,6 +280,29 @@ def groups_line(config: RunConfig, tokens_of_a_step: int) -> Line:
     )
 
 
+def kv_line(config: RunConfig, stack: StackConfig, prompt_tokens: int) -> Line:
+    """Say what a sync does to the KV cache of the samples that run meanwhile, and the cost."""
+    rollout, generator = config.rollout, stack.generator
+    policy = config.weights.kv_policy_at(rollout.max_staleness)
+    running = min(
+        groups_under_way(config) * rollout.samples_per_prompt,
+        max(generator.replicas, 1) * generator.max_running_samples,
+    )
+    again = f"{running * (prompt_tokens + rollout.sampling.max_response_tokens // 2):,} tokens"
+    if policy == "drain":
+        explanation = "each generator ends its running samples first"
+    elif policy == "reuse":
+        explanation = (
+            "running samples keep the cache that older weights made; such tokens do not count for "
+            f"algorithm.correction.warn_at and fail_at; recompute is exact, and computes about {again} again"
+        )
+    elif rollout.max_staleness:
+        explanation = f"exact: a sync computes about {again} again; weights.kv_policy reuse saves that"
+    else:
+        explanation = "exact, at no cost: no sample of the run is under way at a sync"
+    return "KV cache at a sync", policy, explanation
+
+
 def asynchrony_warnings(config: RunConfig, tokens_of_a_step: int, memory: int) -> Iterator[str]:
     """Warn of a run that ends before its first update counts, of uncorrected old samples, and of too much memory."""
     ahead = config.rollout.max_staleness

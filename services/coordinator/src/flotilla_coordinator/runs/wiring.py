@@ -163,6 +163,7 @@ class RunWiring:
             check.verify,
             fence,
             self._config.rollout.longest_sample_s,
+            self._config.rollout.max_staleness,
         )
         self._fleet.users.append(sync)
         self._fleet.weight_mover = sync

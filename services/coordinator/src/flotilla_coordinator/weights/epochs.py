@@ -82,12 +82,13 @@ class WeightEpochs:
         policy: PolicyTrainer,
         fence: int,
         longest_sample_s: float,
+        max_staleness: int,
     ) -> None:
         self._run_id = run_id
         self._config = config
         self._backend = BACKENDS[backend]
         self._policy = policy
-        kv_policy = "drain" if config.update == "between_samples" else config.kv_policy
+        kv_policy = config.kv_policy_at(max_staleness)
         self._kv_policy = KV_POLICIES[kv_policy]
         # A draining replica commits when its last sample has ended, and samples end in time or are given up.
         self._commit_limit_s = config.timeout_s + (longest_sample_s if kv_policy == "drain" else 0.0)

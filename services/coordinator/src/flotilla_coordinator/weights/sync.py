@@ -61,13 +61,14 @@ class WeightSync:
         verify: Callable[[SyncReport], Awaitable[dict[str, FlotillaError]]],
         fence: int = 0,
         longest_sample_s: float = 0.0,
+        max_staleness: int = 0,
     ) -> None:
         self._run_id = run_id
         self._candidates = candidates
         self._ready = ready
         self._evict = evict
         self._verify = verify
-        self._epochs = WeightEpochs(run_id, config, backend, policy, fence, longest_sample_s)
+        self._epochs = WeightEpochs(run_id, config, backend, policy, fence, longest_sample_s, max_staleness)
         self.serving = Serving()
         self._let_go: set[str] = set()
         """Instances that were released for another run since the group was formed."""

@@ -232,7 +232,8 @@ def ages(
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Return the staleness of each token and whether it is known to be fresh.
 
-    A token outside every version span counts as written by the newest version.
+    A token outside every version span counts as written by the newest version. A token after those of an older version
+    is not fresh, because the KV cache that it was decoded on may be of the older weights.
     """
     behind = np.zeros(int(lengths.sum()), np.int64)
     fresh = np.zeros(len(behind), np.bool_)
@@ -240,6 +241,7 @@ def ages(
         return behind, fresh
     starts = np.cumsum(lengths) - lengths
     for sample, start, length in zip(samples, starts.tolist(), lengths.tolist(), strict=True):
+        of_one_version = len({Version.from_proto(span.version) for span in sample.version_spans}) == 1
         for span in sample.version_spans:
             wrote = Version.from_proto(span.version)
             if not span.start <= span.end <= length:
@@ -256,5 +258,5 @@ def ages(
                 )
             tokens = slice(start + span.start, start + span.end)
             behind[tokens] = max(0, version.step - wrote.step)
-            fresh[tokens] = wrote == version
+            fresh[tokens] = of_one_version and wrote == version
     return behind, fresh
