@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
 from flotilla_core.config import StackConfig
 from flotilla_core.errors import FailedPrecondition
@@ -115,3 +116,62 @@ def test_the_gpus_of_the_host_are_counted_as_nvidia_smi_lists_them(tmp_path, mon
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert Gpus.of_host({}) == Gpus(("0", "1", "2"), numbered_by_bus=True)
+
+
+def test_colocated_generators_share_the_gpus_of_the_trainer_ranks_with_their_number() -> None:
+    stack = stack_of(
+        placement="colocated", trainer={"nproc": 2}, reference={"replicas": 1}, generator={"replicas": 2}
+    )
+    gpus = Gpus(tuple("012"))
+    gpus.require(stack, 2)
+    found = placed(gpus, stack)
+    assert (found["trainer"], found["generator-0"], found["generator-1"], found["reference"]) == (
+        "0,1",
+        "0",
+        "1",
+        "2",
+    )
+    assert gpus.seats(stack) == {
+        "0": ["generator-0", "trainer rank 0"],
+        "1": ["generator-1", "trainer rank 1"],
+        "2": ["reference"],
+    }
+
+
+def test_a_generator_without_a_rank_to_share_with_is_refused() -> None:
+    stack = stack_of(placement="colocated", trainer={"nproc": 2}, generator={"replicas": 2})
+    with pytest.raises(FailedPrecondition, match="3 generators cannot share the GPUs of 2 trainer ranks"):
+        Gpus(tuple("0123")).require(stack, 3)
+
+
+@pytest.mark.parametrize(
+    ("names", "values", "shared"),
+    [
+        (("0",), {}, True),
+        (("0",), {"placement": "separate"}, False),
+        (("0",), {"generator": {"replicas": 2}}, False),
+        (("0",), {"reference": {"replicas": 1}}, False),
+        (("0",), {"trainer": {"backend": "gloo"}}, False),
+        (("0", "1"), {}, False),
+        (("0", "0"), {}, False),
+        (("0", "1"), {"placement": "colocated"}, True),
+    ],
+)
+def test_one_gpu_for_both_roles_is_shared_and_several_are_not_unless_the_stack_says_so(
+    names: tuple[str, ...], values: dict[str, object], shared: bool
+) -> None:
+    assert Gpus(names).colocates(stack_of(**values)) is shared
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"generator": {"tensor_parallel_size": 2}, "trainer": {"nproc": 2}},
+        {"generator": {"replicas": 2}},
+        {"trainer": {"backend": "gloo"}},
+        {"trainer": {"attach": "elsewhere:1"}},
+    ],
+)
+def test_a_stack_that_cannot_be_colocated_is_refused_by_its_key(values: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match=r"generator\.(tensor_parallel_size|replicas) is"):
+        stack_of(placement="colocated", **values)

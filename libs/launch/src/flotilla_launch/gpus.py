@@ -1,10 +1,11 @@
 """The assignment of this host's GPUs to the processes of a stack.
 
 Invariants: the trainers have the first GPUs, `trainer.nproc` each, the other gangs (critic, reference, teacher,
-named teachers) the next ones in this order, and generator i the i-th `tensor_parallel_size` after them, so a process
-keeps its GPUs over restarts and while other replicas come and go; a process sees its own GPUs and no others; a stack
-that needs more than there are is refused before anything starts. On a host without GPUs nothing is set.
-CUDA_VISIBLE_DEVICES of the launcher narrows what there is: empty hides all GPUs, a number given twice is shared.
+named teachers) the next ones in this order, and generator i the i-th `tensor_parallel_size` after them, or where both
+are colocated the GPU of trainer rank i; so a process keeps its GPUs over restarts and while other replicas come and go;
+a process sees its own GPUs and no others; a stack that needs more than there are is refused before anything starts. On
+a host without GPUs nothing is set. CUDA_VISIBLE_DEVICES of the launcher narrows what there is: empty hides all GPUs, a
+number given twice is shared.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla_core.config import StackConfig, TrainerConfig
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.gangs import gang_of, roles_of, slots_of_role
-from flotilla_core.roles import role_of_process, section_of
-from flotilla_launch.placement import Slot
+from flotilla_core.roles import POLICY, role_of_process, section_of
+from flotilla_launch.placement import Slot, slots_of
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PROC = Path("/proc/driver/nvidia/gpus")
@@ -44,9 +45,19 @@ class Gpus:
             return cls(tuple(name for name in names if name not in ("", "-1")))
         return cls(tuple(map(str, range(_count()))), numbered_by_bus=True)
 
+    def colocates(self, stack: StackConfig) -> bool:
+        """Return whether each generator shares the GPU of a trainer rank; `auto` shares one that is the only one."""
+        if stack.placement != "auto":
+            return stack.placement == "colocated"
+        one_each = sum(_gangs(stack).values()) == _policy_ranks(stack) == stack.generator.replicas == 1
+        return len(self.names) == 1 and one_each and _generator(stack) == 1
+
     def require(self, stack: StackConfig, generators: int) -> None:
         """Refuse a stack with this many generator replicas that does not fit."""
         gangs, each = _gangs(stack), _generator(stack)
+        if self.names and each and self.colocates(stack):
+            self._require_ranks(stack, generators)
+            each = 0
         needed = sum(gangs.values()) + generators * each
         if not self.names or needed <= len(self.names):
             return
@@ -63,6 +74,25 @@ class Gpus:
             f"or run on the CPU: {VISIBLE}= flotilla up ...",
         )
 
+    def seats(self, stack: StackConfig) -> dict[str, list[str]]:
+        """Return who has each GPU that is in use, in the order of the GPUs."""
+        seats: dict[str, list[str]] = {}
+        for slot in slots_of(stack):
+            own = [name for name in self.environment(slot, stack).get(VISIBLE, "").split(",") if name]
+            for rank, gpu in enumerate(own):
+                seats.setdefault(gpu, []).append(slot.name if len(own) == 1 else f"{slot.name} rank {rank}")
+        return {gpu: seats[gpu] for gpu in dict.fromkeys(self.names) if gpu in seats}
+
+    def _require_ranks(self, stack: StackConfig, generators: int) -> None:
+        ranks = _policy_ranks(stack)
+        if generators > ranks:
+            raise FailedPrecondition(
+                f"{generators} generators cannot share the GPUs of {ranks} trainer ranks",
+                where=f"stack {stack.name!r}",
+                why="with placement colocated each shares the GPU of one rank",
+                next_step="ask for fewer generators, raise trainer.nproc, or set placement to separate",
+            )
+
     def environment(self, slot: Slot, stack: StackConfig) -> dict[str, str]:
         """Return the variables that give one process its GPUs."""
         if not self.names:
@@ -74,7 +104,7 @@ class Gpus:
             first = sum(gangs[name] for name in [*gangs][: [*gangs].index(slot.name)])
         elif slot.kind == ServiceKind.SERVICE_KIND_GENERATOR:
             count = _generator(stack)
-            first = sum(gangs.values()) + slot.index * count
+            first = slot.index if self.colocates(stack) else sum(gangs.values()) + slot.index * count
         order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if self.numbered_by_bus else {}
         return {VISIBLE: ",".join(self.names[first : first + count]), **order}
 
@@ -86,6 +116,10 @@ def _gangs(stack: StackConfig) -> dict[str, int]:
     }
 
 
+def _policy_ranks(stack: StackConfig) -> int:
+    return len(slots_of_role(stack, POLICY)) * _ranks(stack.trainer)
+
+
 def _ranks(gang: TrainerConfig) -> int:
     """None for one that computes on the CPU, that someone else runs, or that is not there."""
     ours = gang.replicas and gang.attach is None
@@ -94,6 +128,17 @@ def _ranks(gang: TrainerConfig) -> int:
 
 def _generator(stack: StackConfig) -> int:
     return stack.generator.tensor_parallel_size if stack.generator.engine == "vllm" else 0
+
+
+def gpu_bytes() -> int | None:
+    """Return the memory of the smallest GPU of this host; None where nvidia-smi does not tell."""
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=_TOOL_LIMIT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    mebibytes = [int(line) for line in listed.stdout.split() if line.isdecimal()]
+    return min(mebibytes) << 20 if mebibytes else None
 
 
 def _count() -> int:

@@ -146,8 +146,9 @@ class GeneratorConfig(ConfigModel):
     """Samples that one replica decodes at the same time; more wait in its queue."""
     memory_fraction: float = Field(default=0.9, gt=0, le=1)
     """Share of the accelerator's memory for the engine (GPU only)."""
-    kv_cache_gib: float = Field(default=1.0, gt=0, le=100_000)
-    """KV cache of one worker (CPU only)."""
+    kv_cache_gib: float | None = Field(default=None, gt=0, le=100_000)
+    """KV cache of one worker. Empty takes 1 on CPUs, and on GPUs what `memory_fraction` leaves, or with
+    `placement: colocated` what the trainer leaves."""
     enforce_eager: bool | None = None
     """Skip compilation and graph capture: the engine starts in seconds, but decodes slower on GPUs. Empty skips them on
     CPUs alone; where they fail on a GPU the engine starts without them and says so."""
@@ -266,6 +267,9 @@ class StackConfig(ConfigModel):
     """Generator replicas."""
     trainer: TrainerConfig = TrainerConfig()
     """The policy trainer."""
+    placement: Literal["auto", "separate", "colocated"] = "auto"
+    """GPUs of trainer and generators: separate ones, or each generator shares the GPU of the trainer rank with its
+    number. `auto` shares a GPU that is the only one."""
     critic: GangConfig = GangConfig()
     """Holds the value model of runs with algorithm.critic."""
     reference: GangConfig = GangConfig()
@@ -284,6 +288,26 @@ class StackConfig(ConfigModel):
     """Longest wait for one process to become ready."""
     restart_budget: int = Field(default=5, ge=0, le=1000)
     """Restarts of one process within ten minutes before the launcher gives it up."""
+
+    @model_validator(mode="after")
+    def _can_be_colocated(self) -> StackConfig:
+        generator, trainer = self.generator, self.trainer
+        if self.placement != "colocated" or generator.engine != "vllm":
+            return self
+        ranks = (
+            0 if trainer.attach is not None or trainer.backend == "gloo" else trainer.replicas * trainer.nproc
+        )
+        if generator.tensor_parallel_size > 1:
+            raise ValueError(
+                f"generator.tensor_parallel_size is {generator.tensor_parallel_size}, and with placement colocated "
+                "each generator shares the GPU of one trainer rank: set it to 1 and generator.replicas to more"
+            )
+        if generator.replicas > ranks:
+            raise ValueError(
+                f"generator.replicas is {generator.replicas}, and with placement colocated each shares the GPU of a "
+                f"trainer rank, of which this stack has {ranks}: lower it, or raise trainer.nproc"
+            )
+        return self
 
     def longest_command_s(self, gang: TrainerConfig) -> float:
         """The longest silence of ranks that read or write whole models; callers that wait for a session wait longer."""

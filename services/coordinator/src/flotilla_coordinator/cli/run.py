@@ -313,12 +313,12 @@ def plan_run(files: Sequence[Path], overrides: Sequence[str], stack: str | None)
     """Work out the plan here from the stack file, as the coordinator would."""
     from flotilla_coordinator import plan
     from flotilla_coordinator.cli.output import say
-    from flotilla_coordinator.cli.stack import load_stack, make_example, stack_file
+    from flotilla_coordinator.cli.stack import load_stack, make_example, placed, stack_file
     from flotilla_core.config import RunConfig, load
 
     make_example(stack_file(stack))
     say("no fleet is running: calculated from the stack file")
-    return plan.plan_run(load(RunConfig, files, overrides, resolve_paths=True), load_stack(stack))
+    return plan.plan_run(load(RunConfig, files, overrides, resolve_paths=True), placed(load_stack(stack)))
 
 
 def _query(paths: StackPaths, query: Callable[[sqlite3.Connection], Result]) -> Result:

@@ -35,6 +35,7 @@ def stack_checks(given: str | None) -> tuple[StackConfig | None, list[Finding]]:
         passed("stack file", found),
         _state_directory(config),
         *_models(config),
+        *_dtypes(config),
         _token(config),
         _bind(config),
     ]
@@ -112,6 +113,14 @@ def _model(key: str, model: Path | str) -> list[Finding]:
     if not weights:
         return [failed(key, f"{folder} has no *.safetensors", "save the model with safe_serialization=True")]
     return [passed(key, f"{folder} ({weights / 1e6:,.1f} MB of weights)"), _tokenizer(folder)]
+
+
+def _dtypes(config: StackConfig) -> list[Finding]:
+    """Check whether the processor computes in the types of the stack, where there are no GPUs."""
+    from flotilla_coordinator.plan.size_limits import bfloat16_warnings
+
+    remedy = "set trainer.dtype and generator.dtype to float32, or use a host with GPUs"
+    return [warning("dtype", found, remedy) for found in bfloat16_warnings(config)]
 
 
 def _is_hub_name(model: str) -> bool:

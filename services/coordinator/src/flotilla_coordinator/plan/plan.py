@@ -13,15 +13,16 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import LoadedSet, held_out_data, joined, read_sets, training_data
-from flotilla_coordinator.plan import checks, data_lines, size_limits, update_lines
+from flotilla_coordinator.plan import checks, data_lines, gpu_memory, size_limits, update_lines
 from flotilla_coordinator.plan.checks import role_errors
 from flotilla_coordinator.plan.functions import loading_problems
 from flotilla_coordinator.plan.lines import shown_bytes
 from flotilla_coordinator.plan.model_facts import AdapterFacts, ModelFacts, adapter_errors
-from flotilla_coordinator.plan.trainer_memory import TrainerMemory
+from flotilla_coordinator.plan.trainer_memory import TrainerMemory, microbatch_tokens
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.errors import FlotillaError
 from flotilla_core.model_folder import model_folder
+from flotilla_launch.gpus import gpu_bytes
 
 
 def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:
@@ -85,6 +86,7 @@ class _Planner:
         per_prompt = {"pairs": 2, "answers": 1}.get(self._given, config.rollout.samples_per_prompt)
         self._samples = self._prompts * per_prompt
         self._memory = size_limits.host_memory()
+        self._gpu = gpu_bytes() if size_limits.has_gpus() else None
         self._step_tokens = 0
         """Tokens that are generated for a step; 0 where none are."""
         self._prompt_tokens = checks.longest_prompt(self._data)
@@ -185,7 +187,8 @@ class _Planner:
             f"about {shown_bytes(need.total)}",
             f"weights {shown_bytes(need.masters)}, gradients {shown_bytes(need.gradients)}, "
             f"AdamW {shown_bytes(need.moments)}, gathered {trainer.dtype} layers {shown_bytes(need.gathered)}, "
-            f"activations of {batching.tokens_per_microbatch} tokens {shown_bytes(need.activations)}"
+            f"activations of {microbatch_tokens(self._config, trainer, self._longest)} tokens "
+            f"{shown_bytes(need.activations)}"
             + (
                 f", logits of {batching.logprob_chunk_tokens} tokens {shown_bytes(need.logits)}"
                 if need.logits
@@ -194,9 +197,24 @@ class _Planner:
             + (f", frozen reference {shown_bytes(need.reference)}" if need.reference else ""),
         )
         self._plan.errors.extend(size_limits.trainer_errors(self._config, trainer, need.total, self._memory))
+        self._plan.warnings.extend(size_limits.bfloat16_warnings(self._stack))
+        self._gpu_lines(need.total)
         if not self._config.trains_reward_model:
             for line in data_lines.sync_lines(self._config, self._stack, self._model, self._adapters):
                 self._line(*line)
+
+    def _gpu_lines(self, rank_bytes: int) -> None:
+        config, stack, model, gpu = self._config, self._stack, self._model, self._gpu
+        if gpu is not None:
+            self._line(*gpu_memory.placement_line(stack, model, gpu))
+            errors, warnings = gpu_memory.gpu_problems(config, stack, model, rank_bytes, gpu)
+            self._plan.errors.extend(errors)
+            self._plan.warnings.extend(warnings)
+        if not self._given and config.loop == "coordinator":
+            kv_cache = gpu_memory.kv_cache_bytes(model, stack, gpu)
+            self._plan.warnings.extend(
+                gpu_memory.kv_cache_warnings(config, stack, model, self._prompt_tokens, kv_cache)
+            )
 
     def _disk_lines(self) -> None:
         generated = 0 if self._given else self._config.steps * self._samples * self._response_tokens

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from flotilla_coordinator.plan.lines import Line, shown_bytes
 from flotilla_coordinator.plan.update_lines import groups_under_way, held_bytes
-from flotilla_core.config import RunConfig, TrainerConfig
+from flotilla_core.config import RunConfig, StackConfig, TrainerConfig
 
 MOST_GROUPS = 100_000
 """Limit of groups under way at one time; the event loop needs about 5 s to begin so many."""
@@ -35,6 +35,8 @@ ANSWER_BYTES = 2048
 ESTIMATE_MAY_BE_WRONG_BY = 2
 _SIZES = ("rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.max_staleness")
 _GPUS = Path("/proc/driver/nvidia/gpus")
+_CPU_FACTS = Path("/proc/cpuinfo")
+_CPU_BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}
 
 PAYLOAD_BYTES_PER_TOKEN = 4 + 4 + 6  # token id, logprob, text in the ledger and in the samples file
 MODEL = 4
@@ -146,7 +148,7 @@ def memory_errors(
 def trainer_errors(config: RunConfig, trainer: TrainerConfig, rank_bytes: int, memory: int) -> Iterator[str]:
     """Refuse ranks that share the host's memory where twice that memory could not hold them; GPUs have their own."""
     need = rank_bytes * trainer.nproc
-    if trainer.attach is None and not _GPUS.is_dir() and need > ESTIMATE_MAY_BE_WRONG_BY * memory:
+    if trainer.attach is None and not has_gpus() and need > ESTIMATE_MAY_BE_WRONG_BY * memory:
         lower = _settings(config, "batching.tokens_per_microbatch", "batching.logprob_chunk_tokens")
         yield (
             f"{trainer.nproc} trainer {'rank needs' if trainer.nproc == 1 else 'ranks need'} about "
@@ -180,6 +182,27 @@ def host_memory() -> int:
     except OSError:
         return physical
     return min(physical, int(limit)) if limit.isdecimal() else physical
+
+
+def has_gpus() -> bool:
+    """Return whether this host has GPUs."""
+    return _GPUS.is_dir()
+
+
+def bfloat16_warnings(stack: StackConfig) -> Iterator[str]:
+    """Warn of bfloat16 on a processor that has no instructions for it."""
+    sections = {"trainer": stack.trainer.attach is None, "generator": stack.generator.engine == "vllm"}
+    asked = [
+        f"{name}.dtype"
+        for name, here in sections.items()
+        if here and getattr(stack, name).dtype == "bfloat16"
+    ]
+    if asked and not has_gpus() and not _CPU_BFLOAT16 & set(_CPU_FACTS.read_text().split()):
+        yield (
+            f"{' and '.join(asked)} {'is' if len(asked) == 1 else 'are'} bfloat16, and this processor has no "
+            f"instructions for it ({', '.join(sorted(_CPU_BFLOAT16))}): steps take several times as long "
+            "than in float32"
+        )
 
 
 def existing(path: Path) -> Path:

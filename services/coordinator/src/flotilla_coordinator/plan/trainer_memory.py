@@ -67,7 +67,7 @@ class TrainerMemory:
         masters = learning * MASTER + (0 if adapters is None else share * size)
         moments = learning * MOMENTS
         layer = (model.parameters - model.outer_parameters) // model.layers
-        row = max(batching.tokens_per_microbatch, longest_sequence)
+        row = microbatch_tokens(config, trainer, longest_sequence)
         tokens = -(-row // trainer.sequence_parallel)
         chunk = min(batching.logprob_chunk_tokens, tokens)
         return cls(
@@ -96,6 +96,23 @@ class TrainerMemory:
         """Return the memory of such a run's critic: a head of one number has no logits, and no reference is kept."""
         own = config.model_copy(update={"optimizer": critic.optimizer, "lora": None})
         return replace(cls.of(model, own, gang, longest_sequence), logits=0, reference=0)
+
+
+def microbatch_tokens(config: RunConfig, trainer: TrainerConfig, longest_sequence: int) -> int:
+    """Return the most tokens of one micro-batch, which never has more than its share of a step."""
+    rollout = config.rollout
+    given = 2 if config.learns_from_pairs else 1 if config.algorithm.type == "sft" else None
+    sequences = rollout.prompts_per_step * (given or rollout.samples_per_prompt)
+    step = -(-sequences // trainer.lanes) * longest_sequence
+    return min(max(config.batching.tokens_per_microbatch, longest_sequence), step)
+
+
+def resident_bytes(model: ModelFacts, trainer: TrainerConfig) -> int:
+    """Return what a rank keeps through every run in which all weights learn, whatever its batches are."""
+    share = -(-model.parameters // (trainer.nproc // trainer.replicate))
+    layer = (model.parameters - model.outer_parameters) // model.layers
+    gathered = (2 * layer + 2 * model.outer_parameters) * BYTES[trainer.dtype]
+    return share * (2 * MASTER + MOMENTS) + gathered
 
 
 def _keeps_reference(algorithm: AlgorithmConfig) -> bool:

@@ -38,6 +38,7 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # its own choice pins every replica of a host to the same cores
 }
 
+CPU_KV_CACHE_GIB = 1.0
 CPU_BATCHED_TOKENS = 8192
 GPU_BATCHED_TOKENS = 16_384
 """Tokens of one step at most. vLLM takes 2,048 for an engine inside a service, which cuts prompts into many steps."""
@@ -113,12 +114,16 @@ def engine_arguments(
     }
     if torch.cuda.is_available():
         arguments["gpu_memory_utilization"] = config.memory_fraction
+        if (
+            config.kv_cache_gib is not None
+        ):  # vLLM measures no memory then, which a neighbour on the GPU would change
+            arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * (1 << 30))
         arguments["max_num_batched_tokens"] = GPU_BATCHED_TOKENS
         if not eager:
             # By default graphs end at 512 samples, and every step with more decodes without them.
             arguments["compilation_config"] = {"max_cudagraph_capture_size": config.max_running_samples}
     else:
-        arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * (1 << 30))
+        arguments["kv_cache_memory_bytes"] = int((config.kv_cache_gib or CPU_KV_CACHE_GIB) * (1 << 30))
         arguments["disable_custom_all_reduce"] = True
         # A seeded request whose prompt is prefilled in pieces kills the worker: vLLM winds its random generator
         # back, which a CPU generator cannot do. Whole prompts only, and room for the longest one in a step.

@@ -1,0 +1,192 @@
+"""Divides the memory of GPUs between trainer and generator, from the shape of the model, and finds what cannot fit.
+
+Invariants: a GPU that a trainer rank and a generator share is divided before either starts, so neither takes what the
+other one counts on: the generator gets a KV cache of a fixed size, and the rank has the rest. What the rank keeps in
+every full run (weights, gradients, moments, gathered layers) and the generator's weights, live and staged, come first.
+Of what remains, the KV cache takes what the samples of the generator can fill, at most half. Whether the activations of
+a run fit into the other half is known when the run is planned. An estimate is refused where twice the memory would not
+suffice, and else warned of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flotilla_coordinator.plan.lines import Line, shown_bytes
+from flotilla_coordinator.plan.model_facts import ModelFacts
+from flotilla_coordinator.plan.size_limits import ESTIMATE_MAY_BE_WRONG_BY
+from flotilla_coordinator.plan.trainer_memory import BYTES, resident_bytes
+from flotilla_coordinator.plan.update_lines import groups_under_way
+from flotilla_core.config import GeneratorConfig, RunConfig, StackConfig
+from flotilla_core.errors import FailedPrecondition
+
+GIB = 1 << 30
+CPU_KV_CACHE_GIB = 1.0
+RESERVED = 4 * GIB
+"""Two CUDA contexts with their kernels, the captured graphs, the buckets of a weight sync, and NCCL's buffers."""
+SPARE = 0.04
+"""Share of a GPU for what allocators cannot use."""
+STEP_TOKENS = 16_384
+"""Tokens of one step of the engine, whose activations exist at one time."""
+SAMPLED_COPIES = 3
+"""Logits of the samples that decode, as computed, and as processed and sorted."""
+
+
+@dataclass(frozen=True)
+class SharedGpu:
+    """The memory of one GPU that a trainer rank and a generator share, in bytes."""
+
+    total: int
+    resident: int
+    """What the trainer rank keeps in every run in which all weights learn."""
+    generator: int
+    """The generator without its KV cache."""
+    kv_cache: int
+    least_kv_cache: int
+    """The KV cache of one sample as long as the generator allows."""
+
+    @classmethod
+    def of(cls, model: ModelFacts, stack: StackConfig, total: int) -> SharedGpu:
+        """Divide a GPU of `total` bytes."""
+        generator = stack.generator
+        resident, engine = resident_bytes(model, stack.trainer), _engine_bytes(model, generator)
+        token = token_bytes(model, generator)
+        longest = min(generator.max_model_tokens or model.longest_sequence, model.longest_sequence)
+        left = total - _set_aside(total) - resident - engine
+        wanted = generator.max_running_samples * longest * token
+        kv_cache = min(wanted, max(left, 0) // 2)
+        if generator.kv_cache_gib is not None:
+            kv_cache = int(generator.kv_cache_gib * GIB)
+        return cls(total, resident, engine, kv_cache, longest * token)
+
+    @property
+    def rank_room(self) -> int:
+        """Return the bytes that the trainer rank may use."""
+        return self.total - _set_aside(self.total) - self.generator - self.kv_cache
+
+    def require(self) -> None:
+        """Refuse a GPU that is too small for both."""
+        if self.resident <= self.rank_room and self.least_kv_cache <= self.kv_cache:
+            return
+        raise FailedPrecondition(
+            f"a trainer rank and a generator do not fit on one GPU of {shown_bytes(self.total)}",
+            where="placement: colocated",
+            why=f"the rank keeps {shown_bytes(self.resident)} of weights, gradients and moments, the generator "
+            f"{shown_bytes(self.generator)} of weights, live and staged, and working memory; what remains for the KV "
+            f"cache is {shown_bytes(max(self.kv_cache, 0))}, and one sample of generator.max_model_tokens takes "
+            f"{shown_bytes(self.least_kv_cache)}",
+            next_step="raise trainer.nproc, which spreads the rank's part over more GPUs, set placement to separate, "
+            "or lower generator.max_model_tokens, generator.max_running_samples or generator.kv_cache_gib",
+        )
+
+    def applied(self, stack: StackConfig) -> StackConfig:
+        """Return the stack with the generator's memory as divided here."""
+        # vLLM refuses to start where less than this share is free, also where the KV cache has a fixed size.
+        share = max(0.01, round((self.generator + self.kv_cache) / self.total, 2))
+        memory = {"kv_cache_gib": self.kv_cache / GIB, "memory_fraction": min(1.0, share)}
+        generator = stack.generator.model_copy(update=memory)
+        return stack.model_copy(update={"generator": generator, "placement": "colocated"})
+
+    def line(self) -> Line:
+        """Say who has which part of the GPU."""
+        return (
+            "placement",
+            "colocated",
+            f"generator i shares the GPU of trainer rank i: of {shown_bytes(self.total)} the rank may use "
+            f"{shown_bytes(self.rank_room)}, the generator {shown_bytes(self.generator)} and a KV cache of "
+            f"{shown_bytes(self.kv_cache)}",
+        )
+
+
+def token_bytes(model: ModelFacts, generator: GeneratorConfig) -> int:
+    """Return the bytes of one token in the KV cache of one worker."""
+    return model.layers * model.key_value_size * BYTES[generator.dtype] // generator.tensor_parallel_size
+
+
+def kv_cache_bytes(model: ModelFacts, stack: StackConfig, gpu: int | None) -> int:
+    """Return the KV cache of one worker, on a GPU of so many bytes or on the CPU."""
+    generator = stack.generator
+    if generator.kv_cache_gib is not None:
+        return int(generator.kv_cache_gib * GIB)
+    if gpu is None:
+        return int(CPU_KV_CACHE_GIB * GIB)
+    if stack.placement == "colocated":
+        return SharedGpu.of(model, stack, gpu).kv_cache
+    staged = model.parameters * BYTES[generator.dtype] // generator.tensor_parallel_size
+    return max(0, int(gpu * generator.memory_fraction) - (_engine_bytes(model, generator) - staged))
+
+
+def placement_line(stack: StackConfig, model: ModelFacts, gpu: int) -> Line:
+    """Say on which GPUs trainer and generators sit."""
+    if stack.placement == "colocated":
+        return SharedGpu.of(model, stack, gpu).line()
+    return "placement", "separate", "trainer ranks have the first GPUs, generators those after all gangs"
+
+
+def gpu_problems(
+    config: RunConfig, stack: StackConfig, model: ModelFacts, rank_bytes: int, gpu: int
+) -> tuple[list[str], list[str]]:
+    """Return the errors of what cannot fit on a GPU of so many bytes, and the warnings of what may not, or is slow."""
+    errors, warnings = [], []
+    trainer, generator, batching = stack.trainer, stack.generator, config.batching
+    room, beside = gpu - _set_aside(gpu), ""
+    lower = (
+        f"lower batching.tokens_per_microbatch = {batching.tokens_per_microbatch} or batching.logprob_chunk_tokens = "
+        f"{batching.logprob_chunk_tokens}, or set batching.activation_checkpointing or optimizer.offload"
+    )
+    if stack.placement == "colocated":
+        shared = SharedGpu.of(model, stack, gpu)
+        room, beside = shared.rank_room, " beside the generator"
+        lower += f", or lower generator.kv_cache_gib = {shared.kv_cache / GIB:.3g}"
+    if rank_bytes > room and trainer.attach is None and trainer.backend != "gloo":
+        certain = rank_bytes > ESTIMATE_MAY_BE_WRONG_BY * room
+        (errors if certain else warnings).append(
+            f"a trainer rank needs about {shown_bytes(rank_bytes)}, and a GPU of {shown_bytes(gpu)} has "
+            f"{shown_bytes(max(room, 0))} for it{beside}: {lower}, or raise trainer.nproc"
+        )
+    if generator.engine == "vllm" and not kv_cache_bytes(model, stack, gpu):
+        errors.append(
+            f"the weights of a generator leave no KV cache on a GPU of {shown_bytes(gpu)}: raise "
+            "generator.tensor_parallel_size or generator.memory_fraction"
+        )
+    if generator.engine == "vllm" and generator.enforce_eager:
+        warnings.append(
+            "generator.enforce_eager is true: without captured graphs a GPU decodes two to three times slower; leave "
+            "it out, unless the start must be quick"
+        )
+    return errors, warnings
+
+
+def kv_cache_warnings(
+    config: RunConfig, stack: StackConfig, model: ModelFacts, prompt_tokens: int, kv_cache: int
+) -> Iterator[str]:
+    """Warn of a KV cache that cannot hold the samples in flight when half of their responses are written."""
+    rollout, generator = config.rollout, stack.generator
+    if generator.engine != "vllm":
+        return
+    under_way = groups_under_way(config) * rollout.samples_per_prompt
+    running = min(-(-under_way // max(generator.replicas, 1)), generator.max_running_samples)
+    # The samples of a group share the blocks of their prompt.
+    prompts = -(-running // rollout.samples_per_prompt)
+    tokens = prompts * prompt_tokens + running * rollout.sampling.max_response_tokens // 2
+    need = tokens * token_bytes(model, generator)
+    if need > kv_cache:
+        yield (
+            f"{running} samples in flight on a generator need about {shown_bytes(need)} of KV cache when half of their "
+            f"responses are written, and it has {shown_bytes(kv_cache)}: samples are set back and computed again; "
+            "raise generator.kv_cache_gib or generator.memory_fraction, or lower generator.max_running_samples"
+        )
+
+
+def _set_aside(total: int) -> int:
+    return RESERVED + int(total * SPARE)
+
+
+def _engine_bytes(model: ModelFacts, generator: GeneratorConfig) -> int:
+    """Return the memory of one worker without its KV cache: weights, live and staged, and what a step computes."""
+    size = BYTES[generator.dtype]
+    weights = model.parameters * size // generator.tensor_parallel_size
+    computed = STEP_TOKENS * (4 * model.hidden_size + 3 * model.intermediate_size) * size
+    sampled = generator.max_running_samples * model.vocabulary_size * 4 * SAMPLED_COPIES
+    return 2 * weights + computed + sampled

@@ -1,0 +1,199 @@
+"""A GPU that trainer and generator share is divided before either starts; what cannot fit is refused by its keys."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flotilla_coordinator.cli import stack as cli_stack
+from flotilla_coordinator.plan import gpu_memory, size_limits
+from flotilla_coordinator.plan.gpu_memory import GIB, SharedGpu
+from flotilla_coordinator.plan.model_facts import ModelFacts
+from flotilla_coordinator.plan.trainer_memory import TrainerMemory, microbatch_tokens
+from flotilla_core.config import RunConfig, StackConfig
+from flotilla_core.errors import FailedPrecondition
+from flotilla_launch import gpus as gpus_module
+
+H200 = 141 * 1000**3
+SMALL_GPU = 24 * GIB
+QWEN3_600M = {
+    "parameters": 596_049_920,
+    "outer_parameters": 155_583_488,
+    "layers": 28,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "heads": 16,
+    "query_size": 2048,
+    "key_value_size": 2048,
+}
+QWEN3_8B = {
+    "parameters": 8_190_735_360,
+    "outer_parameters": 1_244_663_808,
+    "layers": 36,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "heads": 32,
+    "query_size": 4096,
+    "key_value_size": 2048,
+}
+
+
+def facts(**sizes: int) -> ModelFacts:
+    return ModelFacts(
+        folder=Path("model"),
+        normalizes_heads=True,
+        vocabulary_size=151_936,
+        longest_sequence=40_960,
+        matrices={},
+        shape={},
+        **sizes,
+    )
+
+
+def stack_of(**values: Any) -> StackConfig:
+    sections = {"trainer": {"dtype": "bfloat16"}, "generator": {"dtype": "bfloat16"}}
+    sections = {name: section | values.pop(name, {}) for name, section in sections.items()}
+    return StackConfig.model_validate({"model": "/model", "placement": "colocated", **sections, **values})
+
+
+def run_of(**changes: Any) -> RunConfig:
+    rollout = {"prompts_per_step": 32, "samples_per_prompt": 8, "sampling": {"max_response_tokens": 512}}
+    described = {
+        "name": "run",
+        "steps": 10,
+        "data": {"train": "x.jsonl"},
+        "rewards": [{"reward": "exact"}],
+        "rollout": rollout,
+    }
+    return RunConfig.model_validate(described | changes)
+
+
+def test_a_small_model_leaves_an_h200_to_a_large_cache_and_a_run_of_many_tokens() -> None:
+    shared = SharedGpu.of(facts(**QWEN3_600M), stack_of(), H200)
+    shared.require()
+    assert shared.resident < 12 * GIB and shared.generator < 6 * GIB
+    in_flight = 256 * 1024 * gpu_memory.token_bytes(facts(**QWEN3_600M), stack_of().generator)
+    assert shared.kv_cache > in_flight
+    config = run_of(batching={"tokens_per_microbatch": 16_384})
+    need = TrainerMemory.of(facts(**QWEN3_600M), config, stack_of().trainer, 1024).total
+    assert shared.resident < need < shared.rank_room
+
+
+@pytest.mark.parametrize("total", [SMALL_GPU, H200])
+def test_the_parts_of_both_and_what_is_set_aside_are_the_whole_gpu(total: int) -> None:
+    shared = SharedGpu.of(facts(**QWEN3_600M), stack_of(generator={"max_model_tokens": 2048}), total)
+    shared.require()
+    aside = total - shared.rank_room - shared.generator - shared.kv_cache
+    assert 4 * GIB < aside < 4 * GIB + 0.05 * total
+    assert shared.resident <= shared.rank_room
+
+
+def test_a_cache_is_no_larger_than_its_samples_can_fill() -> None:
+    model, generator = facts(**QWEN3_600M), {"max_model_tokens": 1024, "max_running_samples": 16}
+    shared = SharedGpu.of(model, stack_of(generator=generator), H200)
+    assert shared.kv_cache == 16 * shared.least_kv_cache
+
+
+def test_a_model_whose_state_does_not_fit_is_refused_and_fits_over_two_gpus() -> None:
+    model = facts(**QWEN3_8B)
+    with pytest.raises(FailedPrecondition, match=r"do not fit on one GPU.*raise trainer\.nproc"):
+        SharedGpu.of(model, stack_of(), H200).require()
+    SharedGpu.of(model, stack_of(trainer={"nproc": 2}, generator={"replicas": 2}), H200).require()
+
+
+def test_the_stack_is_started_with_a_cache_of_a_fixed_size_and_is_divided_alike_again() -> None:
+    model, stack = facts(**QWEN3_600M), stack_of()
+    shared = SharedGpu.of(model, stack, H200)
+    applied = shared.applied(stack)
+    assert applied.generator.kv_cache_gib == pytest.approx(shared.kv_cache / GIB)
+    assert applied.generator.memory_fraction < 0.6
+    again = SharedGpu.of(model, applied, H200)
+    assert again == shared and again.applied(applied) == applied
+    assert gpu_memory.placement_line(applied, model, H200)[1] == "colocated"
+
+
+def test_a_run_whose_rank_has_no_room_beside_the_generator_is_refused_by_its_keys() -> None:
+    model, stack, config = facts(**QWEN3_600M), stack_of(), run_of()
+    shared = SharedGpu.of(model, stack, SMALL_GPU)
+    assert gpu_memory.gpu_problems(config, stack, model, shared.rank_room, SMALL_GPU) == ([], [])
+    errors, (warning,) = gpu_memory.gpu_problems(config, stack, model, shared.rank_room + GIB, SMALL_GPU)
+    assert not errors and "beside the generator" in warning and "generator.kv_cache_gib = " in warning
+    (error,), _ = gpu_memory.gpu_problems(config, stack, model, 3 * shared.rank_room, SMALL_GPU)
+    assert "batching.tokens_per_microbatch = 8192" in error
+
+
+def test_an_eager_engine_on_a_gpu_is_warned_of() -> None:
+    eager = stack_of(placement="separate", generator={"enforce_eager": True})
+    _, (warning,) = gpu_memory.gpu_problems(run_of(), eager, facts(**QWEN3_600M), GIB, H200)
+    assert "generator.enforce_eager is true" in warning
+
+
+def test_a_cache_that_cannot_hold_the_samples_in_flight_is_warned_of() -> None:
+    model, config = facts(**QWEN3_600M), run_of()
+    separate = stack_of(placement="separate")
+
+    def warned(kv_cache: int) -> list[str]:
+        return list(gpu_memory.kv_cache_warnings(config, separate, model, 100, kv_cache))
+
+    # 256 samples of half of 512 tokens, and 32 prompts of 100 tokens, with 112 KiB each.
+    need = (256 * 256 + 32 * 100) * 28 * 2048 * 2
+    assert not warned(need) and "256 samples in flight" in warned(need - 1)[0]
+    assert not warned(gpu_memory.kv_cache_bytes(model, separate, H200))
+    assert warned(gpu_memory.kv_cache_bytes(model, separate, None)), (
+        "a CPU has 1 GiB unless the stack says more"
+    )
+
+
+def test_a_micro_batch_has_no_more_tokens_than_a_step() -> None:
+    config = run_of(rollout={"prompts_per_step": 2, "samples_per_prompt": 4})
+    trainer = stack_of().trainer
+    assert microbatch_tokens(config, trainer, 280) == 2240
+    assert microbatch_tokens(config, trainer, 4000) == 8192
+    assert microbatch_tokens(config, trainer.model_copy(update={"nproc": 8}), 280) == 280
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype", "warned"),
+    [("fpu avx2", "bfloat16", True), ("fpu avx2", "float32", False), ("fpu avx512_bf16", "bfloat16", False)],
+)
+def test_bfloat16_on_a_processor_without_it_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, dtype: str, warned: bool
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"model name : any\nflags : {flags} sse\n")
+    monkeypatch.setattr(size_limits, "_CPU_FACTS", tmp_path / "cpuinfo")
+    monkeypatch.setattr(size_limits, "_GPUS", tmp_path / "none")
+    found = list(
+        size_limits.bfloat16_warnings(stack_of(trainer={"dtype": dtype}, generator={"dtype": dtype}))
+    )
+    assert [text.split(" are ")[0] for text in found] == ["trainer.dtype and generator.dtype"] * warned
+
+
+def make_model(folder: Path) -> Path:
+    folder.mkdir()
+    config = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 20}
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    tensor = {"dtype": "F32", "shape": [20, 8], "data_offsets": [0, 640]}
+    header = json.dumps(
+        {"embed": tensor, "model.layers.0.w": tensor | {"data_offsets": [640, 1280]}}
+    ).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(1280))
+    return folder
+
+
+def test_up_and_plan_divide_the_only_gpu_of_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_model = make_model(tmp_path / "model")
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\ncase "$1" in -L) echo "GPU 0: any";; *) echo 24576;; esac\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv(gpus_module.VISIBLE, raising=False)
+    placed = cli_stack.placed(StackConfig(model=small_model))
+    assert placed.placement == "colocated" and placed.generator.kv_cache_gib
+    two = StackConfig.model_validate({"model": small_model, "generator": {"replicas": 2}})
+    assert cli_stack.placed(two) == two, "the launcher refuses it with the numbers"
+    monkeypatch.setenv(gpus_module.VISIBLE, "")
+    assert cli_stack.placed(StackConfig(model=small_model)).placement == "auto"
