@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flotilla_coordinator.cli.machine_checks import Finding, failed, passed, warning
+from flotilla_coordinator.cli.doctor import Finding, failed, passed, warning
 from flotilla_coordinator.cli.stack import load_stack, stack_file
 
 if TYPE_CHECKING:
