@@ -37,6 +37,8 @@ FIGURES = (
     "time/rollout_s",
     "time/train_s",
     "time/sync_s",
+    "time/canary_s",
+    "time/wait_for_the_canary_s",
     "sync/bytes",
     "sync/stage_s",
     "sync/stall_s",
@@ -71,6 +73,7 @@ def main() -> int:
     cli.add_argument("--replicate", type=int, default=1)
     cli.add_argument("--sequence-parallel", type=int, default=1)
     cli.add_argument("--one-gpu", action="store_true")
+    cli.add_argument("--colocated", action="store_true", help="a generator on the GPU of each trainer rank")
     cli.add_argument("--eager", action="store_true")
     cli.add_argument("--boots", type=int, default=1)
     asked = cli.parse_args()
@@ -97,6 +100,10 @@ def main() -> int:
         description["generator"]["enforce_eager"] = True
     if asked.one_gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = "0,0"
+    if asked.colocated:
+        description["placement"] = "colocated"
+        description["generator"]["replicas"] = asked.ranks
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(asked.ranks)))
     if "ppo" in asked.runs:
         description["critic"] = {"replicas": 1, "dtype": "bfloat16", "nproc": 1}
     try:
