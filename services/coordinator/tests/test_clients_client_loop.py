@@ -285,6 +285,7 @@ async def test_a_loop_that_nobody_calls_saves_and_ends_as_stopped_with_the_reaso
     bench.checkpoints.shelf = SimpleNamespace(names=list)
     loop = bench.loop()
     loop.run.sync.publish = nothing  # type: ignore[method-assign,assignment]
+    loop.run.sync.settled = nothing  # type: ignore[method-assign]
     events = EventLog(lambda event: None)
     active = RunHandle(RUN, RunControl(bench.config), loop.run.status, events, context=loop.run, client=loop)
     start_point: Any = SimpleNamespace()

@@ -557,7 +557,8 @@ def test_ranks_that_the_host_cannot_hold_are_refused(
 ) -> None:
     monkeypatch.setattr(planning.size_limits, "host_memory", lambda: GIB)
     batching = {"tokens_per_microbatch": 10_000_000, "logprob_chunk_tokens": 10_000_000}
-    error = the_error(plan(run, long_stack, batching=batching))
+    many = rollout(prompts_per_step=10_000, sampling={"max_response_tokens": 100})
+    error = the_error(plan(run, long_stack, batching=batching, rollout=many))
     assert "1 trainer rank needs about" in error and "1 GiB and no GPU" in error
     assert "batching.tokens_per_microbatch = 10000000" in error
 
