@@ -128,7 +128,8 @@ def gpu_problems(
     config: RunConfig, stack: StackConfig, model: ModelFacts, rank_bytes: int, gpu: int
 ) -> tuple[list[str], list[str]]:
     """Return the errors of what cannot fit on a GPU of so many bytes, and the warnings of what may not, or is slow."""
-    errors, warnings = [], []
+    errors: list[str] = []
+    warnings: list[str] = []
     trainer, generator, batching = stack.trainer, stack.generator, config.batching
     room, beside = gpu - _set_aside(gpu), ""
     lower = (
