@@ -1,13 +1,14 @@
-"""Limits on the difference between the probabilities of generator and trainer under one version of the weights.
+"""The agreement of generator and trainer under one version of the weights: its limits, and what old KV caches add.
 
-Invariant: a limit that a run does not set is what rounding explains in the dtypes of its stack, so equal weights pass.
+Invariants: a limit that a run does not set is what rounding explains in the dtypes of its stack, so equal weights pass.
+Tokens that were decoded on the KV cache of older weights are never compared with a limit.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from flotilla_core.config import CanaryConfig, StackConfig
+from flotilla_core.config import CanaryConfig, StackConfig, WeightSyncConfig
 from flotilla_core.config.algorithm import CorrectionConfig
 
 
@@ -34,3 +35,12 @@ def agreement_limits(stack: StackConfig, section: CanaryConfig | CorrectionConfi
         warn_at=explained.warn_at if section.warn_at == "auto" else section.warn_at,
         fail_at=explained.fail_at if section.fail_at == "auto" else section.fail_at,
     )
+
+
+def kv_policy(weights: WeightSyncConfig, max_staleness: int) -> Literal["recompute", "reuse", "drain"]:
+    """Return what a commit does to the KV cache of running samples in a run with this staleness bound."""
+    if weights.update == "between_samples":
+        return "drain"
+    if weights.kv_policy != "auto":
+        return weights.kv_policy
+    return "reuse" if max_staleness else "recompute"

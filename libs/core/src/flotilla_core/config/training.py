@@ -134,11 +134,3 @@ class WeightSyncConfig(ConfigModel):
     """Longest wait for one member in one sync; then it is evicted and the others continue."""
     canary: CanaryConfig = CanaryConfig()
     """The check of generator against trainer after every sync."""
-
-    def kv_policy_at(self, max_staleness: int) -> Literal["recompute", "reuse", "drain"]:
-        """Return what a commit does to the KV cache of running samples in a run with this staleness bound."""
-        if self.update == "between_samples":
-            return "drain"
-        if self.kv_policy != "auto":
-            return self.kv_policy
-        return "reuse" if max_staleness else "recompute"

@@ -17,6 +17,7 @@ from flotilla_coordinator.plan.lines import Line, shown_bytes
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.rollouts.prompt_queue import issued_per_step, steps_ahead
 from flotilla_coordinator.trainers.spec import critic_warmup_steps
+from flotilla_core.agreement import kv_policy
 from flotilla_core.config import (
     AlgorithmConfig,
     DpoConfig,
@@ -283,7 +284,7 @@ def groups_line(config: RunConfig, tokens_of_a_step: int) -> Line:
 def kv_line(config: RunConfig, stack: StackConfig, prompt_tokens: int) -> Line:
     """Say what a sync does to the KV cache of the samples that run meanwhile, and the cost."""
     rollout, generator = config.rollout, stack.generator
-    policy = config.weights.kv_policy_at(rollout.max_staleness)
+    policy = kv_policy(config.weights, rollout.max_staleness)
     running = min(
         groups_under_way(config) * rollout.samples_per_prompt,
         max(generator.replicas, 1) * generator.max_running_samples,

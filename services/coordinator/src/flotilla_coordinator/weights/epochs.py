@@ -29,6 +29,7 @@ from flotilla_coordinator.weights.members import (
     seat,
 )
 from flotilla_core import ids, rpc
+from flotilla_core.agreement import kv_policy
 from flotilla_core.config import WeightSyncConfig
 from flotilla_core.errors import (
     DeadlineExceeded,
@@ -88,10 +89,10 @@ class WeightEpochs:
         self._config = config
         self._backend = BACKENDS[backend]
         self._policy = policy
-        kv_policy = config.kv_policy_at(max_staleness)
-        self._kv_policy = KV_POLICIES[kv_policy]
+        applied = kv_policy(config, max_staleness)
+        self._kv_policy = KV_POLICIES[applied]
         # A draining replica commits when its last sample has ended, and samples end in time or are given up.
-        self._commit_limit_s = config.timeout_s + (longest_sample_s if kv_policy == "drain" else 0.0)
+        self._commit_limit_s = config.timeout_s + (longest_sample_s if applied == "drain" else 0.0)
         # Gangs and generators outlive a restart of the run, and refuse an epoch that is not newer than their last.
         self._epoch = fence * EPOCHS_PER_BEGINNING
 
