@@ -54,6 +54,16 @@ def test_graphs_reach_as_far_as_the_samples_that_run_at_once(
     assert "compilation_config" not in engine_arguments(config, checkpoint)
 
 
+@pytest.mark.parametrize("gib", [None, 2.5])
+def test_a_kv_cache_has_the_size_that_the_stack_says_on_gpus_and_cpus(
+    gpu: bool, gib: float | None, tmp_path: Path
+) -> None:
+    config = GeneratorConfig(kv_cache_gib=gib, max_model_tokens=64)
+    arguments = engine_arguments(config, Checkpoint(tmp_path, {}))
+    default = None if gpu else 1 << 30
+    assert arguments.get("kv_cache_memory_bytes") == (default if gib is None else int(gib * (1 << 30)))
+
+
 def test_options_of_the_stack_reach_vllm_and_win(gpu: bool, tmp_path: Path) -> None:
     options = {"block_size": 32, "max_num_batched_tokens": 4096}
     config = GeneratorConfig(max_model_tokens=64, engine_options=options)

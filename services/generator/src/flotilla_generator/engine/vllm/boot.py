@@ -50,6 +50,7 @@ KEYS_OF_OPTIONS = {
     "max_model_len": "generator.max_model_tokens",
     "max_num_seqs": "generator.max_running_samples",
     "gpu_memory_utilization": "generator.memory_fraction",
+    "kv_cache_memory_bytes": "generator.kv_cache_gib",
     "enforce_eager": "generator.enforce_eager",
 }
 """Options that are refused, since another key of the stack sets them."""
@@ -114,9 +115,8 @@ def engine_arguments(
     }
     if torch.cuda.is_available():
         arguments["gpu_memory_utilization"] = config.memory_fraction
-        if (
-            config.kv_cache_gib is not None
-        ):  # vLLM measures no memory then, which a neighbour on the GPU would change
+        if config.kv_cache_gib is not None:
+            # vLLM then measures nothing, which a neighbour on the same GPU would disturb.
             arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * (1 << 30))
         arguments["max_num_batched_tokens"] = GPU_BATCHED_TOKENS
         if not eager:
