@@ -1,15 +1,17 @@
 """The language model as training uses it: it takes token ids and returns log-probabilities of given tokens.
 
-Invariants: logits exist for `chunk_tokens` tokens at a time, in the forward and again in the backward pass, never for
+Invariants: logits exist for one chunk of tokens at a time, in the forward and again in the backward pass, never for
 all; hidden states and head are used inside this module's own forward, so that sharded parameters (tied ones too) are
 whole when they are needed; of a reference only the hidden states of the scored tokens and one head are kept, so that
-its logits, too, exist for one chunk at a time.
+its logits, too, exist for one chunk at a time. Log-probabilities and entropies alone come from the fused head; whatever
+else is asked of the logits comes from plain operations on chunks of `chunk_tokens`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from flotilla_trainer.losses.divergence import TeacherTop, full_divergence, teacher_divergence
 from flotilla_trainer.rank.body_model import ROW_ATTENTION, BodyModel
+from flotilla_trainer.rank.fused_head import HeadRules, head_scores
 from flotilla_trainer.rank.packed_rows import PackedRow
 from flotilla_trainer.rank.sequence_parallel import SequenceParallel
 
@@ -62,9 +65,9 @@ class PolicyModel(BodyModel):
     def __init__(self, causal_lm: PreTrainedModel, lane: SequenceParallel | None = None) -> None:
         super().__init__(causal_lm, lane)
         config = causal_lm.config
-        self._multiplier = float(getattr(config, "logit_scale", None) or 1.0)
-        self._divisor = float(getattr(config, "logits_scaling", None) or 1.0)
-        self._softcap = getattr(config, "final_logit_softcapping", None)
+        multiplier = float(getattr(config, "logit_scale", None) or 1.0)
+        divisor = float(getattr(config, "logits_scaling", None) or 1.0)
+        self._rules = HeadRules(multiplier / divisor, getattr(config, "final_logit_softcapping", None))
 
     @staticmethod
     def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -106,11 +109,11 @@ class PolicyModel(BodyModel):
         """Score `targets` where the flattened `positions` predict them."""
         asked = temperature, chunk_tokens, top_k, entropy_gradient, squares
         if self._lane is None:
-            hidden = self._hidden(tokens, packed_row)[positions]
+            hidden = self._hidden(tokens, packed_row).index_select(0, positions)
             return self._scores(hidden, targets, reference, teacher, *asked)
         part = self._lane.part(tokens, packed_row)
         own = part.own(positions)
-        hidden = self._hidden_part(part)[positions[own] - part.first]
+        hidden = self._hidden_part(part).index_select(0, positions[own] - part.first)
         taught = None if teacher is None else teacher.rows(own)
         mine = self._scores(hidden, targets[own], reference, taught, *asked)
         return TokenScores(*(self._lane.joined(column, own, len(positions)) for column in mine))
@@ -128,7 +131,20 @@ class PolicyModel(BodyModel):
         squares: bool,
     ) -> TokenScores:
         """Score the targets of these hidden states, chunk by chunk."""
-        nothing = [None] * max(1, math.ceil(len(hidden) / chunk_tokens))
+        head = self._plain_head()
+        if head is not None and reference is None and teacher is None and not (top_k or squares):
+            logprobs, entropy = head_scores(
+                hidden,
+                head.weight,
+                head.bias,
+                targets,
+                rules=self._at(temperature),
+                chunk_tokens=chunk_tokens,
+                entropy_gradient=entropy_gradient,
+            )
+            nothing, none = torch.zeros_like(logprobs), logprobs.new_empty(len(logprobs), 0)
+            return TokenScores(logprobs, entropy, none.long(), none, nothing, nothing, nothing)
+        empty = [None] * max(1, math.ceil(len(hidden) / chunk_tokens))
         chunks = [
             checkpoint(
                 self._score,
@@ -147,8 +163,8 @@ class PolicyModel(BodyModel):
             for hidden_chunk, target_chunk, reference_chunk, teacher_chunk in zip(
                 hidden.split(chunk_tokens),
                 targets.split(chunk_tokens),
-                nothing if reference is None else reference.split(chunk_tokens),
-                nothing if teacher is None else teacher.split(chunk_tokens),
+                empty if reference is None else reference.split(chunk_tokens),
+                empty if teacher is None else teacher.split(chunk_tokens),
                 strict=True,
             )
         ]
@@ -159,9 +175,9 @@ class PolicyModel(BodyModel):
     ) -> torch.Tensor:
         """Return the last hidden states at the flattened `positions`; in a lane at those of this rank's part."""
         if self._lane is None:
-            return self._hidden(tokens, packed_row)[positions]
+            return self._hidden(tokens, packed_row).index_select(0, positions)
         part = self._lane.part(tokens, packed_row)
-        return self._hidden_part(part)[positions[part.own(positions)] - part.first]
+        return self._hidden_part(part).index_select(0, positions[part.own(positions)] - part.first)
 
     def head_error(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the largest difference between our logits and those of the model's own forward."""
@@ -170,20 +186,23 @@ class PolicyModel(BodyModel):
         error: torch.Tensor = (ours - own).abs().max()
         return error
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._as_given(self.causal_lm.get_output_embeddings()(hidden))
+    def _plain_head(self) -> nn.Linear | None:
+        """Return the head where it is a linear layer and nothing more; adapters make it more."""
+        head = self.causal_lm.get_output_embeddings()
+        if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
+            return None
+        return head
 
-    def _reference_logits(self, reference: ReferenceStates) -> torch.Tensor:
-        return self._as_given(nn.functional.linear(reference.hidden, reference.weight, reference.bias))
+    def _logits(self, hidden: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+        """Scale and cap the output of the head as the model's own forward does, at a temperature."""
+        return self._at(temperature).logits(self.causal_lm.get_output_embeddings()(hidden))
 
-    def _as_given(self, raw: torch.Tensor) -> torch.Tensor:
-        """Scale and cap the output of the head as the model's own forward does."""
-        logits = raw.float()
-        if self._multiplier != 1.0 or self._divisor != 1.0:
-            logits = logits * (self._multiplier / self._divisor)
-        if self._softcap:
-            logits = torch.tanh(logits / self._softcap) * self._softcap
-        return logits
+    def _reference_logits(self, reference: ReferenceStates, temperature: float) -> torch.Tensor:
+        raw = nn.functional.linear(reference.hidden, reference.weight, reference.bias)
+        return self._at(temperature).logits(raw)
+
+    def _at(self, temperature: float) -> HeadRules:
+        return replace(self._rules, temperature=temperature)
 
     def _score(
         self,
@@ -196,9 +215,7 @@ class PolicyModel(BodyModel):
         entropy_gradient: bool,
         squares: bool,
     ) -> TokenScores:
-        logits = self._logits(hidden)
-        if temperature != 1.0:
-            logits = logits / temperature
+        logits = self._logits(hidden, temperature)
         normalizer = torch.logsumexp(logits, dim=-1)
         logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - normalizer
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
@@ -210,6 +227,6 @@ class PolicyModel(BodyModel):
             lengths = probabilities.square().sum(-1) if squares else torch.zeros_like(normalizer)
         distance = torch.zeros_like(logprobs)
         if reference is not None:
-            distance = full_divergence(logits, self._reference_logits(reference) / temperature)
+            distance = full_divergence(logits, self._reference_logits(reference, temperature))
         taught = torch.zeros_like(logprobs) if teacher is None else teacher_divergence(logits, teacher)
         return TokenScores(logprobs, entropy, top.indices, top_logprobs, distance, lengths, taught)

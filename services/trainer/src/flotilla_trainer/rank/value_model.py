@@ -44,10 +44,10 @@ class ValueModel(BodyModel):
     ) -> torch.Tensor:
         """Return one value for each of the flattened `positions`."""
         if self._lane is None:
-            return self._values(self._hidden(tokens, packed_row)[positions])
+            return self._values(self._hidden(tokens, packed_row).index_select(0, positions))
         part = self._lane.part(tokens, packed_row)
         own = part.own(positions)
-        mine = self._values(self._hidden_part(part)[positions[own] - part.first])
+        mine = self._values(self._hidden_part(part).index_select(0, positions[own] - part.first))
         return self._lane.joined(mine, own, len(positions))
 
     def _values(self, hidden: torch.Tensor) -> torch.Tensor:

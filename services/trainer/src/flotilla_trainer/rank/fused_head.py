@@ -1,0 +1,251 @@
+"""Log-probabilities and entropies of target tokens, from hidden states and the weight of a linear head, in one piece.
+
+Invariants: the raw output of the head exists for one chunk of tokens at a time, in the type that the model computes in;
+the backward pass computes it again, except that of the last chunk, which is still there when it begins, and writes the
+gradient over it; the gradient of the weight adds up over the chunks in float32. On GPUs Triton kernels read and write
+the raw output once each; elsewhere plain operations compute the same in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import subprocess
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.nn import functional
+
+logger = logging.getLogger(__name__)
+
+KERNEL_CHUNKS = 4
+"""The kernels take this many chunks at once: they hold 2 or 4 bytes a logit, where plain operations hold 16."""
+
+
+@dataclass(frozen=True)
+class HeadRules:
+    """What a model and the sampling do to the raw output of the head before the softmax."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+
+    def logits(self, raw: torch.Tensor) -> torch.Tensor:
+        """Return the logits in float32."""
+        logits = raw.float()
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits if self.temperature == 1.0 else logits / self.temperature
+
+
+class TargetScores(NamedTuple):
+    """What is known of each target, in float32."""
+
+    logprobs: torch.Tensor
+    normalizers: torch.Tensor
+    """The log of the sum of all exponentials of the logits."""
+    entropies: torch.Tensor
+
+
+class HeadOperations(Protocol):
+    """The two passes over the raw output of the head."""
+
+    def score_rows(self, raw: torch.Tensor, targets: torch.Tensor, rules: HeadRules) -> TargetScores:
+        """Score one target in each row."""
+
+    def write_gradients(
+        self,
+        raw: torch.Tensor,
+        targets: torch.Tensor,
+        scores: TargetScores,
+        logprob_gradients: torch.Tensor,
+        entropy_gradients: torch.Tensor | None,
+        rules: HeadRules,
+    ) -> torch.Tensor:
+        """Return the gradient by the raw numbers; it takes their place."""
+
+
+class PlainOperations:
+    """The two passes in operations of torch."""
+
+    def score_rows(self, raw: torch.Tensor, targets: torch.Tensor, rules: HeadRules) -> TargetScores:
+        """Score one target in each row."""
+        logits = rules.logits(raw)
+        normalizers = torch.logsumexp(logits, dim=-1)
+        logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - normalizers
+        entropies = normalizers - (torch.softmax(logits, dim=-1) * logits).sum(-1)
+        return TargetScores(logprobs, normalizers, entropies)
+
+    def write_gradients(
+        self,
+        raw: torch.Tensor,
+        targets: torch.Tensor,
+        scores: TargetScores,
+        logprob_gradients: torch.Tensor,
+        entropy_gradients: torch.Tensor | None,
+        rules: HeadRules,
+    ) -> torch.Tensor:
+        """Return the gradient by the raw numbers; it takes their place."""
+        logits = rules.logits(raw)
+        distances = logits - scores.normalizers[:, None]
+        pull = logprob_gradients[:, None]
+        if entropy_gradients is not None:
+            pull = pull + entropy_gradients[:, None] * (distances + scores.entropies[:, None])
+        slopes = distances.exp_().mul_(pull).neg_()
+        slopes.scatter_add_(-1, targets[:, None], logprob_gradients[:, None])
+        if rules.softcap:
+            steepness = logits * (rules.temperature / rules.softcap)
+            slopes *= 1.0 - steepness.square()
+        return raw.copy_(slopes.mul_(rules.scale / rules.temperature))
+
+
+PLAIN = PlainOperations()
+
+
+def operations_on(device: torch.device) -> HeadOperations:
+    """Return the kernels where they work, and plain operations elsewhere."""
+    return _kernels(device) if device.type == "cuda" else PLAIN
+
+
+@functools.cache
+def _kernels(device: torch.device) -> HeadOperations:
+    """Return the kernels if a first run of them works."""
+    try:
+        from flotilla_trainer.rank import head_kernels
+
+        raw, targets = torch.zeros(1, 2, device=device), torch.zeros(1, dtype=torch.long, device=device)
+        kernels: HeadOperations = head_kernels
+        kernels.score_rows(raw, targets, HeadRules())
+    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+        logger.warning(
+            "The head computes without kernels, which is slower: %s: %s", type(error).__name__, error
+        )
+        return PLAIN
+    return kernels
+
+
+@dataclass(frozen=True)
+class HeadWork:
+    """How the scores of one micro-batch are computed."""
+
+    rules: HeadRules
+    chunk_tokens: int
+    """The most tokens whose raw output plain operations may hold at once."""
+    entropy_gradient: bool
+    learns: bool
+    """True where a backward pass may follow."""
+
+
+def head_scores(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    *,
+    rules: HeadRules,
+    chunk_tokens: int,
+    entropy_gradient: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probability of each target and the entropy of its distribution.
+
+    Only an entropy that `entropy_gradient` asks for carries a gradient.
+    """
+    learns = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
+    )
+    work = HeadWork(rules, chunk_tokens, entropy_gradient, learns)
+    logprobs, entropies = _HeadScores.apply(hidden, weight, bias, targets, work)  # type: ignore[no-untyped-call]
+    return logprobs, entropies
+
+
+class _HeadScores(torch.autograd.Function):
+    """Scores targets chunk by chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        work: HeadWork,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        operations = operations_on(hidden.device)
+        scores = TargetScores(
+            *(hidden.new_empty(len(hidden), dtype=torch.float32) for _ in TargetScores._fields)
+        )
+        raw = None
+        for chunk in _chunks(len(hidden), work.chunk_tokens, operations):
+            raw = None  # The next chunk may take its memory.
+            raw = functional.linear(hidden[chunk], weight, bias)
+            for whole, part in zip(
+                scores, operations.score_rows(raw, targets[chunk], work.rules), strict=True
+            ):
+                whole[chunk] = part
+        if work.learns:
+            ctx.save_for_backward(hidden, weight, bias, targets, scores.normalizers, scores.entropies)
+            ctx.work, ctx.last = work, raw
+        if not work.entropy_gradient:
+            ctx.mark_non_differentiable(scores.entropies)
+        return scores.logprobs, scores.entropies
+
+    @staticmethod
+    def backward(ctx: Any, logprob_gradients: torch.Tensor, entropy_gradients: torch.Tensor) -> Any:
+        hidden, weight, bias, targets, normalizers, entropies = ctx.saved_tensors
+        work: HeadWork = ctx.work
+        operations = operations_on(hidden.device)
+        # A second backward pass through the same graph must not find the gradients of the first one here.
+        raw, ctx.last = ctx.last, None
+        by_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        by_weight = _zeros(weight) if ctx.needs_input_grad[1] else None
+        by_bias = _zeros(bias) if bias is not None and ctx.needs_input_grad[2] else None
+        for chunk in reversed(_chunks(len(hidden), work.chunk_tokens, operations)):
+            if raw is None:
+                raw = functional.linear(hidden[chunk], weight, bias)
+            slopes = operations.write_gradients(
+                raw,
+                targets[chunk],
+                TargetScores(normalizers[chunk], normalizers[chunk], entropies[chunk]),
+                logprob_gradients[chunk],
+                entropy_gradients[chunk] if work.entropy_gradient else None,
+                work.rules,
+            )
+            if by_hidden is not None:
+                torch.mm(slopes, weight, out=by_hidden[chunk])
+            if by_weight is not None:
+                _add_product(by_weight, slopes.t(), hidden[chunk])
+            if by_bias is not None:
+                by_bias += slopes.sum(0, dtype=torch.float32)
+            raw = slopes = None
+        return (
+            by_hidden,
+            None if by_weight is None else by_weight.to(weight.dtype),
+            None if by_bias is None or bias is None else by_bias.to(bias.dtype),
+            None,
+            None,
+        )
+
+
+def _chunks(count: int, chunk_tokens: int, operations: HeadOperations) -> list[slice]:
+    """Return equal chunks of `count` tokens, as few as the limit allows."""
+    limit = chunk_tokens if operations is PLAIN else chunk_tokens * KERNEL_CHUNKS
+    number = -(-count // limit)
+    size = -(-count // max(1, number))
+    return [slice(first, min(first + size, count)) for first in range(0, count, size or 1)]
+
+
+def _zeros(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add a product of matrices to float32 numbers, whatever type the matrices have."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif left.is_cuda:
+        torch.ops.aten.addmm.dtype_out(total, left, right, torch.float32, out=total)
+    else:
+        total += left @ right

@@ -1,0 +1,226 @@
+"""The fused head gives the scores, the gradients and the weights that plain operations of torch give."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from flotilla_core.config import LoraConfig
+from flotilla_trainer.rank import fused_head
+from flotilla_trainer.rank.fused_head import PLAIN, HeadOperations, HeadRules, head_scores
+from flotilla_trainer.rank.lora import Adapters
+from flotilla_trainer.rank.policy_model import PolicyModel
+
+TOKENS, WIDTH, VOCABULARY = 23, 16, 131
+CPU = torch.device("cpu")
+RULES = {
+    "plain": HeadRules(),
+    "cold": HeadRules(temperature=0.7),
+    "scaled": HeadRules(scale=1.7, temperature=1.3),
+    "capped": HeadRules(scale=0.5, softcap=2.0, temperature=0.7),
+}
+Scores = tuple[torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[ModuleType]:
+    """The kernels in Triton's interpreter, which needs no GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        module = importlib.import_module("flotilla_trainer.rank.head_kernels")
+        patch.setattr(module, "BLOCK", 64)  # several blocks to a row
+        yield module
+
+
+@pytest.fixture(params=["plain operations", "kernels"])
+def operations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> HeadOperations:
+    chosen: HeadOperations = (
+        PLAIN if request.param == "plain operations" else request.getfixturevalue("kernels")
+    )
+    monkeypatch.setattr(fused_head, "operations_on", lambda device: chosen)
+    return chosen
+
+
+def given(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Return hidden states, weight and bias, all with a gradient."""
+    random = torch.Generator().manual_seed(0)
+    shapes = ((TOKENS, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,))
+    return [torch.randn(shape, generator=random).to(dtype).requires_grad_() for shape in shapes]
+
+
+def targets() -> torch.Tensor:
+    return torch.randint(VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(1))
+
+
+def plain(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rules: HeadRules) -> Scores:
+    """Return what torch's own operations give in one piece."""
+    logits = torch.nn.functional.linear(hidden, weight, bias).float() * rules.scale
+    if rules.softcap:
+        logits = rules.softcap * torch.tanh(logits / rules.softcap)
+    logprobs = torch.log_softmax(logits / rules.temperature, -1)
+    entropies = -(logprobs.exp() * logprobs).sum(-1)
+    return logprobs.gather(-1, targets()[:, None]).squeeze(-1), entropies
+
+
+def loss_of(logprobs: torch.Tensor, entropies: torch.Tensor, bonus: float) -> torch.Tensor:
+    weights = torch.linspace(-1.0, 1.0, TOKENS)
+    return (weights * logprobs).sum() + bonus * (weights.flip(0) * entropies).sum()
+
+
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+@pytest.mark.parametrize(("chunk_tokens", "bonus"), [(100, 0.0), (2, 0.3), (5, 0.0)])
+def test_scores_and_gradients_are_those_of_plain_operations(
+    operations: HeadOperations, rules: HeadRules, chunk_tokens: int, bonus: float
+) -> None:
+    ours, theirs = given(), given()
+    found = head_scores(*ours, targets(), rules=rules, chunk_tokens=chunk_tokens, entropy_gradient=bonus != 0)
+    right = plain(*theirs, rules)
+    loss_of(*found, bonus).backward()
+    loss_of(*right, bonus).backward()
+    for mine, other in zip(found, right, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-5)
+    assert found[1].requires_grad == (bonus != 0)
+
+
+def test_a_head_without_bias_that_does_not_learn_passes_the_gradient_on(operations: HeadOperations) -> None:
+    hidden, weight, _ = given()
+    frozen = weight.detach()
+    logprobs, _ = head_scores(
+        hidden, frozen, None, targets(), rules=HeadRules(), chunk_tokens=3, entropy_gradient=False
+    )
+    other = hidden.detach().clone().requires_grad_()
+    (found,) = torch.autograd.grad(logprobs.sum(), [hidden])
+    (right,) = torch.autograd.grad(plain(other, frozen, None, HeadRules())[0].sum(), [other])
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+
+
+def test_a_second_backward_pass_finds_what_the_first_found(operations: HeadOperations) -> None:
+    parts = given()
+    scores = head_scores(*parts, targets(), rules=HeadRules(), chunk_tokens=2, entropy_gradient=True)
+    loss = loss_of(*scores, 0.3)
+    first = torch.autograd.grad(loss, parts, retain_graph=True)
+    second = torch.autograd.grad(loss, parts)
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+
+def test_a_micro_batch_that_scores_nothing_has_gradients_of_zero(operations: HeadOperations) -> None:
+    hidden, weight, _ = given()
+    empty = hidden[:0]
+    logprobs, entropies = head_scores(
+        empty, weight, None, targets()[:0], rules=HeadRules(), chunk_tokens=3, entropy_gradient=False
+    )
+    assert logprobs.shape == entropies.shape == (0,)
+    logprobs.sum().backward()
+    assert weight.grad is not None and not weight.grad.any()
+
+
+def test_logits_that_rule_a_token_out_leave_the_scores_finite(operations: HeadOperations) -> None:
+    raw = torch.tensor([[0.0, float("-inf"), 1e30, -1e30] + [-5.0] * 90])
+    scores = operations.score_rows(raw.clone(), torch.tensor([2]), HeadRules())
+    assert scores.logprobs.item() == 0.0
+    if operations is not PLAIN:
+        assert scores.entropies.item() == 0.0
+
+
+def test_bfloat16_loses_no_gradient_of_the_weight_between_chunks(operations: HeadOperations) -> None:
+    exact = given(torch.bfloat16)
+    right = [part.detach().double().requires_grad_() for part in exact]
+    loss_of(*plain(*right, HeadRules()), 0.0).backward()
+    errors = []
+    for chunk_tokens in (1, 100):
+        ours = given(torch.bfloat16)
+        scores = head_scores(
+            *ours, targets(), rules=HeadRules(), chunk_tokens=chunk_tokens, entropy_gradient=False
+        )
+        loss_of(*scores, 0.0).backward()
+        assert [part.grad.dtype for part in ours if part.grad is not None] == [torch.bfloat16] * 3
+        errors.append(
+            [
+                float((mine.grad - other.grad).norm() / other.grad.norm())
+                for mine, other in zip(ours, right, strict=True)
+            ]
+        )
+    assert all(error < 8e-3 for found in errors for error in found)
+
+
+def shape() -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+    )
+
+
+def trained(logprobs_of: Callable[[PolicyModel, torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights after ten updates of a model with tied embeddings, and the last gradients."""
+    torch.manual_seed(0)
+    policy = PolicyModel(Qwen3ForCausalLM(shape()))
+    adamw = torch.optim.AdamW(policy.parameters(), lr=1e-2, eps=1e-3)
+    random = torch.Generator().manual_seed(2)
+    for _ in range(10):
+        adamw.zero_grad()
+        tokens = torch.randint(VOCABULARY, (2, 24), generator=random)
+        advantages = torch.randn(46, generator=random)
+        (-(advantages * logprobs_of(policy, tokens)).mean()).backward()
+        adamw.step()
+    named = dict(policy.named_parameters())
+    gradients = {f"gradient of {name}": parameter.grad for name, parameter in named.items()}
+    return {name: tensor.detach() for name, tensor in (named | gradients).items() if tensor is not None}
+
+
+POSITIONS = torch.cat([torch.arange(23), torch.arange(24, 47)])
+
+
+def fused_logprobs(policy: PolicyModel, tokens: torch.Tensor) -> torch.Tensor:
+    scored = tokens[:, 1:].flatten()
+    return policy(tokens, POSITIONS, scored, temperature=0.9, chunk_tokens=5).logprobs
+
+
+def plain_logprobs(policy: PolicyModel, tokens: torch.Tensor) -> torch.Tensor:
+    logits = policy.causal_lm(input_ids=tokens, use_cache=False).logits.flatten(0, 1)[POSITIONS] / 0.9
+    return torch.log_softmax(logits, -1).gather(-1, tokens[:, 1:].reshape(-1, 1)).squeeze(-1)
+
+
+def test_weights_after_ten_updates_are_those_of_plain_operations(operations: HeadOperations) -> None:
+    found, right = trained(fused_logprobs), trained(plain_logprobs)
+    for name, value in right.items():
+        error = (found[name] - value).norm() / value.norm()
+        assert error < 1e-4, name
+
+
+def test_a_head_with_adapters_still_learns_through_them() -> None:
+    config = shape()
+    config.tie_word_embeddings = False
+    policy = PolicyModel(Qwen3ForCausalLM(config))
+    policy.requires_grad_(False)
+    adapters = Adapters(policy.causal_lm, LoraConfig(rank=2, alpha=4.0, targets=("lm_head",)), 0, CPU)
+    tokens = torch.arange(48).reshape(2, 24)
+    policy(
+        tokens, POSITIONS, tokens[:, 1:].flatten(), temperature=1.0, chunk_tokens=5
+    ).logprobs.sum().backward()
+    assert any(bool(p.grad.any()) for p in adapters.named_parameters().values() if p.grad is not None)
+
+
+def test_scores_are_the_same_with_and_without_likeliest_tokens() -> None:
+    policy = PolicyModel(Qwen3ForCausalLM(shape()))
+    tokens = torch.arange(48).reshape(2, 24)
+    asked = tokens, POSITIONS, tokens[:, 1:].flatten()
+    with torch.no_grad():
+        alone = policy(*asked, temperature=0.7, chunk_tokens=46)
+        with_top = policy(*asked, temperature=0.7, chunk_tokens=46, top_k=3)
+    assert torch.equal(alone.logprobs, with_top.logprobs)
+    assert torch.equal(alone.entropy, with_top.entropy)
+    assert alone.top_ids.shape == (46, 0) and with_top.top_ids.shape == (46, 3)
