@@ -17,7 +17,7 @@ def parameters() -> list[torch.nn.Parameter]:
 
 
 def adamw(group: list[torch.nn.Parameter]) -> torch.optim.AdamW:
-    return torch.optim.AdamW(group, lr=0.1, weight_decay=0.1, foreach=True)
+    return torch.optim.AdamW(group, lr=0.1, weight_decay=0.1, fused=True)
 
 
 @pytest.mark.parametrize("part_elements", [1, 12, 1000])

@@ -2,7 +2,8 @@
 
 Invariants: losses came weighted, so only the clip scales gradients; the norm is that of the whole gradient over all
 ranks; matrices decay, vectors (norms, biases) do not; a rank updates only its own shards, which element-wise AdamW
-allows. Adapters, which are whole on every rank, take the same step everywhere. With offload no moment is on the device
+allows; one kernel reads and writes all that belongs to an element, so that no copy of the gradients is made. Adapters,
+which are whole on every rank, take the same step everywhere. With offload no moment is on the device
 between steps, and within a step only those of one part; the result is that of one step over all parameters at once,
 because AdamW treats every element by itself.
 """
@@ -42,7 +43,7 @@ class PolicyOptimizer:
             ],
             betas=settings.betas,
             eps=settings.epsilon,
-            foreach=True,
+            fused=True,
         )
         self._offload = OptimizerOffload(self._adamw, self._parameters) if settings.offload else None
         self.discard_gradients()
@@ -100,7 +101,7 @@ class PolicyOptimizer:
         if not moments:
             return
         state = self._adamw.state[parameter]
-        state["step"] = torch.tensor(float(steps))
+        state["step"] = torch.tensor(float(steps), device=parameter.device)
         for name, values in moments.items():
             if self._offload is not None:
                 state[name] = values
@@ -157,6 +158,6 @@ class OptimizerOffload:
             torch.cuda.current_stream().synchronize()
 
     def _moments(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        # The third entry of AdamW's state, the count of steps, is one number on the host.
+        # The third entry of AdamW's state, the count of steps, is one number, which stays on the device.
         state = self._optimizer.state.get(parameter, {})
         return {name: value for name, value in state.items() if name != "step"}
