@@ -77,9 +77,8 @@ class TokenLosses(NamedTuple):
 
 def sequence_sums(values: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
     """Return for each token the sum of `values` over its sequence."""
-    # A micro-batch may hold context alone.
-    count = int(sequences[-1]) + 1 if sequences.numel() else 0
-    return values.new_zeros(count).index_add(0, sequences, values)[sequences]
+    # There are no more sequences than tokens; to ask a GPU for their number would wait for it.
+    return torch.zeros_like(values).index_add(0, sequences, values).index_select(0, sequences)
 
 
 def sequence_means(values: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:

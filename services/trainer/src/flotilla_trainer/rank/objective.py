@@ -228,10 +228,10 @@ def _correction(
 
 
 def _numbered(sequences: torch.Tensor) -> torch.Tensor:
-    """Sequences of an update by their number within a micro-batch."""
-    numbers: torch.Tensor
-    _, numbers = torch.unique_consecutive(sequences, return_inverse=True)
-    return numbers
+    """Sequences of an update by their number within a micro-batch; their tokens are next to each other."""
+    begins = torch.zeros_like(sequences, dtype=torch.long)
+    begins[1:] = sequences[1:] != sequences[:-1]
+    return begins.cumsum(0)
 
 
 def _loss_named(name: str) -> PolicyLoss:

@@ -29,6 +29,11 @@ outside_graphs: Callable[[Attention], Attention] = torch.compiler.disable
 """Keeps attention out of compiled graphs; torch's own decorator has no types."""
 
 
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the host on the device; the host goes on while a GPU copies."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 @dataclass(frozen=True)
 class PackedRow:
     """Several sequences in one row, and their borders: on the host for shapes, on the device for kernels."""
@@ -47,7 +52,7 @@ class PackedRow:
         starts = ends - counts
         places = torch.arange(int(ends[-1])) - starts.repeat_interleave(counts)
         borders = torch.nn.functional.pad(ends, (1, 0)).int()
-        return cls(tuple(counts.tolist()), borders.to(device), places[None].to(device))
+        return cls(tuple(counts.tolist()), sent(borders, device), sent(places[None], device))
 
     @classmethod
     def among(cls, columns: dict[str, torch.Tensor]) -> PackedRow | None:

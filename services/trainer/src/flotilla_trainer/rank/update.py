@@ -26,10 +26,13 @@ from flotilla_trainer.rank.objective import LossTerms, RankObjective
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
 from flotilla_trainer.rank.sharded_model import ShardedModel
 from flotilla_trainer.rank.update_metrics import MAXIMA, SUMS, metrics_of_steps, objective_metrics
-from flotilla_trainer.wire.frames import Frame
+from flotilla_trainer.wire.frames import Array, Frame
 from flotilla_trainer.wire.settings import SessionSettings
 
 Columns = dict[str, torch.Tensor]
+
+ALIGNED = 16
+"""Every array of a command begins at a multiple of this many bytes, whatever the size of its numbers."""
 
 
 def micro_batches(
@@ -37,21 +40,37 @@ def micro_batches(
 ) -> Iterator[tuple[Columns, bool]]:
     """Yield the micro-batches of a command, or a part of them, as tensors, and whether each is idle work."""
     idle_ones = command.fields["idle"]
-    for index in range(len(idle_ones)) if part is None else part:
+    wanted = range(len(idle_ones)) if part is None else part
+    placed = _placed(
+        {name: array for name, array in command.arrays.items() if int(name.partition("/")[0]) in wanted},
+        device,
+    )
+    for index in wanted:
         prefix = f"{index}/"
-        yield (
-            {
-                name.removeprefix(prefix): _placed(name, torch.from_numpy(array), device)
-                for name, array in command.arrays.items()
-                if name.startswith(prefix)
-            },
-            idle_ones[index],
-        )
+        columns = {
+            name.removeprefix(prefix): tensor for name, tensor in placed.items() if name.startswith(prefix)
+        }
+        yield columns, idle_ones[index]
 
 
-def _placed(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    # The host reads lengths to choose kernels: on the device every such read would wait for it.
-    return tensor if name.endswith("packed_lengths") else tensor.to(device)
+def _placed(arrays: dict[str, Array], device: torch.device) -> Columns:
+    """Return the arrays as tensors on the device; a GPU takes them in one copy, while the host goes on.
+
+    Lengths stay on the host, which reads them to choose kernels: on a GPU every such read would wait for it.
+    """
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    moving = {name: tensor for name, tensor in tensors.items() if not name.endswith("packed_lengths")}
+    places, size = {}, 0
+    for name, tensor in moving.items():
+        places[name] = slice(size, size + tensor.nbytes)
+        size += -(-tensor.nbytes // ALIGNED) * ALIGNED
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for name, tensor in moving.items():
+        host[places[name]].view(tensor.dtype).copy_(tensor.reshape(-1))
+    whole = host.to(device, non_blocking=True)
+    return tensors | {
+        name: whole[places[name]].view(tensor.dtype).view(tensor.shape) for name, tensor in moving.items()
+    }
 
 
 class Update:
