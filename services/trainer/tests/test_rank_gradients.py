@@ -41,6 +41,9 @@ class Line:
     def progress(self, phase: str) -> None:
         pass
 
+    def moved(self) -> None:
+        pass
+
     def urgent(self, kind: str, act: Callable[[Frame], None]) -> None:
         pass
 

@@ -21,7 +21,6 @@ from flotilla_trainer.wire.frames import PREFIX_BYTES, Array, Frame, decode, enc
 STACK_DUMP_TIMEOUT_S = 5.0
 STACK_DUMP_QUIET_S = 0.25
 POLL_S = 0.05
-LAST_LOG_LINES = 20
 LINE_BREAKS_WITHIN_S = 2.0
 
 
@@ -119,15 +118,15 @@ class RankProcess:
         except OSError:
             return False
 
-    def last_log_lines(self) -> str:
-        """Return the last lines that this process wrote."""
+    def last_log_line(self) -> str:
+        """Return the last line that this process wrote, which names the error of a rank that failed."""
         try:
             with self._plan.log_path(self.rank).open("rb") as log:
                 log.seek(self._log_start)
-                lines = log.read().decode(errors="replace").splitlines()
+                lines = log.read().decode(errors="replace").rstrip().splitlines()
         except OSError:
             return ""
-        return "\n".join(lines[-LAST_LOG_LINES:])
+        return lines[-1] if lines else ""
 
     async def stacks(self, *, wake: bool = False) -> str:
         """Return the stacks of all its threads; `wake` continues a stopped process so that it can write them."""

@@ -1,7 +1,9 @@
 """Notice a rank that died, fell silent or makes no progress, and report it with all evidence.
 
 Invariants: a stopped or hung process is found within `rank_timeout_s` and named, not the ranks that wait for it; a
-command in which no rank makes progress within its limit fails too; a front that was itself delayed blames no rank.
+command in which no rank makes progress within its limit fails too, and every layer and every chunk of tokens that a
+rank computes is progress; a front that was itself delayed blames no rank. A report is one line for a terminal: stacks
+and logs stay in the files that it names.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class GangWatch:
         return RankFailed(
             f"{first.name} {first.ended()}",
             where=self._where(first),
-            why=_quoted("the last lines of its log", first.last_log_lines()),
+            why=f"its log ends with {first.last_log_line()!r}; all of it is in {self._plan.log_path(first.rank)}",
             next_step="The ranks are being restarted; a run continues from its last checkpoint.",
         )
 
@@ -92,22 +94,20 @@ class GangWatch:
         limit_s = self._plan.rank_timeout_s if how == "does not answer" else self._limit_s
         key = " (rank_timeout_s)" if limit_s == self._plan.rank_timeout_s else ""
         stopped = [rank for rank in ranks if rank.is_stopped()]
-        evidence = []
+        evidence = ["it was stopped by a signal (SIGSTOP) or a debugger"] if stopped else []
         for rank in ranks:
-            dump = await rank.stacks(wake=rank in stopped)
-            evidence.append(_quoted(f"stacks of {rank.name}", dump or "it wrote none"))
-        why = "it was stopped by a signal (SIGSTOP) or a debugger. " if stopped else ""
+            wrote = await rank.stacks(wake=rank in stopped)
+            stacks = (
+                f"are in {self._plan.stacks_path(rank.rank)}" if wrote else "are not known: it wrote none"
+            )
+            evidence.append(f"the stacks of {rank.name} {stacks}")
         return RankFailed(
             f"{' and '.join(rank.name for rank in ranks)} {how} for {limit_s:g} s{key}",
             where="; ".join(self._where(rank) for rank in ranks),
-            why=why + "\n".join(evidence),
+            why="; ".join(evidence),
             next_step="The ranks are being restarted; a run continues from its last checkpoint.",
         )
 
     def _where(self, rank: RankProcess) -> str:
         command = f"{self._command}: " if self._command else ""
         return f"{self._plan.name}, {command}last seen {rank.phase}"
-
-
-def _quoted(title: str, text: str) -> str:
-    return f"{title}:\n{text.rstrip()}\n" if text.strip() else f"{title}: none"

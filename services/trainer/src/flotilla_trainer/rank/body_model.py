@@ -12,6 +12,7 @@ language model, with a head of zeros.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,18 @@ def _stored(folder: Path, name: str) -> torch.Tensor | None:
     return None
 
 
+def _report(output: Any, moved: Callable[[], None]) -> None:
+    """Report that a layer gave this output, and later that the gradient of the output arrived."""
+    moved()
+    hidden = output[0] if isinstance(output, tuple) else output
+    if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+        hidden.register_hook(lambda gradient: moved())
+
+
+def _nothing() -> None:
+    """Take no notice of progress."""
+
+
 class BodyModel(nn.Module):
     """The part that models of all roles share: the way to the hidden states."""
 
@@ -119,7 +132,14 @@ class BodyModel(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
         self._lane = lane
+        self._moved: Callable[[], None] = _nothing
         self.eval()
+
+    def report_progress(self, layers: Iterable[nn.Module], moved: Callable[[], None]) -> None:
+        """Call `moved` after every part of a pass, forward and backward: a layer, or a chunk of a head."""
+        self._moved = moved
+        for layer in layers:
+            layer.register_forward_hook(lambda module, inputs, output: _report(output, moved))
 
     def packing_errors(self, first: torch.Tensor, other: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """Measure how packing changes `last`, as shares of its largest hidden state.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -137,6 +138,8 @@ class HeadWork:
     entropy_gradient: bool
     learns: bool
     """True where a backward pass may follow."""
+    moved: Callable[[], None]
+    """Called after every chunk, forward and backward."""
 
 
 def head_scores(
@@ -148,15 +151,17 @@ def head_scores(
     rules: HeadRules,
     chunk_tokens: int,
     entropy_gradient: bool,
+    moved: Callable[[], None] = lambda: None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probability of each target and the entropy of its distribution.
 
-    Only an entropy that `entropy_gradient` asks for carries a gradient.
+    Only an entropy that `entropy_gradient` asks for carries a gradient. After every chunk `moved` is called, in the
+    forward and in the backward pass.
     """
     learns = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     )
-    work = HeadWork(rules, chunk_tokens, entropy_gradient, learns)
+    work = HeadWork(rules, chunk_tokens, entropy_gradient, learns, moved)
     logprobs, entropies = _HeadScores.apply(hidden, weight, bias, targets, work)  # type: ignore[no-untyped-call]
     return logprobs, entropies
 
@@ -185,6 +190,7 @@ class _HeadScores(torch.autograd.Function):
                 scores, operations.score_rows(raw, targets[chunk], work.rules), strict=True
             ):
                 whole[chunk] = part
+            work.moved()
         if work.learns:
             ctx.save_for_backward(hidden, weight, bias, targets, scores.normalizers, scores.entropies)
             ctx.work, ctx.last = work, raw
@@ -220,6 +226,7 @@ class _HeadScores(torch.autograd.Function):
             if by_bias is not None:
                 by_bias += slopes.sum(0, dtype=torch.float32)
             raw = slopes = None
+            work.moved()
         return (
             by_hidden,
             None if by_weight is None else by_weight.to(weight.dtype),

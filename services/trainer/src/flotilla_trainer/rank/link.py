@@ -49,6 +49,10 @@ class FrontLink:
         self._phase = phase
         self._progress += 1
 
+    def moved(self) -> None:
+        """Record progress within the present phase."""
+        self._progress += 1
+
     def answer(self, command: Frame, fields: dict[str, Any], arrays: dict[str, Array] | None = None) -> None:
         """Answer that the command is done."""
         self._send(Frame("done", command.number, fields, arrays or {}))

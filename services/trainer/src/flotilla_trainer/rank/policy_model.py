@@ -141,6 +141,7 @@ class PolicyModel(BodyModel):
                 rules=self._at(temperature),
                 chunk_tokens=chunk_tokens,
                 entropy_gradient=entropy_gradient,
+                moved=self._moved,
             )
             nothing, none = torch.zeros_like(logprobs), logprobs.new_empty(len(logprobs), 0)
             return TokenScores(logprobs, entropy, none.long(), none, nothing, nothing, nothing)

@@ -9,7 +9,7 @@ all of their parameters are equal, on any device and any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -102,6 +102,10 @@ class ShardedModel:
     def causal_lm(self) -> PreTrainedModel | ValueBody:
         """The transformers model inside; that of a critic has a head of one number."""
         return self.policy.causal_lm
+
+    def report_progress(self, moved: Callable[[], None]) -> None:
+        """Call `moved` after every part of a pass."""
+        self.policy.report_progress(self._layers(self.causal_lm), moved)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return all parameters, each once."""

@@ -259,6 +259,7 @@ class RankWorker:
         self._model = ShardedModel(
             Path(self._setup.model), dtype, self._mesh, self._device, MODELS[head], frozen=frozen
         )
+        self._model.report_progress(self._link.moved)
         self._publisher = Publisher(self._model, self._link)
         self._checkpoints = RankCheckpoints(self._model, self._link)
 
