@@ -6,8 +6,8 @@ import asyncio
 import os
 import signal
 import time
-from pathlib import Path
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
