@@ -105,7 +105,11 @@ class ShardedModel:
 
     def report_progress(self, moved: Callable[[], None]) -> None:
         """Call `moved` after every part of a pass."""
-        self.policy.report_progress(self._layers(self.causal_lm), moved)
+        self.policy.report_progress(self.layers(), moved)
+
+    def layers(self) -> list[nn.Module]:
+        """Return the repeated blocks of the model."""
+        return self._layers(self.causal_lm)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return all parameters, each once."""

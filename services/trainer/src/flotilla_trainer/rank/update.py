@@ -21,6 +21,7 @@ import torch.distributed as dist
 from flotilla_core import telemetry
 from flotilla_core.errors import FlotillaError, Mismatch
 from flotilla_core.telemetry import names
+from flotilla_trainer.rank.kept_whole import Kept, keeping, kept_by
 from flotilla_trainer.rank.link import FrontLink
 from flotilla_trainer.rank.objective import LossTerms, RankObjective
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
@@ -94,9 +95,15 @@ class Update:
         """Run every micro-batch of this rank, or a part of them, and let their loss count `factor` times."""
         total = len(command.fields["idle"] if part is None else part)
         self._factor = factor
-        with telemetry.span(names.TRAINER_FORWARD_BACKWARD), torch.set_grad_enabled(backward):
+        kept = self._kept() if backward else Kept()
+        with (
+            telemetry.span(names.TRAINER_FORWARD_BACKWARD),
+            torch.set_grad_enabled(backward),
+            keeping(self._model.policy, kept) as announce,
+        ):
             for index, (columns, idle) in enumerate(micro_batches(command, self._model.device, part)):
                 self._link.progress(f"micro-batch {index + 1} of {total}")
+                announce(last=index + 1 == total)
                 self._one(columns, idle, backward)
 
     def absorb(self, other: Update) -> None:
@@ -129,6 +136,10 @@ class Update:
             f"the probabilities of one version differ between generator and trainer by {mean:.4g} on average, "
             f"above {limit:g}"
         )
+
+    def _kept(self) -> Kept:
+        """Return what stays whole between the micro-batches."""
+        return Kept() if self._settings.objective.compares_distributions else kept_by(self._model)
 
     def _one(self, columns: Columns, idle: bool, backward: bool) -> None:
         terms = self._objective.on(self._model.policy, columns, self._settings.batching.logprob_chunk_tokens)

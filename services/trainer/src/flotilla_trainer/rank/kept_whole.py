@@ -1,0 +1,114 @@
+"""Keep weights and gradients whole from one micro-batch of an update to the next, where the device has the memory.
+
+Invariants: ranks that keep them gather each weight once and reduce each gradient once an update, and otherwise once a
+micro-batch; all ranks decide alike, from the rank with the least free memory. Kept weights take the bytes of the whole
+model in the type of the computation, kept gradients four bytes more for every parameter that learns; both together, or
+the weights alone, are kept where they take at most half of the memory that is free when the update begins. Nothing is
+kept on a CPU, nor where a reference takes the place of the policy before a micro-batch; no gradients are kept of a
+model with parts that a micro-batch may not reach. After an update, and after an error in it, every weight is a shard
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from flotilla_trainer.rank.sharded_model import ShardedModel
+
+GRADIENT_BYTES = 4
+SHARE = 0.5
+"""The share of the free memory that may be used."""
+
+
+class Kept(NamedTuple):
+    """What stays whole between two micro-batches."""
+
+    weights: bool = False
+    gradients: bool = False
+
+
+class Announce(Protocol):
+    """Prepares the model for the next micro-batch."""
+
+    def __call__(self, *, last: bool) -> None:
+        """Say whether it is the last one."""
+
+
+def kept_by(model: ShardedModel) -> Kept:
+    """Return what there is memory for; a collective."""
+    if model.device.type != "cuda":
+        return Kept()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    weights = parameters * model.dtype.itemsize
+    gradients = 0 if model.frozen else parameters * GRADIENT_BYTES
+    room = torch.tensor(_free_bytes(model.device) * SHARE, dtype=torch.float64, device=model.device)
+    dist.all_reduce(room, dist.ReduceOp.MIN)
+    available = float(room)
+    return Kept(weights <= available, weights + gradients <= available and not _may_leave_parts_out(model))
+
+
+@contextmanager
+def keeping(policy: nn.Module, kept: Kept) -> Iterator[Announce]:
+    """Let micro-batches with a backward pass keep what `kept` says; each one is announced before it begins."""
+    assert isinstance(policy, FSDPModule)
+
+    said: bool | None = None
+
+    def announce(*, last: bool) -> None:
+        nonlocal said
+        if last is said:
+            return
+        said = last
+        policy.set_reshard_after_forward(not kept.weights)
+        policy.set_reshard_after_backward(last or not kept.weights)
+        policy.set_requires_gradient_sync(last or not kept.gradients)
+
+    finished = False
+    try:
+        yield announce if kept.weights else _prepare_nothing
+        finished = True
+    finally:
+        if kept.weights:
+            _end(policy, drop=not finished)
+
+
+def _prepare_nothing(*, last: bool) -> None:
+    """Leave the model as it is."""
+
+
+def _end(policy: FSDPModule, *, drop: bool) -> None:
+    """Make every weight a shard again, and drop gradients that were not reduced yet where `drop` says so."""
+    policy.set_requires_gradient_sync(True)
+    policy.set_reshard_after_backward(True)
+    policy.set_reshard_after_forward(True)
+    for module in cast(nn.Module, policy).modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        module.reshard()
+        # FSDP has no public way to forget what it has not reduced.
+        group = module._get_fsdp_state()._fsdp_param_group
+        for parameter in group.fsdp_params if drop and group is not None else ():
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+
+def _may_leave_parts_out(model: ShardedModel) -> bool:
+    """Return whether a micro-batch may reach only some parts of a layer, such as experts in a list.
+
+    FSDP cannot reduce a gradient that only the last micro-batch gave together with those that it kept.
+    """
+    return any(isinstance(part, nn.ModuleList) for layer in model.layers() for part in layer.modules())
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Return what a GPU has left, with what torch holds and does not use."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + unused
