@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from flotilla_core.config import LoraConfig
-from flotilla_trainer.rank import compiled_layers
+from flotilla_trainer.rank import compiled_layers, packed_rows
 from flotilla_trainer.rank.activation_offload import RecomputedLayers
 from flotilla_trainer.rank.compilation import COMPILING, CompilerWatch
 from flotilla_trainer.rank.compiled_layers import CompiledLayers
@@ -133,3 +135,146 @@ def test_what_hooks_onto_a_compiled_layer_takes_part_and_goes_again(
     torch.testing.assert_close(layer(given), before + 1)
     hook.remove()
     torch.testing.assert_close(layer(given), before)
+
+
+@torch.library.custom_op("flotilla_test::variable_length", mutates_args=())
+def variable_length(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    borders: torch.Tensor,
+    reach: int,
+    scale: float,
+) -> torch.Tensor:
+    """Attend within each sequence, as torch's kernel does on a GPU."""
+    return attended(query, key, value, borders, reach, scale)
+
+
+def attended(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    borders: torch.Tensor,
+    reach: int,
+    scale: float,
+) -> torch.Tensor:
+    parts = []
+    for start, end in itertools.pairwise(borders.tolist()):
+        assert end - start <= reach
+        heads = [tensor[start:end].transpose(0, 1)[None] for tensor in (query, key, value)]
+        parts.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                *heads, is_causal=True, scale=scale, enable_gqa=True
+            )[0].transpose(0, 1)
+        )
+    return torch.cat(parts)
+
+
+@variable_length.register_fake
+def _(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    borders: torch.Tensor,
+    reach: int,
+    scale: float,
+) -> torch.Tensor:
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("flotilla_test::variable_length_backward", mutates_args=())
+def variable_length_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    borders: torch.Tensor,
+    reach: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute attention again, and its gradients."""
+    with torch.enable_grad():
+        given = [tensor.detach().contiguous().requires_grad_() for tensor in (query, key, value)]
+        by_query, by_key, by_value = torch.autograd.grad(
+            attended(*given, borders, reach, scale), given, gradient
+        )
+    return by_query.contiguous(), by_key.contiguous(), by_value.contiguous()
+
+
+@variable_length_backward.register_fake
+def _(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    borders: torch.Tensor,
+    reach: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    query, key, value = (
+        torch.empty_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)
+    )
+    return query, key, value
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.rest = inputs[4:]
+
+
+def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    return (*variable_length_backward(gradient.contiguous(), *ctx.saved_tensors, *ctx.rest), None, None, None)
+
+
+variable_length.register_autograd(_gradients, setup_context=_keep)
+
+
+def kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    borders: torch.Tensor,
+    same_borders: torch.Tensor,
+    reach: int,
+    same_reach: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool = True,
+) -> torch.Tensor:
+    """Take what torch's kernel takes."""
+    assert window_size == (-1, 0)
+    return variable_length(query, key, value, borders, reach, scale)
+
+
+ROWS = [(15, 2), (13, 11, 9), (40, 3), (5, 2, 70, 4), (2, 2, 2, 33)]
+"""Their longest sequences have limits of 16, 16, 64, 128 and 64 tokens."""
+
+
+def test_attention_is_part_of_the_one_graph_where_a_kernel_takes_packed_rows(
+    counter: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = model(layers=3)
+    compiled = CompiledLayers(policy.causal_lm.model.layers)
+    expected = [packed_numbers(policy, lengths) for lengths in ROWS]
+    monkeypatch.setattr(packed_rows, "VARIABLE_LENGTH", kernel)
+    monkeypatch.setattr(packed_rows, "takes_variable_lengths", lambda query: True)
+    compiled.on = True
+    frames = []
+    for lengths, right in zip(ROWS, expected, strict=True):
+        same(packed_numbers(policy, lengths), right)
+        frames.append(counter.frame_count)
+    # One graph without and one with gradient; a second limit teaches the compiler that limits vary.
+    assert frames[0] == 2
+    assert frames[-1] <= 4 and frames[2:] == [frames[2]] * (len(ROWS) - 2)
+
+
+def packed_numbers(policy: PolicyModel, lengths: tuple[int, ...]) -> list[torch.Tensor]:
+    """Return log-probabilities of a packed row with and without gradient, and the gradient."""
+    row = PackedRow.of(lengths, CPU)
+    tokens = torch.randint(VOCABULARY, (sum(lengths),), generator=torch.Generator().manual_seed(len(lengths)))
+    asked = tokens[None], torch.arange(len(tokens) - 1), tokens[1:]
+    with torch.no_grad():
+        frozen = policy(*asked, temperature=1.0, chunk_tokens=16, packed_row=row).logprobs
+    live = policy(*asked, temperature=1.0, chunk_tokens=16, packed_row=row).logprobs
+    return [frozen, live.detach(), *torch.autograd.grad(live.sum(), list(policy.parameters()))]

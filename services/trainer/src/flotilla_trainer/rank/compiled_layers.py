@@ -3,7 +3,8 @@
 Invariants: results are those of the plain layers up to rounding; rows and their lengths are dynamic, so that no new
 length is compiled again; a layer that was compiled for `RECOMPILE_LIMIT` cases (with and without gradient, one row or
 several, each kind of attention) runs uncompiled in any other case. Only code inside the hooks that gather a layer's
-shards is compiled; attention over packed rows stays a call of its own between two graphs.
+shards is compiled. Attention over packed rows is part of the graph where one kernel takes rows of any lengths, and
+otherwise a call of its own between two graphs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
+
+from flotilla_trainer.rank.packed_rows import PackedRow
 
 RECOMPILE_LIMIT = 16
 OFF_SWITCHES = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
@@ -76,7 +79,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         yield value
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
-    # A packed row is no tuple, so it is skipped here: its tensors never enter a graph.
+    elif isinstance(value, PackedRow):
+        yield value.borders
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors(item)
@@ -85,7 +89,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 def _mark_row(tensor: torch.Tensor) -> None:
     """Mark the sizes that vary: rows and tokens.
 
-    Hidden states, positions and their embeddings are [rows, tokens, ...]; masks are [rows, 1, tokens, tokens].
+    Hidden states, positions and their embeddings are [rows, tokens, ...]; masks are [rows, 1, tokens, tokens]; the
+    borders of a packed row are [sequences + 1].
     """
     places = (2, 3) if tensor.ndim == 4 else (1,)
     for place in (0, *places):

@@ -3,7 +3,8 @@
 Invariants: positions restart at zero with every sequence, so that a model cannot tell a packed sequence from a lone
 one; no token sees another sequence, by construction and not by a mask over the whole row; memory grows with the tokens
 and, at most, the square of one sequence. Half precision on GPUs uses torch's variable-length kernel where torch has
-it; everything else uses the dense kernels, one call for each run of equally long sequences.
+it, which compiled layers call within their graph; everything else uses the dense kernels, one call for each run of
+equally long sequences, outside of graphs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Heads = torch.Tensor
 """A tensor of [1, heads, tokens, size]."""
 Attention = TypeVar("Attention", bound=Callable[..., Any])
 outside_graphs: Callable[[Attention], Attention] = torch.compiler.disable
-"""Keeps attention out of compiled graphs; torch's own decorator has no types."""
+"""Keeps a function out of compiled graphs; torch's own decorator has no types."""
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -34,11 +35,14 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-@dataclass(frozen=True)
+# A frozen class would be taken apart by compilers, which would then make a graph for every list of lengths.
+@dataclass(eq=False)
 class PackedRow:
     """Several sequences in one row, and their borders: on the host for shapes, on the device for kernels."""
 
     lengths: tuple[int, ...]
+    reach: int
+    """A power of two that no sequence is longer than; kernels need no closer limit, and graphs serve few of them."""
     borders: torch.Tensor
     """The first index of each sequence, and the end of the row: int32, [sequences + 1]."""
     position_ids: torch.Tensor
@@ -52,18 +56,14 @@ class PackedRow:
         starts = ends - counts
         places = torch.arange(int(ends[-1])) - starts.repeat_interleave(counts)
         borders = torch.nn.functional.pad(ends, (1, 0)).int()
-        return cls(tuple(counts.tolist()), sent(borders, device), sent(places[None], device))
+        reach = 1 << (int(counts.max()) - 1).bit_length()
+        return cls(tuple(counts.tolist()), reach, sent(borders, device), sent(places[None], device))
 
     @classmethod
     def among(cls, columns: dict[str, torch.Tensor]) -> PackedRow | None:
         """Return the row that the columns of a micro-batch describe; None where its rows are padded."""
         lengths = columns.get("packed_lengths")
         return None if lengths is None else cls.of(lengths.tolist(), columns["tokens"].device)
-
-    @property
-    def longest(self) -> int:
-        """The number of tokens of the longest sequence."""
-        return max(self.lengths)
 
     def runs(self) -> list[tuple[int, int, int]]:
         """Return runs of equally long sequences, one dense call each, as (first token, sequences, length)."""
@@ -75,7 +75,6 @@ class PackedRow:
         return runs
 
 
-@outside_graphs
 def packed_attention(
     module: nn.Module,
     query: Heads,
@@ -92,40 +91,45 @@ def packed_attention(
 
     A model that does not pass the row on gets attention over the whole row, which the probe of the model finds.
     """
-    if packed_row is None:
-        packed_row = PackedRow.of((query.shape[2],), query.device)
-    if VARIABLE_LENGTH is not None and query.is_cuda and query.dtype in HALVES:
-        return _at_once(VARIABLE_LENGTH, query, key, value, packed_row, scaling, sliding_window), None
-    outputs = [
-        _run(query, key, value, start, count, length, scaling, sliding_window)
-        for start, count, length in packed_row.runs()
-    ]
-    return torch.cat(outputs)[None], None
+    if packed_row is not None and takes_variable_lengths(query):
+        return _at_once(query, key, value, packed_row, scaling, sliding_window), None
+    return _by_runs(query, key, value, packed_row, scaling, sliding_window), None
+
+
+def takes_variable_lengths(query: Heads) -> bool:
+    """Return whether torch's variable-length kernel can take these numbers."""
+    return VARIABLE_LENGTH is not None and query.is_cuda and query.dtype in HALVES
 
 
 def _at_once(
-    kernel: Callable[..., torch.Tensor],
-    query: Heads,
-    key: Heads,
-    value: Heads,
-    row: PackedRow,
-    scaling: float | None,
-    window: int | None,
+    query: Heads, key: Heads, value: Heads, row: PackedRow, scaling: float | None, window: int | None
 ) -> torch.Tensor:
+    assert VARIABLE_LENGTH is not None
     query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
     grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if NAMES_GROUPED_HEADS else {}
-    return kernel(
+    return VARIABLE_LENGTH(
         query,
         key,
         value,
         row.borders,
         row.borders,
-        row.longest,
-        row.longest,
+        row.reach,
+        row.reach,
         scale=scaling,
         window_size=(window - 1 if window else -1, 0),
         **grouped,
     )[None]
+
+
+@outside_graphs
+def _by_runs(
+    query: Heads, key: Heads, value: Heads, row: PackedRow | None, scaling: float | None, window: int | None
+) -> torch.Tensor:
+    runs = [(0, 1, query.shape[2])] if row is None else row.runs()
+    outputs = [
+        _run(query, key, value, start, count, length, scaling, window) for start, count, length in runs
+    ]
+    return torch.cat(outputs)[None]
 
 
 def _run(
