@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from flotilla_core.config import BatchingConfig, OptimizerConfig
-from flotilla_core.errors import UserCodeError
+from flotilla_core.errors import Exhausted, UserCodeError
 from flotilla_trainer.batch.packing import Layout, Sequences, pack
 from flotilla_trainer.rank import update as update_module
 from flotilla_trainer.rank.kept_whole import Kept
@@ -55,7 +55,7 @@ class Failing(Objective):
         return terms
 
 
-def command(rank: int) -> Frame:
+def command(rank: int, ranks: int = RANKS) -> Frame:
     """Return several micro-batches for this rank."""
     random = np.random.default_rng(5)
     lengths = np.array([9, 7, 12, 5, 11, 8, 6, 10])
@@ -65,7 +65,7 @@ def command(rank: int) -> Frame:
     )
     weights = random.normal(0, 1, len(scored)).astype(np.float32) / np.float32(len(scored))
     tokens = random.integers(0, VOCABULARY, int(lengths.sum())).astype(np.int32)
-    batches = pack(Sequences(tokens, lengths, scored, {"weights": weights}), Layout(16, RANKS, packed=True))[
+    batches = pack(Sequences(tokens, lengths, scored, {"weights": weights}), Layout(16, ranks, packed=True))[
         rank
     ]
     assert len(batches) > 2
@@ -157,3 +157,46 @@ def test_gradients_and_weights_are_the_same_whatever_is_kept(
 def test_kept_weights_are_gathered_once_an_update(found: list[dict[Any, dict[str, Any]]], case: str) -> None:
     for each in found:
         assert each[torch.float32, case]["gathers"] < each[torch.float32, "nothing"]["gathers"]
+
+
+def after_lack_of_memory(folder: Path, kept: Kept) -> tuple[str, bool]:
+    """Return the refusal of an update that broke off in a backward pass, and whether the next one is as any other."""
+    update_module.kept_by = lambda model: kept
+    model = ShardedModel(folder, torch.float32, RankMesh.form("cpu"), CPU)
+    model.load(folder)
+    optimizer = PolicyOptimizer(model, SESSION.optimizer)
+    lacking = [True, True]
+
+    def run_out(layer: Any, inputs: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        hidden.register_hook(lambda gradient: fail() if lacking and lacking.pop() and not lacking else None)
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError("out of memory: 8 GiB asked for\nand more")
+
+    def gradients() -> dict[str, torch.Tensor]:
+        update = Update(model, SESSION, Objective(SESSION.objective), Line())
+        update.accumulate(command(0, 1), backward=True)
+        found = {name: local(p.grad).clone() for name, p in model.trainable().items()}
+        optimizer.discard_gradients()
+        return found
+
+    right = gradients()
+    # The backward pass of the second micro-batch breaks off between two layers.
+    hook = model.layers()[0].register_forward_hook(run_out)
+    with pytest.raises(Exhausted) as refused:
+        gradients()
+    hook.remove()
+    optimizer.discard_gradients()
+    again = gradients()
+    return str(refused.value), all(torch.equal(again[name], value) for name, value in right.items())
+
+
+@pytest.mark.parametrize("kept", [Kept(), Kept(weights=True, gradients=True)], ids=str)
+def test_a_micro_batch_that_does_not_fit_is_refused_and_leaves_nothing_behind(
+    folder: Path, on_ranks: OnRanks, kept: Kept
+) -> None:
+    ((refusal, same),) = on_ranks(1, lambda: after_lack_of_memory(folder, kept))
+    assert "batching.tokens_per_microbatch" in refusal and "8 GiB asked for" in refusal
+    assert "and more" not in refusal
+    assert same

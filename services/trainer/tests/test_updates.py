@@ -10,13 +10,16 @@ import pytest
 
 from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
-from flotilla_core.errors import InvalidRequest
+from flotilla_core.config import BatchingConfig
+from flotilla_core.errors import Exhausted, InvalidRequest
 from flotilla_core.service import Activities
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 from flotilla_testing.session_specs import as_struct, wire_objective
+from flotilla_trainer.batch.packing import Sequences
 from flotilla_trainer.front.session import Session
 from flotilla_trainer.front.session_progress import NOTHING_COUNTS
+from flotilla_trainer.front.session_ranks import SessionRanks
 from flotilla_trainer.front.session_settings import session_settings
 from flotilla_trainer.gang.ranks import Gang
 from flotilla_trainer.wire.frames import Frame
@@ -129,3 +132,27 @@ async def test_a_step_on_calls_in_which_nothing_counts_is_no_step(
         assert step.skipped == NOTHING_COUNTS and session.version == Version(0, 0)
     await session.gradients.add(pb.ForwardBackwardRequest(run_id="a", groups=groups((1.0, 0.0))))
     assert not (await session.gradients.step(0.0)).skipped and session.version == Version(0, 1)
+
+
+async def test_micro_batches_that_exceed_the_memory_are_halved_for_the_rest_of_the_session(
+    gang: AgreeingGang,
+) -> None:
+    ranks = SessionRanks("a", BatchingConfig(tokens_per_microbatch=2048), cast(Gang, gang), Activities())
+    given = Sequences(np.zeros(2400, np.int32), np.full(8, 300), np.arange(8) * 300 + 299)
+    tried: list[int] = []
+
+    async def attempt() -> None:
+        tried.append(max(batch.tokens.size for batch in ranks.pack(given)[0]))
+        if tried[-1] > 700:
+            raise Exhausted("a micro-batch does not fit")
+
+    await ranks.fitted(attempt)
+    assert len(tried) == 3 and tried[-1] <= 700
+    await ranks.fitted(attempt)
+    assert len(tried) == 4
+
+    async def hopeless() -> None:
+        raise Exhausted("nothing fits")
+
+    with pytest.raises(Exhausted, match="nothing fits"):
+        await ranks.fitted(hopeless)

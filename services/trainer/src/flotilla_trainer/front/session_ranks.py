@@ -1,24 +1,35 @@
 """Send the work of one session to the ranks, and put their scores in the order of the tokens.
 
-Invariants: callers that read or change weights hold `turn`; a session that has ended sends nothing any more.
+Invariants: callers that read or change weights hold `turn`; a session that has ended sends nothing any more;
+micro-batches that exceed the memory of a lone rank are halved, with a notice, for the rest of the session.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
+import structlog
 
 from flotilla_core.config import BatchingConfig
-from flotilla_core.errors import DeadlineExceeded, FlotillaError
+from flotilla_core.errors import DeadlineExceeded, Exhausted, FlotillaError
 from flotilla_core.service import Activities
 from flotilla_trainer.batch.packing import Layout, MicroBatch, Sequences, pack
 from flotilla_trainer.batch.tokens import ModelLimits
 from flotilla_trainer.front.session_settings import layout
 from flotilla_trainer.gang.ranks import Gang
 from flotilla_trainer.wire.frames import Array, Frame
+
+logger = structlog.get_logger()
+
+SMALLEST_BUDGET = 256
+"""The tokens below which a micro-batch is halved no more: the reason must be another one."""
+
+T = TypeVar("T")
 
 
 class SessionRanks:
@@ -27,6 +38,7 @@ class SessionRanks:
     def __init__(self, run_id: str, batching: BatchingConfig, gang: Gang, activities: Activities) -> None:
         self.run_id = run_id
         self._batching = batching
+        self._budget = batching.tokens_per_microbatch
         self._gang = gang
         self._activities = activities
         self._over: FlotillaError | None = None
@@ -73,7 +85,7 @@ class SessionRanks:
 
     def layout(self) -> Layout:
         """Return how work is divided among the lanes."""
-        return layout(self._batching, self._gang.facts, self._gang.lanes)
+        return replace(layout(self._batching, self._gang.facts, self._gang.lanes), budget=self._budget)
 
     def pack(self, sequences: Sequences) -> list[list[MicroBatch]]:
         """Return the micro-batches of each lane."""
@@ -85,6 +97,22 @@ class SessionRanks:
         # session may follow those of the next session.
         self.check_open()
         return await self._gang.command(kind, *arguments, **options)
+
+    async def fitted(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Lay work out and do it; again with micro-batches of half the size for as long as they exceed the memory."""
+        while True:
+            try:
+                return await attempt()
+            except Exhausted as error:
+                if self._budget < 2 * SMALLEST_BUDGET:
+                    raise
+                self._budget //= 2
+                logger.warning(
+                    "smaller micro-batches from now on",
+                    run_id=self.run_id,
+                    tokens_per_microbatch=self._budget,
+                    why=error.why,
+                )
 
     async def work(self, kind: str, packed: list[list[MicroBatch]], fields: dict[str, Any]) -> list[Frame]:
         """Let every lane do its micro-batches; return the answers of the first rank of each."""

@@ -24,7 +24,7 @@ from flotilla_trainer.batch.step_plan import StepPlan
 from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.front.idempotent_calls import IdempotentCalls
 from flotilla_trainer.front.pending_gradients import PendingGradients
-from flotilla_trainer.front.prepared_update import Preparation
+from flotilla_trainer.front.prepared_update import Preparation, PreparedUpdate
 from flotilla_trainer.front.session_progress import NOTHING_COUNTS, SessionProgress
 from flotilla_trainer.front.session_ranks import SessionRanks
 
@@ -104,16 +104,22 @@ class Updates:
         progress.check_version(Version.from_proto(header.policy_version), f"update {update_id}")
         rate = progress.learning_rate(header.learning_rate if header.HasField("learning_rate") else None)
         started = time.monotonic()
-        prepared = await self._preparation.of(
-            update_id, groups, progress.version, progress.objective, self._plan
-        )
+
+        async def attempt() -> tuple[PreparedUpdate, float, dict[str, Any]]:
+            prepared = await self._preparation.of(
+                update_id, groups, progress.version, progress.objective, self._plan
+            )
+            prepared_s = time.monotonic() - started
+            if not prepared.counts:
+                return prepared, prepared_s, {}
+            fields = {"learning_rate": rate, "steps": prepared.steps}
+            with self._ranks.doing("train: forward, backward and step"):
+                answers = await self._ranks.work("train", prepared.packed, fields)
+            return prepared, prepared_s, answers[0].fields
+
+        prepared, prepared_s, answer = await self._ranks.fitted(attempt)
         if not prepared.counts:
             return self._result(update_id, prepared.batch, prepared.metrics, NOTHING_COUNTS)
-        prepared_s = time.monotonic() - started
-        fields = {"learning_rate": rate, "steps": prepared.steps}
-        with self._ranks.doing("train: forward, backward and step"):
-            answers = await self._ranks.work("train", prepared.packed, fields)
-        answer = answers[0].fields
         metrics = answer["metrics"] | prepared.metrics | {"time/prepare_s": prepared_s}
         skipped, batch = answer["skipped"], prepared.batch
         if skipped:

@@ -6,7 +6,7 @@ model in the type of the computation, kept gradients four bytes more for every p
 the weights alone, are kept where they take at most half of the memory that is free when the update begins. Nothing is
 kept on a CPU, nor where a reference takes the place of the policy before a micro-batch; no gradients are kept of a
 model with parts that a micro-batch may not reach. After an update, and after an error in it, every weight is a shard
-again.
+again; after an error nothing is left of its pass, so that the next one may begin.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from flotilla_trainer.rank.sharded_model import ShardedModel
 
@@ -75,26 +76,41 @@ def keeping(policy: nn.Module, kept: Kept) -> Iterator[Announce]:
         yield announce if kept.weights else _prepare_nothing
         finished = True
     finally:
+        if not finished:
+            _forget_pass(policy)
         if kept.weights:
-            _end(policy, drop=not finished)
+            policy.set_requires_gradient_sync(True)
+            policy.set_reshard_after_backward(True)
+            policy.set_reshard_after_forward(True)
+        for module in _sharded(policy) if kept.weights or not finished else ():
+            module.reshard()
 
 
 def _prepare_nothing(*, last: bool) -> None:
     """Leave the model as it is."""
 
 
-def _end(policy: FSDPModule, *, drop: bool) -> None:
-    """Make every weight a shard again, and drop gradients that were not reduced yet where `drop` says so."""
-    policy.set_requires_gradient_sync(True)
-    policy.set_reshard_after_backward(True)
-    policy.set_reshard_after_forward(True)
-    for module in cast(nn.Module, policy).modules():
-        if not isinstance(module, FSDPModule):
+def _sharded(policy: FSDPModule) -> Iterator[FSDPModule]:
+    """Yield all modules with shards of their own."""
+    yield from (module for module in cast(nn.Module, policy).modules() if isinstance(module, FSDPModule))
+
+
+def _forget_pass(policy: FSDPModule) -> None:
+    """Forget a pass that broke off and the gradients that were not reduced yet; FSDP has no public way to do so."""
+    for module in _sharded(policy):
+        state = module._get_fsdp_state()
+        state._training_state = TrainingState.IDLE
+        state._state_ctx.iter_forward_root = None
+        # Otherwise FSDP would wait for the end of a backward pass that never ends.
+        state._state_ctx.post_backward_final_callback_queued = False
+        group = state._fsdp_param_group
+        if group is None:
             continue
-        module.reshard()
-        # FSDP has no public way to forget what it has not reduced.
-        group = module._get_fsdp_state()._fsdp_param_group
-        for parameter in group.fsdp_params if drop and group is not None else ():
+        group._training_state = TrainingState.IDLE
+        group._all_gather_result = None
+        group._post_forward_indices.clear()
+        group.comm_ctx.post_forward_order.clear()
+        for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None

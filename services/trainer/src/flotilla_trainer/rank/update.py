@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from flotilla_core import telemetry
-from flotilla_core.errors import FlotillaError, Mismatch
+from flotilla_core.errors import Exhausted, FlotillaError, Mismatch
 from flotilla_core.telemetry import names
 from flotilla_trainer.rank.kept_whole import Kept, keeping, kept_by
 from flotilla_trainer.rank.link import FrontLink
@@ -92,7 +92,29 @@ class Update:
     def accumulate(
         self, command: Frame, *, backward: bool, factor: float = 1.0, part: range | None = None
     ) -> None:
-        """Run every micro-batch of this rank, or a part of them, and let their loss count `factor` times."""
+        """Run every micro-batch of this rank, or a part of them, and let their loss count `factor` times.
+
+        One that does not fit into memory is refused where no other rank waits for its end.
+        """
+        lacking = ""
+        try:
+            self._all(command, backward=backward, factor=factor, part=part)
+        except torch.OutOfMemoryError as error:
+            if dist.get_world_size() > 1:
+                raise
+            lacking = str(error).partition("\n")[0]
+        # Outside of the block above, which holds what the pass computed.
+        if lacking:
+            torch.cuda.empty_cache()
+            raise Exhausted(
+                "a micro-batch does not fit into the memory of the GPU",
+                where="batching.tokens_per_microbatch",
+                why=lacking,
+                next_step="lower it, or set batching.activation_checkpointing to true",
+            )
+
+    def _all(self, command: Frame, *, backward: bool, factor: float, part: range | None) -> None:
+        """Run these micro-batches."""
         total = len(command.fields["idle"] if part is None else part)
         self._factor = factor
         kept = self._kept() if backward else Kept()
