@@ -182,7 +182,8 @@ class TrainerConfig(ConfigModel):
     dtype: DType = "float32"
     """Type of forward and backward passes; master weights and reductions stay float32."""
     rank_timeout_s: float = Field(default=60.0, gt=0, le=86_400)
-    """A rank that is silent for this long within one command is reported, dumped and replaced with its gang."""
+    """A rank that is silent, or computes no layer and no chunk of tokens, for this long within one command is reported,
+    dumped and replaced with its gang."""
     attach: str | None = None
     """Address of a trainer that was started outside this stack."""
 

@@ -22,8 +22,8 @@ from flotilla_trainer.rank.policy_model import TokenScores
 from flotilla_trainer.rank.sharded_model import ShardedModel
 from flotilla_trainer.rank.value_model import ValueModel
 
-ROWS = ((37, 29), (41, 23, 5))
-"""The lengths of the sequences to compile with; only a second row shows the compiler which sizes vary."""
+ROWS = ((37, 29), (71, 23, 5))
+"""The lengths of the sequences to compile with; only a second row shows the compiler which sizes and limits vary."""
 
 COMPILING = "compiling the layers"
 
