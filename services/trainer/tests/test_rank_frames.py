@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flotilla_trainer.rank.update import micro_batches
 from flotilla_trainer.wire.frames import PREFIX_BYTES, Frame, decode, encode, lengths
 
 
@@ -43,3 +45,29 @@ def test_numbers_that_are_not_finite_survive() -> None:
     got = over_the_wire(Frame("done", fields={"loss": float("nan"), "norm": float("inf")}))
     assert got.fields["loss"] != got.fields["loss"]
     assert got.fields["norm"] == float("inf")
+
+
+def test_every_column_of_a_micro_batch_reaches_the_rank_as_it_was_sent() -> None:
+    rng = np.random.default_rng(0)
+    # Odd counts of 4, 8 and 1 bytes, so that only aligned places hold them next to each other; and one without rows.
+    columns = {
+        "tokens": rng.integers(0, 99, (1, 7)).astype(np.int32),
+        "positions": np.arange(5),
+        "selected": rng.integers(0, 2, 5).astype(bool),
+        "teacher_top_ids": rng.integers(0, 99, (5, 3)).astype(np.int32),
+        "weights": rng.normal(0, 1, 5).astype(np.float32),
+        "packed_lengths": np.array([4, 3]),
+    }
+    arrays = {f"{index}/{name}": array + index for index in range(12) for name, array in columns.items()}
+    arrays["11/weights"] = np.zeros(0, np.float32)
+    command = over_the_wire(Frame("train", 1, {"idle": [False] * 11 + [True]}, arrays))
+    device = torch.device("cpu")
+    everything = list(micro_batches(command, device))
+    assert [idle for _, idle in everything] == [False] * 11 + [True]
+    for index, (found, _) in enumerate(everything):
+        assert found.keys() == columns.keys()
+        for name, tensor in found.items():
+            np.testing.assert_array_equal(tensor.numpy(), arrays[f"{index}/{name}"])
+            assert tensor.numpy().dtype == arrays[f"{index}/{name}"].dtype
+    part = list(micro_batches(command, device, range(1, 3)))
+    assert [found["positions"].tolist() for found, _ in part] == [[1, 2, 3, 4, 5], [2, 3, 4, 5, 6]]

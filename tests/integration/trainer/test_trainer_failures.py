@@ -167,6 +167,7 @@ async def test_a_killed_rank_is_named_and_the_gang_comes_back(pair: Any, groups_
     error = await failure_of(running)
     assert isinstance(error, RankFailed)
     assert f"rank 1 (pid {victim}) was killed by SIGKILL" in str(error)
+    assert "\n" not in error.why and ".rank-1.log" in error.why
 
     later = await failure_of(pair.train(0, groups_of([2])))
     assert isinstance(later, FailedPrecondition)
