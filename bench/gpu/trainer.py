@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from one_rank import GPU, finish_kernels, one_rank, settings
 from qwen3_shape import QWEN3_0_6B
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
 from flotilla_core.config import BatchingConfig, OptimizerConfig, PolicyConfig
@@ -121,6 +122,8 @@ def measured(asked: argparse.Namespace) -> int:
             tokens_per_s=round(fed / middle),
             mfu=round(6 * parameters * fed / middle / PEAK_FLOPS, 4),
             peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2) if GPU else None,
+            graphs=counters["stats"]["unique_graphs"],
+            graph_breaks=dict(counters["graph_break"]),
         )
         if asked.profile:
             profiled(lambda: trainer.update(batches))

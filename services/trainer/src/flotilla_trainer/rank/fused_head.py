@@ -225,7 +225,8 @@ class _HeadScores(torch.autograd.Function):
                 _add_product(by_weight, slopes.t(), hidden[chunk])
             if by_bias is not None:
                 by_bias += slopes.sum(0, dtype=torch.float32)
-            raw = slopes = None
+            del slopes
+            raw = None  # The next chunk may take its memory.
             work.moved()
         return (
             by_hidden,
