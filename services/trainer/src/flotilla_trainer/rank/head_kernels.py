@@ -70,7 +70,9 @@ def _numbers(rules: HeadRules) -> tuple[float, float, float, bool]:
 
 
 @jit
-def _logit(raw: Any, scale: Any, softcap: Any, coldness: Any, capped: tl.constexpr) -> Any:
+def _logit(
+    raw: tl.tensor, scale: tl.tensor, softcap: tl.tensor, coldness: tl.tensor, capped: tl.constexpr
+) -> tl.tensor:
     logit = raw.to(tl.float32) * scale
     if capped:
         # The hyperbolic tangent, of which Triton's language has the sigmoid alone.
@@ -80,19 +82,19 @@ def _logit(raw: Any, scale: Any, softcap: Any, coldness: Any, capped: tl.constex
 
 @jit
 def _score_row(
-    raw: Any,
-    targets: Any,
-    logprobs: Any,
-    normalizers: Any,
-    entropies: Any,
-    stride: Any,
-    vocabulary: Any,
-    scale: Any,
-    softcap: Any,
-    coldness: Any,
+    raw: tl.tensor,
+    targets: tl.tensor,
+    logprobs: tl.tensor,
+    normalizers: tl.tensor,
+    entropies: tl.tensor,
+    stride: tl.tensor,
+    vocabulary: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    coldness: tl.tensor,
     capped: tl.constexpr,
     block: tl.constexpr,
-) -> Any:
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     start = raw + row * stride
     # The sum of exp(logit - largest), and the sum of exp(logit - largest) (logit - largest).
@@ -122,21 +124,21 @@ def _score_row(
 
 @jit
 def _write_gradient(
-    raw: Any,
-    targets: Any,
-    normalizers: Any,
-    entropies: Any,
-    logprob_gradients: Any,
-    entropy_gradients: Any,
-    stride: Any,
-    vocabulary: Any,
-    scale: Any,
-    softcap: Any,
-    coldness: Any,
+    raw: tl.tensor,
+    targets: tl.tensor,
+    normalizers: tl.tensor,
+    entropies: tl.tensor,
+    logprob_gradients: tl.tensor,
+    entropy_gradients: tl.tensor,
+    stride: tl.tensor,
+    vocabulary: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    coldness: tl.tensor,
     capped: tl.constexpr,
     by_entropy: tl.constexpr,
     block: tl.constexpr,
-) -> Any:
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     here = tl.program_id(1) * block + tl.arange(0, block)
     inside = here < vocabulary
