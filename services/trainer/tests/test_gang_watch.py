@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,13 +21,10 @@ class Computing:
     """A rank whose main thread says with every beat that it came further."""
 
     rank, name, phase, waits_for_answer = 0, "rank 0 (pid 7)", "micro-batch 1 of 1", True
+    last_beat = float("inf")
 
     def __init__(self) -> None:
         self._steps = itertools.count()
-
-    @property
-    def last_beat(self) -> float:
-        return time.monotonic()
 
     @property
     def progress(self) -> int:
@@ -67,7 +63,7 @@ async def test_a_micro_batch_may_take_longer_than_the_limit_while_its_layers_go_
 async def test_a_rank_that_hangs_is_reported_in_one_line_that_names_its_stacks(tmp_path: Path) -> None:
     watching = watch(Hanging(), tmp_path)
     with watching.command("train", LIMIT_S):
-        found: Any = await asyncio.wait_for(watching.failure(), 20 * LIMIT_S)
+        found: Any = await watching.failure()
     assert "rank 0 (pid 7) made no progress for 0.3 s" in found.what
     assert "last seen micro-batch 1 of 1" in found.where
     assert found.why == f"the stacks of rank 0 (pid 7) are in {tmp_path / 'trainer-0.rank-0.stacks'}"
