@@ -192,13 +192,23 @@ def variable_length_backward(
     reach: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute attention again, and its gradients."""
-    with torch.enable_grad():
-        given = [tensor.detach().contiguous().requires_grad_() for tensor in (query, key, value)]
-        by_query, by_key, by_value = torch.autograd.grad(
-            attended(*given, borders, reach, scale), given, gradient
+    """Compute the gradients by hand, because nothing inside such an operation is differentiated."""
+    found = [torch.zeros(tensor.shape) for tensor in (query, key, value)]
+    group = query.shape[1] // key.shape[1]
+    for start, end in itertools.pairwise(borders.tolist()):
+        part = slice(start, end)
+        q, k, v, g = (
+            tensor[part].repeat_interleave(times, 1).transpose(0, 1)
+            for tensor, times in ((query, 1), (key, group), (value, group), (gradient, 1))
         )
-    return by_query.contiguous(), by_key.contiguous(), by_value.contiguous()
+        later = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)
+        shares = (scale * q @ k.mT).masked_fill(later, float("-inf")).softmax(-1)
+        by_share = g @ v.mT
+        by_logit = scale * shares * (by_share - (by_share * shares).sum(-1, keepdim=True))
+        for whole, rows in zip(found, (by_logit @ k, by_logit.mT @ q, shares.mT @ g), strict=True):
+            whole[part] = rows.transpose(0, 1).unflatten(1, (whole.shape[1], -1)).sum(2)
+    by_query, by_key, by_value = found
+    return by_query, by_key, by_value
 
 
 @variable_length_backward.register_fake

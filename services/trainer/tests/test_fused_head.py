@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
-from types import ModuleType
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,7 +18,10 @@ from flotilla_trainer.rank.fused_head import PLAIN, HeadOperations, HeadRules, h
 from flotilla_trainer.rank.lora import Adapters
 from flotilla_trainer.rank.policy_model import PolicyModel
 
-TOKENS, WIDTH, VOCABULARY = 23, 16, 131
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+TOKENS = 5 if INTERPRETED else 23
+"""The interpreter takes milliseconds for what a GPU does in microseconds."""
+WIDTH, VOCABULARY = 16, 131
 CPU = torch.device("cpu")
 RULES = {
     "plain": HeadRules(),
@@ -27,23 +32,28 @@ RULES = {
 Scores = tuple[torch.Tensor, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def kernels() -> Iterator[ModuleType]:
-    """The kernels in Triton's interpreter, which needs no GPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        module = importlib.import_module("flotilla_trainer.rank.head_kernels")
-        patch.setattr(module, "BLOCK", 64)  # several blocks to a row
-        yield module
-
-
-@pytest.fixture(params=["plain operations", "kernels"])
-def operations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> HeadOperations:
-    chosen: HeadOperations = (
-        PLAIN if request.param == "plain operations" else request.getfixturevalue("kernels")
-    )
+@pytest.fixture
+def operations(monkeypatch: pytest.MonkeyPatch) -> HeadOperations:
+    """Plain operations, or the kernels in Triton's interpreter, which needs no GPU."""
+    chosen: HeadOperations = PLAIN
+    if INTERPRETED:
+        head_kernels = importlib.import_module("flotilla_trainer.rank.head_kernels")
+        monkeypatch.setattr(head_kernels, "BLOCK", 64)  # several blocks to a row
+        chosen = head_kernels
     monkeypatch.setattr(fused_head, "operations_on", lambda device: chosen)
     return chosen
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
+def test_the_kernels_pass_the_same_tests() -> None:
+    # Triton reads the variable when it is imported, which torch has long done here.
+    chosen = "0.3-scaled or 0.3-capped or 100-0.0-plain or bfloat16 or rule_a_token_out or scores_nothing"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", chosen, __file__]
+    done = subprocess.run(
+        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "passed" in done.stdout
 
 
 def given(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -147,7 +157,9 @@ def test_bfloat16_loses_no_gradient_of_the_weight_between_chunks(operations: Hea
                 for mine, other in zip(ours, right, strict=True)
             ]
         )
-    assert all(error < 8e-3 for found in errors for error in found)
+    one_by_one, together = errors
+    assert max(together) < 0.03
+    assert all(found < 1.3 * right for found, right in zip(one_by_one, together, strict=True)), errors
 
 
 def shape() -> Qwen3Config:

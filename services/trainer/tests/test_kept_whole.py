@@ -65,7 +65,7 @@ def command(rank: int, ranks: int = RANKS) -> Frame:
     )
     weights = random.normal(0, 1, len(scored)).astype(np.float32) / np.float32(len(scored))
     tokens = random.integers(0, VOCABULARY, int(lengths.sum())).astype(np.int32)
-    batches = pack(Sequences(tokens, lengths, scored, {"weights": weights}), Layout(16, ranks, packed=True))[
+    batches = pack(Sequences(tokens, lengths, scored, {"weights": weights}), Layout(12, ranks, packed=True))[
         rank
     ]
     assert len(batches) > 2
@@ -82,7 +82,7 @@ def outcome(folder: Path, dtype: torch.dtype, kept: Kept, *, fails: bool = False
     model.load(folder)
     optimizer = PolicyOptimizer(model, SESSION.optimizer)
     gathers: list[None] = []
-    layer: Any = model.layers()[0]
+    layer: Any = model.layers[0]
     group = layer._get_fsdp_state()._fsdp_param_group
     to_unsharded = group._to_unsharded
     group._to_unsharded = lambda: (gathers.append(None), to_unsharded())
@@ -183,7 +183,7 @@ def after_lack_of_memory(folder: Path, kept: Kept) -> tuple[str, bool]:
 
     right = gradients()
     # The backward pass of the second micro-batch breaks off between two layers.
-    hook = model.layers()[0].register_forward_hook(run_out)
+    hook = model.layers[0].register_forward_hook(run_out)
     with pytest.raises(Exhausted) as refused:
         gradients()
     hook.remove()

@@ -12,7 +12,7 @@ from flotilla_trainer.wire.frames import PREFIX_BYTES, Frame, decode, encode, le
 
 
 def over_the_wire(frame: Frame) -> Frame:
-    data = b"".join(encode(frame))
+    data = bytearray(b"".join(encode(frame)))
     header, body = lengths(data[:PREFIX_BYTES])
     assert len(data) == PREFIX_BYTES + header + body
     return decode(data[PREFIX_BYTES : PREFIX_BYTES + header], data[PREFIX_BYTES + header :])

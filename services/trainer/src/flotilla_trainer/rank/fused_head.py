@@ -26,7 +26,7 @@ KERNEL_CHUNKS = 4
 
 @dataclass(frozen=True)
 class HeadRules:
-    """What a model and the sampling do to the raw output of the head before the softmax."""
+    """The scale, cap and temperature between the raw output of a head and the softmax."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -43,7 +43,7 @@ class HeadRules:
 
 
 class TargetScores(NamedTuple):
-    """What is known of each target, in float32."""
+    """The scores of targets, in float32, one number for each."""
 
     logprobs: torch.Tensor
     normalizers: torch.Tensor
@@ -130,7 +130,7 @@ def _kernels(device: torch.device) -> HeadOperations:
 
 @dataclass(frozen=True)
 class HeadWork:
-    """How the scores of one micro-batch are computed."""
+    """The rules and limits for the scores of one micro-batch."""
 
     rules: HeadRules
     chunk_tokens: int

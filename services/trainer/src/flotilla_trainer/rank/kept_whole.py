@@ -29,7 +29,7 @@ SHARE = 0.5
 
 
 class Kept(NamedTuple):
-    """What stays whole between two micro-batches."""
+    """The parts that stay whole between two micro-batches."""
 
     weights: bool = False
     gradients: bool = False
@@ -121,7 +121,7 @@ def _may_leave_parts_out(model: ShardedModel) -> bool:
 
     FSDP cannot reduce a gradient that only the last micro-batch gave together with those that it kept.
     """
-    return any(isinstance(part, nn.ModuleList) for layer in model.layers() for part in layer.modules())
+    return any(isinstance(part, nn.ModuleList) for layer in model.layers for part in layer.modules())
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -93,8 +93,10 @@ class ShardedModel:
         lane = SequenceParallel(mesh.lane, mesh.place, mesh.width) if mesh.width > 1 else None
         # The skeleton comes from `kind` itself, so its type is the one that `kind` takes.
         self.policy = kind(cast(Any, causal_lm), lane)
-        self.compiled_layers = CompiledLayers(self._layers(causal_lm))
-        self.recomputed_layers = RecomputedLayers(self._layers(causal_lm))
+        self.layers = self._layers(causal_lm)
+        """The repeated blocks of the model; sharding renames their classes, by which they are found."""
+        self.compiled_layers = CompiledLayers(self.layers)
+        self.recomputed_layers = RecomputedLayers(self.layers)
         self._shard(causal_lm)
         self.policy.to_empty(device=device)
 
@@ -105,11 +107,7 @@ class ShardedModel:
 
     def report_progress(self, moved: Callable[[], None]) -> None:
         """Call `moved` after every part of a pass."""
-        self.policy.report_progress(self.layers(), moved)
-
-    def layers(self) -> list[nn.Module]:
-        """Return the repeated blocks of the model."""
-        return self._layers(self.causal_lm)
+        self.policy.report_progress(self.layers, moved)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return all parameters, each once."""
@@ -232,7 +230,7 @@ class ShardedModel:
 
     def _shard(self, causal_lm: PreTrainedModel | ValueBody) -> None:
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
-        for layer in self._layers(causal_lm):
+        for layer in self.layers:
             fully_shard(layer, mesh=self.mesh.weights, mp_policy=policy)
         for part in self.policy.in_float32():
             fully_shard(
