@@ -133,6 +133,33 @@ def test_publishing_other_tensors_than_the_manifest_names_them(pool):
         future.result()
 
 
+def test_numbers_of_a_wider_type_are_rounded_as_torch_rounds_them(pool):
+    wide = model()
+    narrow = {name: tensor.bfloat16() for name, tensor in wide.items()}
+    manifest = manifest_of(narrow)
+    sender = Sender.listen("127.0.0.1", 1, 2, "gloo", 10.0)
+    arrived: Weights = {}
+    future = start(pool, Receiver(group_of(sender, 2), 1, manifest), arrived)
+    sender.connect(manifest)
+    digests = sender.publish(manifest, in_order(manifest, wide))
+    assert future.result(timeout=10) == [digests]
+    assert digests == tensor_digests(tensor for _, tensor in in_order(manifest, narrow))
+    assert all(torch.equal(arrived[name], tensor) for name, tensor in narrow.items())
+
+
+def test_integers_in_place_of_numbers_are_refused(pool):
+    weights = model()
+    manifest = manifest_of(weights)
+    sender = Sender.listen("127.0.0.1", 1, 2, "gloo", 10.0)
+    future = start(pool, Receiver(group_of(sender, 2), 1, manifest), {})
+    sender.connect(manifest)
+    weights["model.norm.weight"] = weights["model.norm.weight"].long()
+    with pytest.raises(WeightsMismatch, match=r"model\.norm\.weight torch\.int64"):
+        sender.publish(manifest, in_order(manifest, weights))
+    with pytest.raises(WeightGroupFailed):
+        future.result()
+
+
 def test_a_member_that_never_joins_is_named_at_the_timeout():
     sender = Sender.listen("127.0.0.1", 1, 3, "gloo", 0.5)
     started = time.monotonic()

@@ -7,21 +7,31 @@ faults, not against an adversary. Only integer operations that wrap are used, so
 Definition, all modulo 2^64: the bytes, padded with zeros, are little-endian words x cut into blocks of 2^15; a block's
 sum is s = sum(x[i] * A[i] + (x[i] >> 32) * B[i]) with an arithmetic shift; A, B are splitmix64 streams; the digest is
 mix(sum over blocks k of mix(s + k * GOLDEN) + nbytes). The second term catches swaps of words that differ in high bits
-only, which the first term alone would miss.
+only, which the first term alone would miss. Torch computes it on any device; on GPUs a kernel does, whose numbers are
+compared with torch's before the first use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cache
+import logging
+from collections.abc import Iterable, Sequence
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from flotilla_weights.digest_kernel import BlockTable
+
+log = logging.getLogger(__name__)
 
 BLOCK_WORDS = 1 << 15
 WORD_BYTES = 8
 GOLDEN = 0x9E3779B97F4A7C15
 CHUNK_BLOCKS = {"cpu": 1, "cuda": 256}
 """Blocks that are digested at once: one stays in a CPU's cache, many keep a GPU busy with bounded scratch memory."""
+KNOWN_LAYOUTS = 4096
+"""Arrangements of tensors in memory whose tables stay on the GPU: those of all buckets of a large model."""
 
 
 def tensor_digest(tensor: torch.Tensor) -> int:
@@ -38,13 +48,60 @@ def resolve(pending: list[torch.Tensor]) -> list[int]:
     """Fetch digests that were queued on a device."""
     if not pending:
         return []
-    return [value % (1 << 64) for value in torch.stack(pending).tolist()]
+    return [value % (1 << 64) for value in torch.cat([part.view(-1) for part in pending]).tolist()]
+
+
+def pending_digest(tensor: torch.Tensor) -> torch.Tensor:
+    """Digest as a 0-d int64 tensor on the tensor's device; the work is only queued on a GPU."""
+    return pending_digests([tensor])[0]
 
 
 @torch.no_grad()
-def pending_digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Digest as a 0-d int64 tensor on the tensor's device; the work is only queued on a GPU."""
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+def pending_digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Digests of tensors of one device as one int64 tensor there; on a GPU few launches serve for all of them."""
+    data = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    device = data[0].device
+    if device.type != "cuda" or not kernel_works(device):
+        return torch.stack([_digest_by_torch(one) for one in data])
+    data = [one.clone() if one.data_ptr() % WORD_BYTES else one for one in data]
+    origin = data[0].data_ptr()
+    extents = tuple((one.data_ptr() - origin, one.numel()) for one in data)
+    with torch.cuda.device(device):
+        return _table(extents, device).digests(data[0])
+
+
+@cache
+def kernel_works(device: torch.device) -> bool:
+    """Return whether this GPU's kernel can be compiled and agrees with torch; the first call takes a second.
+
+    Where it does not, digests are taken by torch, which costs dozens of launches a tensor.
+    """
+    sizes = (1, 8, 4099, BLOCK_WORDS * WORD_BYTES + 13, 3 * BLOCK_WORDS * WORD_BYTES)
+    samples = [torch.arange(size, device=device).mul_(37).to(torch.uint8) for size in sizes]
+    origin = samples[0].data_ptr()
+    extents = tuple((one.data_ptr() - origin, one.numel()) for one in samples)
+    try:
+        with torch.cuda.device(device):
+            found = _table(extents, device).digests(samples[0]).tolist()
+    # Triton, the C compiler that it calls and the driver raise errors of many kinds.
+    except Exception as error:  # noqa: BLE001
+        reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    else:
+        if found == [int(_digest_by_torch(one)) for one in samples]:
+            return True
+        reason = "it computes other numbers than torch"
+    log.warning("digests of weights are taken without a kernel, which is slower: %s", reason)
+    return False
+
+
+@lru_cache(KNOWN_LAYOUTS)
+def _table(extents: tuple[tuple[int, int], ...], device: torch.device) -> BlockTable:
+    from flotilla_weights.digest_kernel import BlockTable
+
+    return BlockTable(extents, BLOCK_WORDS * WORD_BYTES, *_coefficients(device))
+
+
+def _digest_by_torch(data: torch.Tensor) -> torch.Tensor:
     low, high = _coefficients(data.device)
     per_chunk = CHUNK_BLOCKS.get(data.device.type, 1) * BLOCK_WORDS * WORD_BYTES
     sums = [

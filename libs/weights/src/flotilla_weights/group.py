@@ -2,12 +2,16 @@
 
 The wire. The sender opens a TCPStore on a port of its own; all keys of an epoch lie below `flotilla/<epoch>/`:
 
+    gpu/<rank>      name of the member's GPU, where nccl was asked for
     member/<rank>   digest of the manifest that the member holds; rank 0 is the sender
+    buckets         where receivers map the sender's buckets, on a GPU that all members share
+    cuda_ipc/...    counts of what went through those buckets (`same_gpu`)
     round/<n>       digest of the manifest that the n-th publication moves, set by the sender before it starts
     failed          the first failure that a member reports, "rank 2: what: why"; it ends the epoch for all
 
-Bytes travel as broadcasts from rank 0 over a raw c10d process group (gloo or nccl), one uint8 message a bucket of the
-manifest (`manifest.buckets`: each tensor dense, row-major, little-endian, at its slot's offset, padding undefined).
+Bytes travel as broadcasts from rank 0 over a raw c10d process group (gloo or nccl), or through memory that all members
+map where they share one GPU: one uint8 message a bucket of the manifest (`manifest.buckets`: each tensor dense,
+row-major, little-endian, at its slot's offset, padding undefined).
 Nothing else is sent: names, types and cuts are known from the manifest. A member that fails leaves the epoch with its
 process group closed and `failed` set; the others see one or the other and end too. There is no recovery within an
 epoch.
@@ -21,15 +25,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
 
 from flotilla.common.v1 import weights_pb2
 from flotilla_core.errors import FlotillaError, InvalidRequest, WeightsMismatch
-from flotilla_weights.digest import pending_digest, resolve
-from flotilla_weights.manifest import Bucket, Manifest
-from flotilla_weights.wire import SENDER_RANK, Link
+from flotilla_weights.digest import kernel_works, pending_digests, resolve
+from flotilla_weights.manifest import Bucket, Manifest, Slot
+from flotilla_weights.process_group import GLOO, SENDER_RANK
+from flotilla_weights.wire import Link
 
 BACKENDS = {weights_pb2.WEIGHT_BACKEND_GLOO: "gloo", weights_pb2.WEIGHT_BACKEND_NCCL: "nccl"}
 ON_THE_WIRE = 2
@@ -56,11 +62,13 @@ class Sender:
 
     def connect(self, manifest: Manifest, device: torch.device | None = None) -> None:
         """Wait until every receiver joined with the same manifest."""
-        self._device = _device_for(self._link.backend, device)
-        self._link.form(self.host, manifest.digest, self._device)
+        self._device = _formed(self._link, self.host, manifest, device)
 
     def publish(self, manifest: Manifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[int]:
-        """Send full tensors in manifest order; returns their digests in that order."""
+        """Send full tensors in manifest order; returns their digests in that order.
+
+        Floating-point numbers of another type than the manifest's are rounded to it.
+        """
         self._link.check_peers()
         self._round += 1
         self._link.put(f"round/{self._round}", manifest.digest)
@@ -71,7 +79,6 @@ class Sender:
             message = self._pack(bucket, source, digests)
             if len(wire) == ON_THE_WIRE:
                 self._link.finish(*wire.popleft())
-            self._link.check_peers()
             wire.append(
                 (self._link.broadcast(message), f"sending bucket {index + 1} of {len(manifest.buckets)}")
             )
@@ -90,29 +97,29 @@ class Sender:
     def _pack(
         self, bucket: Bucket, source: Iterator[tuple[str, torch.Tensor]], digests: list[torch.Tensor]
     ) -> torch.Tensor:
-        message: torch.Tensor | None = None
-        for slot in bucket.slots:
-            name, tensor = self._next(source)
-            spec = slot.spec
-            if name != spec.name or tensor.dtype != spec.torch_dtype or tuple(tensor.shape) != spec.shape:
-                raise self._refuse(f"{name} {tensor.dtype} {tuple(tensor.shape)}", f"{spec}")
-            data = tensor.detach().to(self._device).contiguous().view(-1).view(torch.uint8)
-            if len(bucket.slots) == 1:
-                message = data
-            else:
-                if message is None:
-                    message = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._device)
-                message[slot.offset : slot.offset + spec.nbytes].copy_(data)
-            digests.append(pending_digest(data))
-        if message is None:
-            raise InvalidRequest("an empty bucket")
+        tensors = [self._next(slot, source) for slot in bucket.slots]
+        first = tensors[0].detach()
+        if len(tensors) == 1 and first.dtype == bucket.slots[0].spec.torch_dtype:
+            message = first.to(self._device).contiguous().view(-1).view(torch.uint8)
+        else:
+            message = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._device)
+            _fill([tensor for _, tensor in _unpack(bucket, message)], tensors)
+        digests.append(pending_digests([tensor for _, tensor in _unpack(bucket, message)]))
         return message
 
-    def _next(self, source: Iterator[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor]:
-        try:
-            return next(source)
-        except StopIteration:
-            raise self._refuse("nothing", "one more tensor") from None
+    def _next(self, slot: Slot, source: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
+        name, tensor = next(source, ("", None))
+        if tensor is None:
+            raise self._refuse("nothing", "one more tensor")
+        spec = slot.spec
+        rounded = tensor.is_floating_point() and spec.torch_dtype.is_floating_point
+        if (
+            name != spec.name
+            or tuple(tensor.shape) != spec.shape
+            or not (rounded or tensor.dtype == spec.torch_dtype)
+        ):
+            raise self._refuse(f"{name} {tensor.dtype} {tuple(tensor.shape)}", f"{spec}")
+        return tensor
 
     def _refuse(self, given: str, expected: str) -> FlotillaError:
         error = WeightsMismatch(
@@ -142,7 +149,8 @@ class Receiver:
             )
         self._link = Link(group.epoch, rank, group.world_size, backend, group.timeout.ToNanoseconds() / 1e9)
         self._host, self._port = group.host, group.port
-        self._device = _device_for(backend, device)
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
         self._manifest = manifest
         self._round = 0
         self.buckets_received = 0
@@ -150,7 +158,10 @@ class Receiver:
     def connect(self) -> None:
         """Enter the group; returns when it is complete."""
         self._link.dial(self._host, self._port)
-        self._link.form(self._host, self._manifest.digest, self._device)
+        self._device = _formed(self._link, self._host, self._manifest, self._device)
+        if self._device.type == "cuda":
+            # What arrives must not queue behind the work of whoever else uses this GPU in this process.
+            self._stream = torch.cuda.Stream(self._device)
 
     def receive(self, sink: Sink, manifest: Manifest | None = None) -> list[int]:
         """Take one publication; `sink` gets named tensors bucket by bucket. Returns the digests of what arrived.
@@ -165,11 +176,23 @@ class Receiver:
         moved = self._link.wait_for_key(f"round/{self._round}", "waiting for the sender to publish")
         if moved != manifest.digest:
             raise self._link.fail("the sender publishes something else", why="it announced another manifest")
+        with self._on_its_stream():
+            return self._taken(sink, manifest)
+
+    def abort(self, why: str = "the receiver gave the epoch up") -> None:
+        """End the epoch for all members; a `connect` or `receive` in progress raises."""
+        self._link.abort(why)
+
+    def close(self) -> None:
+        """Leave between two publications."""
+        self._link.close()
+
+    def _taken(self, sink: Sink, manifest: Manifest) -> list[int]:
         digests: list[torch.Tensor] = []
         failure: Exception | None = None
         try:
             for named in self._arrivals(manifest.buckets):
-                digests += [pending_digest(tensor) for _, tensor in named]
+                digests.append(pending_digests([tensor for _, tensor in named]))
                 self.buckets_received += 1
                 if failure is None:
                     try:
@@ -189,13 +212,8 @@ class Receiver:
                 failure = None  # its traceback holds this frame, and with it all that arrived
         return resolve(digests)
 
-    def abort(self, why: str = "the receiver gave the epoch up") -> None:
-        """End the epoch for all members; a `connect` or `receive` in progress raises."""
-        self._link.abort(why)
-
-    def close(self) -> None:
-        """Leave between two publications."""
-        self._link.close()
+    def _on_its_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _arrivals(self, buckets: tuple[Bucket, ...]) -> Iterator[list[tuple[str, torch.Tensor]]]:
         wire: deque[tuple[Any, Bucket, torch.Tensor]] = deque()
@@ -223,8 +241,23 @@ def _unpack(bucket: Bucket, message: torch.Tensor) -> list[tuple[str, torch.Tens
     ]
 
 
+def _fill(targets: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+    """Copy and round; tensors of one GPU in few launches."""
+    with torch.no_grad():
+        torch._foreach_copy_(targets, [tensor.detach() for tensor in tensors])
+
+
+def _formed(link: Link, host: str, manifest: Manifest, device: torch.device | None) -> torch.device:
+    """Connect the group; return the device of its buckets."""
+    link.form(host, manifest.digest, _device_for(link.backend, device))
+    buckets = _device_for(link.backend, device)
+    if buckets.type == "cuda":
+        kernel_works(buckets)  # compiled now, when nobody waits for digests
+    return buckets
+
+
 def _device_for(backend: str, device: torch.device | None) -> torch.device:
-    """Return the device of the buckets: gloo moves host memory, nccl moves device memory."""
-    if backend == "gloo":
+    """Return the device of the buckets: gloo moves host memory, the others move device memory."""
+    if backend == GLOO:
         return torch.device("cpu")
     return device if device is not None else torch.device("cuda", torch.cuda.current_device())

@@ -1,11 +1,12 @@
-"""The process group of one epoch: how it is connected, waited for and let go.
+"""The process group of one epoch: which carrier it has, how it is connected, waited for and let go.
 
-Invariant: a group with work in flight is never destroyed under that work: gloo cannot cancel, so the remains are left
-to a thread that waits for them to end.
+Invariants: all members choose the same carrier, because all choose from the same facts; a group with work in flight is
+never destroyed under that work: gloo cannot cancel, so the remains are left to a thread that waits for them to end.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -18,10 +19,27 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
+log = logging.getLogger(__name__)
+
+SENDER_RANK = 0
+GLOO, NCCL, CUDA_IPC = "gloo", "nccl", "cuda_ipc"
 SPINS = 200
 POLL_S = 0.0005
 GLOO_SLICE = timedelta(seconds=0.05)
 """How long an abort of this end may go unseen by a thread that waits for a transfer."""
+
+
+def carrier_between(backend: str, gpus: list[str]) -> str:
+    """Return what moves the bytes of a group whose members sit on these GPUs: nccl takes one member a GPU."""
+    if backend != NCCL or len(set(gpus)) == len(gpus):
+        return backend
+    if len(set(gpus)) == 1:
+        return CUDA_IPC
+    log.warning(
+        "some members of the weight group share a GPU and others do not: weights go through the memory of the "
+        "hosts, which is slow; give each generator GPUs of its own, or put all of them on the trainer's"
+    )
+    return GLOO
 
 
 def connected_group(
@@ -36,7 +54,7 @@ def connected_group(
 ) -> Any:
     """Meet all members in `store`; gloo listens on the interface that leads to `peer_host`."""
     timeout = timedelta(seconds=timeout_s)
-    if backend == "gloo":
+    if backend == GLOO:
         gloo: Any = ProcessGroupGloo  # its stub does not list what follows
         options = gloo._Options()
         options._timeout = timeout
@@ -54,13 +72,17 @@ def connected_group(
 
 def pause_over(work: Any, backend: str) -> Callable[[int], None]:
     """Return what to call between two polls of a transfer, with the number of earlier polls."""
-    return _doze_over(work) if backend == "gloo" else _poll
+    if backend == CUDA_IPC:
+        return lambda looks: None if work.advance() else _poll(looks)
+    return _doze_over(work) if backend == GLOO else _poll
 
 
 def let_go(group: Any, backend: str, pending: list[Any]) -> None:
     """Leave a group, never under a transfer that still runs in it."""
-    if backend == "nccl":
+    if backend == NCCL:
         group.abort()
+    elif backend == CUDA_IPC:
+        group.close()
     elif pending:
         threading.Thread(target=_outlive, args=(group, pending), name="weights-remains", daemon=True).start()
 

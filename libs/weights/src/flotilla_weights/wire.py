@@ -23,11 +23,21 @@ from flotilla_core.errors import (
     Unavailable,
     WeightGroupFailed,
 )
-from flotilla_weights.process_group import connected_group, let_go, pause_over
+from flotilla_weights.process_group import (
+    CUDA_IPC,
+    GLOO,
+    NCCL,
+    SENDER_RANK,
+    carrier_between,
+    connected_group,
+    let_go,
+    pause_over,
+)
 from flotilla_weights.rendezvous import open_store, reach_store
+from flotilla_weights.same_gpu import Buckets, SameGpuGroup, counters, gpu_of, mapped_buckets, own_buckets
 
-SENDER_RANK = 0
-STORE_POLL_S = 0.02
+STORE_POLL_S = 0.001
+LONGEST_STORE_POLL_S = 0.02
 STORE_CHECK_EVERY_S = 0.25
 
 
@@ -35,9 +45,9 @@ class Link:
     """One member's end of the group."""
 
     def __init__(self, epoch: int, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
-        if backend not in ("gloo", "nccl"):
+        if backend not in (GLOO, NCCL):
             raise InvalidRequest(f"no weight backend {backend!r}", next_step="use gloo or nccl")
-        if backend == "nccl" and not torch.cuda.is_available():
+        if backend == NCCL and not torch.cuda.is_available():
             raise FailedPrecondition(
                 "weights cannot travel by nccl here",
                 where="backend",
@@ -57,6 +67,7 @@ class Link:
         self._pending: list[Any] = []
         self._cause: FlotillaError | None = None
         self._lock = threading.Lock()
+        self._next_check = 0.0
 
     def serve(self, host: str) -> int:
         """Open the rendezvous store on a free port of `host`."""
@@ -76,7 +87,9 @@ class Link:
         self._store = PrefixStore(f"flotilla/{self.epoch}", client)
 
     def form(self, peer_host: str, credential: str, device: torch.device) -> None:
-        """Meet all members, check that they hold the same `credential`, connect the group."""
+        """Meet all members, check that they hold the same `credential`, choose the carrier, connect the group."""
+        if self.backend == NCCL:
+            self.put(f"gpu/{self.rank}", gpu_of(device))
         self.put(f"member/{self.rank}", credential)
         keys = [f"member/{rank}" for rank in range(self.world_size)]
         self.wait(lambda: self._has(keys), lambda: f"waiting for {self._absent()} to join", _poll_store)
@@ -85,22 +98,46 @@ class Link:
                 raise self.fail(
                     f"rank {rank} joined with another manifest", why="names, types, shapes or order differ"
                 )
+        if self.backend == NCCL:
+            gpus = [self._get(f"gpu/{rank}") for rank in range(self.world_size)]
+            self.backend = carrier_between(self.backend, gpus)
         try:
-            self._group = connected_group(
-                self.backend,
-                PrefixStore(self.backend, self._required_store()),
-                self.rank,
-                self.world_size,
-                peer_host=peer_host,
-                device=device,
-                timeout_s=self.timeout_s,
-            )
+            if self.backend == CUDA_IPC:
+                self._share_buckets(device)
+            else:
+                self._group = connected_group(
+                    self.backend,
+                    PrefixStore(self.backend, self._required_store()),
+                    self.rank,
+                    self.world_size,
+                    peer_host=peer_host,
+                    device=device,
+                    timeout_s=self.timeout_s,
+                )
         except (RuntimeError, OSError) as error:
             raise self.fail("the group could not be connected", why=_brief(error)) from error
+
+    def _share_buckets(self, device: torch.device) -> None:
+        """Map the sender's buckets at every receiver; they meet again when all of them see the memory."""
+        buckets: Buckets
+        if self.rank == SENDER_RANK:
+            buckets, description = own_buckets(device)
+            self.put("buckets", description)
+        else:
+            buckets = mapped_buckets(self.wait_for_key("buckets", "waiting for the sender's buckets"), device)
+        store = PrefixStore(CUDA_IPC, self._required_store())
+        self._group = group = SameGpuGroup(store, self.rank, self.world_size, buckets)
+        if self._cause is not None:
+            # Another thread ended the link in between and could not know of this group.
+            group.close()
+        keys = [f"{CUDA_IPC}/{key}" for key in counters(self.world_size)]
+        self.wait(lambda: self._has(keys), lambda: "waiting for every member to map the buckets", _poll_store)
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
         """Start moving one buffer from the sender; `finish` it."""
         self.check()
+        if self.rank == SENDER_RANK and time.monotonic() >= self._next_check:
+            self.check_peers()
         group = self._group
         if group is None:
             raise self.fail("the group is not connected")
@@ -163,6 +200,7 @@ class Link:
 
     def check_peers(self) -> None:
         """Raise when some member reported a failure, or the sender's store is gone."""
+        self._next_check = time.monotonic() + STORE_CHECK_EVERY_S
         if self._has(["failed"]):
             raise self._end(
                 WeightGroupFailed("another member of the weight group failed", why=self._get("failed"))
@@ -237,8 +275,8 @@ class Link:
         return f"rank {', '.join(absent)} of {self.world_size}"
 
 
-def _poll_store(_: int) -> None:
-    time.sleep(STORE_POLL_S)
+def _poll_store(looks: int) -> None:
+    time.sleep(min(STORE_POLL_S * (1 + looks), LONGEST_STORE_POLL_S))
 
 
 def _brief(error: BaseException) -> str:

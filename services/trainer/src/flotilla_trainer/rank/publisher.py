@@ -48,11 +48,12 @@ class Publisher:
         self._group: _OpenGroup | None = None
         self._frozen_sent = False
         self._frozen_digests: list[int] = []
+        self._made: Manifest | None = None
 
     def open(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Listen for a new epoch and let the members join in the background."""
         self.abort("a newer weight group was opened")
-        self._frozen_sent = False
+        self._frozen_sent, self._made = False, None
         if dist.get_rank() != 0:
             return {}
         manifest = self._checked_manifest(fields["bucket_bytes"])
@@ -113,11 +114,17 @@ class Publisher:
 
     def _gather(self, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
         order = [spec.name for spec in manifest.tensors]
-        for name, tensor in self._model.whole_tensors(order, self._model.dtype):
+        for name, tensor in self._model.tensors_to_round(order, self._model.dtype):
             self._link.progress(f"publishing {name}")
             yield name, tensor
 
     def _manifest(self, bucket_bytes: int) -> Manifest:
+        """Return the manifest of the open group; it is made once, because its checks take longer than small models."""
+        if self._made is None or self._made.bucket_bytes != bucket_bytes:
+            self._made = self._new_manifest(bucket_bytes)
+        return self._made
+
+    def _new_manifest(self, bucket_bytes: int) -> Manifest:
         manifest = Manifest.from_named(self._model.specs(self._model.dtype), bucket_bytes)
         adapters = self._model.adapters
         if adapters is None:

@@ -10,6 +10,7 @@ all of their parameters are equal, on any device and any number of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -211,16 +212,32 @@ class ShardedModel:
 
     def whole_tensors(self, order: Iterable[str], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor of the checkpoint in full; all ranks have to iterate to the end."""
+        for name, whole in self.tensors_to_round(order, dtype):
+            yield name, whole.to(dtype) if whole.is_floating_point() else whole
+
+    def tensors_to_round(
+        self, order: Iterable[str], dtype: torch.dtype
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the same for a caller that rounds to `dtype` itself.
+
+        Shards are rounded before they are gathered, so that half of the bytes move; what one rank holds is not copied.
+        """
         tensors = self._checkpoint()
         for name in order:
-            whole = gathered(tensors[name])
-            yield name, whole.to(dtype) if whole.is_floating_point() else whole
+            tensor = tensors[name]
+            if self.mesh.weights.size() > 1 and tensor.is_floating_point():
+                tensor = tensor.to(dtype)
+            yield name, gathered(tensor)
 
     def _checkpoint(self) -> dict[str, torch.Tensor]:
         """Return the parameters, each once, and the buffers that are saved with them."""
-        saved = self.causal_lm.state_dict().keys()
         parameters = {name: parameter.detach() for name, parameter in self.causal_lm.named_parameters()}
-        return parameters | {n: buffer for n, buffer in self.causal_lm.named_buffers() if n in saved}
+        return parameters | {n: buffer for n, buffer in self.causal_lm.named_buffers() if n in self._saved}
+
+    @cached_property
+    def _saved(self) -> frozenset[str]:
+        """The names of a checkpoint's tensors; to list them takes longer than to send a small model."""
+        return frozenset(self.causal_lm.state_dict())
 
     @staticmethod
     def _layers(causal_lm: PreTrainedModel | ValueBody) -> list[nn.Module]:
@@ -282,8 +299,10 @@ class ShardedModel:
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a sharded tensor in full; a collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """Return a sharded tensor in full; a collective. Where one rank holds all of it, it is the model's own."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
