@@ -117,13 +117,16 @@ class CanaryConfig(ConfigModel):
     weights. `auto` goes by the dtypes of the stack."""
 
 
+AUTO_BUCKET_MIB = {"gloo": 32, "nccl": 256}
+
+
 class WeightSyncConfig(ConfigModel):
     """The transfer of new weights to the generators."""
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """`auto` takes nccl if trainer and generators have GPUs."""
-    bucket_mib: int = Field(default=32, ge=1, le=65_536)
-    """Size of one broadcast."""
+    bucket_mib: Annotated[int, Field(ge=1, le=65_536, strict=True)] | Literal["auto"] = "auto"
+    """Size of one broadcast; `auto` is 256 with nccl and 32 with gloo."""
     update: Literal["in_flight", "between_samples"] = "in_flight"
     """Running samples continue under new weights and record from which token on; or each replica finishes its running
     samples first, and starts none meanwhile."""
@@ -134,3 +137,7 @@ class WeightSyncConfig(ConfigModel):
     """Longest wait for one member in one sync; then it is evicted and the others continue."""
     canary: CanaryConfig = CanaryConfig()
     """The check of generator against trainer after every sync."""
+
+    def bucket_size_mib(self, backend: str) -> int:
+        """Return the size of one broadcast by this backend."""
+        return AUTO_BUCKET_MIB[backend] if self.bucket_mib == "auto" else self.bucket_mib

@@ -7,7 +7,6 @@ are sent, after the weights under them were sent once to each weight group.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from flotilla_coordinator.data.prompts import PromptFile
@@ -224,12 +223,12 @@ def sync_lines(
         f"about {shown_bytes(weights if adapters else 2 * weights)} + KV cache",
         f"{staged}; the KV cache takes {shown_bytes(token)} a token",
     )
-    bucket = config.weights.bucket_mib
+    backends = ("gloo", "nccl") if config.weights.backend == "auto" else (config.weights.backend,)
+    sizes = " or ".join(f"{config.weights.bucket_size_mib(backend)} MiB ({backend})" for backend in backends)
     moved = sent if adapters is None else adapters.parameters * MASTER
     once = "" if adapters is None else f"; {shown_bytes(sent)} before the first ones of each weight group"
     yield (
         "weight sync",
         shown_bytes(moved),
-        f"in about {math.ceil(moved / (bucket << 20))} broadcast(s) of at most {bucket} MiB "
-        f"to each generator{once}",
+        f"in broadcasts of at most {sizes} to each generator{once}",
     )

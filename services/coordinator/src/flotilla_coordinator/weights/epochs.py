@@ -88,6 +88,7 @@ class WeightEpochs:
         self._run_id = run_id
         self._config = config
         self._backend = BACKENDS[backend]
+        self._bucket_bytes = config.bucket_size_mib(backend) << 20
         self._policy = policy
         applied = kv_policy(config, max_staleness)
         self._kv_policy = KV_POLICIES[applied]
@@ -111,7 +112,7 @@ class WeightEpochs:
                     epoch=self._epoch,
                     backend=self._backend,
                     world_size=world_size,
-                    bucket_bytes=self._config.bucket_mib << 20,
+                    bucket_bytes=self._bucket_bytes,
                     timeout=timeout,
                 ),
                 timeout_s=self._config.timeout_s,
