@@ -39,7 +39,7 @@ BROAD_EXCEPTS: dict[str, int] = {  # path: how many process or task boundaries i
     # An exception inside a vLLM worker would shift its replies: it becomes state that is asked for.
     "services/generator/src/flotilla_generator/engine/vllm/weight_commit.py": 1,
     "services/generator/src/flotilla_generator/engine/vllm/decoding.py": 1,
-    "services/generator/src/flotilla_generator/engine/vllm/live_weights.py": 1,
+    "services/generator/src/flotilla_generator/engine/vllm/live_weights.py": 3,
     "services/generator/src/flotilla_generator/engine/vllm/worker.py": 2,
     "services/generator/src/flotilla_generator/engine/vllm/worker_calls.py": 1,
     # Foreign code may raise anything: a compiler, the start of vLLM, the tokenizers reader, what users wrote.

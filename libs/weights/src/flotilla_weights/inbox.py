@@ -22,14 +22,18 @@ Progress = Callable[[int], None]
 class StagedModel:
     """Every tensor of one version under its name in the checkpoint; sums with adapters are made on demand."""
 
-    def __init__(self, weights: Named, adapters: dict[str, torch.Tensor], scale: float) -> None:
-        self._weights = weights
+    def __init__(
+        self, weights: Named, digests: list[int], adapters: dict[str, torch.Tensor], scale: float
+    ) -> None:
+        self.weights = weights
+        """As they were sent, without adapters."""
+        self._digests = digests
         self._adapters = adapters
         self._scale = scale
 
     def tensors(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """All of them, one after the other; sums are made on `device`."""
-        for name, weight in self._weights:
+        for name, weight in self.weights:
             names = AdapterNames.of(name)
             if names.a in self._adapters:
                 a, b = (self._adapters[adapter].to(device) for adapter in names)
@@ -39,9 +43,15 @@ class StagedModel:
 
     def as_sent(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that no adapter changes."""
-        for name, weight in self._weights:
+        for name, weight in self.weights:
             if AdapterNames.of(name).a not in self._adapters:
                 yield name, weight
+
+    @property
+    def digests(self) -> dict[str, int]:
+        """The digests of those."""
+        sent = zip(self.weights, self._digests, strict=True)
+        return {name: digest for (name, _), digest in sent if AdapterNames.of(name).a not in self._adapters}
 
 
 class Inbox:
@@ -69,14 +79,14 @@ class Inbox:
         adapters = self._manifest.adapters
         if adapters is None:
             weights, self.digests = self._moved(self._manifest, progress)
-            self.staged = StagedModel(weights, {}, 0.0)
+            self.staged = StagedModel(weights, self.digests, {}, 0.0)
             return
         if not self._resting:
             resting, self._resting_digests = self._moved(self._manifest, progress, to_host=True)
             self._earlier_buckets, self._resting = len(self._manifest.buckets), resting
         arrived, digests = self._moved(adapters.manifest, progress)
         self.digests = self._resting_digests + digests
-        self.staged = StagedModel(self._resting, dict(arrived), adapters.scale)
+        self.staged = StagedModel(self._resting, self._resting_digests, dict(arrived), adapters.scale)
 
     def take(self) -> StagedModel | None:
         """Return the staged model and unstage it; its digests stay until the next publication."""

@@ -5,7 +5,9 @@ only for weights that were proved to be what was staged. On CPUs, where packing 
 work, a twin of the model is loaded and packed during decoding, proved between its steps, and `replace` exchanges
 references: vLLM's packed kernels share scratch memory, so whatever multiplies runs on the thread that decodes. On GPUs,
 where a second copy has no place and copying is fast, and for models without a twin, `replace` loads and proves while
-decoding is paused; nothing is compared twice. Sums with adapters are made while they load, one layer at a time.
+decoding is paused; nothing is compared twice. The first such load also learns where each tensor lies in the live model;
+later ones copy there, where that is all that vLLM does. Sums with adapters are made while they load, one layer at a
+time.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from flotilla_generator.engine.vllm.live_regions import LiveRegions, NoRegionsError
 from flotilla_generator.engine.vllm.shadow_model import ShadowModel
 from flotilla_generator.engine.vllm.weight_check import Columns, matrix_layers, proving, recording
 from flotilla_weights.inbox import StagedModel
@@ -59,6 +63,8 @@ class LiveModel:
         self._worker = worker
         self._one_twin = threading.Lock()
         self._has_twins = worker.device.type == "cpu"
+        self._regions: LiveRegions | None = None
+        self._may_learn = True
 
     def prepare(self, staged: StagedModel, seed: int) -> Loaded | Unloaded:
         """Do all work that is possible during decoding; `seed` chooses the columns of the proof."""
@@ -97,6 +103,8 @@ class LiveModel:
     def replace(self, following: Loaded | Unloaded) -> dict[str, Any]:
         """Make it live. Returns error, broken, apply_s and verify_s."""
         if isinstance(following, Unloaded):
+            if self._regions is not None and self._regions.stand():
+                return self._copy_in_place(self._regions, following.staged)
             return self._load_in_place(following.staged, following.seed)
         if following.faults or not following.proved:
             return {"error": _listed(following.faults) or "it was not proved", "broken": False}
@@ -122,33 +130,74 @@ class LiveModel:
 
     def load(self, model: Any, staged: StagedModel) -> None:
         """Have vLLM load and pack every layer."""
-        from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import (
             finalize_layerwise_reload,
             initialize_layerwise_reload,
         )
 
-        with set_current_vllm_config(self._worker.vllm_config):
+        with self._configured():
             initialize_layerwise_reload(model)
             model.load_weights(staged.tensors(self._worker.device))
             finalize_layerwise_reload(model, self._worker.model_runner.model_config)
 
     @torch.no_grad()
+    def _copy_in_place(self, regions: LiveRegions, staged: StagedModel) -> dict[str, Any]:
+        started = time.perf_counter()
+        # Whatever goes wrong here, the next version is loaded and proved as the first one was.
+        self._regions = None
+        try:
+            faults = [fault for fault in regions.fill(staged) if fault is not None]
+        # The boundary of a worker call, which must not raise.
+        except Exception as failure:  # noqa: BLE001
+            faults = [f"copying failed: {type(failure).__name__}: {failure}"]
+        if not faults:
+            self._regions = regions
+        return {
+            "error": _listed(faults),
+            "broken": bool(faults),
+            "apply_s": time.perf_counter() - started,
+            "verify_s": 0.0,
+        }
+
+    @torch.no_grad()
     def _load_in_place(self, staged: StagedModel, seed: int) -> dict[str, Any]:
         started = time.perf_counter()
         model = self._model()
+        regions = self._rehearsed(model, staged)
         recorded, error = self._load_recorded(model, staged, seed)
         if error:
             return {"error": error, "broken": True}
         self._synchronize()
         applied = time.perf_counter()
         error = _listed([fault for fault in proving(model, staged, recorded) if fault is not None])
+        if regions is not None and not error:
+            self._keep(regions, staged)
         return {
             "error": error,
             "broken": bool(error),
             "apply_s": applied - started,
             "verify_s": time.perf_counter() - applied,
         }
+
+    def _rehearsed(self, model: torch.nn.Module, staged: StagedModel) -> LiveRegions | None:
+        """Where the tensors lie, if a copy is all that loading them means; it is asked once."""
+        if not self._may_learn:
+            return None
+        self._may_learn = False
+        try:
+            with self._configured():
+                return LiveRegions.learned(model, staged)
+        # The loaders are vLLM's: they run here in a way that they were not written for, and need not.
+        except Exception as failure:  # noqa: BLE001
+            log.warning("every commit loads the whole model anew: %s", failure or type(failure).__name__)
+            return None
+
+    def _keep(self, regions: LiveRegions, staged: StagedModel) -> None:
+        try:
+            regions.require_agreement(staged)
+            self._regions = regions
+        except NoRegionsError as failure:
+            log.warning("every commit loads the whole model anew: %s", failure)
 
     @torch.no_grad()
     def _load_recorded(
@@ -175,6 +224,12 @@ class LiveModel:
                 layerwise._place_kernel_tensors(layer, info)
             info.reset()
         layerwise.LOADING_LAYERS.clear()
+
+    def _configured(self) -> AbstractContextManager[Any]:
+        from vllm.config import set_current_vllm_config
+
+        configured: AbstractContextManager[Any] = set_current_vllm_config(self._worker.vllm_config)
+        return configured
 
     def _synchronize(self) -> None:
         if self._worker.device.type == "cuda":
