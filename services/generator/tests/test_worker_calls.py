@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,7 +94,7 @@ async def test_a_workers_own_fault_is_no_failure_of_the_group(
     answering = worker.WeightWorker()
     monkeypatch.setattr(answering, "_flotilla_weights", weights, raising=False)
     if on_a_thread:
-        weights._run(lambda: fails(None))
+        weights._run(lambda: fails(None), b"")
         assert weights._thread is not None
         weights._thread.join(LIMIT_S)
         fault = answering.flotilla_status()
@@ -104,6 +106,63 @@ async def test_a_workers_own_fault_is_no_failure_of_the_group(
     with pytest.raises(kind, match=str(raised).strip("'")) as caught:
         await WorkerCalls(lambda: workers).require("stage")
     assert type(caught.value) is kind
+
+
+class Receiving(Workers):
+    """Workers that receive until they are done, and how often they were asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.busy = True
+        self.notify: bytes = b""
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+        self.asked.append(method)
+        if method == "stage":
+            (self.notify,) = args
+        return [{"error": "", "busy": self.busy, "buckets": 3}]
+
+
+def tell(address: bytes) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as telling:
+        telling.sendto(b"ended", address)
+
+
+async def test_a_transfer_is_asked_about_again_when_a_worker_tells_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_calls, "PROGRESS_POLL_S", 60.0)
+    workers = Receiving()
+    counts: list[int] = []
+    transfer = asyncio.create_task(WorkerCalls(lambda: workers).transfer("stage", (), counts.append))
+    await asked(workers, "flotilla_status")
+    workers.busy = False
+    tell(workers.notify)
+    assert (await asyncio.wait_for(transfer, LIMIT_S))[0]["buckets"] == 3
+    assert workers.asked == ["stage", "flotilla_status", "flotilla_status"] and counts == [3, 3]
+    with pytest.raises(OSError, match="refused"):
+        tell(workers.notify)
+
+
+async def test_a_notice_that_was_lost_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_calls, "PROGRESS_POLL_S", 0.01)
+    workers = Receiving()
+    transfer = asyncio.create_task(WorkerCalls(lambda: workers).transfer("stage", (), lambda _: None))
+    await asked(workers, "flotilla_status")
+    workers.busy = False
+    await asyncio.wait_for(transfer, LIMIT_S)
+
+
+def test_a_worker_tells_the_end_of_a_transfer_after_it_can_be_asked_for() -> None:
+    weights = worker.WorkerWeights(SimpleNamespace(device=torch.device("cpu")))
+    going_on = threading.Event()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ended:
+        ended.settimeout(LIMIT_S)
+        ended.bind("")
+        weights._run(lambda: going_on.wait(LIMIT_S) and None, ended.getsockname())
+        assert weights.status()["busy"]
+        going_on.set()
+        assert ended.recv(16) == b"ended" and not weights.status()["busy"]
 
 
 async def test_a_fault_of_one_worker_goes_before_what_the_other_says_of_the_broken_group() -> None:

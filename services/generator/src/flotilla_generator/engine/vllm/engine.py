@@ -127,9 +127,9 @@ class VllmEngine(Engine):
         await self.workers.transfer("flotilla_join", arguments, lambda _: None)
 
     async def receive(self, progress: Callable[[int], None]) -> Received:
-        answers = await self.workers.transfer("flotilla_stage", (), progress)
-        while not all(answer["proved"] for answer in await self.workers.require("flotilla_prove")):
-            pass  # each call is a piece between two steps of decoding
+        answers = proofs = await self.workers.transfer("flotilla_stage", (), progress)
+        while not all(answer["proved"] for answer in proofs):
+            proofs = await self.workers.require("flotilla_prove")  # a piece between two steps of decoding
         return Received(tuple(tuple(answer["digests"]) for answer in answers))
 
     async def apply(self, version: Version, kv_policy: KvPolicy) -> Applied:

@@ -2,13 +2,15 @@
 
 Loaded by vLLM as `worker_extension_cls`: `WeightWorker` is mixed into vLLM's worker, and its methods are called through
 `collective_rpc`. Invariants: no method raises and none waits for a peer, because an exception under tensor parallelism,
-or a timed-out call, leaves a stale answer queued that the next call would take for its own; transfers run on a thread
-and are asked about with `flotilla_status`. Answers are plain dictionaries, and an error has the `reason` of its kind.
+or a timed-out call, leaves a stale answer queued that the next call would take for its own; transfers run on a thread,
+which tells the service by a datagram that it has ended, and are asked about with `flotilla_status`. Answers are plain
+dictionaries, and an error has the `reason` of its kind.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 import traceback
@@ -44,12 +46,13 @@ class WorkerWeights:
         self._live = LiveModel(worker)
         self._receiver: Receiver | None = None
         self._thread: threading.Thread | None = None
+        self._busy = False
         self._fault: Answer = NO_FAULT
         self._inbox: Inbox | None = None
         self._next: Loaded | Unloaded | None = None
 
-    def join(self, group: bytes, rank_offset: int, manifest: bytes) -> None:
-        """Start to enter a group, in place of any other one."""
+    def join(self, notify: bytes, group: bytes, rank_offset: int, manifest: bytes) -> None:
+        """Start to enter a group, in place of any other one; its end is told to the address `notify`."""
         self.drop("a newer epoch was joined")
         described = Manifest.from_proto(weights_pb2.WeightManifest.FromString(manifest))
         receiver = Receiver(
@@ -59,9 +62,9 @@ class WorkerWeights:
             self._worker.device,
         )
         self._receiver, self._inbox = receiver, Inbox(receiver, described)
-        self._run(receiver.connect)
+        self._run(receiver.connect, notify)
 
-    def stage(self) -> None:
+    def stage(self, notify: bytes) -> None:
         """Start to receive one publication, and to prepare what can be done before decoding is paused."""
         inbox = self._inbox
         if inbox is None:
@@ -76,13 +79,14 @@ class WorkerWeights:
                 self._next = prepared
 
         self._next = None
-        self._run(receive)
+        self._run(receive, notify)
 
     def status(self) -> Answer:
         """Return whether a transfer runs, how far it is, how it ended."""
-        thread, inbox = self._thread, self._inbox
+        inbox, following = self._inbox, self._next
         return {
-            "busy": thread is not None and thread.is_alive(),
+            "busy": self._busy,
+            "proved": not isinstance(following, Loaded) or following.proved,
             **self._fault,
             "buckets": 0 if inbox is None else inbox.buckets_received,
             "digests": [] if inbox is None else inbox.digests,
@@ -109,7 +113,7 @@ class WorkerWeights:
 
     def drop(self, why: str) -> None:
         """Leave the group; the thread of a transfer in progress ends by itself."""
-        busy = self._thread is not None and self._thread.is_alive()
+        busy, self._busy = self._busy, False
         receiver, self._receiver, self._thread = self._receiver, None, None
         self._inbox, self._next, self._fault = None, None, NO_FAULT
         if receiver is not None:
@@ -117,8 +121,8 @@ class WorkerWeights:
             leave = partial(receiver.abort, why) if busy else receiver.close
             threading.Thread(target=leave, name="weights-leave", daemon=True).start()
 
-    def _run(self, work: Callable[[], None]) -> None:
-        self._fault = NO_FAULT
+    def _run(self, work: Callable[[], None], notify: bytes) -> None:
+        self._fault, self._busy = NO_FAULT, True
         receiver = self._receiver
 
         def guarded() -> None:
@@ -129,6 +133,9 @@ class WorkerWeights:
             except Exception as error:  # noqa: BLE001
                 if self._receiver is receiver:
                     self._fault = _fault(error)
+            if self._receiver is receiver:
+                self._busy = False
+                _tell(notify)
 
         self._thread = threading.Thread(target=guarded, name="weight-transfer", daemon=True)
         self._thread.start()
@@ -137,13 +144,13 @@ class WorkerWeights:
 class WeightWorker:
     """Methods that vLLM adds to its worker."""
 
-    def flotilla_join(self, group: bytes, rank_offset: int, manifest: bytes) -> Answer:
+    def flotilla_join(self, notify: bytes, group: bytes, rank_offset: int, manifest: bytes) -> Answer:
         """Start to enter a weight group."""
-        return self._flotilla_guarded(lambda weights: weights.join(group, rank_offset, manifest))
+        return self._flotilla_guarded(lambda weights: weights.join(notify, group, rank_offset, manifest))
 
-    def flotilla_stage(self) -> Answer:
+    def flotilla_stage(self, notify: bytes) -> Answer:
         """Start to receive one publication."""
-        return self._flotilla_guarded(lambda weights: weights.stage())
+        return self._flotilla_guarded(lambda weights: weights.stage(notify))
 
     def flotilla_status(self) -> Answer:
         """Return the state of the transfer."""
@@ -174,6 +181,16 @@ class WeightWorker:
         # The boundary of a worker call: raising would poison vLLM's answer queue.
         except Exception as error:  # noqa: BLE001
             return _fault(error)
+
+
+def _tell(address: bytes) -> None:
+    """Wake the service, which else asks a little later."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ringing:
+            ringing.setblocking(False)
+            ringing.sendto(b"ended", address)
+    except OSError:
+        return  # nobody listens any more, or somebody was told already
 
 
 def _leave_the_decoder_its_cores() -> None:

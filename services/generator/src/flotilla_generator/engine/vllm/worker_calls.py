@@ -2,18 +2,21 @@
 
 Invariants: one call at a time, and none is cut short or given a timeout (a late answer would be taken for the next
 one's): a cancelled caller waits for its end; an engine that died ends the call that waits for it, which vLLM does not.
+Every call waits for the step of decoding that runs, so the end of a transfer is not asked for: a worker tells it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from flotilla_core.errors import BY_REASON, FlotillaError, Unavailable, WeightGroupFailed
 
-FIRST_POLL_S = 0.002
-LONGEST_POLL_S = 0.05
+PROGRESS_POLL_S = 0.25
+"""How old the count of received buckets may be, and how late a notice that was lost is noticed."""
 HEALTH_POLL_S = 0.5
 
 Answers = list[dict[str, Any]]
@@ -48,15 +51,16 @@ class WorkerCalls:
     ) -> Answers:
         """Start a transfer on all workers and wait for its end; leaving early leaves the group."""
         try:
-            await self.require(method, *arguments)
-            delay = FIRST_POLL_S
-            while True:
-                answers = await self.require("flotilla_status")
-                progress(min(answer["buckets"] for answer in answers))
-                if not any(answer["busy"] for answer in answers):
-                    return answers
-                await asyncio.sleep(delay)
-                delay = min(delay * 1.2, LONGEST_POLL_S)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ended:
+                ended.setblocking(False)
+                ended.bind("")  # Linux chooses a name that is in no folder
+                await self.require(method, ended.getsockname(), *arguments)
+                while True:
+                    answers = await self.require("flotilla_status")
+                    progress(min(answer["buckets"] for answer in answers))
+                    if not any(answer["busy"] for answer in answers):
+                        return answers
+                    await _heard(ended)
         except asyncio.CancelledError:
             await self.drop()
             raise
@@ -88,6 +92,12 @@ class WorkerCalls:
             except Exception as error:
                 raise self.explained(error) from error
         return answers
+
+
+async def _heard(ended: socket.socket) -> None:
+    """Wait until some worker's transfer has ended, for a while."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(asyncio.get_running_loop().sock_recv(ended, 16), PROGRESS_POLL_S)
 
 
 def _failure(failed: Answers) -> FlotillaError:
