@@ -1,7 +1,7 @@
 """Five steps at staleness 0 and 1, and with LoRA, on a host with two GPUs: one trainer, one generator, NCCL, bfloat16.
 
 `ppo` among the runs takes a third GPU for its critic; `--ranks`, `--replicate` and `--sequence-parallel` arrange more
-ranks of the trainer. With `--one-gpu` trainer and generator share a GPU, and weights go by gloo. `--eager` decodes
+ranks of the trainer. With `--one-gpu` trainer and generator share a GPU, and weights go by CUDA IPC. `--eager` decodes
 without graphs, and `--boots 2` starts the fleet again with what the first start compiled.
 
 Makes a Qwen3-0.6B-shaped model with random weights (accuracy means nothing here), brings the fleet up as a user would,
@@ -112,14 +112,14 @@ def main() -> int:
             with running_stack(description, work) as stack:
                 print(json.dumps({"boot": boot, "up_s": round(time.monotonic() - started, 1)}), flush=True)
                 for name in asked.runs if boot == asked.boots else ():
-                    _run(stack, work, name, RUNS[name], "gloo" if asked.one_gpu else "auto")
+                    _run(stack, work, name, RUNS[name])
     finally:
         for log in (work / "state" / "gpu" / "logs").glob("*.log"):
             shutil.copy(log, out / log.name)
     return 0
 
 
-def _run(stack: Stack, work: Path, name: str, changes: dict[str, Any], backend: str) -> None:
+def _run(stack: Stack, work: Path, name: str, changes: dict[str, Any]) -> None:
     run: dict[str, Any] = {
         "name": f"smoke-{name}",
         "steps": 5,
@@ -127,7 +127,7 @@ def _run(stack: Stack, work: Path, name: str, changes: dict[str, Any], backend: 
         "rewards": [{"reward": "exact"}],
         "optimizer": {"schedule": "constant", **changes.get("optimizer", {"learning_rate": 1.0e-6})},
         "batching": {"tokens_per_microbatch": 16384},
-        "weights": {"backend": backend, "bucket_mib": 256, "canary": {"prompts": 16, "tokens": 32}},
+        "weights": {"canary": {"prompts": 16, "tokens": 32}},
         "export_final": False,
         **{key: value for key, value in changes.items() if key not in ("optimizer", "rollout")},
         "rollout": {
