@@ -107,6 +107,36 @@ def test_the_first_publication_brings_the_weights_and_later_ones_adapters_alone(
     assert small.nbytes == sum(tensor.nbytes for tensor in versions[0].values())
 
 
+def test_weights_that_do_not_fit_beside_the_live_ones_wait_in_host_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = model(torch.float32)
+    manifest = Manifest.from_named(named(weights), BUCKET_BYTES)
+    sender = Sender.listen("127.0.0.1", 1, 2, "gloo", 20.0)
+    group = weights_pb2.WeightGroup(epoch=1, backend=1, host=sender.host, port=sender.port, world_size=2)
+    group.timeout.FromSeconds(20)
+    inbox = Inbox(receiver := Receiver(group, 1, manifest), manifest)
+    asked: list[int] = []
+    monkeypatch.setattr(receiver, "has_room_for", lambda nbytes: asked.append(nbytes) or False)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(receiver.connect)
+        sender.connect(manifest)
+        joining.result()
+        for _ in range(2):
+            receiving = pool.submit(inbox.receive)
+            sent = sender.publish(manifest, ordered(manifest, weights))
+            receiving.result()
+            assert inbox.digests == sent and asked.pop() == manifest.nbytes
+            staged = inbox.take()
+            assert staged is not None and staged.digests == dict(
+                zip(dict(staged.as_sent()), sent, strict=True)
+            )
+            assert all(torch.equal(tensor, weights[name]) for name, tensor in staged.tensors(CPU))
+    assert caplog.text.count("no room for") == 1
+    sender.close()
+    receiver.close()
+
+
 def test_a_zero_adapter_leaves_every_bit_of_its_weight() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         weight = model(dtype)["layers.0.q_proj.weight"]

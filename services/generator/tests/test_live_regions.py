@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from flotilla_generator.engine.vllm import live_regions
 from flotilla_generator.engine.vllm.live_regions import LiveRegions, NoRegionsError
 from flotilla_generator.engine.vllm.live_weights import LiveModel, Unloaded
 from flotilla_weights.digest import tensor_digests
@@ -152,14 +153,13 @@ def test_sums_with_adapters_are_copied_as_they_are_loaded() -> None:
 def test_a_tensor_that_is_not_live_is_named(stale: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     regions = learned(model)
-    copy = torch._foreach_copy_
+    copy = live_regions._copy
 
-    def forgetful(lives: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
+    def forgetful(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         kept = [region.live.data_ptr() for region in regions._regions[stale]]
-        pairs = [(live, part) for live, part in zip(lives, parts, strict=True) if live.data_ptr() not in kept]
-        copy([live for live, _ in pairs], [part for _, part in pairs])
+        copy([(live, part) for live, part in pairs if live.data_ptr() not in kept])
 
-    monkeypatch.setattr(torch, "_foreach_copy_", forgetful)
+    monkeypatch.setattr(live_regions, "_copy", forgetful)
     assert faults(regions, staged(3)) == [f"{stale}: live tensor differs from what was staged"]
 
 
@@ -287,7 +287,7 @@ def test_a_wrong_copy_breaks_the_replica_until_a_whole_load(
 ) -> None:
     commit(live, 1)
     with monkeypatch.context() as patched:
-        patched.setattr(torch, "_foreach_copy_", lambda _lives, _parts: None)
+        patched.setattr(live_regions, "_copy", lambda _pairs: None)
         answer = commit(live, 2)
     assert answer["broken"] and "live tensor differs" in answer["error"] and worker.loads == 1
     assert commit(live, 3)["error"] == "" and worker.loads == 2

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, Self
 
 import torch
@@ -40,6 +41,8 @@ from flotilla_weights.wire import Link
 BACKENDS = {weights_pb2.WEIGHT_BACKEND_GLOO: "gloo", weights_pb2.WEIGHT_BACKEND_NCCL: "nccl"}
 ON_THE_WIRE = 2
 """Buckets in flight: one moves while the next is packed, or the last one digested."""
+SPARE_BYTES = 1 << 30
+"""Memory of a GPU that staged weights leave to buckets on their way and to other processes."""
 
 Sink = Callable[[list[tuple[str, torch.Tensor]]], None]
 
@@ -160,8 +163,7 @@ class Receiver:
         self._link.dial(self._host, self._port)
         self._device = _formed(self._link, self._host, self._manifest, self._device)
         if self._device.type == "cuda":
-            # What arrives must not queue behind the work of whoever else uses this GPU in this process.
-            self._stream = torch.cuda.Stream(self._device)
+            self._stream = _stream_of(self._device)
 
     def receive(self, sink: Sink, manifest: Manifest | None = None) -> list[int]:
         """Take one publication; `sink` gets named tensors bucket by bucket. Returns the digests of what arrived.
@@ -178,6 +180,15 @@ class Receiver:
             raise self._link.fail("the sender publishes something else", why="it announced another manifest")
         with self._on_its_stream():
             return self._taken(sink, manifest)
+
+    def has_room_for(self, nbytes: int) -> bool:
+        """Return whether so many bytes fit into the memory of its GPU, beside a few buckets; a host has room."""
+        device = self._device
+        if device is None or device.type != "cuda":
+            return True
+        free, _ = torch.cuda.mem_get_info(device)
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return nbytes + SPARE_BYTES <= free + kept
 
     def abort(self, why: str = "the receiver gave the epoch up") -> None:
         """End the epoch for all members; a `connect` or `receive` in progress raises."""
@@ -254,6 +265,15 @@ def _formed(link: Link, host: str, manifest: Manifest, device: torch.device | No
     if buckets.type == "cuda":
         kernel_works(buckets)  # compiled now, when nobody waits for digests
     return buckets
+
+
+@cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """One for all groups of this process, so that each reuses the memory that the last one staged in.
+
+    What arrives must not queue behind the work of whoever else uses this GPU in this process.
+    """
+    return torch.cuda.Stream(device)
 
 
 def _device_for(backend: str, device: torch.device | None) -> torch.device:

@@ -1,12 +1,14 @@
 """The part of the sender's model that a member of a weight group holds, between the wire and the live weights.
 
-Invariants: a publication replaces what was staged before it, as a whole or not at all; the weights under adapters come
-with the first publication of a group, rest in host memory and go with the group, so adapters never meet weights that
-another group brought; each digest is of what arrived, those of resting weights included.
+Invariants: a publication replaces what was staged before it, as a whole or not at all; it waits in the memory of the
+receiver's device where there is room beside the live model, and in that of the host otherwise; the weights under
+adapters come with the first publication of a group, rest in host memory and go with the group, so adapters never meet
+weights that another group brought; each digest is of what arrived, those of resting weights included.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 
 import torch
@@ -14,6 +16,8 @@ import torch
 from flotilla_weights.adapters import AdapterNames, merged
 from flotilla_weights.group import Receiver
 from flotilla_weights.manifest import Manifest
+
+log = logging.getLogger(__name__)
 
 Named = list[tuple[str, torch.Tensor]]
 Progress = Callable[[int], None]
@@ -63,6 +67,7 @@ class Inbox:
         self._resting: Named = []
         self._resting_digests: list[int] = []
         self._earlier_buckets = 0
+        self._told = False
         self.staged: StagedModel | None = None
         """The last publication, until it is taken."""
         self.digests: list[int] = []
@@ -78,7 +83,15 @@ class Inbox:
         self.staged, self.digests, self._earlier_buckets = None, [], 0
         adapters = self._manifest.adapters
         if adapters is None:
-            weights, self.digests = self._moved(self._manifest, progress)
+            crowded = not self._receiver.has_room_for(self._manifest.nbytes)
+            if crowded and not self._told:
+                self._told = True
+                log.warning(
+                    "the GPU has no room for %.1f GiB of staged weights: they wait in host memory, and each commit "
+                    "copies them back, which takes seconds; lower generator.memory_fraction",
+                    self._manifest.nbytes / (1 << 30),
+                )
+            weights, self.digests = self._moved(self._manifest, progress, to_host=crowded)
             self.staged = StagedModel(weights, self.digests, {}, 0.0)
             return
         if not self._resting:

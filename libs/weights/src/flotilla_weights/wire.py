@@ -92,7 +92,7 @@ class Link:
             self.put(f"gpu/{self.rank}", gpu_of(device))
         self.put(f"member/{self.rank}", credential)
         keys = [f"member/{rank}" for rank in range(self.world_size)]
-        self.wait(lambda: self._has(keys), lambda: f"waiting for {self._absent()} to join", _poll_store)
+        self.wait(lambda: self._has(keys), lambda: f"waiting for {self._absent()} to join", self._poll_store)
         for rank in range(self.world_size):
             if self._get(f"member/{rank}") != credential:
                 raise self.fail(
@@ -131,7 +131,9 @@ class Link:
             # Another thread ended the link in between and could not know of this group.
             group.close()
         keys = [f"{CUDA_IPC}/{key}" for key in counters(self.world_size)]
-        self.wait(lambda: self._has(keys), lambda: "waiting for every member to map the buckets", _poll_store)
+        self.wait(
+            lambda: self._has(keys), lambda: "waiting for every member to map the buckets", self._poll_store
+        )
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
         """Start moving one buffer from the sender; `finish` it."""
@@ -174,7 +176,7 @@ class Link:
 
     def wait_for_key(self, key: str, what: str) -> str:
         """Wait until the sender has told something, and return it."""
-        self.wait(lambda: self._has([key]), lambda: what, _poll_store)
+        self.wait(lambda: self._has([key]), lambda: what, self._poll_store)
         return self._get(key)
 
     def wait(self, done: Callable[[], bool], what: Callable[[], str], pause: Callable[[int], None]) -> None:
@@ -270,13 +272,14 @@ class Link:
         except RuntimeError as error:
             raise self._end(WeightGroupFailed("the sender went away", why=_brief(error))) from error
 
+    def _poll_store(self, looks: int) -> None:
+        """Sleep between two questions; many members ask less often, because one store answers all of them."""
+        longest = min(STORE_POLL_S * 2 * self.world_size, LONGEST_STORE_POLL_S)
+        time.sleep(min(STORE_POLL_S * (1 + looks), longest))
+
     def _absent(self) -> str:
         absent = [str(rank) for rank in range(self.world_size) if not self._has([f"member/{rank}"])]
         return f"rank {', '.join(absent)} of {self.world_size}"
-
-
-def _poll_store(looks: int) -> None:
-    time.sleep(min(STORE_POLL_S * (1 + looks), LONGEST_STORE_POLL_S))
 
 
 def _brief(error: BaseException) -> str:

@@ -110,9 +110,11 @@ class LiveRegions:
         unequal: list[tuple[str, torch.Tensor]] = []
         for batch in _batches(staged.tensors(self._device)):
             pairs = [
-                (region, region.part_of(tensor)) for name, tensor in batch for region in self._regions[name]
+                (region.live, region.part_of(tensor))
+                for name, tensor in batch
+                for region in self._regions[name]
             ]
-            torch._foreach_copy_([region.live for region, _ in pairs], [part for _, part in pairs])
+            _copy(pairs)
             for name, tensor in batch:
                 regions = self._regions[name]
                 if len(regions) == 1 and regions[0].is_whole(tensor):
@@ -229,6 +231,16 @@ def _require_filled(model: torch.nn.Module, written: list[torch.Tensor]) -> None
             filled.as_strided(part.shape, part.stride(), part.storage_offset()).fill_(True)
         if sum(part.numel() for part in found) != tensor.numel() or int(filled.sum()) != tensor.numel():
             raise NoRegionsError(f"{name} is not filled by copies alone")
+
+
+def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Few launches serve for all parts that lie in one piece; slices of rows take one each."""
+    whole = [(live, part) for live, part in pairs if live.is_contiguous() and part.is_contiguous()]
+    if whole:
+        torch._foreach_copy_([live for live, _ in whole], [part for _, part in whole])
+    for live, part in pairs:
+        if not (live.is_contiguous() and part.is_contiguous()):
+            live.copy_(part)
 
 
 def _addresses(model: torch.nn.Module) -> list[int]:

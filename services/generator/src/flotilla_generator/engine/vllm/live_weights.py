@@ -143,15 +143,14 @@ class LiveModel:
     @torch.no_grad()
     def _copy_in_place(self, regions: LiveRegions, staged: StagedModel) -> dict[str, Any]:
         started = time.perf_counter()
-        # Whatever goes wrong here, the next version is loaded and proved as the first one was.
-        self._regions = None
         try:
             faults = [fault for fault in regions.fill(staged) if fault is not None]
         # The boundary of a worker call, which must not raise.
         except Exception as failure:  # noqa: BLE001
             faults = [f"copying failed: {type(failure).__name__}: {failure}"]
-        if not faults:
-            self._regions = regions
+        if faults:
+            # From now on every version is loaded and proved as the first one was.
+            self._regions, self._may_learn = None, False
         return {
             "error": _listed(faults),
             "broken": bool(faults),
@@ -180,16 +179,15 @@ class LiveModel:
         }
 
     def _rehearsed(self, model: torch.nn.Module, staged: StagedModel) -> LiveRegions | None:
-        """Where the tensors lie, if a copy is all that loading them means; it is asked once."""
+        """Where the tensors lie, if a copy is all that loading them means."""
         if not self._may_learn:
             return None
-        self._may_learn = False
         try:
             with self._configured():
                 return LiveRegions.learned(model, staged)
         # The loaders are vLLM's: they run here in a way that they were not written for, and need not.
         except Exception as failure:  # noqa: BLE001
-            log.warning("every commit loads the whole model anew: %s", failure or type(failure).__name__)
+            self._give_up_copies(f"{failure}" or type(failure).__name__)
             return None
 
     def _keep(self, regions: LiveRegions, staged: StagedModel) -> None:
@@ -197,7 +195,11 @@ class LiveModel:
             regions.require_agreement(staged)
             self._regions = regions
         except NoRegionsError as failure:
-            log.warning("every commit loads the whole model anew: %s", failure)
+            self._give_up_copies(str(failure))
+
+    def _give_up_copies(self, why: str) -> None:
+        self._regions, self._may_learn = None, False
+        log.warning("every commit loads the whole model anew: %s", why)
 
     @torch.no_grad()
     def _load_recorded(
