@@ -143,6 +143,7 @@ class LiveModel:
     @torch.no_grad()
     def _copy_in_place(self, regions: LiveRegions, staged: StagedModel) -> dict[str, Any]:
         started = time.perf_counter()
+        self._synchronize()  # the last step may still run
         try:
             faults = [fault for fault in regions.fill(staged) if fault is not None]
         # The boundary of a worker call, which must not raise.
