@@ -33,6 +33,9 @@ NO_FAULT: Answer = {"error": ""}
 SEEDS = 1 << 63
 PROOF_SLICE_S = 0.005
 """How long decoding waits for a piece of the proof."""
+TURN_S = 0.0005
+"""How long the decoder may keep Python's interpreter from a transfer, which wants it at every launch and message."""
+USUAL_TURN_S = sys.getswitchinterval()
 
 # vLLM imports this module in every worker before it opens its message queues and loads the model.
 end_with_the_service()
@@ -127,12 +130,15 @@ class WorkerWeights:
 
         def guarded() -> None:
             _leave_the_decoder_its_cores()
+            sys.setswitchinterval(TURN_S)
             try:
                 work()
             # The end of a thread: reported by `status`, never raised in a worker.
             except Exception as error:  # noqa: BLE001
                 if self._receiver is receiver:
                     self._fault = _fault(error)
+            finally:
+                sys.setswitchinterval(USUAL_TURN_S)
             if self._receiver is receiver:
                 self._busy = False
                 _tell(notify)
