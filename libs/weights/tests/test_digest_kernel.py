@@ -17,7 +17,7 @@ from flotilla_weights.digest_kernel import BlockTable
 
 BLOCK = BLOCK_WORDS * WORD_BYTES
 random = torch.Generator().manual_seed(1)
-memory = torch.randint(0, 256, (4 * BLOCK,), dtype=torch.uint8, generator=random)
+memory = torch.randint(0, 256, (5 * BLOCK,), dtype=torch.uint8, generator=random)
 sizes = [1, 6, 8, 24, 2056, 66_000, BLOCK - 8, BLOCK, BLOCK + 8, BLOCK + 3, 14]
 extents, start = [], 64
 for size in sizes:
