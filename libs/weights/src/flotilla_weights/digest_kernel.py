@@ -24,7 +24,7 @@ _SECOND_FACTOR = tl.constexpr(-7723592293110705685)
 
 
 class BlockTable:
-    """Where the blocks of some tensors lie, relative to the first byte of one of them."""
+    """The places of the blocks of some tensors, relative to the first byte of one of them."""
 
     def __init__(
         self, extents: Sequence[tuple[int, int]], block_bytes: int, low: torch.Tensor, high: torch.Tensor
@@ -81,7 +81,7 @@ class BlockTable:
 
 
 @triton.jit
-def _add_words(base, offsets, sizes, low, high, sums, blocks, WORDS: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add_words(base, offsets, sizes, low, high, sums, blocks, WORDS: tl.constexpr, BLOCKS: tl.constexpr):
     """Add to the sums of some blocks what some of their whole words contribute."""
     first_word = tl.program_id(0) * WORDS
     word = first_word + tl.arange(0, WORDS)
@@ -108,7 +108,7 @@ def _mix_sums(
     digests,
     BLOCK_BYTES: tl.constexpr,
     AT_ONCE: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     """Make the digest of one tensor from the sums of its blocks and from its bytes after the last whole word."""
     tensor = tl.program_id(0)
     nbytes = tl.load(lengths + tensor)
@@ -132,7 +132,7 @@ def _mix_sums(
 
 
 @triton.jit
-def _mix(x):  # type: ignore[no-untyped-def]
+def _mix(x):
     """Apply the finaliser of splitmix64, whose shifts are logical."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _FIRST_FACTOR
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _SECOND_FACTOR

@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint lie in the live model, learned from vLLM's own loaders.
+"""The places of a checkpoint's tensors in the live model, learned from vLLM's own loaders.
 
 A rehearsal runs the loaders on the live parameters and keeps what they would copy where, without a write. From then on
 a commit is those copies, into the memory that captured graphs read.
@@ -143,7 +143,7 @@ class _Rehearsal(TorchDispatchMode):
     """Keeps what loaders would write, and lets them write nothing."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.zeros: list[torch.Tensor] = []
 
@@ -161,7 +161,7 @@ class _Rehearsal(TorchDispatchMode):
 
 
 class _Place:
-    """Where a tensor of the checkpoint lies in memory."""
+    """The memory of one tensor of the checkpoint."""
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         if not tensor.is_contiguous():

@@ -180,7 +180,7 @@ class LiveModel:
         }
 
     def _rehearsed(self, model: torch.nn.Module, staged: StagedModel) -> LiveRegions | None:
-        """Where the tensors lie, if a copy is all that loading them means."""
+        """Return the places of the tensors, if a copy is all that loading them means."""
         if not self._may_learn:
             return None
         try:
