@@ -115,7 +115,8 @@ class Link:
                     timeout_s=self.timeout_s,
                 )
         except (RuntimeError, OSError) as error:
-            raise self.fail("the group could not be connected", why=_brief(error)) from error
+            advice = "; weights.backend: gloo does without CUDA IPC" if self.backend == CUDA_IPC else ""
+            raise self.fail("the group could not be connected", why=_brief(error) + advice) from error
 
     def _share_buckets(self, device: torch.device) -> None:
         """Map the sender's buckets at every receiver; they meet again when all of them see the memory."""

@@ -44,6 +44,7 @@ from flotilla_core.config.training import (
     LoraConfig,
     OptimizerConfig,
     WeightSyncConfig,
+    bucket_size_mib,
 )
 
 __all__ = [
@@ -81,6 +82,7 @@ __all__ = [
     "TrainerConfig",
     "TrainingSet",
     "WeightSyncConfig",
+    "bucket_size_mib",
     "dump_yaml",
     "json_schema",
     "load",

@@ -120,6 +120,11 @@ class CanaryConfig(ConfigModel):
 AUTO_BUCKET_MIB = {"gloo": 32, "nccl": 256}
 
 
+def bucket_size_mib(setting: int | Literal["auto"], backend: str) -> int:
+    """Return the size of one broadcast by this backend."""
+    return AUTO_BUCKET_MIB[backend] if setting == "auto" else setting
+
+
 class WeightSyncConfig(ConfigModel):
     """The transfer of new weights to the generators."""
 
@@ -137,7 +142,3 @@ class WeightSyncConfig(ConfigModel):
     """Longest wait for one member in one sync; then it is evicted and the others continue."""
     canary: CanaryConfig = CanaryConfig()
     """The check of generator against trainer after every sync."""
-
-    def bucket_size_mib(self, backend: str) -> int:
-        """Return the size of one broadcast by this backend."""
-        return AUTO_BUCKET_MIB[backend] if self.bucket_mib == "auto" else self.bucket_mib

@@ -24,6 +24,7 @@ from flotilla_core.config import (
     RolloutConfig,
     RunConfig,
     StackConfig,
+    bucket_size_mib,
 )
 from flotilla_core.gangs import model_of
 from flotilla_core.model_folder import model_folder
@@ -224,7 +225,7 @@ def sync_lines(
         f"{staged}; the KV cache takes {shown_bytes(token)} a token",
     )
     backends = ("gloo", "nccl") if config.weights.backend == "auto" else (config.weights.backend,)
-    sizes = " or ".join(f"{config.weights.bucket_size_mib(backend)} MiB ({backend})" for backend in backends)
+    sizes = " or ".join(f"{bucket_size_mib(config.weights.bucket_mib, one)} MiB ({one})" for one in backends)
     moved = sent if adapters is None else adapters.parameters * MASTER
     once = "" if adapters is None else f"; {shown_bytes(sent)} before the first ones of each weight group"
     yield (

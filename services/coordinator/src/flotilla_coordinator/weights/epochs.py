@@ -30,7 +30,7 @@ from flotilla_coordinator.weights.members import (
 )
 from flotilla_core import ids, rpc
 from flotilla_core.agreement import kv_policy
-from flotilla_core.config import WeightSyncConfig
+from flotilla_core.config import WeightSyncConfig, bucket_size_mib
 from flotilla_core.errors import (
     DeadlineExceeded,
     FlotillaError,
@@ -88,7 +88,7 @@ class WeightEpochs:
         self._run_id = run_id
         self._config = config
         self._backend = BACKENDS[backend]
-        self._bucket_bytes = config.bucket_size_mib(backend) << 20
+        self._bucket_bytes = bucket_size_mib(config.bucket_mib, backend) << 20
         self._policy = policy
         applied = kv_policy(config, max_staleness)
         self._kv_policy = KV_POLICIES[applied]
