@@ -199,7 +199,7 @@ def test_a_receiver_that_cannot_map_the_buckets_says_so_to_all(gpu: OneGpu, pool
     joining = pool.submit(receiver_of(sender, 1, 2).connect)
     with pytest.raises(WeightGroupFailed, match=r"rank 1: the group could not be connected: cuIpcOpen"):
         sender.connect(MANIFEST)
-    with pytest.raises(WeightGroupFailed, match="invalid device ordinal; weights.backend: gloo"):
+    with pytest.raises(WeightGroupFailed, match=r"invalid device ordinal; weights\.backend: gloo"):
         joining.result(LIMIT_S)
 
 
