@@ -2,8 +2,8 @@
 
 Both decode the model of smoke.py on one GPU, one after the other: the generator as a service of a stack without a
 trainer, then vLLM's own `LLM` without a tokenizer. Each amount of work is done `--rounds` times, on new prompts each
-time, and the first round is not counted. Prints one JSON object for each amount; `cpu_s` are seconds of the service's
-process and of those below it. `python bench/gpu/rollout.py --out DIR`.
+time, and the first round is not counted. Prints one JSON object for each amount and appends it to `figures.jsonl`.
+`cpu_s` are seconds of the service's process and of those below it. `python bench/gpu/rollout.py --out DIR`.
 """
 
 from __future__ import annotations
@@ -179,7 +179,10 @@ def _report(what: str, count: int, asked: argparse.Namespace, seconds: list[floa
         "ms_a_token_of_each": round(1000 * median / asked.tokens, 3),
         **more,
     }
-    print(json.dumps(figures), flush=True)
+    line = json.dumps(figures)
+    print(line, flush=True)
+    with (asked.out / "figures.jsonl").open("a") as file:
+        file.write(line + "\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from structlog.testing import capture_logs
 from flotilla_core.config.stack import GeneratorConfig
 from flotilla_core.errors import InvalidConfig
 from flotilla_generator.checkpoint import Checkpoint
-from flotilla_generator.engine.vllm.boot import booted, check_options, engine_arguments
+from flotilla_generator.engine.vllm.boot import booted, check_options, engine_arguments, prepare_environment
 
 
 @pytest.fixture(params=[False, True], ids=["cpu", "gpu"])
@@ -62,6 +63,16 @@ def test_a_kv_cache_has_the_size_that_the_stack_says_on_gpus_and_cpus(
     arguments = engine_arguments(config, Checkpoint(tmp_path, {}))
     default = None if gpu else 1 << 30
     assert arguments.get("kv_cache_memory_bytes") == (default if gib is None else int(gib * (1 << 30)))
+
+
+def test_all_that_a_start_compiles_is_kept_unless_the_user_has_a_place_for_it(
+    gpu: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    environment = {"TRITON_CACHE_DIR": "/mine"}
+    monkeypatch.setattr(os, "environ", environment)
+    prepare_environment(GeneratorConfig(), tmp_path)
+    assert environment["VLLM_CACHE_ROOT"] == environment["FLASHINFER_WORKSPACE_BASE"] == str(tmp_path)
+    assert environment["TRITON_CACHE_DIR"] == "/mine"
 
 
 def test_options_of_the_stack_reach_vllm_and_win(gpu: bool, tmp_path: Path) -> None:

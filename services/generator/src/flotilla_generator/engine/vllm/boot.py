@@ -72,12 +72,16 @@ logger = structlog.get_logger()
 
 
 def prepare_environment(config: GeneratorConfig, cache: Path | None = None) -> None:
-    """Set what vLLM reads from the environment, here and in its children; it keeps compiled code in `cache`."""
+    """Set what vLLM reads from the environment, here and in its children; `cache` keeps all code that they compile."""
     import torch
 
     variables = dict(ENVIRONMENT)
     if cache is not None:
-        variables["VLLM_CACHE_ROOT"] = str(cache)
+        variables |= {
+            "VLLM_CACHE_ROOT": str(cache),
+            "FLASHINFER_WORKSPACE_BASE": str(cache),
+            "TRITON_CACHE_DIR": str(cache / "triton"),
+        }
     if not torch.cuda.is_available():
         # The other half of the cores is for the trainer, and for decoding's own front end.
         threads = max(1, len(os.sched_getaffinity(0)) // (2 * config.tensor_parallel_size))
