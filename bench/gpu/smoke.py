@@ -1,4 +1,4 @@
-"""Five steps at staleness 0 and 1, and with LoRA, on a host with two GPUs: one trainer, one generator, NCCL, bfloat16.
+"""Five steps or more at staleness 0 and 1, and with LoRA, on a host with two GPUs: one trainer, one generator, NCCL, bfloat16.
 
 `ppo` among the runs takes a third GPU for its critic; `--ranks`, `--replicate` and `--sequence-parallel` arrange more
 ranks of the trainer. With `--one-gpu` trainer and generator share a GPU, and weights go by CUDA IPC. `--eager` decodes
@@ -76,6 +76,7 @@ def main() -> int:
     cli.add_argument("--colocated", action="store_true", help="a generator on the GPU of each trainer rank")
     cli.add_argument("--eager", action="store_true")
     cli.add_argument("--boots", type=int, default=1)
+    cli.add_argument("--steps", type=int, default=5)
     asked = cli.parse_args()
     out: Path = asked.out
     work = out / "work"
@@ -102,6 +103,7 @@ def main() -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = "0,0"
     if asked.colocated:
         description["placement"] = "colocated"
+        del description["generator"]["memory_fraction"]
         description["generator"]["replicas"] = asked.ranks
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(asked.ranks)))
     if "ppo" in asked.runs:
@@ -112,17 +114,17 @@ def main() -> int:
             with running_stack(description, work) as stack:
                 print(json.dumps({"boot": boot, "up_s": round(time.monotonic() - started, 1)}), flush=True)
                 for name in asked.runs if boot == asked.boots else ():
-                    _run(stack, work, name, RUNS[name])
+                    _run(stack, work, name, asked.steps, RUNS[name])
     finally:
         for log in (work / "state" / "gpu" / "logs").glob("*.log"):
             shutil.copy(log, out / log.name)
     return 0
 
 
-def _run(stack: Stack, work: Path, name: str, changes: dict[str, Any]) -> None:
+def _run(stack: Stack, work: Path, name: str, steps: int, changes: dict[str, Any]) -> None:
     run: dict[str, Any] = {
         "name": f"smoke-{name}",
-        "steps": 5,
+        "steps": steps,
         "data": {"train": str(work / "data" / "rl.jsonl")},
         "rewards": [{"reward": "exact"}],
         "optimizer": {"schedule": "constant", **changes.get("optimizer", {"learning_rate": 1.0e-6})},
