@@ -54,7 +54,7 @@ test: setup  ## Run the unit, contract and integration tests
 	@echo "==> integration, unit and contract tests, two suites at a time, each told when it ends"
 	@# In this order both halves of the machine are busy until the end.
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target \
-	integration-trainer test-contract integration-fleets unit-services unit-libs
+	integration-fleets test-contract integration-trainer unit-libs unit-services
 
 integration-fleets:
 	@echo "==> integration tests of fleets"

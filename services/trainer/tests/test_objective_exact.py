@@ -399,22 +399,21 @@ def test_advantages_that_are_sent_are_refused_where_they_would_have_to_be_change
 
 
 def sampled_by(versions: tuple[int, int], distances: tuple[float, float]) -> list[pb.TrainGroup]:
-    """Return a sample with halves of these steps; the table gives each token this much more than the rollout did."""
-    groups = make_groups([1])
-    sample = groups[0].samples[0]
-    sample.Clear()
-    sample.sample_id = "g0/0"
-    tokens = np.arange(8, dtype=np.int32)
-    sample.token_ids.CopyFrom(to_tensor(tokens))
+    """Return two samples of these steps; the table gives the tokens of each this much more than the rollout did."""
+    groups = make_groups([2])
     table = torch.log_softmax(
         torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1)), -1
     )
+    tokens = np.arange(4, dtype=np.int32)
     before = np.concatenate([from_tensor(groups[0].prompt_token_ids)[-1:], tokens[:-1]])
     exact = table[torch.from_numpy(before).long(), torch.from_numpy(tokens).long()].numpy()
-    sample.logprobs.CopyFrom(to_tensor(np.log(np.exp(exact) + np.repeat(distances, 4)).astype(np.float32)))
-    for half, step in enumerate(versions):
-        span = sample.version_spans.add(start=4 * half, end=4 * half + 4)
-        span.version.CopyFrom(Version(0, step).to_proto())
+    for sample, step, distance in zip(groups[0].samples, versions, distances, strict=True):
+        sample_id = sample.sample_id
+        sample.Clear()
+        sample.sample_id = sample_id
+        sample.token_ids.CopyFrom(to_tensor(tokens))
+        sample.logprobs.CopyFrom(to_tensor(np.log(np.exp(exact) + distance).astype(np.float32)))
+        sample.version_spans.add(start=0, end=4).version.CopyFrom(Version(0, step).to_proto())
     return groups
 
 
