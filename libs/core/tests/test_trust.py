@@ -89,10 +89,12 @@ def test_a_token_file_of_another_user_is_refused(tmp_path: Path) -> None:
         read_token(BindConfig(token_file=file), tmp_path)
 
 
-def test_a_named_pipe_in_place_of_the_token_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_named_pipe_or_a_folder_in_place_of_the_token_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "token", 0o600)
     with pytest.raises(errors.InvalidConfig, match="not a file"):
         read_token(BindConfig(), tmp_path)
+    with pytest.raises(errors.InvalidConfig, match="not a file"):
+        read_token(BindConfig(token_file=tmp_path), tmp_path)
 
 
 def test_a_signature_is_good_once_for_its_method_and_address() -> None:

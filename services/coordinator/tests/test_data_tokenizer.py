@@ -80,6 +80,9 @@ def test_no_chat_template_is_said_when_it_is_needed(tmp_path: Path) -> None:
     ]
     tokenizer = Tokenizer.load(make(tmp_path, chat_template=named))
     assert tokenizer.render_chat([{"role": "user", "content": "1"}]) == "1<eos>"
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidConfig, match="chat template cannot be read"):
+        Tokenizer.load(tmp_path).render_chat([{"role": "user", "content": "1"}])
 
 
 def test_runs_that_read_the_same_tokenizer_do_not_each_keep_what_it_has_cached(tmp_path: Path) -> None:
@@ -87,11 +90,12 @@ def test_runs_that_read_the_same_tokenizer_do_not_each_keep_what_it_has_cached(t
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
     backend.save(str(tmp_path / "tokenizer.json"))
     texts = [f"{number}+{number}=" for number in range(10_000)]
-    Tokenizer.load(tmp_path).encode_many(texts)
+    for _ in range(10):  # until each thread of the library has its buffers
+        Tokenizer.load(tmp_path).encode_many(texts)
     before = psutil.Process().memory_info().rss
     for _ in range(20):
         Tokenizer.load(tmp_path).encode_many(texts)
-    assert psutil.Process().memory_info().rss - before < 20 * 2**20
+    assert psutil.Process().memory_info().rss - before < 40 * 2**20  # 88 MiB where each keeps its own
 
 
 def test_a_tokenizer_that_was_written_again_is_read_again(tmp_path: Path) -> None:

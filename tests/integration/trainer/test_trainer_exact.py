@@ -12,7 +12,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
-from flotilla_core.errors import InvalidRequest, Mismatch, NotFinite, NotFound, StaleVersion
+from flotilla_core.errors import (
+    FailedPrecondition,
+    InvalidRequest,
+    Mismatch,
+    NotFinite,
+    NotFound,
+    StaleVersion,
+)
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
 from flotilla_testing.plain_torch import logprobs, plain_model, trained_tokens
@@ -182,6 +189,11 @@ async def test_an_exported_folder_gives_the_logits_that_the_trainer_has(
     await trainer.export(folder, 1)  # again, over the first one
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in folder.iterdir()}
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+    for place in ("/", str(tmp_path / "..")):
+        with pytest.raises(InvalidRequest, match="names no folder"):
+            await trainer.export(Path(place), 1)
+    with pytest.raises(FailedPrecondition, match="would replace what is no model"):
+        await trainer.export(tmp_path, 1)
     sample, prompt = groups[0].samples[1], groups[0].prompt_token_ids
     request = pb.ComputeLogprobsRequest(run_id=trainer.run_id)
     request.sequences.add(sequence_id="s", prompt_token_ids=prompt, token_ids=sample.token_ids)

@@ -76,10 +76,11 @@ def read_secret(path: Path, key: str) -> str:
             why=str(error.strerror),
             next_step="work as the user who owns it",
         ) from None
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise InvalidConfig("the file of a secret is not a file", where=where)
     with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise InvalidConfig("the file of a secret is not a file", where=where)
         if status.st_uid != os.geteuid():
             raise InvalidConfig(
                 "the file of a secret belongs to another user",

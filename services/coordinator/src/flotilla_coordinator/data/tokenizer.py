@@ -154,7 +154,12 @@ class Tokenizer:
     def _template_source(self) -> str:
         path = self.folder / "chat_template.jinja"
         if path.is_file():
-            return path.read_text("utf-8")
+            try:
+                return path.read_text("utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise InvalidConfig(
+                    "the chat template cannot be read", where=str(path), why=str(error)
+                ) from error
         source = self._settings.get("chat_template")
         if isinstance(source, list):  # several by name
             source = {item["name"]: item["template"] for item in source}.get("default")

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer
 from flotilla_core import ids
-from flotilla_core.errors import Cancelled, InvalidRequest
+from flotilla_core.errors import Cancelled, FailedPrecondition, InvalidRequest
 from flotilla_core.version import Version
 from flotilla_trainer.front.idempotent_calls import IdempotentCalls
 from flotilla_trainer.front.session_manager import SessionManager
@@ -131,8 +131,7 @@ class TrainerServicer(TrainerServiceServicer):
 
     async def ExportModel(self, request: pb.ExportModelRequest, context: Any) -> pb.ExportModelResponse:
         session = self._manager.learner(request.run_id)
-        if not request.path or not Path(request.path).is_absolute():
-            raise InvalidRequest("the path is not absolute", where=f"path {request.path!r}")
+        _check_export_path(request.path)
 
         async def export() -> pb.ExportModelResponse:
             async with session.holding(Version.from_proto(request.policy_version), "the export"):
@@ -143,6 +142,22 @@ class TrainerServicer(TrainerServiceServicer):
     async def _idempotent(self, kind: str, request: Any, act: Callable[[], Awaitable[T]]) -> T:
         reply: T = await self._replies.run(f"{kind} {request.request_id or ids.new_request_id()}", act)
         return reply
+
+
+def _check_export_path(path: str) -> None:
+    """Refuse a path that is no place for a model: an export replaces the model that is there, and nothing else."""
+    folder = Path(path)
+    if not folder.is_absolute():
+        raise InvalidRequest("the path is not absolute", where=f"path {path!r}")
+    if not folder.name or ".." in folder.parts:
+        raise InvalidRequest("the path names no folder for a model", where=f"path {path!r}")
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise FailedPrecondition(
+            "the export would replace what is no model",
+            where=f"path {path}",
+            why="it exists, and there is no config.json in it",
+            next_step="name a folder that does not exist yet, or one that holds a model",
+        )
 
 
 async def read_header(requests: AsyncIterator[pb.TrainRequest]) -> pb.TrainHeader:
