@@ -1,7 +1,7 @@
 """The loss of a pair of answers, by the margin with which the preferred one is ahead.
 
 Invariant: each loss takes the margins and its parameters by keyword, and gives one loss a pair with its derivative by
-the margin, so that a caller with the margins of a whole update needs no second look at it for the gradient.
+the margin. So a caller with the margins of a whole update needs no second look at it for the gradient.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The folder of a model on this host, the shapes in its files, and one digest for its tokenizer.
 
-Invariants: a folder is used as it is; a hub name becomes the local snapshot of that model, downloaded once; nothing is
-downloaded while HF_HUB_OFFLINE is set. A path that is too long, or that this user may not look at, counts as missing.
-The number of a tokenizer is computed from the bytes of `tokenizer.json` alone, so every service gets the same one
+Invariants: a folder is used as it is; a hub name becomes the local snapshot of that model, downloaded once; nothing
+is downloaded while HF_HUB_OFFLINE is set. A path that is too long, or that this user may not look at, counts as
+missing. The digest of a tokenizer is that of the bytes of `tokenizer.json` alone. So every service gets the same one
 without loading it, and can tell whether it means the same tokens as another.
 """
 

@@ -1,12 +1,12 @@
 """Every process that descends from one service process, dead or alive.
 
-A service is started as the leader of its own session. Its tree has all processes in that session or process group,
-those that still descend from it, and those that carry its mark in their environment (a grandchild that made a session
-of its own). Invariant: nothing is signalled unless it belongs to the tree of a process that we started, which is
-decided by start time and boot, never by pid alone.
+A service is started as the leader of its own session. Its tree has all processes in that session or process group and
+those that still descend from it. A grandchild that made a session of its own belongs to it by the mark in its
+environment. Invariant: nothing is signalled unless it belongs to the tree of a process that we started. Start time
+and boot decide that, never the pid alone.
 
-psutil says neither the session nor the group of a process, tells start times only by a clock that may be set, and does
-not see a mark behind a part of the environment that the process has overwritten.
+psutil says neither the session nor the group of a process, and tells start times only by a clock that may be set. It
+does not see a mark behind a part of the environment that the process has overwritten.
 """
 
 from __future__ import annotations

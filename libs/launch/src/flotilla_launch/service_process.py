@@ -1,9 +1,9 @@
 """One supervised process: a slot of the stack and the child that fills it now.
 
-Invariants: the child is READY only when its own gRPC health says so at the address that it announced itself;
-at any time at most one child of a slot lives, and before the next one starts (and after the last one) every
-process that descends from the former is gone, with what it left in shared memory; `record` tells the next launcher
-enough to continue from any point.
+Invariants: the child is READY only when its own gRPC health says so at the address that it announced itself. At any
+time at most one child of a slot lives. Before the next one starts, and after the last one, every process that
+descends from the former is gone, with what it left in shared memory. `record` tells the next launcher enough to
+continue from any point.
 """
 
 from __future__ import annotations

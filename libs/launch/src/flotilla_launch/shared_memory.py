@@ -1,9 +1,8 @@
 """The files that killed processes leave in `/dev/shm`.
 
-Python and torch unlink shared memory and semaphores when they end in order; a killed process cannot.
-Invariant: only a file that a process of ours was seen to hold (or whose name holds its pid) is removed,
-only after all of that service's processes are gone, and only when it has one of the names that such
-libraries give.
+Python and torch unlink shared memory and semaphores when they end in order; a killed process cannot. Invariant: a
+file is removed only if a process of ours was seen to hold it, or its name holds the pid, and it has one of the names
+that such libraries give. All of that service's processes are gone by then.
 """
 
 from __future__ import annotations

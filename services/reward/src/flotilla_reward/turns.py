@@ -1,8 +1,9 @@
 """The order in which runs get the next free worker that they share.
 
 Invariants: while items of several runs wait, a run that has more workers than another one that waits gets no further
-one, and of equals the one whose turn is longest ago is next; items of one run keep their order; a run that is alone has
-all workers. Nothing is free while a run waits, and what was given back last is handed out first: its caches are warm.
+one. Of equals, the one whose turn is longest ago is next. Items of one run keep their order, and a run that is alone
+has all workers. Nothing is free while a run waits, and what was given back last is handed out first: its caches are
+warm.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Our own NATS server for a stack without one.
 
-Invariants: it binds loopback only and refuses clients without its password, which is a new one at each start and is
-given to clients only once the server has its port, so that it is never sent to another process that listens there;
-every acknowledged message is on disk (`sync_interval: always`); it leads a process group of its own, so that a Ctrl-C
-in the terminal does not take it from the services, and without a wrapper it dies with the process that started it.
+Invariants: it binds loopback only and refuses clients without its password. The password is a new one at each start.
+Clients get it only once the server has its port, so no other process that listens there receives it. Every
+acknowledged message is on disk (`sync_interval: always`). The server leads a process group of its own, so a Ctrl-C in
+the terminal does not take it from the services. Without a wrapper it dies with the process that started it.
 """
 
 from __future__ import annotations

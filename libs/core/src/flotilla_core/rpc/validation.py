@@ -1,9 +1,9 @@
 """Requests against the rules of their contract, before a handler sees them.
 
-Rules hold for every field (see `flotilla/common/v1/rules.proto`), and a field's options may add to them. Invariants: a
-refusal names the field by its path and says what it may hold; what a handler gets has known enum values, finite numbers
-that fit into 63 bits, durations that a timer can wait for, and names that fit into a path or a line of a log. The
-walk over a type of message is compiled once and skips whatever has no rule: bytes cost nothing.
+Rules hold for every field (see `flotilla/common/v1/rules.proto`), and a field's options may add to them. Invariants:
+a refusal names the field by its path and says what it may hold. A handler gets known enum values, finite numbers that
+fit into 63 bits and durations that a timer can wait for. Names fit into a path or a line of a log. The walk over a
+type of message is compiled once and skips whatever has no rule: bytes cost nothing.
 """
 
 from __future__ import annotations

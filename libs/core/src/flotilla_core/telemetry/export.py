@@ -1,8 +1,8 @@
 """Sends ended spans to one OTLP endpoint from a thread of its own.
 
-Invariants: ending a span never waits, the queue is bounded and what falls out of it is counted, an endpoint that is
+Invariants: ending a span never waits. The queue is bounded, and what falls out of it is counted. An endpoint that is
 away costs one warning an outage, and `shutdown` returns within its limit whatever the endpoint does. A batch that
-could not be sent is kept and sent again, so a restart of the receiver loses nothing that still fits the queue; ids
+could not be sent is kept and sent again, so a restart of the receiver loses nothing that still fits the queue. Ids
 come from the operating system, so that seeding `random` for a run never repeats a trace.
 """
 

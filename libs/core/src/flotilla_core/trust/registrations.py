@@ -1,8 +1,8 @@
 """Registrations that only a process of the stack can have made.
 
-Invariants: one that was taken, or that is older than one that was taken, is never taken again, so that write
-access to the registry is not enough to bring back an instance that is gone; one that is older than the clocks of two
-hosts may differ is not taken by a reader that has just begun either.
+Invariants: a reader never takes one again that it took, nor one that is older. So write access to the registry is not
+enough to bring back an instance that is gone. A reader that has just begun takes none that is older than the clocks
+of two hosts may differ.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Shows the progress of a run until it ends, and prints runs and plans for `flotilla run`.
 
 Invariants: progress goes to stderr, as one live line on a terminal and as plain lines elsewhere. A log gets every
-notice (evaluations among them), the first and the last step, and between them at most one line in STEP_LINE_S, so that
-a run of thousands of quick steps takes one page. Nothing is repeated.
+notice (evaluations among them), the first and the last step, and between them at most one line in STEP_LINE_S. So a
+run of thousands of quick steps takes one page. Nothing is repeated.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ role. A gang that a run held before the coordinator was started again is kept fo
 generator that moves between runs is given to the next one only after the first has released it.
 
 A generator's slot counts once its process is ready. A leased slot continues to count while its process is started
-again, for as long as a start may take, and for a part of that time where the run has no other generator. A slot whose
-generator leaves in order, or was drained by a user, no longer counts. A generator whose build cannot talk to ours
-counts like one that is away.
+again, for as long as a start may take. Where the run has no other generator, it counts for a part of that time. A
+slot whose generator leaves in order, or was drained by a user, no longer counts. A generator whose build cannot talk
+to ours counts like one that is away.
 
 Shares of the generators depend on the arguments alone: every run gets one before any run gets two, shares are even, and
 no run gets more than it wants. Of all such assignments, the one that takes the fewest generators from their runs is

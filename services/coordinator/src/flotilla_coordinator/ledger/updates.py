@@ -3,8 +3,8 @@
 Invariants: those of every transition. An update is applied once under its name, with the same samples. It becomes
 durable when every kept checkpoint covers it, and is never undone from then on, so no fall-back ever needs its samples
 again. After a fall-back, each sample of the later steps is scored with its payload, issued again, or dropped for a
-reason of its own, which includes a failure of its reward unless a user resumes. Samples trained before the checkpoint
-are unchanged.
+reason of its own. A failure of its reward is such a reason unless a user resumes. Samples trained before the
+checkpoint are unchanged.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Invariants: nothing is written once the ledger has another owner. An operation is all or nothing, also inside a shared
 transaction, and its result is delivered only after the commit reached the disk. Operations run in the order of their
 submission. Where the disk is full, all of them wait for room, except those that were submitted to be refused then. A
-transition that many callers submit at once is applied to all of them as one operation, and one after the other where
-that is refused, so that no caller's answer depends on the others. The cancellation of a waiting caller does not undo
-what it submitted.
+transition that many callers submit at once is applied to all of them as one operation. Where that is refused, it is
+applied to one after the other, so no caller's answer depends on the others. The cancellation of a waiting caller does
+not undo what it submitted.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Invariants: each refusal names the keys, the figure, the limit and what to lower. Counts have the same limit on every
 host, because the groups of a step, and those of an evaluation, are admitted in one turn of the event loop. Bytes are
-compared with the whole memory of the host and the whole disk of the stack, so that a run which fitted once is not
-refused because something else needs room now.
+compared with the whole memory of the host and the whole disk of the stack. So a run that fitted once is not refused
+because something else needs room now.
 
 Checkpoints are counted as the loop makes them, one every `checkpoint.every_steps` and one at the end. Their size is
 what the trainer writes: float32 weights and moments of all parameters that learn, and these weights once more in a

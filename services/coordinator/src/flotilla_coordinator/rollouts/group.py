@@ -1,9 +1,9 @@
 """Takes one group from its prompt, through generation and scoring, to the ledger.
 
 Invariants: a sample is scored as soon as it ends, except for a short time in which the generator holds it back for
-others. A group is passed on once it is complete, every version that generated a part of it has passed its live check,
-and the ledger has the outcome of each of its samples. Samples of the group that the ledger has from before are neither
-generated nor scored again.
+others. A group is passed on once it is complete and the ledger has the outcome of each of its samples. Every version
+that generated a part of it has passed its live check by then. Samples of the group that the ledger has from before
+are neither generated nor scored again.
 
 The greedy response that samples may be compared with has the same limits, oldest version and priority as these samples,
 and the same rewards score it. It is not a sample, so neither the ledger nor an update ever holds it. A group with some

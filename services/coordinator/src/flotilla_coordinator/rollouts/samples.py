@@ -1,11 +1,11 @@
 """Checks the samples that generators deliver, joins their pieces, and reads those that a repeated step has already.
 
-Invariants: a sample is rejected here where it was not requested, where a version older than the requested one generated
-a part of it, where a token has no version, or where it cannot be read. Each rejection is counted and logged, and the
-slot is issued again. Each token keeps the log-probability and the version with which it was generated. A piece is
-generated after all pieces before it, with a seed of its own, because the first piece's seed would repeat the same
-numbers. A recorded sample that was scored is never generated again; one that was dropped for a reason of its own stays
-dropped, and counts as a failure of its reward where it was one.
+Invariants: a sample is rejected here if it was not requested, if a version older than the requested one generated a
+part of it, if a token has no version, or if it cannot be read. Each rejection is counted and logged, and the slot is
+issued again. Each token keeps the log-probability and the version with which it was generated. A piece is generated
+after all pieces before it, with a seed of its own, because the first piece's seed would repeat the same numbers. A
+recorded sample that was scored is never generated again; one that was dropped for a reason of its own stays dropped,
+and counts as a failure of its reward where it was one.
 """
 
 from __future__ import annotations

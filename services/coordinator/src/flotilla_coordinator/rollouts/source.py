@@ -7,9 +7,9 @@ staleness bound leaves this module.
 
 The bound holds for every `max_staleness` k. While step t is made, the batches of the steps up to t + k are admitted,
 each with the version of t as the oldest that may generate its samples. So the versions from s - k on generate a batch
-of step s, and the update of step s, which begins from the version of s, trains no token that is more than k updates
-old. With `over_issue`, steps up to t + k - 1 are admitted: the last step of the bound is for groups left over from a
-full batch.
+of step s. The update of step s begins from the version of s, and trains no token that is more than k updates old.
+With `over_issue`, steps up to t + k - 1 are admitted: the last step of the bound is for groups left over from a full
+batch.
 """
 
 from __future__ import annotations

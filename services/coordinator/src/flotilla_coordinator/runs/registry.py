@@ -5,9 +5,8 @@ goes away, so that no run is in the ledger without a task. Before any call is an
 coordinator left unfinished is continued or closed.
 
 A change is in the ledger and in the run directory before its caller gets an answer, so a restart of the run includes
-it. The run gets the change in the same turn of the event loop in which it was found active and the ledger was asked, so
-no caller learns of a change that came too late. Settings with which no new run would start are refused, and change
-nothing.
+it. One turn of the event loop finds the run active, asks the ledger and gives the run the change. So no caller learns
+of a change that came too late. Settings with which no new run would start are refused, and change nothing.
 """
 
 from __future__ import annotations

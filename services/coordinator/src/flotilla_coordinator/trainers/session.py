@@ -1,9 +1,9 @@
 """Manages one run's session on one gang, and the training of a model whose weights change.
 
 Invariants: `version` is the gang's own answer, never a guess. A gang that is leased to this run is taken back from
-every run of the same ledger, and from no other. Policy and critic learn, are saved and are loaded in the same way: one
-batch has one `update_id` for ever (a skipped update changes no version, but the next batch is another update), so a
-broken stream is resolved by GetUpdate, or sent again, and never trained twice.
+every run of the same ledger, and from no other. Policy and critic learn, are saved and are loaded in the same way.
+One batch has one `update_id` for ever: a skipped update changes no version, but the next batch is another update. So
+a broken stream is resolved by GetUpdate, or sent again, and never trained twice.
 """
 
 from __future__ import annotations

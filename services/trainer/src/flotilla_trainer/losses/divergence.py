@@ -1,7 +1,8 @@
 """Divergences with a gradient: from a reference, by sampled tokens or whole distributions, and from a teacher.
 
-Invariant: the divergence from a teacher is finite, and so is its gradient, for any finite logits and log-probabilities,
-also where the likeliest tokens take all of the probability and leave zero, which has no logarithm, to the others.
+Invariant: the divergence from a teacher and its gradient are finite for any finite logits and log-probabilities. This
+holds also where the likeliest tokens take all of the probability: zero, which has no logarithm, is left to the
+others.
 """
 
 from __future__ import annotations

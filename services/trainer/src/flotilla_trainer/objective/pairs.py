@@ -2,8 +2,9 @@
 
 Invariants: a group is a pair, the preferred sample first; the update is scored first, and its gradient is then a
 weighted sum over tokens. A policy's loss of a pair depends on its two sequences by their summed log-probabilities
-alone, and a reward model's by their two rewards, so the derivative by these, times the log-probabilities of the tokens
-or the rewards, has the gradient of the loss, however the update is cut and wherever the two sequences of a pair go.
+alone, and a reward model's by their two rewards. So the derivative by these, times the log-probabilities of the
+tokens or the rewards, has the gradient of the loss. That holds however the update is cut and wherever the two
+sequences of a pair go.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Check by running a model whether it may get packed rows, or rows in parts.
 
 Invariants: a model passes only if the hidden states of a packed sequence equal those of the same sequence alone in a
-row and do not depend on its neighbour, and if those of a part equal those in the whole row. Anything that carries
+row, and do not depend on its neighbour. Those of a part must equal those in the whole row. Anything that carries
 information across a border fails (a recurrent state, a convolution, a mask that a layer builds itself, positions that
 do not restart).
 """

@@ -1,9 +1,10 @@
 """The objective of one micro-batch, whatever its kind: loss, corrections and bonuses, weighted and summed.
 
-Invariants: weights come from the front and hold the denominators of the whole update, so nothing is averaged here; the
-gradient of a policy flows through `logprobs`, through `entropy` where it earns a bonus, through the divergences of
-whole distributions and from a teacher where these are asked for, and through nothing else; sums and maxima are added up
-over micro-batches and ranks, and a weight of zero adds nothing to them, whatever its value is.
+Invariants: weights come from the front and hold the denominators of the whole update, so nothing is averaged here.
+The gradient of a policy flows through `logprobs`, and through `entropy` where it earns a bonus. Where they are asked
+for, it flows through the divergences of whole distributions and from a teacher as well, and through nothing else.
+Sums and maxima are added up over micro-batches and ranks; a weight of zero adds nothing to them, whatever its value
+is.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A session's objective: its kind, and the section of the run's configuration that says the rest.
 
-Invariants: a section of a session is checked by the model that checks it in a run's configuration, by the front and by
-the ranks, and both read it unchanged, so that a key costs its line in the model and its use, and nothing on
-the way; a refusal names the place in the session's specification and every reason.
+Invariants: front and ranks check a section of a session by the model that checks it in a run's configuration, and
+both read it unchanged. So a key costs its line in the model and its use, and nothing on the way. A refusal names the
+place in the session's specification and every reason.
 """
 
 from __future__ import annotations

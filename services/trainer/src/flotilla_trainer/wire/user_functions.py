@@ -2,8 +2,8 @@
 
 Invariant: whatever is wrong with a file or comes out of it becomes one typed error that names the function.
 
-Run as `python -m flotilla_trainer.wire.user_functions` with a JSON list of `{name, parameters}` on standard input, this
-prints a JSON list that says of each function why it cannot be called, with nothing for those that can be.
+Run as `python -m flotilla_trainer.wire.user_functions`, this reads a JSON list of `{name, parameters}` from standard
+input. It prints a JSON list that says of each function why it cannot be called, and null of those that can be.
 """
 
 from __future__ import annotations
