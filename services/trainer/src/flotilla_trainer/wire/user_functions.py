@@ -3,7 +3,7 @@
 Invariant: whatever is wrong with a file or comes out of it becomes one typed error that names the function.
 
 Run as `python -m flotilla_trainer.wire.user_functions`, this reads a JSON list of `{name, parameters}` from standard
-input. It prints a JSON list that says of each function why it cannot be called, and null of those that can be.
+input. It prints a JSON list with the reason why each function cannot be called: an empty text for those that can be.
 """
 
 from __future__ import annotations
