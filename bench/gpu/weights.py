@@ -1,11 +1,15 @@
-"""Weights from a trainer's process to a generator's process on one GPU, without vLLM: is it exact, and how fast is it.
+"""Weights from trainer processes to generator processes, without vLLM: are they exact, and how fast do they come.
 
-    python bench/gpu/weights.py [--shape 0.6b|8b] [--rounds 8] [--busy] [--json FILE]
+    python bench/gpu/weights.py [--shape 0.6b|8b] [--gpus 1|2] [--pairs N] [--rounds 8] [--busy] [--out DIR]
 
-Checks the kernel of the digests against torch, moves float32 parameters as bfloat16 over two epochs, compares what
-arrived with torch's rounding of the same parameters, byte by byte, and prints times beside plain copies of the same
-bytes. `--busy` keeps the receiver's GPU multiplying matrices on another stream meanwhile. Any difference ends it with
-an error. It needs torch, triton, protobuf and the sources of this repository.
+`--gpus 1`: both ends share the first GPU. `--gpus 2`: the sender has the first GPU and the receiver the second; the
+same processes also broadcast the same bytes by bare NCCL, in messages of 16 to 4,096 MiB, for comparison. `--pairs N`:
+each of N GPUs has a sender and a receiver. `--busy` keeps the GPUs of the receivers multiplying matrices meanwhile.
+
+A round is counted from the call of `publish`, with receivers that wait already, until both ends have the digests of
+all tensors. Every epoch ends with a check: digests by the kernel are those of torch, at both ends, and what arrived is
+what torch rounds the parameters to. Any difference ends the bench with an error. Without a GPU it runs in small on the
+CPU, by gloo. It needs torch, triton, protobuf and the sources of this repository.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -32,11 +37,18 @@ from flotilla_weights import digest  # noqa: E402
 from flotilla_weights.group import Receiver, Sender  # noqa: E402
 from flotilla_weights.inbox import Inbox  # noqa: E402
 from flotilla_weights.manifest import Manifest  # noqa: E402
+from flotilla_weights.process_group import connected_group, let_go  # noqa: E402
 
-GPU = torch.device("cuda", 0)
+HAS_GPU = torch.cuda.is_available()
+BACKEND = "nccl" if HAS_GPU else "gloo"
+BACKENDS = {"nccl": weights_pb2.WEIGHT_BACKEND_NCCL, "gloo": weights_pb2.WEIGHT_BACKEND_GLOO}
 EPOCHS = 2
 TIMEOUT_S = 60
 BUCKET_BYTES = 256 << 20
+RAW_MIB = (16, 64, 128, 256, 512, 1024, 2048, 4096)
+RAW_REPEATS = 5
+SETTLE_S = 0.02
+"""After the receivers said that they wait: they are inside `receive` by then."""
 SHAPES = {
     "tiny": {
         "hidden": 64,
@@ -76,74 +88,272 @@ def shapes_of(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "lm_head.weight", (model["vocabulary"], hidden)
 
 
+def device_of(gpu: int) -> torch.device:
+    """A GPU, made the current one of this process, or the CPU."""
+    if not HAS_GPU:
+        return torch.device("cpu")
+    torch.cuda.set_device(gpu)
+    return torch.device("cuda", gpu)
+
+
+def wait_for(device: torch.device) -> None:
+    """Until the device has nothing to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def by_torch(tensors: list[torch.Tensor]) -> list[int]:
     """Digests without the kernel."""
     flat = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors)
     return digest.resolve([digest._digest_by_torch(data) for data in flat])
 
 
-def check_digests() -> None:
+def check_digests(device: torch.device) -> None:
     """Tensors of many sizes, types and places have the digests that torch computes on the CPU."""
-    assert digest.kernel_works(GPU), "the kernel does not work here"
+    assert digest.kernel_works(device), "the kernel does not work here"
     random = torch.Generator().manual_seed(1)
     sizes = [1, 3, 7, 8, 9, 1000, 32_768, 32_769, 262_143, 262_144, 262_145, 1_000_003, 5_000_000]
     for dtype in (torch.bfloat16, torch.float32, torch.int64, torch.uint8):
         tensors = [torch.randint(-128, 127, (size,), generator=random).to(dtype) for size in sizes]
         expected = by_torch(tensors)
-        assert digest.tensor_digests(tensor.to(GPU) for tensor in tensors) == expected, dtype
-        moved = [tensor.to(GPU) for tensor in tensors]
+        assert digest.tensor_digests(tensor.to(device) for tensor in tensors) == expected, dtype
+        moved = [tensor.to(device) for tensor in tensors]
         assert digest.resolve([digest.pending_digests(moved)]) == expected, dtype
         assert digest.resolve([digest.pending_digests([m[1:] for m in moved[1:]])]) == by_torch(
             [tensor[1:] for tensor in tensors[1:]]
         ), dtype
-    print("digests of the kernel are those of torch")
 
 
-def timed(work: Callable[[], Any], repeats: int = 10) -> float:
+def timed(work: Callable[[], Any], device: torch.device, repeats: int = 10) -> float:
     """Median seconds of `work` on the GPU."""
     seconds = []
     for _ in range(repeats + 2):
-        torch.cuda.synchronize()
+        wait_for(device)
         started = time.perf_counter()
         work()
-        torch.cuda.synchronize()
+        wait_for(device)
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds[2:])
 
 
-def receive(pipe: Connection, busy: bool) -> None:
-    """The generator's process: members of one epoch after the other."""
-    torch.cuda.set_device(GPU)
+def raw_sizes(nbytes: int) -> list[int]:
+    """The message sizes of bare broadcasts, up to all bytes in one."""
+    sizes = [mib << 20 for mib in RAW_MIB if mib << 20 < nbytes]
+    return [*sizes, min(nbytes, RAW_MIB[-1] << 20)]
+
+
+class RawBroadcast:
+    """The same bytes between the same two processes by the same kind of process group, and nothing else."""
+
+    def __init__(self, store: Any, rank: int, device: torch.device, nbytes: int) -> None:
+        self._group = connected_group(
+            BACKEND, store, rank, 2, peer_host="127.0.0.1", device=device, timeout_s=TIMEOUT_S
+        )
+        self._device = device
+        self._memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+    def move(self, size: int) -> float:
+        """Broadcast everything once; return when it had arrived."""
+        options = torch._C._distributed_c10d.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        for work in [self._group.broadcast([piece], options) for piece in self._memory.split(size)]:
+            work.wait()
+        wait_for(self._device)
+        return time.monotonic()
+
+    def close(self) -> None:
+        """Leave, and give the memory back."""
+        let_go(self._group, BACKEND, [])
+        del self._memory
+        if HAS_GPU:
+            torch.cuda.empty_cache()
+
+
+def store_at(port: int, master: bool) -> Any:
+    """The store where the two ends of bare broadcasts meet."""
+    limit = timedelta(seconds=TIMEOUT_S)
+    return torch._C._distributed_c10d.TCPStore(
+        "127.0.0.1", port, is_master=master, timeout=limit, wait_for_workers=False
+    )
+
+
+def receive(pipe: Connection, gpu: int, busy: bool) -> None:
+    """A generator's process: obeys what comes over the pipe."""
+    device = device_of(gpu)
     idle = threading.Event()
     if busy:
-        threading.Thread(target=multiply, args=(idle,), daemon=True).start()
-    for _ in range(EPOCHS):
-        group = weights_pb2.WeightGroup.FromString(pipe.recv())
-        manifest = Manifest.from_proto(weights_pb2.WeightManifest.FromString(pipe.recv()))
-        receiver = Receiver(group, 1, manifest, GPU)
-        receiver.connect()
-        inbox = Inbox(receiver, manifest)
-        while pipe.recv() == "receive":
-            started = time.perf_counter()
-            inbox.receive()
-            seconds = time.perf_counter() - started
-            staged = inbox.take()
-            assert staged is not None
-            again = by_torch([tensor for _, tensor in staged.weights])
-            pipe.send((receiver._link.backend, seconds, inbox.digests, again))
-            del staged
-        receiver.close()
+        threading.Thread(target=multiply, args=(idle, device), daemon=True).start()
+    raw: RawBroadcast | None = None
+    while (order := pipe.recv())[0] != "end":
+        match order:
+            case ("raw", port, nbytes):
+                raw = RawBroadcast(store_at(port, master=False), 1, device, nbytes)
+            case ("move", size):
+                assert raw is not None
+                pipe.send("waits")
+                pipe.send(raw.move(size))
+            case ("join", group, rank, described):
+                if raw is not None:
+                    raw.close()
+                    raw = None
+                manifest = Manifest.from_proto(weights_pb2.WeightManifest.FromString(described))
+                receiver = Receiver(weights_pb2.WeightGroup.FromString(group), rank, manifest, device)
+                receiver.connect()
+                inbox = Inbox(receiver, manifest)
+            case ("take", check):
+                pipe.send("waits")
+                inbox.receive()
+                ended = time.monotonic()
+                staged = inbox.take()
+                assert staged is not None
+                again = by_torch([tensor for _, tensor in staged.weights]) if check else []
+                del staged
+                pipe.send((ended, receiver._link.backend, inbox.digests, again))
+            case ("leave",):
+                receiver.close()
     idle.set()
 
 
-def multiply(idle: threading.Event) -> None:
+def multiply(idle: threading.Event, device: torch.device) -> None:
     """Work like that of a decoder: many short kernels."""
-    with torch.cuda.stream(torch.cuda.Stream(GPU)):
-        matrix = torch.randn(2048, 2048, device=GPU, dtype=torch.bfloat16)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        matrix = torch.randn(2048, 2048, device=device, dtype=torch.bfloat16)
         while not idle.is_set():
             for _ in range(50):
                 matrix @ matrix
             torch.cuda.current_stream().synchronize()
+
+
+class Receivers:
+    """The generators' processes, one for each GPU that is named."""
+
+    def __init__(self, gpus: list[int], busy: bool) -> None:
+        spawning = multiprocessing.get_context("spawn")
+        self._processes, self._pipes = [], []
+        for gpu in gpus:
+            ours, theirs = spawning.Pipe()
+            process = spawning.Process(target=receive, args=(theirs, gpu, busy), daemon=True)
+            process.start()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def tell(self, *order: Any) -> None:
+        """Give all of them one order."""
+        for pipe in self._pipes:
+            pipe.send(order)
+
+    def join(self, group: weights_pb2.WeightGroup, manifest: Manifest) -> None:
+        """Have each of them enter a weight group."""
+        for rank, pipe in enumerate(self._pipes, 1):
+            pipe.send(("join", group.SerializeToString(), rank, manifest.to_proto().SerializeToString()))
+
+    def answers(self) -> list[Any]:
+        """The next answer of each."""
+        answers = []
+        for pipe in self._pipes:
+            if not pipe.poll(2 * TIMEOUT_S):
+                raise TimeoutError("a receiver does not answer")
+            answers.append(pipe.recv())
+        return answers
+
+    def wait_until_they_wait(self) -> None:
+        """Return when the order that was given is under way."""
+        self.answers()
+        time.sleep(SETTLE_S)
+
+    def end(self) -> None:
+        """Have all of them leave."""
+        self.tell("end")
+        for process in self._processes:
+            process.join(30)
+
+
+def measure_raw(receivers: Receivers, device: torch.device, nbytes: int) -> dict[str, float]:
+    """Seconds of bare broadcasts by message size, in MiB."""
+    store = store_at(0, master=True)
+    receivers.tell("raw", store.port, nbytes)
+    raw = RawBroadcast(store, 0, device, nbytes)
+    found = {}
+    for size in raw_sizes(nbytes):
+        seconds = []
+        for _ in range(RAW_REPEATS + 1):
+            receivers.tell("move", size)
+            receivers.wait_until_they_wait()
+            started = time.monotonic()
+            ended = max(raw.move(size), *receivers.answers())
+            seconds.append(ended - started)
+        found[f"{size / (1 << 20):g}"] = statistics.median(seconds[1:])
+    raw.close()
+    return found
+
+
+def measure_rounds(
+    receivers: Receivers, device: torch.device, asked: argparse.Namespace, world_size: int
+) -> dict[str, Any]:
+    """Seconds of whole publications, over several epochs."""
+    parameters = {name: torch.randn(shape, device=device) for name, shape in shapes_of(asked.shape)}
+    manifest = Manifest.from_named(
+        ((name, torch.bfloat16, tensor.shape) for name, tensor in parameters.items()), asked.bucket_mib << 20
+    )
+    in_order = [(spec.name, parameters[spec.name]) for spec in manifest.tensors]
+    publish_s, round_s, carriers = [], [], set()
+    for epoch in range(1, EPOCHS + 1):
+        sender = Sender.listen("127.0.0.1", epoch, world_size, BACKEND, TIMEOUT_S)
+        group = weights_pb2.WeightGroup(
+            epoch=epoch, backend=BACKENDS[BACKEND], host=sender.host, port=sender.port, world_size=world_size
+        )
+        group.timeout.FromSeconds(TIMEOUT_S)
+        receivers.join(group, manifest)
+        sender.connect(manifest, device)
+        for number in range(asked.rounds):
+            for tensor in parameters.values():
+                tensor.mul_(1.01)
+            check = number == asked.rounds - 1
+            receivers.tell("take", check)
+            receivers.wait_until_they_wait()
+            wait_for(device)
+            started = time.monotonic()
+            sent = sender.publish(manifest, in_order)
+            published = time.monotonic()
+            ended = published
+            for arrived_at, carrier, arrived, again in receivers.answers():
+                assert sent == arrived, "what arrived is not what was sent"
+                assert not check or arrived == again, "the kernel's digests are not those of torch"
+                carriers.add(carrier)
+                ended = max(ended, arrived_at)
+            if check:
+                rounded = by_torch([tensor.bfloat16() for _, tensor in in_order])
+                assert sent == rounded, "rounded otherwise than by torch"
+            if number:
+                publish_s.append(published - started)
+                round_s.append(ended - started)
+        receivers.tell("leave")
+        sender.close()
+    return {
+        "carriers": sorted(carriers),
+        "publish_s": statistics.median(publish_s),
+        "agreed_s": statistics.median(round_s),
+        "agreed_gb_s": manifest.nbytes / statistics.median(round_s) / 1e9,
+        "all_agreed_s": [round(seconds, 5) for seconds in round_s],
+        "parts": parts(device, in_order) if HAS_GPU and not asked.busy else {},
+    }
+
+
+def parts(device: torch.device, in_order: list[tuple[str, torch.Tensor]]) -> dict[str, float]:
+    """Seconds of what a sender does with all of its bytes at once, where there is room for that."""
+    sources = [tensor for _, tensor in in_order]
+    bucket = torch.empty(sum(tensor.numel() for tensor in sources), dtype=torch.bfloat16, device=device)
+    views = list(bucket.split([tensor.numel() for tensor in sources]))
+    targets = [view.view(tensor.shape) for view, tensor in zip(views, sources, strict=True)]
+    return {
+        "round_s": timed(lambda: torch._foreach_copy_(targets, sources), device),
+        "digest_s": timed(lambda: digest.pending_digests(targets), device),
+    }
+
+
+def bytes_of(shape: str) -> int:
+    """Bytes of a model in bfloat16."""
+    return sum(2 * torch.Size(size).numel() for _, size in shapes_of(shape))
 
 
 def main() -> None:
@@ -151,80 +361,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=SHAPES, default="0.6b")
+    parser.add_argument("--shape", choices=SHAPES, default="0.6b" if HAS_GPU else "tiny")
+    parser.add_argument("--gpus", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--pairs", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--bucket-mib", type=int, default=BUCKET_BYTES >> 20)
     parser.add_argument("--busy", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    torch.cuda.set_device(GPU)
-    check_digests()
-
-    parameters = {name: torch.randn(shape, device=GPU) for name, shape in shapes_of(asked.shape)}
-    manifest = Manifest.from_named(
-        ((name, torch.bfloat16, tensor.shape) for name, tensor in parameters.items()), BUCKET_BYTES
-    )
-    in_order = [(spec.name, parameters[spec.name]) for spec in manifest.tensors]
-    spawning = multiprocessing.get_context("spawn")
-    pipe, theirs = spawning.Pipe()
-    process = spawning.Process(target=receive, args=(theirs, asked.busy), daemon=True)
-    process.start()
-    publish_s, stage_s, carriers = [], [], set()
-    for epoch in range(1, EPOCHS + 1):
-        sender = Sender.listen("127.0.0.1", epoch, 2, "nccl", TIMEOUT_S)
-        group = weights_pb2.WeightGroup(
-            epoch=epoch,
-            backend=weights_pb2.WEIGHT_BACKEND_NCCL,
-            host=sender.host,
-            port=sender.port,
-            world_size=2,
-        )
-        group.timeout.FromSeconds(TIMEOUT_S)
-        pipe.send(group.SerializeToString())
-        pipe.send(manifest.to_proto().SerializeToString())
-        sender.connect(manifest, GPU)
-        for number in range(asked.rounds):
-            for tensor in parameters.values():
-                tensor.mul_(1.01)
-            torch.cuda.synchronize()
-            pipe.send("receive")
-            started = time.perf_counter()
-            sent = sender.publish(manifest, in_order)
-            elapsed = time.perf_counter() - started
-            carrier, staged_s, arrived, again = pipe.recv()
-            assert sent == arrived == again, "what arrived is not what was sent"
-            assert sent == by_torch([tensor.bfloat16() for _, tensor in in_order]), (
-                "rounded otherwise than by torch"
-            )
-            carriers.add(carrier)
-            if number:
-                publish_s.append(elapsed)
-                stage_s.append(staged_s)
-        pipe.send("close")
-        sender.close()
-    process.join(30)
-
-    assert carriers == {"cuda_ipc"}, carriers
-    nbytes = manifest.nbytes
-    bucket = torch.empty(nbytes // 2, dtype=torch.bfloat16, device=GPU)
-    other = torch.empty_like(bucket)
-    views = list(bucket.split([tensor.numel() for _, tensor in in_order]))
-    targets = [view.view(tensor.shape) for view, (_, tensor) in zip(views, in_order, strict=True)]
+    device = device_of(0)
+    if HAS_GPU:
+        check_digests(device)
     found = {
+        "bench": "weights",
         "shape": asked.shape,
+        "gpus": asked.pairs or asked.gpus,
+        "pairs": asked.pairs,
         "busy": asked.busy,
-        "gpu": torch.cuda.get_device_name(GPU),
-        "bytes": nbytes,
-        "publish_s": statistics.median(publish_s),
-        "stage_s": statistics.median(stage_s),
-        "stage_gb_s": nbytes / statistics.median(stage_s) / 1e9,
-        "round_s": timed(lambda: torch._foreach_copy_(targets, [tensor for _, tensor in in_order])),
-        "copy_s": timed(lambda: other.copy_(bucket)),
-        "digest_s": timed(lambda: digest.pending_digests(targets)),
-        "digest_by_torch_s": timed(lambda: [digest._digest_by_torch(v.view(torch.uint8)) for v in views], 2),
+        "bucket_mib": asked.bucket_mib,
+        "gpu": torch.cuda.get_device_name(device) if HAS_GPU else "none",
+        "bytes": bytes_of(asked.shape),
     }
-    print(json.dumps(found, indent=1))
-    if asked.json:
-        asked.json.write_text(json.dumps(found, indent=1) + "\n")
+    gpus = list(range(asked.pairs)) if asked.pairs else [asked.gpus - 1]
+    receivers = Receivers(gpus, asked.busy and HAS_GPU)
+    if asked.gpus == 2 and not asked.pairs:
+        found["raw_s"] = measure_raw(receivers, device, found["bytes"])
+    found |= measure_rounds(receivers, device, asked, 1 + len(gpus))
+    receivers.end()
+    if "raw_s" in found:
+        found["of_raw"] = min(found["raw_s"].values()) / found["agreed_s"]
+    line = json.dumps(found)
+    print(line)
+    if asked.out:
+        asked.out.mkdir(parents=True, exist_ok=True)
+        with (asked.out / "weights.jsonl").open("a") as lines:
+            lines.write(line + "\n")
 
 
 if __name__ == "__main__":
