@@ -87,7 +87,7 @@ def main() -> int:
 
 
 def _make_model(work: Path) -> None:
-    from smoke import _make_model as make_random_model
+    from smoke import make_random_model
 
     script = ROOT / "examples/arithmetic/make_model.py"
     subprocess.run([sys.executable, script, "--out", work / "tokenizer"], check=True)

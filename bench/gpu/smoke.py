@@ -53,7 +53,7 @@ FIGURES = (
 )
 
 
-def _make_model(folder: Path, tokenizer: Path) -> None:
+def make_random_model(folder: Path, tokenizer: Path) -> None:
     """Random weights in the shape of a Qwen3-0.6B, with the example's tokenizer."""
     sys.path.insert(0, str(ROOT / "bench"))
     from qwen3_shape import QWEN3_0_6B, make_model
@@ -85,7 +85,7 @@ def main() -> int:
         subprocess.run(
             [sys.executable, ROOT / "examples/arithmetic" / script, "--out", work / name], check=True
         )
-    _make_model(work / "model", work / "tokenizer")
+    make_random_model(work / "model", work / "tokenizer")
     description: dict[str, Any] = {
         "name": "gpu",
         "model": str(work / "model"),
