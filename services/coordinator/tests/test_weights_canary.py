@@ -1,4 +1,4 @@
-"""The live check: every member answers, is named as failed, or ends the run as a mismatch."""
+"""The live check: every member answers, or is named as failed; one with other weights by a mismatch."""
 
 from __future__ import annotations
 
@@ -85,6 +85,10 @@ async def test_a_cut_answer_is_a_failure_of_its_member(canary: Canary) -> None:
 
 
 @pytest.mark.parametrize("wrong", [np.full(4, -2.0, dtype=np.float32), np.full(4, np.nan, dtype=np.float32)])
-async def test_a_member_that_decodes_otherwise_ends_the_run(canary: Canary, wrong: np.ndarray) -> None:
+async def test_a_member_that_decodes_otherwise_is_named_by_a_mismatch(
+    canary: Canary, wrong: np.ndarray
+) -> None:
+    outcome = await canary.check(V1, [member("a"), member("b", wrong)])
+    assert set(outcome.failures) == {"b"} and outcome.mismatch is outcome.failures["b"]
     with pytest.raises(Mismatch, match=r"token probabilities of b differ from the trainer.*restart b"):
-        await canary.check(V1, [member("a"), member("b", wrong)])
+        raise outcome.failures["b"]

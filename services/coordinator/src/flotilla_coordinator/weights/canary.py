@@ -1,10 +1,11 @@
 """Checks each sync live: trainer and generator must agree on the same tokens.
 
 Invariants: canary samples never reach the ledger or the trainer's updates. Every member that serves the version answers
-every prompt, or is reported as failed. A member whose mean probability difference over all of its answers is above
-`fail_at` ends the run, because later samples could not be attributed to the weights that they name. The mean of one
-short answer would judge by chance: rounding alone moves it by half of itself. The check compares with the trainer's
-present weights, so no update may begin before it has ended. The cost of each sync is recorded as metrics as well.
+every prompt, or is reported as failed; so is one whose mean probability difference over all of its answers is above
+`fail_at`, with a mismatch. A mismatch ends the run, because later samples could not be attributed to the weights that
+they name. The mean of one short answer would judge by chance: rounding alone moves it by half of itself. The check
+compares with the trainer's present weights, so no update may begin before it has ended. The cost of each sync is
+recorded as metrics as well.
 """
 
 from __future__ import annotations
@@ -45,6 +46,12 @@ class CanaryOutcome:
 
     report: CanaryReport | None = None
     failures: dict[str, FlotillaError] = field(default_factory=dict)
+    """Why a member did not pass: a mismatch where it decodes with other weights, else what kept it from answering."""
+
+    @property
+    def mismatch(self) -> Mismatch | None:
+        """Return the first mismatch of a member."""
+        return next((error for error in self.failures.values() if isinstance(error, Mismatch)), None)
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ class Canary:
         self._timeout_s = timeout_s
 
     async def check(self, version: Version, members: Sequence[Member]) -> CanaryOutcome:
-        """Compare the probabilities; raise Mismatch above the limit. The outcome names members that cannot answer."""
+        """Compare the probabilities; the outcome names the members that cannot answer or answer with other weights."""
         outcome = CanaryOutcome()
         probs, differences = [], []
         for temperature in self._config.temperatures if self._prompts else ():
@@ -95,7 +102,7 @@ class Canary:
                 pooled = np.concatenate(of_answers)
                 # The condition is written so that a difference that is not a number fails as well.
                 if self._fail_at is not None and not pooled.mean() <= self._fail_at:
-                    raise self._mismatch(version, name, float(pooled.mean()))
+                    outcome.failures[name] = self._mismatch(version, name, float(pooled.mean()))
                 probs.append(pooled)
         if differences:
             flat = np.concatenate(differences)
@@ -193,10 +200,12 @@ class LiveCheck:
         self._warn = warn
 
     async def verify(self, report: SyncReport) -> dict[str, FlotillaError]:
-        """Return the members that could not answer, with the reasons."""
+        """Return the members that could not answer, with the reasons; raise the mismatch of one with other weights."""
         self._note_cost(report)
         started = time.monotonic()
         outcome = await self._canary.check(report.version, report.members)
+        if (mismatch := outcome.mismatch) is not None:
+            raise mismatch
         result = outcome.report
         if result is None:
             return outcome.failures
