@@ -52,9 +52,9 @@ bench: setup  ## Measure and print one table
 .PHONY: test test-unit integration-fleets integration-trainer unit-services unit-libs
 test: setup  ## Run the unit, contract and integration tests
 	@echo "==> integration, unit and contract tests, two suites at a time, each told when it ends"
-	@# In this order both halves of the machine are busy until the end.
+	@# In this order one half of the machine runs fleets and contracts, the other half the rest, and both end together.
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target \
-	integration-fleets test-contract integration-trainer unit-libs unit-services
+	integration-fleets integration-trainer unit-libs test-contract unit-services
 
 integration-fleets:
 	@echo "==> integration tests of fleets"
