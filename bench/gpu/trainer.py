@@ -1,235 +1,212 @@
-"""Whole updates of one trainer rank on a GPU: tokens a second, MFU, seconds of each part, peak memory.
+"""Whole updates of the trainer on GPUs: tokens a second, MFU, seconds of each part, peak memory.
 
 `python bench/gpu/trainer.py` trains a Qwen3-0.6B shape on 32 prompts x 8 samples x 512 tokens, as the benches of the
-whole loop do, through the rank's own model, objective, update and optimizer, without a front and without gRPC.
-`--profile` adds the kernels that took longest; `--head` measures the head alone, fused and plain; `--check` compares
-the fast path with plain torch operations on the same weights, in float32 and bfloat16, over ten updates. Without a GPU
-all of it runs on a small shape.
+whole loop do, through a rank's own model, objective, update and optimizer, without a front and without gRPC.
+`--shape 8b --ranks 2` trains an 8B shape on rows of 4,096 tokens, sharded over two GPUs. `--profile` adds the kernels
+that took longest; `--head` and `--attention` measure these alone, by kernel; `--check` compares the fast path with
+plain torch operations on the same weights, in float32 and bfloat16, over ten updates. Without a GPU all of it runs on
+a small shape. Weights are drawn on the device. The bench ends within `--limit-s`, whatever hangs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np
 import torch
-from one_rank import GPU, finish_kernels, one_rank, settings
-from qwen3_shape import QWEN3_0_6B
+import torch.distributed as dist
+from one_rank import GPU
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM
+from trainer_check import checked
+from trainer_kernels import attention_alone, head_alone
+from trainer_work import SHAPES, WORK, Line, Record, Trainer, micro_batches, session, shape
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from flotilla_core.config import BatchingConfig, OptimizerConfig, PolicyConfig
-from flotilla_trainer.batch.packing import Layout, MicroBatch, Sequences, pack
-from flotilla_trainer.rank import fused_head
+from flotilla_core.config import BatchingConfig
 from flotilla_trainer.rank.compilation import Compilation
-from flotilla_trainer.rank.fused_head import PLAIN, HeadRules, head_scores
-from flotilla_trainer.rank.objective import Objective
-from flotilla_trainer.rank.optimizer import PolicyOptimizer
-from flotilla_trainer.rank.sharded_model import ShardedModel, gathered
-from flotilla_trainer.rank.update import Update, finish
-from flotilla_trainer.wire.frames import Frame
-from flotilla_trainer.wire.objective import POLICY, ObjectiveSettings
-from flotilla_trainer.wire.settings import SessionSettings
+from flotilla_trainer.rank.mesh import RankMesh
+from flotilla_trainer.rank.sharded_model import ShardedModel, local
 
 PEAK_FLOPS = 989e12
-"""Of an H200 in bfloat16, without sparsity."""
-SMALL = {
-    "vocab_size": 503,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
-DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
-CHECKED_LAYERS, CHECKED_UPDATES = 4, 10
-FLOAT32_LIMIT, HALF_LIMIT = 1e-4, 1.1
-OPTIMIZER = OptimizerConfig(learning_rate=1e-4, epsilon=1e-5, max_grad_norm=0)
-"""The epsilon keeps AdamW from turning the rounding of tiny gradients into whole steps."""
-
-Outcome = dict[str, dict[str, torch.Tensor]]
-"""Gradients, weights and steps, each by the name of the parameter."""
-
-
-class Line:
-    """A front that only listens."""
-
-    def progress(self, phase: str) -> None:
-        """Nobody asks how far this rank has come."""
-
-    def moved(self) -> None:
-        """Nobody asks how far this rank has come."""
+"""Of an H100 or H200 in bfloat16, without sparsity."""
+CHILD = "FLOTILLA_BENCH_RANK"
 
 
 def main() -> int:
     """Measure, or compare."""
+    asked = _asked()
+    if asked.ranks > 1 and CHILD not in os.environ:
+        return gang(asked)
+    rank = int(os.environ.get(CHILD, "0"))
+    names = [name for name in ("check", "head", "attention") if getattr(asked, name)]
+    name = "-".join(["trainer", asked.shape, *names, str(asked.budget), str(asked.ranks)])
+    record = Record(asked.out if rank == 0 else None, name)
+    if asked.check:
+        return checked(asked, record)
+    if asked.head:
+        return head_alone(asked, record)
+    if asked.attention:
+        return attention_alone(asked, record)
+    return measured(asked, rank, record)
+
+
+def _asked() -> argparse.Namespace:
     cli = argparse.ArgumentParser(description=__doc__)
-    cli.add_argument("--prompts", type=int, default=32 if GPU else 2)
-    cli.add_argument("--samples", type=int, default=8 if GPU else 2)
-    cli.add_argument("--prompt-tokens", type=int, default=100 if GPU else 7)
-    cli.add_argument("--response-tokens", type=int, default=512 if GPU else 19)
-    cli.add_argument("--budget", type=int, default=16_384 if GPU else 64, help="tokens of a micro-batch")
+    cli.add_argument("--shape", choices=tuple(SHAPES), default="0.6b" if GPU else "small")
+    cli.add_argument("--ranks", type=int, default=1, help="ranks that share the weights, a GPU each")
+    cli.add_argument("--prompts", type=int, help="for each rank")
+    cli.add_argument("--samples", type=int)
+    cli.add_argument("--prompt-tokens", type=int)
+    cli.add_argument("--response-tokens", type=int)
+    cli.add_argument("--budget", type=int, help="tokens of a micro-batch")
     cli.add_argument("--chunk", type=int, default=BatchingConfig().logprob_chunk_tokens)
     cli.add_argument("--updates", type=int, default=8)
     cli.add_argument("--compile", choices=("auto", "on", "off"), default="auto")
+    cli.add_argument("--recompute", choices=("off", "layers"), default="off")
     cli.add_argument("--profile", action="store_true")
     cli.add_argument("--head", action="store_true")
+    cli.add_argument("--attention", action="store_true")
     cli.add_argument("--check", action="store_true")
+    cli.add_argument("--limit-s", type=float, default=240.0, help="the most seconds that a gang may take")
+    cli.add_argument("--out", type=Path, help="a folder for JSON lines and tables of profiles")
     asked = cli.parse_args()
-    if asked.check:
-        return checked(asked)
-    if asked.head:
-        return head_alone(asked)
-    return measured(asked)
+    for key, value in WORK[asked.shape].items():
+        if getattr(asked, key) is None:
+            setattr(asked, key, value)
+    return asked
 
 
-def measured(asked: argparse.Namespace) -> int:
-    """Train some updates and print one line for each, and the medians."""
-    with one_rank(torch.bfloat16 if GPU else torch.float32, **shape()) as (model, _):
-        compilation = Compilation(asked.compile, DEVICE, Line().progress)
+def gang(asked: argparse.Namespace) -> int:
+    """Run this program once for each rank; end all of them when one fails or the time is over."""
+    with tempfile.TemporaryDirectory(prefix="flotilla-bench-gang-") as folder:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, *sys.argv],
+                env={
+                    # Multicast over NVLink is not needed here, and not every host lends it.
+                    "NCCL_NVLS_ENABLE": "0",
+                    **os.environ,
+                    CHILD: str(rank),
+                    "FLOTILLA_BENCH_MEETING": folder,
+                },
+            )
+            for rank in range(asked.ranks)
+        ]
+        ends = time.monotonic() + asked.limit_s
+        try:
+            while any(process.poll() is None for process in processes):
+                if any(process.poll() for process in processes) or time.monotonic() > ends:
+                    break
+                time.sleep(0.2)
+        finally:
+            for process in processes:
+                process.kill()
+        codes = [process.wait() for process in processes]
+    if any(codes):
+        print(f"the ranks ended with {codes}; -9 after {asked.limit_s:g} s or the end of another", flush=True)
+    return 1 if any(codes) else 0
+
+
+@contextlib.contextmanager
+def drawn_model(asked: argparse.Namespace, rank: int) -> Iterator[ShardedModel]:
+    """A model of the asked shape, sharded over the ranks, with weights that each rank drew for its own shards."""
+    device = torch.device("cuda", rank) if GPU else torch.device("cpu")
+    if GPU:
+        torch.cuda.set_device(device)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory(prefix="flotilla-bench-model-") as name:
+        Qwen3Config(**shape(asked.shape)).save_pretrained(name)
+        meeting = Path(os.environ.get("FLOTILLA_BENCH_MEETING", name)) / "rendezvous"
+        store = dist.FileStore(str(meeting), asked.ranks)
+        dist.init_process_group("nccl" if GPU else "gloo", store=store, rank=rank, world_size=asked.ranks)
+        try:
+            model = ShardedModel(
+                Path(name), torch.bfloat16 if GPU else torch.float32, RankMesh.form(device.type), device
+            )
+            _draw(model, asked.shape, rank)
+            yield model
+        finally:
+            dist.destroy_process_group()
+
+
+def _draw(model: ShardedModel, name: str, rank: int) -> None:
+    """Draw matrices, set norms to one, and take the buffers, which depend on no size but that of heads, of another."""
+    random = torch.Generator(model.device).manual_seed(rank)
+    for parameter in model.parameters():
+        own = local(parameter.detach())
+        if parameter.ndim > 1:
+            own.normal_(0, shape(name)["initializer_range"], generator=random)
+        else:
+            own.fill_(1.0)
+    tiny = {"num_hidden_layers": 1, "vocab_size": 8, "hidden_size": 64, "intermediate_size": 8}
+    buffers = dict(Qwen3ForCausalLM(Qwen3Config(**shape(name, **tiny))).named_buffers())
+    for key, buffer in model.causal_lm.named_buffers():
+        buffer.copy_(buffers[key])
+
+
+def measured(asked: argparse.Namespace, rank: int, record: Record) -> int:
+    """Train some updates; the first rank prints one line for each, and the medians."""
+    with drawn_model(asked, rank) as model:
+        say = record.say if rank == 0 else _nothing
+        compilation = Compilation(asked.compile, model.device, Line().progress)
         assert compilation.begin(model, packed=True), compilation.refusal
+        model.recomputed_layers.on = asked.recompute == "layers"
         say(compiled=model.compiled_layers.on, refusal=compilation.refusal, **compilation.metrics())
         trainer = Trainer(model, session(asked.chunk))
-        batches = micro_batches(asked)
-        fed = sum(batch.sequence_tokens for batch in batches)
-        scored = sum(len(batch.places) for batch in batches)
+        packed = micro_batches(asked)
+        fed, scored = (
+            sum(count(batch) for batches in packed for batch in batches)
+            for count in (lambda batch: batch.sequence_tokens, lambda batch: len(batch.places))
+        )
         parameters = sum(parameter.numel() for parameter in model.parameters())
         seconds: list[float] = []
         for number in range(asked.updates):
-            found = trainer.update(batches)
+            found = trainer.update(packed[rank])
             if number > 1:
                 seconds.append(found["seconds"])
             say(update=number, **found, **compilation.metrics())
         middle = statistics.median(seconds)
         say(
+            shape=asked.shape,
+            ranks=asked.ranks,
+            device=torch.cuda.get_device_name() if GPU else "cpu",
+            budget=asked.budget,
+            recompute=asked.recompute,
             tokens=fed,
             scored_tokens=scored,
             parameters=parameters,
-            micro_batches=len(batches),
+            micro_batches=len(packed[rank]),
             median_s=round(middle, 4),
             response_tokens_per_s=round(scored / middle),
             tokens_per_s=round(fed / middle),
-            mfu=round(6 * parameters * fed / middle / PEAK_FLOPS, 4),
+            mfu=round(6 * parameters * fed / middle / PEAK_FLOPS / asked.ranks, 4),
             peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2) if GPU else None,
+            reserved_gib=round(torch.cuda.max_memory_reserved() / 2**30, 2) if GPU else None,
+            retries=torch.cuda.memory_stats()["num_alloc_retries"] if GPU else None,
             graphs=counters["stats"]["unique_graphs"],
             graph_breaks=dict(counters["graph_break"]),
         )
         if asked.profile:
-            profiled(lambda: trainer.update(batches))
+            table, busy = profiled(lambda: trainer.update(packed[rank]))
+            if rank == 0:
+                record.keep(table)
+                say(profiled_kernel_s=busy)
     return 0
 
 
-class Trainer:
-    """The parts of a rank that make an update."""
-
-    def __init__(self, model: ShardedModel, settings: SessionSettings) -> None:
-        self._model = model
-        self._settings = settings
-        self._objective = Objective(settings.objective)
-        self.optimizer = PolicyOptimizer(model, settings.optimizer)
-
-    def accumulate(self, batches: list[MicroBatch]) -> Update:
-        """Run forward and backward over all micro-batches."""
-        update = Update(self._model, self._settings, self._objective, Line())
-        update.accumulate(command(batches), backward=True)
-        return update
-
-    def update(self, batches: list[MicroBatch]) -> dict[str, Any]:
-        """Make one update and return its loss and the seconds of its parts."""
-        finish_kernels()
-        started = time.perf_counter()
-        update = self.accumulate(batches)
-        submitted = time.perf_counter()
-        finish_kernels()
-        computed = time.perf_counter()
-        metrics, skipped = finish(update, self.optimizer, self._settings.optimizer.learning_rate)
-        finish_kernels()
-        ended = time.perf_counter()
-        assert not skipped, skipped
-        return {
-            "seconds": round(ended - started, 4),
-            "forward_backward_s": round(computed - started, 4),
-            "host_s": round(submitted - started, 4),
-            "optimizer_s": round(ended - computed, 4),
-            "loss": metrics["loss"],
-            "grad_norm": metrics["grad_norm"],
-            "entropy": metrics["entropy"],
-        }
-
-
-def shape(**changes: Any) -> dict[str, Any]:
-    """Return the shape of the model."""
-    return (QWEN3_0_6B if GPU else SMALL) | {"initializer_range": 0.02 if GPU else 0.2} | changes
-
-
-def given_answers(chunk_tokens: int) -> SessionSettings:
-    """Return the settings of a session that raises and lowers given answers by their weights."""
-    return replace(
-        settings(), optimizer=OPTIMIZER, batching=BatchingConfig(logprob_chunk_tokens=chunk_tokens)
-    )
-
-
-def session(chunk_tokens: int) -> SessionSettings:
-    """Return the settings of a GRPO session with the defaults of everything but the chunk."""
-    return replace(
-        settings(),
-        objective=ObjectiveSettings(POLICY, PolicyConfig(), max_response_tokens=512),
-        batching=BatchingConfig(logprob_chunk_tokens=chunk_tokens),
-    )
-
-
-def work(asked: argparse.Namespace) -> Sequences:
-    """Random prompts and responses, with every column that GRPO reads."""
-    random = np.random.default_rng(0)
-    count = asked.prompts * asked.samples
-    lengths = np.full(count, asked.prompt_tokens + asked.response_tokens)
-    ends = np.cumsum(lengths)
-    scored = np.concatenate([np.arange(end - asked.response_tokens, end) for end in ends])
-    total = len(scored)
-    advantages = np.repeat(random.normal(0, 1, count), asked.response_tokens).astype(np.float32)
-    return Sequences(
-        random.integers(0, shape()["vocab_size"], int(lengths.sum())).astype(np.int32),
-        lengths,
-        scored,
-        {
-            # Given answers have no advantages; what counts of them is in their weights.
-            "weights": advantages / np.float32(total)
-            if asked.check
-            else np.full(total, 1 / total, np.float32),
-            "advantages": advantages,
-            "rollout_logprobs": np.full(total, -np.log(shape()["vocab_size"]), np.float32),
-            "fresh": np.ones(total, np.float32),
-            "sequences": np.repeat(np.arange(count), asked.response_tokens).astype(np.float32),
-        },
-    )
-
-
-def micro_batches(asked: argparse.Namespace) -> list[MicroBatch]:
-    """Return the work of one rank in packed rows."""
-    return pack(work(asked), Layout(asked.budget, ranks=1, packed=True, crossover_tokens=12_000.0))[0]
-
-
-def command(batches: list[MicroBatch]) -> Frame:
-    """Return the micro-batches as the front sends them."""
-    arrays = {
-        name: array for index, batch in enumerate(batches) for name, array in batch.arrays(index).items()
-    }
-    return Frame("work", 0, {"idle": [batch.idle for batch in batches]}, arrays)
-
-
-def profiled(act: Callable[[], Any]) -> None:
-    """Print the kernels of one call that took longest, and the time in which the GPU had nothing to do."""
+def profiled(act: Callable[[], Any]) -> tuple[str, float]:
+    """Return a table of the operations and kernels of one call that took longest, and the seconds of all kernels."""
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if GPU else [])]
@@ -237,161 +214,13 @@ def profiled(act: Callable[[], Any]) -> None:
         act()
     averages = found.key_averages()
     order = "self_device_time_total" if GPU else "self_cpu_time_total"
-    print(averages.table(sort_by=order, row_limit=40, max_name_column_width=90))
-    if GPU:
-        busy = sum(event.self_device_time_total for event in averages) / 1e6
-        say(profiled_kernel_s=round(busy, 4))
+    table = averages.table(sort_by=order, row_limit=120, max_name_column_width=110)
+    busy = sum(event.self_device_time_total for event in averages) / 1e6 if GPU else 0.0
+    return table, round(busy, 4)
 
 
-def head_alone(asked: argparse.Namespace) -> int:
-    """Time forward and backward of the head on one micro-batch, fused and plain, and the memory that both take."""
-    sizes, tokens = shape(), asked.budget
-    dtype = torch.bfloat16 if GPU else torch.float32
-    random = torch.Generator(DEVICE).manual_seed(0)
-
-    def drawn(*size: int) -> torch.Tensor:
-        return torch.randn(size, device=DEVICE, generator=random).to(dtype).mul_(0.05).requires_grad_()
-
-    hidden, weight = drawn(tokens, sizes["hidden_size"]), drawn(sizes["vocab_size"], sizes["hidden_size"])
-    targets = torch.randint(sizes["vocab_size"], (tokens,), device=DEVICE, generator=random)
-    kernels = fused_head.operations_on
-    for name, chosen in (("fused", kernels), ("plain", lambda device: PLAIN)):
-        fused_head.operations_on = chosen
-        for entropy_gradient in (False, True):
-            seconds = []
-            if GPU:
-                torch.cuda.reset_peak_memory_stats()
-            for _ in range(6):
-                finish_kernels()
-                started = time.perf_counter()
-                scores = head_scores(
-                    hidden,
-                    weight,
-                    None,
-                    targets,
-                    rules=HeadRules(),
-                    chunk_tokens=asked.chunk,
-                    entropy_gradient=entropy_gradient,
-                )
-                torch.autograd.grad(
-                    sum(part.sum() for part in scores if part.requires_grad), (hidden, weight)
-                )
-                finish_kernels()
-                seconds.append(time.perf_counter() - started)
-            say(
-                head=name,
-                entropy_gradient=entropy_gradient,
-                tokens=tokens,
-                seconds=round(min(seconds), 5),
-                of_an_update_s=round(min(seconds) * 131_072 / tokens, 4),
-                peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2) if GPU else None,
-            )
-    fused_head.operations_on = kernels
-    return 0
-
-
-def checked(asked: argparse.Namespace) -> int:
-    """Compare weights and gradients after ten updates on the fast path with those of plain operations."""
-    asked.prompts, asked.samples, asked.budget = 2, 2, 2 * (asked.prompt_tokens + asked.response_tokens)
-    asked.chunk = 64 if GPU else 5
-    fast: dict[str, Outcome] = {}
-    plain: dict[str, Outcome] = {}
-    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
-        with one_rank(dtype, **shape(num_hidden_layers=CHECKED_LAYERS)) as (model, place):
-            compilation = Compilation("on" if GPU else "off", DEVICE, Line().progress)
-            assert compilation.begin(model, packed=True), compilation.refusal
-            fast[name] = outcome_of_fast_path(model, asked)
-            plain[name] = outcome_of_plain_path(place, dtype, asked)
-    right = plain["float32"]
-    paths = {"float32": fast["float32"], "bfloat16": fast["bfloat16"], "bfloat16, plain": plain["bfloat16"]}
-    errors = {
-        path: {kind: distance(found, right, kind) for kind in ("gradient", "weight", "step")}
-        for path, found in paths.items()
-    }
-    for path, found in errors.items():
-        say(path=path, against="float32, plain", **found)
-    exact = max(errors["float32"]["gradient"], errors["float32"]["weight"])
-    ratio = errors["bfloat16"]["gradient"] / errors["bfloat16, plain"]["gradient"]
-    say(float32_error=exact, limit=FLOAT32_LIMIT, bfloat16_over_plain=round(ratio, 3), limit_of_it=HALF_LIMIT)
-    return 0 if exact < FLOAT32_LIMIT and ratio < HALF_LIMIT else 1
-
-
-def outcome_of_fast_path(model: ShardedModel, asked: argparse.Namespace) -> Outcome:
-    """Return the last gradients, the weights, and how far the weights moved, of the rank's own code."""
-    named = dict(model.causal_lm.named_parameters())
-    first = {name: whole(parameter) for name, parameter in named.items()}
-    trainer = Trainer(model, given_answers(asked.chunk))
-    batches = micro_batches(asked)
-    for _ in range(CHECKED_UPDATES - 1):
-        trainer.update(batches)
-    update = trainer.accumulate(batches)
-    gradients = {name: whole(parameter.grad) for name, parameter in named.items()}
-    finish(update, trainer.optimizer, OPTIMIZER.learning_rate)
-    return outcome(first, gradients, {name: whole(parameter) for name, parameter in named.items()})
-
-
-def outcome_of_plain_path(place: Path, dtype: torch.dtype, asked: argparse.Namespace) -> Outcome:
-    """Return the same of transformers' own forward pass, log_softmax and torch's plain AdamW on float32 masters."""
-    model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, attn_implementation="sdpa")
-    model.to(DEVICE).eval()
-    read = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).to(DEVICE)
-    masters = dict(read.named_parameters())
-    first = {name: whole(master) for name, master in masters.items()}
-    adamw = torch.optim.AdamW(
-        masters.values(),
-        lr=OPTIMIZER.learning_rate,
-        betas=OPTIMIZER.betas,
-        eps=OPTIMIZER.epsilon,
-        weight_decay=0.0,
-        foreach=True,
-    )
-    given = work(asked)
-    rows = torch.from_numpy(given.tokens).to(DEVICE).long().reshape(len(given.lengths), -1)
-    weights = torch.from_numpy(given.columns["weights"]).to(DEVICE).reshape(len(rows), -1)
-    gradients: dict[str, torch.Tensor] = {}
-    for _ in range(CHECKED_UPDATES):
-        adamw.zero_grad(set_to_none=False)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(masters[name])
-        for row, weight in zip(rows, weights, strict=True):
-            logits = model(input_ids=row[None, :-1], use_cache=False).logits[0, asked.prompt_tokens - 1 :]
-            logprobs = torch.log_softmax(logits.float(), -1)
-            (-(weight * logprobs.gather(-1, row[asked.prompt_tokens :, None]).squeeze(-1)).sum()).backward()
-            for name, parameter in model.named_parameters():
-                held = masters[name].grad
-                masters[name].grad = parameter.grad.float() if held is None else held + parameter.grad
-                parameter.grad = None
-        gradients = {name: whole(master.grad) for name, master in masters.items()}
-        adamw.step()
-    return outcome(first, gradients, {name: whole(master) for name, master in masters.items()})
-
-
-def outcome(
-    first: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]
-) -> Outcome:
-    """Return the gradients, the weights and the steps from the first weights."""
-    steps = {name: weight - first[name] for name, weight in weights.items()}
-    return {"gradient": gradients, "weight": weights, "step": steps}
-
-
-def distance(found: Outcome, right: Outcome, kind: str) -> float:
-    """Return the largest relative distance of a tensor of this kind."""
-    return max(
-        float((found[kind][name] - value).norm() / value.norm().clamp(min=1e-30))
-        for name, value in right[kind].items()
-    )
-
-
-def whole(tensor: torch.Tensor | None) -> torch.Tensor:
-    """Return a copy of all of a tensor on the host."""
-    assert tensor is not None
-    return gathered(tensor.detach()).float().cpu().clone()
-
-
-def say(**facts: Any) -> None:
-    """Print one JSON object."""
-    print(json.dumps(facts), flush=True)
+def _nothing(**facts: Any) -> None:
+    """Let the first rank speak."""
 
 
 if __name__ == "__main__":
