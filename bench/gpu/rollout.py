@@ -3,7 +3,8 @@
 Both decode the model of smoke.py on one GPU, one after the other: the generator as a service of a stack without a
 trainer, then vLLM's own `LLM` without a tokenizer. Each amount of work is done `--rounds` times, on new prompts each
 time, and the first round is not counted. Prints one JSON object for each amount and appends it to `figures.jsonl`.
-`cpu_s` are seconds of the service's process and of those below it. `python bench/gpu/rollout.py --out DIR`.
+`cpu_s` are seconds of the service's process and of those below it. `--only` does one of the two, so that two GPUs can
+do both at once. `python bench/gpu/rollout.py --out DIR`.
 """
 
 from __future__ import annotations
@@ -54,17 +55,18 @@ def main() -> int:
     cli.add_argument("--tokens", type=int, default=512)
     cli.add_argument("--rounds", type=int, default=4)
     cli.add_argument("--model", type=Path, help="a model to take instead of the random one")
-    cli.add_argument("--bare", action="store_true", help="only vLLM, on the model of --out")
+    cli.add_argument("--only", choices=("service", "bare"))
     asked = cli.parse_args()
     work: Path = asked.out / "work"
-    if asked.bare:
+    if not (work / "model").exists():
+        work.mkdir(parents=True)
+        if asked.model is not None:
+            shutil.copytree(asked.model, work / "model")
+        else:
+            make_model(work)
+    if asked.only == "bare":
         _bare(work / "model", asked)
         return 0
-    work.mkdir(parents=True)
-    if asked.model is not None:
-        shutil.copytree(asked.model, work / "model")
-    else:
-        _make_model(work)
     description = {
         "name": "rollout",
         "model": str(work / "model"),
@@ -76,17 +78,21 @@ def main() -> int:
         },
         "trainer": {"replicas": 0},
     }
+    started = time.monotonic()
     try:
         with running_stack(description, work) as stack:
+            print(json.dumps({"what": "up", "seconds": round(time.monotonic() - started, 1)}), flush=True)
             asyncio.run(_service(stack, asked))
     finally:
         for log in (work / "state" / "rollout" / "logs").glob("*.log"):
             shutil.copy(log, asked.out / log.name)
-    subprocess.run([sys.executable, __file__, *sys.argv[1:], "--bare"], check=True)
+    if asked.only is None:
+        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--only", "bare"], check=True)
     return 0
 
 
-def _make_model(work: Path) -> None:
+def make_model(work: Path) -> None:
+    """Write the model of smoke.py to the folder `model`."""
     from smoke import make_random_model
 
     script = ROOT / "examples/arithmetic/make_model.py"

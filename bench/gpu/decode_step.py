@@ -1,0 +1,110 @@
+"""Where a decode step of the generator's engine goes: phases of the host, Python lines, and kernels of the GPU.
+
+Boots the engine of the generator in this process, without a service around it, on the model that rollout.py makes. For
+each number of samples one round is timed as it is. In the next one the phases of each step are timed inside vLLM's
+engine process, and its main thread is sampled. A short last round is traced by torch's profiler. Prints one JSON object
+for the boot and each number of samples, and appends it to `figures.jsonl`. Lines that vLLM logs while it boots have
+their times. `python bench/gpu/decode_step.py --out DIR`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rollout import LONGEST, RUNNING, SAMPLES, make_model, prompts
+
+from flotilla_core.config.stack import GeneratorConfig
+from flotilla_generator.checkpoint import Checkpoint
+from flotilla_generator.engine.base import GenerationRequest, SampleSlot, Sampling
+
+TRACED_TOKENS = 96
+
+
+async def _measure(asked: argparse.Namespace, started: float) -> None:
+    from flotilla_generator.engine.vllm.engine import VllmEngine
+
+    config = GeneratorConfig.model_validate(
+        {
+            "dtype": asked.dtype,
+            "max_model_tokens": LONGEST,
+            "max_running_samples": RUNNING,
+            "memory_fraction": 0.8,
+            "engine_options": json.loads(asked.options),
+        }
+    )
+    model = asked.out / "work" / "model"
+    cache = (asked.cache or asked.out / "work" / "cache").absolute()
+    engine = VllmEngine(config, Checkpoint.read(model), "decode_watch.WatchedWorker", cache)
+    await engine.start()
+    _report(asked.out, {"what": "boot", "seconds": round(time.time() - started, 1)})
+    ask = engine.workers.ask
+    try:
+        for count in asked.prompts:
+            await _round(engine, count, 0, asked.tokens)
+            figures: dict[str, Any] = {"what": "steps", "samples": count * SAMPLES}
+            took = await _round(engine, count, 1, asked.tokens)
+            figures["seconds"] = round(took, 3)
+            figures["tokens_per_s"] = round(count * SAMPLES * asked.tokens / took)
+            await ask("watch_start")
+            await _round(engine, count, 2, asked.tokens)
+            figures |= (await ask("watch_stop"))[0]
+            if asked.trace:
+                await ask("trace_start")
+                await _round(engine, count, 3, TRACED_TOKENS)
+                figures["gpu"] = (await ask("trace_stop"))[0]
+                figures["gpu"]["steps"] = TRACED_TOKENS
+            _report(asked.out, figures)
+    finally:
+        await engine.stop()
+
+
+async def _round(engine: Any, count: int, number: int, tokens: int) -> float:
+    started = time.perf_counter()
+
+    async def one(index: int, prompt: list[int]) -> int:
+        slots = tuple(SampleSlot(f"{number}-{index}/{seed}", seed) for seed in range(SAMPLES))
+        sampling = Sampling(temperature=1.0, max_tokens=tokens, ignore_eos=True)
+        request = GenerationRequest(f"{count}-{number}-{index}", prompt, slots, sampling)
+        return sum([len(sample.token_ids) async for ended in engine.generate(request) for sample in ended])
+
+    came = await asyncio.gather(*(one(*each) for each in enumerate(prompts(count, number))))
+    assert sum(came) == count * SAMPLES * tokens, came
+    return time.perf_counter() - started
+
+
+def _report(out: Path, figures: dict[str, Any]) -> None:
+    line = json.dumps(figures)
+    print(line, flush=True)
+    with (out / "figures.jsonl").open("a") as file:
+        file.write(line + "\n")
+
+
+def main() -> int:
+    """Boot and measure."""
+    started = time.time()
+    cli = argparse.ArgumentParser(description=__doc__)
+    cli.add_argument("--out", type=Path, required=True)
+    cli.add_argument("--prompts", type=int, nargs="+", default=[32, 128])
+    cli.add_argument("--tokens", type=int, default=512)
+    cli.add_argument("--dtype", default="bfloat16")
+    cli.add_argument("--cache", type=Path, help="what an earlier boot compiled")
+    cli.add_argument("--options", default="{}", help="generator.engine_options, as JSON")
+    cli.add_argument("--trace", action=argparse.BooleanOptionalAction, default=True)
+    asked = cli.parse_args()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+    if not (asked.out / "work" / "model").exists():
+        (asked.out / "work").mkdir(parents=True)
+        make_model(asked.out / "work")
+    asyncio.run(_measure(asked, started))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
