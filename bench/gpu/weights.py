@@ -1,10 +1,11 @@
 """Weights from trainer processes to generator processes, without vLLM: are they exact, and how fast do they come.
 
-    python bench/gpu/weights.py [--shape 0.6b|8b] [--gpus 1|2] [--pairs N] [--rounds 8] [--busy] [--out DIR]
+    python bench/gpu/weights.py [--shape 0.6b|8b] [--gpus 1|2] [--pairs N] [--rounds 8] [--busy] [--fresh] [--out DIR]
 
 `--gpus 1`: both ends share the first GPU. `--gpus 2`: the sender has the first GPU and the receiver the second; the
 same processes also broadcast the same bytes by bare NCCL, in messages of 16 to 4,096 MiB, for comparison. `--pairs N`:
 each of N GPUs has a sender and a receiver. `--busy` keeps the GPUs of the receivers multiplying matrices meanwhile.
+Receivers copy what is lent to them into a second model, or with `--fresh` keep what arrived as it is.
 
 A round is counted from the call of `publish`, with receivers that wait already, until both ends have the digests of
 all tensors. Every epoch ends with a check: digests by the kernel are those of torch, at both ends, and what arrived is
@@ -35,7 +36,6 @@ sys.path[:0] = [str(ROOT / "libs" / name / "src") for name in ("weights", "core"
 from flotilla.common.v1 import weights_pb2  # noqa: E402
 from flotilla_weights import digest  # noqa: E402
 from flotilla_weights.group import Receiver, Sender  # noqa: E402
-from flotilla_weights.inbox import Inbox  # noqa: E402
 from flotilla_weights.manifest import Manifest  # noqa: E402
 from flotilla_weights.process_group import connected_group, let_go  # noqa: E402
 
@@ -177,7 +177,31 @@ def store_at(port: int, master: bool) -> Any:
     )
 
 
-def receive(pipe: Connection, gpu: int, busy: bool) -> None:
+class Landing:
+    """Where a receiver puts what arrives."""
+
+    def __init__(self, manifest: Manifest, device: torch.device, fresh: bool) -> None:
+        self._fresh = fresh
+        self._copies = {
+            spec.name: torch.empty(0 if fresh else spec.shape, dtype=spec.torch_dtype, device=device)
+            for spec in manifest.tensors
+        }
+        self._targets: dict[str, list[torch.Tensor]] = {}
+
+    def take(self, receiver: Receiver) -> list[int]:
+        """Receive one publication."""
+        return receiver.receive(self._copies.update if self._fresh else self._copy, lent=not self._fresh)
+
+    def digests(self) -> list[int]:
+        """Of what has landed, by torch."""
+        return by_torch(list(self._copies.values()))
+
+    def _copy(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        targets = self._targets.setdefault(named[0][0], [self._copies[name] for name, _ in named])
+        torch._foreach_copy_(targets, [tensor for _, tensor in named])
+
+
+def receive(pipe: Connection, gpu: int, busy: bool, fresh: bool) -> None:
     """A generator's process: obeys what comes over the pipe."""
     device = device_of(gpu)
     idle = threading.Event()
@@ -199,19 +223,63 @@ def receive(pipe: Connection, gpu: int, busy: bool) -> None:
                 manifest = Manifest.from_proto(weights_pb2.WeightManifest.FromString(described))
                 receiver = Receiver(weights_pb2.WeightGroup.FromString(group), rank, manifest, device)
                 receiver.connect()
-                inbox = Inbox(receiver, manifest)
+                landing = Landing(manifest, device, fresh)
             case ("take", check):
                 pipe.send("waits")
-                inbox.receive()
+                arrived = landing.take(receiver)
                 ended = time.monotonic()
-                staged = inbox.take()
-                assert staged is not None
-                again = by_torch([tensor for _, tensor in staged.weights]) if check else []
-                del staged
-                pipe.send((ended, receiver._link.backend, inbox.digests, again))
+                carrier = receiver._link.lanes[0].carrier
+                pipe.send((ended, carrier, arrived, landing.digests() if check else []))
             case ("leave",):
                 receiver.close()
     idle.set()
+
+
+def send(pipe: Connection, gpu: int, shape: str, bucket_bytes: int) -> None:
+    """The process of another rank of the trainer, which holds the same parameters as the first one."""
+    device = device_of(gpu)
+    rank = TrainerRank(shape, bucket_bytes, device)
+    while (order := pipe.recv())[0] != "end":
+        match order:
+            case ("join", port, place, epoch, world_size, senders):
+                rank.sender = Sender.beside(
+                    "127.0.0.1", port, place, epoch, world_size, BACKEND, TIMEOUT_S, senders
+                )
+                rank.sender.connect(rank.manifest, device)
+            case ("publish",):
+                rank.learn()
+                pipe.send("waits")
+                pipe.recv()
+                pipe.send((rank.publish(), time.monotonic()))
+            case ("leave",):
+                rank.sender.close()
+
+
+class TrainerRank:
+    """Parameters in float32, and an end of the weight group."""
+
+    def __init__(self, shape: str, bucket_bytes: int, device: torch.device) -> None:
+        torch.manual_seed(1)
+        parameters = {name: torch.randn(size, device=device) for name, size in shapes_of(shape)}
+        named = ((name, torch.bfloat16, tensor.shape) for name, tensor in parameters.items())
+        self.manifest = Manifest.from_named(named, bucket_bytes)
+        self.in_order = [(spec.name, parameters[spec.name]) for spec in self.manifest.tensors]
+        self.sender: Sender
+        self._device = device
+
+    def learn(self) -> None:
+        """Change all of them, the same way on every rank."""
+        for _, tensor in self.in_order:
+            tensor.mul_(1.01)
+        wait_for(self._device)
+
+    def publish(self) -> list[int]:
+        """Send all of them; return the digests."""
+        return self.sender.publish(self.manifest, self.in_order)
+
+    def rounded(self) -> list[int]:
+        """The digests of what should have arrived, by torch."""
+        return by_torch([tensor.bfloat16() for _, tensor in self.in_order])
 
 
 def multiply(idle: threading.Event, device: torch.device) -> None:
@@ -224,35 +292,30 @@ def multiply(idle: threading.Event, device: torch.device) -> None:
             torch.cuda.current_stream().synchronize()
 
 
-class Receivers:
-    """The generators' processes, one for each GPU that is named."""
+class Processes:
+    """Processes that obey orders, one for each GPU that is named."""
 
-    def __init__(self, gpus: list[int], busy: bool) -> None:
+    def __init__(self, target: Callable[..., None], gpus: list[int], *arguments: Any) -> None:
         spawning = multiprocessing.get_context("spawn")
-        self._processes, self._pipes = [], []
+        self._processes, self.pipes = [], []
         for gpu in gpus:
             ours, theirs = spawning.Pipe()
-            process = spawning.Process(target=receive, args=(theirs, gpu, busy), daemon=True)
+            process = spawning.Process(target=target, args=(theirs, gpu, *arguments), daemon=True)
             process.start()
             self._processes.append(process)
-            self._pipes.append(ours)
+            self.pipes.append(ours)
 
     def tell(self, *order: Any) -> None:
         """Give all of them one order."""
-        for pipe in self._pipes:
+        for pipe in self.pipes:
             pipe.send(order)
-
-    def join(self, group: weights_pb2.WeightGroup, manifest: Manifest) -> None:
-        """Have each of them enter a weight group."""
-        for rank, pipe in enumerate(self._pipes, 1):
-            pipe.send(("join", group.SerializeToString(), rank, manifest.to_proto().SerializeToString()))
 
     def answers(self) -> list[Any]:
         """The next answer of each."""
         answers = []
-        for pipe in self._pipes:
+        for pipe in self.pipes:
             if not pipe.poll(2 * TIMEOUT_S):
-                raise TimeoutError("a receiver does not answer")
+                raise TimeoutError("a process of the bench does not answer")
             answers.append(pipe.recv())
         return answers
 
@@ -268,7 +331,7 @@ class Receivers:
             process.join(30)
 
 
-def measure_raw(receivers: Receivers, device: torch.device, nbytes: int) -> dict[str, float]:
+def measure_raw(receivers: Processes, device: torch.device, nbytes: int) -> dict[str, float]:
     """Seconds of bare broadcasts by message size, in MiB."""
     store = store_at(0, master=True)
     receivers.tell("raw", store.port, nbytes)
@@ -287,55 +350,75 @@ def measure_raw(receivers: Receivers, device: torch.device, nbytes: int) -> dict
     return found
 
 
+def joined(
+    rank: TrainerRank, others: Processes, receivers: Processes, epoch: int, device: torch.device
+) -> None:
+    """Form the group of an epoch."""
+    first = 1 + len(receivers.pipes)
+    world_size = first + len(others.pipes)
+    senders = [0, *range(first, world_size)]
+    rank.sender = Sender.listen("127.0.0.1", epoch, world_size, BACKEND, TIMEOUT_S, senders)
+    group = weights_pb2.WeightGroup(
+        epoch=epoch,
+        backend=BACKENDS[BACKEND],
+        host=rank.sender.host,
+        port=rank.sender.port,
+        world_size=world_size,
+        sender_ranks=senders,
+    )
+    group.timeout.FromSeconds(TIMEOUT_S)
+    described = rank.manifest.to_proto().SerializeToString()
+    for place, pipe in enumerate(receivers.pipes, 1):
+        pipe.send(("join", group.SerializeToString(), place, described))
+    for place, pipe in enumerate(others.pipes, first):
+        pipe.send(("join", group.port, place, epoch, world_size, senders))
+    rank.sender.connect(rank.manifest, device)
+
+
 def measure_rounds(
-    receivers: Receivers, device: torch.device, asked: argparse.Namespace, world_size: int
+    receivers: Processes, others: Processes, device: torch.device, asked: argparse.Namespace
 ) -> dict[str, Any]:
     """Seconds of whole publications, over several epochs."""
-    parameters = {name: torch.randn(shape, device=device) for name, shape in shapes_of(asked.shape)}
-    manifest = Manifest.from_named(
-        ((name, torch.bfloat16, tensor.shape) for name, tensor in parameters.items()), asked.bucket_mib << 20
-    )
-    in_order = [(spec.name, parameters[spec.name]) for spec in manifest.tensors]
+    rank = TrainerRank(asked.shape, asked.bucket_mib << 20, device)
     publish_s, round_s, carriers = [], [], set()
     for epoch in range(1, EPOCHS + 1):
-        sender = Sender.listen("127.0.0.1", epoch, world_size, BACKEND, TIMEOUT_S)
-        group = weights_pb2.WeightGroup(
-            epoch=epoch, backend=BACKENDS[BACKEND], host=sender.host, port=sender.port, world_size=world_size
-        )
-        group.timeout.FromSeconds(TIMEOUT_S)
-        receivers.join(group, manifest)
-        sender.connect(manifest, device)
+        joined(rank, others, receivers, epoch, device)
         for number in range(asked.rounds):
-            for tensor in parameters.values():
-                tensor.mul_(1.01)
             check = number == asked.rounds - 1
+            others.tell("publish")
+            rank.learn()
+            others.answers()
             receivers.tell("take", check)
             receivers.wait_until_they_wait()
-            wait_for(device)
             started = time.monotonic()
-            sent = sender.publish(manifest, in_order)
-            published = time.monotonic()
-            ended = published
-            for arrived_at, carrier, arrived, again in receivers.answers():
+            others.tell("now")
+            sent = rank.publish()
+            published = ended = time.monotonic()
+            for also_sent, at in others.answers():
+                assert sent == also_sent or BACKEND == "gloo", "ranks sent different weights"
+                ended = max(ended, at)
+            for arrived_at, carrier, arrived, landed in receivers.answers():
                 assert sent == arrived, "what arrived is not what was sent"
-                assert not check or arrived == again, "the kernel's digests are not those of torch"
+                assert not check or arrived == landed, (
+                    "what landed is not what arrived, by the digests of torch"
+                )
                 carriers.add(carrier)
                 ended = max(ended, arrived_at)
-            if check:
-                rounded = by_torch([tensor.bfloat16() for _, tensor in in_order])
-                assert sent == rounded, "rounded otherwise than by torch"
+            assert not check or sent == rank.rounded(), "rounded otherwise than by torch"
             if number:
                 publish_s.append(published - started)
                 round_s.append(ended - started)
         receivers.tell("leave")
-        sender.close()
+        others.tell("leave")
+        rank.sender.close()
+    nbytes = rank.manifest.nbytes
     return {
         "carriers": sorted(carriers),
         "publish_s": statistics.median(publish_s),
         "agreed_s": statistics.median(round_s),
-        "agreed_gb_s": manifest.nbytes / statistics.median(round_s) / 1e9,
+        "agreed_gb_s": nbytes / statistics.median(round_s) / 1e9,
         "all_agreed_s": [round(seconds, 5) for seconds in round_s],
-        "parts": parts(device, in_order) if HAS_GPU and not asked.busy else {},
+        "parts": parts(device, rank.in_order) if HAS_GPU and not asked.busy else {},
     }
 
 
@@ -367,6 +450,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--bucket-mib", type=int, default=BUCKET_BYTES >> 20)
     parser.add_argument("--busy", action="store_true")
+    parser.add_argument("--fresh", action="store_true")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     device = device_of(0)
@@ -378,16 +462,19 @@ def main() -> None:
         "gpus": asked.pairs or asked.gpus,
         "pairs": asked.pairs,
         "busy": asked.busy,
+        "fresh": asked.fresh,
         "bucket_mib": asked.bucket_mib,
         "gpu": torch.cuda.get_device_name(device) if HAS_GPU else "none",
         "bytes": bytes_of(asked.shape),
     }
     gpus = list(range(asked.pairs)) if asked.pairs else [asked.gpus - 1]
-    receivers = Receivers(gpus, asked.busy and HAS_GPU)
+    receivers = Processes(receive, gpus, asked.busy and HAS_GPU, asked.fresh)
+    others = Processes(send, gpus[1:] if asked.pairs else [], asked.shape, asked.bucket_mib << 20)
     if asked.gpus == 2 and not asked.pairs:
         found["raw_s"] = measure_raw(receivers, device, found["bytes"])
-    found |= measure_rounds(receivers, device, asked, 1 + len(gpus))
+    found |= measure_rounds(receivers, others, device, asked)
     receivers.end()
+    others.end()
     if "raw_s" in found:
         found["of_raw"] = min(found["raw_s"].values()) / found["agreed_s"]
     line = json.dumps(found)

@@ -320,8 +320,8 @@ def test_a_receiver_that_cannot_go_on_ends_the_group_long_before_the_timeout(poo
     broken, healthy = (Receiver(group_of(sender, 3, timeout_s=60.0), rank, manifest) for rank in (1, 2))
     arrivals = broken._arrivals
 
-    def first_alone(buckets):
-        yield next(arrivals(buckets))
+    def first_alone(manifest, lent):
+        yield next(arrivals(manifest, lent))
         raise MemoryError("no room for the next bucket")
 
     monkeypatch.setattr(broken, "_arrivals", first_alone)
@@ -355,8 +355,8 @@ def test_a_broken_transfer_frees_what_it_received_without_a_garbage_collection(p
         something_arrived.set()
         return named
 
-    unpack = group._unpack
-    monkeypatch.setattr(group, "_unpack", unpacked)
+    unpack = group.unpack
+    monkeypatch.setattr(group, "unpack", unpacked)
     progress = refuse_with_an_error if broken_by == "the sink" else lambda _: None
 
     def receive() -> str:

@@ -70,6 +70,16 @@ def pending_digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return _table(extents, device).digests(data[0])
 
 
+@torch.no_grad()
+def bucket_digests(message: torch.Tensor, extents: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    """The same for the tensors that begin at these offsets of some bytes and have these sizes."""
+    device = message.device
+    if device.type != "cuda" or message.data_ptr() % WORD_BYTES or not kernel_works(device):
+        return torch.stack([_digest_by_torch(message[start : start + size]) for start, size in extents])
+    with torch.cuda.device(device):
+        return _table(extents, device).digests(message)
+
+
 @cache
 def kernel_works(device: torch.device) -> bool:
     """Return whether this GPU's kernel can be compiled and agrees with torch; the first call takes a second.

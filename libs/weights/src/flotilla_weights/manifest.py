@@ -64,6 +64,11 @@ class Bucket:
     slots: tuple[Slot, ...]
     nbytes: int
 
+    @cached_property
+    def extents(self) -> tuple[tuple[int, int], ...]:
+        """Offset and size of each tensor."""
+        return tuple((slot.offset, slot.spec.nbytes) for slot in self.slots)
+
 
 @dataclass(frozen=True)
 class Adapters:

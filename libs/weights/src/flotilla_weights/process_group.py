@@ -1,7 +1,8 @@
-"""The process group of one epoch: which carrier it has, how it is connected, waited for and let go.
+"""The lanes of one epoch: who sends to whom, by which carrier, and how their groups are connected and let go.
 
-Invariants: all members choose the same carrier, because all choose from the same facts; a group with work in flight is
-never destroyed under that work: gloo cannot cancel, so the remains are left to a thread that waits for them to end.
+Invariants: all members see the same lanes, because all derive them from the same facts; a receiver hears exactly one
+sender; a group with work in flight is never destroyed under that work: gloo cannot cancel, so the remains are left to a
+thread that waits for them to end.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -29,17 +31,57 @@ GLOO_SLICE = timedelta(seconds=0.05)
 """How long an abort of this end may go unseen by a thread that waits for a transfer."""
 
 
-def carrier_between(backend: str, gpus: list[str]) -> str:
-    """Return what moves the bytes of a group whose members sit on these GPUs: nccl takes one member a GPU."""
-    if backend != NCCL or len(set(gpus)) == len(gpus):
-        return backend
-    if len(set(gpus)) == 1:
-        return CUDA_IPC
-    log.warning(
-        "some members of the weight group share a GPU and others do not: weights go through the memory of the "
-        "hosts, which is slow; give each generator GPUs of its own, or put all of them on the trainer's"
-    )
-    return GLOO
+@dataclass(frozen=True)
+class Lane:
+    """A sender and the receivers that hear it."""
+
+    carrier: str
+    sender: int
+    receivers: tuple[int, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Its members, the sender first."""
+        return (self.sender, *self.receivers)
+
+    @property
+    def key(self) -> str:
+        """A name of its own in the store of the group."""
+        return f"{self.carrier}/{self.sender}"
+
+
+def lanes_between(
+    backend: str, world_size: int, senders: Sequence[int], gpus: Sequence[str]
+) -> tuple[Lane, ...]:
+    """Return the lanes of a group whose members sit on these GPUs; gloo asks for none.
+
+    A receiver hears the sender on its own GPU through that GPU's memory. The others hear the first sender by nccl,
+    which takes one member a GPU, and where they share one, by gloo.
+    """
+    first = senders[0]
+    receivers = [rank for rank in range(world_size) if rank not in senders]
+    if backend != NCCL:
+        return (Lane(backend, first, tuple(receivers)),)
+    owners: dict[str, int] = {}
+    for sender in senders:
+        owners.setdefault(gpus[sender], sender)
+    far = [rank for rank in receivers if gpus[rank] not in owners]
+    near = [rank for rank in receivers if gpus[rank] in owners]
+    carrier = NCCL
+    if len({gpus[rank] for rank in far}) < len(far):
+        carrier = GLOO
+        log.warning(
+            "generators share a GPU on which no rank of the trainer is: weights go there through the memory of the "
+            "hosts, which is slow; give each generator GPUs of its own, or put them on the GPUs of the trainer"
+        )
+        # What the first sender packs lies in host memory then, for all that hear it.
+        far += [rank for rank in near if owners[gpus[rank]] == first]
+        near = [rank for rank in near if owners[gpus[rank]] != first]
+    by_sender = {
+        sender: tuple(rank for rank in near if owners[gpus[rank]] == sender) for sender in owners.values()
+    }
+    lanes = [Lane(CUDA_IPC, sender, heard_by) for sender, heard_by in by_sender.items() if heard_by]
+    return (*lanes, Lane(carrier, first, tuple(sorted(far)))) if far else tuple(lanes)
 
 
 def connected_group(
@@ -67,6 +109,7 @@ def connected_group(
     torch.cuda.set_device(device)
     nccl = ProcessGroupNCCL.Options()
     nccl._timeout = timeout
+    nccl.is_high_priority_stream = True  # a transfer takes few of a GPU's processors, but wants them at once
     return ProcessGroupNCCL(store, rank, world_size, nccl)
 
 

@@ -1,8 +1,8 @@
-"""The carrier of a weight group whose members all sit on one GPU: the sender's buckets, mapped by every receiver.
+"""The carrier of a lane whose members all sit on one GPU: the sender's buckets, mapped by every receiver.
 
 A message is cut into pieces of one bucket each. The sender copies piece n into bucket n modulo their number and counts
 it in `ready`; a receiver copies it out and counts it in `taken/<rank>`; the sender reuses a bucket when every receiver
-has taken what was in it. Counts go through the group's store, and only after the device has ended the copy.
+has taken what was in it. Counts go through the lane's part of the store, and only after the device has ended the copy.
 
 Invariants: the order of the messages is the same at both ends, and so are the pieces, because sizes come from the
 manifest; no process waits on the device for another process; copies are queued on the stream of the thread that
@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
-from flotilla_weights.process_group import SENDER_RANK
+from flotilla_weights.process_group import Lane
 
 BUCKETS = 3
 BUCKET_BYTES = 128 << 20
@@ -104,12 +104,12 @@ class Transfer:
 class SameGpuGroup:
     """One member's end."""
 
-    def __init__(self, store: PrefixStore, rank: int, world_size: int, buckets: Buckets) -> None:
+    def __init__(self, store: PrefixStore, rank: int, lane: Lane, buckets: Buckets) -> None:
         self._store = store
         self._buckets = buckets
-        self._receivers = [_taken(other) for other in range(world_size) if other != SENDER_RANK]
-        self._own = READY if rank == SENDER_RANK else _taken(rank)
-        self._sends = rank == SENDER_RANK
+        self._receivers = [_taken(other) for other in lane.receivers]
+        self._sends = rank == lane.sender
+        self._own = READY if self._sends else _taken(rank)
         self._waiting: deque[torch.Tensor] = deque()
         self._copying: deque[Ended] = deque()
         self._queued = 0
@@ -203,9 +203,9 @@ def mapped_buckets(description: str, device: torch.device) -> DeviceBuckets:
     return DeviceBuckets(memory.tensor, count, nbytes, memory.close)
 
 
-def counters(world_size: int) -> list[str]:
+def counters(lane: Lane) -> list[str]:
     """The keys that exist once every member sees the buckets."""
-    return [READY, *(_taken(rank) for rank in range(world_size) if rank != SENDER_RANK)]
+    return [READY, *(_taken(rank) for rank in lane.receivers)]
 
 
 def _taken(rank: int) -> str:

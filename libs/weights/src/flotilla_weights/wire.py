@@ -1,4 +1,7 @@
-"""The transport under `Sender` and `Receiver`: one process group of one epoch, and its store.
+"""The transport under `Sender` and `Receiver`: the lanes of one epoch that a member is part of, and their store.
+
+A generator's member is part of one lane. A rank of the trainer is part of the lane of its GPU, if a generator shares
+that; the first rank also of the one to all that share a GPU with no rank; some ranks send to nobody.
 
 Invariants: every wait has a deadline of `timeout_s`, watches for a failure that any member reported, and ends within
 50 ms once this end is aborted; after the first failure the link stays dead (a new epoch makes a new one), and
@@ -9,9 +12,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, TCPStore
@@ -28,23 +31,44 @@ from flotilla_weights.process_group import (
     GLOO,
     NCCL,
     SENDER_RANK,
-    carrier_between,
+    Lane,
     connected_group,
+    lanes_between,
     let_go,
     pause_over,
 )
 from flotilla_weights.rendezvous import open_store, reach_store
 from flotilla_weights.same_gpu import Buckets, SameGpuGroup, counters, gpu_of, mapped_buckets, own_buckets
 
-STORE_POLL_S = 0.001
+STORE_POLL_S = 0.0002
 LONGEST_STORE_POLL_S = 0.02
 STORE_CHECK_EVERY_S = 0.25
+
+
+class Part(NamedTuple):
+    """A buffer on its way on one lane."""
+
+    carrier: str
+    group: Any
+    work: Any
+
+
+Message = list[Part]
+"""One buffer on its way on all lanes of this member."""
 
 
 class Link:
     """One member's end of the group."""
 
-    def __init__(self, epoch: int, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        epoch: int,
+        rank: int,
+        world_size: int,
+        backend: str,
+        timeout_s: float,
+        senders: Sequence[int] = (SENDER_RANK,),
+    ) -> None:
         if backend not in (GLOO, NCCL):
             raise InvalidRequest(f"no weight backend {backend!r}", next_step="use gloo or nccl")
         if backend == NCCL and not torch.cuda.is_available():
@@ -56,15 +80,24 @@ class Link:
             )
         if not 0 <= rank < world_size or world_size < 2:
             raise InvalidRequest(f"rank {rank} does not fit into a weight group of {world_size}")
+        if senders[0] != SENDER_RANK or len(set(senders)) < len(senders) or max(senders) >= world_size:
+            raise InvalidRequest(
+                f"ranks {list(senders)} cannot send in a weight group of {world_size}",
+                why="rank 0, which opens the rendezvous, comes first, and each rank of the group once at most",
+            )
         self.epoch = epoch
         self.rank = rank
         self.world_size = world_size
         self.backend = backend
         self.timeout_s = timeout_s
+        self._senders = tuple(senders)
+        self.lanes: tuple[Lane, ...] = ()
+        """Those that this member is part of, once the group is formed; those through a GPU's memory come first."""
         self._server: TCPStore | None = None
         self._store: PrefixStore | None = None
-        self._group: Any = None
-        self._pending: list[Any] = []
+        self._groups: list[tuple[Lane, Any]] = []
+        self._formed = False
+        self._pending: Message = []
         self._cause: FlotillaError | None = None
         self._lock = threading.Lock()
         self._next_check = 0.0
@@ -86,8 +119,18 @@ class Link:
             ) from error
         self._store = PrefixStore(f"flotilla/{self.epoch}", client)
 
+    @property
+    def in_host_memory(self) -> bool:
+        """Return whether what moves lies in the memory of the hosts."""
+        return self.backend == GLOO or any(lane.carrier == GLOO for lane in self.lanes)
+
+    @property
+    def is_queued(self) -> bool:
+        """Return whether transfers are queued on the device, in order with the other work of its streams."""
+        return all(lane.carrier == NCCL for lane in self.lanes)
+
     def form(self, peer_host: str, credential: str, device: torch.device) -> None:
-        """Meet all members, check that they hold the same `credential`, choose the carrier, connect the group."""
+        """Meet all members, check that they hold the same `credential`, choose the lanes, connect them."""
         if self.backend == NCCL:
             self.put(f"gpu/{self.rank}", gpu_of(device))
         self.put(f"member/{self.rank}", credential)
@@ -98,75 +141,111 @@ class Link:
                 raise self.fail(
                     f"rank {rank} joined with another manifest", why="names, types, shapes or order differ"
                 )
-        if self.backend == NCCL:
-            gpus = [self._get(f"gpu/{rank}") for rank in range(self.world_size)]
-            self.backend = carrier_between(self.backend, gpus)
+        gpus = [self._get(f"gpu/{rank}") for rank in range(self.world_size)] if self.backend == NCCL else []
+        lanes = lanes_between(self.backend, self.world_size, self._senders, gpus)
+        self.lanes = tuple(lane for lane in lanes if self.rank in lane.ranks)
+        for lane in self.lanes:
+            group = self._connected(lane, peer_host, device)
+            with self._lock:
+                self._groups.append((lane, group))
+            if self._cause is not None:
+                # Another thread ended the link in between and could not know of this group.
+                let_go(group, lane.carrier, [])
+                self.check()
+        for lane, group in list(self._groups):
+            self._open(lane, group, device)
+        self._formed = True
+
+    def _connected(self, lane: Lane, peer_host: str, device: torch.device) -> Any:
         try:
-            if self.backend == CUDA_IPC:
-                self._share_buckets(device)
-            else:
-                self._group = connected_group(
-                    self.backend,
-                    PrefixStore(self.backend, self._required_store()),
-                    self.rank,
-                    self.world_size,
-                    peer_host=peer_host,
-                    device=device,
-                    timeout_s=self.timeout_s,
-                )
+            if lane.carrier == CUDA_IPC:
+                return SameGpuGroup(self._store_of(lane), self.rank, lane, self._shared_buckets(lane, device))
+            return connected_group(
+                lane.carrier,
+                self._store_of(lane),
+                lane.ranks.index(self.rank),
+                len(lane.ranks),
+                peer_host=peer_host,
+                device=device,
+                timeout_s=self.timeout_s,
+            )
         except (RuntimeError, OSError) as error:
-            advice = "; weights.backend: gloo does without CUDA IPC" if self.backend == CUDA_IPC else ""
+            advice = "; weights.backend: gloo does without CUDA IPC" if lane.carrier == CUDA_IPC else ""
             raise self.fail("the group could not be connected", why=_brief(error) + advice) from error
 
-    def _share_buckets(self, device: torch.device) -> None:
-        """Map the sender's buckets at every receiver; they meet again when all of them see the memory."""
-        buckets: Buckets
-        if self.rank == SENDER_RANK:
-            buckets, description = own_buckets(device)
-            self.put("buckets", description)
-        else:
-            buckets = mapped_buckets(self.wait_for_key("buckets", "waiting for the sender's buckets"), device)
-        store = PrefixStore(CUDA_IPC, self._required_store())
-        self._group = group = SameGpuGroup(store, self.rank, self.world_size, buckets)
-        if self._cause is not None:
-            # Another thread ended the link in between and could not know of this group.
-            group.close()
-        keys = [f"{CUDA_IPC}/{key}" for key in counters(self.world_size)]
-        self.wait(
-            lambda: self._has(keys), lambda: "waiting for every member to map the buckets", self._poll_store
-        )
+    def _shared_buckets(self, lane: Lane, device: torch.device) -> Buckets:
+        """Return the sender's buckets, its own ones or as this receiver maps them."""
+        key = f"buckets/{lane.sender}"
+        if self.rank != lane.sender:
+            return mapped_buckets(self.wait_for_key(key, "waiting for the sender's buckets"), device)
+        buckets, description = own_buckets(device)
+        self.put(key, description)
+        return buckets
 
-    def broadcast(self, tensor: torch.Tensor) -> Any:
-        """Start moving one buffer from the sender; `finish` it."""
+    def _open(self, lane: Lane, group: Any, device: torch.device) -> None:
+        """Wait until the lane's first message can move at full speed."""
+        if lane.carrier == CUDA_IPC:
+            keys = [f"{lane.key}/{key}" for key in counters(lane)]
+            self.wait(
+                lambda: self._has(keys),
+                lambda: "waiting for every member to map the buckets",
+                self._poll_store,
+            )
+        elif lane.carrier == NCCL:
+            # Its members connect with their first message.
+            first = torch.zeros(1, dtype=torch.uint8, device=device)
+            self.finish([self._started(lane, group, first)], "connecting the members")
+
+    def broadcast(self, tensor: torch.Tensor) -> Message:
+        """Start moving one buffer from the sender of each lane; `finish` it."""
         self.check()
-        if self.rank == SENDER_RANK and time.monotonic() >= self._next_check:
+        if self.rank in self._senders and time.monotonic() >= self._next_check:
             self.check_peers()
-        group = self._group
-        if group is None:
+        self.require_formed()
+        return [self._started(lane, group, tensor) for lane, group in list(self._groups)]
+
+    def require_formed(self) -> None:
+        """Raise before the members have met, which ends the link."""
+        if not self._formed:
             raise self.fail("the group is not connected")
+
+    def _started(self, lane: Lane, group: Any, tensor: torch.Tensor) -> Part:
         options = BroadcastOptions()
-        options.rootRank = SENDER_RANK
+        options.rootRank = 0  # of the lane's own ranks
         options.rootTensor = 0
         try:
-            work = group.broadcast([tensor], options)
+            part = Part(lane.carrier, group, group.broadcast([tensor], options))
         except RuntimeError as error:
             raise self.fail("a transfer could not be started", why=_brief(error)) from error
         with self._lock:
-            self._pending.append(work)
+            self._pending.append(part)
         if self._cause is not None:
             # Another thread ended the link in between and could not know of this transfer.
-            let_go(group, self.backend, [work])
+            let_go(group, lane.carrier, [part.work])
             self.check()
-        return work
+        return part
 
-    def finish(self, work: Any, what: str) -> None:
+    def follow(self, message: Message, what: str) -> None:
+        """Have what this thread does or queues next come after a transfer; where transfers are queued it goes on."""
+        if not self.is_queued:
+            self.finish(message, what)
+            return
+        for part in message:
+            self._joined(part, what)
+
+    def finish(self, message: Message, what: str) -> None:
         """Wait for one transfer."""
-        self.wait(work.is_completed, lambda: what, pause_over(work, self.backend))
-        self.check()  # completed or not, an aborted epoch delivers nothing more
-        with self._lock:
-            self._pending = [other for other in self._pending if other is not work]
+        self.check()
+        for part in message:
+            self.wait(part.work.is_completed, lambda: what, pause_over(part.work, part.carrier))
+            self.check()  # completed or not, an aborted epoch delivers nothing more
+            with self._lock:
+                self._pending = [other for other in self._pending if other is not part]
+            self._joined(part, what)
+
+    def _joined(self, part: Part, what: str) -> None:
         try:
-            work.wait()
+            part.work.wait()
         except RuntimeError as error:
             self.check_peers()  # a member that leaves says why before its connections close
             raise self.fail(f"{what} failed", why=_brief(error)) from error
@@ -247,10 +326,10 @@ class Link:
             if self._cause is not None and not told:
                 return copy(self._cause)
             self._cause = self._cause or cause
-            group, self._group = self._group, None
-            pending, self._pending = [w for w in self._pending if not w.is_completed()], []
-        if group is not None:
-            let_go(group, self.backend, pending)
+            groups, self._groups = self._groups, []
+            pending, self._pending = [part for part in self._pending if not part.work.is_completed()], []
+        for lane, group in groups:
+            let_go(group, lane.carrier, [part.work for part in pending if part.group is group])
         return copy(self._cause)
 
     def _has(self, keys: list[str]) -> bool:
@@ -259,6 +338,9 @@ class Link:
     def _get(self, key: str) -> str:
         value: bytes = self._ask(lambda store: store.get(key))
         return value.decode()
+
+    def _store_of(self, lane: Lane) -> PrefixStore:
+        return PrefixStore(lane.key, self._required_store())
 
     def _required_store(self) -> PrefixStore:
         self.check()
@@ -275,8 +357,8 @@ class Link:
 
     def _poll_store(self, looks: int) -> None:
         """Sleep between two questions; many members ask less often, because one store answers all of them."""
-        longest = min(STORE_POLL_S * 2 * self.world_size, LONGEST_STORE_POLL_S)
-        time.sleep(min(STORE_POLL_S * (1 + looks), longest))
+        longest = min(STORE_POLL_S * 10 * self.world_size, LONGEST_STORE_POLL_S)
+        time.sleep(min(STORE_POLL_S * (1 + looks / 8), longest))
 
     def _absent(self) -> str:
         absent = [str(rank) for rank in range(self.world_size) if not self._has([f"member/{rank}"])]

@@ -1,20 +1,24 @@
 """Open, use and close weight groups on the trainer's side.
 
+Where weights travel between GPUs, every rank takes part, after the receivers: it may share its GPU with one of them.
+
 Invariants: at most one group is open, the one of the newest epoch; an older epoch is refused; a group can be closed
-while a broadcast hangs in it, which costs neither the session nor the ranks.
+while a broadcast hangs in it, which costs neither the session nor the ranks; weights count as published when all ranks
+that sent them sent the same.
 """
 
 from __future__ import annotations
 
 import socket
 import time
+from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
 from flotilla.common.v1 import weights_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.config.stack import BindConfig
-from flotilla_core.errors import FailedPrecondition, InvalidRequest, StaleVersion
+from flotilla_core.errors import FailedPrecondition, Internal, InvalidRequest, StaleVersion
 from flotilla_core.service import Activities
 from flotilla_trainer.gang.ranks import Gang
 
@@ -53,12 +57,16 @@ class WeightGroups:
             )
         # A group that an earlier coordinator left open may wait for members that never come.
         await self.close_any()
+        others = self._gang.size - 1 if request.backend == weights_pb2.WEIGHT_BACKEND_NCCL else 0
+        world_size = request.world_size + others
+        senders = [0, *range(request.world_size, world_size)]
         answers = await self._gang.command(
             "open_group",
             {
                 "host": self._listening_host(),
                 "epoch": request.epoch,
-                "world_size": request.world_size,
+                "world_size": world_size,
+                "senders": senders,
                 "backend": backend,
                 "timeout_s": timeout_s,
                 "bucket_bytes": request.bucket_bytes,
@@ -72,15 +80,15 @@ class WeightGroups:
             backend=request.backend,
             host=self._bind.advertise_host or opened["host"],
             port=opened["port"],
-            world_size=request.world_size,
-            sender_ranks=[0],
+            world_size=world_size,
+            sender_ranks=senders,
             timeout=request.timeout,
         )
         manifest = weights_pb2.WeightManifest.FromString(bytes.fromhex(opened["manifest"]))
         return pb.OpenWeightGroupResponse(group=group, manifest=manifest)
 
     async def publish(self, request: pb.PublishWeightsRequest) -> pb.PublishWeightsResponse:
-        """Broadcast the weights that the ranks hold."""
+        """Send the weights that the ranks hold."""
         group = self._of_epoch(request.epoch)
         started = time.monotonic()
         timeout_s = group.timeout.ToNanoseconds() / 1e9
@@ -93,7 +101,7 @@ class WeightGroups:
                 # The wire has its own deadline; the ranks are stuck only if that deadline did not end the broadcast.
                 limit_s=timeout_s + self._rank_timeout_s,
             )
-        sent = answers[0].fields
+        sent = _agreed([answer.fields for answer in answers])
         elapsed = Duration()
         elapsed.FromNanoseconds(int((time.monotonic() - started) * 1e9))
         digests = weights_pb2.WeightDigests(
@@ -139,6 +147,21 @@ class WeightGroups:
         if advertised and _is_local(advertised):
             return advertised
         return socket.gethostbyname(socket.gethostname())
+
+
+def _agreed(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the ranks that sent say, if that is the same."""
+    by_rank = {rank: sent for rank, sent in enumerate(answers) if sent}
+    first, sent = next(iter(by_rank.items()))
+    for rank, other in by_rank.items():
+        if other["digests"] != sent["digests"]:
+            raise Internal(
+                f"ranks {first} and {rank} of the trainer sent different weights",
+                where="PublishWeights",
+                why="the gathered tensors have different digests",
+                next_step="restart the trainer; if it happens again, look for faults of a GPU or of a link",
+            )
+    return sent
 
 
 def _is_local(host: str) -> bool:

@@ -1,4 +1,6 @@
-"""Send the policy to the generators: all ranks gather the weights, and rank 0 sends them.
+"""Send the policy to the generators: all ranks gather the weights, and those that a generator hears send them.
+
+Rank 0 sends to all generators on other GPUs than the ranks', and each rank to those on its own GPU.
 
 The first publication of a frozen model to a group carries the weights and the adapters, every later one only the
 adapters.
@@ -31,7 +33,7 @@ from flotilla_weights.manifest import Manifest
 
 @dataclass
 class _OpenGroup:
-    """The open weight group of one epoch, on rank 0."""
+    """The open weight group of one epoch, on a rank that may send."""
 
     epoch: int
     sender: Sender
@@ -51,15 +53,25 @@ class Publisher:
         self._made: Manifest | None = None
 
     def open(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Listen for a new epoch and let the members join in the background."""
+        """Listen for a new epoch on rank 0, and let the members join in the background."""
         self.abort("a newer weight group was opened")
         self._frozen_sent, self._made = False, None
-        if dist.get_rank() != 0:
-            return {}
-        manifest = self._checked_manifest(fields["bucket_bytes"])
-        sender = Sender.listen(
-            fields["host"], fields["epoch"], fields["world_size"], fields["backend"], fields["timeout_s"]
-        )
+        senders, rank = fields["senders"], dist.get_rank()
+        manifest = self._manifest(fields["bucket_bytes"])
+        described = fields["epoch"], fields["world_size"], fields["backend"], fields["timeout_s"], senders
+        sender: Sender | None = None
+        try:
+            if rank == 0:
+                self._require_own_names(manifest)
+                sender = Sender.listen(fields["host"], *described)
+        finally:
+            # The other ranks wait for the port, also where there is none.
+            port = self._told(0 if sender is None else sender.port) if len(senders) > 1 else 0
+        if rank > 0:
+            if rank >= len(senders) or port == 0:
+                return {}
+            sender = Sender.beside(fields["host"], port, senders[rank], *described)
+        assert sender is not None, "rank 0 listens"
         group = _OpenGroup(fields["epoch"], sender, threading.current_thread())
         group.joining = threading.Thread(
             target=self._join, args=(group, manifest), name=f"weights-join-{group.epoch}", daemon=True
@@ -73,15 +85,17 @@ class Publisher:
         }
 
     def publish(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Send the current weights to the open group."""
+        """Send the current weights to the open group; return the digests of what this rank sent, if it sends."""
         manifest = self._manifest(fields["bucket_bytes"])
         tensors = iter(()) if self._frozen_sent else self._gather(manifest)
         try:
             with telemetry.span(names.TRAINER_PUBLISH, attributes={names.EPOCH: fields["epoch"]}) as span:
-                if dist.get_rank() != 0:
+                if self._group is None and dist.get_rank() > 0:
                     return {}
                 sender = self._joined(fields["epoch"])
                 digests, nbytes = self._send(sender, manifest, tensors)
+                if not sender.is_heard:
+                    return {}
                 span.set_attribute(names.BYTES, nbytes)
                 return {"digests": digests, "bytes": nbytes, "manifest_digest": manifest.digest}
         finally:
@@ -98,7 +112,7 @@ class Publisher:
             group.sender.abort(why)
 
     def _send(
-        self, sender: Sender, manifest: Manifest, tensors: Iterator[tuple[str, torch.Tensor]]
+        self, sender: Sender, manifest: Manifest, tensors: Iterator[tuple[str, list[torch.Tensor]]]
     ) -> tuple[list[int], int]:
         """Send the tensors of the manifest; return all digests and the bytes that moved."""
         if self._frozen_sent:
@@ -112,11 +126,17 @@ class Publisher:
         digests = digests + sender.publish(moved, ((spec.name, ours[spec.name]) for spec in moved.tensors))
         return digests, nbytes + moved.nbytes
 
-    def _gather(self, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-        order = [spec.name for spec in manifest.tensors]
-        for name, tensor in self._model.tensors_to_round(order, self._model.dtype):
+    def _gather(self, manifest: Manifest) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        groups = ([slot.spec.name for slot in bucket.slots] for bucket in manifest.buckets)
+        for name, rows in self._model.rows_to_round(groups, self._model.dtype):
             self._link.progress(f"publishing {name}")
-            yield name, tensor
+            yield name, rows
+
+    def _told(self, port: int) -> int:
+        """Return rank 0's port on every rank; a collective."""
+        told = torch.tensor(port, device=self._model.device)
+        dist.broadcast(told, 0)
+        return int(told)
 
     def _manifest(self, bucket_bytes: int) -> Manifest:
         """Return the manifest of the open group; it is made once, because its checks take longer than small models."""
@@ -132,9 +152,8 @@ class Publisher:
         specs = [(name, tensor.dtype, tensor.shape) for name, tensor in adapters.tensors().items()]
         return manifest.with_adapters(Manifest.from_named(specs, bucket_bytes), adapters.scale)
 
-    def _checked_manifest(self, bucket_bytes: int) -> Manifest:
-        """Return the manifest; refuse architectures whose checkpoint names are not those of the live modules."""
-        manifest = self._manifest(bucket_bytes)
+    def _require_own_names(self, manifest: Manifest) -> None:
+        """Refuse architectures whose checkpoint names are not those of the live modules."""
         live = {spec.name: torch.empty(spec.shape, device="meta") for spec in manifest.tensors}
         causal_lm = self._model.causal_lm
         assert isinstance(causal_lm, PreTrainedModel), "the front publishes policies alone"
@@ -144,7 +163,6 @@ class Publisher:
                 why="its checkpoint stores them under other names than the running model",
                 next_step="use a dense model",
             )
-        return manifest
 
     def _join(self, group: _OpenGroup, manifest: Manifest) -> None:
         try:

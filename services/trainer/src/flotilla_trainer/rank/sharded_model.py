@@ -31,6 +31,7 @@ from flotilla_core.errors import FailedPrecondition, FlotillaError, Mismatch
 from flotilla_trainer.rank.activation_offload import RecomputedLayers
 from flotilla_trainer.rank.body_model import ValueBody
 from flotilla_trainer.rank.compiled_layers import CompiledLayers
+from flotilla_trainer.rank.gather import rows_of
 from flotilla_trainer.rank.lora import Adapters
 from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.model_checks import packing_refusal
@@ -212,27 +213,28 @@ class ShardedModel:
 
     def whole_tensors(self, order: Iterable[str], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor of the checkpoint in full; all ranks have to iterate to the end."""
-        for name, whole in self.tensors_to_round(order, dtype):
+        for name, rows in self.rows_to_round(([name] for name in order), dtype):
+            whole = rows[0] if len(rows) == 1 else torch.cat(rows)
             yield name, whole.to(dtype) if whole.is_floating_point() else whole
 
-    def tensors_to_round(
-        self, order: Iterable[str], dtype: torch.dtype
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the same for a caller that rounds to `dtype` itself.
+    def rows_to_round(
+        self, groups: Iterable[Iterable[str]], dtype: torch.dtype
+    ) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        """Yield the rows of the same, in parts, for a caller that rounds to `dtype` itself.
 
-        Shards are rounded before they are gathered, so that half of the bytes move; what one rank holds is not copied.
+        The tensors of a group are gathered together, and those of the next one meanwhile.
         """
-        tensors = self._checkpoint()
-        for name in order:
-            tensor = tensors[name]
-            if self.mesh.weights.size() > 1 and tensor.is_floating_point():
-                tensor = tensor.to(dtype)
-            yield name, gathered(tensor)
+        # To detach a sharded tensor takes longer than to send a small one: `rows_of` reads what the ranks hold.
+        tensors: dict[str, torch.Tensor] = dict(self.causal_lm.named_parameters()) | self._buffers()
+        return rows_of(([(name, tensors[name]) for name in names] for names in groups), dtype)
 
     def _checkpoint(self) -> dict[str, torch.Tensor]:
         """Return the parameters, each once, and the buffers that are saved with them."""
         parameters = {name: parameter.detach() for name, parameter in self.causal_lm.named_parameters()}
-        return parameters | {n: buffer for n, buffer in self.causal_lm.named_buffers() if n in self._saved}
+        return parameters | self._buffers()
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        return {name: buffer for name, buffer in self.causal_lm.named_buffers() if name in self._saved}
 
     @cached_property
     def _saved(self) -> frozenset[str]:
