@@ -41,12 +41,12 @@ class Lane:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Its members, the sender first."""
+        """Return its members, the sender first."""
         return (self.sender, *self.receivers)
 
     @property
     def key(self) -> str:
-        """A name of its own in the store of the group."""
+        """Return a name of its own in the store of the group."""
         return f"{self.carrier}/{self.sender}"
 
 

@@ -29,7 +29,7 @@ class Ring:
         self._rows: dict[int, tuple[list[int], list[torch.Tensor]]] = {}
 
     def message(self, index: int) -> torch.Tensor:
-        """The bytes of a bucket."""
+        """Return the bytes of a bucket."""
         buckets, turn = self.manifest.buckets, index % IN_TURN
         if turn not in self._memory:
             most = max(bucket.nbytes for bucket in buckets[turn::IN_TURN])
@@ -37,13 +37,13 @@ class Ring:
         return self._memory[turn][: buckets[index].nbytes]
 
     def tensors(self, index: int) -> Named:
-        """The tensors of a bucket; the same list in every publication."""
+        """Return the tensors of a bucket; the same list in every publication."""
         if index not in self._tensors:
             self._tensors[index] = unpack(self.manifest.buckets[index], self.message(index))
         return self._tensors[index]
 
     def rows(self, index: int, given: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """Where these parts of the tensors of a bucket belong."""
+        """Return the places of these parts of the tensors of a bucket."""
         lengths = [len(part) if len(parts) > 1 else -1 for parts in given for part in parts]
         known, rows = self._rows.get(index, ([], []))
         if known != lengths:

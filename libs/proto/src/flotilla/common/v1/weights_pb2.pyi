@@ -138,7 +138,9 @@ Global___Adapters: _TypeAlias = Adapters  # noqa: Y015
 
 @_typing.final
 class WeightGroup(_message.Message):
-    """A communication group of one epoch: sender(s) first, then every generator worker."""
+    """A communication group of one epoch: rank 0, which sends, then every generator worker, then the other ranks of the
+    trainer. Each of these sends to the workers on its own GPU, if there are any.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -160,7 +162,7 @@ class WeightGroup(_message.Message):
     world_size: _builtins.int
     @_builtins.property
     def sender_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ranks that send; [0] at first."""
+        """Ranks that send: 0 and the last ones. Empty means 0 alone."""
 
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
