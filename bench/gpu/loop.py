@@ -98,7 +98,7 @@ def main() -> int:
     try:
         started = time.monotonic()
         with running_stack(description, work) as stack:
-            bench.say(up_s=round(time.monotonic() - started, 1), placement=asked.placement or "default")
+            bench.say(up_s=round(time.monotonic() - started, 1), **_as_started(stack))
             alone = bench.alone(stack)
             for staleness in asked.staleness:
                 bench.loop(stack, staleness, asked.steps, alone)
@@ -132,6 +132,19 @@ def _ends(asked: argparse.Namespace) -> dict[str, Any]:
         "placement": asked.placement,
         "trainer": {"nproc": ranks, **dtype},
         "generator": {"replicas": generators, **dtype},
+    }
+
+
+def _as_started(stack: Stack) -> dict[str, Any]:
+    """Return what was chosen for the stack."""
+    started = yaml.safe_load((stack.directory / "stack.yaml").read_text())
+    trainer, generator = started["trainer"], started["generator"]
+    return {
+        "placement": started["placement"],
+        "ranks": trainer["nproc"],
+        "generators": generator["replicas"],
+        "dtypes": [trainer["dtype"], generator["dtype"]],
+        "kv_cache_gib": generator["kv_cache_gib"],
     }
 
 

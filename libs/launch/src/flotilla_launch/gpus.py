@@ -27,6 +27,8 @@ from flotilla_launch.placement import Slot, slots_of
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PROC = Path("/proc/driver/nvidia/gpus")
 _TOOL_LIMIT_S = 30.0
+AMPERE = 8
+"""The first compute capability with bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,17 @@ class Gpus:
         return {VISIBLE: ",".join(self.names[first : first + count]), **order}
 
 
+def needed(stack: StackConfig) -> int:
+    """Return the GPUs of a stack whose placement is decided."""
+    generators = 0 if stack.placement == "colocated" else stack.generator.replicas * _generator(stack)
+    return sum(_gangs(stack).values()) + generators
+
+
+def needed_beside(stack: StackConfig) -> int:
+    """Return the GPUs of the gangs beside the policy."""
+    return sum(_gangs(stack).values()) - _policy_ranks(stack)
+
+
 def _gangs(stack: StackConfig) -> dict[str, int]:
     """GPUs of each gang by its slot, in the order in which they are dealt."""
     return {
@@ -132,13 +145,24 @@ def _generator(stack: StackConfig) -> int:
 
 def gpu_bytes() -> int | None:
     """Return the memory of the smallest GPU of this host; None where nvidia-smi does not tell."""
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    mebibytes = [int(line) for line in _asked("memory.total") if line.isdecimal()]
+    return min(mebibytes) << 20 if mebibytes else None
+
+
+def computes_bfloat16() -> bool:
+    """Return whether every GPU of this host computes in bfloat16, as far as nvidia-smi tells."""
+    versions = [line.partition(".")[0] for line in _asked("compute_cap")]
+    return bool(versions) and all(version.isdecimal() and int(version) >= AMPERE for version in versions)
+
+
+def _asked(fact: str) -> list[str]:
+    """Return one word for each GPU; nothing where nvidia-smi does not tell."""
+    query = ["nvidia-smi", f"--query-gpu={fact}", "--format=csv,noheader,nounits"]
     try:
         listed = subprocess.run(query, capture_output=True, text=True, timeout=_TOOL_LIMIT_S, check=True)
     except (OSError, subprocess.SubprocessError):
-        return None
-    mebibytes = [int(line) for line in listed.stdout.split() if line.isdecimal()]
-    return min(mebibytes) << 20 if mebibytes else None
+        return []
+    return listed.stdout.split()
 
 
 def _count() -> int:

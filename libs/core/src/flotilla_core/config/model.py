@@ -63,7 +63,14 @@ class ConfigModel(BaseModel):
 
     def with_paths_from(self, directory: Path) -> Self:
         """Return the same configuration with every relative path resolved against `directory`."""
-        return self.model_copy(update={name: _absolute(value, directory) for name, value in self})
+        resolved = {name: _absolute(value, directory) for name, value in self}
+        return self.model_copy(
+            update={name: resolved[name] for name, value in self if resolved[name] != value}
+        )
+
+    def sets(self, key: str) -> bool:
+        """Return whether a file gave this key; what none gave is a default, which a host may replace."""
+        return key in self.model_fields_set
 
 
 def expanded(path: Path) -> Path:

@@ -133,11 +133,12 @@ class GeneratorConfig(ConfigModel):
     """One generator replica."""
 
     replicas: int = Field(default=1, ge=0, le=MOST_REPLICAS)
-    """Number of replicas that the launcher starts."""
+    """Number of replicas that the launcher starts. Where a file names neither this nor `trainer.nproc`, they take all
+    GPUs of the host."""
     engine: Literal["vllm", "sim"] = "vllm"
     """`vllm` runs the model; `sim` is for load and fault tests."""
     dtype: DType = "float32"
-    """Type of the weights in the engine."""
+    """Type of the weights in the engine. A file that does not say gets bfloat16 on GPUs that compute in it."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
     """Workers that share one replica; with GPUs each worker takes one, after those of the trainer."""
     max_model_tokens: int | None = Field(default=None, ge=8, le=10_000_000)
@@ -170,7 +171,8 @@ class TrainerConfig(ConfigModel):
     """Whole trainers that the launcher starts; each serves one run at a time. 0: a trainer that is started by hand
     registers itself."""
     nproc: int = Field(default=1, ge=1, le=1024)
-    """FSDP2 ranks; with GPUs each rank takes one, the first of the host."""
+    """FSDP2 ranks; with GPUs each rank takes one, the first of the host. Where a file names neither this nor
+    `generator.replicas`, they take all GPUs of the host."""
     replicate: int = Field(default=1, ge=1, le=1024)
     """Copies of the weights (HSDP): each is sharded over `nproc` / `replicate` ranks, gradients are summed over all."""
     sequence_parallel: int = Field(default=1, ge=1, le=1024)
@@ -180,7 +182,8 @@ class TrainerConfig(ConfigModel):
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Collectives of the ranks; `auto` takes nccl with GPUs."""
     dtype: DType = "float32"
-    """Type of forward and backward passes; master weights and reductions stay float32."""
+    """Type of forward and backward passes; master weights and reductions stay float32. A file that does not say gets
+    bfloat16 on GPUs that compute in it."""
     rank_timeout_s: float = Field(default=60.0, gt=0, le=86_400)
     """A rank that is silent, or computes no layer and no chunk of tokens, for this long within one command is reported,
     dumped and replaced with its gang."""
@@ -270,7 +273,8 @@ class StackConfig(ConfigModel):
     """The policy trainer."""
     placement: Literal["auto", "separate", "colocated"] = "auto"
     """GPUs of trainer and generators: separate ones, or each generator shares the GPU of the trainer rank with its
-    number. `auto` shares a GPU that is the only one."""
+    number. `auto` shares the only GPU, and where the file names neither `trainer.nproc` nor `generator.replicas`, every
+    GPU on which both fit."""
     critic: GangConfig = GangConfig()
     """Holds the value model of runs with algorithm.critic."""
     reference: GangConfig = GangConfig()

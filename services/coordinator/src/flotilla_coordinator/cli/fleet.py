@@ -30,13 +30,19 @@ def up(stack: Stack = None, as_json: Json = False) -> None:
     from flotilla_coordinator.cli.options import wait
     from flotilla_coordinator.cli.output import print_json, print_table, say
     from flotilla_coordinator.cli.processes import COLUMNS, boot_progress, process_json, process_row
-    from flotilla_coordinator.cli.stack import load_stack, make_example, placed, stack_file, stack_paths
+    from flotilla_coordinator.cli.stack import load_stack, make_example, stack_file, stack_paths
+    from flotilla_coordinator.plan.placement import placed, seats
     from flotilla_launch import local
     from flotilla_launch.client import find
-    from flotilla_launch.gpus import Gpus
 
     make_example(stack_file(stack))
     config = placed(load_stack(stack))
+    if not as_json:
+        gpus, warnings = seats(config)
+        for gpu, who in gpus:
+            say(f"GPU {gpu}: {who}")
+        for warning in warnings:
+            say(f"warning: {warning}")
     # A stack that runs already is left running, and its launcher completes the request by itself.
     runs_already = find(stack_paths(stack)) is not None
     stays = "the stack stays up, and its launcher finishes what it was asked for; see: flotilla ps"
@@ -56,8 +62,6 @@ def up(stack: Stack = None, as_json: Json = False) -> None:
         say(f"stack {config.name!r} is already running; nothing changed")
         return
     print_table(COLUMNS[:-1], [process_row(process)[:-1] for process in result.processes])
-    for gpu, who in Gpus.of_host().seats(config).items():
-        say(f"GPU {gpu}: {', '.join(who)}")
     say(f"stack {config.name!r} is up after {time.monotonic() - started:.0f} s")
     say("next: flotilla run start FILE, flotilla ps, flotilla down")
 

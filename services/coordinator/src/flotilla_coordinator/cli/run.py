@@ -313,7 +313,8 @@ def plan_run(files: Sequence[Path], overrides: Sequence[str], stack: str | None)
     """Work out the plan here from the stack file, as the coordinator would."""
     from flotilla_coordinator import plan
     from flotilla_coordinator.cli.output import say
-    from flotilla_coordinator.cli.stack import load_stack, make_example, placed, stack_file
+    from flotilla_coordinator.cli.stack import load_stack, make_example, stack_file
+    from flotilla_coordinator.plan.placement import placed
     from flotilla_core.config import RunConfig, load
 
     make_example(stack_file(stack))

@@ -45,31 +45,6 @@ def load_stack(given: str | None) -> StackConfig:
     return load(StackConfig, [file] if file is not None else [], resolve_paths=True)
 
 
-def placed(stack: StackConfig) -> StackConfig:
-    """Return the stack as this host starts it: where trainer and generators share GPUs, with a part for each."""
-    from flotilla_coordinator.plan.gpu_memory import SharedGpu
-    from flotilla_coordinator.plan.model_facts import ModelFacts
-    from flotilla_core.errors import FailedPrecondition
-    from flotilla_core.model_folder import model_folder
-    from flotilla_launch.gpus import Gpus, gpu_bytes
-
-    gpus = Gpus.of_host()
-    if not gpus.names or stack.generator.engine != "vllm" or not gpus.colocates(stack):
-        return stack
-    gpus.require(stack, stack.generator.replicas)
-    total = gpu_bytes()
-    if total is None:
-        raise FailedPrecondition(
-            "the memory of the GPUs is not known",
-            where="placement: colocated",
-            why="nvidia-smi does not tell it",
-            next_step="put nvidia-smi on the PATH, or set placement to separate",
-        )
-    shared = SharedGpu.of(ModelFacts.read(model_folder(stack.model)), stack, total)
-    shared.require()
-    return shared.applied(stack)
-
-
 def stack_paths(given: str | None) -> StackPaths:
     """Return the places of the stack's files."""
     from flotilla_launch.paths import StackPaths

@@ -4,7 +4,8 @@ Invariants: a GPU that a trainer rank and a generator share is divided before ei
 other one counts on: the generator gets a KV cache of a fixed size, and the rank has the rest. What the rank keeps in
 every full run (weights, gradients, moments, gathered layers) and the generator's weights, live and staged, come first.
 Of what remains, the KV cache takes what the samples of the generator can fill, at most half. Whether the activations of
-a run fit into the other half is known when the run is planned. An estimate is refused where twice the memory would not
+a run fit into the other half is known when the run is planned. Where all weights cannot learn, the rank's part is that
+of frozen weights. An estimate is refused where twice the memory would not
 suffice, and else warned of.
 """
 
@@ -13,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flotilla_coordinator.plan.lines import Line, shown_bytes
+from flotilla_coordinator.plan.lines import shown_bytes
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.size_limits import ESTIMATE_MAY_BE_WRONG_BY
-from flotilla_coordinator.plan.trainer_memory import BYTES, resident_bytes
+from flotilla_coordinator.plan.trainer_memory import BYTES, frozen_bytes, resident_bytes
 from flotilla_coordinator.plan.update_lines import groups_under_way
 from flotilla_core.config import GeneratorConfig, RunConfig, StackConfig
 from flotilla_core.errors import FailedPrecondition
@@ -40,6 +41,8 @@ class SharedGpu:
     total: int
     resident: int
     """What the trainer rank keeps in every run in which all weights learn."""
+    frozen: int
+    """What it keeps where adapters learn beside frozen weights."""
     generator: int
     """The generator without its KV cache."""
     kv_cache: int
@@ -50,29 +53,36 @@ class SharedGpu:
     def of(cls, model: ModelFacts, stack: StackConfig, total: int) -> SharedGpu:
         """Divide a GPU of `total` bytes."""
         generator = stack.generator
-        resident, engine = resident_bytes(model, stack.trainer), _engine_bytes(model, generator)
+        resident, frozen = resident_bytes(model, stack.trainer), frozen_bytes(model, stack.trainer)
+        engine = generator_bytes(model, generator)
         token = token_bytes(model, generator)
         longest = min(generator.max_model_tokens or model.longest_sequence, model.longest_sequence)
-        left = total - _set_aside(total) - resident - engine
+        room = total - _set_aside(total) - engine
+        left = room - (resident if resident + longest * token <= room else frozen)
         wanted = generator.max_running_samples * longest * token
         kv_cache = min(wanted, max(left, 0) // 2)
         if generator.kv_cache_gib is not None:
             kv_cache = int(generator.kv_cache_gib * GIB)
-        return cls(total, resident, engine, kv_cache, longest * token)
+        return cls(total, resident, frozen, engine, kv_cache, longest * token)
 
     @property
     def rank_room(self) -> int:
         """Return the bytes that the trainer rank may use."""
         return self.total - _set_aside(self.total) - self.generator - self.kv_cache
 
+    @property
+    def learns(self) -> bool:
+        """Return whether both fit while all weights learn."""
+        return self.resident <= self.rank_room and self.least_kv_cache <= self.kv_cache
+
     def require(self) -> None:
-        """Refuse a GPU that is too small for both."""
-        if self.resident <= self.rank_room and self.least_kv_cache <= self.kv_cache:
+        """Refuse a GPU that is too small for both, even if the weights are frozen."""
+        if self.frozen <= self.rank_room and self.least_kv_cache <= self.kv_cache:
             return
         raise FailedPrecondition(
             f"a trainer rank and a generator do not fit on one GPU of {shown_bytes(self.total)}",
             where="placement: colocated",
-            why=f"the rank keeps {shown_bytes(self.resident)} of weights, gradients and moments, the generator "
+            why=f"the rank keeps {shown_bytes(self.frozen)} of weights alone, the generator "
             f"{shown_bytes(self.generator)} of weights, live and staged, and working memory; what remains for the KV "
             f"cache is {shown_bytes(max(self.kv_cache, 0))}, and one sample of generator.max_model_tokens takes "
             f"{shown_bytes(self.least_kv_cache)}",
@@ -87,16 +97,6 @@ class SharedGpu:
         memory = {"kv_cache_gib": self.kv_cache / GIB, "memory_fraction": min(1.0, share)}
         generator = stack.generator.model_copy(update=memory)
         return stack.model_copy(update={"generator": generator, "placement": "colocated"})
-
-    def line(self) -> Line:
-        """Say who has which part of the GPU."""
-        return (
-            "placement",
-            "colocated",
-            f"generator i shares the GPU of trainer rank i: of {shown_bytes(self.total)} the rank may use "
-            f"{shown_bytes(self.rank_room)}, the generator {shown_bytes(self.generator)} and a KV cache of "
-            f"{shown_bytes(self.kv_cache)}",
-        )
 
 
 def token_bytes(model: ModelFacts, generator: GeneratorConfig) -> int:
@@ -114,14 +114,7 @@ def kv_cache_bytes(model: ModelFacts, stack: StackConfig, gpu: int | None) -> in
     if stack.placement == "colocated":
         return SharedGpu.of(model, stack, gpu).kv_cache
     staged = model.parameters * BYTES[generator.dtype] // generator.tensor_parallel_size
-    return max(0, int(gpu * generator.memory_fraction) - (_engine_bytes(model, generator) - staged))
-
-
-def placement_line(stack: StackConfig, model: ModelFacts, gpu: int) -> Line:
-    """Say on which GPUs trainer and generators sit."""
-    if stack.placement == "colocated":
-        return SharedGpu.of(model, stack, gpu).line()
-    return "placement", "separate", "trainer ranks have the first GPUs, generators those after all gangs"
+    return max(0, int(gpu * generator.memory_fraction) - (generator_bytes(model, generator) - staged))
 
 
 def gpu_problems(
@@ -184,7 +177,7 @@ def _set_aside(total: int) -> int:
     return RESERVED + int(total * SPARE)
 
 
-def _engine_bytes(model: ModelFacts, generator: GeneratorConfig) -> int:
+def generator_bytes(model: ModelFacts, generator: GeneratorConfig) -> int:
     """Return the memory of one worker without its KV cache: weights, live and staged, and what a step computes."""
     size = BYTES[generator.dtype]
     weights = model.parameters * size // generator.tensor_parallel_size

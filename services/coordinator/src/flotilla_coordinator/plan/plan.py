@@ -13,7 +13,7 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import LoadedSet, held_out_data, joined, read_sets, training_data
-from flotilla_coordinator.plan import checks, data_lines, gpu_memory, size_limits, update_lines
+from flotilla_coordinator.plan import checks, data_lines, gpu_memory, placement, size_limits, update_lines
 from flotilla_coordinator.plan.checks import role_errors
 from flotilla_coordinator.plan.functions import loading_problems
 from flotilla_coordinator.plan.lines import shown_bytes
@@ -206,7 +206,8 @@ class _Planner:
     def _gpu_lines(self, rank_bytes: int) -> None:
         config, stack, model, gpu = self._config, self._stack, self._model, self._gpu
         if gpu is not None:
-            self._line(*gpu_memory.placement_line(stack, model, gpu))
+            for line in placement.seat_lines(stack, model, gpu):
+                self._line(*line)
             errors, warnings = gpu_memory.gpu_problems(config, stack, model, rank_bytes, gpu)
             self._plan.errors.extend(errors)
             self._plan.warnings.extend(warnings)

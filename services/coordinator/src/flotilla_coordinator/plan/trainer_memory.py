@@ -62,11 +62,11 @@ class TrainerMemory:
         """Return the memory that a run needs whose sequences have up to `longest_sequence` tokens."""
         batching, size = config.batching, BYTES[trainer.dtype]
         adapters = None if config.lora is None else AdapterFacts.of(model, config.lora)
-        share = -(-model.parameters // (trainer.nproc // trainer.replicate))
+        share = _share(model, trainer)
         learning = share if adapters is None else adapters.parameters
         masters = learning * MASTER + (0 if adapters is None else share * size)
         moments = learning * MOMENTS
-        layer = (model.parameters - model.outer_parameters) // model.layers
+        layer = _layer_parameters(model)
         row = microbatch_tokens(config, trainer, longest_sequence)
         tokens = -(-row // trainer.sequence_parallel)
         chunk = min(batching.logprob_chunk_tokens, tokens)
@@ -109,10 +109,22 @@ def microbatch_tokens(config: RunConfig, trainer: TrainerConfig, longest_sequenc
 
 def resident_bytes(model: ModelFacts, trainer: TrainerConfig) -> int:
     """Return what a rank keeps through every run in which all weights learn, whatever its batches are."""
-    share = -(-model.parameters // (trainer.nproc // trainer.replicate))
-    layer = (model.parameters - model.outer_parameters) // model.layers
-    gathered = (2 * layer + 2 * model.outer_parameters) * BYTES[trainer.dtype]
-    return share * (2 * MASTER + MOMENTS) + gathered
+    gathered = (2 * _layer_parameters(model) + 2 * model.outer_parameters) * BYTES[trainer.dtype]
+    return _share(model, trainer) * (2 * MASTER + MOMENTS) + gathered
+
+
+def frozen_bytes(model: ModelFacts, trainer: TrainerConfig) -> int:
+    """Return what a rank keeps of weights that do not learn, whatever its batches are."""
+    gathered = 2 * _layer_parameters(model) + model.outer_parameters
+    return (_share(model, trainer) + gathered) * BYTES[trainer.dtype]
+
+
+def _share(model: ModelFacts, trainer: TrainerConfig) -> int:
+    return -(-model.parameters // (trainer.nproc // trainer.replicate))
+
+
+def _layer_parameters(model: ModelFacts) -> int:
+    return (model.parameters - model.outer_parameters) // model.layers
 
 
 def _keeps_reference(algorithm: AlgorithmConfig) -> bool:

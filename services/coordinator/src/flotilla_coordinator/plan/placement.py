@@ -1,0 +1,164 @@
+"""Decides what a stack file leaves to the host: dtypes, how many ranks and generators, and who sits on which GPU.
+
+Invariants: a key that the file gives stays as it is. Without GPUs nothing is decided. All GPUs of the host are used
+where the file names neither ranks nor generators: each gets a rank and a generator if both fit while all weights learn,
+because then no GPU waits for the work of another; else a half is for either. What cannot fit is refused before anything
+starts, with the key to change. A stack that was placed names everything, so it is placed alike again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from flotilla.common.v1.registration_pb2 import ServiceKind
+from flotilla_coordinator.plan.gpu_memory import SharedGpu, generator_bytes, kv_cache_bytes
+from flotilla_coordinator.plan.lines import Line, shown_bytes
+from flotilla_coordinator.plan.model_facts import ModelFacts
+from flotilla_coordinator.plan.trainer_memory import frozen_bytes, resident_bytes
+from flotilla_core.config import StackConfig
+from flotilla_core.errors import FailedPrecondition
+from flotilla_core.gangs import gang_of, model_of
+from flotilla_core.model_folder import model_folder
+from flotilla_core.roles import LEARNING, role_of_process
+from flotilla_launch.gpus import Gpus, computes_bfloat16, gpu_bytes, needed, needed_beside
+from flotilla_launch.placement import Slot, slots_of
+
+SECTIONS = ("generator", "trainer", "critic", "reference", "teacher")
+Seat = tuple[str, str]
+"""The name of a GPU, and who sits there with how much memory."""
+
+
+def placed(stack: StackConfig) -> StackConfig:
+    """Return the stack as this host starts it."""
+    gpus = Gpus.of_host()
+    if not gpus.names or stack.generator.engine != "vllm":
+        return stack
+    if computes_bfloat16():
+        stack = _in_bfloat16(stack)
+    total = gpu_bytes()
+    if total is None:
+        if not gpus.colocates(stack):
+            return stack
+        raise FailedPrecondition(
+            "the memory of the GPUs is not known",
+            where="placement: colocated",
+            why="nvidia-smi does not tell it",
+            next_step="put nvidia-smi on the PATH, or set placement to separate",
+        )
+    model = ModelFacts.read(model_folder(stack.model))
+    stack = _spread(stack, gpus, model, total)
+    gpus.require(stack, stack.generator.replicas)
+    if not gpus.colocates(stack):
+        _require_room(stack, model, total)
+        return stack.model_copy(update={"placement": "separate"})
+    shared = SharedGpu.of(model, stack, total)
+    shared.require()
+    return shared.applied(stack)
+
+
+def seats(stack: StackConfig) -> tuple[list[Seat], list[str]]:
+    """Return the GPUs of this host that a placed stack uses, and warnings of what no run on it can do."""
+    gpus, total = Gpus.of_host(), gpu_bytes()
+    if not gpus.names or total is None or stack.generator.engine != "vllm":
+        return [], []
+    model = ModelFacts.read(model_folder(stack.model))
+    return list(_seats(stack, gpus, model, total)), list(_warnings(stack, model, total))
+
+
+def seat_lines(stack: StackConfig, model: ModelFacts, total: int) -> Iterator[Line]:
+    """Say in a plan who sits on which GPU, numbered as the launcher deals them."""
+    if stack.generator.engine == "vllm":
+        for name, who in _seats(stack, Gpus(tuple(map(str, range(needed(stack))))), model, total):
+            yield f"GPU {name}", shown_bytes(total), who
+
+
+def _in_bfloat16(stack: StackConfig) -> StackConfig:
+    """Give bfloat16 to every section whose dtype the file leaves out."""
+    sections: dict[str, Any] = {name: getattr(stack, name) for name in SECTIONS}
+    changed = {name: _half(section) for name, section in sections.items() if not section.sets("dtype")}
+    teachers = {name: gang if gang.sets("dtype") else _half(gang) for name, gang in stack.teachers.items()}
+    return stack.model_copy(update=changed | {"teachers": teachers})
+
+
+def _half(section: Any) -> Any:
+    return section.model_copy(update={"dtype": "bfloat16"})
+
+
+def _spread(stack: StackConfig, gpus: Gpus, model: ModelFacts, total: int) -> StackConfig:
+    """Give ranks and generators all GPUs that other gangs leave, where the file names neither."""
+    trainer, generator = stack.trainer, stack.generator
+    by_hand = trainer.sets("nproc") or generator.sets("replicas") or len({*gpus.names}) < len(gpus.names)
+    elsewhere = trainer.attach is not None or trainer.backend == "gloo" or not trainer.replicas
+    if by_hand or elsewhere or stack.autoscale is not None:
+        return stack
+    free, each = len(gpus.names) - needed_beside(stack), generator.tensor_parallel_size
+    ranks = free // trainer.replicas
+    if ranks < 1 or free < 2:
+        return stack
+    if each == 1 and stack.placement != "separate":
+        both = _counted(stack, ranks, ranks * trainer.replicas, "colocated")
+        if stack.placement == "colocated" or SharedGpu.of(model, both, total).learns:
+            return both
+    half = max(1, ranks // 2)
+    return _counted(stack, half, max(1, (free - half * trainer.replicas) // each), "separate")
+
+
+def _counted(stack: StackConfig, ranks: int, generators: int, placement: str) -> StackConfig:
+    update = {
+        "trainer": stack.trainer.model_copy(update={"nproc": ranks}),
+        "generator": stack.generator.model_copy(update={"replicas": generators}),
+        "placement": placement,
+    }
+    return stack.model_copy(update=update)
+
+
+def _require_room(stack: StackConfig, model: ModelFacts, total: int) -> None:
+    """Refuse a generator without a KV cache and a rank without room for frozen weights, each on GPUs of its own."""
+    trainer, generator = stack.trainer, stack.generator
+    if generator.replicas and not kv_cache_bytes(model, stack, total):
+        raise FailedPrecondition(
+            f"a generator does not fit on a GPU of {shown_bytes(total)}",
+            where="generator",
+            why=f"its weights and working memory take {shown_bytes(generator_bytes(model, generator))} a worker, and "
+            f"generator.memory_fraction = {generator.memory_fraction} leaves no KV cache",
+            next_step="raise generator.tensor_parallel_size or generator.memory_fraction, or lower "
+            "generator.max_running_samples",
+        )
+    least = frozen_bytes(model, trainer)
+    if trainer.replicas and trainer.attach is None and trainer.backend != "gloo" and least > total:
+        raise FailedPrecondition(
+            f"a trainer rank does not fit on a GPU of {shown_bytes(total)}",
+            where="trainer",
+            why=f"weights that do not learn take {shown_bytes(least)} of it, two layers gathered",
+            next_step="raise trainer.nproc, which spreads the weights over more GPUs",
+        )
+
+
+def _warnings(stack: StackConfig, model: ModelFacts, total: int) -> Iterator[str]:
+    """Warn of ranks on which no run fits in which all weights learn."""
+    room = SharedGpu.of(model, stack, total).rank_room if stack.placement == "colocated" else total
+    need = resident_bytes(model, stack.trainer)
+    if need > room and stack.trainer.replicas and stack.trainer.backend != "gloo":
+        yield (
+            f"a trainer rank keeps {shown_bytes(need)} while all weights learn, and has {shown_bytes(room)}: "
+            "use lora or optimizer.offload in run files, or raise trainer.nproc"
+        )
+
+
+def _seats(stack: StackConfig, gpus: Gpus, model: ModelFacts, total: int) -> Iterator[Seat]:
+    memory = {slot.name: _memory(slot, stack, model, total) for slot in slots_of(stack)}
+    for name, who in gpus.seats(stack).items():
+        yield name, ", ".join(f"{seat}{memory[seat.partition(' ')[0]]}" for seat in who)
+
+
+def _memory(slot: Slot, stack: StackConfig, model: ModelFacts, total: int) -> str:
+    """Say what a process keeps on its GPU; nothing of a gang with a model of its own, which is not read for this."""
+    if slot.kind == ServiceKind.SERVICE_KIND_GENERATOR:
+        cache = kv_cache_bytes(model, stack, total)
+        return f" ({shown_bytes(generator_bytes(model, stack.generator))}, KV cache {shown_bytes(cache)})"
+    role = role_of_process(slot.name)
+    if slot.kind != ServiceKind.SERVICE_KIND_TRAINER or model_of(stack, role) != stack.model:
+        return ""
+    kept = resident_bytes if role in LEARNING else frozen_bytes
+    return f" ({shown_bytes(kept(model, gang_of(stack, role)))})"

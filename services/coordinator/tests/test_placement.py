@@ -1,0 +1,142 @@
+"""What a stack file leaves out is decided by the GPUs of the host, and what it says stays as it is."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flotilla_coordinator.plan.model_facts import ModelFacts
+from flotilla_coordinator.plan.placement import placed, seat_lines, seats
+from flotilla_core.config import StackConfig, dump_yaml, load, load_text
+from flotilla_core.errors import FailedPrecondition
+from flotilla_launch import gpus as gpus_module
+
+GIB = 1 << 30
+Host = Callable[..., None]
+
+
+def make_model(folder: Path) -> Path:
+    folder.mkdir()
+    config = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 20}
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    tensor = {"dtype": "F32", "shape": [20, 8], "data_offsets": [0, 640]}
+    header = json.dumps(
+        {"embed": tensor, "model.layers.0.w": tensor | {"data_offsets": [640, 1280]}}
+    ).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(1280))
+    return folder
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_model(tmp_path / "model")
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    """A host with GPUs, as far as nvidia-smi says."""
+
+    def has(count: int, *, gib: int = 24, capability: str = "9.0") -> None:
+        listed, sizes, versions = (
+            "\\n".join([text] * count) for text in ("GPU 0: any", str(gib << 10), capability)
+        )
+        tool = tmp_path / "nvidia-smi"
+        answers = f'-L) printf "{listed}";; *memory*) printf "{sizes}";; *) printf "{versions}";;'
+        tool.write_text(f'#!/bin/sh\ncase "$1" in {answers} esac\n')
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+        monkeypatch.delenv(gpus_module.VISIBLE, raising=False)
+
+    return has
+
+
+def stack_of(model: Path, **sections: Any) -> StackConfig:
+    return StackConfig.model_validate({"model": model, **sections})
+
+
+def test_one_gpu_is_divided_between_both_and_two_generators_do_not_fit_there(model: Path, host: Host) -> None:
+    host(1)
+    found = placed(stack_of(model))
+    assert found.placement == "colocated" and found.generator.kv_cache_gib
+    assert (found.trainer.dtype, found.generator.dtype, found.critic.dtype) == ("bfloat16",) * 3
+    with pytest.raises(FailedPrecondition, match="needs 3 GPUs and this host has 1"):
+        placed(stack_of(model, generator={"replicas": 2}))
+
+
+def test_a_host_without_gpus_decides_nothing(
+    model: Path, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host(2)
+    monkeypatch.setenv(gpus_module.VISIBLE, "")
+    stack = stack_of(model)
+    assert placed(stack) is stack and seats(stack) == ([], [])
+
+
+def test_both_ends_share_every_gpu_of_a_host_and_a_second_look_changes_nothing(
+    model: Path, host: Host
+) -> None:
+    host(4)
+    found = placed(stack_of(model))
+    assert (found.trainer.nproc, found.generator.replicas, found.placement) == (4, 4, "colocated")
+    assert placed(found) == found
+    assert placed(load_text(StackConfig, dump_yaml(found))) == found, "as the launcher reads it"
+
+
+@pytest.mark.parametrize(
+    ("sections", "counts"),
+    [
+        ({"trainer": {"nproc": 1}}, (1, 1, "separate")),
+        ({"generator": {"replicas": 3}}, (1, 3, "separate")),
+        ({"placement": "separate"}, (2, 2, "separate")),
+        ({"generator": {"tensor_parallel_size": 2}}, (2, 1, "separate")),
+        ({"reference": {"replicas": 1}}, (3, 3, "colocated")),
+        ({"trainer": {"replicas": 2}}, (2, 4, "colocated")),
+        ({"trainer": {"backend": "gloo"}}, (1, 1, "separate")),
+        ({"autoscale": {}}, (1, 1, "separate")),
+    ],
+)
+def test_what_the_file_says_of_four_gpus_stays(
+    model: Path, host: Host, sections: dict[str, Any], counts: tuple[int, int, str]
+) -> None:
+    host(4)
+    found = placed(stack_of(model, **sections))
+    assert (found.trainer.nproc, found.generator.replicas, found.placement) == counts
+
+
+def test_a_dtype_that_the_file_says_stays_and_old_gpus_get_float32(model: Path, host: Host) -> None:
+    host(2)
+    found = placed(stack_of(model, trainer={"dtype": "float32"}))
+    assert (found.trainer.dtype, found.generator.dtype) == ("float32", "bfloat16")
+    host(2, capability="7.5")
+    assert placed(stack_of(model)).generator.dtype == "float32"
+
+
+def test_a_key_of_a_file_is_told_from_a_default_also_with_its_paths_resolved(tmp_path: Path) -> None:
+    file = tmp_path / "stack.yaml"
+    file.write_text("trainer: {nproc: 1}\n")
+    stack = load(StackConfig, [file], resolve_paths=True)
+    assert stack.state_dir.is_absolute()
+    assert stack.trainer.sets("nproc") and not stack.generator.sets("replicas")
+
+
+def test_up_and_plan_say_who_sits_where_with_how_much_memory(model: Path, host: Host) -> None:
+    host(2)
+    stack = placed(stack_of(model))
+    found, warnings = seats(stack)
+    assert [gpu for gpu, _ in found] == ["0", "1"] and not warnings
+    assert found[0][1].startswith("generator-0 (") and ", trainer rank 0 (" in found[0][1]
+    assert "KV cache" in found[0][1]
+    lines = list(seat_lines(stack, ModelFacts.read(model), 24 * GIB))
+    assert [(name, value) for name, value, _ in lines] == [("GPU 0", "24 GiB"), ("GPU 1", "24 GiB")]
+    assert [who for _, _, who in lines] == [who for _, who in found]
+
+
+def test_a_generator_that_cannot_fit_is_refused_by_its_keys(model: Path, host: Host) -> None:
+    host(2, gib=1)
+    with pytest.raises(FailedPrecondition, match=r"a generator does not fit.*tensor_parallel_size"):
+        placed(stack_of(model, placement="separate", generator={"memory_fraction": 0.001}))
