@@ -52,28 +52,11 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Work:
-    """The lengths and the batch that the run files name."""
+    """The batch and the lengths that the run files name."""
 
     prompts: int = 32
     samples: int = 8
     tokens: int = 512
-
-    def run(self, name: str, data: Path, steps: int, staleness: int) -> dict[str, Any]:
-        """Return a run file."""
-        return {
-            "name": name,
-            "steps": steps,
-            "data": {"train": str(data)},
-            "rewards": [{"reward": "exact"}],
-            "checkpoint": {"every_steps": 0},
-            "export_final": False,
-            "rollout": {
-                "prompts_per_step": self.prompts,
-                "samples_per_prompt": self.samples,
-                "max_staleness": staleness,
-                "sampling": {"max_response_tokens": self.tokens},
-            },
-        }
 
 
 def main() -> int:
@@ -85,16 +68,21 @@ def main() -> int:
     cli.add_argument("--steps", type=int, default=12)
     cli.add_argument("--placement", choices=("separate", "colocated"), help="in place of our choice")
     cli.add_argument("--model", type=Path, help="a model to take instead of the random one of 0.6B")
+    cli.add_argument(
+        "--work", type=Path, help="the folder `work` of a run before: its model and compile cache"
+    )
     cli.add_argument("--small", action="store_true", help="a tiny model and few tokens")
     asked = cli.parse_args()
     if asked.steps <= WARMING:
         cli.error(f"--steps must be above {WARMING}")
-    work: Path = asked.out / "work"
-    work.mkdir(parents=True)
-    os.environ["CUDA_VISIBLE_DEVICES"] = "" if asked.small else ",".join(map(str, range(asked.gpus)))
-    description = {"name": "loop", "model": str(_model(asked, work)), **_ends(asked)}
-    sizes = Work(4, 2, 16) if asked.small else Work()
-    bench = Bench(asked.out, work / "data" / "rl.jsonl", sizes, asked.gpus)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    work: Path = asked.work or asked.out / "work"
+    show_gpus(0 if asked.small else asked.gpus)
+    model = make_files(work, small=asked.small, model=asked.model)
+    description: dict[str, Any] = {"name": "loop", "model": str(model)}
+    if asked.placement is not None:
+        description["placement"] = asked.placement
+    bench = Bench(asked.out, work, Work(4, 2, 16) if asked.small else Work(), asked.gpus)
     try:
         started = time.monotonic()
         with running_stack(description, work) as stack:
@@ -108,30 +96,42 @@ def main() -> int:
     return 0
 
 
-def _model(asked: argparse.Namespace, work: Path) -> Path:
+def show_gpus(count: int) -> None:
+    """Let the fleet have so many GPUs of the host, the first ones."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(count)))
+
+
+def make_files(work: Path, *, small: bool = False, model: Path | None = None) -> Path:
+    """Make data and model in a folder that does not have them; return the model's folder."""
+    work.mkdir(parents=True, exist_ok=True)
     for script, name in (("make_model.py", "tokenizer"), ("make_data.py", "data")):
-        subprocess.run(
-            [sys.executable, ROOT / "examples/arithmetic" / script, "--out", work / name], check=True
-        )
-    if asked.model is not None:
-        return Path(asked.model).absolute()
-    if asked.small:
+        if not (work / name).exists():
+            command = [sys.executable, ROOT / "examples/arithmetic" / script, "--out", work / name]
+            subprocess.run(command, check=True)
+    if model is not None:
+        return model.absolute()
+    if small:
         return work / "tokenizer"
-    make_random_model(work / "model", work / "tokenizer")
+    if not (work / "model").exists():
+        make_random_model(work / "model", work / "tokenizer")
     return work / "model"
 
 
-def _ends(asked: argparse.Namespace) -> dict[str, Any]:
-    """Return what the stack file says of the two ends."""
-    dtype = {} if asked.small else {"dtype": "bfloat16"}
-    if asked.placement is None:
-        return {"trainer": dtype, "generator": dtype}
-    colocated = asked.placement == "colocated"
-    ranks, generators = (asked.gpus, asked.gpus) if colocated else (max(asked.gpus - 1, 1), 1)
+def run_file(name: str, data: Path, work: Work, steps: int, staleness: int) -> dict[str, Any]:
+    """Return what a run file says."""
     return {
-        "placement": asked.placement,
-        "trainer": {"nproc": ranks, **dtype},
-        "generator": {"replicas": generators, **dtype},
+        "name": name,
+        "steps": steps,
+        "data": {"train": str(data)},
+        "rewards": [{"reward": "exact"}],
+        "checkpoint": {"every_steps": 0},
+        "export_final": False,
+        "rollout": {
+            "prompts_per_step": work.prompts,
+            "samples_per_prompt": work.samples,
+            "max_staleness": staleness,
+            "sampling": {"max_response_tokens": work.tokens},
+        },
     }
 
 
@@ -151,9 +151,9 @@ def _as_started(stack: Stack) -> dict[str, Any]:
 class Bench:
     """Runs on one fleet and what they say."""
 
-    def __init__(self, out: Path, data: Path, work: Work, gpus: int) -> None:
+    def __init__(self, out: Path, folder: Path, work: Work, gpus: int) -> None:
         self._out = out
-        self._data = data
+        self._folder = folder
         self._work = work
         self._gpus = gpus
 
@@ -167,10 +167,7 @@ class Bench:
     def alone(self, stack: Stack) -> dict[str, float]:
         """Return the seconds of a rollout while nothing trains, and of an update while nothing decodes."""
         found = self._run(stack, "alone", WARMING + ALONE_STEPS, 0, {"weights": {"canary": {"prompts": 0}}})
-        alone = {
-            "generate_s": median(found, "time/rollout_s"),
-            "train_s": median(found, "time/train_s"),
-        }
+        alone = {"generate_s": median(found, "time/rollout_s"), "train_s": median(found, "time/train_s")}
         self.say(run="alone", **alone)
         return alone
 
@@ -179,6 +176,7 @@ class Bench:
         found = self._run(stack, f"staleness-{staleness}", steps, staleness, {})
         seconds = median(found, "time/step_s")
         speed = median(found, "tokens_per_s")
+        mean_s = statistics.mean(step["time/step_s"] for step in found)
         self.say(
             run=f"staleness-{staleness}",
             steps=len(found),
@@ -186,6 +184,9 @@ class Bench:
             tokens_per_s=speed,
             over_verl=round(speed / VERL[self._gpus], 3),
             over_the_longer_alone=round(seconds / max(alone.values()), 3),
+            # Two batches that were admitted together end together, so steps may be long and short in turns.
+            mean_step_s=round(mean_s, 4),
+            mean_over_the_longer_alone=round(mean_s / max(alone.values()), 3),
             medians={name: median(found, name) for name in sorted(found[0]) if name.startswith(PHASES)},
         )
 
@@ -193,8 +194,9 @@ class Bench:
         self, stack: Stack, name: str, steps: int, staleness: int, changes: dict[str, Any]
     ) -> list[dict[str, float]]:
         """Make a run; the figures of the steps that count."""
-        file = self._out / "work" / f"run-{name}.yaml"
-        file.write_text(yaml.safe_dump(self._work.run(name, self._data, steps, staleness) | changes))
+        file = self._folder / f"run-{name}.yaml"
+        data = self._folder / "data" / "rl.jsonl"
+        file.write_text(yaml.safe_dump(run_file(name, data, self._work, steps, staleness) | changes))
         finished = stack.run(file, timeout_s=RUN_LIMIT_S)
         self._keep_timeline(stack, name, finished["run_id"])
         found = stack.metrics(finished)
@@ -210,7 +212,7 @@ class Bench:
         return found[WARMING:]
 
     def _keep_timeline(self, stack: Stack, name: str, run_id: str) -> None:
-        trace = self._out / "work" / f"timeline-{name}.json"
+        trace = self._folder / f"timeline-{name}.json"
         stack.ok("timeline", run_id, "-o", str(trace))
         (self._out / f"timeline-{name}.json.gz").write_bytes(gzip.compress(trace.read_bytes()))
 
