@@ -1,7 +1,7 @@
 """Kills a generator and then a trainer rank with SIGKILL during a run on a host with GPUs; the run must end whole.
 
 The fleet is the one of loop.py: two ranks and two generators on two GPUs, everything else by default. The run makes
-`--steps` steps with a checkpoint every third one. After two steps a generator dies while it decodes, and two steps later
+`--steps` steps, every third with a checkpoint. After two steps a generator dies while it decodes, two steps later
 a rank. Ends with an error unless the run succeeds and its ledger has no sample that was lost or trained twice.
 
 `python bench/gpu/kills.py --out DIR`; `--work DIR` takes model and compile cache of a loop.py that ran before.
