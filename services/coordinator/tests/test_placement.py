@@ -20,15 +20,24 @@ GIB = 1 << 30
 Host = Callable[..., None]
 
 
-def make_model(folder: Path) -> Path:
+def make_model(folder: Path, *, width: int = 8, layers: int = 3) -> Path:
+    """A model of one square matrix a layer, whose file has no data."""
     folder.mkdir()
-    config = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 20}
+    config = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 2, "vocab_size": 20}
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
-    tensor = {"dtype": "F32", "shape": [20, 8], "data_offsets": [0, 640]}
-    header = json.dumps(
-        {"embed": tensor, "model.layers.0.w": tensor | {"data_offsets": [640, 1280]}}
-    ).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(1280))
+    shapes = {"embed": [20, width]} | {f"model.layers.{n}.w": [width, width] for n in range(layers)}
+    tensors, end = {}, 0
+    for name, (rows, columns) in shapes.items():
+        tensors[name] = {
+            "dtype": "BF16",
+            "shape": [rows, columns],
+            "data_offsets": [end, end + 2 * rows * columns],
+        }
+        end += 2 * rows * columns
+    header = json.dumps(tensors).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + end)
     return folder
 
 
@@ -106,6 +115,19 @@ def test_what_the_file_says_of_four_gpus_stays(
     host(4)
     found = placed(stack_of(model, **sections))
     assert (found.trainer.nproc, found.generator.replicas, found.placement) == counts
+
+
+def test_a_model_too_large_for_one_gpu_gets_more_workers_and_as_many_ranks_as_learning_takes(
+    tmp_path: Path, host: Host
+) -> None:
+    large = make_model(tmp_path / "large", width=32_768, layers=48)  # 103 GB of weights
+    host(8, gib=80)
+    found = placed(stack_of(large))
+    workers = found.generator.tensor_parallel_size
+    assert workers in (2, 4) and found.generator.replicas == 1
+    assert (found.trainer.nproc, found.placement) == (8 - workers, "separate")
+    with pytest.raises(FailedPrecondition, match=r"a generator does not fit.*tensor_parallel_size"):
+        placed(stack_of(large, generator={"tensor_parallel_size": 1}))
 
 
 def test_a_dtype_that_the_file_says_stays_and_old_gpus_get_float32(model: Path, host: Host) -> None:

@@ -55,15 +55,14 @@ class SharedGpu:
         generator = stack.generator
         resident, frozen = resident_bytes(model, stack.trainer), frozen_bytes(model, stack.trainer)
         engine = generator_bytes(model, generator)
-        token = token_bytes(model, generator)
-        longest = min(generator.max_model_tokens or model.longest_sequence, model.longest_sequence)
+        longest = longest_sample_bytes(model, generator)
         room = total - _set_aside(total) - engine
-        left = room - (resident if resident + longest * token <= room else frozen)
-        wanted = generator.max_running_samples * longest * token
+        left = room - (resident if resident + longest <= room else frozen)
+        wanted = generator.max_running_samples * longest
         kv_cache = min(wanted, max(left, 0) // 2)
         if generator.kv_cache_gib is not None:
             kv_cache = int(generator.kv_cache_gib * GIB)
-        return cls(total, resident, frozen, engine, kv_cache, longest * token)
+        return cls(total, resident, frozen, engine, kv_cache, longest)
 
     @property
     def rank_room(self) -> int:
@@ -102,6 +101,12 @@ class SharedGpu:
 def token_bytes(model: ModelFacts, generator: GeneratorConfig) -> int:
     """Return the bytes of one token in the KV cache of one worker."""
     return model.layers * model.key_value_size * BYTES[generator.dtype] // generator.tensor_parallel_size
+
+
+def longest_sample_bytes(model: ModelFacts, generator: GeneratorConfig) -> int:
+    """Return the KV cache in one worker of a sample as long as the generator allows."""
+    longest = min(generator.max_model_tokens or model.longest_sequence, model.longest_sequence)
+    return longest * token_bytes(model, generator)
 
 
 def kv_cache_bytes(model: ModelFacts, stack: StackConfig, gpu: int | None) -> int:

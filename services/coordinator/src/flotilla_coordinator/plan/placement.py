@@ -2,8 +2,9 @@
 
 Invariants: a key that the file gives stays as it is. Without GPUs nothing is decided. All GPUs of the host are used
 where the file names neither ranks nor generators: each gets a rank and a generator if both fit while all weights learn,
-because then no GPU waits for the work of another; else a half is for either. What cannot fit is refused before anything
-starts, with the key to change. A stack that was placed names everything, so it is placed alike again.
+because then no GPU waits for the work of another. Else ranks have half of them, or as many as learning takes, and
+generators the rest, each with as many workers as its weights need. What cannot fit is refused before anything starts,
+with the key to change. A stack that was placed names everything, so it is placed alike again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from flotilla.common.v1.registration_pb2 import ServiceKind
-from flotilla_coordinator.plan.gpu_memory import SharedGpu, generator_bytes, kv_cache_bytes
+from flotilla_coordinator.plan.gpu_memory import (
+    SharedGpu,
+    generator_bytes,
+    kv_cache_bytes,
+    longest_sample_bytes,
+)
 from flotilla_coordinator.plan.lines import Line, shown_bytes
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.trainer_memory import frozen_bytes, resident_bytes
@@ -24,6 +30,8 @@ from flotilla_core.roles import LEARNING, role_of_process
 from flotilla_launch.gpus import Gpus, computes_bfloat16, gpu_bytes, needed, needed_beside
 from flotilla_launch.placement import Slot, slots_of
 
+LEARNING_SHARE = 0.8
+"""The most of a GPU that a rank may keep through a run; its activations need the rest."""
 SECTIONS = ("generator", "trainer", "critic", "reference", "teacher")
 Seat = tuple[str, str]
 """The name of a GPU, and who sits there with how much memory."""
@@ -92,38 +100,62 @@ def _spread(stack: StackConfig, gpus: Gpus, model: ModelFacts, total: int) -> St
     elsewhere = trainer.attach is not None or trainer.backend == "gloo" or not trainer.replicas
     if by_hand or elsewhere or stack.autoscale is not None:
         return stack
-    free, each = len(gpus.names) - needed_beside(stack), generator.tensor_parallel_size
+    free = len(gpus.names) - needed_beside(stack)
     ranks = free // trainer.replicas
     if ranks < 1 or free < 2:
         return stack
-    if each == 1 and stack.placement != "separate":
+    if generator.tensor_parallel_size == 1 and stack.placement != "separate":
         both = _counted(stack, ranks, ranks * trainer.replicas, "colocated")
         if stack.placement == "colocated" or SharedGpu.of(model, both, total).learns:
             return both
-    half = max(1, ranks // 2)
-    return _counted(stack, half, max(1, (free - half * trainer.replicas) // each), "separate")
+    stack = _with_workers(stack, model, total, free // 2)
+    each, ranks = stack.generator.tensor_parallel_size, max(1, ranks // 2)
+    while resident_bytes(model, _ranked(stack, ranks).trainer) > LEARNING_SHARE * total:
+        if free - (ranks + 1) * trainer.replicas < each:
+            break
+        ranks += 1
+    return _counted(stack, ranks, max(1, (free - ranks * trainer.replicas) // each), "separate")
+
+
+def _with_workers(stack: StackConfig, model: ModelFacts, total: int, most: int) -> StackConfig:
+    """Give generators the fewest workers on whose GPUs they fit, unless the file says how many."""
+    wider, workers = stack, 1
+    while not stack.generator.sets("tensor_parallel_size") and workers <= most:
+        update = {"tensor_parallel_size": workers}
+        wider = stack.model_copy(update={"generator": stack.generator.model_copy(update=update)})
+        if _decodes(wider, model, total):
+            break
+        workers *= 2
+    return wider
+
+
+def _decodes(stack: StackConfig, model: ModelFacts, total: int) -> bool:
+    """Return whether the KV cache of a generator holds one sample as long as it allows."""
+    return kv_cache_bytes(model, stack, total) >= longest_sample_bytes(model, stack.generator)
 
 
 def _counted(stack: StackConfig, ranks: int, generators: int, placement: str) -> StackConfig:
-    update = {
-        "trainer": stack.trainer.model_copy(update={"nproc": ranks}),
-        "generator": stack.generator.model_copy(update={"replicas": generators}),
-        "placement": placement,
-    }
-    return stack.model_copy(update=update)
+    generator = stack.generator.model_copy(update={"replicas": generators})
+    return _ranked(stack, ranks).model_copy(update={"generator": generator, "placement": placement})
+
+
+def _ranked(stack: StackConfig, ranks: int) -> StackConfig:
+    return stack.model_copy(update={"trainer": stack.trainer.model_copy(update={"nproc": ranks})})
 
 
 def _require_room(stack: StackConfig, model: ModelFacts, total: int) -> None:
-    """Refuse a generator without a KV cache and a rank without room for frozen weights, each on GPUs of its own."""
+    """Refuse a generator without room for a sample and a rank without room for frozen weights, on GPUs of their own."""
     trainer, generator = stack.trainer, stack.generator
-    if generator.replicas and not kv_cache_bytes(model, stack, total):
+    kv_cache = kv_cache_bytes(model, stack, total)
+    if generator.replicas and not _decodes(stack, model, total):
         raise FailedPrecondition(
             f"a generator does not fit on a GPU of {shown_bytes(total)}",
             where="generator",
             why=f"its weights and working memory take {shown_bytes(generator_bytes(model, generator))} a worker, and "
-            f"generator.memory_fraction = {generator.memory_fraction} leaves no KV cache",
+            f"with generator.memory_fraction = {generator.memory_fraction} {shown_bytes(kv_cache)} are left for the KV "
+            f"cache, where the longest sample takes {shown_bytes(longest_sample_bytes(model, generator))}",
             next_step="raise generator.tensor_parallel_size or generator.memory_fraction, or lower "
-            "generator.max_running_samples",
+            "generator.max_model_tokens or generator.max_running_samples",
         )
     least = frozen_bytes(model, trainer)
     if trainer.replicas and trainer.attach is None and trainer.backend != "gloo" and least > total:
