@@ -25,6 +25,10 @@ def rows_of(groups: Iterable[list[Named]], dtype: torch.dtype) -> Iterator[Rows]
 
     Sharded floating-point tensors are rounded to `dtype`; the others are as they are.
     """
+    if dist.get_world_size() == 1:
+        for tensors in groups:
+            yield from ((name, [part]) for name, part in _held(tensors))
+        return
     ahead: _Group | None = None
     for tensors in groups:
         started = _Group(tensors, dtype)
@@ -71,7 +75,7 @@ class _Group:
             self._work.wait()
         for name, tensor in self._tensors:
             if name not in self._places:
-                yield name, [_alone(tensor)]
+                yield name, [_whole(tensor)]
                 continue
             each, start, parts = _rows_each(tensor, self._shards), self._places[name], []
             for shard in range(self._shards):
@@ -84,17 +88,21 @@ class _Group:
 
 def _is_cut(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     """Return whether a tensor is cut by rows over several ranks, as FSDP cuts all parameters."""
-    if not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1 or not tensor.is_floating_point():
+    if not isinstance(tensor, DTensor) or not tensor.is_floating_point():
         return False
     *copies, last = tensor.placements
     return last == Shard(0) and all(place.is_replicate() for place in copies)
 
 
 @torch.no_grad()
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    return (tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()).detach()
+def _held(tensors: list[Named]) -> list[Named]:
+    """Return what the only rank holds of them."""
+    return [(name, part.to_local() if isinstance(part, DTensor) else part.detach()) for name, part in tensors]
+
+
+@torch.no_grad()
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _rows_each(tensor: torch.Tensor, shards: int) -> int:
