@@ -13,7 +13,7 @@ from torch import nn
 
 from flotilla_generator.engine.vllm import live_regions
 from flotilla_generator.engine.vllm.live_regions import LiveRegions, NoRegionsError
-from flotilla_generator.engine.vllm.live_weights import LiveModel, Unloaded
+from flotilla_generator.engine.vllm.live_weights import NOTHING_COMMITTED, LiveModel, Unloaded
 from flotilla_weights.digest import tensor_digests
 from flotilla_weights.inbox import StagedModel
 
@@ -250,6 +250,7 @@ def worker() -> Worker:
 def live(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveModel]:
     model = LiveModel(worker)
     monkeypatch.setattr(model, "_has_twins", False)
+    monkeypatch.setattr(model, "_unchecked", NOTHING_COMMITTED)
     monkeypatch.setattr(model, "_configured", nullcontext)
 
     def load(module: Model, brought: StagedModel) -> None:
@@ -293,6 +294,42 @@ def test_a_wrong_copy_breaks_the_replica_until_a_whole_load(
     assert answer["broken"] and "live tensor differs" in answer["error"] and worker.loads == 1
     assert commit(live, 3)["error"] == "" and worker.loads == 2
     assert commit(live, 4)["error"] == "" and worker.loads == 3
+
+
+def scaled(model: Model) -> None:
+    model.down.weight.data.mul_(1.01)
+
+
+def rows_swapped(model: Model) -> None:
+    rows = model.qkv.weight.data
+    rows[[0, 5]] = rows[[5, 0]]
+
+
+def padding_written(model: Model) -> None:
+    model.embed.weight.data[11, 3] = 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [(scaled, "down.weight: live"), (rows_swapped, "q.weight: live"), (padding_written, "the padding")],
+)
+@pytest.mark.parametrize("commits", [1, 2])
+def test_live_memory_that_changes_after_a_commit_is_found(
+    change: Callable[[Model], None], named: str, commits: int, live: LiveModel, worker: Worker
+) -> None:
+    for seed in range(commits):
+        commit(live, seed)
+    assert live.check() == {"tensors": len(SHAPES), "unchecked": "", "faults": []}
+    change(worker.model)
+    assert any(fault.startswith(named) for fault in live.check()["faults"])
+    assert commit(live, 8)["error"] == "" and worker.loads == 2, "a whole load repairs it"
+
+
+def test_a_model_without_regions_says_why_its_memory_is_not_compared(live: LiveModel, worker: Worker) -> None:
+    assert live.check()["unchecked"] == "nothing was committed yet"
+    kept_beside(worker.model)
+    commit(live, 1)
+    assert "keeps transposed" in live.check()["unchecked"]
 
 
 def test_a_model_without_regions_is_loaded_every_time(live: LiveModel, worker: Worker) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ COPIED_AT_ONCE = 256 << 20
 """Bytes of sums with adapters that exist at one time."""
 
 aten = torch.ops.aten
+
+Digests = dict[str, list[int]]
+"""By the name of a tensor in the checkpoint, one for each of its regions."""
 
 
 class NoRegionsError(Exception):
@@ -133,6 +137,33 @@ class LiveRegions:
         wrong |= {name for (name, _), flag in zip(unequal, flags, strict=True) if flag}
         for name in self._regions:
             yield f"{name}: live tensor differs from what was staged" if name in wrong else None
+
+    def expected(self, staged: StagedModel) -> Digests:
+        """Return what the digests of the regions are where `staged` is live."""
+        known = staged.digests
+        expected: Digests = {}
+        names: list[str] = []
+        pending: list[torch.Tensor] = []
+        for name, tensor in staged.tensors(self._device):
+            regions = self._regions[name]
+            if name in known and len(regions) == 1 and regions[0].is_whole(tensor):
+                expected[name] = [known[name]]
+            else:
+                names.append(name)
+                pending.append(
+                    pending_digests([region.part_of(tensor).to(region.live) for region in regions])
+                )
+        values = iter(resolve(pending))
+        return expected | {name: list(islice(values, len(self._regions[name]))) for name in names}
+
+    def differing(self, expected: Digests) -> list[str]:
+        """Return what differs from digests that the regions should have."""
+        lives = [region.live for name in expected for region in self._regions[name]]
+        padding = [part.any().long() for part in self._zeros]
+        values = iter(resolve([pending_digests(lives), *padding]))
+        wrong = [name for name, digests in expected.items() if list(islice(values, len(digests))) != digests]
+        faults = [f"{name}: live tensor differs from what was committed" for name in wrong]
+        return faults + (["the padding of a tensor is not zero"] if any(values) else [])
 
     @property
     def _device(self) -> torch.device:

@@ -17,13 +17,13 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from flotilla_generator.engine.vllm.live_regions import LiveRegions, NoRegionsError
+from flotilla_generator.engine.vllm.live_regions import Digests, LiveRegions, NoRegionsError
 from flotilla_generator.engine.vllm.shadow_model import ShadowModel
 from flotilla_generator.engine.vllm.weight_check import Columns, matrix_layers, proving, recording
 from flotilla_weights.inbox import StagedModel
@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 # vLLM warns at every sync about a tied head that got no tensor of its own; the proof is what counts.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
+NOTHING_COMMITTED = "nothing was committed yet"
 NAMED = 5
 """Faults that an answer names before it only counts."""
 
@@ -65,6 +66,13 @@ class LiveModel:
         self._has_twins = worker.device.type == "cpu"
         self._regions: LiveRegions | None = None
         self._may_learn = True
+        self._committed: Digests = {}
+        self._unchecked = (
+            "the matrices are packed for the kernels of this CPU; the canary sees what they compute"
+            if self._has_twins
+            else NOTHING_COMMITTED
+        )
+        self._checks: torch.cuda.Stream | None = None
 
     def prepare(self, staged: StagedModel, seed: int) -> Loaded | Unloaded:
         """Do all work that is possible during decoding; `seed` chooses the columns of the proof."""
@@ -114,6 +122,23 @@ class LiveModel:
         free_beside_decoding(following.twin)
         return {"error": "", "broken": False, "apply_s": applied, "verify_s": 0.0}
 
+    @torch.no_grad()
+    def check(self) -> dict[str, Any]:
+        """Compare the memory that decodes with what the last commit put there. Returns tensors, unchecked and faults.
+
+        It reads on a stream of its own, beside decoding.
+        """
+        regions = self._regions
+        if regions is None or not self._committed:
+            return {"tensors": 0, "unchecked": self._unchecked, "faults": []}
+        with self._beside_decoding():
+            faults = regions.differing(self._committed)
+        if not regions.stand():
+            faults.append("the parameters lie elsewhere than at the commit")
+        if faults:
+            self._give_up_copies("live memory changed after a commit")
+        return {"tensors": len(self._committed), "unchecked": "", "faults": faults}
+
     def repair_tied_layers(self, model: torch.nn.Module, recorded: dict[int, Columns]) -> None:
         """Give layers whose weights were loaded through another one the kernel copy of that one.
 
@@ -150,8 +175,9 @@ class LiveModel:
         except Exception as failure:  # noqa: BLE001
             faults = [f"copying failed: {type(failure).__name__}: {failure}"]
         if faults:
-            # From now on every version is loaded and proved as the first one was.
-            self._regions, self._may_learn = None, False
+            self._give_up_copies("a copy of weights was found wrong")
+        else:
+            self._committed = regions.expected(staged)
         return {
             "error": _listed(faults),
             "broken": bool(faults),
@@ -194,12 +220,14 @@ class LiveModel:
     def _keep(self, regions: LiveRegions, staged: StagedModel) -> None:
         try:
             regions.require_agreement(staged)
-            self._regions = regions
+            self._regions, self._committed = regions, regions.expected(staged)
         except NoRegionsError as failure:
             self._give_up_copies(str(failure))
 
     def _give_up_copies(self, why: str) -> None:
-        self._regions, self._may_learn = None, False
+        """From now on every version is loaded and proved as the first one was."""
+        self._regions, self._may_learn, self._committed = None, False, {}
+        self._unchecked = f"every commit loads the whole model anew, since {why}"
         log.warning("every commit loads the whole model anew: %s", why)
 
     @torch.no_grad()
@@ -233,6 +261,14 @@ class LiveModel:
 
         configured: AbstractContextManager[Any] = set_current_vllm_config(self._worker.vllm_config)
         return configured
+
+    def _beside_decoding(self) -> AbstractContextManager[Any]:
+        """A stream of its own, where there are streams."""
+        if self._worker.device.type != "cuda":
+            return nullcontext()
+        if self._checks is None:
+            self._checks = torch.cuda.Stream(self._worker.device)
+        return torch.cuda.stream(self._checks)
 
     def _synchronize(self) -> None:
         if self._worker.device.type == "cuda":

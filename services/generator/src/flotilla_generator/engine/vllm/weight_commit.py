@@ -12,7 +12,7 @@ from typing import Any
 
 from flotilla_core.errors import WeightsMismatch
 from flotilla_core.version import Version
-from flotilla_generator.engine.base import Applied, KvPolicy, WeightsNotLive
+from flotilla_generator.engine.base import Applied, KvPolicy, Verified, WeightsNotLive
 from flotilla_generator.engine.vllm.decoding import Decoding
 from flotilla_generator.engine.vllm.worker_calls import WorkerCalls
 
@@ -41,8 +41,7 @@ class Commits:
             answers = await self._replace(version)
             self._broken = False
         except WeightsNotLive:
-            self._broken = True
-            await self._llm().pause_generation(mode="abort", clear_cache=True)
+            await self._decode_nothing()
             raise
         finally:
             if not self._broken:
@@ -53,9 +52,33 @@ class Commits:
             verify_s=max(answer["verify_s"] for answer in answers),
         )
 
+    async def verify(self) -> Verified:
+        """Compare what decodes with what was committed, on all workers and beside decoding."""
+        answers = await self._workers.transfer("flotilla_check", (), lambda _: None)
+        found = [answer["live"] for answer in answers]
+        faults = {
+            f"worker {rank}: {fault}" if len(found) > 1 else fault: None
+            for rank, one in enumerate(found)
+            for fault in one["faults"]
+        }
+        if faults:
+            await self._decode_nothing()
+            raise WeightsNotLive(
+                "the memory that decodes is not what was committed",
+                why="; ".join(faults),
+                next_step="sync a whole version to this replica; if it happens again, restart it",
+            )
+        unchecked = next((one["unchecked"] for one in found if one["unchecked"]), "")
+        return Verified(0 if unchecked else min(one["tensors"] for one in found), unchecked)
+
     async def untag(self) -> None:
         """Record that the weights have no known version from now on."""
         self._decoding.switch(None)
+
+    async def _decode_nothing(self) -> None:
+        """End what runs under weights that are wrong; what comes waits until whole ones are live."""
+        self._broken = True
+        await self._llm().pause_generation(mode="abort", clear_cache=True)
 
     async def _stand_still(self, kv_policy: KvPolicy) -> None:
         """Pause for a commit; not by the pause of AsyncLLM, which sleeps 20 ms for outputs on their way."""
