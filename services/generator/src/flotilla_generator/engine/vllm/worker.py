@@ -22,7 +22,7 @@ import torch
 
 from flotilla.common.v1 import weights_pb2
 from flotilla_core.errors import Exhausted, FlotillaError, Internal
-from flotilla_generator.engine.vllm.live_weights import LiveModel, Loaded, Unloaded
+from flotilla_generator.engine.vllm.live_weights import Following, LiveModel, Loaded
 from flotilla_generator.engine.vllm.parent_watch import end_with_the_service
 from flotilla_weights.group import Receiver
 from flotilla_weights.inbox import Inbox
@@ -52,7 +52,7 @@ class WorkerWeights:
         self._busy = False
         self._fault: Answer = NO_FAULT
         self._inbox: Inbox | None = None
-        self._next: Loaded | Unloaded | None = None
+        self._next: Following | None = None
         self._checked: Answer = {}
 
     def join(self, notify: bytes, group: bytes, rank_offset: int, manifest: bytes) -> None:
@@ -75,10 +75,14 @@ class WorkerWeights:
             raise RuntimeError("no weight group was joined")
 
         def receive() -> None:
-            inbox.receive()
+            filling = self._live.begin()
+            inbox.receive(keep=None if filling is None else filling.put)
             staged = inbox.take()
-            assert staged is not None, "just received"
-            prepared = self._live.prepare(staged, seed=sum(inbox.digests) % SEEDS)
+            if filling is not None:
+                prepared: Following = self._live.fill(filling, staged, inbox.told)
+            else:
+                assert staged is not None, "just received"
+                prepared = self._live.prepare(staged, seed=sum(inbox.digests) % SEEDS)
             if self._inbox is inbox:
                 self._next = prepared
 
