@@ -93,7 +93,9 @@ class Inbox:
         self.staged, self.digests, self._earlier_buckets = None, [], 0
         adapters = self._manifest.adapters
         if adapters is None and keep is not None:
-            self.digests = self._receiver.receive(_both(keep, lambda: progress(self.buckets_received)))
+            self.digests = self._receiver.receive(
+                _both(keep, lambda: progress(self.buckets_received)), lent=True
+            )
             return
         if adapters is None:
             crowded = not self._receiver.has_room_for(self._manifest.nbytes)
