@@ -1,4 +1,4 @@
-"""One rank in this process: bfloat16 in layers, float32 where numbers add up; layers compute again when asked to."""
+"""One rank in this process: bfloat16 in layers, float32 where numbers add up, and everywhere in a float32 pass."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from flotilla_core.config import OptimizerConfig
+from flotilla_trainer.rank.float32_policy import Float32Policy
 from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.optimizer import MOMENTS, PolicyOptimizer
+from flotilla_trainer.rank.packed_rows import PackedRow
+from flotilla_trainer.rank.policy_model import PolicyModel, TokenScores
 from flotilla_trainer.rank.sharded_model import ShardedModel, local
 
 STEP = 1e-4
@@ -118,3 +121,31 @@ def test_inputs_that_rest_on_the_host_change_no_gradient(model: ShardedModel) ->
         model.policy.zero_grad()
     for kept, rested in zip(*found, strict=True):
         assert torch.equal(kept, rested)
+
+
+def packed_scores(policy: PolicyModel | Float32Policy) -> TokenScores:
+    """Score a row of two sequences."""
+    tokens = torch.randint(31, (1, 12), generator=torch.Generator().manual_seed(7))
+    row = PackedRow.of([5, 7], torch.device("cpu"))
+    given = torch.arange(10), tokens.flatten()[1:11]
+    scores: TokenScores = policy(tokens, *given, temperature=0.7, chunk_tokens=4, packed_row=row)
+    return scores
+
+
+def test_a_float32_pass_is_what_float32_makes_of_the_rounded_weights(model: ShardedModel) -> None:
+    passed = []
+    found = packed_scores(Float32Policy(model, lambda: passed.append(1))).logprobs
+    assert passed, "a long pass must not look like one that hangs"
+    own = model.policy
+    assert isinstance(own, PolicyModel)
+    wide = PolicyModel(PolicyModel.skeleton(model.causal_lm.config, torch.float32))
+    rounded = dict(
+        model.whole_tensors([name for name, _ in model.causal_lm.named_parameters()], torch.bfloat16)
+    )
+    with torch.no_grad():
+        for name, parameter in wide.causal_lm.named_parameters():
+            parameter.copy_(rounded[name])
+        expected = packed_scores(wide).logprobs
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        assert (packed_scores(own).logprobs - expected).abs().max() > 1e-3, "bfloat16 rounds"
+    assert local(next(iter(own.parameters()))).device.type == "cpu", "the model is as it was"

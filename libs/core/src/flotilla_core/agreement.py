@@ -1,12 +1,22 @@
 """The agreement of generator and trainer under one version of the weights: its limits, and what old KV caches add.
 
-Invariants: a limit that a run does not set is what rounding explains in the dtypes of its stack, so equal weights pass.
-Tokens that were decoded on the KV cache of older weights are never compared with a limit.
+Invariants: a limit that a run does not set is what rounding explains in the dtypes of its stack, and on its model where
+that was measured, so equal weights pass. Tokens that were decoded on the KV cache of older weights are never compared
+with a limit.
+
+Rounding is measured on the trainer: how far its probabilities are from those that float32 gives the same tokens by the
+same weights. Errors add in squares, and a generator of the same type rounds about as much, so both ends differ by
+`BOTH_ENDS` times as much on the mean. `KERNELS` is for a generator whose kernels round more often than the trainer's.
+The mean over few tokens is off by chance, by its standard error: limits of a check are several of them above what is
+explained.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
+
+import numpy as np
 
 from flotilla_core.config import CanaryConfig, StackConfig, WeightSyncConfig
 from flotilla_core.config.algorithm import CorrectionConfig
@@ -25,16 +35,73 @@ EXPLAINED_BY_ROUNDING = {
     # times, weights of one to eight small steps ago by 0.020.
     "bfloat16": AgreementLimits(0.012, 0.016),
 }
+"""The limits where nothing was measured."""
+
+BOTH_ENDS = math.sqrt(2)
+KERNELS = 1.25
+WARN_ERRORS = 2.0
+FAIL_ERRORS = 4.0
+WARN_OTHER_TOKENS = 1.5
+FAIL_OTHER_TOKENS = 2.0
+"""What is explained on the tokens of a check, times this, is explained on the many of an update."""
 
 
-def agreement_limits(stack: StackConfig, section: CanaryConfig | CorrectionConfig) -> AgreementLimits:
+class Rounding(NamedTuple):
+    """The differences of the trainer's probabilities of some tokens from those of float32."""
+
+    mean: float
+    deviation: float
+
+    @classmethod
+    def of(cls, logprobs: np.ndarray, in_float32: np.ndarray) -> Rounding:
+        """Measure it on the log-probabilities of some tokens."""
+        difference = np.abs(np.exp(logprobs) - np.exp(in_float32))
+        return cls(float(difference.mean()), float(difference.std()))
+
+    @property
+    def explained(self) -> float:
+        """The mean difference of both ends that rounding explains."""
+        return BOTH_ENDS * self.mean
+
+    def limits(self, tokens: int) -> AgreementLimits:
+        """Return the limits for the mean over so many tokens like those that it was measured on."""
+        error = BOTH_ENDS * self.deviation / math.sqrt(tokens)
+        return _at_least(
+            EXPLAINED_BY_ROUNDING["float32"],
+            KERNELS * self.explained + WARN_ERRORS * error,
+            KERNELS * self.explained + FAIL_ERRORS * error,
+        )
+
+
+def agreement_limits(
+    stack: StackConfig, section: CanaryConfig | CorrectionConfig, measured: Rounding | None = None
+) -> AgreementLimits:
     """Return the limits of a section of a run, with `auto` replaced by what rounding explains on this stack."""
     dtypes = (stack.trainer.dtype, stack.generator.dtype)
     explained = EXPLAINED_BY_ROUNDING["bfloat16" if "bfloat16" in dtypes else "float32"]
+    if measured is not None:
+        other = measured.explained
+        explained = _at_least(explained, WARN_OTHER_TOKENS * other, FAIL_OTHER_TOKENS * other)
+    return chosen(section, explained)
+
+
+def check_limits(
+    stack: StackConfig, section: CanaryConfig, measured: Rounding | None, tokens: int
+) -> AgreementLimits:
+    """Return the limits of a live check of so many tokens."""
+    return agreement_limits(stack, section) if measured is None else chosen(section, measured.limits(tokens))
+
+
+def chosen(section: CanaryConfig | CorrectionConfig, auto: AgreementLimits) -> AgreementLimits:
+    """Return the limits of a section, with these for `auto`."""
     return AgreementLimits(
-        warn_at=explained.warn_at if section.warn_at == "auto" else section.warn_at,
-        fail_at=explained.fail_at if section.fail_at == "auto" else section.fail_at,
+        warn_at=auto.warn_at if section.warn_at == "auto" else section.warn_at,
+        fail_at=auto.fail_at if section.fail_at == "auto" else section.fail_at,
     )
+
+
+def _at_least(floor: AgreementLimits, warn_at: float, fail_at: float) -> AgreementLimits:
+    return AgreementLimits(max(floor.warn_at or 0.0, warn_at), max(floor.fail_at or 0.0, fail_at))
 
 
 def kv_policy(weights: WeightSyncConfig, max_staleness: int) -> Literal["recompute", "reuse", "drain"]:

@@ -171,7 +171,7 @@ class CorrectionConfig(ConfigModel):
     """Factor on the weight of a token for each version by which it is older than the version that is trained."""
     warn_at: AgreementLimit | None = "auto"
     """Mean difference of token probabilities between generator and trainer, under one version, that logs a warning;
-    `auto` goes by the dtypes of the stack."""
+    `auto` is what rounding explains in the dtypes of the stack, or more where the canary measured more."""
     fail_at: AgreementLimit | None = "auto"
     """Mean difference, as for `warn_at`, that rejects the update and fails the run; empty is off for both."""
 

@@ -106,15 +106,16 @@ class CanaryConfig(ConfigModel):
 
     prompts: int = Field(default=8, ge=0, le=10_000)
     """Number of prompts; 0 is off."""
-    tokens: int = Field(default=16, ge=1, le=100_000)
+    tokens: int = Field(default=32, ge=1, le=100_000)
     """Tokens generated for each prompt."""
     temperatures: tuple[Annotated[float, Field(ge=0, le=100)], ...] = Field(default=(1.0,), max_length=16)
     """Sampling temperatures, one pass for each."""
     warn_at: AgreementLimit = "auto"
-    """Mean difference over all answers that raises a warning; `auto` goes by the dtypes of the stack."""
+    """Mean difference over all answers that raises a warning; `auto` is what rounding explains, as a bfloat16 trainer
+    measures it against float32."""
     fail_at: AgreementLimit = "auto"
     """Mean difference over all answers of one generator that fails the run: it does not decode with the trainer's
-    weights. `auto` goes by the dtypes of the stack."""
+    weights. `auto` as for `warn_at`."""
 
 
 AUTO_BUCKET_MIB = {"gloo": 32, "nccl": 256}

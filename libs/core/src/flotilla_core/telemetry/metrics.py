@@ -160,6 +160,12 @@ METRICS = (
         "Mean difference between generator and trainer after a sync.",
     ),
     Metric("canary/logprob_mean", "nats", COORDINATOR, "The same of the log-probabilities."),
+    Metric(
+        "canary/trainer_rounding",
+        "probability",
+        COORDINATOR,
+        "Mean difference between the trainer and float32 on the same weights and tokens, as last measured.",
+    ),
     Metric("canary/max", "nats", COORDINATOR, "Largest difference of log-probabilities after a sync."),
     Metric("time/canary_s", "seconds", COORDINATOR, "The last canary, while generation goes on."),
     Metric(

@@ -191,7 +191,7 @@ class RunContext:
         """Record the update: its samples are consumed, or dropped where the policy did not learn from them."""
         self.metrics.update(batch.metrics)
         self.metrics.update(updates.metrics)
-        mismatch = policy_mismatch_warning(self.config.algorithm, self.stack, updates.metrics)
+        mismatch = policy_mismatch_warning(self.policy.agreement, updates.metrics)
         for warning in filter(None, (mismatch, narrow_clip_warning(self.config, version, updates.metrics))):
             self.status.notice(run_pb2.NOTICE_LEVEL_WARNING, warning)
         for update, why in updates.skipped.items():

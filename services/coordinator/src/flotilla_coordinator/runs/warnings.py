@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flotilla_core.agreement import agreement_limits
-from flotilla_core.config import AlgorithmConfig, PolicyConfig, RunConfig, StackConfig
+from flotilla_core.agreement import AgreementLimits
+from flotilla_core.config import PolicyConfig, RunConfig
 from flotilla_core.version import Version
 
 MEASURED = "probs_diff/fresh"
@@ -23,13 +23,9 @@ FIRST_STEPS = 3
 ALMOST_ALL = 0.95
 
 
-def policy_mismatch_warning(
-    algorithm: AlgorithmConfig, stack: StackConfig, metrics: Mapping[str, float]
-) -> str:
+def policy_mismatch_warning(limits: AgreementLimits, metrics: Mapping[str, float]) -> str:
     """Return the warning that rollouts differ from the trainer by more than the limit; empty where they do not."""
-    if not isinstance(algorithm, PolicyConfig):
-        return ""
-    limit, measured = agreement_limits(stack, algorithm.correction).warn_at, metrics.get(MEASURED, 0.0)
+    limit, measured = limits.warn_at, metrics.get(MEASURED, 0.0)
     if limit is None or measured <= limit:
         return ""
     return (

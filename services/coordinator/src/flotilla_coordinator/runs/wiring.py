@@ -39,7 +39,7 @@ from flotilla_coordinator.trainers.roles import PolicyTrainer
 from flotilla_coordinator.weights.canary import Canary, LiveCheck
 from flotilla_coordinator.weights.members import Candidates
 from flotilla_coordinator.weights.sync import WeightSync
-from flotilla_core.agreement import agreement_limits
+from flotilla_core.agreement import Rounding, agreement_limits
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.config import PolicyConfig, SamplingConfig
 from flotilla_core.errors import FlotillaError
@@ -129,7 +129,13 @@ class RunWiring:
         self, policy: PolicyTrainer, prompts: PromptSource, tokenizer: Tokenizer, fence: int
     ) -> WeightSync:
         weights = self._config.weights
-        limits = agreement_limits(self._host.stack, weights.canary)
+        algorithm, stack = self._config.algorithm, self._host.stack
+
+        def measured(rounding: Rounding | None) -> None:
+            if isinstance(algorithm, PolicyConfig):
+                policy.agreement = agreement_limits(stack, algorithm.correction, rounding)
+
+        measured(None)
         backend = weights.backend
         if backend == "auto":
             ends = [end.registration for end in self._fleet.trainers.replicas()]
@@ -138,7 +144,7 @@ class RunWiring:
         canary = Canary(
             self._run_id,
             weights.canary,
-            limits.fail_at,
+            stack,
             policy,
             [prompt.token_ids for prompt in prompts.file.prompts[: weights.canary.prompts]],
             timeout_s=self._config.rollout.sample_timeout_s,
@@ -151,7 +157,7 @@ class RunWiring:
             self._status.notice,
             lambda replicas: replicas if self._pinned is None else self._pinned.spared(replicas),
         )
-        check = LiveCheck(canary, self._metrics, self._canary_figures, limits.warn_at, self._warn)
+        check = LiveCheck(canary, self._metrics, self._canary_figures, measured, self._warn)
         sync = WeightSync(
             self._run_id,
             weights,

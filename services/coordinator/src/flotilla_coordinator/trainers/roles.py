@@ -28,6 +28,7 @@ from flotilla_coordinator.trainers.session import (
     LearningSession,
 )
 from flotilla_core import ids, rpc
+from flotilla_core.agreement import AgreementLimits
 from flotilla_core.config.roles import TOP_BYTES, AskedTeachers
 from flotilla_core.roles import TEACHER, kind_of_role, teacher_name
 from flotilla_core.tasks import gather_or_cancel
@@ -45,11 +46,22 @@ Ask = Callable[[list[pb.ScoredSequence]], Awaitable[dict[str, T]]]
 class PolicyTrainer(LearningSession):
     """The session of the model that the run trains."""
 
+    agreement = AgreementLimits(None, None)
+    """How much the rollouts of an update may differ from it; off for an objective that learns from no rollouts."""
+
+    def _header(self, update_id: str, batch: Batch) -> pb.TrainHeader:
+        header = super()._header(update_id, batch)
+        if self.agreement.fail_at is not None:
+            header.refuse_above = self.agreement.fail_at
+        return header
+
     async def logprobs(
-        self, sequences: list[tuple[np.ndarray, np.ndarray]], temperature: float
+        self, sequences: list[tuple[np.ndarray, np.ndarray]], temperature: float, *, in_float32: bool = False
     ) -> tuple[Version, list[np.ndarray]]:
         """Return the log-probabilities of (prompt, response) pairs under the current policy."""
-        request = pb.ComputeLogprobsRequest(run_id=self._run_id, temperature=temperature)
+        request = pb.ComputeLogprobsRequest(
+            run_id=self._run_id, temperature=temperature, in_float32=in_float32
+        )
         for index, (prompt, response) in enumerate(sequences):
             request.sequences.add(
                 sequence_id=str(index), prompt_token_ids=to_tensor(prompt), token_ids=to_tensor(response)

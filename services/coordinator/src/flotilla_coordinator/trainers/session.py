@@ -222,20 +222,21 @@ class LearningSession(GangSession):
                 next_step=f"continue from the last checkpoint: flotilla run resume {self._run_id}",
             )
 
+    def _header(self, update_id: str, batch: Batch) -> pb.TrainHeader:
+        return pb.TrainHeader(
+            run_id=self._run_id,
+            update_id=update_id,
+            policy_version=self.version.to_proto(),
+            groups=len(batch.groups),
+            learning_rate=pb.LearningRate(
+                peak=self._spec.optimizer.fields["learning_rate"].number_value,
+                total_updates=self._spec.total_updates,
+            ),
+        )
+
     async def _requests(self, update_id: str, batch: Batch) -> AsyncIterator[pb.TrainRequest]:
         """Yield the header, then whole groups part by part."""
-        yield pb.TrainRequest(
-            header=pb.TrainHeader(
-                run_id=self._run_id,
-                update_id=update_id,
-                policy_version=self.version.to_proto(),
-                groups=len(batch.groups),
-                learning_rate=pb.LearningRate(
-                    peak=self._spec.optimizer.fields["learning_rate"].number_value,
-                    total_updates=self._spec.total_updates,
-                ),
-            )
-        )
+        yield pb.TrainRequest(header=self._header(update_id, batch))
         for part in parts(batch.groups):
             request = pb.TrainRequest()
             for number, group in enumerate(part, start=1):

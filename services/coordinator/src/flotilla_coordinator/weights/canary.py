@@ -2,10 +2,13 @@
 
 Invariants: canary samples never reach the ledger or the trainer's updates. Every member that serves the version answers
 every prompt, or is reported as failed; so is one whose mean probability difference over all of its answers is above
-`fail_at`, with a mismatch. A mismatch ends the run, because later samples could not be attributed to the weights that
-they name. The mean of one short answer would judge by chance: rounding alone moves it by half of itself. The check
-compares with the trainer's present weights, so no update may begin before it has ended. The cost of each sync is
-recorded as metrics as well.
+what rounding explains, with a mismatch. A mismatch ends the run, because later samples could not be attributed to the
+weights that they name. The mean of one short answer would judge by chance: rounding alone moves it by half of itself.
+The check compares with the trainer's present weights, so no update may begin before it has ended. The cost of each sync
+is recorded as metrics as well.
+
+What rounding explains is measured in the first check of a run, and again before a member is named: a policy that has
+moved may round more than at first.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +27,8 @@ from flotilla_coordinator.rollouts.generation import CANARY
 from flotilla_coordinator.trainers.roles import PolicyTrainer
 from flotilla_coordinator.weights.members import Member, SyncReport
 from flotilla_core import ids, rpc
-from flotilla_core.config import CanaryConfig
+from flotilla_core.agreement import AgreementLimits, Rounding, check_limits
+from flotilla_core.config import CanaryConfig, StackConfig
 from flotilla_core.errors import FlotillaError, Mismatch, Unavailable
 from flotilla_core.tasks import gather_or_cancel
 from flotilla_core.tensors import from_tensor, to_tensor
@@ -38,6 +43,8 @@ class CanaryReport:
     logprob_mean: float
     logprob_max: float
     tokens: int
+    warn_at: float | None
+    """The limit that none of the members should be above."""
 
 
 @dataclass
@@ -55,11 +62,21 @@ class CanaryOutcome:
 
 
 @dataclass(frozen=True)
-class _Response:
+class CanaryAnswer:
+    """The answer of a member to one prompt."""
+
     member: str
     prompt: np.ndarray
     token_ids: np.ndarray
     logprobs: np.ndarray
+
+
+class Judgement(NamedTuple):
+    """The differences of all answers at one temperature, and their limits."""
+
+    probs: dict[str, np.ndarray]
+    logprobs: np.ndarray
+    limits: AgreementLimits
 
 
 class Canary:
@@ -69,57 +86,116 @@ class Canary:
         self,
         run_id: str,
         config: CanaryConfig,
-        fail_at: float | None,
+        stack: StackConfig,
         policy: PolicyTrainer,
         prompts: list[np.ndarray],
         timeout_s: float,
     ) -> None:
         self._run_id = run_id
         self._config = config
-        self._fail_at = fail_at
+        self._stack = stack
         self._policy = policy
         self._prompts = prompts
         self._timeout_s = timeout_s
+        self._rounding: dict[float, Rounding] = {}
+        """What was measured last, by temperature."""
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """The largest distance of the trainer from float32 that was measured; None if none was."""
+        return max(self._rounding.values(), default=None)
 
     async def check(self, version: Version, members: Sequence[Member]) -> CanaryOutcome:
         """Compare the probabilities; the outcome names the members that cannot answer or answer with other weights."""
         outcome = CanaryOutcome()
-        probs, differences = [], []
+        passes: list[Judgement] = []
         for temperature in self._config.temperatures if self._prompts else ():
             answering = [member for member in members if member.name not in outcome.failures]
             responses = await self._responses(version, answering, temperature, outcome.failures)
-            if not responses:
-                continue
-            _, expected = await self._policy.logprobs(
-                [(r.prompt, r.token_ids) for r in responses], temperature
-            )
-            by_member: dict[str, list[np.ndarray]] = {}
-            for response, reference in zip(responses, expected, strict=True):
-                difference = np.abs(np.exp(response.logprobs) - np.exp(reference))
-                by_member.setdefault(response.member, []).append(difference)
-                differences.append(np.abs(response.logprobs - reference))
-            for name, of_answers in by_member.items():
-                pooled = np.concatenate(of_answers)
-                # The condition is written so that a difference that is not a number fails as well.
-                if self._fail_at is not None and not pooled.mean() <= self._fail_at:
-                    outcome.failures[name] = self._mismatch(version, name, float(pooled.mean()))
-                probs.append(pooled)
-        if differences:
-            flat = np.concatenate(differences)
+            if responses:
+                passes.append(await self.judge(version, temperature, responses, outcome.failures))
+        if passes:
+            probs = np.concatenate([difference for one in passes for difference in one.probs.values()])
+            logprobs = np.concatenate([one.logprobs for one in passes])
+            warn_at = [one.limits.warn_at for one in passes if one.limits.warn_at is not None]
             outcome.report = CanaryReport(
-                float(np.concatenate(probs).mean()), float(flat.mean()), float(flat.max()), int(flat.size)
+                float(probs.mean()),
+                float(logprobs.mean()),
+                float(logprobs.max()),
+                int(logprobs.size),
+                max(warn_at, default=None),
             )
         return outcome
 
-    def _mismatch(self, version: Version, member: str, difference: float) -> Mismatch:
+    async def judge(
+        self,
+        version: Version,
+        temperature: float,
+        responses: list[CanaryAnswer],
+        failures: dict[str, FlotillaError],
+    ) -> Judgement:
+        """Compare the answers at one temperature; add members that are not within the limit to `failures`."""
+        sequences = [(response.prompt, response.token_ids) for response in responses]
+        _, ours = await self._policy.logprobs(sequences, temperature)
+        probs: dict[str, list[np.ndarray]] = {}
+        for response, expected in zip(responses, ours, strict=True):
+            difference = np.abs(np.exp(response.logprobs) - np.exp(expected))
+            probs.setdefault(response.member, []).append(difference)
+        pooled = {name: np.concatenate(parts) for name, parts in probs.items()}
+        limits = await self._limits(temperature, sequences, ours, pooled)
+        for name, difference in pooled.items():
+            if _above(difference, limits.fail_at):
+                failures[name] = self._mismatch(version, name, temperature, difference, limits)
+        logprobs = [np.abs(r.logprobs - expected) for r, expected in zip(responses, ours, strict=True)]
+        return Judgement(pooled, np.concatenate(logprobs), limits)
+
+    async def _limits(
+        self,
+        temperature: float,
+        sequences: list[tuple[np.ndarray, np.ndarray]],
+        ours: list[np.ndarray],
+        pooled: dict[str, np.ndarray],
+    ) -> AgreementLimits:
+        """Return the limits of this pass; measure rounding on its tokens if it never was, or a member is above them."""
+        tokens = min(difference.size for difference in pooled.values())
+        measured = self._rounding.get(temperature)
+        limits = check_limits(self._stack, self._config, measured, tokens)
+        above = any(_above(difference, limits.warn_at) for difference in pooled.values())
+        if not self._measures or (measured is not None and not above):
+            return limits
+        _, in_float32 = await self._policy.logprobs(sequences, temperature, in_float32=True)
+        measured = Rounding.of(np.concatenate(ours), np.concatenate(in_float32))
+        self._rounding[temperature] = measured
+        return check_limits(self._stack, self._config, measured, tokens)
+
+    @property
+    def _measures(self) -> bool:
+        """Whether the trainer rounds, and some limit goes by that."""
+        automatic = "auto" in (self._config.warn_at, self._config.fail_at)
+        return automatic and self._stack.trainer.dtype != "float32"
+
+    def _mismatch(
+        self,
+        version: Version,
+        member: str,
+        temperature: float,
+        difference: np.ndarray,
+        limits: AgreementLimits,
+    ) -> Mismatch:
+        measured = self._rounding.get(temperature)
+        explained = (
+            "weights.canary.fail_at says how much may differ"
+            if measured is None
+            else f"rounding explains {measured.explained:.4f}: the trainer differs from float32 by {measured.mean:.4f}"
+        )
         return Mismatch(
-            f"the token probabilities of {member} differ from the trainer's by {difference:.4f}",
+            f"{member} does not decode with the trainer's weights",
             where=f"run {self._run_id}, version {version}",
-            why="it received the trainer's weights (the digests match), but the mean difference over its answers is "
-            f"above weights.canary.fail_at = {self._fail_at}",
+            why=f"it received them, and the digests match, but its token probabilities differ from the trainer's by "
+            f"{difference.mean():.4f} on the mean of {difference.size} tokens, limit {limits.fail_at:.4f}; {explained}",
             next_step=f"restart {member} and resume the run; if it differs again, its engine computes another model "
-            "than the trainer: compare both with float32, or set weights.canary.fail_at above a difference that you "
-            "accept",
+            "than the trainer: compare both with dtype float32 in the stack, or set weights.canary.fail_at above a "
+            "difference that you accept",
         )
 
     async def _responses(
@@ -128,10 +204,10 @@ class Canary:
         members: Sequence[Member],
         temperature: float,
         failures: dict[str, FlotillaError],
-    ) -> list[_Response]:
+    ) -> list[CanaryAnswer]:
         """Return the answers of all members that gave every one; the others are added to `failures`."""
         answers = await asyncio.gather(*(self._answers_of(m, version, temperature) for m in members))
-        responses: list[_Response] = []
+        responses: list[CanaryAnswer] = []
         for member, answer in zip(members, answers, strict=True):
             if isinstance(answer, FlotillaError):
                 failures[member.name] = answer
@@ -141,7 +217,7 @@ class Canary:
 
     async def _answers_of(
         self, member: Member, version: Version, temperature: float
-    ) -> list[_Response] | FlotillaError:
+    ) -> list[CanaryAnswer] | FlotillaError:
         try:
             return await gather_or_cancel(
                 self._generate(member, prompt, index, version, temperature)
@@ -152,7 +228,7 @@ class Canary:
 
     async def _generate(
         self, member: Member, prompt: np.ndarray, index: int, version: Version, temperature: float
-    ) -> _Response:
+    ) -> CanaryAnswer:
         sample_id = f"{self._run_id}/canary/{version}/{index}"
         request = pb.GenerateRequest(
             run_id=self._run_id,
@@ -174,7 +250,7 @@ class Canary:
                 if sample.finish_reason == pb.FINISH_REASON_ABORT:
                     raise Unavailable(f"{member.name} gave a canary up")
                 logprobs = from_tensor(sample.logprobs).astype(np.float64)
-                return _Response(member.name, prompt, from_tensor(sample.token_ids), logprobs)
+                return CanaryAnswer(member.name, prompt, from_tensor(sample.token_ids), logprobs)
         raise Unavailable(f"{member.name} ended a canary without a sample")
 
 
@@ -182,7 +258,7 @@ class LiveCheck:
     """Records the cost of each sync of a run as metrics, then compares trainer and generators on the same tokens.
 
     The comparison may end in a later step than the sync, so `figures` keeps what the last one found. It calls `warn`
-    with a difference beyond `warn_at`.
+    with a difference beyond `weights.canary.warn_at`, and `measured` with what is known of the trainer's rounding.
     """
 
     def __init__(
@@ -190,13 +266,13 @@ class LiveCheck:
         canary: Canary,
         metrics: dict[str, float],
         figures: dict[str, float],
-        warn_at: float | None,
+        measured: Callable[[Rounding], None],
         warn: Callable[[str], None],
     ) -> None:
         self._canary = canary
         self._metrics = metrics
         self._figures = figures
-        self._warn_at = warn_at
+        self._measured = measured
         self._warn = warn
 
     async def verify(self, report: SyncReport) -> dict[str, FlotillaError]:
@@ -215,10 +291,13 @@ class LiveCheck:
             "canary/max": result.logprob_max,
             "time/canary_s": time.monotonic() - started,
         }
-        if self._warn_at is not None and result.probs_mean > self._warn_at:
+        if (rounding := self._canary.rounding) is not None:
+            self._figures |= {"canary/trainer_rounding": rounding.mean}
+            self._measured(rounding)
+        if result.warn_at is not None and result.probs_mean > result.warn_at:
             self._warn(
                 f"trainer and generator differ: mean probability difference {result.probs_mean:.4f} "
-                f"at version {report.version} (weights.canary.warn_at)"
+                f"at version {report.version}, above {result.warn_at:.4f} (weights.canary.warn_at)"
             )
         return outcome.failures
 
@@ -232,3 +311,8 @@ class LiveCheck:
         metrics["sync/stall_s"] = report.stall_s
         metrics["sync/members"] = float(len(report.members))
         metrics["sync/epochs"] = float(report.epochs)
+
+
+def _above(difference: np.ndarray, limit: float | None) -> bool:
+    """Return whether the mean is above a limit; one that is not a number is above any."""
+    return limit is not None and not difference.mean() <= limit

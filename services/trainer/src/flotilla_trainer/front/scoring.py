@@ -42,6 +42,7 @@ class SequenceScores:
                 temperature=request.temperature or 1.0,
                 top_k=min(request.top_k, self._ranks.limits.vocabulary),
                 reference=request.reference,
+                in_float32=request.in_float32,
             )
 
         version, scored = await self._scored(request, score, "computing log-probabilities")

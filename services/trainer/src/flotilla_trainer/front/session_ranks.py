@@ -136,6 +136,7 @@ class SessionRanks:
         top_k: int = 0,
         reference: bool = False,
         squares: bool = False,
+        in_float32: bool = False,
     ) -> dict[str, Array]:
         """Return scores of `count` tokens, in order, under the policy or the one that the session started from."""
         fields = {
@@ -144,6 +145,7 @@ class SessionRanks:
             "top_k": top_k,
             "reference": reference,
             "squares": squares,
+            "in_float32": in_float32,
         }
         return _in_place(await self.work("score", packed, fields), packed, count)
 

@@ -103,6 +103,7 @@ class Updates:
         self._pending.refuse(f"update {update_id}")
         progress.check_version(Version.from_proto(header.policy_version), f"update {update_id}")
         rate = progress.learning_rate(header.learning_rate if header.HasField("learning_rate") else None)
+        refuse_above = header.refuse_above if header.HasField("refuse_above") else None
         started = time.monotonic()
 
         async def attempt() -> tuple[PreparedUpdate, float, dict[str, Any]]:
@@ -112,7 +113,7 @@ class Updates:
             prepared_s = time.monotonic() - started
             if not prepared.counts:
                 return prepared, prepared_s, {}
-            fields = {"learning_rate": rate, "steps": prepared.steps}
+            fields = {"learning_rate": rate, "steps": prepared.steps, "refuse_above": refuse_above}
             with self._ranks.doing("train: forward, backward and step"):
                 answers = await self._ranks.work("train", prepared.packed, fields)
             return prepared, prepared_s, answers[0].fields

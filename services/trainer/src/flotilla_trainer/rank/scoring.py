@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from flotilla_trainer.rank.float32_policy import Float32Policy
 from flotilla_trainer.rank.link import FrontLink
 from flotilla_trainer.rank.packed_rows import PackedRow
 from flotilla_trainer.rank.sharded_model import ShardedModel
@@ -19,10 +20,11 @@ def score(command: Frame, model: ShardedModel, link: FrontLink) -> dict[str, Arr
     """Return scores of this lane's tokens: logprobs and, where asked for, the likeliest tokens and sums of squares."""
     parts: list[tuple[torch.Tensor, ...]] = []
     total = len(command.fields["idle"])
+    policy = Float32Policy(model, link.moved) if command.fields["in_float32"] else model.policy
     with torch.no_grad():
         for index, (columns, idle) in enumerate(micro_batches(command, model.device)):
             link.progress(f"scoring micro-batch {index + 1} of {total}")
-            scores = model.policy(
+            scores = policy(
                 columns["tokens"],
                 columns["positions"],
                 columns["targets"].long(),

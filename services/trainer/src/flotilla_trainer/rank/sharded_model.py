@@ -92,10 +92,10 @@ class ShardedModel:
             causal_lm.requires_grad_(False)
             for parameter in causal_lm.parameters():
                 parameter.data = parameter.data.to(dtype)
-        lane = SequenceParallel(mesh.lane, mesh.place, mesh.width) if mesh.width > 1 else None
+        self.lane = SequenceParallel(mesh.lane, mesh.place, mesh.width) if mesh.width > 1 else None
         # The skeleton comes from `kind` itself, so its type is the one that `kind` takes.
-        self.policy = kind(cast(Any, causal_lm), lane)
-        self.layers = self._layers(causal_lm)
+        self.policy = kind(cast(Any, causal_lm), self.lane)
+        self.layers = repeated_layers(causal_lm)
         """The repeated blocks of the model; sharding renames their classes, by which they are found."""
         self.compiled_layers = CompiledLayers(self.layers)
         self.recomputed_layers = RecomputedLayers(self.layers)
@@ -241,12 +241,6 @@ class ShardedModel:
         """The names of a checkpoint's tensors; to list them takes longer than to send a small model."""
         return frozenset(self.causal_lm.state_dict())
 
-    @staticmethod
-    def _layers(causal_lm: PreTrainedModel | ValueBody) -> list[nn.Module]:
-        """Return the repeated blocks of the model."""
-        blocks = set(causal_lm._no_split_modules or ())
-        return [module for module in causal_lm.modules() if type(module).__name__ in blocks]
-
     def _shard(self, causal_lm: PreTrainedModel | ValueBody) -> None:
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         for layer in self.layers:
@@ -298,6 +292,12 @@ class ShardedModel:
                 why=f"{name} is {theirs.get(name, 'absent')} there and {ours[name]} here",
                 next_step="start a stack with this model, or choose weights of the same shapes",
             )
+
+
+def repeated_layers(causal_lm: PreTrainedModel | ValueBody) -> list[nn.Module]:
+    """Return the repeated blocks of a model that is not sharded yet."""
+    blocks = set(causal_lm._no_split_modules or ())
+    return [module for module in causal_lm.modules() if type(module).__name__ in blocks]
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:

@@ -151,6 +151,8 @@ class RankWorker:
 
     def _train(self, command: Frame) -> Answer:
         settings, objective, optimizer = self._session()
+        if (refuse_above := command.fields["refuse_above"]) is not None:
+            settings = replace(settings, refuse_above=refuse_above)
 
         def accumulated(command: Frame, part: range) -> Update:
             update = Update(self._model, settings, objective, self._link)

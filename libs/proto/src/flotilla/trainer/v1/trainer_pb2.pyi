@@ -173,10 +173,15 @@ class TrainHeader(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
+    REFUSE_ABOVE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     update_id: _builtins.str
     """Permanent name of the update: run/lineage/step."""
     groups: _builtins.int
+    refuse_above: _builtins.float
+    """Refuse the update where the probabilities of fresh tokens differ by more than this on the mean between generator and
+    trainer; absent: as the session's specification says.
+    """
     @_builtins.property
     def policy_version(self) -> _version_pb2.PolicyVersion:
         """Version that the update starts from; STALE_VERSION when the trainer holds another one."""
@@ -193,12 +198,15 @@ class TrainHeader(_message.Message):
         policy_version: _version_pb2.PolicyVersion | None = ...,
         groups: _builtins.int = ...,
         learning_rate: Global___LearningRate | None = ...,
+        refuse_above: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["learning_rate", b"learning_rate", "policy_version", b"policy_version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_refuse_above", b"_refuse_above", "learning_rate", b"learning_rate", "policy_version", b"policy_version", "refuse_above", b"refuse_above"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "learning_rate", b"learning_rate", "policy_version", b"policy_version", "run_id", b"run_id", "update_id", b"update_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_refuse_above", b"_refuse_above", "groups", b"groups", "learning_rate", b"learning_rate", "policy_version", b"policy_version", "refuse_above", b"refuse_above", "run_id", b"run_id", "update_id", b"update_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__refuse_above: _TypeAlias = _typing.Literal["refuse_above"]  # noqa: Y015
+    _WhichOneofArgType__refuse_above: _TypeAlias = _typing.Literal["_refuse_above", b"_refuse_above"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__refuse_above) -> _WhichOneofReturnType__refuse_above | None: ...
 
 Global___TrainHeader: _TypeAlias = TrainHeader  # noqa: Y015
 
@@ -575,6 +583,7 @@ class ComputeLogprobsRequest(_message.Message):
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
     REFERENCE_FIELD_NUMBER: _builtins.int
+    IN_FLOAT32_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     temperature: _builtins.float
     """Logits are divided by it; 0 means 1."""
@@ -582,6 +591,10 @@ class ComputeLogprobsRequest(_message.Message):
     """Also the k most likely tokens at each position."""
     reference: _builtins.bool
     """Score under the weights that the session started from; only where it keeps them (kl.placement)."""
+    in_float32: _builtins.bool
+    """Compute in float32, from the weights as they are rounded for the type of the trainer: what that type's own rounding is
+    measured by. Slower, and takes the memory of one layer and of the embeddings in float32.
+    """
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoredSequence]: ...
     def __init__(
@@ -592,10 +605,11 @@ class ComputeLogprobsRequest(_message.Message):
         temperature: _builtins.float = ...,
         top_k: _builtins.int = ...,
         reference: _builtins.bool = ...,
+        in_float32: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reference", b"reference", "run_id", b"run_id", "sequences", b"sequences", "temperature", b"temperature", "top_k", b"top_k"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_float32", b"in_float32", "reference", b"reference", "run_id", b"run_id", "sequences", b"sequences", "temperature", b"temperature", "top_k", b"top_k"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
