@@ -53,7 +53,12 @@ def weights_of(seed: int) -> list[tuple[str, torch.Tensor]]:
 
 
 def receiver_of(
-    sender: Sender, rank: int, world_size: int, timeout_s: float = LIMIT_S, senders: Sequence[int] = (0,)
+    sender: Sender,
+    rank: int,
+    world_size: int,
+    timeout_s: float = LIMIT_S,
+    senders: Sequence[int] = (0,),
+    manifest: Manifest = MANIFEST,
 ) -> Receiver:
     described = weights_pb2.WeightGroup(
         epoch=1,
@@ -64,7 +69,7 @@ def receiver_of(
         sender_ranks=senders,
     )
     described.timeout.FromNanoseconds(int(timeout_s * 1e9))
-    return Receiver(described, rank, MANIFEST)
+    return Receiver(described, rank, manifest)
 
 
 def listening(world_size: int, timeout_s: float = LIMIT_S) -> Sender:
@@ -236,6 +241,56 @@ def test_a_receiver_that_one_rank_cannot_reach_ends_the_group_for_all(
         stuck.result(LIMIT_S)
     with pytest.raises(WeightGroupFailed, match="the replica leaves"):
         pairs.ranks[0].publish(MANIFEST, weights_of(0))
+
+
+def test_one_rank_sends_to_its_own_gpu_and_to_others_at_once(
+    gpu: PretendGpus, pool: ThreadPoolExecutor
+) -> None:
+    sender = listening(3)
+    receivers = [receiver_of(sender, rank, 3) for rank in (1, 2)]
+    arrived: list[dict[str, torch.Tensor]] = [{}, {}]
+
+    def receive(receiver: Receiver, name: str, into: dict[str, torch.Tensor]) -> list[list[int]]:
+        gpu.sit_on(name)
+        receiver.connect()
+        return [receiver.receive(into.update) for _ in range(2)]
+
+    taking = [
+        pool.submit(receive, *each) for each in zip(receivers, ("GPU-1", "GPU-2"), arrived, strict=True)
+    ]
+    sender.connect(MANIFEST)
+    sent = [sender.publish(MANIFEST, weights_of(seed)) for seed in range(2)]
+    for future, into in zip(taking, arrived, strict=True):
+        assert future.result(LIMIT_S) == sent
+        assert all(torch.equal(into[name], tensor) for name, tensor in weights_of(1))
+
+
+def test_transfers_that_are_queued_take_the_lent_buffers_in_turn(
+    gpu: PretendGpus, pool: ThreadPoolExecutor
+) -> None:
+    manifest = Manifest(MANIFEST.tensors, bucket_bytes=1)
+    assert len(manifest.buckets) > groups.IN_TURN
+    sender, receiver = (end := listening(2)), receiver_of(end, 1, 2, manifest=manifest)
+    copies: dict[str, torch.Tensor] = {}
+
+    def copy(named: list[tuple[str, torch.Tensor]]) -> None:
+        copies.update((name, tensor.clone()) for name, tensor in named)
+
+    def receive() -> list[list[int]]:
+        gpu.sit_on("GPU-2")
+        receiver.connect()
+        return [receiver.receive(copy, lent=True) for _ in range(2)]
+
+    taking = pool.submit(receive)
+    sender.connect(manifest)
+    sent = [
+        sender.publish(manifest, [(name, tensor.double()) for name, tensor in weights_of(seed)])
+        for seed in range(2)
+    ]
+    assert taking.result(LIMIT_S) == sent
+    assert sent[1] == tensor_digests(tensor for _, tensor in weights_of(1))
+    assert all(torch.equal(copies[name], tensor) for name, tensor in weights_of(1))
+    assert receiver.buckets_received == len(manifest.buckets)
 
 
 def test_rows_in_parts_arrive_as_whole_tensors_in_buffers_that_are_lent(

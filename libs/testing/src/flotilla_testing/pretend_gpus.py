@@ -1,7 +1,7 @@
 """GPUs for weight groups on a host without any: host memory that the threads of one process share.
 
 Each thread sits on one of them, that of its process unless it says otherwise. Invariant: what is replaced is the memory
-and the names of the GPUs alone; stores, lanes, counts and deadlines are those of the product.
+and the names of the GPUs, and nccl by gloo; stores, lanes, counts and deadlines are those of the product.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flotilla_weights import group, wire
+from flotilla_weights import group, process_group, wire
 
 COUNT = 3
 NBYTES = 5000
@@ -55,6 +55,21 @@ class HostBuckets:
         return ended
 
 
+class GlooAsNccl:
+    """A group that is waited for and left as one of nccl is."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        """Start moving a tensor."""
+        return self._group.broadcast(tensors, options)
+
+    def abort(self) -> None:
+        """Leave."""
+        del self._group
+
+
 class PretendGpus:
     """The GPUs of one process, and what happened to their buckets."""
 
@@ -72,6 +87,12 @@ class PretendGpus:
         replace(wire, "gpu_of", self._name)
         replace(wire, "own_buckets", self._own)
         replace(wire, "mapped_buckets", self._mapped)
+        connected = process_group.connected_group
+
+        def connected_by_gloo(_carrier: str, *members: Any, **place: Any) -> GlooAsNccl:
+            return GlooAsNccl(connected(process_group.GLOO, *members, **place))
+
+        replace(wire, "connected_group", connected_by_gloo)
 
     def sit_on(self, name: str) -> None:
         """Put the calling thread on a GPU."""
