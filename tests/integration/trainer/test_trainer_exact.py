@@ -154,13 +154,15 @@ async def test_logprobs_equal_plain_torch_in_the_order_of_the_request(
     await trainer.open(packing=packing, tokens_per_microbatch=64)
     asked_for = trainer.scored(groups)
     reply = await trainer.logprobs(groups, temperature=temperature, top_k=3)
+    wide = await trainer.logprobs(groups, temperature=temperature, in_float32=True)
     model = AutoModelForCausalLM.from_pretrained(trainer.model, dtype=torch.float32)
     assert [item.sequence_id for item in reply.sequences] == [item.sequence_id for item in asked_for]
-    for item, asked in zip(reply.sequences, asked_for, strict=True):
+    for item, same, asked in zip(reply.sequences, wide.sequences, asked_for, strict=True):
         prompt, response = from_tensor(asked.prompt_token_ids), from_tensor(asked.token_ids)
         with torch.no_grad():
             expected = logprobs(model, prompt, response, temperature).numpy()
         np.testing.assert_allclose(from_tensor(item.logprobs), expected, atol=TOLERANCE)
+        np.testing.assert_allclose(from_tensor(same.logprobs), expected, atol=TOLERANCE)
         best = from_tensor(item.top_logprobs)
         assert best.shape == from_tensor(item.top_token_ids).shape == (len(response), 3)
         assert (best[:, :1] >= best).all()

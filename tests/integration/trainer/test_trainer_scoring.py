@@ -76,6 +76,7 @@ async def test_a_frozen_gang_scores_with_the_weights_that_its_run_names(
     first = plainly(reference.model, groups)
     assert_same(await logprobs_of(reference, groups), first)
     assert_same(await logprobs_of(reference, groups, reference=True), first)
+    assert_same(await logprobs_of(reference, groups, in_float32=True), first)
 
     folder = model_maker(tmp_path / "another", seed=9)
     await opened(reference, initial_weights=str(folder))
