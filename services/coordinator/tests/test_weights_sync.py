@@ -102,6 +102,23 @@ def direct_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+async def test_a_member_whose_live_memory_changed_is_evicted_and_asked_for_no_canary() -> None:
+    bench = Bench("a", "b")
+    bench.fail("b", "VerifyWeights", WeightsMismatch("lm_head.weight: live tensor differs"))
+    await bench.sync.publish(V1)
+    await bench.sync.settled()
+    assert [name for name, _ in bench.evicted] == ["b-1"] and bench.serving(V1) == {"a"}
+    assert [[m.name for m in report.members] for report in bench.verified] == [["a"]]
+
+
+async def test_live_memory_that_changed_on_the_only_member_ends_the_run() -> None:
+    bench = Bench("a")
+    bench.fail("a", "VerifyWeights", WeightsMismatch("lm_head.weight: live tensor differs"))
+    await bench.sync.publish(V1)
+    with pytest.raises(WeightsMismatch, match="lm_head"):
+        await bench.sync.settled()
+
+
 async def test_a_group_is_kept_over_versions() -> None:
     bench = Bench("a", "b")
     for version in (V1, V2):

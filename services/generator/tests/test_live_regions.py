@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from flotilla_generator.engine.vllm import live_regions
-from flotilla_generator.engine.vllm.live_regions import LiveRegions, NoRegionsError
-from flotilla_generator.engine.vllm.live_weights import LiveModel, Unloaded
+from flotilla_generator.engine.vllm.live_regions import Digests, LiveRegions, NoRegionsError
+from flotilla_generator.engine.vllm.live_weights import NOTHING_COMMITTED, LiveModel
+from flotilla_generator.engine.vllm.standby import Standby
 from flotilla_weights.digest import tensor_digests
 from flotilla_weights.inbox import StagedModel
 
@@ -115,8 +115,15 @@ def learned(model: Model, seed: int = 1, dtype: torch.dtype = torch.float32) -> 
     return regions
 
 
-def faults(regions: LiveRegions, brought: StagedModel) -> list[str]:
-    return [fault for fault in regions.fill(brought) if fault is not None]
+def fill(standby: Standby, brought: StagedModel, buckets: int = 1) -> Digests:
+    """As the tensors arrive: in buckets whose memory is written again at once."""
+    filling = standby.begin()
+    for bucket in range(buckets):
+        lent = [(name, tensor.clone()) for name, tensor in brought.weights[bucket::buckets]]
+        filling.put(lent)
+        for _, tensor in lent:
+            tensor.fill_(7)
+    return filling.settle(brought.digests)
 
 
 def test_a_rehearsal_writes_nothing() -> None:
@@ -127,13 +134,35 @@ def test_a_rehearsal_writes_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_copies_make_the_model_that_a_load_makes(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("buckets", [1, 3])
+def test_a_standby_becomes_the_model_that_a_load_makes(dtype: torch.dtype, buckets: int) -> None:
     model = Model(dtype)
-    regions = learned(model)
-    assert faults(regions, staged(3)) == []
+    regions = learned(model, dtype=dtype)
+    standby = Standby.beside(regions)
+    expected = fill(standby, staged(3, dtype), buckets)
+    assert len(regions.differing(expected)) == len(SHAPES), "nothing is live yet"
+    standby.commit()
+    assert regions.differing(expected) == []
     copied = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    for name, tensor in loaded(model, 3).items():
+    for name, tensor in loaded(model, 3, dtype).items():
         assert torch.equal(copied[name], tensor), name
+
+
+def test_weights_of_another_type_are_rounded_as_they_are_loaded() -> None:
+    model = Model(torch.bfloat16)
+    regions = learned(model)
+    standby = Standby.beside(regions)
+    expected = fill(standby, staged(3))
+    standby.commit()
+    assert regions.differing(expected) == []
+    assert torch.equal(model.norm.weight, dict(staged(3).weights)["norm.weight"].bfloat16())
+
+
+def test_a_worker_keeps_its_own_part_alone() -> None:
+    regions = learned(Model())
+    own = sum(piece.nbytes for piece in regions.memory())
+    standby = Standby.beside(regions)
+    assert own <= standby.nbytes < own + 256 * len(regions.memory())
 
 
 def test_sums_with_adapters_are_copied_as_they_are_loaded() -> None:
@@ -144,23 +173,44 @@ def test_sums_with_adapters_are_copied_as_they_are_loaded() -> None:
     a, b = torch.randn(2, WIDTH, generator=random), torch.randn(4, 2, generator=random)
     pair = {"q.lora_A.weight": a, "q.lora_B.weight": b}
     adapted = StagedModel(base.weights, list(base.digests.values()), pair, 0.5)
-    assert faults(regions, adapted) == []
+    standby = Standby.beside(regions)
+    filling = standby.begin()
+    filling.put_sums(adapted, torch.device("cpu"))
+    expected = filling.settle(adapted.digests)
+    standby.commit()
+    assert regions.differing(expected) == []
     assert torch.allclose(model.qkv.weight[:4], dict(base.weights)["q.weight"] + 0.5 * b @ a)
     assert torch.equal(model.qkv.weight[4:], dict(base.weights)["k.weight"])
 
 
+def test_a_publication_that_was_given_up_fills_nothing_any_more() -> None:
+    standby = Standby.beside(learned(Model()))
+    late = standby.begin()
+    late.put(staged(2).weights[:1])
+    expected = fill(standby, staged(3))
+    with pytest.raises(RuntimeError, match="given up"):
+        late.put(staged(2).weights[1:])
+    standby.commit()
+    assert standby.regions.differing(expected) == []
+
+
+def test_a_publication_that_did_not_fill_all_is_not_committed() -> None:
+    filling = Standby.beside(learned(Model())).begin()
+    filling.put(staged(2).weights[1:])
+    with pytest.raises(RuntimeError, match=r"embed\.weight did not arrive"):
+        filling.settle(staged(2).digests)
+
+
 @pytest.mark.parametrize("stale", ["embed.weight", "k.weight", "down.weight", "norm.weight"])
-def test_a_tensor_that_is_not_live_is_named(stale: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model()
-    regions = learned(model)
-    copy = live_regions._copy
-
-    def forgetful(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        kept = [region.live.data_ptr() for region in regions._regions[stale]]
-        copy([(live, part) for live, part in pairs if live.data_ptr() not in kept])
-
-    monkeypatch.setattr(live_regions, "_copy", forgetful)
-    assert faults(regions, staged(3)) == [f"{stale}: live tensor differs from what was staged"]
+def test_a_tensor_that_is_not_live_is_named(stale: str) -> None:
+    regions = learned(Model())
+    standby = Standby.beside(regions)
+    expected = fill(standby, staged(3))
+    kept = [region.live.clone() for region in regions.by_name[stale]]
+    standby.commit()
+    for region, old in zip(regions.by_name[stale], kept, strict=True):
+        region.live.copy_(old)
+    assert regions.differing(expected) == [f"{stale}: live tensor differs from what was committed"]
 
 
 def packed(model: Model) -> None:
@@ -250,6 +300,7 @@ def worker() -> Worker:
 def live(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveModel]:
     model = LiveModel(worker)
     monkeypatch.setattr(model, "_has_twins", False)
+    monkeypatch.setattr(model, "_unchecked", NOTHING_COMMITTED)
     monkeypatch.setattr(model, "_configured", nullcontext)
 
     def load(module: Model, brought: StagedModel) -> None:
@@ -264,15 +315,20 @@ def live(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveModel]
 
 
 def commit(live: LiveModel, seed: int) -> dict[str, Any]:
-    prepared = live.prepare(staged(seed), seed)
-    assert isinstance(prepared, Unloaded)
-    return live.replace(prepared)
+    """A whole publication as a worker takes it; `check` has the faults that were found after it, if it was made."""
+    filling, brought = live.begin(), staged(seed)
+    if filling is None:
+        answer = live.replace(live.prepare(brought, seed))
+    else:
+        filling.put(brought.weights)
+        answer = live.replace(live.fill(filling, None, brought.digests))
+    return answer | {"check": live.check()["faults"] if answer["check"] else None}
 
 
 def test_the_first_commit_loads_and_the_next_ones_copy(live: LiveModel, worker: Worker) -> None:
-    for seed, loads in ((1, 1), (2, 1), (3, 1)):
+    for seed in (1, 2, 3):
         answer = commit(live, seed)
-        assert (answer["error"], answer["broken"], worker.loads) == ("", False, loads)
+        assert (answer["error"], answer["broken"], answer["check"], worker.loads) == ("", False, [], 1)
         assert torch.equal(worker.model.qkv.weight[:4], dict(staged(seed).weights)["q.weight"])
 
 
@@ -283,16 +339,66 @@ def test_parameters_that_moved_are_loaded_again(live: LiveModel, worker: Worker)
     assert torch.equal(worker.model.down.weight, dict(staged(2).weights)["down.weight"][:, WIDTH // 2 :])
 
 
-def test_a_wrong_copy_breaks_the_replica_until_a_whole_load(
+def test_a_wrong_copy_is_found_and_later_versions_are_loaded(
     live: LiveModel, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit(live, 1)
     with monkeypatch.context() as patched:
-        patched.setattr(live_regions, "_copy", lambda _pairs: None)
+        patched.setattr(Standby, "commit", lambda _standby: None)
         answer = commit(live, 2)
-    assert answer["broken"] and "live tensor differs" in answer["error"] and worker.loads == 1
+    assert any("live tensor differs" in fault for fault in answer["check"]) and worker.loads == 1
     assert commit(live, 3)["error"] == "" and worker.loads == 2
     assert commit(live, 4)["error"] == "" and worker.loads == 3
+
+
+def test_a_model_that_moves_after_a_version_arrived_keeps_its_weights(
+    live: LiveModel, worker: Worker
+) -> None:
+    commit(live, 1)
+    filling, brought = live.begin(), staged(2)
+    assert filling is not None
+    filling.put(brought.weights)
+    filled = live.fill(filling, None, brought.digests)
+    worker.model.down.weight.data = worker.model.down.weight.data.clone()
+    answer = live.replace(filled)
+    assert "moved" in answer["error"] and not answer["broken"]
+    assert commit(live, 3)["error"] == "" and worker.loads == 2
+
+
+def scaled(model: Model) -> None:
+    model.down.weight.data.mul_(1.01)
+
+
+def rows_swapped(model: Model) -> None:
+    rows = model.qkv.weight.data
+    rows[[0, 5]] = rows[[5, 0]]
+
+
+def padding_written(model: Model) -> None:
+    model.embed.weight.data[11, 3] = 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [(scaled, "down.weight: live"), (rows_swapped, "q.weight: live"), (padding_written, "the padding")],
+)
+@pytest.mark.parametrize("commits", [1, 2])
+def test_live_memory_that_changes_after_a_commit_is_found(
+    change: Callable[[Model], None], named: str, commits: int, live: LiveModel, worker: Worker
+) -> None:
+    for seed in range(commits):
+        commit(live, seed)
+    assert live.check() == {"tensors": len(SHAPES), "unchecked": "", "faults": []}
+    change(worker.model)
+    assert any(fault.startswith(named) for fault in live.check()["faults"])
+    assert commit(live, 8)["error"] == "" and worker.loads == 2, "a whole load repairs it"
+
+
+def test_a_model_without_regions_says_why_its_memory_is_not_compared(live: LiveModel, worker: Worker) -> None:
+    assert live.check()["unchecked"] == "nothing was committed yet"
+    kept_beside(worker.model)
+    commit(live, 1)
+    assert "keeps transposed" in live.check()["unchecked"]
 
 
 def test_a_model_without_regions_is_loaded_every_time(live: LiveModel, worker: Worker) -> None:

@@ -13,11 +13,11 @@ from flotilla_core.config.stack import GeneratorConfig
 from flotilla_core.errors import WeightsMismatch
 from flotilla_core.version import Version
 from flotilla_generator.checkpoint import Checkpoint
-from flotilla_generator.engine.base import KvPolicy, WeightsNotLive
+from flotilla_generator.engine.base import KvPolicy, Verified, WeightsNotLive
 from flotilla_generator.engine.vllm.engine import VllmEngine
 from flotilla_generator.engine.vllm.parent_watch import SERVICE_PID
 
-DONE = {"error": "", "broken": False, "apply_s": 0.1, "verify_s": 0.1}
+DONE = {"error": "", "broken": False, "apply_s": 0.1, "verify_s": 0.1, "check": False}
 NOTHING = {"error": "nothing is staged", "broken": False}
 WRONG = {"error": "lm_head.weight: live head differs", "broken": True}
 VERSION = Version(0, 1)
@@ -30,10 +30,14 @@ class Workers:
 
     def __init__(self, answers: list[dict[str, Any]] | Exception) -> None:
         self.answers = answers
+        self.live: list[dict[str, Any]] = []
+        """What a look at the live memory finds, for each worker."""
         self.calls: list[str] = []
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
         self.calls.append(method)
+        if method == "flotilla_status":
+            return [{"error": "", "busy": False, "buckets": 0, "live": one} for one in self.live]
         if isinstance(self.answers, Exception):
             raise self.answers
         return self.answers
@@ -61,6 +65,38 @@ async def test_weights_change_between_pause_and_resume(tmp_path) -> None:
     workers = Workers([DONE, DONE])
     await engine_on(workers, tmp_path).apply(VERSION, KvPolicy.RECOMPUTE)
     assert workers.calls == ["pause keep", "flotilla_apply", "resume"]
+
+
+RIGHT = {"tensors": 3, "unchecked": "", "faults": []}
+STALE = {"tensors": 3, "unchecked": "", "faults": ["norm.weight: live tensor differs"]}
+
+
+async def test_copies_are_compared_when_decoding_goes_on(tmp_path) -> None:
+    workers = Workers([DONE | {"check": True}] * 2)
+    workers.live = [RIGHT, RIGHT]
+    engine = engine_on(workers, tmp_path)
+    await engine.apply(VERSION, KvPolicy.RECOMPUTE)
+    assert workers.calls == ["pause keep", "flotilla_apply", "resume", "flotilla_check", "flotilla_status"]
+    assert await engine.verify() == Verified(3)
+
+
+async def test_a_wrong_copy_on_one_worker_ends_what_decodes_and_is_named(tmp_path) -> None:
+    workers = Workers([DONE | {"check": True}] * 2)
+    workers.live = [RIGHT, STALE]
+    engine = engine_on(workers, tmp_path)
+    with pytest.raises(WeightsNotLive, match=r"worker 1: norm\.weight"):
+        await engine.apply(VERSION, KvPolicy.RECOMPUTE)
+    assert workers.calls[-1] == "pause abort"
+    workers.calls.clear()
+    workers.live = [RIGHT, RIGHT]
+    await engine.apply(VERSION, KvPolicy.DRAIN)
+    assert workers.calls[:3] == ["pause keep", "flotilla_apply", "resume"], "nothing runs that could drain"
+
+
+async def test_memory_that_cannot_be_compared_is_said_to_be_unchecked(tmp_path) -> None:
+    workers = Workers([DONE])
+    workers.live = [{"tensors": 0, "unchecked": "packed", "faults": []}]
+    assert await engine_on(workers, tmp_path).verify() == Verified(0, "packed")
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,34 @@ async def test_a_sample_comes_once_with_what_the_engine_process_recorded(llm: Ll
     assert one.waiting == 6 and one.running == []
 
 
+async def test_no_sample_leaves_before_its_weights_are_proved_and_none_with_tokens_of_wrong_ones(
+    llm: Llm,
+) -> None:
+    one = Decoding(lambda: llm, (), lambda error: error)
+    drawing = await started(llm, one)
+    before = one.running[0].asked_at
+    one.switch(Version(0, 1))
+    one.hold()
+    one.switch(Version(0, 2))
+    llm.end(
+        "request:0",
+        [7, 8, 9],
+        "length",
+        record(-1, -2, -3, first_token_at=before, resumed=((before + 1e6, 2),)),
+    )
+    llm.end("request:1", [4], "stop", record(-4, first_token_at=before + 1e6))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not drawing.done() and len(one.running) == 2
+    one.retract()
+    one.release()
+    first, second = sorted(await drawing, key=lambda sample: sample.sample_id)
+    assert (first.token_ids.tolist(), first.logprobs.tolist()) == ([7, 8], [-1, -2])
+    assert first.spans == (Span(None, 0, 2),)
+    assert len(second.token_ids) == 0 and second.spans == ()
+    assert {first.finish_reason, second.finish_reason} == {FinishReason.ABORT}
+
+
 async def test_an_abort_ends_samples_where_their_tokens_are(llm: Llm) -> None:
     one = Decoding(lambda: llm, (), lambda error: error)
     drawing = await started(llm, one)

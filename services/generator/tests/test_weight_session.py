@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from flotilla.common.v1 import weights_pb2
-from flotilla_generator.engine.base import EngineInfo
-from flotilla_generator.weights import WeightSession
+from flotilla_core.errors import FailedPrecondition, StaleVersion, WeightsMismatch
+from flotilla_core.version import Version
+from flotilla_generator.engine.base import EngineInfo, Verified, WeightsNotLive
+from flotilla_generator.weights import Phase, WeightSession
 from flotilla_weights.manifest import Manifest
 
 LIMIT_S = 10.0
@@ -21,6 +25,7 @@ class Engine:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.go_on = asyncio.Event()
+        self.live_fault: WeightsNotLive | None = None
 
     async def join(self, group: weights_pb2.WeightGroup, rank_offset: int, manifest: Manifest) -> None:
         self.calls.append("join")
@@ -31,6 +36,27 @@ class Engine:
     async def untag(self) -> None:
         self.calls.append("untag")
         await self.go_on.wait()
+
+    async def verify(self) -> Verified:
+        if self.live_fault is not None:
+            raise self.live_fault
+        return Verified(3)
+
+
+async def test_live_weights_that_changed_break_the_replica_and_another_version_is_refused() -> None:
+    engine = Engine()
+    session = WeightSession(engine)  # type: ignore[arg-type]
+    session.run_id, session.live = "run", Version(0, 2)
+    assert await session.verify("run", Version(0, 2)) == Verified(3)
+    for other in (Version(0, 1), Version(0, 3)):
+        with pytest.raises(StaleVersion):
+            await session.verify("run", other)
+    engine.live_fault = WeightsNotLive("w changed")
+    with pytest.raises(WeightsMismatch, match="w changed"):
+        await session.verify("run", Version(0, 2))
+    assert session.phase is Phase.BROKEN
+    with pytest.raises(FailedPrecondition, match="w changed"):
+        session.require_serving("run", None)
 
 
 async def test_what_a_former_run_ends_too_late_is_not_the_group_of_the_next_run() -> None:

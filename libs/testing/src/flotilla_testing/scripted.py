@@ -66,6 +66,7 @@ def scripted_generator(name: str, life: int = 1) -> ScriptedReplica:
         "JoinWeightGroup": gen.JoinWeightGroupResponse(),
         "StageWeights": gen.StageWeightsResponse(),
         "CommitWeights": gen.CommitWeightsResponse(),
+        "VerifyWeights": gen.VerifyWeightsResponse(),
         "GetWeightStatus": gen.GetWeightStatusResponse(),
         "AbortWeights": gen.AbortWeightsResponse(),
     }

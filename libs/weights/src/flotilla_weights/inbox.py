@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 Named = list[tuple[str, torch.Tensor]]
 Progress = Callable[[int], None]
+Keep = Callable[[Named], None]
+"""Queues copies of tensors before it returns: their memory is written again afterwards."""
 
 
 class StagedModel:
@@ -78,10 +80,23 @@ class Inbox:
         """Messages of the publication under way."""
         return self._earlier_buckets + self._receiver.buckets_received
 
-    def receive(self, progress: Progress = lambda buckets: None) -> None:
-        """Take one publication; `progress` receives the count of its messages."""
+    @property
+    def told(self) -> dict[str, int]:
+        """The digests of the last publication by the names of their tensors."""
+        return dict(zip((spec.name for spec in self._manifest.all_tensors), self.digests, strict=True))
+
+    def receive(self, progress: Progress = lambda buckets: None, keep: Keep | None = None) -> None:
+        """Take one publication; `progress` receives the count of its messages.
+
+        Where `keep` is given, it takes tensors as they arrive, and nothing is staged but what has adapters.
+        """
         self.staged, self.digests, self._earlier_buckets = None, [], 0
         adapters = self._manifest.adapters
+        if adapters is None and keep is not None:
+            self.digests = self._receiver.receive(
+                _both(keep, lambda: progress(self.buckets_received)), lent=True
+            )
+            return
         if adapters is None:
             crowded = not self._receiver.has_room_for(self._manifest.nbytes)
             if crowded and not self._told:
@@ -116,3 +131,11 @@ class Inbox:
             progress(self.buckets_received)
 
         return arrived, self._receiver.receive(sink, manifest)
+
+
+def _both(keep: Keep, then: Callable[[], None]) -> Keep:
+    def sink(named: Named) -> None:
+        keep(named)
+        then()
+
+    return sink

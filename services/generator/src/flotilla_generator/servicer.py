@@ -164,6 +164,13 @@ class GeneratorServicer(GeneratorServiceServicer):
             verify=duration(applied.verify_s),
         )
 
+    async def VerifyWeights(self, request: pb.VerifyWeightsRequest, context: Any) -> pb.VerifyWeightsResponse:
+        self._require_open()
+        version = Version.from_proto(request.policy_version)
+        with self._activities.doing(f"verifying version {version}", run_id=request.run_id):
+            verified = await self.weights.verify(request.run_id, version)
+        return pb.VerifyWeightsResponse(tensors=verified.tensors, unchecked=verified.unchecked)
+
     async def AbortWeights(self, request: pb.AbortWeightsRequest, context: Any) -> pb.AbortWeightsResponse:
         self._require_open()
         await self.weights.abort(request.run_id)

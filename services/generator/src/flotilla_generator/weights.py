@@ -23,7 +23,7 @@ from flotilla_core.errors import (
     WeightsMismatch,
 )
 from flotilla_core.version import Version
-from flotilla_generator.engine.base import Applied, Engine, KvPolicy, WeightsNotLive
+from flotilla_generator.engine.base import Applied, Engine, KvPolicy, Verified, WeightsNotLive
 from flotilla_generator.staged_weights import StagedWeights, differing, require_whole
 from flotilla_weights.manifest import Manifest
 
@@ -122,9 +122,7 @@ class WeightSession:
 
         A caller that goes away does not stop it half-way.
         """
-        task = asyncio.ensure_future(self._commit(run_id, epoch, version, kv_policy, expected))
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return await asyncio.shield(task)
+        return await _to_its_end(self._commit(run_id, epoch, version, kv_policy, expected))
 
     async def _commit(
         self,
@@ -145,7 +143,7 @@ class WeightSession:
             try:
                 applied = await self._engine.apply(version, kv_policy)
             except WeightsNotLive as error:
-                self._broken, self.live, self.error = True, None, str(error)
+                self._break(error)
                 raise
             except FlotillaError as error:
                 self.error = str(error)
@@ -157,6 +155,22 @@ class WeightSession:
             self._live_digests = staged.digests
             self._rest()
             return applied
+
+    async def verify(self, run_id: str, version: Version) -> Verified:
+        """Compare the memory that decodes with what the commit of `version`, which is live, put there."""
+        return await _to_its_end(self._verify(run_id, version))
+
+    async def _verify(self, run_id: str, version: Version) -> Verified:
+        async with self._lock:
+            self.require_serving(run_id, version)
+            if version != self.live:
+                raise StaleVersion(f"version {version} is not live", why=f"version {self.live} is")
+            try:
+                return await self._engine.verify()
+            except WeightsNotLive as error:
+                self._break(error)
+                self._rest()
+                raise
 
     async def abort(self, run_id: str) -> None:
         """Drop what a run has staged or on its way, and its group; the live weights stay.
@@ -204,6 +218,9 @@ class WeightSession:
 
     def _heard(self, buckets: int) -> None:
         self.buckets_received = buckets
+
+    def _break(self, error: WeightsNotLive) -> None:
+        self._broken, self.live, self.error = True, None, str(error)
 
     def _rest(self) -> None:
         """The phase between calls."""
@@ -271,3 +288,10 @@ class WeightSession:
         self.staged, self.error = None, str(error)
         self._rest()
         return error
+
+
+async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`, which goes on when the caller goes away."""
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return await asyncio.shield(task)

@@ -178,6 +178,19 @@ class WeightEpochs:
             raise GroupBrokenError(failures, group)
         return taken, failures
 
+    async def verify_live(self, report: SyncReport) -> Failures:
+        """Have the members compare what decodes with what they committed; return the failures."""
+        outcomes = await asyncio.gather(
+            *(self._verify_one(member, report.version) for member in report.members), return_exceptions=True
+        )
+        failures: Failures = {}
+        for member, outcome in zip(report.members, outcomes, strict=True):
+            if isinstance(outcome, FlotillaError):
+                failures[member.name] = outcome
+            elif outcome is not None:
+                raise outcome
+        return failures
+
     async def abandon(self, broken: GroupBrokenError) -> list[tuple[Member, FlotillaError]]:
         """Free all members for the next epoch; return those that failed by themselves or are gone, with the reasons."""
         group = broken.group
@@ -249,6 +262,12 @@ class WeightEpochs:
         reply = await rpc.unary(member.replica.stub.CommitWeights, request, timeout_s=limit_s, attempts=1)
         stall_s = reply.stall.ToNanoseconds() / 1e9
         return HeldWeights(member, staged.version, digests, staged.by_member[member.name], stall_s)
+
+    async def _verify_one(self, member: Member, version: Version) -> None:
+        request = gen.VerifyWeightsRequest(
+            run_id=self._run_id, request_id=ids.new_request_id(), policy_version=version.to_proto()
+        )
+        await self._once(member.replica.stub.VerifyWeights, request)
 
     async def _once(self, method: Any, request: Any) -> Any:
         """Make one call within the sync's limit, without a retry, because a broken group is repaired as a whole."""

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from opentelemetry.trace import Span
 
 from flotilla_coordinator.trainers.roles import PolicyTrainer
-from flotilla_coordinator.weights.epochs import GroupBrokenError, WeightEpochs
+from flotilla_coordinator.weights.epochs import Failures, GroupBrokenError, WeightEpochs
 from flotilla_coordinator.weights.members import (
     GeneratorReplica,
     Group,
@@ -67,12 +67,12 @@ class WeightSync:
         self._candidates = candidates
         self._ready = ready
         self._evict = evict
-        self._verify = verify
+        self._compare = verify
         self._epochs = WeightEpochs(run_id, config, backend, policy, fence, longest_sample_s, max_staleness)
         self.serving = Serving()
         self._let_go: set[str] = set()
         """Instances that were released for another run since the group was formed."""
-        self._joiners = LateJoiners(run_id, self._epochs, self.serving, self._expel, verify)
+        self._joiners = LateJoiners(run_id, self._epochs, self.serving, self._expel, self._verify)
         self._group: Group | None = None
         self._moving_to: frozenset[str] = frozenset()
         self.version: Version | None = None
@@ -216,6 +216,12 @@ class WeightSync:
         for member in report.members:
             if member.name in failures:
                 self._expel(member, failures[member.name])
+
+    async def _verify(self, report: SyncReport) -> Failures:
+        """Check what the members hold, then what they compute; a member that holds something else computes nothing."""
+        failures = await self._epochs.verify_live(report)
+        holding = tuple(member for member in report.members if member.name not in failures)
+        return failures | (await self._compare(replace(report, members=holding)) if holding else {})
 
     async def _form(self, replicas: list[GeneratorReplica]) -> Group:
         """Form the group that follows the policy from now on."""

@@ -3,7 +3,7 @@
 Invariants: an engine validates nothing that `read_request` or `WeightSession` already did, and knows nothing of gRPC;
 every sample that `generate` was asked for is yielded exactly once, whole or partial (`ABORT`), unless the iterator is
 closed, which ends its requests in the engine. Weight calls are serialised by `WeightSession`; `apply` is the only one
-that touches live weights.
+that changes live weights.
 """
 
 from __future__ import annotations
@@ -132,6 +132,16 @@ class Applied:
     verify_s: float
 
 
+@dataclass(frozen=True)
+class Verified:
+    """The result of a look at the memory that decodes, where nothing was found wrong."""
+
+    tensors: int
+    """How many were compared on every worker."""
+    unchecked: str = ""
+    """Why none were."""
+
+
 class WeightsNotLive(WeightsMismatch):
     """Applying failed half-way: the live weights are unknown and nothing may decode with them."""
 
@@ -186,6 +196,13 @@ class Engine(ABC):
         """Make the staged weights live and tag `version`.
 
         WeightsNotLive says that the live weights are broken; any other error, that they are untouched.
+        """
+
+    @abstractmethod
+    async def verify(self) -> Verified:
+        """Compare the live weights with what the last commit put there, beside decoding.
+
+        WeightsNotLive says that they changed since; then nothing decodes any more.
         """
 
     @abstractmethod

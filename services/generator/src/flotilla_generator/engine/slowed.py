@@ -25,6 +25,7 @@ from flotilla_generator.engine.base import (
     KvPolicy,
     Received,
     Sample,
+    Verified,
 )
 from flotilla_weights.manifest import Manifest
 
@@ -111,6 +112,9 @@ class SlowedEngine(Engine):
 
     async def apply(self, version: Version, kv_policy: KvPolicy) -> Applied:
         return await self._engine.apply(version, kv_policy)
+
+    async def verify(self) -> Verified:
+        return await self._engine.verify()
 
     async def untag(self) -> None:
         await self._engine.untag()

@@ -555,6 +555,58 @@ class CommitWeightsResponse(_message.Message):
 Global___CommitWeightsResponse: _TypeAlias = CommitWeightsResponse  # noqa: Y015
 
 @_typing.final
+class VerifyWeightsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    request_id: _builtins.str
+    @_builtins.property
+    def policy_version(self) -> _version_pb2.PolicyVersion:
+        """The version that is live; another one is STALE_VERSION."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        policy_version: _version_pb2.PolicyVersion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version", "request_id", b"request_id", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyWeightsRequest: _TypeAlias = VerifyWeightsRequest  # noqa: Y015
+
+@_typing.final
+class VerifyWeightsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENSORS_FIELD_NUMBER: _builtins.int
+    UNCHECKED_FIELD_NUMBER: _builtins.int
+    tensors: _builtins.int
+    """Tensors of the manifest whose live bytes were compared on every worker."""
+    unchecked: _builtins.str
+    """Why none were, such as packed weights of a CPU; empty where they were."""
+    def __init__(
+        self,
+        *,
+        tensors: _builtins.int = ...,
+        unchecked: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tensors", b"tensors", "unchecked", b"unchecked"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyWeightsResponse: _TypeAlias = VerifyWeightsResponse  # noqa: Y015
+
+@_typing.final
 class AbortWeightsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -60,6 +60,11 @@ class GeneratorServiceStub:
                 request_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.CommitWeightsRequest.SerializeToString,
                 response_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.CommitWeightsResponse.FromString,
                 _registered_method=True)
+        self.VerifyWeights = channel.unary_unary(
+                '/flotilla.generator.v1.GeneratorService/VerifyWeights',
+                request_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.VerifyWeightsRequest.SerializeToString,
+                response_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.VerifyWeightsResponse.FromString,
+                _registered_method=True)
         self.AbortWeights = channel.unary_unary(
                 '/flotilla.generator.v1.GeneratorService/AbortWeights',
                 request_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.AbortWeightsRequest.SerializeToString,
@@ -109,6 +114,14 @@ class GeneratorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def VerifyWeights(self, request, context):
+        """Compare the memory that decodes with what the last commit put there. WEIGHTS_MISMATCH names the tensors that
+        changed since, and nothing is generated until a whole sync succeeds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AbortWeights(self, request, context):
         """Drop what is staged or being received, and the group with it; the live weights stay.
         """
@@ -143,6 +156,11 @@ def add_GeneratorServiceServicer_to_server(servicer, server):
                     servicer.CommitWeights,
                     request_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.CommitWeightsRequest.FromString,
                     response_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.CommitWeightsResponse.SerializeToString,
+            ),
+            'VerifyWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.VerifyWeights,
+                    request_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.VerifyWeightsRequest.FromString,
+                    response_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.VerifyWeightsResponse.SerializeToString,
             ),
             'AbortWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.AbortWeights,
@@ -286,6 +304,33 @@ class GeneratorService:
             '/flotilla.generator.v1.GeneratorService/CommitWeights',
             flotilla_dot_generator_dot_v1_dot_generator__pb2.CommitWeightsRequest.SerializeToString,
             flotilla_dot_generator_dot_v1_dot_generator__pb2.CommitWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def VerifyWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flotilla.generator.v1.GeneratorService/VerifyWeights',
+            flotilla_dot_generator_dot_v1_dot_generator__pb2.VerifyWeightsRequest.SerializeToString,
+            flotilla_dot_generator_dot_v1_dot_generator__pb2.VerifyWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -49,6 +49,10 @@ class GeneratorServiceStub:
     """Check the staged version against the sender's digests, apply it in a short pause with requests
     kept, verify the live weights, resume. On any mismatch nothing is applied and the tensor is named.
     """
+    VerifyWeights: _grpc.UnaryUnaryMultiCallable[_generator_pb2.VerifyWeightsRequest, _generator_pb2.VerifyWeightsResponse]
+    """Compare the memory that decodes with what the last commit put there. WEIGHTS_MISMATCH names the tensors that
+    changed since, and nothing is generated until a whole sync succeeds.
+    """
     AbortWeights: _grpc.UnaryUnaryMultiCallable[_generator_pb2.AbortWeightsRequest, _generator_pb2.AbortWeightsResponse]
     """Drop what is staged or being received, and the group with it; the live weights stay."""
 
@@ -72,6 +76,10 @@ class GeneratorServiceAsyncStub(GeneratorServiceStub):
     CommitWeights: _aio.UnaryUnaryMultiCallable[_generator_pb2.CommitWeightsRequest, _generator_pb2.CommitWeightsResponse]  # type: ignore[assignment]
     """Check the staged version against the sender's digests, apply it in a short pause with requests
     kept, verify the live weights, resume. On any mismatch nothing is applied and the tensor is named.
+    """
+    VerifyWeights: _aio.UnaryUnaryMultiCallable[_generator_pb2.VerifyWeightsRequest, _generator_pb2.VerifyWeightsResponse]  # type: ignore[assignment]
+    """Compare the memory that decodes with what the last commit put there. WEIGHTS_MISMATCH names the tensors that
+    changed since, and nothing is generated until a whole sync succeeds.
     """
     AbortWeights: _aio.UnaryUnaryMultiCallable[_generator_pb2.AbortWeightsRequest, _generator_pb2.AbortWeightsResponse]  # type: ignore[assignment]
     """Drop what is staged or being received, and the group with it; the live weights stay."""
@@ -123,6 +131,16 @@ class GeneratorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_generator_pb2.CommitWeightsResponse, _abc.Awaitable[_generator_pb2.CommitWeightsResponse]]:
         """Check the staged version against the sender's digests, apply it in a short pause with requests
         kept, verify the live weights, resume. On any mismatch nothing is applied and the tensor is named.
+        """
+
+    @_abc_1.abstractmethod
+    def VerifyWeights(
+        self,
+        request: _generator_pb2.VerifyWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generator_pb2.VerifyWeightsResponse, _abc.Awaitable[_generator_pb2.VerifyWeightsResponse]]:
+        """Compare the memory that decodes with what the last commit put there. WEIGHTS_MISMATCH names the tensors that
+        changed since, and nothing is generated until a whole sync succeeds.
         """
 
     @_abc_1.abstractmethod

@@ -13,7 +13,7 @@ import time
 from bisect import bisect_right
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -39,19 +39,29 @@ class Running:
     asked_at: float = field(default_factory=time.monotonic)
 
 
+WRONG: Literal["wrong"] = "wrong"
+
+
 class LiveVersions:
     """Tells which version of the weights was live at a time; before the first commit none was."""
 
     def __init__(self) -> None:
-        self._since: list[tuple[float, Version | None]] = [(float("-inf"), None)]
+        self._since: list[tuple[float, Version | Literal["wrong"] | None]] = [(float("-inf"), None)]
 
     def switch(self, version: Version | None, needed_from: float) -> None:
         """Record that `version` is live from now on; nobody asks about a time before `needed_from` any more."""
         del self._since[: self._index(needed_from)]
         self._since.append((time.monotonic(), version))
 
+    def retract(self) -> None:
+        """Record that what is live since the last switch was never that version."""
+        self._since[-1] = (self._since[-1][0], WRONG)
+
     def spans(self, record: SampleRecord, tokens: int) -> tuple[Span, ...]:
-        """Return who wrote a sample: another version may write from where decoding resumed after a pause."""
+        """Return who wrote a sample: another version may write from where decoding resumed after a pause.
+
+        They end where wrong weights began to write.
+        """
         if record.first_token_at is None:
             return ()
         starts = [(self._at(record.first_token_at), 0)]
@@ -59,13 +69,15 @@ class LiveVersions:
             if (version := self._at(when)) != starts[-1][0]:
                 starts.append((version, position))
         ends = [start for _, start in starts[1:]] + [tokens]
-        return tuple(
-            Span(version, start, end)
-            for (version, start), end in zip(starts, ends, strict=True)
-            if end > start
-        )
+        spans = []
+        for (version, start), end in zip(starts, ends, strict=True):
+            if version == WRONG:
+                break
+            if end > start:
+                spans.append(Span(version, start, end))
+        return tuple(spans)
 
-    def _at(self, when: float) -> Version | None:
+    def _at(self, when: float) -> Version | Literal["wrong"] | None:
         return self._since[self._index(when)][1]
 
     def _index(self, when: float) -> int:
@@ -107,6 +119,8 @@ class Decoding:
         self._explained = explained
         self._requests: dict[str, set[Running]] = {}
         self._versions = LiveVersions()
+        self._proved = asyncio.Event()
+        self._proved.set()
         self.waiting = 0
         """Samples without a place in the engine, as of the last one that ended."""
 
@@ -157,6 +171,18 @@ class Decoding:
         oldest = min((one.asked_at for one in self.running), default=time.monotonic())
         self._versions.switch(version, needed_from=oldest)
 
+    def hold(self) -> None:
+        """Let no sample leave until `release`: the weights that decode are still compared."""
+        self._proved.clear()
+
+    def release(self) -> None:
+        """Let samples leave."""
+        self._proved.set()
+
+    def retract(self) -> None:
+        """Record that what writes is not the version that it was taken for: samples lose those tokens."""
+        self._versions.retract()
+
     async def _deliver(
         self, request: GenerationRequest, running: Running, done: asyncio.Queue[Sample | BaseException]
     ) -> None:
@@ -187,14 +213,20 @@ class Decoding:
                 f"sample {slot.sample_id} has {len(token_ids)} tokens and {len(record.logprobs)} log-probabilities",
                 next_step="report this with the version of vLLM",
             )
+        await self._proved.wait()
+        spans = self._versions.spans(record, len(token_ids))
+        written = len(token_ids) if record.first_token_at is None else 0
+        kept = spans[-1].end if spans else written
         self.waiting = record.waiting
         first_token_at = ended_at if record.first_token_at is None else record.first_token_at
         return Sample(
             sample_id=slot.sample_id,
-            token_ids=token_ids,
-            logprobs=record.logprobs,
-            finish_reason=FINISH_REASONS[completion.finish_reason],
-            spans=self._versions.spans(record, len(token_ids)),
+            token_ids=token_ids[:kept],
+            logprobs=record.logprobs[:kept],
+            finish_reason=(
+                FINISH_REASONS[completion.finish_reason] if kept == len(token_ids) else FinishReason.ABORT
+            ),
+            spans=spans,
             queued_s=0.0,
             first_token_s=first_token_at - running.asked_at,
             total_s=ended_at - running.asked_at,

@@ -27,6 +27,7 @@ from flotilla_generator.engine.base import (
     Sample,
     SampleSlot,
     Sampling,
+    Verified,
 )
 from flotilla_generator.engine.vllm.boot import (
     WORKER_EXTENSION,
@@ -134,6 +135,9 @@ class VllmEngine(Engine):
 
     async def apply(self, version: Version, kv_policy: KvPolicy) -> Applied:
         return await self.commits.apply(version, kv_policy)
+
+    async def verify(self) -> Verified:
+        return await self.commits.verify()
 
     async def untag(self) -> None:
         await self.commits.untag()

@@ -5,16 +5,15 @@ a commit is those copies, into the memory that captured graphs read.
 
 Invariants: regions are used only if they fill every element of every parameter exactly once, by plain copies out of
 every tensor of the checkpoint, and agree with what a whole load made of the same tensors; a model that makes anything
-else of its weights (packed, quantized or absorbed ones) has no regions, because what it made would become stale. After
-each copy all of the live memory is compared with what was sent: by digest, or number by number where a region is a
-slice or has another type.
+else of its weights (packed, quantized or absorbed ones) has no regions, because what it made would become stale. What
+the regions hold is compared by digests: that of the sender where a region is a whole tensor, else one of the part.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,10 +24,10 @@ from flotilla_weights.inbox import StagedModel
 
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 """Those of vLLM's methods that multiply by the parameter itself."""
-COPIED_AT_ONCE = 256 << 20
-"""Bytes of sums with adapters that exist at one time."""
-
 aten = torch.ops.aten
+
+Digests = dict[str, list[int]]
+"""By the name of a tensor in the checkpoint, one for each of its regions."""
 
 
 class NoRegionsError(Exception):
@@ -61,7 +60,7 @@ class LiveRegions:
         self, model: torch.nn.Module, regions: dict[str, list[Region]], zeros: list[torch.Tensor]
     ) -> None:
         self._model = model
-        self._regions = regions
+        self.by_name = regions
         self._zeros = zeros
         self._memory = _addresses(model)
 
@@ -93,7 +92,7 @@ class LiveRegions:
         if not self.stand():
             raise NoRegionsError("a load moves the parameters")
         for name, tensor in staged.tensors(self._device):
-            for region in self._regions[name]:
+            for region in self.by_name[name]:
                 if not torch.equal(region.live, region.part_of(tensor).to(region.live)):
                     raise NoRegionsError(f"{name} is loaded in another way than by a copy")
         if any(bool(padding.any()) for padding in self._zeros):
@@ -103,40 +102,58 @@ class LiveRegions:
         """Return whether the model still uses the memory that the regions are in."""
         return _addresses(self._model) == self._memory
 
-    def fill(self, staged: StagedModel) -> Iterator[str | None]:
-        """Copy all tensors into the live model; then yield what is wrong with it, or nothing, for each tensor."""
-        expected: dict[str, int] = dict(staged.digests)
-        sums: list[tuple[str, torch.Tensor]] = []
-        unequal: list[tuple[str, torch.Tensor]] = []
-        for batch in _batches(staged.tensors(self._device)):
-            pairs = [
-                (region.live, region.part_of(tensor))
-                for name, tensor in batch
-                for region in self._regions[name]
-            ]
-            _copy(pairs)
-            for name, tensor in batch:
-                regions = self._regions[name]
-                if len(regions) == 1 and regions[0].is_whole(tensor):
-                    if name not in expected:
-                        sums.append((name, pending_digests([tensor])))
-                    continue
-                expected.pop(name, None)
-                for region in regions:
-                    other = region.live != region.part_of(tensor).to(region.live)
-                    unequal.append((name, other.any().long()))
-        expected |= zip((name for name, _ in sums), resolve([digest for _, digest in sums]), strict=True)
-        lives = [self._regions[name][0].live for name in expected]
-        found = resolve([pending_digests(lives)] if lives else [])
-        wrong = {name for name, digest in zip(expected, found, strict=True) if digest != expected[name]}
-        flags = resolve([flag for _, flag in unequal])
-        wrong |= {name for (name, _), flag in zip(unequal, flags, strict=True) if flag}
-        for name in self._regions:
-            yield f"{name}: live tensor differs from what was staged" if name in wrong else None
+    def expected(self, staged: StagedModel) -> Digests:
+        """Return what the digests of the regions are where `staged` is live."""
+        known = staged.digests
+        expected: Digests = {}
+        pending: dict[str, torch.Tensor] = {}
+        for name, tensor in staged.tensors(self._device):
+            if name in known and self.is_whole(name, tensor):
+                expected[name] = [known[name]]
+            else:
+                parts = [region.part_of(tensor).to(self._device) for region in self.by_name[name]]
+                pending[name] = self.digests(name, parts)
+        return expected | resolved(pending)
+
+    def digests(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Queue the digests that the regions of a tensor have with these parts of it."""
+        regions = self.by_name[name]
+        return pending_digests([part.to(one.live.dtype) for one, part in zip(regions, parts, strict=True)])
+
+    def is_whole(self, name: str, tensor: torch.Tensor) -> bool:
+        """Return whether the live bytes of a tensor are those of this value of it, in one place."""
+        regions = self.by_name[name]
+        return len(regions) == 1 and regions[0].is_whole(tensor)
+
+    def memory(self) -> list[torch.Tensor]:
+        """Return every piece of memory that the regions are in, flat."""
+        written = [region.live for found in self.by_name.values() for region in found] + self._zeros
+        pieces: dict[int, torch.Tensor] = {}
+        for part in written:
+            storage = part.untyped_storage()
+            if storage.data_ptr() not in pieces and part.numel():
+                size = storage.nbytes() // part.itemsize
+                pieces[storage.data_ptr()] = part.as_strided((size,), (1,), 0)
+        return list(pieces.values())
+
+    def differing(self, expected: Digests) -> list[str]:
+        """Return what differs from digests that the regions should have."""
+        lives = [region.live for name in expected for region in self.by_name[name]]
+        padding = [part.any().long() for part in self._zeros]
+        values = iter(resolve([pending_digests(lives), *padding]))
+        wrong = [name for name, digests in expected.items() if list(islice(values, len(digests))) != digests]
+        faults = [f"{name}: live tensor differs from what was committed" for name in wrong]
+        return faults + (["the padding of a tensor is not zero"] if any(values) else [])
 
     @property
     def _device(self) -> torch.device:
         return next(self._model.parameters()).device
+
+
+def resolved(pending: dict[str, torch.Tensor]) -> Digests:
+    """Fetch digests of parts of tensors that were queued."""
+    values = iter(resolve(list(pending.values())))
+    return {name: list(islice(values, queued.numel())) for name, queued in pending.items()}
 
 
 class _Rehearsal(TorchDispatchMode):
@@ -226,6 +243,8 @@ def _require_filled(model: torch.nn.Module, written: list[torch.Tensor]) -> None
     for address, found in parts.items():
         name, tensor = by_address[address]
         size = tensor.untyped_storage().nbytes() // tensor.itemsize
+        if size != tensor.numel():
+            raise NoRegionsError(f"{name} is a part of a larger piece of memory")
         filled = torch.zeros(size, dtype=torch.bool, device=tensor.device)
         for part in found:
             filled.as_strided(part.shape, part.stride(), part.storage_offset()).fill_(True)
@@ -233,28 +252,5 @@ def _require_filled(model: torch.nn.Module, written: list[torch.Tensor]) -> None
             raise NoRegionsError(f"{name} is not filled by copies alone")
 
 
-def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Few launches serve for all parts that lie in one piece; slices of rows take one each."""
-    whole = [(live, part) for live, part in pairs if live.is_contiguous() and part.is_contiguous()]
-    if whole:
-        torch._foreach_copy_([live for live, _ in whole], [part for _, part in whole])
-    for live, part in pairs:
-        if not (live.is_contiguous() and part.is_contiguous()):
-            live.copy_(part)
-
-
 def _addresses(model: torch.nn.Module) -> list[int]:
     return [parameter.data_ptr() for parameter in model.parameters()]
-
-
-def _batches(named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    batch: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for name, tensor in named:
-        batch.append((name, tensor))
-        size += tensor.nbytes
-        if size >= COPIED_AT_ONCE:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch

@@ -4,10 +4,10 @@ Invariants: `replace` either leaves the model as it was (`broken` false) or says
 only for weights that were proved to be what was staged. On CPUs, where packing for the kernels is nearly all of the
 work, a twin of the model is loaded and packed during decoding, proved between its steps, and `replace` exchanges
 references: vLLM's packed kernels share scratch memory, so whatever multiplies runs on the thread that decodes. On GPUs,
-where a second copy has no place and copying is fast, and for models without a twin, `replace` loads and proves while
-decoding is paused; nothing is compared twice. The first such load also learns where each tensor lies in the live model;
-later ones copy there, where that is all that vLLM does. Sums with adapters are made while they load, one layer at a
-time.
+and for models without a twin, the first `replace` loads and proves while decoding is paused. It also learns where each
+tensor lies in the live model. Where a copy is all that vLLM does, later versions are copied into a standby as they
+arrive, and `replace` only queues copies of that; what is live then is compared by `check`, beside decoding. Sums with
+adapters are made while they are copied or loaded, a few tensors at a time.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-from flotilla_generator.engine.vllm.live_regions import LiveRegions, NoRegionsError
+from flotilla_generator.engine.vllm.live_regions import Digests, LiveRegions, NoRegionsError
 from flotilla_generator.engine.vllm.shadow_model import ShadowModel
+from flotilla_generator.engine.vllm.standby import Filling, Standby
 from flotilla_generator.engine.vllm.weight_check import Columns, matrix_layers, proving, recording
 from flotilla_weights.inbox import StagedModel
 
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 # vLLM warns at every sync about a tied head that got no tensor of its own; the proof is what counts.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
+NOTHING_COMMITTED = "nothing was committed yet"
 NAMED = 5
 """Faults that an answer names before it only counts."""
 
@@ -46,6 +48,14 @@ class Unloaded:
     seed: int
 
 
+@dataclass(frozen=True)
+class Filled:
+    """A standby with the weights that `replace` has to copy, and the digests that the live memory will have."""
+
+    standby: Standby
+    expected: Digests
+
+
 @dataclass
 class Loaded:
     """The weights that `replace` has to exchange once they are verified, or the reason why it must not."""
@@ -56,6 +66,10 @@ class Loaded:
     proved: bool = False
 
 
+Following = Loaded | Unloaded | Filled
+"""The version after the one that is live."""
+
+
 class LiveModel:
     """The model inside one vLLM worker."""
 
@@ -64,7 +78,27 @@ class LiveModel:
         self._one_twin = threading.Lock()
         self._has_twins = worker.device.type == "cpu"
         self._regions: LiveRegions | None = None
+        self._standby: Standby | None = None
         self._may_learn = True
+        self._committed: Digests = {}
+        self._unchecked = (
+            "the matrices are packed for the kernels of this CPU; the canary sees what they compute"
+            if self._has_twins
+            else NOTHING_COMMITTED
+        )
+
+    def begin(self) -> Filling | None:
+        """Return what takes the tensors of a publication as they arrive, or None where they are staged as a whole."""
+        if self._regions is not None and not self._regions.stand():
+            self._forget_places()
+        return None if self._standby is None else self._standby.begin()
+
+    def fill(self, filling: Filling, staged: StagedModel | None, told: dict[str, int]) -> Filled:
+        """End a publication: `staged` is what has to be summed first, if anything."""
+        if staged is not None:
+            filling.put_sums(staged, self._worker.device)
+            told = staged.digests
+        return Filled(filling.standby, filling.settle(told))
 
     def prepare(self, staged: StagedModel, seed: int) -> Loaded | Unloaded:
         """Do all work that is possible during decoding; `seed` chooses the columns of the proof."""
@@ -87,9 +121,9 @@ class LiveModel:
             return Unloaded(staged, seed)
 
     @torch.no_grad()
-    def prove(self, following: Loaded | Unloaded, limit_s: float) -> bool:
+    def prove(self, following: Following, limit_s: float) -> bool:
         """Between two steps of decoding, for about so long: continue the check; return whether it has ended."""
-        if isinstance(following, Unloaded):
+        if not isinstance(following, Loaded):
             return True
         deadline = time.perf_counter() + limit_s
         for fault in following.proving:
@@ -100,11 +134,11 @@ class LiveModel:
         following.proved, following.proving = True, iter(())
         return True
 
-    def replace(self, following: Loaded | Unloaded) -> dict[str, Any]:
-        """Make it live. Returns error, broken, apply_s and verify_s."""
+    def replace(self, following: Following) -> dict[str, Any]:
+        """Make it live. Returns error, broken, apply_s, verify_s, and whether to `check` it once decoding goes on."""
+        if isinstance(following, Filled):
+            return self._copy_in_place(following)
         if isinstance(following, Unloaded):
-            if self._regions is not None and self._regions.stand():
-                return self._copy_in_place(self._regions, following.staged)
             return self._load_in_place(following.staged, following.seed)
         if following.faults or not following.proved:
             return {"error": _listed(following.faults) or "it was not proved", "broken": False}
@@ -112,7 +146,27 @@ class LiveModel:
         following.twin.exchange()
         applied = time.perf_counter() - started
         free_beside_decoding(following.twin)
-        return {"error": "", "broken": False, "apply_s": applied, "verify_s": 0.0}
+        return {"error": "", "broken": False, "apply_s": applied, "verify_s": 0.0, "check": False}
+
+    @torch.no_grad()
+    def check(self) -> dict[str, Any]:
+        """Compare the memory that decodes with what the last commit put there. Returns tensors, unchecked and faults.
+
+        It reads on a stream of its own, beside decoding. After the first commit it also makes the standby.
+        """
+        regions = self._regions
+        if regions is None or not self._committed:
+            return {"tensors": 0, "unchecked": self._unchecked, "faults": []}
+        if self._standby is None:
+            self._standby = Standby.beside(regions)
+        with self._standby.beside_decoding():
+            self._standby.wait_for_commit()
+            faults = regions.differing(self._committed)
+        if not regions.stand():
+            faults.append("the parameters lie elsewhere than at the commit")
+        if faults:
+            self._give_up_copies("live memory was found wrong after a commit")
+        return {"tensors": len(self._committed), "unchecked": "", "faults": faults}
 
     def repair_tied_layers(self, model: torch.nn.Module, recorded: dict[int, Columns]) -> None:
         """Give layers whose weights were loaded through another one the kernel copy of that one.
@@ -140,24 +194,20 @@ class LiveModel:
             model.load_weights(staged.tensors(self._worker.device))
             finalize_layerwise_reload(model, self._worker.model_runner.model_config)
 
-    @torch.no_grad()
-    def _copy_in_place(self, regions: LiveRegions, staged: StagedModel) -> dict[str, Any]:
+    def _copy_in_place(self, filled: Filled) -> dict[str, Any]:
         started = time.perf_counter()
-        self._synchronize()  # the last step may still run
+        answer = {"broken": False, "apply_s": 0.0, "verify_s": 0.0, "check": False}
+        if filled.standby is not self._standby or not filled.standby.regions.stand():
+            self._forget_places()
+            return answer | {"error": "the parameters of the live model moved; publish again"}
         try:
-            faults = [fault for fault in regions.fill(staged) if fault is not None]
+            filled.standby.commit()
         # The boundary of a worker call, which must not raise.
         except Exception as failure:  # noqa: BLE001
-            faults = [f"copying failed: {type(failure).__name__}: {failure}"]
-        if faults:
-            # From now on every version is loaded and proved as the first one was.
-            self._regions, self._may_learn = None, False
-        return {
-            "error": _listed(faults),
-            "broken": bool(faults),
-            "apply_s": time.perf_counter() - started,
-            "verify_s": 0.0,
-        }
+            self._give_up_copies("copies failed")
+            return answer | {"error": f"copying failed: {type(failure).__name__}: {failure}", "broken": True}
+        self._committed = filled.expected
+        return answer | {"error": "", "apply_s": time.perf_counter() - started, "check": True}
 
     @torch.no_grad()
     def _load_in_place(self, staged: StagedModel, seed: int) -> dict[str, Any]:
@@ -177,6 +227,7 @@ class LiveModel:
             "broken": bool(error),
             "apply_s": applied - started,
             "verify_s": time.perf_counter() - applied,
+            "check": self._regions is not None,
         }
 
     def _rehearsed(self, model: torch.nn.Module, staged: StagedModel) -> LiveRegions | None:
@@ -194,13 +245,19 @@ class LiveModel:
     def _keep(self, regions: LiveRegions, staged: StagedModel) -> None:
         try:
             regions.require_agreement(staged)
-            self._regions = regions
+            self._regions, self._committed = regions, regions.expected(staged)
         except NoRegionsError as failure:
             self._give_up_copies(str(failure))
 
     def _give_up_copies(self, why: str) -> None:
-        self._regions, self._may_learn = None, False
+        """From now on every version is loaded and proved as the first one was."""
+        self._forget_places()
+        self._may_learn = False
+        self._unchecked = f"every commit loads the whole model anew, since {why}"
         log.warning("every commit loads the whole model anew: %s", why)
+
+    def _forget_places(self) -> None:
+        self._regions, self._standby, self._committed = None, None, {}
 
     @torch.no_grad()
     def _load_recorded(

@@ -1,6 +1,7 @@
 """The commit that turns staged weights into the live ones.
 
-Invariants: live weights change only between a pause that keeps running requests and the resume after it; after weights
+Invariants: live weights change only between a pause that keeps running requests and the resume after it; what was only
+copied is compared after the resume, and no sample leaves before, nor any token that wrong weights wrote; after weights
 that not every worker confirmed nothing decodes until whole ones are live: what comes meanwhile waits for them.
 """
 
@@ -10,9 +11,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from flotilla_core.errors import WeightsMismatch
+from flotilla_core.errors import FlotillaError, WeightsMismatch
 from flotilla_core.version import Version
-from flotilla_generator.engine.base import Applied, KvPolicy, WeightsNotLive
+from flotilla_generator.engine.base import Applied, KvPolicy, Verified, WeightsNotLive
 from flotilla_generator.engine.vllm.decoding import Decoding
 from flotilla_generator.engine.vllm.worker_calls import WorkerCalls
 
@@ -37,25 +38,68 @@ class Commits:
         started = time.perf_counter()
         # Nothing runs under broken weights that a drain could wait for.
         await self._stand_still(KvPolicy.RECOMPUTE if self._broken else kv_policy)
+        unproved = False
         try:
             answers = await self._replace(version)
             self._broken = False
+            unproved = any(answer["check"] for answer in answers)
+            if unproved:
+                self._decoding.hold()
         except WeightsNotLive:
-            self._broken = True
-            await self._llm().pause_generation(mode="abort", clear_cache=True)
+            await self._decode_nothing()
             raise
         finally:
             if not self._broken:
                 await self._llm().resume_generation()
+        stall_s, resumed = time.perf_counter() - started, time.perf_counter()
+        if unproved:
+            await self._prove()
         return Applied(
-            stall_s=time.perf_counter() - started,
+            stall_s=stall_s,
             apply_s=max(answer["apply_s"] for answer in answers),
-            verify_s=max(answer["verify_s"] for answer in answers),
+            verify_s=max(answer["verify_s"] for answer in answers) + time.perf_counter() - resumed,
         )
+
+    async def verify(self) -> Verified:
+        """Compare what decodes with what was committed, on all workers and beside decoding."""
+        answers = await self._workers.transfer("flotilla_check", (), lambda _: None)
+        found = [answer["live"] for answer in answers]
+        faults = {
+            f"worker {rank}: {fault}" if len(found) > 1 else fault: None
+            for rank, one in enumerate(found)
+            for fault in one["faults"]
+        }
+        if faults:
+            self._decoding.retract()
+            await self._decode_nothing()
+            raise WeightsNotLive(
+                "the memory that decodes is not what was committed",
+                why="; ".join(faults),
+                next_step="sync a whole version to this replica; if it happens again, restart it",
+            )
+        unchecked = next((one["unchecked"] for one in found if one["unchecked"]), "")
+        return Verified(0 if unchecked else min(one["tensors"] for one in found), unchecked)
 
     async def untag(self) -> None:
         """Record that the weights have no known version from now on."""
         self._decoding.switch(None)
+
+    async def _prove(self) -> None:
+        """Compare what was copied, while decoding goes on; no sample leaves before."""
+        try:
+            await self.verify()
+        except WeightsNotLive:
+            raise
+        except FlotillaError as error:
+            self._decoding.retract()
+            raise WeightsNotLive("the new weights were not compared", why=str(error)) from error
+        finally:
+            self._decoding.release()
+
+    async def _decode_nothing(self) -> None:
+        """End what runs under weights that are wrong; what comes waits until whole ones are live."""
+        self._broken = True
+        await self._llm().pause_generation(mode="abort", clear_cache=True)
 
     async def _stand_still(self, kv_policy: KvPolicy) -> None:
         """Pause for a commit; not by the pause of AsyncLLM, which sleeps 20 ms for outputs on their way."""

@@ -22,7 +22,7 @@ import torch
 
 from flotilla.common.v1 import weights_pb2
 from flotilla_core.errors import Exhausted, FlotillaError, Internal
-from flotilla_generator.engine.vllm.live_weights import LiveModel, Loaded, Unloaded
+from flotilla_generator.engine.vllm.live_weights import Following, LiveModel, Loaded
 from flotilla_generator.engine.vllm.parent_watch import end_with_the_service
 from flotilla_weights.group import Receiver
 from flotilla_weights.inbox import Inbox
@@ -52,7 +52,8 @@ class WorkerWeights:
         self._busy = False
         self._fault: Answer = NO_FAULT
         self._inbox: Inbox | None = None
-        self._next: Loaded | Unloaded | None = None
+        self._next: Following | None = None
+        self._checked: Answer = {}
 
     def join(self, notify: bytes, group: bytes, rank_offset: int, manifest: bytes) -> None:
         """Start to enter a group, in place of any other one; its end is told to the address `notify`."""
@@ -74,10 +75,14 @@ class WorkerWeights:
             raise RuntimeError("no weight group was joined")
 
         def receive() -> None:
-            inbox.receive()
+            filling = self._live.begin()
+            inbox.receive(keep=None if filling is None else filling.put)
             staged = inbox.take()
-            assert staged is not None, "just received"
-            prepared = self._live.prepare(staged, seed=sum(inbox.digests) % SEEDS)
+            if filling is not None:
+                prepared: Following = self._live.fill(filling, staged, inbox.told)
+            else:
+                assert staged is not None, "just received"
+                prepared = self._live.prepare(staged, seed=sum(inbox.digests) % SEEDS)
             if self._inbox is inbox:
                 self._next = prepared
 
@@ -93,6 +98,7 @@ class WorkerWeights:
             **self._fault,
             "buckets": 0 if inbox is None else inbox.buckets_received,
             "digests": [] if inbox is None else inbox.digests,
+            "live": self._checked,
         }
 
     def prove(self) -> Answer:
@@ -105,6 +111,15 @@ class WorkerWeights:
         if following is None:
             return {"error": "nothing is staged", "broken": False}
         return self._live.replace(following)
+
+    def check(self, notify: bytes) -> None:
+        """Start to compare the memory that decodes with what was committed; decoding goes on."""
+
+        def compare() -> None:
+            self._checked = self._live.check()
+
+        self._checked = {"tensors": 0, "unchecked": "the check was given up", "faults": []}
+        self._run(compare, notify)
 
     def stacks(self) -> Answer:
         """Return the stack of every thread of this process."""
@@ -169,6 +184,10 @@ class WeightWorker:
     def flotilla_apply(self) -> Answer:
         """Make staged tensors live; the engine is paused."""
         return self._flotilla_guarded(lambda weights: weights.apply())
+
+    def flotilla_check(self, notify: bytes) -> Answer:
+        """Start to compare live memory with what was committed."""
+        return self._flotilla_guarded(lambda weights: weights.check(notify))
 
     def flotilla_drop(self, why: str) -> Answer:
         """Forget staged tensors and leave the group."""

@@ -1,0 +1,231 @@
+"""The standby of a worker: a second copy of the memory that it decodes with, filled beside decoding.
+
+What arrives is copied there as it comes, so a worker keeps its own part of a version and nothing else, and a commit is
+copies of whole pieces of memory.
+
+Invariants: a publication fills every part of the standby, or it is not committed; one publication at a time fills it,
+and one that was given up fills it no more; copies into it, out of it and out of what arrived are ordered by events, so
+nobody waits for the GPU. It lies on the GPU; where that has no room for it, in pinned memory of the host, from which a
+commit takes several times as long.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self
+
+import torch
+
+from flotilla_generator.engine.vllm.live_regions import Digests, LiveRegions, Region, resolved
+from flotilla_weights.group import SPARE_BYTES
+from flotilla_weights.inbox import StagedModel
+
+log = logging.getLogger(__name__)
+
+ALIGNMENT = 256
+COPIED_ALONE = 1 << 20
+"""Bytes from which a piece is worth a copy of its own; smaller ones share launches."""
+SUMMED_AT_ONCE = 256 << 20
+"""Bytes of sums with adapters that exist at one time."""
+
+Named = Iterable[tuple[str, torch.Tensor]]
+
+
+class Standby:
+    """The twin of all memory that some regions are in."""
+
+    def __init__(self, regions: LiveRegions, on: torch.device) -> None:
+        """It begins as a copy of what is live, and so has the padding that no tensor fills."""
+        self.regions = regions
+        pieces = regions.memory()
+        starts, end = [], 0
+        for piece in pieces:
+            starts.append(end)
+            end += -(-piece.nbytes // ALIGNMENT) * ALIGNMENT
+        self._memory = _Memory(end, on)
+        self._device = pieces[0].device
+        self._pairs = [
+            (piece, self._memory.bytes[start : start + piece.nbytes].view(piece.dtype))
+            for piece, start in zip(pieces, starts, strict=True)
+        ]
+        twins = {piece.untyped_storage().data_ptr(): twin for piece, twin in self._pairs}
+        self._places = {
+            name: [(region, _same_part(region, twins)) for region in found]
+            for name, found in regions.by_name.items()
+        }
+        self._on_host = on.type != self._device.type
+        self._lock = threading.Lock()
+        self._filling: Filling | None = None
+        cuda = self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device) if cuda else None
+        self._filled = torch.cuda.Event() if cuda else None
+        self._copied = torch.cuda.Event() if cuda else None
+        with self.beside_decoding():
+            for piece, twin in self._pairs:
+                twin.copy_(piece)
+            self._record(self._filled)
+
+    @classmethod
+    def beside(cls, regions: LiveRegions) -> Self:
+        """Return one on the GPU of these regions, or in host memory where it has no room."""
+        device = next(iter(regions.memory())).device
+        nbytes = sum(piece.nbytes for piece in regions.memory())
+        if device.type != "cuda" or _has_room(device, nbytes):
+            return cls(regions, device)
+        log.warning(
+            "the GPU has no room for a second copy of this worker's %.1f GiB of weights: it waits in host memory, and "
+            "a commit copies it from there; lower generator.memory_fraction or generator.kv_cache_gib",
+            nbytes / (1 << 30),
+        )
+        return cls(regions, torch.device("cpu"))
+
+    @property
+    def nbytes(self) -> int:
+        """Return the memory that it takes."""
+        return self._memory.bytes.nbytes
+
+    def begin(self) -> Filling:
+        """Begin with a publication, in place of one that was given up."""
+        with self._lock:
+            self._filling = Filling(self)
+            return self._filling
+
+    def commit(self) -> None:
+        """Queue copies of all of it into the live memory, on the stream that decodes."""
+        if self._filled is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._filled)
+        with torch.no_grad():
+            _copy(self._pairs, alone=self._on_host)
+        self._record(self._copied)
+
+    def wait_for_commit(self) -> None:
+        """Have the present stream wait until the copies of the last commit have ended."""
+        if self._copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+
+    def put(self, filling: Filling, named: Named, computed: Collection[str]) -> None:
+        """Queue copies of this worker's parts of some tensors; those of GPUs may be written again behind them.
+
+        The digests of `computed` tensors are taken here, those of other whole ones by who received them.
+        """
+        tensors = list(named)
+        from_host = any(tensor.device != self._device for _, tensor in tensors)
+        with self._lock, self.beside_decoding() if from_host else nullcontext(), torch.no_grad():
+            if self._filling is not filling:
+                raise RuntimeError("this publication was given up")
+            if self._filled is not None:
+                torch.cuda.current_stream(self._device).wait_event(self._filled)
+            self.wait_for_commit()
+            pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+            for name, tensor in tensors:
+                places = self._places[name]
+                parts = [region.part_of(tensor).to(self._device) for region, _ in places]
+                pairs += [(twin, part) for (_, twin), part in zip(places, parts, strict=True)]
+                told = name not in computed and self.regions.is_whole(name, tensor)
+                filling.note(name, None if told else self.regions.digests(name, parts))
+            _copy(pairs, alone=self._on_host)
+            self._record(self._filled)
+
+    def wait_until_filled(self) -> None:
+        """Wait on this thread until all that was put has been copied."""
+        if self._filled is not None:
+            self._filled.synchronize()
+
+    def beside_decoding(self) -> AbstractContextManager[Any]:
+        """Queue what follows on a stream of its own, where there are streams."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _record(self, event: torch.cuda.Event | None) -> None:
+        if event is not None:
+            event.record(torch.cuda.current_stream(self._device))
+
+
+class Filling:
+    """One publication on its way into a standby."""
+
+    def __init__(self, standby: Standby) -> None:
+        self.standby = standby
+        self._pending: dict[str, torch.Tensor | None] = {}
+
+    def put(self, named: Named) -> None:
+        """Take tensors, as they arrive."""
+        self.standby.put(self, named, ())
+
+    def put_sums(self, staged: StagedModel, device: torch.device) -> None:
+        """Take what becomes of resting weights with the adapters that arrived."""
+        told = staged.digests
+        computed = {name for name, _ in staged.weights if name not in told}
+        with self.standby.beside_decoding():
+            for batch in _batches(staged.tensors(device)):
+                self.standby.put(self, batch, computed)
+
+    def note(self, name: str, digests: torch.Tensor | None) -> None:
+        """Keep the digests of a tensor's parts; those of whole tensors are told by who received them."""
+        self._pending[name] = digests
+
+    def settle(self, sent: dict[str, int]) -> Digests:
+        """Wait for the copies; return the digests that the regions will have, of which `sent` are known."""
+        missing = [name for name in self.standby.regions.by_name if name not in self._pending]
+        if missing:
+            raise RuntimeError(f"{missing[0]} did not arrive")
+        self.standby.wait_until_filled()
+        whole = {name: [sent[name]] for name, found in self._pending.items() if found is None}
+        return whole | resolved({name: found for name, found in self._pending.items() if found is not None})
+
+
+class _Memory:
+    """Bytes of a GPU, or bytes of the host that a GPU copies from at full speed."""
+
+    def __init__(self, nbytes: int, on: torch.device) -> None:
+        self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=on)
+        # Not by torch's pinned memory, which takes up to twice as much.
+        self._pinned = on.type == "cpu" and torch.cuda.is_available() and nbytes > 0
+        if self._pinned:
+            torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), nbytes, 0)
+
+    def __del__(self) -> None:
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
+
+
+def _same_part(region: Region, twins: dict[int, torch.Tensor]) -> torch.Tensor:
+    """Return the part of a twin that a region is of its memory."""
+    live = region.live
+    twin = twins[live.untyped_storage().data_ptr()]
+    return twin.as_strided(live.shape, live.stride(), twin.storage_offset() + live.storage_offset())
+
+
+def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]], *, alone: bool) -> None:
+    """Small pieces share launches, unless they cross between host and GPU; slices of rows take a launch each."""
+    shared = [] if alone else [pair for pair in pairs if _is_small(*pair)]
+    if shared:
+        torch._foreach_copy_([target for target, _ in shared], [source for _, source in shared])
+    for target, source in pairs:
+        if alone or not _is_small(target, source):
+            target.copy_(source, non_blocking=True)
+
+
+def _is_small(target: torch.Tensor, source: torch.Tensor) -> bool:
+    return target.nbytes < COPIED_ALONE and target.is_contiguous() and source.is_contiguous()
+
+
+def _has_room(device: torch.device, nbytes: int) -> bool:
+    torch.cuda.empty_cache()  # the first version was staged there as a whole
+    free, _ = torch.cuda.mem_get_info(device)
+    return nbytes + SPARE_BYTES <= free
+
+
+def _batches(named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    batch: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in named:
+        batch.append((name, tensor))
+        size += tensor.nbytes
+        if size >= SUMMED_AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
