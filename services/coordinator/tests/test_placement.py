@@ -73,6 +73,7 @@ def test_one_gpu_is_divided_between_both_and_two_generators_do_not_fit_there(mod
     found = placed(stack_of(model))
     assert found.placement == "colocated" and found.generator.kv_cache_gib
     assert (found.trainer.dtype, found.generator.dtype, found.critic.dtype) == ("bfloat16",) * 3
+    assert found.ready_timeout_s > placed(stack_of(model, ready_timeout_s=180.0)).ready_timeout_s == 180.0
     with pytest.raises(FailedPrecondition, match="needs 3 GPUs and this host has 1"):
         placed(stack_of(model, generator={"replicas": 2}))
 

@@ -290,7 +290,8 @@ class StackConfig(ConfigModel):
     autoscale: AutoscaleConfig | None = None
     """Adjusts the number of generators to what a run measures; absent: the number stays as configured."""
     ready_timeout_s: float = Field(default=180.0, gt=0, le=86_400)
-    """Longest wait for one process to become ready."""
+    """Longest wait for one process to become ready. A file that does not say gets 480 on GPUs, where the first start
+    compiles the model."""
     restart_budget: int = Field(default=5, ge=0, le=1000)
     """Restarts of one process within ten minutes before the launcher gives it up."""
 

@@ -32,6 +32,8 @@ from flotilla_launch.placement import Slot, slots_of
 
 LEARNING_SHARE = 0.8
 """The most of a GPU that a rank may keep through a run; its activations need the rest."""
+READY_TIMEOUT_S = 480.0
+"""On GPUs the first start of a model compiles it and captures graphs: two minutes and more with several generators."""
 SECTIONS = ("generator", "trainer", "critic", "reference", "teacher")
 Seat = tuple[str, str]
 """The name of a GPU, and who sits there with how much memory."""
@@ -44,6 +46,8 @@ def placed(stack: StackConfig) -> StackConfig:
         return stack
     if computes_bfloat16():
         stack = _in_bfloat16(stack)
+    if not stack.sets("ready_timeout_s"):
+        stack = stack.model_copy(update={"ready_timeout_s": READY_TIMEOUT_S})
     total = gpu_bytes()
     if total is None:
         if not gpus.colocates(stack):
