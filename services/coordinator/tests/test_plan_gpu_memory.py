@@ -130,6 +130,15 @@ def test_an_eager_engine_on_a_gpu_is_warned_of() -> None:
     assert "generator.enforce_eager is true" in warning
 
 
+def test_an_engine_that_leaves_no_room_for_the_weights_that_arrive_is_warned_of() -> None:
+    stack = stack_of(placement="separate", generator={"memory_fraction": 0.9})
+    assert gpu_memory.gpu_problems(run_of(), stack, facts(**QWEN3_600M), GIB, H200) == ([], [])
+    _, (warning,) = gpu_memory.gpu_problems(run_of(), stack, facts(**QWEN3_8B), GIB, H200)
+    assert "stalls decoding for longer; lower it to 0.8" in warning
+    adapters = run_of(lora={"rank": 8})
+    assert gpu_memory.gpu_problems(adapters, stack, facts(**QWEN3_8B), GIB, H200) == ([], [])
+
+
 def test_a_cache_that_cannot_hold_the_samples_in_flight_is_warned_of() -> None:
     model, config = facts(**QWEN3_600M), run_of()
     separate = stack_of(placement="separate")

@@ -146,7 +146,8 @@ class GeneratorConfig(ConfigModel):
     max_running_samples: int = Field(default=1024, ge=1, le=1_000_000)
     """Samples that one replica decodes at the same time; more wait in its queue."""
     memory_fraction: float = Field(default=0.9, gt=0, le=1)
-    """Share of the accelerator's memory for the engine (GPU only)."""
+    """Share of the accelerator's memory for the engine (GPU only). A file that does not say gets less where the second
+    copy of the weights, which syncs fill, needs the room."""
     kv_cache_gib: float | None = Field(default=None, gt=0, le=100_000)
     """KV cache of one worker. Empty takes 1 on CPUs, and on GPUs what `memory_fraction` leaves, or with
     `placement: colocated` what the trainer leaves."""

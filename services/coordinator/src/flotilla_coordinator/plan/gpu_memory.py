@@ -11,6 +11,7 @@ suffice, and else warned of.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -103,6 +104,12 @@ def token_bytes(model: ModelFacts, generator: GeneratorConfig) -> int:
     return model.layers * model.key_value_size * BYTES[generator.dtype] // generator.tensor_parallel_size
 
 
+def share_beside_standby(model: ModelFacts, generator: GeneratorConfig, total: int) -> float:
+    """Return the most of a GPU of so many bytes that an engine may take, beside the second copy of its weights."""
+    standby = model.parameters * BYTES[generator.dtype] // generator.tensor_parallel_size
+    return max(0.01, math.floor((1 - (standby + _set_aside(total)) / total) * 1000) / 1000)
+
+
 def longest_sample_bytes(model: ModelFacts, generator: GeneratorConfig) -> int:
     """Return the KV cache in one worker of a sample as long as the generator allows."""
     longest = min(generator.max_model_tokens or model.longest_sequence, model.longest_sequence)
@@ -148,6 +155,14 @@ def gpu_problems(
         errors.append(
             f"the weights of a generator leave no KV cache on a GPU of {shown_bytes(gpu)}: raise "
             "generator.tensor_parallel_size or generator.memory_fraction"
+        )
+    share = share_beside_standby(model, generator, gpu)
+    takes_more = generator.kv_cache_gib is None and generator.memory_fraction > share
+    if generator.engine == "vllm" and stack.placement != "colocated" and takes_more and config.lora is None:
+        warnings.append(
+            f"generator.memory_fraction = {generator.memory_fraction} leaves a GPU of {shown_bytes(gpu)} no room for "
+            "the second copy of the weights, which each sync fills beside decoding: it waits in host memory, and each "
+            f"commit stalls decoding for longer; lower it to {share}"
         )
     if generator.engine == "vllm" and generator.enforce_eager:
         warnings.append(

@@ -18,6 +18,7 @@ from flotilla_coordinator.plan.gpu_memory import (
     generator_bytes,
     kv_cache_bytes,
     longest_sample_bytes,
+    share_beside_standby,
 )
 from flotilla_coordinator.plan.lines import Line, shown_bytes
 from flotilla_coordinator.plan.model_facts import ModelFacts
@@ -62,6 +63,7 @@ def placed(stack: StackConfig) -> StackConfig:
     stack = _spread(stack, gpus, model, total)
     gpus.require(stack, stack.generator.replicas)
     if not gpus.colocates(stack):
+        stack = _beside_standby(stack, model, total)
         _require_room(stack, model, total)
         return stack.model_copy(update={"placement": "separate"})
     shared = SharedGpu.of(model, stack, total)
@@ -133,8 +135,18 @@ def _with_workers(stack: StackConfig, model: ModelFacts, total: int, most: int) 
     return wider
 
 
+def _beside_standby(stack: StackConfig, model: ModelFacts, total: int) -> StackConfig:
+    """Keep what the weights that arrive take free of the engine, where the file does not say what it may have."""
+    generator = stack.generator
+    if generator.sets("memory_fraction") or generator.kv_cache_gib is not None:
+        return stack
+    share = min(generator.memory_fraction, share_beside_standby(model, generator, total))
+    return stack.model_copy(update={"generator": generator.model_copy(update={"memory_fraction": share})})
+
+
 def _decodes(stack: StackConfig, model: ModelFacts, total: int) -> bool:
     """Return whether the KV cache of a generator holds one sample as long as it allows."""
+    stack = _beside_standby(stack, model, total)
     return kv_cache_bytes(model, stack, total) >= longest_sample_bytes(model, stack.generator)
 
 
