@@ -3,8 +3,8 @@
 Makes the model and the data if they are not there, starts the fleet, teaches the untrained model about half of the
 sums by imitation, then trains it by rewards alone. Everything goes through the `flotilla` command, as a user would do
 it. Exits with 0 only when held-out accuracy rises from at most 0.65 to at least 0.93 (0.90 with adapters or another
-algorithm); with `--control`, where rewards are shuffled, only when it ends at or below its start. A fleet that this
-script started is always stopped again.
+algorithm, or with experts: `--moe`); with `--control`, where rewards are shuffled, only when it ends at or below its
+start. A fleet that this script started is always stopped again.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ EXAMPLE = HERE.relative_to(ROOT)
 FLOTILLA = Path(sys.executable).with_name("flotilla")
 FILES = {"topr": ("stack.yaml", "topr.yaml"), "ppo": ("stack-ppo.yaml", "ppo.yaml")}
 """The stack and the run of algorithms that need others than GRPO's."""
+MOE_STACK, MOE_MODEL = "stack-moe.yaml", HERE / "model-moe"
 
 HIGHEST_START = 0.65
 LOWEST_END = 0.93
 LOWEST_END_OF_OTHERS = 0.90
-"""With adapters or another algorithm than the demo's own."""
+"""With adapters, with experts, or with another algorithm than the demo's own."""
 DEFAULT = "topr"
 
 
@@ -70,9 +71,19 @@ def train(stack: tuple[str, str], files: list[str], *overrides: str) -> dict[str
     return flotilla("run", "start", *(str(EXAMPLE / file) for file in files), *overrides, *stack, "--wait")
 
 
-def demo(seed: int, algorithm: str, *, lora: bool, control: bool) -> None:
+def make_mixture() -> None:
+    """The model with experts, where it is not there yet; `flotilla up` makes the rest of the example."""
+    if not MOE_MODEL.is_dir():
+        command = [sys.executable, str(HERE / "make_model.py"), "--moe", "--out", str(MOE_MODEL)]
+        subprocess.run(command, stdout=sys.stderr, check=True)
+
+
+def demo(seed: int, algorithm: str, *, lora: bool, moe: bool, control: bool) -> None:
     """The whole story; raises `DemoFailed` where it ends otherwise."""
     stack_file, file = FILES.get(algorithm, ("stack.yaml", "grpo.yaml"))
+    if moe:
+        make_mixture()
+        stack_file = MOE_STACK
     stack = ("--stack", str(EXAMPLE / stack_file))
     chapter(1, f"fleet: generator, trainer, rewards and coordinator on this machine ({stack_file})")
     with fleet(stack):
@@ -92,7 +103,7 @@ def demo(seed: int, algorithm: str, *, lora: bool, control: bool) -> None:
         flotilla("timeline", run["run_id"], "-o", str(timeline), *stack)
     chapter(4, "what came of it")
     report(run, timeline)
-    lowest_end = LOWEST_END if algorithm == DEFAULT else LOWEST_END_OF_OTHERS
+    lowest_end = LOWEST_END if algorithm == DEFAULT and not moe else LOWEST_END_OF_OTHERS
     judge(run["metrics"], lowest_end, control=control)
 
 
@@ -136,12 +147,13 @@ def main() -> int:
         "--algorithm", help=f"a preset of docs/algorithms.md to train with ({DEFAULT}, with --lora grpo)"
     )
     parser.add_argument("--lora", action="store_true", help="train adapters, the weights stay")
+    parser.add_argument("--moe", action="store_true", help="a model with 8 experts in each layer")
     parser.add_argument("--control", action="store_true", help="shuffle the rewards: must not learn")
     arguments = parser.parse_args()
     started = time.monotonic()
     try:
         algorithm = arguments.algorithm or ("grpo" if arguments.lora else DEFAULT)
-        demo(arguments.seed, algorithm, lora=arguments.lora, control=arguments.control)
+        demo(arguments.seed, algorithm, lora=arguments.lora, moe=arguments.moe, control=arguments.control)
     except DemoFailed as failure:
         print(f"demo failed: {failure}", file=sys.stderr)
         return 1

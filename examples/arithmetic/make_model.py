@@ -1,4 +1,4 @@
-"""Makes the model of this example: a Qwen3 of 0.8 million parameters and its character tokenizer.
+"""Makes the model of this example: a Qwen3 of 0.8 million parameters and its character tokenizer, or one with experts.
 
 The same seed always writes the same weights. The folder is an ordinary Hugging Face one: transformers, vLLM
 and the bare `tokenizers` library load it unchanged.
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from transformers import Qwen3Config
+    from transformers import PretrainedConfig
 
 HERE = Path(__file__).resolve().parent
 
@@ -49,37 +49,42 @@ def build_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def build_config() -> Qwen3Config:
+def build_config(*, experts: bool = False) -> PretrainedConfig:
     """Small enough for two CPU cores, with what real models have: grouped heads, q/k norms, a tied head."""
-    from transformers import Qwen3Config
+    from transformers import Qwen3Config, Qwen3MoeConfig
 
-    return Qwen3Config(
-        vocab_size=len(VOCABULARY),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=True,
+    shape = {
+        "vocab_size": len(VOCABULARY),
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": MAX_POSITIONS,
+        "tie_word_embeddings": True,
         # Smaller and training is slow to start and fragile; larger and it memorises instead of generalising.
-        initializer_range=0.03,
-        pad_token_id=VOCABULARY.index(PAD),
-        eos_token_id=VOCABULARY.index(EOS),
-        bos_token_id=None,
-        dtype="float32",
-    )
+        "initializer_range": 0.03,
+        "pad_token_id": VOCABULARY.index(PAD),
+        "eos_token_id": VOCABULARY.index(EOS),
+        "bos_token_id": None,
+        "dtype": "float32",
+    }
+    if not experts:
+        return Qwen3Config(**shape)
+    # The two experts that a token visits are together as wide as the layer of the dense model.
+    routed = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192}
+    return Qwen3MoeConfig(**shape, **routed, norm_topk_prob=True)
 
 
-def make_model(out: Path, *, seed: int = 0) -> None:
+def make_model(out: Path, *, seed: int = 0, experts: bool = False) -> None:
     """Write the untrained model and its tokenizer to `out`, which is there in full or not at all."""
     import torch
-    from transformers import GenerationConfig, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(build_config())
+        model = AutoModelForCausalLM.from_config(build_config(experts=experts))
     model.generation_config = GenerationConfig(
         pad_token_id=VOCABULARY.index(PAD), eos_token_id=VOCABULARY.index(EOS), bos_token_id=None
     )
@@ -99,8 +104,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=HERE / "model", help="folder to write (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (%(default)s)")
+    parser.add_argument(
+        "--moe", action="store_true", help="8 experts in each layer, of which a token visits 2"
+    )
     arguments = parser.parse_args()
-    make_model(arguments.out, seed=arguments.seed)
+    make_model(arguments.out, seed=arguments.seed, experts=arguments.moe)
     print(json.dumps({"model": str(arguments.out), "seed": arguments.seed}))
 
 

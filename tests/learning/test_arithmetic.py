@@ -30,6 +30,11 @@ def test_adapters_reach_ninety_percent_while_the_weights_stay() -> None:
     assert done.returncode == 0, done.stdout[-2000:]
 
 
+def test_a_mixture_of_experts_reaches_ninety_percent_too() -> None:
+    done = _demo("--moe")
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
 def test_shuffled_rewards_teach_nothing() -> None:
     done = _demo("--control")
     assert done.returncode == 0, done.stdout[-2000:]

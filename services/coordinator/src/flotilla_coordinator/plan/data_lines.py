@@ -140,11 +140,15 @@ def model_lines(
     config: RunConfig, model: ModelFacts, adapters: AdapterFacts | None, longest: int
 ) -> Iterator[Line]:
     """Describe the model, its starting weights and its adapters; a sequence may have up to `longest` tokens."""
+    experts = (
+        f"; of the {model.experts} experts of a layer a token visits {model.visited_experts}: "
+        f"it meets {_count(model.active_parameters, 'parameters')}"
+    )
     yield (
         "model",
         _count(model.parameters, "parameters"),
         f"{model.layers} layers, hidden size {model.hidden_size}, vocabulary {model.vocabulary_size}, "
-        f"sequences up to {longest} tokens",
+        f"sequences up to {longest} tokens" + (experts if model.experts else ""),
     )
     if config.initial_weights:
         yield STARTING_WEIGHTS, str(config.initial_weights), "initial_weights"

@@ -25,6 +25,7 @@ SHAPE_KEYS = (
     "model_type",
     "hidden_size",
     "intermediate_size",
+    "moe_intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
@@ -61,6 +62,12 @@ class ModelFacts:
     """Rows and columns of every matrix but the embedding and the experts, by the name of its module."""
     shape: dict[str, Any]
     """Settings in which two models must agree to hold the same weights."""
+    experts: int = 0
+    """Experts of a layer among which a router chooses; 0 for a dense model."""
+    visited_experts: int = 0
+    """Those of them that one token visits."""
+    expert_parameters: int = 0
+    """Parameters of all experts of all layers."""
 
     @classmethod
     def read(cls, folder: Path) -> ModelFacts:
@@ -71,6 +78,7 @@ class ModelFacts:
             hidden, heads = int(text["hidden_size"]), int(text["num_attention_heads"])
             head_size = int(text.get("head_dim") or hidden // heads)
             tensors = _tensors(folder)
+            experts = len({_expert(name) for name in tensors} - {""})
             return cls(
                 folder=folder,
                 parameters=sum(map(math.prod, tensors.values())),
@@ -85,12 +93,21 @@ class ModelFacts:
                 longest_sequence=int(text["max_position_embeddings"]),
                 key_value_size=2 * head_size * int(text.get("num_key_value_heads") or heads),
                 matrices=_matrices(tensors),
-                shape={key: text.get(key) for key in SHAPE_KEYS},
+                shape={key: text.get(key) for key in SHAPE_KEYS} | {"experts": experts},
+                experts=experts,
+                visited_experts=int(text.get("num_experts_per_tok") or 0) if experts else 0,
+                expert_parameters=sum(math.prod(s) for name, s in tensors.items() if _expert(name)),
             )
         except KeyError as error:
             raise InvalidConfig(
                 f"config.json has no {error.args[0]}", where=str(folder), why="not a causal language model?"
             ) from None
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token meets: of the experts, those that it visits."""
+        idle = self.experts - self.visited_experts
+        return self.parameters - (self.expert_parameters * idle // self.experts if self.experts else 0)
 
     def with_value_head(self) -> ModelFacts:
         """Return the same body with a head of one number, in place of the vocabulary's."""
@@ -128,7 +145,14 @@ def _config(folder: Path) -> dict[str, Any]:
 def _intermediate_size(config: dict[str, Any]) -> int:
     dense = int(config.get("intermediate_size") or 4 * int(config["hidden_size"]))
     experts = int(config.get("num_experts_per_tok") or 0)
-    return experts * int(config.get("moe_intermediate_size") or dense) if experts else dense
+    shared = int(config.get("shared_expert_intermediate_size") or 0)
+    return experts * int(config.get("moe_intermediate_size") or dense) + shared if experts else dense
+
+
+def _expert(tensor: str) -> str:
+    """Return the number of the expert that a tensor belongs to, or nothing."""
+    number = tensor.partition(EXPERT)[2].partition(".")[0]
+    return number if number.isdigit() else ""
 
 
 def _tensors(folder: Path) -> dict[str, tuple[int, ...]]:

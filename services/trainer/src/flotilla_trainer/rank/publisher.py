@@ -15,16 +15,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from flotilla_core import telemetry
 from flotilla_core.errors import FailedPrecondition, FlotillaError
 from flotilla_core.telemetry import names
+from flotilla_trainer.rank.checkpoint_layout import CheckpointLayout
 from flotilla_trainer.rank.link import FrontLink
 from flotilla_trainer.rank.sharded_model import ShardedModel
 from flotilla_weights.group import Sender
@@ -62,7 +63,6 @@ class Publisher:
         sender: Sender | None = None
         try:
             if rank == 0:
-                self._require_own_names(manifest)
                 sender = Sender.listen(fields["host"], *described)
         finally:
             # The other ranks wait for the port, also where there is none.
@@ -127,8 +127,9 @@ class Publisher:
         return digests, nbytes + moved.nbytes
 
     def _gather(self, manifest: Manifest) -> Iterator[tuple[str, list[torch.Tensor]]]:
-        groups = ([slot.spec.name for slot in bucket.slots] for bucket in manifest.buckets)
-        for name, rows in self._model.rows_to_round(groups, self._model.dtype):
+        groups = [[slot.spec.name for slot in bucket.slots] for bucket in manifest.buckets]
+        gather = partial(self._model.rows_to_round, dtype=self._model.dtype)
+        for name, rows in self._layout.rows(groups, gather):
             self._link.progress(f"publishing {name}")
             yield name, rows
 
@@ -145,24 +146,20 @@ class Publisher:
         return self._made
 
     def _new_manifest(self, bucket_bytes: int) -> Manifest:
-        manifest = Manifest.from_named(self._model.specs(self._model.dtype), bucket_bytes)
+        specs = self._layout.specs(self._model.specs(self._model.dtype))
+        manifest = Manifest.from_named(specs, bucket_bytes)
         adapters = self._model.adapters
         if adapters is None:
             return manifest
         specs = [(name, tensor.dtype, tensor.shape) for name, tensor in adapters.tensors().items()]
         return manifest.with_adapters(Manifest.from_named(specs, bucket_bytes), adapters.scale)
 
-    def _require_own_names(self, manifest: Manifest) -> None:
-        """Refuse architectures whose checkpoint names are not those of the live modules."""
-        live = {spec.name: torch.empty(spec.shape, device="meta") for spec in manifest.tensors}
+    @cached_property
+    def _layout(self) -> CheckpointLayout:
+        """Return where a checkpoint's tensors lie in the model; refuse a model that stores them in another form."""
         causal_lm = self._model.causal_lm
         assert isinstance(causal_lm, PreTrainedModel), "the front publishes policies alone"
-        if set(revert_weight_conversion(causal_lm, live)) != set(live):
-            raise FailedPrecondition(
-                f"the weights of {type(causal_lm).__name__} cannot be published",
-                why="its checkpoint stores them under other names than the running model",
-                next_step="use a dense model",
-            )
+        return CheckpointLayout.of(causal_lm, self._model.specs(self._model.dtype))
 
     def _join(self, group: _OpenGroup, manifest: Manifest) -> None:
         try:

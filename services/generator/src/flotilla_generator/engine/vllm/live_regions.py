@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flotilla_generator.engine.vllm.fused_experts import METHOD as EXPERTS_METHOD
+from flotilla_generator.engine.vllm.fused_experts import are_plain
 from flotilla_weights.digest import pending_digests, resolve
 from flotilla_weights.inbox import StagedModel
 
@@ -212,8 +214,10 @@ def _region(live: torch.Tensor, source: torch.Tensor, places: list[_Place]) -> R
 def _require_plain(model: torch.nn.Module) -> None:
     """Refuse a model that keeps something made of its weights beside its parameters."""
     for name, module in model.named_modules():
+        if type(module).__name__ == EXPERTS_METHOD:
+            continue  # vLLM's method for experts is a module; the layer that has it is looked at
         method = getattr(module, "quant_method", None)
-        if method is not None and type(method).__name__ not in PLAIN_METHODS:
+        if method is not None and type(method).__name__ not in PLAIN_METHODS and not are_plain(module):
             raise NoRegionsError(f"{name} has a {type(method).__name__}")
         attends = type(module).__name__ == "Attention"
         if attends and getattr(getattr(module, "impl", None), "sinks", None) is not None:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from flotilla_generator.engine.vllm.fused_experts import packing_again
 from flotilla_generator.engine.vllm.live_regions import Digests, LiveRegions, NoRegionsError
 from flotilla_generator.engine.vllm.shadow_model import ShadowModel
 from flotilla_generator.engine.vllm.standby import Filling, Standby
@@ -189,7 +190,7 @@ class LiveModel:
             initialize_layerwise_reload,
         )
 
-        with self._configured():
+        with self._configured(), packing_again(model):
             initialize_layerwise_reload(model)
             model.load_weights(staged.tensors(self._worker.device))
             finalize_layerwise_reload(model, self._worker.model_runner.model_config)

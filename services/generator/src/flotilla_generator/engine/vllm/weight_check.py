@@ -4,7 +4,7 @@ Invariants: nothing is found wrong only when every tensor was taken by some para
 new weights do, and every other parameter equals what was staged. The matrix proof is exact: while vLLM loads a layer, a
 few columns are kept in checkpoint form; later the loaded layer is fed one-hot rows for those columns and must return
 them bit for bit. That sees a stale or wrongly packed kernel copy, such as the packed head that vLLM keeps beside tied
-embeddings on CPUs.
+embeddings on CPUs. Experts are compared whole (`fused_experts`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from flotilla_generator.engine.vllm.fused_experts import proving_experts
 from flotilla_weights.inbox import StagedModel
 
 PROBED_COLUMNS = 8
@@ -96,6 +97,7 @@ def proving(
         else:
             kind = "head" if "head" in name else "layer"
             yield f"{name}.weight: live {kind} differs from what was staged"
+    yield from proving_experts(model, staged)
     yield from _proving_others(model, staged, {f"{name}.weight" for name, _ in matrices})
 
 
