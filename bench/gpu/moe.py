@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -76,7 +77,7 @@ def main() -> int:
     cli.add_argument("--out", type=Path, required=True)
     cli.add_argument("--steps", type=int, default=5)
     cli.add_argument("--ranks", type=int, default=1, help="ranks of the trainer, each with a GPU of its own")
-    cli.add_argument("--colocated", action="store_true", help="trainer and generator on the same GPU")
+    cli.add_argument("--colocated", action="store_true", help="a generator on the GPU of each trainer rank")
     cli.add_argument("--cpu", action="store_true", help="a small shape in float32, without a GPU")
     asked = cli.parse_args()
     work: Path = asked.out / "work"
@@ -95,7 +96,9 @@ def main() -> int:
         "trainer": {"dtype": dtype, "nproc": asked.ranks},
     }
     if asked.colocated:
-        description |= {"placement": "colocated"}
+        description["placement"] = "colocated"
+        description["generator"]["replicas"] = asked.ranks
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(asked.ranks)))
     elif not asked.cpu:
         description["generator"]["memory_fraction"] = 0.4
     started = time.monotonic()

@@ -75,7 +75,9 @@ def proving_experts(model: nn.Module, staged: StagedModel) -> Iterator[str | Non
     layers = expert_layers(model)
     tensors = dict(staged.as_sent()) if layers else {}
     for name, layer in layers:
-        if are_plain(layer):
+        if hasattr(layer, "w13_bias"):
+            yield f"{name}: its experts cannot be proved: they have biases"
+        elif are_plain(layer):
             yield from _proving_plain(_Experts(name, layer, tensors))
         elif (packer := _packer(layer)) is not None:
             yield from _proving_packed(_Experts(name, layer, tensors), packer)
