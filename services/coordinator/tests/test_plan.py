@@ -295,22 +295,6 @@ def test_a_plan_of_adapters_counts_what_learns_and_what_moves(
     assert "trainable" not in {line.name for line in plan(run, layered).lines}
 
 
-def test_a_plan_of_a_mixture_says_what_a_token_meets(run: dict[str, Any], layered: StackConfig) -> None:
-    folder = Path(layered.model)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 1}))
-    experts = {f"model.layers.0.mlp.experts.{i}.up_proj.weight": [10, 8] for i in range(4)}
-    store_header(
-        folder, {"model.embed_tokens.weight": [20, 8], "model.layers.0.mlp.gate.weight": [4, 8], **experts}
-    )
-    line = next(line for line in plan(run, layered).lines if line.name == "model")
-    assert line.value == f"{160 + 32 + 4 * 80} parameters"
-    assert (
-        f"of the 4 experts of a layer a token visits 1: it meets {160 + 32 + 80} parameters"
-        in line.explanation
-    )
-
-
 def test_adapters_cost_the_memory_of_a_frozen_model_and_little_more(
     run: dict[str, Any], layered: StackConfig
 ) -> None:
