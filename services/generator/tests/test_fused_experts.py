@@ -12,6 +12,7 @@ from torch import nn
 
 from flotilla_generator.engine.vllm.fused_experts import packing_again, proving_experts
 from flotilla_generator.engine.vllm.live_regions import LiveRegions, NoRegionsError
+from flotilla_generator.engine.vllm.standby import Standby
 from flotilla_generator.engine.vllm.weight_check import proving
 from flotilla_weights.digest import tensor_digests
 from flotilla_weights.inbox import StagedModel
@@ -167,8 +168,14 @@ def test_plain_experts_are_copied_to_where_a_load_once_put_them() -> None:
     model = loaded(Backend.TRITON)
     regions = LiveRegions.learned(model, staged(1))
     assert faults(model, staged()) == [], "a rehearsal writes nothing"
-    assert [fault for fault in regions.fill(staged(2)) if fault] == []
-    assert faults(model, staged(2)) == []
+    standby = Standby.beside(regions)
+    filling = standby.begin()
+    filling.put(staged(2).weights)
+    expected = filling.settle(staged(2).digests)
+    standby.commit()
+    assert faults(model, staged(2)) == [] and regions.differing(expected) == []
+    model.experts.routed_experts.w2_weight.data[1, 0, 0] += 1e-6
+    assert [fault.split(":")[0] for fault in regions.differing(expected)] == ["experts.1.down_proj.weight"]
 
 
 def test_packed_experts_are_not_copied() -> None:
