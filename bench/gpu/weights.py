@@ -1,11 +1,13 @@
 """Weights from trainer processes to generator processes, without vLLM: are they exact, and how fast do they come.
 
-    python bench/gpu/weights.py [--shape 0.6b|8b] [--gpus 1|2] [--pairs N] [--rounds 8] [--busy] [--fresh] [--out DIR]
+    python bench/gpu/weights.py [--shape 0.6b|8b] [--gpus 1|2] [--pairs N] [--rounds 8] [--bucket-mib 256 512]
+                                [--busy] [--fresh] [--out DIR]
 
 `--gpus 1`: both ends share the first GPU. `--gpus 2`: the sender has the first GPU and the receiver the second; the
 same processes also broadcast the same bytes by bare NCCL, in messages of 16 to 4,096 MiB, for comparison. `--pairs N`:
-each of N GPUs has a sender and a receiver. `--busy` keeps the GPUs of the receivers multiplying matrices meanwhile.
-Receivers copy what is lent to them into a second model, or with `--fresh` keep what arrived as it is.
+each of N GPUs has a sender and a receiver. `--busy` measures again while the processes and GPUs of the receivers
+multiply matrices. There is a line for each size of buckets, and for each of these two. Receivers copy what
+is lent to them into a second model, or with `--fresh` keep what arrived as it is.
 
 A round is counted from the call of `publish`, with receivers that wait already, until both ends have the digests of
 all tensors. Every epoch ends with a check: digests by the kernel are those of torch, at both ends, and what arrived is
@@ -201,12 +203,10 @@ class Landing:
         torch._foreach_copy_(targets, [tensor for _, tensor in named])
 
 
-def receive(pipe: Connection, gpu: int, busy: bool, fresh: bool) -> None:
+def receive(pipe: Connection, gpu: int, fresh: bool) -> None:
     """A generator's process: obeys what comes over the pipe."""
     device = device_of(gpu)
     idle = threading.Event()
-    if busy:
-        threading.Thread(target=multiply, args=(idle, device), daemon=True).start()
     raw: RawBroadcast | None = None
     while (order := pipe.recv())[0] != "end":
         match order:
@@ -232,20 +232,24 @@ def receive(pipe: Connection, gpu: int, busy: bool, fresh: bool) -> None:
                 pipe.send((ended, carrier, arrived, landing.digests() if check else []))
             case ("leave",):
                 receiver.close()
-    idle.set()
+            case ("busy",):
+                idle.clear()
+                threading.Thread(target=multiply, args=(idle, device), daemon=True).start()
+            case ("idle",):
+                idle.set()
 
 
-def send(pipe: Connection, gpu: int, shape: str, bucket_bytes: int) -> None:
+def send(pipe: Connection, gpu: int, shape: str) -> None:
     """The process of another rank of the trainer, which holds the same parameters as the first one."""
-    device = device_of(gpu)
-    rank = TrainerRank(shape, bucket_bytes, device)
+    rank = TrainerRank(shape, device_of(gpu))
     while (order := pipe.recv())[0] != "end":
         match order:
-            case ("join", port, place, epoch, world_size, senders):
+            case ("join", port, place, epoch, world_size, senders, bucket_bytes):
+                rank.cut(bucket_bytes)
                 rank.sender = Sender.beside(
                     "127.0.0.1", port, place, epoch, world_size, BACKEND, TIMEOUT_S, senders
                 )
-                rank.sender.connect(rank.manifest, device)
+                rank.sender.connect(rank.manifest, rank.device)
             case ("publish",):
                 rank.learn()
                 pipe.send("waits")
@@ -258,20 +262,25 @@ def send(pipe: Connection, gpu: int, shape: str, bucket_bytes: int) -> None:
 class TrainerRank:
     """Parameters in float32, and an end of the weight group."""
 
-    def __init__(self, shape: str, bucket_bytes: int, device: torch.device) -> None:
+    def __init__(self, shape: str, device: torch.device) -> None:
         torch.manual_seed(1)
-        parameters = {name: torch.randn(size, device=device) for name, size in shapes_of(shape)}
-        named = ((name, torch.bfloat16, tensor.shape) for name, tensor in parameters.items())
-        self.manifest = Manifest.from_named(named, bucket_bytes)
-        self.in_order = [(spec.name, parameters[spec.name]) for spec in self.manifest.tensors]
+        self._parameters = {name: torch.randn(size, device=device) for name, size in shapes_of(shape)}
+        self.device = device
+        self.manifest: Manifest
+        self.in_order: list[tuple[str, torch.Tensor]]
         self.sender: Sender
-        self._device = device
+
+    def cut(self, bucket_bytes: int) -> None:
+        """Send them in buckets of this size from now on."""
+        named = ((name, torch.bfloat16, tensor.shape) for name, tensor in self._parameters.items())
+        self.manifest = Manifest.from_named(named, bucket_bytes)
+        self.in_order = [(spec.name, self._parameters[spec.name]) for spec in self.manifest.tensors]
 
     def learn(self) -> None:
         """Change all of them, the same way on every rank."""
         for _, tensor in self.in_order:
             tensor.mul_(1.01)
-        wait_for(self._device)
+        wait_for(self.device)
 
     def publish(self) -> list[int]:
         """Send all of them; return the digests."""
@@ -350,9 +359,7 @@ def measure_raw(receivers: Processes, device: torch.device, nbytes: int) -> dict
     return found
 
 
-def joined(
-    rank: TrainerRank, others: Processes, receivers: Processes, epoch: int, device: torch.device
-) -> None:
+def join(rank: TrainerRank, others: Processes, receivers: Processes, epoch: int) -> None:
     """Form the group of an epoch."""
     first = 1 + len(receivers.pipes)
     world_size = first + len(others.pipes)
@@ -371,20 +378,19 @@ def joined(
     for place, pipe in enumerate(receivers.pipes, 1):
         pipe.send(("join", group.SerializeToString(), place, described))
     for place, pipe in enumerate(others.pipes, first):
-        pipe.send(("join", group.port, place, epoch, world_size, senders))
-    rank.sender.connect(rank.manifest, device)
+        pipe.send(("join", group.port, place, epoch, world_size, senders, rank.manifest.bucket_bytes))
+    rank.sender.connect(rank.manifest, rank.device)
 
 
 def measure_rounds(
-    receivers: Processes, others: Processes, device: torch.device, asked: argparse.Namespace
+    receivers: Processes, others: Processes, rank: TrainerRank, epochs: range, rounds: int
 ) -> dict[str, Any]:
     """Seconds of whole publications, over several epochs."""
-    rank = TrainerRank(asked.shape, asked.bucket_mib << 20, device)
     publish_s, round_s, carriers = [], [], set()
-    for epoch in range(1, EPOCHS + 1):
-        joined(rank, others, receivers, epoch, device)
-        for number in range(asked.rounds):
-            check = number == asked.rounds - 1
+    for epoch in epochs:
+        join(rank, others, receivers, epoch)
+        for number in range(rounds):
+            check = number == rounds - 1
             others.tell("publish")
             rank.learn()
             others.answers()
@@ -418,7 +424,6 @@ def measure_rounds(
         "agreed_s": statistics.median(round_s),
         "agreed_gb_s": nbytes / statistics.median(round_s) / 1e9,
         "all_agreed_s": [round(seconds, 5) for seconds in round_s],
-        "parts": parts(device, rank.in_order) if HAS_GPU and not asked.busy else {},
     }
 
 
@@ -448,7 +453,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, choices=(1, 2), default=1)
     parser.add_argument("--pairs", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--bucket-mib", type=int, default=BUCKET_BYTES >> 20)
+    parser.add_argument("--bucket-mib", type=int, nargs="+", default=[BUCKET_BYTES >> 20])
     parser.add_argument("--busy", action="store_true")
     parser.add_argument("--fresh", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -456,32 +461,49 @@ def main() -> None:
     device = device_of(0)
     if HAS_GPU:
         check_digests(device)
-    found = {
-        "bench": "weights",
-        "shape": asked.shape,
-        "gpus": asked.pairs or asked.gpus,
-        "pairs": asked.pairs,
-        "busy": asked.busy,
-        "fresh": asked.fresh,
-        "bucket_mib": asked.bucket_mib,
-        "gpu": torch.cuda.get_device_name(device) if HAS_GPU else "none",
-        "bytes": bytes_of(asked.shape),
-    }
     gpus = list(range(asked.pairs)) if asked.pairs else [asked.gpus - 1]
-    receivers = Processes(receive, gpus, asked.busy and HAS_GPU, asked.fresh)
-    others = Processes(send, gpus[1:] if asked.pairs else [], asked.shape, asked.bucket_mib << 20)
-    if asked.gpus == 2 and not asked.pairs:
-        found["raw_s"] = measure_raw(receivers, device, found["bytes"])
-    found |= measure_rounds(receivers, others, device, asked)
+    receivers = Processes(receive, gpus, asked.fresh)
+    others = Processes(send, gpus[1:] if asked.pairs else [], asked.shape)
+    nbytes = bytes_of(asked.shape)
+    raw_s = measure_raw(receivers, device, nbytes) if asked.gpus == 2 and not asked.pairs else {}
+    rank = TrainerRank(asked.shape, device)
+    epoch = 0
+    for busy in (False, True) if asked.busy else (False,):
+        if busy and HAS_GPU:
+            receivers.tell("busy")
+        for bucket_mib in asked.bucket_mib:
+            rank.cut(bucket_mib << 20)
+            epochs = range(epoch + 1, epoch + 1 + EPOCHS)
+            epoch += EPOCHS
+            rounds = measure_rounds(receivers, others, rank, epochs, asked.rounds)
+            found = {
+                "bench": "weights",
+                "shape": asked.shape,
+                "gpus": asked.pairs or asked.gpus,
+                "pairs": asked.pairs,
+                "busy": busy,
+                "fresh": asked.fresh,
+                "bucket_mib": bucket_mib,
+                "gpu": torch.cuda.get_device_name(device) if HAS_GPU else "none",
+                "bytes": nbytes,
+                "raw_s": raw_s,
+                "of_raw": min(raw_s.values()) / rounds["agreed_s"] if raw_s else None,
+                **rounds,
+                "parts": parts(device, rank.in_order) if HAS_GPU else {},
+            }
+            tell(found, asked.out)
+    receivers.tell("idle")
     receivers.end()
     others.end()
-    if "raw_s" in found:
-        found["of_raw"] = min(found["raw_s"].values()) / found["agreed_s"]
+
+
+def tell(found: dict[str, Any], out: Path | None) -> None:
+    """Print a line of figures, and keep it."""
     line = json.dumps(found)
-    print(line)
-    if asked.out:
-        asked.out.mkdir(parents=True, exist_ok=True)
-        with (asked.out / "weights.jsonl").open("a") as lines:
+    print(line, flush=True)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        with (out / "weights.jsonl").open("a") as lines:
             lines.write(line + "\n")
 
 
