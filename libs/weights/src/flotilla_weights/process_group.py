@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 SENDER_RANK = 0
 GLOO, NCCL, CUDA_IPC = "gloo", "nccl", "cuda_ipc"
 SPINS = 200
-POLL_S = 0.0005
+POLL_S = 0.0002
 GLOO_SLICE = timedelta(seconds=0.05)
 """How long an abort of this end may go unseen by a thread that waits for a transfer."""
 
