@@ -38,9 +38,10 @@ def main() -> int:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--out", type=Path, required=True)
     cli.add_argument("--work", type=Path, help="the folder `work` of a loop.py that ran before")
-    cli.add_argument("--steps", type=int, default=8)
+    cli.add_argument("--steps", type=int, help="8 by default, and 60 with --small")
     cli.add_argument("--small", action="store_true", help="a tiny model and few tokens")
     asked = cli.parse_args()
+    asked.steps = asked.steps or (60 if asked.small else 8)
     asked.out.mkdir(parents=True, exist_ok=True)
     work: Path = asked.work or asked.out / "work"
     show_gpus(0 if asked.small else GENERATORS)
