@@ -11,6 +11,7 @@ from flotilla_coordinator.plan import gpu_memory, size_limits
 from flotilla_coordinator.plan.gpu_memory import GIB, SharedGpu
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.trainer_memory import TrainerMemory, microbatch_tokens
+from flotilla_coordinator.plan.update_lines import MicroBatches, spare_budget_warnings
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.errors import FailedPrecondition
 
@@ -161,6 +162,17 @@ def test_a_micro_batch_has_no_more_tokens_than_a_step() -> None:
     assert microbatch_tokens(config, trainer, 280) == 2240
     assert microbatch_tokens(config, trainer, 4000) == 8192
     assert microbatch_tokens(config, trainer.model_copy(update={"nproc": 8}), 280) == 280
+
+
+def test_a_budget_that_was_set_above_what_a_step_has_is_warned_of() -> None:
+    cut = MicroBatches.of(sequences=8, longest=281, budget=16_384, ranks=1)
+
+    def warned(**batching: int) -> list[str]:
+        return list(spare_budget_warnings(run_of(batching=batching), cut, 1))
+
+    (warning,) = warned(tokens_per_microbatch=16_384)
+    assert "16,384 is more than the 2,240 tokens of a step" in warning
+    assert not warned() and not warned(tokens_per_microbatch=2240)
 
 
 @pytest.mark.parametrize(

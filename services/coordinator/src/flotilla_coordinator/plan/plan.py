@@ -177,6 +177,7 @@ class _Planner:
         for line in update_lines.update_lines(config, cut, self._samples, lanes):
             self._line(*line)
         self._plan.warnings.extend(update_lines.update_warnings(config, cut, self._longest))
+        self._plan.warnings.extend(update_lines.spare_budget_warnings(config, cut, lanes))
 
     def _memory_lines(self) -> None:
         trainer = self._stack.trainer

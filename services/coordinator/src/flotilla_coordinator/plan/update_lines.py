@@ -210,6 +210,16 @@ def update_warnings(config: RunConfig, cut: MicroBatches, longest: int) -> Itera
         )
 
 
+def spare_budget_warnings(config: RunConfig, cut: MicroBatches, lanes: int) -> Iterator[str]:
+    """Warn of a budget that was set to at least twice what a step has: no update is faster for it."""
+    asked, share = config.batching.tokens_per_microbatch, -(-cut.sequences // lanes) * cut.fed_tokens
+    if config.batching.sets("tokens_per_microbatch") and isinstance(asked, int) and asked >= 2 * share:
+        yield (
+            f"batching.tokens_per_microbatch = {asked:,} is more than the {share:,} tokens of a step for each rank: "
+            "every update is one micro-batch, and the memory is counted for its tokens"
+        )
+
+
 def mesh_errors(algorithm: AlgorithmConfig, stack: StackConfig) -> list[str]:
     """Refuse attention heads that the ranks on one row cannot share evenly, for each gang that the run needs."""
     beside = algorithm.gangs_beside_the_policy if isinstance(algorithm, PolicyConfig) else ()
