@@ -81,6 +81,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         yield from _tensors(list(value.values()))
     elif isinstance(value, PackedRow):
         yield value.borders
+        if value.grid is not None:
+            yield from (way for way in value.grid.ways if way is not None)
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors(item)

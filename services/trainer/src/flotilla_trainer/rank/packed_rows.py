@@ -2,9 +2,9 @@
 
 Invariants: positions restart at zero with every sequence, so that a model cannot tell a packed sequence from a lone
 one; no token sees another sequence, by construction and not by a mask over the whole row; memory grows with the tokens
-and, at most, the square of one sequence. Half precision on GPUs uses torch's variable-length kernel where torch has
-it, which compiled layers call within their graph; everything else uses the dense kernels, one call for each run of
-equally long sequences, outside of graphs.
+and, at most, the square of one sequence. Half precision on GPUs uses cuDNN's dense kernel where the sequences have
+about one length, and else torch's variable-length kernel where torch has it; compiled layers call both within their
+graph. Everything else uses the dense kernels, one call for each run of equally long sequences, outside of graphs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from flotilla_trainer.rank.grid_attention import MOST_HEAD_SIZE, Grid, attention_on_grid, grid_works, sent
+
 PACKED_ATTENTION = "flotilla_packed"
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -28,11 +30,6 @@ Heads = torch.Tensor
 Attention = TypeVar("Attention", bound=Callable[..., Any])
 outside_graphs: Callable[[Attention], Attention] = torch.compiler.disable
 """Keeps a function out of compiled graphs; torch's own decorator has no types."""
-
-
-def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor of the host on the device; the host goes on while a GPU copies."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 # A frozen class would be taken apart by compilers, which would then make a graph for every list of lengths.
@@ -47,6 +44,8 @@ class PackedRow:
     """The first index of each sequence, and the end of the row: int32, [sequences + 1]."""
     position_ids: torch.Tensor
     """The index of each token within its sequence, [1, tokens]."""
+    grid: Grid | None = None
+    """The grid of a kernel for sequences of about one length, where that is faster here."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> PackedRow:
@@ -57,7 +56,14 @@ class PackedRow:
         places = torch.arange(int(ends[-1])) - starts.repeat_interleave(counts)
         borders = torch.nn.functional.pad(ends, (1, 0)).int()
         reach = 1 << (int(counts.max()) - 1).bit_length()
-        return cls(tuple(counts.tolist()), reach, sent(borders, device), sent(places[None], device))
+        grid = Grid.of(lengths) if grid_works(device) else None
+        return cls(
+            tuple(counts.tolist()),
+            reach,
+            sent(borders, device),
+            sent(places[None], device),
+            None if grid is None else grid.on(device),
+        )
 
     @classmethod
     def among(cls, columns: dict[str, torch.Tensor]) -> PackedRow | None:
@@ -91,9 +97,18 @@ def packed_attention(
 
     A model that does not pass the row on gets attention over the whole row, which the probe of the model finds.
     """
+    grid = None if packed_row is None or sliding_window else packed_row.grid
+    if grid is not None and takes_grid(query):
+        given = [heads[0].transpose(0, 1) for heads in (query, key, value)]
+        return attention_on_grid(given[0], given[1], given[2], grid, scaling)[None], None
     if packed_row is not None and takes_variable_lengths(query):
         return _at_once(query, key, value, packed_row, scaling, sliding_window), None
     return _by_runs(query, key, value, packed_row, scaling, sliding_window), None
+
+
+def takes_grid(query: Heads) -> bool:
+    """Return whether the kernel for grids can take these numbers."""
+    return query.is_cuda and query.dtype in HALVES and query.shape[-1] <= MOST_HEAD_SIZE
 
 
 def takes_variable_lengths(query: Heads) -> bool:
