@@ -19,6 +19,7 @@ from flotilla_trainer.rank.compiled_layers import CompiledLayers
 from flotilla_trainer.rank.lora import Adapters
 from flotilla_trainer.rank.packed_rows import PackedRow
 from flotilla_trainer.rank.policy_model import PolicyModel
+from flotilla_trainer.rank.selective_recompute import SelectiveLayers
 
 pytestmark = pytest.mark.timeout(600)
 TOLERANCE = 1e-5
@@ -71,18 +72,23 @@ def same(found: list[torch.Tensor], right: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recompute", "packed"), [(False, False), (True, True)], ids=["padded", "packed-and-recomputed"]
+    ("recompute", "packed", "selective"),
+    [(False, False, False), (True, True, False), (False, False, True)],
+    ids=["padded", "packed-and-recomputed", "padded-and-selective"],
 )
 def test_one_graph_serves_every_layer_and_every_length(
-    counter: CompileCounterWithBackend, recompute: bool, packed: bool
+    counter: CompileCounterWithBackend, recompute: bool, packed: bool, selective: bool
 ) -> None:
     policy = model(layers=4)
     layers = policy.causal_lm.model.layers
-    compiled, recomputed = CompiledLayers(layers), RecomputedLayers(layers)
+    kept, compiled, recomputed = SelectiveLayers(layers), CompiledLayers(layers), RecomputedLayers(layers)
     phases: list[str] = []
     watch = CompilerWatch(phases.append)
     recomputed.on = recomputed.inputs_rest_on_host = recompute
     expected = [numbers(policy, *each, packed) for each in SHAPES]
+    kept.on = selective
+    for each, right in zip(SHAPES, expected, strict=True):
+        same(numbers(policy, *each, packed), right)
     assert counter.frame_count == 0 and watch.taken() == {}
     compiled.on = True
     frames, costs = [], []

@@ -162,6 +162,31 @@ def test_bfloat16_loses_no_gradient_of_the_weight_between_chunks(operations: Hea
     assert all(found < 1.3 * right for found, right in zip(one_by_one, together, strict=True)), errors
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the choice is made before any kernel runs")
+def test_nothing_is_computed_again_where_memory_is_plenty(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = fused_head.PlainOperations()
+    monkeypatch.setattr(fused_head, "operations_on", lambda device: kernels)
+    products: list[int] = []
+
+    def counted(*parts: torch.Tensor | None) -> torch.Tensor:
+        assert parts[0] is not None
+        products.append(len(parts[0]))
+        return linear(*parts)
+
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", counted)
+    gradients = []
+    needed = TOKENS * VOCABULARY * 4
+    for free, expected in ((4 * needed, [23]), (4 * needed - 4, [8, 8, 7, 8, 8])):
+        monkeypatch.setattr(fused_head, "free_bytes", lambda device, free=free: free)
+        parts, products[:] = given(), []
+        scores = head_scores(*parts, targets(), rules=HeadRules(), chunk_tokens=2, entropy_gradient=True)
+        gradients.append(torch.autograd.grad(loss_of(*scores, 0.3), parts))
+        assert products == expected
+    for mine, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
 def shape() -> Qwen3Config:
     return Qwen3Config(
         vocab_size=VOCABULARY,

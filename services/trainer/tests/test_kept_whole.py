@@ -77,7 +77,7 @@ def command(rank: int, ranks: int = RANKS) -> Frame:
 
 def outcome(folder: Path, dtype: torch.dtype, kept: Kept, *, fails: bool = False) -> dict[str, Any]:
     """Return the gradients of this rank's second update and the weights after it, and what was whole meanwhile."""
-    update_module.kept_by = lambda model: kept  # of this rank alone, which is a process of its own
+    update_module.kept_by = lambda model, needed: kept  # of this rank alone, which is a process of its own
     model = ShardedModel(folder, dtype, RankMesh.form("cpu"), CPU)
     model.load(folder)
     optimizer = PolicyOptimizer(model, SESSION.optimizer)
@@ -161,7 +161,7 @@ def test_kept_weights_are_gathered_once_an_update(found: list[dict[Any, dict[str
 
 def after_lack_of_memory(folder: Path, kept: Kept) -> tuple[str, bool]:
     """Return the refusal of an update that broke off in a backward pass, and whether the next one is as any other."""
-    update_module.kept_by = lambda model: kept
+    update_module.kept_by = lambda model, needed: kept
     model = ShardedModel(folder, torch.float32, RankMesh.form("cpu"), CPU)
     model.load(folder)
     optimizer = PolicyOptimizer(model, SESSION.optimizer)

@@ -11,6 +11,8 @@ from flotilla_core.config.model import AgreementLimit, ConfigModel
 
 MomentDecay = Annotated[float, Field(ge=0, lt=1)]
 
+UNCHOSEN_MICROBATCH_TOKENS = 8192
+
 
 class OptimizerConfig(ConfigModel):
     """AdamW and its schedule."""
@@ -52,12 +54,13 @@ class BatchingConfig(ConfigModel):
     It divides an update to fit into memory, and never changes the result.
     """
 
-    tokens_per_microbatch: int = Field(default=8192, ge=1, le=10_000_000)
-    """Tokens of one forward pass on one rank, padding included."""
+    tokens_per_microbatch: Literal["auto"] | Annotated[int, Field(ge=1, le=10_000_000)] = "auto"
+    """Tokens of one forward pass on one rank, padding included; `auto`: what a GPU has memory for, else 8192."""
     packing: Literal["auto", "on", "off"] = "auto"
     """Join sequences in one row, without padding; `auto`: on GPUs, if the model allows it."""
-    activation_checkpointing: bool = False
-    """Keep only the inputs of the layers and recompute the rest in the backward pass: less memory, 1/3 more work."""
+    activation_checkpointing: Literal["auto", "selective"] | bool = "auto"
+    """`true`: layers keep their inputs and recompute the rest in the backward pass, 1/3 more work; `selective`: they
+    keep narrow products and attention too, 1/6 more; `auto`: the least that the memory of a GPU demands."""
     activation_offload: bool = False
     """With `activation_checkpointing`: keep these inputs in host memory until the backward pass (GPU only)."""
     logprob_chunk_tokens: int = Field(default=2048, ge=1, le=10_000_000)
@@ -65,11 +68,27 @@ class BatchingConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _offloads_what_is_kept(self) -> BatchingConfig:
-        if self.activation_offload and not self.activation_checkpointing:
+        if self.activation_offload and not self.recomputes_layers:
             raise ValueError(
                 "batching.activation_offload moves the inputs that activation_checkpointing keeps: set both to true"
             )
         return self
+
+    @property
+    def microbatch_budget(self) -> int:
+        """The tokens of a micro-batch; where nobody has chosen them, so many that small GPUs have memory for them."""
+        tokens = self.tokens_per_microbatch
+        return UNCHOSEN_MICROBATCH_TOKENS if tokens == "auto" else tokens
+
+    @property
+    def recomputes_layers(self) -> bool:
+        """True where layers keep their inputs alone."""
+        return self.activation_checkpointing is True
+
+    @property
+    def recomputes_wide_parts(self) -> bool:
+        """True where layers keep what is dear to compute as well."""
+        return self.activation_checkpointing == "selective"
 
 
 class LoraConfig(ConfigModel):

@@ -38,7 +38,7 @@ class SessionRanks:
     def __init__(self, run_id: str, batching: BatchingConfig, gang: Gang, activities: Activities) -> None:
         self.run_id = run_id
         self._batching = batching
-        self._budget = batching.tokens_per_microbatch
+        self._budget = batching.microbatch_budget
         self._gang = gang
         self._activities = activities
         self._over: FlotillaError | None = None

@@ -113,7 +113,7 @@ def layout(batching: BatchingConfig, facts: dict[str, Any], ranks: int) -> Layou
     # On the CPU only long and uneven sequences gain; short ones lose a little in many small kernels.
     automatic = batching.packing == "auto" and facts["device"] != "cpu"
     return Layout(
-        budget=batching.tokens_per_microbatch,
+        budget=batching.microbatch_budget,
         ranks=ranks,
         packed=not refusal and (automatic or batching.packing == "on"),
         crossover_tokens=facts["attention_crossover_tokens"],

@@ -9,7 +9,7 @@ only a later micro-batch needs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,7 @@ class Compilation:
         model.compiled_layers.on = True
         try:
             for lengths in ROWS:
-                _one_pass(model, lengths, packed)
+                one_pass(model, lengths, packed)
         except TorchDynamoException as error:
             self.refusal = reason_of(error)
             return False
@@ -68,19 +68,19 @@ class Compilation:
         return not self.refusal
 
 
-def _one_pass(model: ShardedModel, lengths: tuple[int, ...], packed: bool) -> None:
+def one_pass(model: ShardedModel, lengths: Sequence[int], packed: bool) -> None:
     """Run forward without and with gradient, and backward where something learns."""
     row = PackedRow.of(lengths, model.device) if packed else None
-    rows = 1 if packed else len(lengths)
-    tokens = torch.zeros(rows, sum(lengths), dtype=torch.long, device=model.device)
-    positions = torch.arange(sum(lengths), device=model.device)
+    size = (1, sum(lengths)) if packed else (len(lengths), max(lengths))
+    tokens = torch.zeros(size, dtype=torch.long, device=model.device)
+    positions = torch.arange(tokens.numel(), device=model.device)
 
     def forward() -> torch.Tensor:
         if isinstance(model.policy, ValueModel):
             values: torch.Tensor = model.policy(tokens, positions, packed_row=row)
             return values
         scores: TokenScores = model.policy(
-            tokens, positions, tokens[0], temperature=1.0, chunk_tokens=len(positions), packed_row=row
+            tokens, positions, tokens.flatten(), temperature=1.0, chunk_tokens=len(positions), packed_row=row
         )
         return scores.logprobs
 

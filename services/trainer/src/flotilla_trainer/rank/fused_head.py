@@ -2,8 +2,9 @@
 
 Invariants: the raw output of the head exists for one chunk of tokens at a time, in the type that the model computes in;
 the backward pass computes it again, except that of the last chunk, which is still there when it begins, and writes the
-gradient over it; the gradient of the weight adds up over the chunks in float32. On GPUs Triton kernels read and write
-the raw output once each; elsewhere plain operations compute the same in float32.
+gradient over it. Where a GPU has plenty of memory left, all tokens are one chunk, and nothing is computed again. The
+gradient of the weight adds up over the chunks in float32. On GPUs Triton kernels read and write the raw output once
+each; elsewhere plain operations compute the same in float32.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.nn import functional
 
+from flotilla_trainer.rank.device_memory import free_bytes
+
 logger = logging.getLogger(__name__)
 
 KERNEL_CHUNKS = 4
 """The kernels take this many chunks at once: they hold 2 or 4 bytes a logit, where plain operations hold 16."""
+SPARE_SHARE = 0.25
+"""The share of the free memory that the raw output of all tokens may take, so that none is computed again."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +188,8 @@ class _HeadScores(torch.autograd.Function):
             *(hidden.new_empty(len(hidden), dtype=torch.float32) for _ in TargetScores._fields)
         )
         raw = None
-        for chunk in _chunks(len(hidden), work.chunk_tokens, operations):
+        chunks = _chunks(len(hidden), _most_tokens(hidden, weight, work, operations))
+        for chunk in chunks:
             raw = None  # The next chunk may take its memory.
             raw = functional.linear(hidden[chunk], weight, bias)
             for whole, part in zip(
@@ -193,7 +199,7 @@ class _HeadScores(torch.autograd.Function):
             work.moved()
         if work.learns:
             ctx.save_for_backward(hidden, weight, bias, targets, scores.normalizers, scores.entropies)
-            ctx.work, ctx.last = work, raw
+            ctx.work, ctx.chunks, ctx.last = work, chunks, raw
         if not work.entropy_gradient:
             ctx.mark_non_differentiable(scores.entropies)
         return scores.logprobs, scores.entropies
@@ -208,7 +214,7 @@ class _HeadScores(torch.autograd.Function):
         by_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         by_weight = _zeros(weight) if ctx.needs_input_grad[1] else None
         by_bias = _zeros(bias) if bias is not None and ctx.needs_input_grad[2] else None
-        for chunk in reversed(_chunks(len(hidden), work.chunk_tokens, operations)):
+        for chunk in reversed(ctx.chunks):
             if raw is None:
                 raw = functional.linear(hidden[chunk], weight, bias)
             slopes = operations.write_gradients(
@@ -237,9 +243,21 @@ class _HeadScores(torch.autograd.Function):
         )
 
 
-def _chunks(count: int, chunk_tokens: int, operations: HeadOperations) -> list[slice]:
+def _most_tokens(
+    hidden: torch.Tensor, weight: torch.Tensor, work: HeadWork, operations: HeadOperations
+) -> int:
+    """Return how many tokens a chunk may have: all of them where their raw output may stay until the backward pass."""
+    if operations is PLAIN:
+        return work.chunk_tokens
+    limit = work.chunk_tokens * KERNEL_CHUNKS
+    whole = len(hidden) * len(weight) * hidden.element_size()
+    if work.learns and len(hidden) > limit and whole <= free_bytes(hidden.device) * SPARE_SHARE:
+        return len(hidden)
+    return limit
+
+
+def _chunks(count: int, limit: int) -> list[slice]:
     """Return equal chunks of `count` tokens, as few as the limit allows."""
-    limit = chunk_tokens if operations is PLAIN else chunk_tokens * KERNEL_CHUNKS
     number = -(-count // limit)
     size = -(-count // max(1, number))
     return [slice(first, min(first + size, count)) for first in range(0, count, size or 1)]

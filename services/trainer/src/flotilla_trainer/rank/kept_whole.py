@@ -3,7 +3,7 @@
 Invariants: ranks that keep them gather each weight once and reduce each gradient once an update, and otherwise once a
 micro-batch; all ranks decide alike, from the rank with the least free memory. Kept weights take the bytes of the whole
 model in the type of the computation, kept gradients four bytes more for every parameter that learns; both together, or
-the weights alone, are kept where they take at most half of the memory that is free when the update begins. Nothing is
+the weights alone, are kept where the largest micro-batch leaves the memory for them when the update begins. Nothing is
 kept on a CPU, nor where a reference takes the place of the policy before a micro-batch; no gradients are kept of a
 model with parts that a micro-batch may not reach. After an update, and after an error in it, every weight is a shard
 again; after an error nothing is left of its pass, so that the next one may begin.
@@ -21,11 +21,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from flotilla_trainer.rank.device_memory import free_bytes
 from flotilla_trainer.rank.sharded_model import ShardedModel
 
 GRADIENT_BYTES = 4
-SHARE = 0.5
-"""The share of the free memory that may be used."""
+SHARE = 0.9
+"""The share that may be used of the memory that is free beside a micro-batch; allocators waste some."""
+UNMEASURED_SHARE = 0.5
+"""The share where nobody has measured what a micro-batch takes."""
 
 
 class Kept(NamedTuple):
@@ -42,14 +45,16 @@ class Announce(Protocol):
         """Say whether it is the last one."""
 
 
-def kept_by(model: ShardedModel) -> Kept:
-    """Return what there is memory for; a collective."""
+def kept_by(model: ShardedModel, needed: float | None) -> Kept:
+    """Return what there is memory for beside a micro-batch that needs so many bytes; a collective."""
     if model.device.type != "cuda":
         return Kept()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     weights = parameters * model.dtype.itemsize
     gradients = 0 if model.frozen else parameters * GRADIENT_BYTES
-    room = torch.tensor(_free_bytes(model.device) * SHARE, dtype=torch.float64, device=model.device)
+    free = free_bytes(model.device)
+    left = free * UNMEASURED_SHARE if needed is None else (free - needed) * SHARE
+    room = torch.tensor(left, dtype=torch.float64, device=model.device)
     dist.all_reduce(room, dist.ReduceOp.MIN)
     available = float(room)
     return Kept(weights <= available, weights + gradients <= available and not _may_leave_parts_out(model))
@@ -122,9 +127,3 @@ def _may_leave_parts_out(model: ShardedModel) -> bool:
     FSDP cannot reduce a gradient that only the last micro-batch gave together with those that it kept.
     """
     return any(isinstance(part, nn.ModuleList) for layer in model.layers for part in layer.modules())
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Return what a GPU has left, with what torch holds and does not use."""
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + unused

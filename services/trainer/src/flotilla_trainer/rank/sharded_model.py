@@ -37,6 +37,7 @@ from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.model_checks import packing_refusal
 from flotilla_trainer.rank.peft_folder import read_adapters
 from flotilla_trainer.rank.policy_model import PolicyModel
+from flotilla_trainer.rank.selective_recompute import SelectiveLayers
 from flotilla_trainer.rank.sequence_parallel import SequenceParallel
 from flotilla_trainer.rank.value_model import ValueModel
 from flotilla_weights.digest import pending_digest, tensor_digest
@@ -97,6 +98,7 @@ class ShardedModel:
         self.policy = kind(cast(Any, causal_lm), self.lane)
         self.layers = repeated_layers(causal_lm)
         """The repeated blocks of the model; sharding renames their classes, by which they are found."""
+        self.selective_layers = SelectiveLayers(self.layers)
         self.compiled_layers = CompiledLayers(self.layers)
         self.recomputed_layers = RecomputedLayers(self.layers)
         self._shard(causal_lm)
@@ -106,6 +108,11 @@ class ShardedModel:
     def causal_lm(self) -> PreTrainedModel | ValueBody:
         """The transformers model inside; that of a critic has a head of one number."""
         return self.policy.causal_lm
+
+    @property
+    def longest_sequence(self) -> int:
+        """The most tokens of a sequence; 0 where the model does not say."""
+        return int(getattr(self.causal_lm.config, "max_position_embeddings", 0) or 0)
 
     def report_progress(self, moved: Callable[[], None]) -> None:
         """Call `moved` after every part of a pass."""

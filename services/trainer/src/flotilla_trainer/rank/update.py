@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from flotilla_core import telemetry
-from flotilla_core.errors import Exhausted, FlotillaError, Mismatch
+from flotilla_core.errors import FlotillaError, Mismatch
 from flotilla_core.telemetry import names
+from flotilla_trainer.rank.device_memory import MicroBatchMemory, out_of_memory
 from flotilla_trainer.rank.kept_whole import Kept, keeping, kept_by
 from flotilla_trainer.rank.link import FrontLink
 from flotilla_trainer.rank.objective import LossTerms, RankObjective
@@ -74,16 +75,28 @@ def _placed(arrays: dict[str, Array], device: torch.device) -> Columns:
     }
 
 
+def _most_tokens(command: Frame, part: range | None) -> int:
+    """Return the tokens of the largest micro-batch, padding included."""
+    indices = range(len(command.fields["idle"])) if part is None else part
+    return max((command.arrays[f"{index}/tokens"].size for index in indices), default=0)
+
+
 class Update:
     """The sums of losses and metrics of an update, and the gradients in the model."""
 
     def __init__(
-        self, model: ShardedModel, settings: SessionSettings, objective: RankObjective, link: FrontLink
+        self,
+        model: ShardedModel,
+        settings: SessionSettings,
+        objective: RankObjective,
+        link: FrontLink,
+        memory: MicroBatchMemory | None = None,
     ) -> None:
         self._model = model
         self._settings = settings
         self._link = link
         self._objective = objective
+        self._memory = memory
         self._named: set[str] = set()
         self._factor = 1.0
         self._sums = torch.zeros(len(SUMS), dtype=torch.float64, device=model.device)
@@ -94,7 +107,7 @@ class Update:
     ) -> None:
         """Run every micro-batch of this rank, or a part of them, and let their loss count `factor` times.
 
-        One that does not fit into memory is refused where no other rank waits for its end.
+        One that does not fit into memory is refused: by all ranks before the pass, or by a lone rank within it.
         """
         lacking = ""
         try:
@@ -106,18 +119,13 @@ class Update:
         # Outside of the block above, which holds what the pass computed.
         if lacking:
             torch.cuda.empty_cache()
-            raise Exhausted(
-                "a micro-batch does not fit into the memory of the GPU",
-                where="batching.tokens_per_microbatch",
-                why=lacking,
-                next_step="lower it, or set batching.activation_checkpointing to true",
-            )
+            raise out_of_memory(lacking)
 
     def _all(self, command: Frame, *, backward: bool, factor: float, part: range | None) -> None:
         """Run these micro-batches."""
         total = len(command.fields["idle"] if part is None else part)
         self._factor = factor
-        kept = self._kept() if backward else Kept()
+        kept = self._kept(command, part) if backward else Kept()
         with (
             telemetry.span(names.TRAINER_FORWARD_BACKWARD),
             torch.set_grad_enabled(backward),
@@ -159,9 +167,10 @@ class Update:
             f"above {limit:g}"
         )
 
-    def _kept(self) -> Kept:
-        """Return what stays whole between the micro-batches."""
-        return Kept() if self._settings.objective.compares_distributions else kept_by(self._model)
+    def _kept(self, command: Frame, part: range | None) -> Kept:
+        """Return what stays whole between the micro-batches, beside the largest of them."""
+        needed = None if self._memory is None else self._memory.require(_most_tokens(command, part))
+        return Kept() if self._settings.objective.compares_distributions else kept_by(self._model, needed)
 
     def _one(self, columns: Columns, idle: bool, backward: bool) -> None:
         terms = self._objective.on(self._model.policy, columns, self._settings.batching.logprob_chunk_tokens)

@@ -21,7 +21,8 @@ from flotilla_core import telemetry
 from flotilla_core.errors import FailedPrecondition, FlotillaError
 from flotilla_core.telemetry import names
 from flotilla_trainer.rank.checkpoint import RankCheckpoints
-from flotilla_trainer.rank.compilation import Compilation
+from flotilla_trainer.rank.compilation import Compilation, one_pass
+from flotilla_trainer.rank.device_memory import PROBE_SEQUENCE, MicroBatchMemory
 from flotilla_trainer.rank.export import export
 from flotilla_trainer.rank.link import FrontLink
 from flotilla_trainer.rank.mesh import RankMesh
@@ -70,6 +71,7 @@ class RankWorker:
             self._device.type, replicate=setup.replicate, sequence_parallel=setup.sequence_parallel
         )
         self._build(setup.head, frozen=False)
+        self._packing_refusal = ""
         self._settings: SessionSettings | None = None
         self._objective: RankObjective | None = None
         self._optimizer: PolicyOptimizer | None = None
@@ -122,12 +124,13 @@ class RankWorker:
         self._model.check_head()
         check_sequence_parallel(self._model.policy, self._mesh.width, self._model.dtype, self._model.device)
         facts = self._model.packing_facts()
+        self._packing_refusal = facts["packing_refusal"]
         facts |= self._compile(folder, packed=not facts["packing_refusal"])
         config = self._model.causal_lm.config
         return {
             "parameters": sum(parameter.numel() for parameter in self._model.parameters()),
             "vocabulary": config.vocab_size,
-            "max_sequence_tokens": getattr(config, "max_position_embeddings", 0) or 0,
+            "max_sequence_tokens": self._model.longest_sequence,
             "torch": torch.__version__,
             "device": str(self._model.device),
             **facts,
@@ -138,9 +141,11 @@ class RankWorker:
         self._settings = settings
         torch.manual_seed(settings.seed)
         self._model.adapt(settings.lora, settings.seed)
-        self._model.recomputed_layers.on = settings.batching.activation_checkpointing
+        self._model.recomputed_layers.on = settings.batching.recomputes_layers
+        self._model.selective_layers.on = settings.batching.recomputes_wide_parts
         self._model.recomputed_layers.inputs_rest_on_host = settings.batching.activation_offload
         self._optimizer = PolicyOptimizer(self._model, settings.optimizer)
+        self._memory.forget()
         self._pending = None
         self._reference = ReferenceWeights(self._model) if settings.objective.keeps_reference else None
         self._distribution = None
@@ -155,7 +160,7 @@ class RankWorker:
             settings = replace(settings, refuse_above=refuse_above)
 
         def accumulated(command: Frame, part: range) -> Update:
-            update = Update(self._model, settings, objective, self._link)
+            update = Update(self._model, settings, objective, self._link, self._memory)
             self._accumulate(update, command, part=part)
             return update
 
@@ -169,7 +174,7 @@ class RankWorker:
         asked = ObjectiveSettings.from_fields(command.fields["objective"])
         units, started = command.fields["units"], time.monotonic()
         own = rank_objective(asked, self._distribution)
-        update = Update(self._model, replace(settings, objective=asked), own, self._link)
+        update = Update(self._model, replace(settings, objective=asked), own, self._link, self._memory)
         self._accumulate(update, command, factor=units)
         if self._pending is None:
             self._pending = Update(self._model, settings, objective, self._link)
@@ -262,8 +267,15 @@ class RankWorker:
             Path(self._setup.model), dtype, self._mesh, self._device, MODELS[head], frozen=frozen
         )
         self._model.report_progress(self._link.moved)
+        self._memory = MicroBatchMemory(self._device, self._probe)
         self._publisher = Publisher(self._model, self._link)
         self._checkpoints = RankCheckpoints(self._model, self._link)
+
+    def _probe(self, tokens: int) -> None:
+        """Run a pass over so many zeros, laid out as updates are on GPUs."""
+        self._link.progress("measuring the memory of a micro-batch")
+        length = min(PROBE_SEQUENCE, self._model.longest_sequence or PROBE_SEQUENCE)
+        one_pass(self._model, [length] * (tokens // length), packed=not self._packing_refusal)
 
     def _rebuild(self, head: str, frozen: bool) -> None:
         """Build the model again, after the old one is freed: the device may hold only one. No session is open then."""
