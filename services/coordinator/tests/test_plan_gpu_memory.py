@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from flotilla_coordinator.plan import gpu_memory, size_limits
+from flotilla_coordinator.plan.batching_choice import chosen_batching
 from flotilla_coordinator.plan.gpu_memory import GIB, SharedGpu
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.trainer_memory import TrainerMemory, microbatch_tokens
 from flotilla_coordinator.plan.update_lines import MicroBatches, spare_budget_warnings
-from flotilla_core.config import RunConfig, StackConfig
+from flotilla_core.config import BatchingConfig, RunConfig, StackConfig
 from flotilla_core.errors import FailedPrecondition
 
 H200 = 141 * 1000**3
@@ -189,3 +190,39 @@ def test_bfloat16_on_a_processor_without_it_is_warned_of(
         size_limits.bfloat16_warnings(stack_of(trainer={"dtype": dtype}, generator={"dtype": dtype}))
     )
     assert [text.split(" are ")[0] for text in found] == ["trainer.dtype and generator.dtype"] * warned
+
+
+@pytest.mark.parametrize(
+    ("sizes", "stack", "gpu", "tokens", "recompute"),
+    [
+        (QWEN3_600M, {"placement": "separate"}, H200, 32_768, False),
+        (QWEN3_600M, {"placement": "separate"}, SMALL_GPU, 8192, "selective"),
+        (QWEN3_8B, {"placement": "separate", "trainer": {"nproc": 2}}, H200, 8192, False),
+        (
+            QWEN3_8B,
+            {"placement": "separate", "trainer": {"nproc": 2, "compile": "off"}},
+            H200,
+            16_384,
+            "selective",
+        ),
+    ],
+)
+def test_open_batching_is_the_largest_that_fits_the_gpu(
+    sizes: dict[str, int], stack: dict[str, Any], gpu: int, tokens: int, recompute: bool | str
+) -> None:
+    model, config, placed = facts(**sizes), run_of(), stack_of(**stack)
+    chosen = chosen_batching(config, placed, model, 612, gpu)
+    assert (chosen.tokens_per_microbatch, chosen.activation_checkpointing) == (tokens, recompute)
+
+
+def test_what_a_user_set_is_not_chosen_again() -> None:
+    model, placed = facts(**QWEN3_8B), stack_of(placement="separate")
+    config = run_of(batching={"tokens_per_microbatch": 512, "activation_checkpointing": False})
+    assert chosen_batching(config, placed, model, 612, H200) == config.batching
+
+
+def test_without_a_known_gpu_micro_batches_are_those_of_the_trainer_itself() -> None:
+    model, placed = facts(**QWEN3_600M), stack_of(placement="separate")
+    chosen = chosen_batching(run_of(), placed, model, 612, None)
+    assert chosen.tokens_per_microbatch == BatchingConfig().microbatch_budget
+    assert chosen.activation_checkpointing is False

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 
 from flotilla_coordinator.plan.lines import shown_bytes
 from flotilla_coordinator.plan.model_facts import ModelFacts
-from flotilla_coordinator.plan.size_limits import ESTIMATE_MAY_BE_WRONG_BY
+from flotilla_coordinator.plan.size_limits import ESTIMATE_MAY_BE_WRONG_BY, has_gpus
 from flotilla_coordinator.plan.trainer_memory import BYTES, frozen_bytes, resident_bytes
 from flotilla_coordinator.plan.update_lines import groups_under_way
-from flotilla_core.config import GeneratorConfig, RunConfig, StackConfig
+from flotilla_core.config import GeneratorConfig, RunConfig, StackConfig, TrainerConfig
 from flotilla_core.errors import FailedPrecondition
+from flotilla_launch.gpus import gpu_bytes
 
 GIB = 1 << 30
 CPU_KV_CACHE_GIB = 1.0
@@ -129,6 +130,22 @@ def kv_cache_bytes(model: ModelFacts, stack: StackConfig, gpu: int | None) -> in
     return max(0, int(gpu * generator.memory_fraction) - (generator_bytes(model, generator) - staged))
 
 
+def gpu_of_this_host() -> int | None:
+    """Return the bytes of the smallest GPU of this host; None where it has none."""
+    return gpu_bytes() if has_gpus() else None
+
+
+def compiles(trainer: TrainerConfig, gpu: int | None) -> bool:
+    """Return whether the layers of a gang are compiled on a host with such GPUs, or with none."""
+    return trainer.compile == "on" or (trainer.compile == "auto" and gpu is not None)
+
+
+def rank_room(model: ModelFacts, stack: StackConfig, gpu: int) -> int:
+    """Return the bytes that a trainer rank may use of a GPU of so many bytes."""
+    shared = stack.placement == "colocated"
+    return SharedGpu.of(model, stack, gpu).rank_room if shared else gpu - _set_aside(gpu)
+
+
 def gpu_problems(
     config: RunConfig, stack: StackConfig, model: ModelFacts, rank_bytes: int, gpu: int
 ) -> tuple[list[str], list[str]]:
@@ -136,14 +153,14 @@ def gpu_problems(
     errors: list[str] = []
     warnings: list[str] = []
     trainer, generator, batching = stack.trainer, stack.generator, config.batching
-    room, beside = gpu - _set_aside(gpu), ""
+    room, beside = rank_room(model, stack, gpu), ""
     lower = (
-        f"lower batching.tokens_per_microbatch = {batching.tokens_per_microbatch} or batching.logprob_chunk_tokens = "
+        f"lower batching.tokens_per_microbatch = {batching.microbatch_budget} or batching.logprob_chunk_tokens = "
         f"{batching.logprob_chunk_tokens}, or set batching.activation_checkpointing or optimizer.offload"
     )
     if stack.placement == "colocated":
         shared = SharedGpu.of(model, stack, gpu)
-        room, beside = shared.rank_room, " beside the generator"
+        beside = " beside the generator"
         lower += f", or lower generator.kv_cache_gib = {shared.kv_cache / GIB:.3g}"
     if rank_bytes > room and trainer.attach is None and trainer.backend != "gloo":
         certain = rank_bytes > ESTIMATE_MAY_BE_WRONG_BY * room

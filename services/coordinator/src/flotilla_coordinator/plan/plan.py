@@ -14,6 +14,7 @@ from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import LoadedSet, held_out_data, joined, read_sets, training_data
 from flotilla_coordinator.plan import checks, data_lines, gpu_memory, placement, size_limits, update_lines
+from flotilla_coordinator.plan.batching_choice import batching_line, chosen_batching
 from flotilla_coordinator.plan.checks import role_errors
 from flotilla_coordinator.plan.functions import loading_problems
 from flotilla_coordinator.plan.lines import shown_bytes
@@ -22,7 +23,6 @@ from flotilla_coordinator.plan.trainer_memory import TrainerMemory, microbatch_t
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.errors import FlotillaError
 from flotilla_core.model_folder import model_folder
-from flotilla_launch.gpus import gpu_bytes
 
 
 def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:
@@ -46,15 +46,19 @@ def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:
         data = joined(sets)
         held_out = None
         longest = checks.longest_sequence(config, data, tokenizer)
+        asked, gpu = config.batching, gpu_memory.gpu_of_this_host()
+        trained = model.with_value_head() if config.trains_reward_model else model
+        chosen = chosen_batching(config, stack, trained, longest, gpu)
+        config = config.model_copy(update={"batching": chosen})
         critic = list(data_lines.critic_lines(config, stack, longest))
         if config.evaluation is not None:
             held_out = held_out_data(config)(config.evaluation.data, config.data, tokenizer)
     except FlotillaError as error:
         plan.errors.append(str(error))
         return plan
-    trained = model.with_value_head() if config.trains_reward_model else model
-    _Planner(config, stack, trained, sets, held_out, longest, plan).write()
-    for name, value, explanation in critic:
+    _Planner(config, stack, trained, sets, held_out, longest, gpu, plan).write()
+    batching = [] if gpu is None else [batching_line(asked, chosen, gpu)]
+    for name, value, explanation in (*batching, *critic):
         plan.lines.add(name=name, value=value, explanation=explanation)
     return plan
 
@@ -70,6 +74,7 @@ class _Planner:
         sets: list[LoadedSet],
         held_out: PromptFile | None,
         longest: int,
+        gpu: int | None,
         plan: run_pb2.Plan,
     ) -> None:
         self._config = config
@@ -86,7 +91,7 @@ class _Planner:
         per_prompt = {"pairs": 2, "answers": 1}.get(self._given, config.rollout.samples_per_prompt)
         self._samples = self._prompts * per_prompt
         self._memory = size_limits.host_memory()
-        self._gpu = gpu_bytes() if size_limits.has_gpus() else None
+        self._gpu = gpu
         self._step_tokens = 0
         """Tokens that are generated for a step; 0 where none are."""
         self._prompt_tokens = checks.longest_prompt(self._data)
@@ -171,9 +176,7 @@ class _Planner:
         config, lanes = self._config, self._stack.trainer.lanes
         # A reward is read off after the last token, so that token is fed as well.
         longest = self._longest + (1 if config.trains_reward_model else 0)
-        cut = update_lines.MicroBatches.of(
-            self._samples, longest, config.batching.tokens_per_microbatch, lanes
-        )
+        cut = update_lines.MicroBatches.of(self._samples, longest, config.batching.microbatch_budget, lanes)
         for line in update_lines.update_lines(config, cut, self._samples, lanes):
             self._line(*line)
         self._plan.warnings.extend(update_lines.update_warnings(config, cut, self._longest))
@@ -181,7 +184,8 @@ class _Planner:
 
     def _memory_lines(self) -> None:
         trainer = self._stack.trainer
-        need = TrainerMemory.of(self._model, self._config, trainer, self._longest)
+        compiled = gpu_memory.compiles(trainer, self._gpu)
+        need = TrainerMemory.of(self._model, self._config, trainer, self._longest, compiled=compiled)
         batching = self._config.batching
         self._line(
             "memory of a trainer rank",

@@ -57,9 +57,18 @@ class TrainerMemory:
 
     @classmethod
     def of(
-        cls, model: ModelFacts, config: RunConfig, trainer: TrainerConfig, longest_sequence: int
+        cls,
+        model: ModelFacts,
+        config: RunConfig,
+        trainer: TrainerConfig,
+        longest_sequence: int,
+        *,
+        compiled: bool = False,
     ) -> TrainerMemory:
-        """Return the memory that a run needs whose sequences have up to `longest_sequence` tokens."""
+        """Return the memory that a run needs whose sequences have up to `longest_sequence` tokens.
+
+        Layers that are `compiled` keep less for the backward pass.
+        """
         batching, size = config.batching, BYTES[trainer.dtype]
         adapters = None if config.lora is None else AdapterFacts.of(model, config.lora)
         share = _share(model, trainer)
@@ -76,7 +85,7 @@ class TrainerMemory:
             moments=min(moments, VISITING_BYTES) if config.optimizer.offload else moments,
             # Two layers are gathered, one of them ahead of its turn; the outer part's gradient is held whole as well.
             gathered=(2 * layer + (2 if adapters is None else 1) * model.outer_parameters) * size,
-            activations=tokens * _token_activations(model, size, adapters, batching),
+            activations=tokens * _token_activations(model, size, adapters, batching, compiled=compiled),
             logits=0
             if config.trains_reward_model
             else chunk * model.vocabulary_size * 4 * LOGIT_COPIES + _taught(model, config, row, chunk),
@@ -92,10 +101,12 @@ class TrainerMemory:
         critic: CriticConfig,
         gang: TrainerConfig,
         longest_sequence: int,
+        *,
+        compiled: bool = False,
     ) -> TrainerMemory:
         """Return the memory of such a run's critic: a head of one number has no logits, and no reference is kept."""
         own = config.model_copy(update={"optimizer": critic.optimizer, "lora": None})
-        return replace(cls.of(model, own, gang, longest_sequence), logits=0, reference=0)
+        return replace(cls.of(model, own, gang, longest_sequence, compiled=compiled), logits=0, reference=0)
 
 
 def microbatch_tokens(config: RunConfig, trainer: TrainerConfig, longest_sequence: int) -> int:
@@ -104,7 +115,7 @@ def microbatch_tokens(config: RunConfig, trainer: TrainerConfig, longest_sequenc
     given = 2 if config.learns_from_pairs else 1 if config.algorithm.type == "sft" else None
     sequences = rollout.prompts_per_step * (given or rollout.samples_per_prompt)
     step = -(-sequences // trainer.lanes) * longest_sequence
-    return min(max(config.batching.tokens_per_microbatch, longest_sequence), step)
+    return min(max(config.batching.microbatch_budget, longest_sequence), step)
 
 
 def resident_bytes(model: ModelFacts, trainer: TrainerConfig) -> int:
@@ -155,15 +166,20 @@ def _compared(model: ModelFacts, size: int, tokens: int, chunk: int) -> int:
 
 
 def _token_activations(
-    model: ModelFacts, size: int, adapters: AdapterFacts | None, batching: BatchingConfig
+    model: ModelFacts, size: int, adapters: AdapterFacts | None, batching: BatchingConfig, *, compiled: bool
 ) -> int:
     """Return the bytes that one token keeps for the backward pass, over all layers."""
     layer = layer_activations(model, size, adapters)
+    if compiled and adapters is None:
+        layer = compiled_activations(model, size)
     last_norm = (4 + 2 * size) * model.hidden_size
-    if batching.activation_checkpointing:
+    if batching.recomputes_layers:
         # With activations on the host, the device holds those of two layers: one in transfer and one in computation.
         kept = 2 if batching.activation_offload else model.layers
         return kept * model.hidden_size * size + layer + last_norm
+    if batching.recomputes_wide_parts:
+        narrow = 3 * model.hidden_size + 2 * model.query_size + model.key_value_size
+        return model.layers * narrow * size + layer + last_norm
     return model.layers * layer + last_norm
 
 
@@ -180,3 +196,14 @@ def layer_activations(model: ModelFacts, size: int, adapters: AdapterFacts | Non
         asked += (model.query_size + model.key_value_size // 2) * (4 + size)
     inner = 0 if adapters is None else adapters.rank * size * adapters.layers // model.layers
     return 2 * norm * model.hidden_size + asked + 4 * size * model.intermediate_size + inner
+
+
+def compiled_activations(model: ModelFacts, size: int) -> int:
+    """Return the same for a compiled layer, whose norms and products are computed again where that is cheaper.
+
+    It keeps both inputs of the residual stream and what their norms give, queries, keys and values as they come from
+    the matrices, queries and keys once more with their positions, the output of attention, and three intermediates of
+    the feed-forward part.
+    """
+    asked = 3 * model.query_size + model.key_value_size + model.key_value_size // 2
+    return size * (4 * model.hidden_size + asked + 3 * model.intermediate_size)

@@ -176,7 +176,7 @@ class MicroBatches:
 
 def update_lines(config: RunConfig, cut: MicroBatches, samples: int, lanes: int) -> Iterator[Line]:
     """Describe the updates, their optimizer steps and micro-batches, and the learning rate."""
-    optimizer, budget = config.optimizer, config.batching.tokens_per_microbatch
+    optimizer, budget = config.optimizer, config.batching.microbatch_budget
     alone = critic_warmup_steps(config)
     updates = config.steps - alone
     after = f" after the {alone} in which only the critic learns" if alone else ""
@@ -202,7 +202,7 @@ def update_lines(config: RunConfig, cut: MicroBatches, samples: int, lanes: int)
 
 def update_warnings(config: RunConfig, cut: MicroBatches, longest: int) -> Iterator[str]:
     """Warn of a sequence that is a micro-batch of its own; the longest one has `longest` tokens."""
-    budget = config.batching.tokens_per_microbatch
+    budget = config.batching.microbatch_budget
     if cut.fed_tokens > budget:
         yield (
             f"a sequence may have {longest} tokens, more than batching.tokens_per_microbatch = "

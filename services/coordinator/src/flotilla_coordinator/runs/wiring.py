@@ -21,6 +21,7 @@ from flotilla_coordinator.fleet.autoscale import Autoscaler, IdleShares
 from flotilla_coordinator.fleet.launcher import LauncherLink
 from flotilla_coordinator.fleet.run_fleet import RunFleet
 from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.plan import batching_of_run
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.rollouts.answers import SupervisedSource
 from flotilla_coordinator.rollouts.batch import BatchSource
@@ -79,7 +80,9 @@ class RunWiring:
         )
         held_out = await asyncio.to_thread(self._held_out, tokenizer)
         sessions = SessionFactory(self._run_id, self._host.stack, self._fleet, self._ledger, lineage)
-        learners = await sessions.learners(config, tokenizer, directory.path / "dumps")
+        batching = await asyncio.to_thread(batching_of_run, config, self._host.stack, prompts.file, tokenizer)
+        settled = config.model_copy(update={"batching": batching})
+        learners = await sessions.learners(settled, tokenizer, directory.path / "dumps")
         policy = learners.policy
         sync = self._sync(policy, prompts, tokenizer, fence)
         generation = self._generation(sync, tokenizer)
