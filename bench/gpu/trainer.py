@@ -73,7 +73,7 @@ def _asked() -> argparse.Namespace:
     cli.add_argument("--chunk", type=int, default=BatchingConfig().logprob_chunk_tokens)
     cli.add_argument("--updates", type=int, default=8)
     cli.add_argument("--compile", choices=("auto", "on", "off"), default="auto")
-    cli.add_argument("--recompute", choices=("off", "layers"), default="off")
+    cli.add_argument("--recompute", choices=("off", "selective", "layers"), default="off")
     cli.add_argument("--profile", action="store_true")
     cli.add_argument("--head", action="store_true")
     cli.add_argument("--attention", action="store_true")
@@ -162,6 +162,7 @@ def measured(asked: argparse.Namespace, rank: int, record: Record) -> int:
         compilation = Compilation(asked.compile, model.device, Line().progress)
         assert compilation.begin(model, packed=True), compilation.refusal
         model.recomputed_layers.on = asked.recompute == "layers"
+        model.selective_layers.on = asked.recompute == "selective"
         say(compiled=model.compiled_layers.on, refusal=compilation.refusal, **compilation.metrics())
         trainer = Trainer(model, session(asked.chunk))
         packed = micro_batches(asked)

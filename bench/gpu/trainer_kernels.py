@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from trainer_work import Record, shape
 
 from flotilla_trainer.rank import fused_head, packed_rows
 from flotilla_trainer.rank.fused_head import PLAIN, HeadRules, head_scores
+from flotilla_trainer.rank.grid_attention import Grid, attention_on_grid
 
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
 REPEATS = 5
@@ -83,9 +86,12 @@ def attention_alone(asked: argparse.Namespace, record: Record) -> int:
     right: list[torch.Tensor] = []
     for name, kernel in _kernels(row, count, length, heads // groups).items():
         facts: dict[str, Any] = {"attention": name, "rows": count, "length": length}
+        started = time.perf_counter()
         try:
             output = kernel(*given)
             found = [output.detach(), *torch.autograd.grad(output, given, slope)]
+            finish_kernels()
+            facts["first_ms"] = round(1e3 * (time.perf_counter() - started), 1)
             right = right or found
             forward = seconds(lambda kernel=kernel: kernel(*given), REPEATS)  # type: ignore[misc]
             both = seconds(
@@ -122,27 +128,32 @@ def _kernels(row: packed_rows.PackedRow, count: int, length: int, group: int) ->
 
         return chosen
 
-    def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def trained(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: packed_rows.PackedRow = row
+    ) -> torch.Tensor:
         heads = (part.transpose(0, 1)[None] for part in (query, key, value))
         return packed_rows.packed_attention(torch.nn.Identity(), *heads, None, packed_row=row)[0][0]
 
-    def cudnn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        borders = row.borders
-        found: list[torch.Tensor] = torch.ops.aten._cudnn_attention_forward(
-            query, key, value, None, borders, borders, length, length, True, 0.0, True, False
-        )
-        return found[0]
+    without_grid = replace(row, grid=None)
+
+    def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return trained(query, key, value, without_grid)
 
     def repeated(kernel: Kernel) -> Kernel:
         return lambda query, key, value: kernel(
             query, key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         )
 
+    def filled_up(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        grid = Grid.filled_up(row.lengths)
+        assert grid is not None
+        return attention_on_grid(query, key, value, grid.on(DEVICE), None)
+
     return {
-        "packed row, as trained": flash,
+        "packed row, as trained": trained,
+        "packed row, flash": flash,
+        "packed row, on a grid that is filled up": filled_up,
         "packed row, heads repeated": repeated(flash),
-        "packed row by cuDNN": cudnn,
-        "packed row by cuDNN, heads repeated": repeated(cudnn),
         "dense, flash": by(SDPBackend.FLASH_ATTENTION),
         "dense, cuDNN": by(SDPBackend.CUDNN_ATTENTION),
     }

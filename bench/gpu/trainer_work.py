@@ -18,6 +18,8 @@ from qwen3_shape import QWEN3_0_6B
 
 from flotilla_core.config import BatchingConfig, OptimizerConfig, PolicyConfig
 from flotilla_trainer.batch.packing import Layout, MicroBatch, Sequences, pack
+from flotilla_trainer.rank.compilation import one_pass
+from flotilla_trainer.rank.device_memory import PROBE_SEQUENCE, MicroBatchMemory
 from flotilla_trainer.rank.objective import Objective
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
 from flotilla_trainer.rank.sharded_model import ShardedModel
@@ -73,13 +75,17 @@ class Trainer:
         self._model = model
         self._settings = settings
         self._objective = Objective(settings.objective)
+        self._memory = MicroBatchMemory(model.device, self._probe)
         self.optimizer = PolicyOptimizer(model, settings.optimizer)
 
     def accumulate(self, batches: list[MicroBatch]) -> Update:
         """Run forward and backward over all micro-batches."""
-        update = Update(self._model, self._settings, self._objective, Line())
+        update = Update(self._model, self._settings, self._objective, Line(), self._memory)
         update.accumulate(command(batches), backward=True)
         return update
+
+    def _probe(self, tokens: int) -> None:
+        one_pass(self._model, [PROBE_SEQUENCE] * (tokens // PROBE_SEQUENCE), packed=True)
 
     def update(self, batches: list[MicroBatch]) -> dict[str, Any]:
         """Make one update and return its loss and the seconds of its parts."""

@@ -213,6 +213,7 @@ def test_open_batching_is_the_largest_that_fits_the_gpu(
     model, config, placed = facts(**sizes), run_of(), stack_of(**stack)
     chosen = chosen_batching(config, placed, model, 612, gpu)
     assert (chosen.tokens_per_microbatch, chosen.activation_checkpointing) == (tokens, recompute)
+    assert not chosen.sets("tokens_per_microbatch")
 
 
 def test_what_a_user_set_is_not_chosen_again() -> None:
