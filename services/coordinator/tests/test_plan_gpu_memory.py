@@ -126,6 +126,34 @@ def test_a_run_whose_rank_has_no_room_beside_the_generator_is_refused_by_its_key
     assert "batching.tokens_per_microbatch = 8192" in error
 
 
+QWEN_72B = {
+    "parameters": 72_706_203_648,
+    "outer_parameters": 2_491_424_768,
+    "layers": 80,
+    "hidden_size": 8192,
+    "intermediate_size": 29_568,
+    "heads": 64,
+    "query_size": 8192,
+    "key_value_size": 2048,
+}
+
+
+@pytest.mark.parametrize(("workers", "total"), [(8, H200), (8, 80 * 1000**3), (4, H200)])
+def test_a_model_of_70b_has_a_standby_of_each_workers_part_beside_a_cache_on_its_gpus(
+    workers: int, total: int
+) -> None:
+    model = facts(**QWEN_72B)
+    generator: dict[str, Any] = {"tensor_parallel_size": workers}
+    stack = stack_of(placement="separate", generator=generator)
+    share = gpu_memory.share_beside_standby(model, stack.generator, total)
+    stack = stack_of(placement="separate", generator=generator | {"memory_fraction": share})
+    cache = gpu_memory.kv_cache_bytes(model, stack, total)
+    assert cache > 2 * gpu_memory.longest_sample_bytes(model, stack.generator)
+    assert cache + gpu_memory.generator_bytes(model, stack.generator) < total - 4 * GIB, (
+        "both copies and the cache"
+    )
+
+
 def test_an_eager_engine_on_a_gpu_is_warned_of() -> None:
     eager = stack_of(placement="separate", generator={"enforce_eager": True})
     _, (warning,) = gpu_memory.gpu_problems(run_of(), eager, facts(**QWEN3_600M), GIB, H200)

@@ -48,6 +48,7 @@ class Task:
         self.solved = solved or set()
         self.slow = slow or set()
         self.turns = random.Random(turns) if turns else None
+        self.writer = "a-1"
         self.asked: list[int] = []
         self.cut: list[int] = []
         self.free = asyncio.Event()
@@ -67,7 +68,9 @@ class Task:
             tokens = np.array([prompt, request.min_version.lineage], np.int32)
             logprobs = np.array([-0.5, -0.25], np.float32)
             spans = (TokenSpan(request.min_version, 0, 2),)
-            yield RolloutSample(sample_id, tokens, logprobs, str(tokens), spans)
+            sample = RolloutSample(sample_id, tokens, logprobs, str(tokens), spans)
+            sample.instance_ids = frozenset({self.writer})
+            yield sample
 
     async def score(self, items: list[Any]) -> dict[str, Outcome]:
         outcomes = {}
@@ -92,6 +95,8 @@ class Run:
         self.passed = asyncio.Event()
         """The live check of every version."""
         self.passed.set()
+        self.wrong: set[str] = set()
+        """Instances that the check finds to decode with other weights."""
 
         self.asked: list[Version] = []
         """Versions whose live check a group waited for."""
@@ -105,7 +110,13 @@ class Run:
         prompts: Any = resting_prompts(self.rows) if self.rows else NumberedPrompts()
         parts: Any = (task, task)
         groups = GroupRollout(
-            RUN, self.config, *parts, self.ledger, GrpoAdvantage(), self.wait_until_verified
+            RUN,
+            self.config,
+            *parts,
+            self.ledger,
+            GrpoAdvantage(),
+            self.wait_until_verified,
+            lambda sample: bool(sample.instance_ids & self.wrong),
         )
         self.source = RolloutSource(RUN, self.config, self.steps, prompts, groups, self.ledger)
         if at is not None:
@@ -225,6 +236,24 @@ async def test_what_ended_before_its_version_passed_the_live_check_is_not_record
     assert not await ledger.samples(RUN, state=SampleState.SCORED, limit=1000)
     run.passed.set()
     assert prompts(await training) == [0, 1]
+    await run.end()
+
+
+async def test_samples_of_a_member_with_wrong_weights_are_drawn_again(ledger: Ledger) -> None:
+    task = Task()
+    run = await started(ledger, task, prompts_per_step=2)
+    run.passed.clear()
+    task.writer = "b-1"
+    training = asyncio.create_task(run.train(0))
+    async with asyncio.timeout(TIMEOUT_S):
+        while len(run.asked) < 2:
+            await asyncio.sleep(0)
+    run.wrong.add("b-1")
+    task.writer = "a-1"
+    run.passed.set()
+    batch = await training
+    assert prompts(batch) == [0, 1] and sorted(task.asked)[:4] == [0, 0, 1, 1]
+    assert {who for sample in batch.samples for who in sample.instance_ids} == {"a-1"}
     await run.end()
 
 

@@ -11,7 +11,7 @@ import pytest
 from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla_coordinator.weights import sync as sync_module
 from flotilla_coordinator.weights.epochs import CALL_SLACK_S
-from flotilla_coordinator.weights.members import SyncReport
+from flotilla_coordinator.weights.members import Candidates, SyncReport
 from flotilla_coordinator.weights.sync import WeightSync
 from flotilla_core import rpc
 from flotilla_core.config import WeightSyncConfig
@@ -109,6 +109,50 @@ async def test_a_member_whose_live_memory_changed_is_evicted_and_asked_for_no_ca
     await bench.sync.settled()
     assert [name for name, _ in bench.evicted] == ["b-1"] and bench.serving(V1) == {"a"}
     assert [[m.name for m in report.members] for report in bench.verified] == [["a"]]
+
+
+async def test_one_member_with_other_weights_is_evicted_its_samples_are_void_and_the_run_goes_on() -> None:
+    bench = Bench("a", "b")
+    bench.verdicts = [{"b": Mismatch("b does not decode with the trainer's weights")}]
+    await bench.sync.publish(V1)
+    await bench.sync.settled()
+    await bench.sync.wait_until_verified(V1)
+    assert [name for name, _ in bench.evicted] == ["b-1"] and bench.serving(V1) == {"a"}
+    assert bench.sync.disowns({"a-1", "b-1"}, [V1])
+    assert not bench.sync.disowns({"a-1"}, [V1]) and not bench.sync.disowns({"b-1"}, [Version(0, 0)])
+    await bench.sync.publish(V2)
+    assert bench.serving(V2) == {"a"}
+
+
+async def test_other_weights_on_every_member_end_the_run() -> None:
+    bench = Bench("a", "b")
+    bench.verdicts = [{name: Mismatch(f"{name} does not decode with the trainer's weights") for name in "ab"}]
+    await bench.sync.publish(V1)
+    with pytest.raises(Mismatch, match="a does not decode"):
+        await bench.sync.settled()
+
+
+async def test_an_instance_that_refuses_its_weights_again_and_again_gets_none_until_it_restarts() -> None:
+    told: list[tuple[str, str]] = []
+
+    class Pool:
+        def eject(self, instance_id: str, _why: str) -> None:
+            told.append(("ejected", instance_id))
+
+        def drain(self, instance_id: str, _why: str) -> None:
+            told.append(("banned", instance_id))
+
+    parts: Any = (Pool(), None, "/model", 1.0, lambda _level, text: told.append(("said", text)), None)
+    candidates = Candidates(*parts)
+    for _ in range(4):
+        candidates.evict(replica("b"), Unavailable("it does not answer"))  # type: ignore[arg-type]
+    told.clear()
+    for _ in range(3):
+        candidates.evict(replica("b"), WeightsMismatch("w arrived otherwise"))  # type: ignore[arg-type]
+    candidates.evict(replica("b", life=2), WeightsMismatch("w arrived otherwise"))  # type: ignore[arg-type]
+    deeds = [(deed, who) for deed, who in told if deed != "said"]
+    assert deeds == [("ejected", "b-1"), ("ejected", "b-1"), ("banned", "b-1"), ("ejected", "b-2")]
+    assert "b gets no weights until it restarts" in [text for deed, text in told if deed == "said"][2]
 
 
 async def test_live_memory_that_changed_on_the_only_member_ends_the_run() -> None:

@@ -24,6 +24,8 @@ from flotilla_core.version import Version
 class RolloutSample(FinishedSample):
     """A finished response, scored or (in supervised training) given, with the other columns for the trainer."""
 
+    instance_ids: frozenset[str] = frozenset()
+    """The generators that wrote it, each from its start to its end; none for a sample that was recorded before."""
     outcome: Outcome | None = None
     """The result of the rewards in this attempt at the step; None for a sample that was scored before, or given."""
     values: np.ndarray | None = None

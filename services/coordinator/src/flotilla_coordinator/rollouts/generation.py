@@ -97,7 +97,7 @@ class Generation:
             try:
                 async with aclosing(self._call(replica, request, missing.values(), attempt)) as responses:
                     async for delivered in responses:
-                        whole, rejected = self._taken(delivered, request, missing, replica.name, attempt)
+                        whole, rejected = self._taken(delivered, request, missing, replica, attempt)
                         cause = rejected or cause
                         for sample in await self._with_texts(whole):
                             yield sample
@@ -125,7 +125,7 @@ class Generation:
         delivered: Sequence[pb.GeneratedSample],
         request: GenerationRequest,
         missing: dict[str, PartialSample],
-        generator: str,
+        replica: Replica[GeneratorServiceAsyncStub],
         attempt: int,
     ) -> tuple[list[RolloutSample], Mismatch | None]:
         """Return the samples of one message that are whole, and why the last rejected one was rejected."""
@@ -135,13 +135,15 @@ class Generation:
             ended = sample.finish_reason != pb.FINISH_REASON_ABORT
             if not ended and not request.resume_partial:
                 continue
-            rejected = self.validator.reject_reason(sample, missing, request.min_version, generator)
+            rejected = self.validator.reject_reason(sample, missing, request.min_version, replica.name)
             if rejected is not None:
                 cause = rejected
             elif ended:
-                whole.append(missing.pop(sample.sample_id).whole(sample, generator, attempt))
+                partial = missing.pop(sample.sample_id)
+                whole.append(partial.whole(sample, replica.name, replica.instance_id, attempt))
             else:
-                missing[sample.sample_id].add(sample, request.sampling.max_response_tokens)
+                most = request.sampling.max_response_tokens
+                missing[sample.sample_id].add(sample, replica.instance_id, most)
         return whole, cause
 
     async def _with_texts(self, samples: list[RolloutSample]) -> list[RolloutSample]:

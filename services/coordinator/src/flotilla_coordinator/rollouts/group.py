@@ -44,10 +44,12 @@ class GreedyBaseline:
         generation: Generation,
         scorer: Scorer,
         wait_until_verified: Callable[[Version], Awaitable[None]],
+        is_void: Callable[[RolloutSample], bool],
     ) -> None:
         self._generation = generation
         self._scorer = scorer
         self._wait_until_verified = wait_until_verified
+        self._is_void = is_void
 
     async def outcome(
         self, group_id: str, prompt: Prompt, beside: GenerationRequest, recorded: Sequence[RolloutSample]
@@ -60,11 +62,17 @@ class GreedyBaseline:
             sample_ids=(f"{group_id}/greedy",),
             sampling=beside.sampling.model_copy(update={"temperature": 0.0}),
         )
+        response = await self._response(request)
+        while self._is_void(response):
+            response = await self._response(request)
+        return (await self._scorer.score([score_item(response, prompt)]))[response.sample_id]
+
+    async def _response(self, request: GenerationRequest) -> RolloutSample:
         async with aclosing(self._generation.samples(request)) as samples:
             (response,) = [sample async for sample in samples]
         for span in response.spans:
             await self._wait_until_verified(span.version)
-        return (await self._scorer.score([score_item(response, prompt)]))[response.sample_id]
+        return response
 
 
 @dataclass(frozen=True)
@@ -108,16 +116,21 @@ class GroupRollout:
         ledger: Ledger,
         advantage: AdvantageConfig,
         wait_until_verified: Callable[[Version], Awaitable[None]],
+        is_void: Callable[[RolloutSample], bool] = lambda _sample: False,
     ) -> None:
+        """`is_void` tells of a sample whose versions were verified whether a generator with wrong weights wrote it."""
         self._run_id = run_id
         self._config = config
         self._generation = generation
         self._scorer = scorer
         self._ledger = ledger
         self._wait_until_verified = wait_until_verified
+        self._is_void = is_void
         self._min_group_samples = advantage.needed_group_samples
         self._baseline = (
-            GreedyBaseline(generation, scorer, wait_until_verified) if advantage.needs_greedy_reward else None
+            GreedyBaseline(generation, scorer, wait_until_verified, is_void)
+            if advantage.needs_greedy_reward
+            else None
         )
 
     def sample_ids(self, group_id: str) -> tuple[str, ...]:
@@ -149,10 +162,7 @@ class GroupRollout:
             )
             recorded = recorded_samples(records)
             scored = await self._scored_samples(request, wanted, recorded) if request.sample_ids else []
-            # A sample that ends while its version is still being checked may be of weights that do not match the
-            # trainer's.
-            if newest := max((span.version for sample in scored for span in sample.spans), default=None):
-                await self._wait_until_verified(newest)
+            scored = await self._verified(scored, request, wanted, recorded)
             group = await self._record(wanted, recorded, scored)
             group.span = span.get_span_context() if span.is_recording() else None
         uniform = self._config.dynamic_sampling is not None and group.uniform
@@ -182,6 +192,26 @@ class GroupRollout:
             prompt.token_ids,
             wanted.max_staleness,
         )
+
+    async def _verified(
+        self,
+        scored: list[RolloutSample],
+        request: GenerationRequest,
+        wanted: GroupRequest,
+        recorded: list[RolloutSample],
+    ) -> list[RolloutSample]:
+        """Return the samples when their versions were checked; those that wrong weights wrote are drawn again.
+
+        A sample that ends while its version is still being checked may be of weights that are not the trainer's.
+        """
+        while newest := max((span.version for sample in scored for span in sample.spans), default=None):
+            await self._wait_until_verified(newest)
+            void = tuple(sample.sample_id for sample in scored if self._is_void(sample))
+            if not void:
+                break
+            again = await self._scored_samples(replace(request, sample_ids=void), wanted, recorded)
+            scored = [sample for sample in scored if sample.sample_id not in void] + again
+        return scored
 
     async def _scored_samples(
         self, request: GenerationRequest, wanted: GroupRequest, recorded: list[RolloutSample]

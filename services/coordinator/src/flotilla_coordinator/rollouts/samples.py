@@ -54,11 +54,12 @@ class PartialSample:
     token_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     logprobs: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
     spans: list[TokenSpan] = field(default_factory=list)
+    instance_ids: set[str] = field(default_factory=set)
 
-    def add(self, piece: gen.GeneratedSample, most_tokens: int) -> None:
+    def add(self, piece: gen.GeneratedSample, instance_id: str, most_tokens: int) -> None:
         """Add the next piece; one that leaves no room for a last piece is drawn again."""
         if len(self.token_ids) + len(from_tensor(piece.token_ids)) < most_tokens:
-            self._append(piece)
+            self._append(piece, instance_id)
 
     def slot(self, run_seed: int) -> gen.SampleSlot:
         """Return the slot that a generator must fill."""
@@ -71,9 +72,11 @@ class PartialSample:
             prefix_token_ids=to_tensor(self.token_ids),
         )
 
-    def whole(self, last: gen.GeneratedSample, generator: str, attempt: int) -> RolloutSample:
+    def whole(
+        self, last: gen.GeneratedSample, generator: str, instance_id: str, attempt: int
+    ) -> RolloutSample:
         """Return the response with its last piece, still without its text and without a reward."""
-        self._append(last)
+        self._append(last, instance_id)
         return RolloutSample(
             sample_id=self.sample_id,
             token_ids=self.token_ids,
@@ -83,9 +86,11 @@ class PartialSample:
             truncated=last.finish_reason == gen.FINISH_REASON_LENGTH,
             generator=generator,
             attempt=attempt,
+            instance_ids=frozenset(self.instance_ids),
         )
 
-    def _append(self, piece: gen.GeneratedSample) -> None:
+    def _append(self, piece: gen.GeneratedSample, instance_id: str) -> None:
+        self.instance_ids.add(instance_id)
         written = len(self.token_ids)
         self.spans += (
             TokenSpan(Version.from_proto(span.version), written + span.start, written + span.end)

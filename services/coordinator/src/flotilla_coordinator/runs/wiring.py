@@ -245,6 +245,7 @@ class RunWiring:
             self._ledger,
             config.algorithm.advantage,
             sync.wait_until_verified,
+            lambda sample: sync.disowns(sample.instance_ids, [span.version for span in sample.spans]),
         )
         return RolloutSource(self._run_id, config.rollout, config.steps, prompts, groups, self._ledger)
 

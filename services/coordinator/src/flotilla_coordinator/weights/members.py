@@ -2,7 +2,8 @@
 
 Invariants: rank 0 is the sender; members follow in a fixed order without gaps, each with as many ranks as it has
 workers. A generator with another tokenizer, or with a model of another shape, is refused for as long as its process
-lives. One that failed returns when it is healthy. Each member that leaves is named to the user.
+lives, and so is one that did not take its weights a few times. Any other one that failed returns when it is healthy.
+Each member that leaves is named to the user.
 
 A digest counts as held once the sender computed it and the replica confirmed it. Equal digests are equal weights, in
 any run and on any replica. A replica serves a version from its confirmed commit until it fails, or until it is left out
@@ -13,6 +14,7 @@ commits.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +27,7 @@ from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1 import run_pb2
 from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla_coordinator.data.tokenizer import Tokenizer, of_same_tokenizer
-from flotilla_core.errors import FlotillaError, Mismatch
+from flotilla_core.errors import DeadlineExceeded, FlotillaError, Mismatch, Unavailable
 from flotilla_core.rpc import Replica, ReplicaPool
 from flotilla_core.version import Version
 
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
     from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceAsyncStub
 
 GeneratorReplica: TypeAlias = "Replica[GeneratorServiceAsyncStub]"
+
+
+MOST_REFUSALS = 3
+"""An instance that fails a sync by itself so often gets no weights any more: each time costs two epochs."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +185,7 @@ class Candidates:
         self._wait_limit_s = wait_limit_s
         self._notice = notice
         self._spared = spared
+        self._refusals: Counter[str] = Counter()
 
     async def fitting(self) -> list[GeneratorReplica]:
         """Wait for at least one generator that fits; return all by name."""
@@ -191,6 +198,13 @@ class Candidates:
         if isinstance(error, Mismatch):  # it will never fit, even when it is healthy
             self._pool.drain(replica.instance_id, str(error))
             self._notice(run_pb2.NOTICE_LEVEL_ERROR, f"{replica.name} is refused: {error}")
+            return
+        if not isinstance(error, Unavailable | DeadlineExceeded):
+            self._refusals[replica.instance_id] += 1
+        if self._refusals[replica.instance_id] >= MOST_REFUSALS:
+            why = f"no weights until it restarts, after {MOST_REFUSALS} refusals"
+            self._pool.drain(replica.instance_id, f"{why}: {error}")
+            self._notice(run_pb2.NOTICE_LEVEL_ERROR, f"{replica.name} gets {why}, last: {error}")
             return
         self._pool.eject(replica.instance_id, str(error))
         self._notice(run_pb2.NOTICE_LEVEL_WARNING, f"{replica.name} left the weight group: {error}")

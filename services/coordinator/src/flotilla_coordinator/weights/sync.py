@@ -17,7 +17,7 @@ member of the next sync.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -35,7 +35,7 @@ from flotilla_coordinator.weights.members import (
 )
 from flotilla_core import telemetry
 from flotilla_core.config import WeightSyncConfig
-from flotilla_core.errors import FlotillaError, WeightGroupFailed
+from flotilla_core.errors import FlotillaError, Mismatch, WeightGroupFailed, WeightsMismatch
 from flotilla_core.tasks import run_while
 from flotilla_core.telemetry import names
 from flotilla_core.version import Version
@@ -81,6 +81,12 @@ class WeightSync:
         self._checked: Version | None = None
         """The newest version whose live check has passed on all generators that decode with it."""
         self._passed = asyncio.Event()
+        self._disowned: set[tuple[str, Version]] = set()
+        """Instances, each with the version that it did not decode with although it said so."""
+
+    def disowns(self, instance_ids: Collection[str], versions: Collection[Version]) -> bool:
+        """Return whether one of these instances was found to decode with other weights than one of these versions."""
+        return any((who, version) in self._disowned for who in instance_ids for version in versions)
 
     async def wait_until_verified(self, version: Version) -> None:
         """Wait until the live check of `version` or a newer one has passed; if none ever does, the run ends."""
@@ -158,7 +164,7 @@ class WeightSync:
         """Run `work`, which needs generators, and bring newcomers to the served version meanwhile.
 
         Where no generator serves it any more, the work waits for them; else they catch up in a group of their own.
-        A live check that fails ends the work with its error.
+        A live check that all members fail ends the work with its error.
         """
         task = asyncio.ensure_future(work)
         try:
@@ -207,10 +213,17 @@ class WeightSync:
         return replace(report, epochs=attempt)
 
     async def _verified(self, report: SyncReport) -> None:
-        """Run the live check; evict members that cannot answer it, and raise where none is left."""
+        """Run the live check; evict members that hold other weights or cannot answer, and raise where none is left.
+
+        Where all of them hold other weights, another one would too: that ends the run.
+        """
         attributes = {names.RUN_ID: self._run_id, names.POLICY_VERSION: str(report.version)}
         with telemetry.span(names.RL_SYNC_CANARY, attributes=attributes):
             failures = await self._verify(report)
+        wrong = {name: why for name, why in failures.items() if isinstance(why, WeightsMismatch | Mismatch)}
+        self._disowned |= {(m.instance_id, report.version) for m in report.members if m.name in wrong}
+        if wrong and len(wrong) == len(report.members):
+            raise next(iter(wrong.values()))
         if failures and len(failures) == len(report.members):
             raise GroupBrokenError(failures, self._group)
         for member in report.members:

@@ -173,7 +173,8 @@ class Filling:
             raise RuntimeError(f"{missing[0]} did not arrive")
         self.standby.wait_until_filled()
         whole = {name: [sent[name]] for name, found in self._pending.items() if found is None}
-        return whole | resolved({name: found for name, found in self._pending.items() if found is not None})
+        with self.standby.beside_decoding():
+            return whole | resolved({n: found for n, found in self._pending.items() if found is not None})
 
 
 class _Memory:
