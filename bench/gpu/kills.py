@@ -38,10 +38,10 @@ def main() -> int:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--out", type=Path, required=True)
     cli.add_argument("--work", type=Path, help="the folder `work` of a loop.py that ran before")
-    cli.add_argument("--steps", type=int, help="8 by default, and 60 with --small")
+    cli.add_argument("--steps", type=int, help="6 by default, and 60 with --small")
     cli.add_argument("--small", action="store_true", help="a tiny model and few tokens")
     asked = cli.parse_args()
-    asked.steps = asked.steps or (60 if asked.small else 8)
+    asked.steps = asked.steps or (60 if asked.small else 6)
     asked.out.mkdir(parents=True, exist_ok=True)
     work: Path = asked.work or asked.out / "work"
     show_gpus(0 if asked.small else GENERATORS)
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def _run(stack: Stack, asked: argparse.Namespace, work: Path, started: float) -> None:
-    sizes = Work(8, 4, 32) if asked.small else Work(32, 8, 256)
+    sizes = Work(8, 4, 32) if asked.small else Work(16, 8, 128)
     described = run_file("kills", work / "data" / "rl.jsonl", sizes, asked.steps, staleness=1)
     file = work / "run-kills.yaml"
     file.write_text(yaml.safe_dump(described | {"checkpoint": {"every_steps": 3}}))
