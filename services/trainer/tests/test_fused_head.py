@@ -187,6 +187,21 @@ def test_nothing_is_computed_again_where_memory_is_plenty(monkeypatch: pytest.Mo
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
+def test_the_logits_of_targets_are_not_rounded(operations: HeadOperations) -> None:
+    hidden, weight, bias = (part.detach() for part in given(torch.bfloat16))
+    hidden = hidden * 2  # logits up to 40, which bfloat16 rounds to an eighth
+    exact = torch.nn.functional.linear(hidden.double(), weight.double(), bias.double()).log_softmax(-1)
+    likely = exact.argmax(-1)
+    ours, _ = head_scores(
+        hidden, weight, bias, likely, rules=HeadRules(), chunk_tokens=100, entropy_gradient=False
+    )
+    raw = torch.nn.functional.linear(hidden, weight, bias)
+    rounded = operations.score_rows(raw, likely, HeadRules()).logprobs
+    right = exact.gather(-1, likely[:, None]).squeeze(-1).exp()
+    errors = [float((found.double().exp() - right).abs().mean()) for found in (ours, rounded)]
+    assert errors[0] < 0.7 * errors[1], errors
+
+
 def shape() -> Qwen3Config:
     return Qwen3Config(
         vocab_size=VOCABULARY,
