@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
@@ -49,7 +49,17 @@ MEMBER = "generator-0"
 MOVED = 0.02
 MOST_UPDATES = 256
 SCALES = (1.02, 1.05, 1.1, 1.2, 1.5)
+AT_ONCE = 10
 Weights = dict[str, torch.Tensor]
+
+
+class Check(NamedTuple):
+    """What the canary found in one check."""
+
+    refused: bool
+    difference: float
+    warn_at: float | None
+    fail_at: float | None
 
 
 class CaughtWorker(WrongWorker):
@@ -80,18 +90,16 @@ class Learner:
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
-        self._random = np.random.default_rng(0)
         self.updates = 0
 
     def learn(self, answers: Sequence[Answer]) -> None:
-        """Make one update by rewards that are drawn: half of the answers become likelier, half less likely."""
-        signs = self._random.permutation(np.resize([1.0, -1.0], len(answers)))
-        for answer, sign in zip(answers, signs, strict=True):
+        """Make one update that makes every second answer likelier and the others less likely."""
+        for answer, sign in zip(answers, np.resize([1.0, -1.0], len(answers)), strict=True):
             row = np.concatenate([answer.prompt, answer.token_ids]).astype(np.int64)
             tokens = torch.from_numpy(row)[None].to(self._device)
             logits = self._model(input_ids=tokens, use_cache=False).logits[0, len(answer.prompt) - 1 : -1]
             scores = logits.float().log_softmax(-1).gather(-1, tokens[0, len(answer.prompt) :, None])
-            (-float(sign) * scores.mean() / len(answers)).backward()
+            (-float(sign) * scores.exp().mean() / len(answers)).backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.updates += 1
@@ -214,31 +222,41 @@ class Trials:
 
     async def moved(self, rounds: int = 2) -> float:
         """Return the mean difference between what decodes and float32 by the right weights."""
-        answers = [answer for _ in range(rounds) for answer in await self.answers()]
+        drawn = await asyncio.gather(*(self.answers() for _ in range(rounds)))
+        answers = [answer for part in drawn for answer in part]
         sequences = [(answer.prompt, answer.token_ids) for answer in answers]
         _, truth = await self.scorer.logprobs(sequences, 1.0, in_float32=True)
         return float(distance([answer.logprobs for answer in answers], truth).mean())
 
-    async def check(self) -> tuple[bool, float, float | None, float | None]:
-        """Return whether the canary refuses, the difference, and its two limits."""
+    async def checks(self, count: int) -> list[Check]:
+        """Make so many checks; the engine samples for several at once."""
+        made: list[Check] = []
+        for first in range(0, count, AT_ONCE):
+            drawing = (self.answers() for _ in range(min(AT_ONCE, count - first)))
+            for answers in await asyncio.gather(*drawing):
+                made.append(await self.check(answers))
+        return made
+
+    async def check(self, answers: list[Answer]) -> Check:
+        """Let the canary judge these answers."""
         failures: dict[str, FlotillaError] = {}
-        given = [CanaryAnswer(MEMBER, a.prompt, a.token_ids, a.logprobs) for a in await self.answers()]
+        given = [CanaryAnswer(MEMBER, a.prompt, a.token_ids, a.logprobs) for a in answers]
         found = await self._canary.judge(self.syncs.version, 1.0, given, failures)
-        return bool(failures), float(found.probs[MEMBER].mean()), *found.limits
+        return Check(bool(failures), float(found.probs[MEMBER].mean()), *found.limits)
 
     async def counted(self, figure: str, count: int, **facts: Any) -> int:
         """Make so many checks; report them and return how many were refused."""
-        started, checks = time.monotonic(), [await self.check() for _ in range(count)]
-        refused = sum(one for one, *_ in checks)
-        differences = [difference for _, difference, *_ in checks]
-        limits = [limit for *_, limit in checks if limit is not None]
+        started, checks = time.monotonic(), await self.checks(count)
+        refused = sum(one.refused for one in checks)
+        differences = [one.difference for one in checks]
+        limits = [one.fail_at for one in checks if one.fail_at is not None]
         self.report.add(
             figure=figure,
             **facts,
             dtype=self.asked.dtype,
             checks=count,
             refused=refused,
-            warned=sum(warn is not None and difference > warn for _, difference, warn, _ in checks),
+            warned=sum(one.warn_at is not None and one.difference > one.warn_at for one in checks),
             difference_mean=round(float(np.mean(differences)), 5),
             difference_range=[round(min(differences), 5), round(max(differences), 5)],
             limit_range=[round(min(limits), 5), round(max(limits), 5)],
@@ -302,8 +320,8 @@ async def measure(asked: argparse.Namespace, engine: VllmEngine, report: Report)
         trials.scorer.hold(weights)
         await trials.syncs.sync(weights)
         await trials.syncs.ask("flotilla_scale", factor)
-        refused, difference, _, limit = await trials.check()
-        report.add(figure="scale", factor=factor, difference=difference, limit=limit, refused=refused)
+        (seen,) = await trials.checks(1)
+        report.add(figure="scale", factor=factor, **seen._asdict())
     return sound and caught
 
 
