@@ -30,7 +30,7 @@ from flotilla_core.config.stack import GeneratorConfig
 from flotilla_core.errors import Unavailable
 from flotilla_core.version import Version
 from flotilla_generator.checkpoint import Checkpoint
-from flotilla_generator.engine.base import Applied, KvPolicy, Sampling
+from flotilla_generator.engine.base import Applied, KvPolicy, SampleSlot, Sampling
 from flotilla_generator.engine.vllm.decoding import Decoding, sampling_params
 from flotilla_generator.engine.vllm.engine import VllmEngine
 from flotilla_generator.engine.vllm.weight_commit import Commits
@@ -140,7 +140,7 @@ class Streams:
 
         for number in range(1 << 30):
             params = sampling_params(
-                Sampling(1.0, LONGEST // 2, ignore_eos=True), seed=index, end_of_sequence=()
+                Sampling(1.0, LONGEST // 2, ignore_eos=True), SampleSlot("stream", index), end_of_sequence=()
             )
             params.output_kind = RequestOutputKind.DELTA
             prompt = {"prompt_token_ids": list(range(16))}

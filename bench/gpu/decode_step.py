@@ -39,9 +39,8 @@ async def _measure(asked: argparse.Namespace, started: float) -> None:
             "engine_options": json.loads(asked.options),
         }
     )
-    model = asked.out / "work" / "model"
     cache = (asked.cache or asked.out / "work" / "cache").absolute()
-    engine = VllmEngine(config, Checkpoint.read(model), "decode_watch.WatchedWorker", cache)
+    engine = VllmEngine(config, Checkpoint.read(asked.model), "decode_watch.WatchedWorker", cache)
     await engine.start()
     _report(asked.out, {"what": "boot", "seconds": round(time.time() - started, 1)})
     ask = engine.workers.ask
@@ -91,17 +90,20 @@ def main() -> int:
     started = time.time()
     cli = argparse.ArgumentParser(description=__doc__)
     cli.add_argument("--out", type=Path, required=True)
-    cli.add_argument("--prompts", type=int, nargs="+", default=[32, 128])
+    cli.add_argument("--prompts", type=int, nargs="*", default=[32, 128])
     cli.add_argument("--tokens", type=int, default=512)
     cli.add_argument("--dtype", default="bfloat16")
+    cli.add_argument("--model", type=Path, help="a model to take instead of the random one")
     cli.add_argument("--cache", type=Path, help="what an earlier boot compiled")
     cli.add_argument("--options", default="{}", help="generator.engine_options, as JSON")
     cli.add_argument("--trace", action=argparse.BooleanOptionalAction, default=True)
     asked = cli.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
-    if not (asked.out / "work" / "model").exists():
-        (asked.out / "work").mkdir(parents=True)
-        make_model(asked.out / "work")
+    if asked.model is None:
+        asked.model = asked.out / "work" / "model"
+        asked.model.parent.mkdir(parents=True)
+        make_model(asked.model.parent)
+    asked.out.mkdir(parents=True, exist_ok=True)
     asyncio.run(_measure(asked, started))
     return 0
 

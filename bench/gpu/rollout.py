@@ -55,6 +55,7 @@ def main() -> int:
     cli.add_argument("--tokens", type=int, default=512)
     cli.add_argument("--rounds", type=int, default=4)
     cli.add_argument("--model", type=Path, help="a model to take instead of the random one")
+    cli.add_argument("--boots", type=int, default=1, help="starts of the fleet; the last one is measured")
     cli.add_argument("--only", choices=("service", "bare"))
     asked = cli.parse_args()
     work: Path = asked.out / "work"
@@ -78,11 +79,14 @@ def main() -> int:
         },
         "trainer": {"replicas": 0},
     }
-    started = time.monotonic()
     try:
-        with running_stack(description, work) as stack:
-            print(json.dumps({"what": "up", "seconds": round(time.monotonic() - started, 1)}), flush=True)
-            asyncio.run(_service(stack, asked))
+        for boot in range(1, asked.boots + 1):
+            started = time.monotonic()
+            with running_stack(description, work) as stack:
+                ready = {"what": "up", "boot": boot, "seconds": round(time.monotonic() - started, 1)}
+                _write(asked.out, ready)
+                if boot == asked.boots:
+                    asyncio.run(_service(stack, asked))
     finally:
         for log in (work / "state" / "rollout" / "logs").glob("*.log"):
             shutil.copy(log, asked.out / log.name)
@@ -185,9 +189,13 @@ def _report(what: str, count: int, asked: argparse.Namespace, seconds: list[floa
         "ms_a_token_of_each": round(1000 * median / asked.tokens, 3),
         **more,
     }
+    _write(asked.out, figures)
+
+
+def _write(out: Path, figures: dict[str, Any]) -> None:
     line = json.dumps(figures)
     print(line, flush=True)
-    with (asked.out / "figures.jsonl").open("a") as file:
+    with (out / "figures.jsonl").open("a") as file:
         file.write(line + "\n")
 
 
