@@ -15,6 +15,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -24,6 +25,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from flotilla_generator.engine.vllm.sample_records import SampleRecord
 from flotilla_generator.engine.vllm.scheduler import recording_scheduler
+from flotilla_generator.engine.vllm.stop_texts import stop_arguments
 
 BLOCK = 16
 BLOCKS = 14
@@ -100,7 +102,7 @@ class Twins:
         self._depth = 2 if asynchronous else 1
         self._flying: deque[Any] = deque()
 
-    def add(self, name: str, prompt: int, client: int = 0, *, stream: bool = False) -> None:
+    def add(self, name: str, prompt: int, client: int = 0, *, stream: bool = False, stop: str = "") -> None:
         self.clients[name] = client
         for scheduler in (self.theirs, self.ours):
             params = SamplingParams(
@@ -110,6 +112,7 @@ class Twins:
                 logprobs=0,
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
+                extra_args=stop_arguments([stop] if stop else [], 0) if scheduler is self.ours else None,
             )
             tokens = np.random.default_rng(prompt).integers(4, 200, prompt).tolist()
             hasher = get_request_block_hasher(BLOCK, sha256)
@@ -128,7 +131,7 @@ class Twins:
         """Schedule a step, and hear of the oldest one when there is no place for more."""
         if self.theirs.has_requests():
             planned, same = self.theirs.schedule(), self.ours.schedule()
-            assert planned.num_scheduled_tokens == same.num_scheduled_tokens
+            assert _facts(planned) == _facts(same)
             self._flying.append((planned, same, self._model(planned.num_scheduled_tokens)))
         if self._flying and (len(self._flying) == self._depth or not self.theirs.has_requests()):
             self.land()
@@ -194,3 +197,24 @@ class Twins:
             )
             for _ in range(2)
         ]
+
+
+def _facts(step: SchedulerOutput) -> dict[str, Any]:
+    """Return what a worker learns of a step, in an order that does not depend on that of the requests."""
+    cached = step.scheduled_cached_reqs
+    rows = zip(
+        cached.req_ids,
+        cached.new_block_ids,
+        cached.num_computed_tokens,
+        cached.num_output_tokens,
+        strict=True,
+    )
+    return {
+        "tokens": step.num_scheduled_tokens,
+        "total": step.total_num_scheduled_tokens,
+        "new": [(one.req_id, one.block_ids, one.num_computed_tokens) for one in step.scheduled_new_reqs],
+        "cached": sorted((name, *rest) for name, *rest in rows),
+        "whole": cached.all_token_ids,
+        "resumed": cached.resumed_req_ids,
+        "finished": step.finished_req_ids,
+    }

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import pytest_asyncio
+import tokenizers
 import torch
 from safetensors.torch import load_file
 from weight_bench import LONG, Bench
@@ -35,6 +36,7 @@ from flotilla_generator.engine.base import (
 from flotilla_generator.engine.vllm.boot import CPU_BATCHED_TOKENS
 from flotilla_generator.engine.vllm.decoding import sampling_params
 from flotilla_generator.engine.vllm.engine import VllmEngine
+from flotilla_generator.engine.vllm.stop_texts import TOKENIZER_FILE
 from flotilla_generator.weights import Phase
 from flotilla_testing.unrelated_models import (
     BUCKET_BYTES,
@@ -363,7 +365,7 @@ async def test_logprobs_are_those_that_vllm_computed_bit_for_bit(bench: Bench) -
     sampling = Sampling(0.8, 24, top_k=50, ignore_eos=True)
     ((prompt, sample),) = await bench.sample([[5, 6, 7, 8]], sampling, salt="ours")
     # A request that streams is left to vLLM, which sends each log-probability with its token.
-    params = sampling_params(sampling, bench.last_seed, ())
+    params = sampling_params(sampling, SampleSlot("streamed", bench.last_seed), ())
     params.output_kind = RequestOutputKind.DELTA
     tokens, logprobs = [], []
     streamed = {"prompt_token_ids": prompt, "cache_salt": "streamed"}
@@ -395,6 +397,35 @@ async def test_the_same_seed_draws_the_same_sample_and_a_stop_token_ends_it(benc
     stopped = await draw(1, stop_token_ids=(stop,))
     assert stopped.finish_reason is FinishReason.STOP
     assert stopped.token_ids.tolist() == first.token_ids.tolist()[: first.token_ids.tolist().index(stop) + 1]
+
+
+async def test_a_text_ends_a_sample_that_keeps_the_token_which_completes_it(bench: Bench) -> None:
+    words = {f"w{token}": token for token in range(bench.engine.info.vocabulary_size)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    tokenizer.save(str(bench.folder / TOKENIZER_FILE))
+
+    async def draw(*stop: str, written: int = 0) -> Sample:
+        slot = SampleSlot("s", 3, tuple(whole[:written]))
+        request = GenerationRequest(
+            f"text-{stop}-{written}", [7, 8, 9], (slot,), Sampling(1.0, 48, stop=stop, ignore_eos=True)
+        )
+        ((sample,),) = [ended async for ended in bench.engine.generate(request)]
+        return sample
+
+    whole: list[int] = []
+    first = await draw()
+    whole = first.token_ids.tolist()
+    # Between two blocks of the cache, and where one begins.
+    for end in (9, 14, 33):
+        stop = f"w{whole[end - 1]} w{whole[end]}"
+        stopped = await draw("never", stop)
+        assert stopped.finish_reason is FinishReason.STOP
+        assert stopped.token_ids.tolist() == whole[: end + 1]
+        assert stopped.logprobs.tobytes() == first.logprobs[: end + 1].tobytes()
+        assert stopped.spans[-1].end == end + 1
+    assert (await draw("never")).finish_reason is FinishReason.LENGTH
+    continued = await draw(f"w{whole[8]} w{(await draw(written=9)).token_ids[0]}", written=9)
+    assert len(continued.token_ids) == 1, "a text may begin in what another generator wrote"
 
 
 async def test_adapters_alone_make_vllm_the_policy_that_the_trainer_computes(bench: Bench) -> None:

@@ -99,3 +99,25 @@ def test_partial_samples_are_not_resumed_where_a_sample_has_one_version(weights:
         RunConfig.model_validate(written | {name: section})
     with pytest.raises(ValueError, match="rule out"):
         RunConfig.model_validate(written | both)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ("{repetition_penalty: 1.1}", "repetition_penalty is not offered: it changes the distribution"),
+        ("{presence_penalty: 0.0}", r"rollout\.sampling: presence_penalty is not offered"),
+        ("{frequency_penalty: 0.5}", "frequency_penalty is not offered"),
+        ("{stop: [END], min_response_tokens: 4}", "a text of stop may come earlier"),
+        ('{stop: [""]}', r"rollout\.sampling\.stop\[0\]"),
+    ],
+)
+def test_sampling_that_the_trainer_could_not_follow_is_refused_by_name(sampling: str, message: str) -> None:
+    with pytest.raises(InvalidConfig, match=message):
+        load(f"rollout: {{sampling: {sampling}}}\n")
+
+
+def test_rewards_get_a_text_up_to_the_end_of_the_first_text_that_ended_it() -> None:
+    sampling = load("rollout: {sampling: {stop: [</answer>, END], stop_token_ids: [7]}}\n").rollout.sampling
+    assert sampling.stop_token_ids == (7,)
+    assert sampling.shown("4</answer>\n") == "4</answer>" and sampling.shown("4 END. 5</answer>") == "4 END"
+    assert sampling.shown("cut off at") == "cut off at"

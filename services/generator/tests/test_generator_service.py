@@ -223,6 +223,7 @@ async def test_every_sample_comes_back_once_with_ids_logprobs_and_the_same_draw_
         ({"sampling": pb.SamplingParams(temperature=1, max_tokens=4, top_p=2)}, "top_p 2"),
         ({"sampling": pb.SamplingParams(temperature=1, max_tokens=4, min_tokens=5)}, "min_tokens 5"),
         ({"sampling": pb.SamplingParams(temperature=1, max_tokens=4, stop_token_ids=[64])}, "stop token 64"),
+        ({"sampling": pb.SamplingParams(temperature=1, max_tokens=4, stop=["x"])}, "stop needs a tokenizer"),
         ({"request_id": ""}, "request_id is empty"),
         ({"samples": [resumed(16)]}, "a prefix of 16 tokens leaves no room for another one"),
         ({"samples": [resumed(1, first=64)]}, "token id 64 is outside the vocabulary of 64"),

@@ -178,6 +178,13 @@ def _sampling(sampling: pb.SamplingParams, info: EngineInfo) -> Sampling:
     strangers = [token for token in sampling.stop_token_ids if token >= info.vocabulary_size]
     if strangers:
         raise InvalidRequest(f"stop token {strangers[0]} is outside the vocabulary of {info.vocabulary_size}")
+    if "" in sampling.stop:
+        raise InvalidRequest("a text of stop is empty")
+    if sampling.stop and not info.reads_text:
+        raise InvalidRequest(
+            "stop needs a tokenizer, and this replica has none",
+            next_step="put the model's tokenizer.json into its folder, or use stop_token_ids",
+        )
     return Sampling(
         temperature=temperature,
         max_tokens=min(sampling.max_tokens, info.max_model_tokens),
@@ -185,5 +192,6 @@ def _sampling(sampling: pb.SamplingParams, info: EngineInfo) -> Sampling:
         top_k=0 if sampling.top_k >= info.vocabulary_size else sampling.top_k,
         min_tokens=sampling.min_tokens,
         stop_token_ids=tuple(sampling.stop_token_ids),
+        stop=tuple(sampling.stop),
         ignore_eos=sampling.ignore_eos,
     )

@@ -96,6 +96,17 @@ class RewardTermConfig(ConfigModel):
         return self.model_copy(update={"reward": function_path(self.reward, directory)})
 
 
+UNREPRODUCIBLE = (
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_p",
+    "logit_bias",
+    "bad_words",
+)
+"""Settings of other programs that change the distribution which tokens are drawn from."""
+
+
 class SamplingConfig(ConfigModel):
     """The sampling of responses."""
 
@@ -109,6 +120,37 @@ class SamplingConfig(ConfigModel):
     """Length limit of a response."""
     min_response_tokens: int = Field(default=0, ge=0, le=10_000_000)
     """No end of sequence before this many tokens."""
+    stop_token_ids: tuple[Annotated[int, Field(ge=0, le=10_000_000)], ...] = Field(default=(), max_length=64)
+    """Tokens that end a response, beside those of the model. The token stays in the response."""
+    stop: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field(default=(), max_length=16)
+    """Texts that end a response. It keeps the token that completes one whole; rewards get the text up to its end."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _can_be_reproduced(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            for key in UNREPRODUCIBLE:
+                if key in values:
+                    raise ValueError(
+                        f"{key} is not offered: it changes the distribution that tokens are drawn from, and the "
+                        "trainer computes log-probabilities without it, so each update would be wrong. Remove it; a "
+                        "reward can punish what it is meant to avoid"
+                    )
+        return values
+
+    @model_validator(mode="after")
+    def _ends_in_one_way(self) -> SamplingConfig:
+        if self.stop and self.min_response_tokens:
+            raise ValueError(
+                f"min_response_tokens is {self.min_response_tokens}, and a text of stop may come earlier: remove one "
+                "of them, or name tokens in stop_token_ids, which min_response_tokens holds back"
+            )
+        return self
+
+    def shown(self, text: str) -> str:
+        """Return the text that a reward gets: up to the end of the first stop text, with it."""
+        ends = [place + len(stop) for stop in self.stop if (place := text.find(stop)) >= 0]
+        return text[: min(ends)] if ends else text
 
 
 class DynamicSamplingConfig(ConfigModel):

@@ -99,7 +99,7 @@ class Generation:
                     async for delivered in responses:
                         whole, rejected = self._taken(delivered, request, missing, replica, attempt)
                         cause = rejected or cause
-                        for sample in await self._with_texts(whole):
+                        for sample in await self._with_texts(whole, request.sampling):
                             yield sample
             except StaleVersion as error:
                 cause = error
@@ -146,12 +146,14 @@ class Generation:
                 missing[sample.sample_id].add(sample, replica.instance_id, most)
         return whole, cause
 
-    async def _with_texts(self, samples: list[RolloutSample]) -> list[RolloutSample]:
+    async def _with_texts(
+        self, samples: list[RolloutSample], sampling: SamplingConfig
+    ) -> list[RolloutSample]:
         """Set the texts of the samples of one message, which a thread decodes: thousands of tokens take a while."""
         sequences = [sample.token_ids.tolist() for sample in samples]
         texts = await asyncio.to_thread(self._tokenizer.decode_many, sequences) if sequences else []
         for sample, text in zip(samples, texts, strict=True):
-            sample.text = text
+            sample.text = sampling.shown(text)
         return samples
 
     async def _acquire(self, request: GenerationRequest, count: int) -> Replica[GeneratorServiceAsyncStub]:
@@ -200,6 +202,8 @@ class Generation:
                 top_k=sampling.top_k,
                 max_tokens=sampling.max_response_tokens,
                 min_tokens=sampling.min_response_tokens,
+                stop_token_ids=sampling.stop_token_ids,
+                stop=sampling.stop,
             ),
             min_version=request.min_version.to_proto(),
             priority=request.priority,

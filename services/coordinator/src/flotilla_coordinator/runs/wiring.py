@@ -271,6 +271,8 @@ class RunWiring:
         sampling = SamplingConfig(
             temperature=evaluation.temperature,
             max_response_tokens=evaluation.max_response_tokens or rollout.sampling.max_response_tokens,
+            stop_token_ids=rollout.sampling.stop_token_ids,
+            stop=rollout.sampling.stop,
         )
         return Evaluator(
             self._run_id,

@@ -48,6 +48,7 @@ class Sampling:
     top_k: int = 0
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     ignore_eos: bool = False
 
     def after(self, written: int) -> Sampling:
@@ -111,6 +112,8 @@ class EngineInfo:
     vocabulary_size: int
     weight_workers: int
     gpus: int = 0
+    reads_text: bool = False
+    """Whether samples can end at a text."""
     required_tensors: dict[str, tuple[int, ...]] | None = None
     """Names and shapes that a sync must bring, from the checkpoint it was booted with; None takes any manifest."""
     versions: dict[str, str] = field(default_factory=dict)

@@ -21,6 +21,7 @@ from flotilla_core.errors import Internal
 from flotilla_core.version import Version
 from flotilla_generator.engine.base import FinishReason, GenerationRequest, Sample, SampleSlot, Sampling, Span
 from flotilla_generator.engine.vllm.sample_records import SampleRecord
+from flotilla_generator.engine.vllm.stop_texts import stop_arguments
 
 FINISH_REASONS = {
     "stop": FinishReason.STOP,
@@ -84,11 +85,12 @@ class LiveVersions:
         return bisect_right(self._since, when, key=lambda life: life[0]) - 1
 
 
-def sampling_params(sampling: Sampling, seed: int, end_of_sequence: tuple[int, ...]) -> Any:
+def sampling_params(sampling: Sampling, slot: SampleSlot, end_of_sequence: tuple[int, ...]) -> Any:
     """Return vLLM's parameters for one sample."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    sampling = sampling.after(len(slot.prefix))
     stops = sampling.stop_token_ids + (() if sampling.ignore_eos else end_of_sequence)
     return SamplingParams(
         temperature=sampling.temperature,
@@ -98,10 +100,11 @@ def sampling_params(sampling: Sampling, seed: int, end_of_sequence: tuple[int, .
         min_tokens=sampling.min_tokens,
         stop_token_ids=list(dict.fromkeys(stops)),
         ignore_eos=True,
-        seed=None if sampling.temperature == 0 else seed & SEED_MASK,
+        seed=None if sampling.temperature == 0 else slot.seed & SEED_MASK,
         logprobs=0,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args=stop_arguments(sampling.stop, len(slot.prefix)),
     )
 
 
@@ -197,7 +200,7 @@ class Decoding:
         prompt: dict[str, Any] = {"prompt_token_ids": [*request.prompt, *slot.prefix]}
         if request.cache_salt is not None:
             prompt["cache_salt"] = request.cache_salt
-        params = sampling_params(request.sampling.after(len(slot.prefix)), slot.seed, self._end_of_sequence)
+        params = sampling_params(request.sampling, slot, self._end_of_sequence)
         stream = self._llm().generate(prompt, params, running.engine_id, priority=request.priority)
         outputs = [output async for output in stream]
         ended_at = time.monotonic()

@@ -3,10 +3,11 @@
 vLLM would send every token to the service as a message of its own, with three arrays for its log-probability. Here the
 log-probabilities of a step enter a table in one assignment, and nothing leaves before the end of a sample.
 
-Invariants: vLLM decides which tokens are accepted, and a log-probability is recorded for exactly those that it hands
-out; a sample that is aborted leaves with what it has; requests that stream, or that ask for no log-probabilities, are
-left to vLLM. The versions that wrote a sample are known from the times at which decoding resumed: weights change only
-during a pause, and a pause has begun when no token is on its way any more.
+Invariants: vLLM decides which tokens are accepted, but a sample may also end at a text, which vLLM cannot see; a
+log-probability is recorded for exactly the tokens that are handed out; a sample that is aborted leaves with what it
+has; requests that stream, or that ask for no log-probabilities, are left to vLLM. The versions that wrote a sample are
+known from the times at which decoding resumed: weights change only during a pause, and a pause has begun when no token
+is on its way any more.
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ import gc
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from flotilla_generator.engine.vllm.sample_records import NO_LOGPROBS, LogprobTable, SampleRecord
+from flotilla_generator.engine.vllm.steady_steps import SteadyScheduler
+from flotilla_generator.engine.vllm.stop_texts import STOP, WRITTEN, StopTexts, stop_texts
 
 YOUNG_OBJECTS = 100_000
 """Between two looks for cyclic garbage. By Python's 700 every few tokens cost one."""
@@ -41,9 +44,12 @@ class _Sample:
     """Of its log-probabilities, from the first token on."""
     first_token_at: float | None = None
     resumed: list[tuple[float, int]] = field(default_factory=list)
+    stop: StopTexts | None = None
+    response_at: int = 0
+    """Where the response begins: a request that continues one has its first tokens in the prompt."""
 
 
-class RecordingScheduler(Scheduler):
+class RecordingScheduler(SteadyScheduler):
     """Keeps what samples have until they end."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -58,7 +64,9 @@ class RecordingScheduler(Scheduler):
         super().add_request(request)
         params = request.sampling_params
         if params and params.output_kind == RequestOutputKind.FINAL_ONLY and params.logprobs is not None:
-            self._samples[request.request_id] = _Sample(request)
+            sample = self._samples[request.request_id] = _Sample(request)
+            if params.extra_args and STOP in params.extra_args:
+                self._end_at_texts(sample, params.extra_args)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -67,6 +75,9 @@ class RecordingScheduler(Scheduler):
         logprobs = model_runner_output.logprobs
         if len(self._samples) == len(self.requests):
             model_runner_output.logprobs = None  # vLLM would slice them for each token
+            rest, done = self.append_plain(scheduler_output.num_scheduled_tokens, model_runner_output)
+            scheduler_output.num_scheduled_tokens = rest
+            self._note(done, model_runner_output.req_id_to_index, logprobs)
         step: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
         for told in step.values():
             told.outputs = self._record(told.outputs, model_runner_output.req_id_to_index, logprobs)
@@ -103,6 +114,43 @@ class RecordingScheduler(Scheduler):
             for sample in self._samples.values():
                 if sample.first_token_at is not None:
                     sample.resumed.append((now, sample.request.num_output_tokens))
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], *more: Any, **named: Any
+    ) -> tuple[list[int], bool]:
+        tokens: list[int]
+        tokens, stopped = super()._update_request_with_output(request, new_token_ids, *more, **named)
+        sample = self._samples.get(request.request_id)
+        if sample is None or sample.stop is None:
+            return tokens, stopped
+        known = request._all_token_ids
+        for count in range(1, len(tokens) + 1):
+            late = len(tokens) - count
+            text = sample.stop.completed(known, sample.response_at, len(known) - late)
+            if text is not None:
+                for written in (tokens, known, request._output_token_ids):
+                    del written[len(written) - late :]
+                request.status, request.stop_reason = RequestStatus.FINISHED_STOPPED, text
+                return tokens, True
+        return tokens, stopped
+
+    def _end_at_texts(self, sample: _Sample, arguments: dict[str, Any]) -> None:
+        """Watch a sample for the texts that end it."""
+        folder = Path(self.vllm_config.model_config.model)
+        sample.stop = stop_texts(folder, tuple(arguments[STOP]))
+        sample.response_at = sample.request.num_prompt_tokens - arguments[WRITTEN]
+        self.watch(sample.request, sample.stop.last_tokens)
+
+    def _note(self, names: list[str], indices: dict[str, int], logprobs: LogprobsLists | None) -> None:
+        """Note the log-probabilities of samples that got one token each."""
+        if not names:
+            return
+        assert logprobs is not None, "all recorded samples ask for them"
+        rows = [self._samples[name].row for name in names]
+        places = [indices[name] for name in names]
+        if (starts := logprobs.cu_num_generated_tokens) is not None:
+            places = [starts[place] for place in places]
+        self._logprobs.append(rows, logprobs.logprobs[places, 0])
 
     def _record(
         self, outputs: list[EngineCoreOutput], indices: dict[str, int], logprobs: LogprobsLists | None
@@ -154,6 +202,8 @@ class RecordingScheduler(Scheduler):
 
 class AsyncRecordingScheduler(RecordingScheduler, AsyncScheduler):
     """The same, where vLLM schedules a step while the one before runs."""
+
+    steps_ahead = True
 
 
 def recording_scheduler(**arguments: Any) -> RecordingScheduler:
