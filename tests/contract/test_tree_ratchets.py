@@ -40,6 +40,7 @@ BROAD_EXCEPTS: dict[str, int] = {  # path: how many process or task boundaries i
     "services/generator/src/flotilla_generator/engine/vllm/weight_commit.py": 1,
     "services/generator/src/flotilla_generator/engine/vllm/decoding.py": 1,
     "services/generator/src/flotilla_generator/engine/vllm/live_weights.py": 3,
+    "services/generator/src/flotilla_generator/engine/vllm/token_logprobs.py": 1,
     "services/generator/src/flotilla_generator/engine/vllm/worker.py": 2,
     "services/generator/src/flotilla_generator/engine/vllm/worker_calls.py": 1,
     # Foreign code may raise anything: a compiler, the start of vLLM, the tokenizers reader, what users wrote.

@@ -104,3 +104,26 @@ def test_the_kv_cache_at_a_sync_goes_by_the_staleness_and_says_what_it_costs(
     stack = StackConfig.model_validate({"model": "/model", "generator": {"max_running_samples": 100}})
     name, value, explanation = update_lines.kv_line(run(rollout=rollout, weights=weights), stack, 10)
     assert (name, value) == ("KV cache at a sync", policy) and cost in explanation
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "refused"),
+    [
+        ({"type": "grpo"}, False),
+        ({"type": "rloo"}, True),
+        ({"type": "rloo", "correction": {"importance": "token"}}, False),
+    ],
+)
+def test_quantized_samples_are_trained_only_with_a_correction(algorithm: Any, refused: bool) -> None:
+    config = run(algorithm=algorithm)
+    stack = StackConfig.model_validate({"generator": {"quantization": "fp8"}})
+    assert not update_lines.quantization_errors(config, StackConfig())
+    assert not update_lines.quantization_lines(StackConfig())
+    errors = update_lines.quantization_errors(config, stack)
+    assert bool(errors) is refused
+    assert all("set algorithm.correction.importance to token" in error for error in errors)
+    ((name, value, explanation),) = update_lines.quantization_lines(stack)
+    assert (name, value) == (
+        "rollout precision",
+        "fp8",
+    ) and "which algorithm.correction corrects" in explanation

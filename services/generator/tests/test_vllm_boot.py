@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,14 @@ from structlog.testing import capture_logs
 from flotilla_core.config.stack import GeneratorConfig
 from flotilla_core.errors import InvalidConfig
 from flotilla_generator.checkpoint import Checkpoint
-from flotilla_generator.engine.vllm.boot import booted, check_options, engine_arguments, prepare_environment
+from flotilla_generator.engine.vllm.boot import (
+    booted,
+    check_options,
+    engine_arguments,
+    graph_sizes,
+    prepare_environment,
+    require_quantization,
+)
 
 
 @pytest.fixture(params=[False, True], ids=["cpu", "gpu"])
@@ -51,8 +59,33 @@ def test_graphs_reach_as_far_as_the_samples_that_run_at_once(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config, checkpoint = GeneratorConfig(max_running_samples=700), Checkpoint(tmp_path, {})
     arguments = engine_arguments(config, checkpoint, eager=False)
-    assert arguments["compilation_config"] == {"max_cudagraph_capture_size": 700}
+    (sizes,) = arguments["compilation_config"].values()
+    assert sizes[-1] == 700 and sizes == sorted(set(sizes))
     assert "compilation_config" not in engine_arguments(config, checkpoint)
+
+
+@pytest.mark.parametrize("most", [1, 3, 8, 100, 1024, 5000])
+def test_a_step_is_never_filled_up_by_more_than_an_eighth_above_64_samples(most: int) -> None:
+    sizes = graph_sizes(most)
+    assert sizes[0] == 1 and sizes[-1] == most and sizes == sorted(set(sizes))
+    for before, size in pairwise(sizes):
+        assert size - before <= max(8, before / 8)
+
+
+def test_quantized_matrices_need_a_gpu_that_multiplies_them(
+    gpu: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    config = GeneratorConfig(quantization="fp8")
+    with pytest.raises(InvalidConfig, match=r"A100 has 8\.0" if gpu else "needs a GPU") as caught:
+        require_quantization(config)
+    assert "generator.quantization" in str(caught.value)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    if gpu:
+        require_quantization(config)
+        assert engine_arguments(config, Checkpoint(tmp_path, {}))["quantization"] == "fp8_per_channel"
+    require_quantization(GeneratorConfig())
 
 
 @pytest.mark.parametrize("gib", [None, 2.5])

@@ -34,6 +34,8 @@ EXPLAINED_BY_ROUNDING = {
     # SmolLM2-135M-Instruct, 128 tokens: equal weights differ by 0.0082 in the median and by 0.0118 once in a hundred
     # times, weights of one to eight small steps ago by 0.020.
     "bfloat16": AgreementLimits(0.012, 0.016),
+    # To be measured.
+    "fp8": AgreementLimits(0.03, 0.05),
 }
 """The limits where nothing was measured."""
 
@@ -78,7 +80,8 @@ def agreement_limits(
 ) -> AgreementLimits:
     """Return the limits of a section of a run, with `auto` replaced by what rounding explains on this stack."""
     dtypes = (stack.trainer.dtype, stack.generator.dtype)
-    explained = EXPLAINED_BY_ROUNDING["bfloat16" if "bfloat16" in dtypes else "float32"]
+    rounded = stack.generator.quantization or ("bfloat16" if "bfloat16" in dtypes else "float32")
+    explained = EXPLAINED_BY_ROUNDING[rounded]
     if measured is not None:
         other = measured.explained
         explained = _at_least(explained, WARN_OTHER_TOKENS * other, FAIL_OTHER_TOKENS * other)
@@ -89,7 +92,14 @@ def check_limits(
     stack: StackConfig, section: CanaryConfig, measured: Rounding | None, tokens: int
 ) -> AgreementLimits:
     """Return the limits of a live check of so many tokens."""
-    return agreement_limits(stack, section) if measured is None else chosen(section, measured.limits(tokens))
+    if measured is None:
+        return agreement_limits(stack, section)
+    auto = measured.limits(tokens)
+    if stack.generator.quantization is not None:  # which is not measured: the trainer has no such matrices
+        auto = _at_least(
+            EXPLAINED_BY_ROUNDING[stack.generator.quantization], auto.warn_at or 0, auto.fail_at or 0
+        )
+    return chosen(section, auto)
 
 
 def chosen(section: CanaryConfig | CorrectionConfig, auto: AgreementLimits) -> AgreementLimits:

@@ -158,6 +158,9 @@ class _Planner:
             f"at most {tokens:,}",
             f"{self._samples} x ({self._prompt_tokens} prompt + {self._response_tokens} response)",
         )
+        for line in update_lines.quantization_lines(self._stack):
+            self._line(*line)
+        self._plan.errors.extend(update_lines.quantization_errors(config, self._stack))
         if config.loop == "coordinator":
             self._line(*update_lines.policy_line(config))
             self._line(*update_lines.kv_line(config, self._stack, self._prompt_tokens))

@@ -17,7 +17,7 @@ from flotilla_coordinator.plan.lines import Line, shown_bytes
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.rollouts.prompt_queue import issued_per_step, steps_ahead
 from flotilla_coordinator.trainers.spec import critic_warmup_steps
-from flotilla_core.agreement import kv_policy
+from flotilla_core.agreement import EXPLAINED_BY_ROUNDING, kv_policy
 from flotilla_core.config import (
     AlgorithmConfig,
     DpoConfig,
@@ -312,6 +312,35 @@ def kv_line(config: RunConfig, stack: StackConfig, prompt_tokens: int) -> Line:
     else:
         explanation = "exact, at no cost: no sample of the run is under way at a sync"
     return "KV cache at a sync", policy, explanation
+
+
+def quantization_lines(stack: StackConfig) -> list[Line]:
+    """Say what decoding with quantized matrices brings and costs."""
+    if (quantization := stack.generator.quantization) is None:
+        return []
+    bound = EXPLAINED_BY_ROUNDING[quantization].warn_at
+    return [
+        (
+            "rollout precision",
+            quantization,
+            "matrices of 8 bits, made of each version at its commit, which loads the whole model anew; trainer and "
+            f"generator may differ by {bound:g} on the mean, which algorithm.correction corrects",
+        )
+    ]
+
+
+def quantization_errors(config: RunConfig, stack: StackConfig) -> list[str]:
+    """Refuse to train quantized samples as if the trainer's own policy had written them."""
+    quantization = stack.generator.quantization
+    if quantization is None or not isinstance(config.algorithm, PolicyConfig):
+        return []
+    if not _trusts_old_samples(config.algorithm):
+        return []
+    return [
+        f"generator.quantization is {quantization}, so samples come from another policy than the one that is trained, "
+        f"and nothing in {config.algorithm.type} as it is set corrects that: set algorithm.correction.importance to "
+        "token"
+    ]
 
 
 def asynchrony_warnings(config: RunConfig, tokens_of_a_step: int, memory: int) -> Iterator[str]:

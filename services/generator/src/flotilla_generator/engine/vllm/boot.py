@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import multiprocessing
 import os
 from collections.abc import Callable, Collection, Iterable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,16 +34,27 @@ ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # a peer that goes away is reported by us, in one line
     "VLLM_PLUGINS": "",  # our extension needs no plugin, and scanning entry points costs start-up time
 }
+GPU_ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "INFO",  # a start takes long there: the log says when each of its phases ended
+}
 CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # a compiled helper on the logprobs path costs 3 to 21 s at the first request
     "VLLM_CPU_CI_ENV": "1",  # skips the compile warm-up
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # its own choice pins every replica of a host to the same cores
 }
 
+ENGINE_MODULES = ["vllm.v1.engine.core", "vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu.model_runner"]
+"""What vLLM's engine process imports before it does anything; importing them uses no GPU."""
+START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+
 CPU_KV_CACHE_GIB = 1.0
 CPU_BATCHED_TOKENS = 8192
 GPU_BATCHED_TOKENS = 16_384
 """Tokens of one step at most. vLLM takes 2,048 for an engine inside a service, which cuts prompts into many steps."""
+
+QUANTIZATIONS = {"fp8": "fp8_per_channel"}
+"""vLLM's names: one scale for each output of a matrix and one for each token, both from what is multiplied."""
+FP8_CAPABILITY = (8, 9)
 
 KEYS_OF_OPTIONS = {
     "model": "model",
@@ -52,6 +65,8 @@ KEYS_OF_OPTIONS = {
     "gpu_memory_utilization": "generator.memory_fraction",
     "kv_cache_memory_bytes": "generator.kv_cache_gib",
     "enforce_eager": "generator.enforce_eager",
+    "quantization": "generator.quantization",
+    "quantization_config": "generator.quantization",
 }
 """Options that are refused, since another key of the stack sets them."""
 DECIDED_OPTIONS = {
@@ -62,6 +77,7 @@ DECIDED_OPTIONS = {
     "scheduler_cls": "it records log-probabilities and versions",
     "worker_extension_cls": "it receives weights",
     "data_parallel_size": "each replica is one engine: raise generator.replicas",
+    "logits_processors": "the trainer would compute log-probabilities without them",
     "pipeline_parallel_size": "each worker receives the weights of all layers",
 }
 """Options that are refused, and why they are as they are."""
@@ -82,13 +98,37 @@ def prepare_environment(config: GeneratorConfig, cache: Path | None = None) -> N
             "FLASHINFER_WORKSPACE_BASE": str(cache),
             "TRITON_CACHE_DIR": str(cache / "triton"),
         }
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        variables |= GPU_ENVIRONMENT
+    else:
         # The other half of the cores is for the trainer, and for decoding's own front end.
         threads = max(1, len(os.sched_getaffinity(0)) // (2 * config.tensor_parallel_size))
         variables |= CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
     for name, value in variables.items():
         os.environ.setdefault(name, value)
     os.environ[SERVICE_PID] = str(os.getpid())
+
+
+def import_for_the_engine_process() -> bool:
+    """Have another process import what vLLM's engine process needs, while this one does; return whether it does.
+
+    vLLM starts its engine process when this one has imported everything, and the new one imports it all again.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return False
+    multiprocessing.set_forkserver_preload(ENGINE_MODULES)
+    forkserver.ensure_running()
+    return True
+
+
+def fork_the_engine_process() -> None:
+    """Have vLLM fork its engine process from the one that has imported everything."""
+    from vllm import envs
+
+    # vLLM takes no such name from the environment. The engine process itself spawns its workers, if it has any.
+    envs.environment_variables[START_METHOD] = lambda: "forkserver"
 
 
 def engine_arguments(
@@ -124,8 +164,13 @@ def engine_arguments(
             arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * (1 << 30))
         arguments["max_num_batched_tokens"] = GPU_BATCHED_TOKENS
         if not eager:
-            # By default graphs end at 512 samples, and every step with more decodes without them.
-            arguments["compilation_config"] = {"max_cudagraph_capture_size": config.max_running_samples}
+            sizes = graph_sizes(config.max_running_samples)
+            arguments["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+        if config.quantization is None:
+            # It measures kernels that only quantized layers have.
+            arguments["enable_flashinfer_autotune"] = False
+        else:
+            arguments["quantization"] = QUANTIZATIONS[config.quantization]
     else:
         arguments["kv_cache_memory_bytes"] = int((config.kv_cache_gib or CPU_KV_CACHE_GIB) * (1 << 30))
         arguments["disable_custom_all_reduce"] = True
@@ -142,6 +187,37 @@ def engine_arguments(
 
             arguments["distributed_executor_backend"] = UniProcExecutor
     return arguments | config.engine_options
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Return the numbers of samples that get a graph, up to `most`; a step is filled up to the next one.
+
+    By default vLLM captures 83 graphs of each kind for 1,024 samples, and none for more than 512 of them. Steps of an
+    eighth make that 43, and above 64 samples at most an eighth of a step is for nothing.
+    """
+    sizes = [size for size in (1, 2, 4) if size < most]
+    size = 8
+    while size < most:
+        sizes.append(size)
+        size += max(8, size // 64 * 8)
+    return [*sizes, most]
+
+
+def require_quantization(config: GeneratorConfig) -> None:
+    """Refuse a quantization that the device cannot compute with."""
+    import torch
+
+    if config.quantization is None:
+        return
+    name, next_step = f"generator.quantization {config.quantization}", "remove generator.quantization"
+    if not torch.cuda.is_available():
+        raise InvalidConfig(f"{name} needs a GPU, and this host has none", next_step=next_step)
+    if (capability := torch.cuda.get_device_capability()) < FP8_CAPABILITY:
+        raise InvalidConfig(
+            f"{name} needs a GPU with compute capability 8.9 or newer (Ada, Hopper)",
+            why=f"{torch.cuda.get_device_name()} has {capability[0]}.{capability[1]}",
+            next_step=next_step,
+        )
 
 
 def check_options(options: Iterable[str], known: Collection[str]) -> None:

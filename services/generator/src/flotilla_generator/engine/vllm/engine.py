@@ -7,6 +7,7 @@ Invariants: the service answers while vLLM starts; a stop is never taken for the
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -30,14 +31,19 @@ from flotilla_generator.engine.base import (
     Verified,
 )
 from flotilla_generator.engine.vllm.boot import (
+    START_METHOD,
     WORKER_EXTENSION,
     accepts,
     booted,
     check_options,
     engine_arguments,
+    fork_the_engine_process,
+    import_for_the_engine_process,
     prepare_environment,
+    require_quantization,
 )
 from flotilla_generator.engine.vllm.decoding import Decoding
+from flotilla_generator.engine.vllm.stop_texts import TOKENIZER_FILE
 from flotilla_generator.engine.vllm.weight_commit import Commits
 from flotilla_generator.engine.vllm.worker_calls import HEALTH_POLL_S, WorkerCalls
 from flotilla_weights.manifest import Manifest
@@ -82,9 +88,12 @@ class VllmEngine(Engine):
             vocabulary_size=self._checkpoint.vocabulary_size,
             weight_workers=self._config.tensor_parallel_size,
             gpus=self._gpus,
+            reads_text=(self._checkpoint.folder / TOKENIZER_FILE).exists(),
             required_tensors=self._checkpoint.tensors,
             versions=versions,
         )
+        if self._gpus:
+            await self.workers.require("flotilla_use_kernels")
         await self._warm_up()
 
     async def stop(self) -> None:
@@ -146,13 +155,19 @@ class VllmEngine(Engine):
         await self.workers.drop()
 
     def _boot(self) -> tuple[Any, dict[str, str]]:
+        users_choice = os.environ.get(START_METHOD)
         prepare_environment(self._config, self._cache)
+        forks = users_choice is None and import_for_the_engine_process()
         import torch
         import vllm
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        require_quantization(self._config)
         check_options(self._config.engine_options, {field.name for field in fields(AsyncEngineArgs)})
+
+        if forks:
+            fork_the_engine_process()
 
         def boot(eager: bool) -> Any:
             arguments = engine_arguments(self._config, self._checkpoint, self._worker_extension, eager=eager)

@@ -27,7 +27,7 @@ from flotilla_generator.engine.vllm.fused_experts import packing_again
 from flotilla_generator.engine.vllm.live_regions import Digests, LiveRegions, NoRegionsError
 from flotilla_generator.engine.vllm.shadow_model import ShadowModel
 from flotilla_generator.engine.vllm.standby import Filling, Standby
-from flotilla_generator.engine.vllm.weight_check import Columns, matrix_layers, proving, recording
+from flotilla_generator.engine.vllm.weight_check import Recorded, matrix_layers, proving, recording
 from flotilla_weights.inbox import StagedModel
 
 log = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ class LiveModel:
             self._give_up_copies("live memory was found wrong after a commit")
         return {"tensors": len(self._committed), "unchecked": "", "faults": faults}
 
-    def repair_tied_layers(self, model: torch.nn.Module, recorded: dict[int, Columns]) -> None:
+    def repair_tied_layers(self, model: torch.nn.Module, recorded: dict[int, Recorded]) -> None:
         """Give layers whose weights were loaded through another one the kernel copy of that one.
 
         On CPUs a head tied to the embeddings multiplies by a packed copy of its own, which a reload leaves stale.
@@ -263,7 +263,7 @@ class LiveModel:
     @torch.no_grad()
     def _load_recorded(
         self, model: torch.nn.Module, staged: StagedModel, seed: int
-    ) -> tuple[dict[int, Columns], str]:
+    ) -> tuple[dict[int, Recorded], str]:
         """Columns of what was loaded, or what went wrong."""
         try:
             with recording(model, torch.Generator().manual_seed(seed)) as recorded:

@@ -5,6 +5,10 @@ new weights do, and every other parameter equals what was staged. The matrix pro
 few columns are kept in checkpoint form; later the loaded layer is fed one-hot rows for those columns and must return
 them bit for bit. That sees a stale or wrongly packed kernel copy, such as the packed head that vLLM keeps beside tied
 embeddings on CPUs. Experts are compared whole (`fused_experts`).
+
+A matrix that vLLM quantizes must hold what its quantizer made of the loaded one, all of it, by digest, and multiply as
+the loaded one within the rounding of 8-bit floats. The first sees a matrix of an older version even where its numbers
+are close, the second a quantizer or a kernel that takes other numbers or another scale.
 """
 
 from __future__ import annotations
@@ -16,9 +20,14 @@ from typing import Any, Protocol
 import torch
 
 from flotilla_generator.engine.vllm.fused_experts import proving_experts
+from flotilla_weights.digest import pending_digests, resolve
 from flotilla_weights.inbox import StagedModel
 
 PROBED_COLUMNS = 8
+RELATIVE = 2**-4 + 2**-7
+"""Half a step of an 8-bit float with three bits of mantissa, and the rounding of the product to 16 bits."""
+OF_THE_LARGEST = 2**-9 / 448
+"""Half a step of the smallest such floats, twice: a scale is at most the largest number of a matrix by 448."""
 
 
 class MatrixLayer(Protocol):
@@ -55,16 +64,45 @@ class Columns:
         return torch.equal(layer.quant_method.apply(layer, one_hot).T, self.values)
 
 
+class QuantizedMatrix:
+    """A matrix as it was loaded, by some of its columns, and what the quantizer made of it."""
+
+    def __init__(self, index: torch.Tensor, columns: torch.Tensor, loaded: torch.Tensor, layer: Any) -> None:
+        """`layer` holds what the quantizer made of the matrix `loaded`."""
+        self._index = index
+        self._columns = columns.float()
+        self._bound = self._columns.abs() * RELATIVE + loaded.abs().amax().float() * OF_THE_LARGEST
+        self._dtype = loaded.dtype
+        self._names, self._made = _digests(layer)
+
+    def agree_with(self, layer: Any) -> bool:
+        """Return whether the live layer holds what was made, and multiplies by it."""
+        names, live = _digests(layer)
+        if names != self._names or resolve([live]) != resolve([self._made]):
+            return False
+        count, width = len(self._index), layer.input_size_per_partition
+        one_hot = torch.zeros(count, width, dtype=self._dtype, device=self._columns.device)
+        one_hot[torch.arange(count), self._index] = 1
+        found = layer.quant_method.apply(layer, one_hot).T.float()
+        return bool(((found - self._columns).abs() <= self._bound).all())
+
+
+Recorded = Columns | QuantizedMatrix
+
+
 @contextmanager
-def recording(model: torch.nn.Module, random: torch.Generator) -> Iterator[dict[int, Columns]]:
+def recording(model: torch.nn.Module, random: torch.Generator) -> Iterator[dict[int, Recorded]]:
     """Keep columns of each matrix as they are loaded, before vLLM packs it for its kernels."""
-    recorded: dict[int, Columns] = {}
+    recorded: dict[int, Recorded] = {}
     methods = {id(layer.quant_method): layer.quant_method for _, layer in matrix_layers(model)}
 
     def recorder(original: Any) -> Any:
         def process(layer: MatrixLayer) -> None:
-            recorded[id(layer)] = Columns.of(layer.weight, random)
+            loaded = layer.weight.data
+            columns = recorded[id(layer)] = Columns.of(loaded, random)
             original(layer)
+            if layer.weight.dtype != loaded.dtype:
+                recorded[id(layer)] = QuantizedMatrix(columns.index, columns.values, loaded, layer)
 
         return process
 
@@ -78,7 +116,7 @@ def recording(model: torch.nn.Module, random: torch.Generator) -> Iterator[dict[
 
 
 def proving(
-    model: torch.nn.Module, staged: StagedModel, recorded: dict[int, Columns]
+    model: torch.nn.Module, staged: StagedModel, recorded: dict[int, Recorded]
 ) -> Iterator[str | None]:
     """Compare `model` with what was staged, piece by piece: for each what is wrong with it, or nothing."""
     matrices = matrix_layers(model)
@@ -133,3 +171,9 @@ def _layer_width(layer: Any) -> int:
         if isinstance(width, int):
             return width
     raise TypeError(f"{type(layer).__name__} does not say how wide it is")
+
+
+def _digests(layer: torch.nn.Module) -> tuple[list[str], torch.Tensor]:
+    """Return the names of a layer's tensors, and their digests, which are only queued on a GPU."""
+    named = {name: value for name, value in layer._parameters.items() if value is not None}
+    return list(named), pending_digests(list(named.values()))

@@ -165,6 +165,9 @@ class WorkerWeights:
 class WeightWorker:
     """Methods that vLLM adds to its worker."""
 
+    device: torch.device
+    """The worker's."""
+
     def flotilla_join(self, notify: bytes, group: bytes, rank_offset: int, manifest: bytes) -> Answer:
         """Start to enter a weight group."""
         return self._flotilla_guarded(lambda weights: weights.join(notify, group, rank_offset, manifest))
@@ -192,6 +195,16 @@ class WeightWorker:
     def flotilla_drop(self, why: str) -> Answer:
         """Forget staged tensors and leave the group."""
         return self._flotilla_guarded(lambda weights: weights.drop(why))
+
+    def flotilla_use_kernels(self) -> Answer:
+        """Take log-probabilities from a kernel of ours, where vLLM's are slow; only on GPUs."""
+
+        def use(_: WorkerWeights) -> None:
+            from flotilla_generator.engine.vllm.token_logprobs import use_in_vllm
+
+            use_in_vllm(self.device)
+
+        return self._flotilla_guarded(use)
 
     def flotilla_stacks(self) -> Answer:
         """Return the stack of every thread of this process."""
