@@ -1,6 +1,6 @@
 """Weights from trainer processes to generator processes, without vLLM: are they exact, and how fast do they come.
 
-    python bench/gpu/weights.py [--shape 0.6b|8b] [--gpus 1|2] [--pairs N] [--rounds 8] [--bucket-mib 256 512]
+    python bench/gpu/weights.py [--shape 0.6b|8b] [--gpus 1|2] [--pairs N] [--rounds 8] [--bucket-mib 512 1024]
                                 [--busy] [--fresh] [--out DIR]
 
 `--gpus 1`: both ends share the first GPU. `--gpus 2`: the sender has the first GPU and the receiver the second; the
@@ -46,7 +46,7 @@ BACKEND = "nccl" if HAS_GPU else "gloo"
 BACKENDS = {"nccl": weights_pb2.WEIGHT_BACKEND_NCCL, "gloo": weights_pb2.WEIGHT_BACKEND_GLOO}
 EPOCHS = 2
 TIMEOUT_S = 60
-BUCKET_BYTES = 256 << 20
+BUCKET_BYTES = 512 << 20
 RAW_MIB = (16, 64, 128, 256, 512, 1024, 2048, 4096)
 RAW_REPEATS = 5
 SETTLE_S = 0.02
@@ -273,7 +273,7 @@ class TrainerRank:
     def cut(self, bucket_bytes: int) -> None:
         """Send them in buckets of this size from now on."""
         named = ((name, torch.bfloat16, tensor.shape) for name, tensor in self._parameters.items())
-        self.manifest = Manifest.from_named(named, bucket_bytes)
+        self.manifest = Manifest.from_named(named, bucket_bytes).in_enough_buckets()
         self.in_order = [(spec.name, self._parameters[spec.name]) for spec in self.manifest.tensors]
 
     def learn(self) -> None:
@@ -483,7 +483,7 @@ def main() -> None:
                 "pairs": asked.pairs,
                 "busy": busy,
                 "fresh": asked.fresh,
-                "bucket_mib": bucket_mib,
+                "bucket_mib": rank.manifest.bucket_bytes / (1 << 20),
                 "gpu": torch.cuda.get_device_name(device) if HAS_GPU else "none",
                 "bytes": nbytes,
                 "raw_s": raw_s,

@@ -125,3 +125,11 @@ def test_the_digest_is_the_same_for_ever():
 
 
 FIXED = 0xAC328ABA0D793E08
+
+
+def test_large_buckets_are_cut_so_that_a_model_has_a_few():
+    manifest = Manifest.from_named([(f"layers.{i}.w", "bfloat16", (1 << 26,)) for i in range(9)], 512 << 20)
+    assert len(manifest.buckets) == 3
+    assert manifest.in_enough_buckets().bucket_bytes == (9 << 27) // 4
+    small = Manifest.from_named([("w", "bfloat16", (1 << 26,))], 64 << 20)
+    assert small.in_enough_buckets() == small

@@ -24,6 +24,10 @@ from flotilla_weights.adapters import AdapterNames
 ALIGNMENT = 64
 """Every tensor starts at a multiple of this within its bucket, so that it can be viewed as its own type."""
 
+LEAST_BUCKETS = 4
+"""Buckets of a model, so that some are packed or digested while another one moves."""
+SMALL_BUCKET_BYTES = 256 << 20
+"""Size from which buckets are not made smaller: a GPU takes as long to change over as to move several megabytes."""
 MAX_TENSORS = 1_000_000
 
 
@@ -138,6 +142,11 @@ class Manifest:
             proto.adapters.tensors.extend(_spec_protos(self.adapters.manifest.tensors))
             proto.adapters.scale = self.adapters.scale
         return proto
+
+    def in_enough_buckets(self) -> Manifest:
+        """Return the same in smaller buckets, where large ones are less than a few."""
+        few = max(self.nbytes // LEAST_BUCKETS, SMALL_BUCKET_BYTES)
+        return replace(self, bucket_bytes=min(few, self.bucket_bytes))
 
     def with_adapters(self, adapters: Manifest, scale: float) -> Manifest:
         """Return the same, with what is added to some of the tensors."""

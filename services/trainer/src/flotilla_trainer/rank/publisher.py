@@ -51,7 +51,7 @@ class Publisher:
         self._group: _OpenGroup | None = None
         self._frozen_sent = False
         self._frozen_digests: list[int] = []
-        self._made: Manifest | None = None
+        self._made: tuple[int, Manifest] | None = None
 
     def open(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Listen for a new epoch on rank 0, and let the members join in the background."""
@@ -141,13 +141,13 @@ class Publisher:
 
     def _manifest(self, bucket_bytes: int) -> Manifest:
         """Return the manifest of the open group; it is made once, because its checks take longer than small models."""
-        if self._made is None or self._made.bucket_bytes != bucket_bytes:
-            self._made = self._new_manifest(bucket_bytes)
-        return self._made
+        if self._made is None or self._made[0] != bucket_bytes:
+            self._made = bucket_bytes, self._new_manifest(bucket_bytes)
+        return self._made[1]
 
     def _new_manifest(self, bucket_bytes: int) -> Manifest:
         specs = self._layout.specs(self._model.specs(self._model.dtype))
-        manifest = Manifest.from_named(specs, bucket_bytes)
+        manifest = Manifest.from_named(specs, bucket_bytes).in_enough_buckets()
         adapters = self._model.adapters
         if adapters is None:
             return manifest
