@@ -13,13 +13,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from flotilla_core.config import LoraConfig
 from flotilla_trainer.rank import compiled_layers, packed_rows
-from flotilla_trainer.rank.activation_offload import RecomputedLayers
+from flotilla_trainer.rank.activation_offload import RecomputedLayers, SelectiveLayers
 from flotilla_trainer.rank.compilation import COMPILING, CompilerWatch
 from flotilla_trainer.rank.compiled_layers import CompiledLayers
 from flotilla_trainer.rank.lora import Adapters
 from flotilla_trainer.rank.packed_rows import PackedRow
 from flotilla_trainer.rank.policy_model import PolicyModel
-from flotilla_trainer.rank.selective_recompute import SelectiveLayers
 
 pytestmark = pytest.mark.timeout(600)
 TOLERANCE = 1e-5

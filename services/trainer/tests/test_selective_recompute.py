@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from flotilla_trainer.rank.activation_offload import SelectiveLayers
 from flotilla_trainer.rank.policy_model import PolicyModel
-from flotilla_trainer.rank.selective_recompute import SelectiveLayers
 
 LENGTH = 24
 

@@ -1,9 +1,11 @@
-"""Activation checkpointing: a layer keeps its input, on the device or in host memory, and computes the rest again.
+"""Activation checkpointing: a layer keeps some activations, on the device or on the host, and computes the rest again.
 
 Invariants: it is off until a session asks for it, and has no effect without a backward pass; numbers never change,
-because nothing in a layer is random, and an input comes back from the host bit for bit; a copy to the host runs while
-further layers compute, and is done before its copy back begins; tensors that are already in host memory, as all are
-without an accelerator, stay there.
+because nothing in a layer is random, and an input comes back from the host bit for bit. A layer keeps its input alone,
+or with it the outputs of attention, and products of matrices that are at most twice as wide as what they multiply:
+queries, keys, values, and what attention and the feed-forward part give back. That choice is part of a compiled layer's
+graph. A copy to the host runs while further layers compute, and is done before its copy back begins. Tensors that are
+already in host memory, as all are without an accelerator, stay there.
 """
 
 from __future__ import annotations
@@ -15,7 +17,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+WIDENING = 2
+"""A product of matrices that is wider than its input by more than this factor is computed again."""
+ATTENTION = ("attention", "_varlen_attn", "variable_length")
+"""Parts of the names of operations that compute attention."""
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 class RecomputedLayers:
@@ -34,6 +42,41 @@ class RecomputedLayers:
             return forward(*inputs, **options)
         with self._inputs.keeping() if self.inputs_rest_on_host else nullcontext():
             return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
+
+
+class SelectiveLayers:
+    """Layers that can drop all but a few activations and compute them again."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self.on = False
+        for layer in layers:
+            layer.forward = partial(self._forward, layer.forward)
+
+    def _forward(self, forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+        if not (self.on and torch.is_grad_enabled()):
+            return forward(*inputs, **options)
+        return checkpoint(
+            forward,
+            *inputs,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=_contexts,
+            **options,
+        )
+
+
+def _contexts() -> Any:
+    return create_selective_checkpoint_contexts(keeps)
+
+
+def keeps(context: Any, operation: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
+    """Return whether the output of an operation stays until the backward pass."""
+    if operation in PRODUCTS:
+        wide, narrow = inputs[-1].shape[1], inputs[-1].shape[0]
+        kept = wide <= WIDENING * narrow
+    else:
+        kept = any(part in str(operation) for part in ATTENTION)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class ActivationOffload:

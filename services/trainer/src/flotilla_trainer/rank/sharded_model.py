@@ -28,7 +28,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from flotilla_core.config import LoraConfig
 from flotilla_core.errors import FailedPrecondition, FlotillaError, Mismatch
-from flotilla_trainer.rank.activation_offload import RecomputedLayers
+from flotilla_trainer.rank.activation_offload import RecomputedLayers, SelectiveLayers
 from flotilla_trainer.rank.body_model import ValueBody
 from flotilla_trainer.rank.compiled_layers import CompiledLayers
 from flotilla_trainer.rank.gather import rows_of
@@ -37,7 +37,6 @@ from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.model_checks import packing_refusal
 from flotilla_trainer.rank.peft_folder import read_adapters
 from flotilla_trainer.rank.policy_model import PolicyModel
-from flotilla_trainer.rank.selective_recompute import SelectiveLayers
 from flotilla_trainer.rank.sequence_parallel import SequenceParallel
 from flotilla_trainer.rank.value_model import ValueModel
 from flotilla_weights.digest import pending_digest, tensor_digest
